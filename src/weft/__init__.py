@@ -1,0 +1,1 @@
+"""Weft: placements, planned collectives, and a serving engine for parallel LLM inference."""

@@ -1,0 +1,1 @@
+"""Transports: who carries a planned step out. They know ranks and rows, never models."""

@@ -1,0 +1,91 @@
+"""The protocol of transports, and the one place that turns a planned edge into a call.
+
+Rows are ragged: sizes differ by rank, may be zero, and change every step. Every rank of a group makes the same calls in
+the same order, also with zero rows.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from weft.place import edges
+from weft.place.edges import Edge
+from weft.place.plan import Counts
+from weft.place.spec import Mesh, Rows
+
+Ranks = tuple[int, ...]
+"""A group: its global ranks, ascending, the caller's included."""
+Sizes = tuple[int, ...]
+"""Rows of each rank of a group, in rank order."""
+
+
+class CommError(RuntimeError):
+    """A collective failed or timed out: the text names the rank, the call and, where known, the lost peer."""
+
+
+class Transport(Protocol):
+    """One rank's end. Tensors are `[rows, width]`, contiguous; inputs are left as they are, results are new tensors.
+
+    name: as plans and reports print it. kinds: the planned edges on offer (`weft.place.edges`); a transport that lacks
+    one says so here, at plan time, and never falls back on its own. All methods raise CommError.
+    """
+
+    name: str
+    rank: int
+    kinds: frozenset[str]
+
+    def all_reduce(self, x: Tensor, group: Ranks) -> Tensor:
+        """Sum of every rank's x."""
+        ...
+
+    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
+        """Sum of every rank's x `[sum(sizes), width]`, of which the i-th rank gets the i-th run of rows."""
+        ...
+
+    def all_gatherv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
+        """Every rank's rows, in rank order: `[sum(sizes), width]`; the i-th rank puts in `sizes[i]` rows."""
+        ...
+
+    def all_to_allv(self, x: Tensor, group: Ranks, send: Sizes, receive: Sizes) -> Tensor:
+        """Sends the i-th run of rows to the i-th rank; gives the runs received, in rank order."""
+        ...
+
+    def broadcast(self, x: Tensor, group: Ranks, root: int) -> Tensor:
+        """The x of global rank `root`; every rank passes a tensor of that shape."""
+        ...
+
+    def barrier(self, group: Ranks) -> None:
+        """Returns once every rank of the group has called it."""
+        ...
+
+    def all_reduce_all_gatherv(self, x: Tensor, reduce: Ranks, gather: Ranks, sizes: Sizes) -> Tensor:
+        """`all_gatherv(all_reduce(x, reduce), gather, sizes)` in one traversal; only where `kinds` offers it."""
+        ...
+
+    def reduce_scatterv_all_reduce(self, x: Tensor, scatter: Ranks, reduce: Ranks, sizes: Sizes) -> Tensor:
+        """`all_reduce(reduce_scatterv(x, scatter, sizes), reduce)` in one traversal; only where `kinds` offers it."""
+        ...
+
+
+def carry_out(edge: Edge, x: Tensor, mesh: Mesh, transport: Transport, counts: Counts) -> Tensor:
+    """Takes x `[rows, width]` along an edge. counts: this step's tokens of each DP group."""
+    rank = transport.rank
+    if edge.kind == edges.SLICE:
+        (start, stop), (base, _) = (mesh.row_range(p.rows, rank, counts) for p in (edge.dst, edge.src))
+        return x[start - base : stop - base]
+    x = x.contiguous()
+    if edge.kind in (edges.ALL_REDUCE_ALL_GATHERV, edges.REDUCE_SCATTERV_ALL_REDUCE):
+        tp, dp = mesh.peers("attn_tp", rank), mesh.peers("attn_dp", rank)
+        sizes = mesh.segment_sizes(Rows.GROUP, "attn_dp", rank, counts)
+        if edge.kind == edges.ALL_REDUCE_ALL_GATHERV:
+            return transport.all_reduce_all_gatherv(x, tp, dp, sizes)
+        return transport.reduce_scatterv_all_reduce(x, dp, tp, sizes)
+    group = mesh.peers(edge.group, rank)
+    if edge.kind == edges.ALL_REDUCE:
+        return transport.all_reduce(x, group)
+    assert edge.group is not None
+    if edge.kind == edges.REDUCE_SCATTERV:
+        return transport.reduce_scatterv(x, group, mesh.segment_sizes(edge.dst.rows, edge.group, rank, counts))
+    return transport.all_gatherv(x, group, mesh.segment_sizes(edge.src.rows, edge.group, rank, counts))

@@ -1,0 +1,1 @@
+"""Placements, legal steps and the planner. Standard library only: no tensors here."""

@@ -13,7 +13,7 @@ import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal
 
 from weft.place.cost import Cost
@@ -130,6 +130,7 @@ class Planner:
         self._plan = cache(self._make)
         self._settle = cache(self._search)
         self._edge_us = cache(self._price)
+        self.bytes_received = lru_cache(1 << 16)(self._bytes_received)
 
     def plan(self, counts: Counts) -> Plan:
         """The cheapest plan for the bucket of these counts."""
@@ -152,7 +153,7 @@ class Planner:
             reads.append(ReadPlan(read, tuple(steps), residual, sum(s.us for s in steps)))
         return Plan(mesh, self.chain, counts, tuple(reads), sum(r.us for r in reads))
 
-    def bytes_received(self, edge: Edge, counts: Counts) -> float:
+    def _bytes_received(self, edge: Edge, counts: Counts) -> float:
         """Bytes that the busiest rank receives."""
         rows = max(rows_received(edge, self.mesh, r, counts) for r in range(self.mesh.world))
         return rows * self.chain.width * self.chain.element_bytes

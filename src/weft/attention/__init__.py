@@ -1,0 +1,1 @@
+"""A step's rows as tensors, the paged key-value cache, and attention over it."""

@@ -1,0 +1,57 @@
+"""The typed tensor: a value, its placement, and the block that made it.
+
+Blocks work on `Hidden`s, and the rules here are all there is to get right: a sum needs equal placements, a linear map
+keeps a debt, anything else needs a complete value. Whatever breaks one raises PlacementError with both placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from weft.place.spec import Mesh, Placement, PlacementError
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """value: `[rows, width]`; origin: the qualified name of the block or parameter that made it, for messages."""
+
+    value: Tensor
+    placement: Placement
+    mesh: Mesh
+    origin: str
+
+    def __add__(self, other: Hidden) -> Hidden:
+        """The sum; two sums that owe the same owe it once. Raises PlacementError for unequal placements."""
+        if self.placement != other.placement:
+            raise PlacementError(
+                f"cannot add {other.origin} {other.placement} to {self.origin} {self.placement}: "
+                "both must hold the same rows and owe the same"
+            )
+        return Hidden(self.value + other.value, self.placement, self.mesh, self.origin)
+
+    def scale(self, factor: Hidden) -> Hidden:
+        """The product with a complete factor on the same rows, e.g. a gate; keeps the debt."""
+        factor.require_complete(f"a factor of {self.origin}")
+        if factor.placement.rows != self.placement.rows:
+            raise PlacementError(
+                f"cannot scale {self.origin} {self.placement} by {factor.origin} {factor.placement}: other rows"
+            )
+        return Hidden(self.value * factor.value, self.placement, self.mesh, self.origin)
+
+    def map(self, function: Callable[[Tensor], Tensor], origin: str) -> Hidden:
+        """A row-wise nonlinear function of a value that owes nothing (its features may be split)."""
+        if self.placement.owes:
+            raise PlacementError(
+                f"{origin} is not linear and needs a complete value, but {self.origin} is {self.placement}"
+            )
+        return Hidden(function(self.value), self.placement, self.mesh, origin)
+
+    def require_complete(self, reader: str) -> Tensor:
+        """The value, if it owes nothing and holds all features; else PlacementError naming the reader."""
+        if self.placement.owes or self.placement.split:
+            complete = Placement(self.placement.rows)
+            raise PlacementError(f"{reader} needs {complete}, but {self.origin} is {self.placement}")
+        return self.value

@@ -1,0 +1,211 @@
+"""Typed layers. Each declares how its weight is sharded beside the weight, and passes placements through by rule:
+
+| layer | takes | gives |
+|---|---|---|
+| `Linear`, `RMSNorm` (replicated) | complete | complete |
+| `ColumnLinear` over G | complete | features split over G |
+| `RowLinear` over G | features split over G | owes a sum over G |
+
+No layer communicates. A layer that is fed another placement raises PlacementError.
+(Column and row parallel as in Megatron-LM, arXiv 1909.08053.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.hidden import Hidden
+from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
+
+
+@dataclass(frozen=True)
+class Builder:
+    """What every layer needs to make its weights: the rank's place, and the weights' dtype and device."""
+
+    mesh: Mesh
+    rank: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        """An unfilled weight."""
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+    def share(self, what: str, size: int, over: str | None, unit: int = 1, replicate: bool = False) -> slice:
+        """This rank's run of `size` features cut over a group in whole `unit`s.
+
+        replicate: where there are fewer units than ranks, neighbouring ranks hold the same one (key-value heads).
+        Raises LayoutError where the units do not divide among the ranks.
+        """
+        ranks = self.mesh.size(self.mesh.canonical(over))
+        place = self.mesh.peers(self.mesh.canonical(over), self.rank).index(self.rank)
+        units = size // unit
+        if units % ranks == 0:
+            each = size // ranks
+            return slice(place * each, (place + 1) * each)
+        if replicate and ranks % units == 0:
+            at = place * units // ranks
+            return slice(at * unit, (at + 1) * unit)
+        raise LayoutError(f"{what}: {units} do not divide over {over}={ranks}; choose {over} among the divisors of {units}")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a part of a weight comes from: tensor `name` of the checkpoint, of `shape`, cut by `take`, goes to `at`."""
+
+    name: str
+    shape: tuple[int, ...]
+    take: tuple[slice, ...]
+    at: tuple[slice | int, ...] = ()
+
+
+class Layer(nn.Module):
+    """A module with a qualified name and, for each of its weights, the sources that fill it."""
+
+    def __init__(self, path: str):
+        super().__init__()
+        self.path = path
+        self.sources: dict[str, list[Source]] = {}
+
+
+class Linear(Layer):
+    """y = x Wᵀ, whole on every rank (routers, gates). x: complete `[rows, inputs]`; y: complete."""
+
+    def __init__(self, b: Builder, path: str, inputs: int, outputs: int):
+        super().__init__(path)
+        self.weight = b.empty(outputs, inputs)
+        self.sources["weight"] = [Source(f"{path}.weight", (outputs, inputs), (slice(None),))]
+
+    def forward(self, x: Hidden) -> Hidden:
+        return Hidden(F.linear(x.require_complete(self.path), self.weight), x.placement, x.mesh, self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Out:
+    """One of a ColumnLinear's outputs: checkpoint prefix, features, and the unit that is never cut (a head)."""
+
+    name: str
+    features: int
+    unit: int = 1
+    replicate: bool = False
+
+
+class ColumnLinear(Layer):
+    """Several outputs of one input in one product, each split over a group by features.
+
+    x: complete `[rows, inputs]`; gives `[rows, sum(sizes)]`, the outputs side by side. Raises PlacementError where the
+    group's ranks hold different rows.
+    """
+
+    def __init__(self, b: Builder, path: str, inputs: int, outs: Sequence[Out], over: str, bias: bool = False):
+        super().__init__(path)
+        self.over = over
+        shares = [b.share(o.name, o.features, over, o.unit, o.replicate) for o in outs]
+        self.sizes = [s.stop - s.start for s in shares]
+        self.weight = b.empty(sum(self.sizes), inputs)
+        self.bias = b.empty(sum(self.sizes)) if bias else None
+        self.sources["weight"] = []
+        if bias:
+            self.sources["bias"] = []
+        start = 0
+        for out, share, size in zip(outs, shares, self.sizes, strict=True):
+            at = (slice(start, start + size),)
+            self.sources["weight"].append(Source(f"{out.name}.weight", (out.features, inputs), (share,), at))
+            if bias:
+                self.sources["bias"].append(Source(f"{out.name}.bias", (out.features,), (share,), at))
+            start += size
+
+    def forward(self, x: Hidden) -> Hidden:
+        value = x.require_complete(self.path)
+        try:
+            placement = x.mesh.placement(x.placement.rows, split=self.over)
+        except PlacementError as error:
+            raise PlacementError(f"{self.path} reads {x.origin} {x.placement}: {error}") from None
+        return Hidden(F.linear(value, self.weight, self.bias), placement, x.mesh, self.path)
+
+
+class RowLinear(Layer):
+    """y = x Wᵀ with the input features split over a group: y `[rows, outputs]` owes the sum over it.
+
+    A bias is added on the group's first rank only, so that the sum holds it once.
+    """
+
+    def __init__(
+        self, b: Builder, path: str, inputs: int, outputs: int, over: str, unit: int = 1, bias: bool = False
+    ):
+        super().__init__(path)
+        self.over = over
+        share = b.share(path, inputs, over, unit)
+        self.weight = b.empty(outputs, share.stop - share.start)
+        self.sources["weight"] = [Source(f"{path}.weight", (outputs, inputs), (slice(None), share))]
+        self.bias = None
+        if bias and share.start == 0:
+            self.bias = b.empty(outputs)
+            self.sources["bias"] = [Source(f"{path}.bias", (outputs,), (slice(None),))]
+
+    def forward(self, x: Hidden) -> Hidden:
+        needs = Placement(x.placement.rows, split=x.mesh.canonical(self.over))
+        if x.placement != needs:
+            raise PlacementError(f"{self.path} needs {needs}, but {x.origin} is {x.placement}")
+        placement = x.mesh.placement(x.placement.rows, owes=self.over)
+        return Hidden(F.linear(x.value, self.weight, self.bias), placement, x.mesh, self.path)
+
+
+class RMSNorm(Layer):
+    """x · weight / √(mean(x²) + eps) over the last dimension, in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, b: Builder, path: str, width: int, eps: float):
+        super().__init__(path)
+        self.eps = eps
+        self.weight = b.empty(width)
+        self.sources["weight"] = [Source(f"{path}.weight", (width,), (slice(None),))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Embedding(Layer):
+    """Token embeddings, whole on every rank: int64 `[rows]` → complete `[rows, width]` of the DP group."""
+
+    def __init__(self, b: Builder, path: str, vocabulary: int, width: int):
+        super().__init__(path)
+        self.mesh = b.mesh
+        self.weight = b.empty(vocabulary, width)
+        self.sources["weight"] = [Source(f"{path}.weight", (vocabulary, width), (slice(None),))]
+
+    def forward(self, tokens: Tensor) -> Hidden:
+        value = F.embedding(tokens, self.weight)
+        return Hidden(value, self.mesh.placement(Rows.GROUP), self.mesh, self.path)
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding (arXiv 2104.09864), the half-split form that Hugging Face checkpoints use."""
+
+    def __init__(self, inverse: Tensor, factor: float, device: torch.device):
+        super().__init__()
+        self.inverse, self.factor = inverse.to(device), factor
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
+        """cos and sin for int64 positions `[T]`."""
+        angles = positions[:, None].float() * self.inverse
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        return RotaryTable((angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """cos, sin: `[T, 1, head_dim]`."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Turns x `[T, heads, head_dim]`."""
+        left, right = x.chunk(2, dim=-1)
+        return x * self.cos + torch.cat((-right, left), dim=-1) * self.sin

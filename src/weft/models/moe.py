@@ -1,0 +1,131 @@
+"""Feed-forward blocks: the gated MLP, and the mixture of experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.hidden import Hidden
+from weft.models.layers import Builder, ColumnLinear, Layer, Linear, Out, RowLinear, Source
+from weft.place.spec import PlacementError, Rows
+
+
+class GatedMLP(Layer):
+    """down(silu(gate(x)) · up(x)), features split over the whole world; owes a sum over it."""
+
+    def __init__(self, b: Builder, path: str, width: int, inner: int):
+        super().__init__(path)
+        outs = [Out(f"{path}.gate_proj", inner), Out(f"{path}.up_proj", inner)]
+        self.gate_up = ColumnLinear(b, f"{path}.gate_up", width, outs, over="world")
+        self.down = RowLinear(b, f"{path}.down_proj", inner, width, over="world")
+
+    def forward(self, x: Hidden) -> Hidden:
+        return self.down(self.gate_up(x).map(_silu_and_multiply, self.path))
+
+
+class Experts(Layer):
+    """Routed experts: whole experts over `ep`, their inner features over `moe_tp`; owes a sum over both, the world.
+
+    x: complete `[T, width]`; probability `[T, k]` and expert int64 `[T, k]` from the router.
+    """
+
+    def __init__(self, b: Builder, path: str, experts: int, width: int, inner: int):
+        super().__init__(path)
+        mine = b.share(f"{path} (experts)", experts, "ep")
+        cut = b.share(f"{path} (inner features)", inner, "moe_tp")
+        size = cut.stop - cut.start
+        self.first = mine.start
+        self.gate_up = b.empty(mine.stop - mine.start, 2 * size, width)
+        self.down = b.empty(mine.stop - mine.start, width, size)
+        self.sources = {"gate_up": [], "down": []}
+        for i, e in enumerate(range(mine.start, mine.stop)):
+            name, column = f"{path}.{e}", (inner, width)
+            self.sources["gate_up"] += [
+                Source(f"{name}.gate_proj.weight", column, (cut,), (i, slice(0, size))),
+                Source(f"{name}.up_proj.weight", column, (cut,), (i, slice(size, 2 * size))),
+            ]
+            self.sources["down"].append(Source(f"{name}.down_proj.weight", (width, inner), (slice(None), cut), (i,)))
+
+    def forward(self, x: Hidden, probability: Tensor, expert: Tensor) -> Hidden:
+        value = x.require_complete(self.path)
+        if not x.mesh.same_rows(x.placement.rows, "world"):
+            wanted = x.mesh.placement(Rows.WORLD)
+            raise PlacementError(f"{self.path} needs {wanted}, but {x.origin} is {x.placement}")
+        out = routed(value, probability, expert - self.first, self.gate_up, self.down)
+        return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
+
+
+class Router(Linear):
+    """The k most probable experts of each token, softmax over all in float32.
+
+    renormalise: make the k probabilities sum to one.
+    """
+
+    def __init__(self, b: Builder, path: str, width: int, experts: int, k: int, renormalise: bool):
+        super().__init__(b, path, width, experts)
+        self.k, self.renormalise = k, renormalise
+
+    def choose(self, x: Hidden) -> tuple[Tensor, Tensor]:
+        """(probability `[T, k]` in x's dtype, expert int64 `[T, k]`)."""
+        logits = self(x).value
+        probability, expert = F.softmax(logits, dtype=torch.float32, dim=-1).topk(self.k, dim=-1)
+        if self.renormalise:
+            probability = probability / probability.sum(-1, keepdim=True)
+        return probability.to(logits.dtype), expert
+
+
+def routed(x: Tensor, probability: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Σ over a token's experts that are here of probability · down(silu(gate(x)) · up(x)).
+
+    x `[T, width]`; probability `[T, k]`; expert `[T, k]`, where an index outside `[0, E)` is an expert held elsewhere;
+    gate_up `[E, 2·inner, width]`; down `[E, width, inner]`. Gives `[T, width]`, zero where no expert is here.
+    """
+    tokens, k = expert.shape
+    if not tokens:
+        return torch.empty_like(x)
+    held = gate_up.shape[0]
+    expert = expert.flatten()
+    here = (expert >= 0) & (expert < held)
+    expert, order = torch.where(here, expert, held).sort(stable=True)
+    ends = torch.searchsorted(expert, torch.arange(held, device=x.device), right=True).to(torch.int32)
+    token = order // k
+    inner = _silu_and_multiply(F.grouped_mm(x[token], gate_up.transpose(1, 2), offs=ends))
+    rows = F.grouped_mm(inner, down.transpose(1, 2), offs=ends) * probability.flatten()[order, None]
+    # Rows past the last held expert were never written by the product: select, a product with zero would keep a NaN.
+    rows = torch.where((expert < held)[:, None], rows, 0)
+    return torch.zeros_like(x).index_add_(0, token, rows)
+
+
+class SparseMoE(Layer):
+    """Router, routed experts and, where the model has one, a shared expert under a sigmoid gate."""
+
+    def __init__(
+        self,
+        b: Builder,
+        path: str,
+        width: int,
+        *,
+        experts: int,
+        k: int,
+        inner: int,
+        shared: int = 0,
+        renormalise: bool = False,
+    ):
+        super().__init__(path)
+        self.router = Router(b, f"{path}.gate", width, experts, k, renormalise)
+        self.experts = Experts(b, f"{path}.experts", experts, width, inner)
+        self.shared = GatedMLP(b, f"{path}.shared_expert", width, shared) if shared else None
+        self.shared_gate = Linear(b, f"{path}.shared_expert_gate", width, 1) if shared else None
+
+    def forward(self, x: Hidden) -> Hidden:
+        out = self.experts(x, *self.router.choose(x))
+        if self.shared is not None and self.shared_gate is not None:
+            gate = self.shared_gate(x).map(torch.sigmoid, f"{self.path}.shared_expert_gate")
+            out = out + self.shared(x).scale(gate)
+        return out
+
+
+def _silu_and_multiply(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up

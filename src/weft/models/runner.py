@@ -1,0 +1,104 @@
+"""A model on one rank: traced, planned, run and counted."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from weft.attention.batch import Batch
+from weft.attention.cache import KVCache
+from weft.attention.sdpa import PagedAttention
+from weft.comm.transport import Transport
+from weft.models.config import ModelConfig
+from weft.models.load import build_model
+from weft.models.qwen import Qwen
+from weft.place.cost import Cost, preset
+from weft.place.edges import COLLECTIVES
+from weft.place.plan import Chain, Counts, Plan, Planner, bucket
+from weft.place.show import plan_text
+from weft.place.spec import Mesh
+from weft.stream import Stats, StepStat, Stream, TraceStream
+
+
+def trace(config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> Chain:
+    """The model's chain of reads and adds, from a run on zero rows with weights on the `meta` device."""
+    meta = torch.device("meta")
+    model = build_model(config, mesh, 0, dtype, meta)
+    stream = TraceStream(mesh, config.hidden_size, dtype, meta)
+    batch = Batch.build([], [], [], page_size=1, device=meta)
+    model(stream, batch, PagedAttention(batch, KVCache(0, 0, 1, 0, 0, dtype, meta)))
+    return stream.chain()
+
+
+def plan_model(
+    config: ModelConfig, mesh: Mesh, dtype: torch.dtype, cost: Cost, kinds: frozenset[str] = frozenset(COLLECTIVES)
+) -> Planner:
+    """The planner of a model on a mesh. Raises LayoutError, PlacementError."""
+    return Planner(mesh, trace(config, mesh, dtype), cost, kinds)
+
+
+class ModelRunner:
+    """Runs a model on one rank. Every rank must call `forward` for every step, with the same counts.
+
+    num_pages, page_size: of the key-value cache, allocated here once. cost: a preset's name.
+    """
+
+    def __init__(
+        self,
+        model: Qwen,
+        mesh: Mesh,
+        rank: int,
+        transport: Transport,
+        num_pages: int,
+        page_size: int,
+        cost: str = "cpu-gloo",
+    ):
+        config, weight = model.config, model.embed.weight
+        self.model, self.mesh, self.rank, self.transport = model, mesh, rank, transport
+        self.planner = plan_model(config, mesh, weight.dtype, preset(cost), transport.kinds)
+        kv_heads = model.layers[0].attention.qkv.sizes[1] // config.head_dim
+        self.cache = KVCache(
+            config.num_layers, num_pages, page_size, kv_heads, config.head_dim, weight.dtype, weight.device
+        )
+        self._stats, self._naive_stats = Stats(), Stats()
+        self._naive = lru_cache(self.planner.naive)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of key-value cache that a token takes on this rank."""
+        return self.cache.bytes_per_token
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, counts: Counts) -> Tensor:
+        """float32 logits `[S, vocabulary]` of the sampled rows of this rank's DP group; the same on all its ranks.
+
+        counts: rows of every DP group in this step. Raises CommError where a peer is lost, ValueError for wrong counts.
+        """
+        mine = counts[self.mesh.group_of(self.rank)]
+        if len(counts) != self.mesh.attn_dp or len(batch.tokens) != mine:
+            raise ValueError(f"{len(batch.tokens)} rows on rank {self.rank}, but the step's counts are {counts}")
+        stream = Stream(self.planner.plan(counts), self.planner, self.transport, counts, self._stats)
+        logits: Tensor = self.model(stream, batch, PagedAttention(batch, self.cache))
+        stream.finish()
+        for read, step, edge in self._naive(bucket(counts)).moves():
+            self._naive_stats.record(read.site, step, self.planner.bytes_received(edge, counts), 0.0)
+        return logits
+
+    def plan(self, tokens_per_group: int) -> Plan:
+        """The plan for steps of so many tokens in each DP group."""
+        return self.planner.plan((tokens_per_group,) * self.mesh.attn_dp)
+
+    def report(self) -> list[StepStat]:
+        """What ran since the start, by step."""
+        return self._stats.table()
+
+    def naive_report(self) -> list[StepStat]:
+        """What the naive plan would have moved for the same steps; seconds are 0."""
+        return self._naive_stats.table()
+
+    def plan_text(self, tokens_per_group: int) -> str:
+        """The plan for so many tokens in each DP group, beside the naive one."""
+        counts = (tokens_per_group,) * self.mesh.attn_dp
+        return plan_text(self.planner, counts, self.transport.name)

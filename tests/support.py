@@ -1,0 +1,88 @@
+"""Shared by tests: emulated worlds, and small random models with weights that give wrong sums nowhere to hide."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from weft.comm.reference import ReferenceTransport, ReferenceWorld
+
+T = TypeVar("T")
+FAMILIES = ("qwen2_moe", "qwen3_moe", "qwen3")
+
+
+def run_world(world: int | ReferenceWorld, rank_main: Callable[[ReferenceTransport], T]) -> list[T]:
+    """Runs `rank_main` on every rank of an emulated world, a thread each; gives the results in rank order.
+
+    Raises the first rank's error that is not only an echo of another's.
+    """
+    world = ReferenceWorld(world, timeout_s=60) if isinstance(world, int) else world
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def main(transport: ReferenceTransport) -> None:
+        try:
+            results[transport.rank] = rank_main(transport)
+        except BaseException as error:
+            errors.append(error)
+            world.abort()
+
+    threads = [threading.Thread(target=main, args=(t,)) for t in world.transports()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[r] for r in range(len(threads))]
+
+
+def small_config(family: str, parts: int, **changes: Any) -> Any:
+    """A small configuration in which everything divides over `parts` ranks."""
+    shape = dict(
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2 * parts,
+        num_key_value_heads={2: 2, 4: 2, 6: 1, 8: 2}.get(parts, parts),  # fewer than ranks too: replicated
+        intermediate_size=8 * parts,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        eos_token_id=0,
+    )
+    moe = dict(
+        num_experts=2 * parts if parts > 1 else 4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=4 * parts,
+        mlp_only_layers=[1],
+    )
+    if family == "qwen2_moe":
+        shape["hidden_size"] = 8 * parts
+        return Qwen2MoeConfig(**shape | moe | {"shared_expert_intermediate_size": 8 * parts} | changes)
+    if family == "qwen3_moe":
+        return Qwen3MoeConfig(
+            **shape | moe | {"head_dim": 8, "norm_topk_prob": True, "attention_bias": True} | changes
+        )
+    return Qwen3Config(**shape | {"head_dim": 8, "tie_word_embeddings": True} | changes)
+
+
+def small_model(family: str, parts: int, directory: Path, seed: int = 0, **changes: Any) -> Any:
+    """A random transformers model of `small_config`, saved into `directory`; every weight random, a few large."""
+    torch.manual_seed(seed)
+    kind = {"qwen2_moe": Qwen2MoeForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM, "qwen3": Qwen3ForCausalLM}[family]
+    model = kind(small_config(family, parts, **changes)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5)
+            else:
+                weight.normal_(0, 0.5 if weight.dim() == 1 else 1.2 / weight.shape[-1] ** 0.5)
+                weight.view(-1)[:: max(1, weight.numel() // 5)] *= 4
+    model.save_pretrained(directory)
+    return model

@@ -75,6 +75,8 @@ class Batch:
             lengths = torch.tensor([len(seen) for _, seen in single])
             padded = torch.nn.utils.rnn.pad_sequence([seen for _, seen in single], batch_first=True)
             mask = torch.arange(padded.shape[1]) < lengths[:, None]
+            # Pad with a slot that was written: masked or not, attention multiplies it, and 0 · NaN is NaN.
+            padded = torch.where(mask, padded, padded[:, :1])
             decodes = (torch.tensor([r for r, _ in single]).to(device), padded.to(device), mask.to(device))
         return Batch(
             torch.tensor(tokens, dtype=torch.int64, device=device),

@@ -6,6 +6,7 @@ measured on the host replaces them by offering the same two methods.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,9 +26,9 @@ class Cost(Protocol):
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """name: of the preset. alpha_us: latency of a collective of two ranks; hop_us: what each further rank adds.
+    """alpha_us: latency of any collective; hop_us: what each doubling of the group adds; gb_s: what a rank receives.
 
-    gb_s: bytes a rank receives per ns. local_us_: launch of a local kernel; mem_gb_s: local memory traffic per ns.
+    launch_us, mem_gb_s: latency and memory traffic of a local elementwise kernel. GB/s are 10⁹ bytes a second.
     """
 
     name: str
@@ -39,7 +40,7 @@ class AlphaBeta:
 
     def collective_us(self, kind: str, group_size: int, bytes_moved: float) -> float:
         """Time of one collective. A fused edge is one launch, so it pays alpha once."""
-        return self.alpha_us + self.hop_us * (group_size - 2) + bytes_moved / (self.gb_s * 1e3)
+        return self.alpha_us + self.hop_us * math.log2(group_size) + bytes_moved / (self.gb_s * 1e3)
 
     def local_us(self, bytes_touched: float) -> float:
         """Time of one local elementwise kernel."""
@@ -49,11 +50,11 @@ class AlphaBeta:
 PRESETS: dict[str, AlphaBeta] = {
     p.name: p
     for p in (
-        AlphaBeta("cpu-gloo", alpha_us=200.0, hop_us=60.0, gb_s=1.0, launch_us=4.0, mem_gb_s=8.0),
-        AlphaBeta("h100-nvlink", alpha_us=11.0, hop_us=0.3, gb_s=368.0, launch_us=2.0, mem_gb_s=2700.0),
-        AlphaBeta("h200-nvlink", alpha_us=11.0, hop_us=0.3, gb_s=368.0, launch_us=2.0, mem_gb_s=4000.0),
-        AlphaBeta("gb200-nvl72", alpha_us=11.0, hop_us=0.2, gb_s=720.0, launch_us=2.0, mem_gb_s=6500.0),
-        AlphaBeta("pcie-gen5", alpha_us=18.0, hop_us=3.0, gb_s=45.0, launch_us=2.0, mem_gb_s=1500.0),
+        AlphaBeta("cpu-gloo", alpha_us=150.0, hop_us=50.0, gb_s=1.0, launch_us=4.0, mem_gb_s=8.0),
+        AlphaBeta("h100-nvlink", alpha_us=10.5, hop_us=0.5, gb_s=368.0, launch_us=2.0, mem_gb_s=2700.0),
+        AlphaBeta("h200-nvlink", alpha_us=10.5, hop_us=0.5, gb_s=368.0, launch_us=2.0, mem_gb_s=4000.0),
+        AlphaBeta("gb200-nvl72", alpha_us=10.5, hop_us=0.4, gb_s=720.0, launch_us=2.0, mem_gb_s=6500.0),
+        AlphaBeta("pcie-gen5", alpha_us=15.0, hop_us=4.0, gb_s=45.0, launch_us=2.0, mem_gb_s=1500.0),
     )
 }
 

@@ -100,20 +100,24 @@ def rows_received(edge: Edge, mesh: Mesh, rank: int, counts: tuple[int, ...]) ->
     """Rows' worth of data that a rank must receive for an edge (bandwidth-optimal algorithm).
 
     An all_reduce of n rows over g ranks receives 2n(g-1)/g: each rank reduces 1/g of the rows and hands its part out
-    (Thakur et al., doi:10.1177/1094342005051521).
+    (Thakur et al., doi:10.1177/1094342005051521). OWN rows count as an even share of the group's, so that one edge
+    never seems to move more than the two that it replaces.
     """
     if edge.kind == SLICE:
         return 0.0
-    g = mesh.size(edge.group)
-    have, get = (mesh.row_count(p.rows, rank, counts) for p in (edge.src, edge.dst))
+    g, tp = mesh.size(edge.group), mesh.attn_tp
+    own = counts[mesh.group_of(rank)] / tp
+
+    def held(rows: Rows) -> float:
+        return own if rows is Rows.OWN else mesh.row_count(rows, rank, counts)
+
+    have, get = held(edge.src.rows), held(edge.dst.rows)
     if edge.kind == ALL_REDUCE:
         return 2 * have * (g - 1) / g
     if edge.kind == REDUCE_SCATTERV:
         return get * (g - 1)
     if edge.kind == ALL_GATHERV:
         return get - have
-    tp = mesh.attn_tp
-    own = mesh.row_count(Rows.OWN, rank, counts)
     if edge.kind == ALL_REDUCE_ALL_GATHERV:
         return own * (tp - 1) + get - own
     return own * (g - 1) + get - own

@@ -1,0 +1,261 @@
+"""Properties of every plan: legal, exact, never dearer than the naive plan, and equal to it in what it computes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import run_world
+
+from weft.comm.transport import Transport
+from weft.hidden import Hidden
+from weft.place.cost import PRESETS, AlphaBeta
+from weft.place.edges import ALL_GATHERV, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTERV, legal_edges, rows_received
+from weft.place.plan import NORMED, RESIDUAL, Chain, Plan, Planner, Read
+from weft.place.spec import GROUP_NAMES, LayoutError, Mesh, Placement, PlacementError, Rows, layouts
+from weft.stream import Stats, Stream
+
+WIDTH = 6
+meshes = st.sampled_from(layouts(8))
+costs = st.one_of(
+    st.sampled_from(list(PRESETS.values())),
+    st.builds(
+        AlphaBeta,
+        name=st.just("drawn"),
+        alpha_us=st.floats(0.1, 300),
+        hop_us=st.floats(0, 50),
+        gb_s=st.floats(0.01, 1000),
+        launch_us=st.floats(0, 50),
+        mem_gb_s=st.floats(0.1, 5000),
+    ),
+)
+offers = st.sampled_from([frozenset(COLLECTIVES), frozenset((ALL_REDUCE, REDUCE_SCATTERV, ALL_GATHERV))])
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Mesh, Chain]:
+    """A mesh and a chain of 1–4 reads whose deltas have any legal placements."""
+    mesh = draw(meshes)
+    legal = []
+    for rows, owes in itertools.product(Rows, (None, *GROUP_NAMES)):
+        try:
+            legal.append(mesh.placement(rows, owes))
+        except PlacementError:
+            continue
+    complete = [p for p in legal if p.owes is None]
+    reads = []
+    for i in range(draw(st.integers(1, 4))):
+        deltas = draw(st.lists(st.sampled_from(legal), min_size=int(i == 0), max_size=2, unique=True))
+        if i == 0:  # a stream begins with the embedding
+            deltas = [draw(st.sampled_from(complete)), *(d for d in deltas if d.owes)]
+        reads.append(Read(f"layers.{i}.norm", draw(st.sampled_from(complete)), tuple(deltas)))
+    return mesh, Chain(tuple(reads), WIDTH, 8)
+
+
+def check_legal(plan: Plan, kinds: frozenset[str]) -> None:
+    """Replays the plan's placements, knowing only the rules."""
+    mesh, residual = plan.mesh, None
+    for read_plan in plan.reads:
+        pending, normed = list(read_plan.read.deltas), None
+        for step in read_plan.steps:
+            if step.op == "move":
+                assert step.edge in legal_edges(mesh)[step.edge.src]
+                assert not step.edge.moves or step.edge.kind in kinds
+                if step.operand == RESIDUAL:
+                    assert residual == step.edge.src
+                    residual = step.edge.dst
+                elif step.operand == NORMED:
+                    assert normed == step.edge.src
+                    normed = step.edge.dst
+                else:
+                    assert pending[step.operand] == step.edge.src
+                    pending[step.operand] = step.edge.dst
+            elif step.op == "merge":
+                assert pending[step.into] == pending.pop(step.operand)
+            elif step.op == "absorb":
+                delta = pending.pop(step.operand)
+                assert delta.owes is None and residual in (None, delta)
+                residual = delta
+            else:
+                assert not pending and residual is not None and residual.owes is None
+                normed = residual
+        assert normed == read_plan.read.target and residual == mesh.placement(read_plan.residual)
+
+
+@given(problems(), costs, offers, st.integers(0, 10_000))
+@settings(max_examples=150, deadline=None)
+def test_plans_are_legal_and_never_dearer_than_naive(problem, cost, kinds, tokens) -> None:
+    mesh, chain = problem
+    planner = Planner(mesh, chain, cost, kinds)
+    plan, naive = planner.plan((tokens,) * mesh.attn_dp), planner.naive((tokens,) * mesh.attn_dp)
+    check_legal(plan, kinds)
+    check_legal(naive, frozenset(COLLECTIVES))
+    assert plan.us == pytest.approx(sum(s.us for r in plan.reads for s in r.steps))
+    assert plan.us <= naive.us * (1 + 1e-9)
+
+
+@given(problems(), costs, offers, st.integers(1, 10_000))
+@settings(max_examples=150, deadline=None)
+def test_no_two_collectives_that_one_edge_does(problem, cost, kinds, tokens) -> None:
+    mesh, chain = problem
+    plan = Planner(mesh, chain, cost, kinds).plan((tokens,) * mesh.attn_dp)
+    for read_plan in plan.reads:
+        for first, second in itertools.pairwise(read_plan.steps):
+            if first.edge is None or second.edge is None or first.operand != second.operand:
+                continue
+            if first.edge.moves and second.edge.moves:
+                direct = [
+                    e for e in legal_edges(mesh)[first.edge.src] if e.dst == second.edge.dst and e.kind in kinds
+                ]
+                assert not direct, f"{first} then {second}, but there is {direct[0]}"
+
+
+def brute_force(planner: Planner, counts: tuple[int, ...], depth: int) -> float:
+    """The least cost over all step sequences of at most `depth` steps a read, by plain enumeration."""
+    best = {None: 0.0}
+    for read in planner.chain.reads:
+        reached: dict[Rows, float] = {}
+        for residual, us in best.items():
+            for rows, more in enumerate_read(planner, residual, read, counts, depth).items():
+                reached[rows] = min(reached.get(rows, float("inf")), us + more)
+        best = reached
+    return min(best.values())
+
+
+def enumerate_read(planner: Planner, residual, read: Read, counts, depth: int) -> dict[Rows, float]:
+    from weft.place.plan import _State
+
+    found: dict[Rows, float] = {}
+    level = {_State(residual, read.deltas): 0.0}
+    for _ in range(depth):
+        following: dict[_State, float] = {}
+        for state, us in level.items():
+            for step, after in planner._moves(state, counts):
+                if us + step.us < following.get(after, float("inf")):
+                    following[after] = us + step.us
+        for state, us in following.items():
+            if state.normed == read.target:
+                found[state.residual] = min(found.get(state.residual, float("inf")), us)
+        level = following
+    return found
+
+
+@given(problems(), costs, offers, st.integers(1, 4096))
+@settings(max_examples=40, deadline=None)
+def test_the_search_is_exact(problem, cost, kinds, tokens) -> None:
+    mesh, chain = problem
+    planner = Planner(mesh, chain, cost, kinds)
+    plan = planner.plan((tokens,) * mesh.attn_dp)
+    assert plan.us == pytest.approx(brute_force(planner, plan.counts, depth=9))
+
+
+class Norm:
+    """A row-wise nonlinear function."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) * 3
+
+
+def drawn(mesh: Mesh, total: int, seed: int) -> torch.Tensor:
+    """A random whole value (row 0) and each rank's random part (rows 1…)."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(1 + mesh.world, total, WIDTH, generator=draw, dtype=torch.float64)
+
+
+def execute(transport: Transport, plan: Plan, planner: Planner, counts, seed: int) -> list[torch.Tensor]:
+    """Runs a plan on random deltas that mean the same on every rank; gives what each read delivered."""
+    mesh, rank = plan.mesh, transport.rank
+    stream = Stream(plan, planner, transport, counts, Stats())
+    out = []
+    for i, read_plan in enumerate(plan.reads):
+        for j, placement in enumerate(read_plan.read.deltas):
+            whole, *parts = drawn(mesh, sum(counts), seed * 1000 + i * 10 + j)
+            if placement.owes:  # random parts; the last rank of each group holds what is missing to the whole
+                *others, last = mesh.peers(placement.owes, rank)
+                part = parts[rank] if rank != last else whole - sum(parts[r] for r in others)
+            else:
+                part = whole
+            start, stop = mesh.row_range(placement.rows, rank, counts)
+            stream.add(Hidden(part[start:stop], placement, mesh, f"delta {j}"))
+        out.append(stream.read(Norm(read_plan.read.site), read_plan.read.target.rows).value)
+    stream.finish()
+    return out
+
+
+def whole_result(plan: Plan, counts, seed: int) -> list[torch.Tensor]:
+    """The same by one process that never heard of placements."""
+    residual, out = torch.zeros(sum(counts), WIDTH, dtype=torch.float64), []
+    for i, read_plan in enumerate(plan.reads):
+        for j in range(len(read_plan.read.deltas)):
+            residual = residual + drawn(plan.mesh, sum(counts), seed * 1000 + i * 10 + j)[0]
+        out.append(Norm("")(residual))
+    return out
+
+
+@given(problems(), costs, offers, st.data())
+@settings(max_examples=60, deadline=None)
+def test_plans_compute_what_the_naive_plan_computes(problem, cost, kinds, data) -> None:
+    mesh, chain = problem
+    counts = tuple(data.draw(st.lists(st.integers(0, 9), min_size=mesh.attn_dp, max_size=mesh.attn_dp)))
+    planner = Planner(mesh, chain, cost, kinds)
+    plan, naive = planner.plan(counts), planner.naive(counts)
+    seed = data.draw(st.integers(0, 99))
+    ours = run_world(mesh.world, lambda t: execute(t, plan, planner, counts, seed))
+    theirs = run_world(mesh.world, lambda t: execute(t, naive, planner, counts, seed))
+    whole = whole_result(plan, counts, seed)
+    for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        for i, (a, b) in enumerate(zip(mine, other, strict=True)):
+            start, stop = mesh.row_range(plan.reads[i].read.target.rows, rank, counts)
+            assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+            assert torch.allclose(a, whole[i][start:stop], rtol=1e-12, atol=1e-12)
+
+
+@given(meshes, st.data())
+@settings(deadline=None)
+def test_rows_of_the_ranks_tile_the_world(mesh, data) -> None:
+    counts = tuple(data.draw(st.lists(st.integers(0, 20), min_size=mesh.attn_dp, max_size=mesh.attn_dp)))
+    own = [mesh.row_range(Rows.OWN, r, counts) for r in range(mesh.world)]
+    assert [start for start, _ in own] == [0, *(stop for _, stop in own[:-1])] and own[-1][1] == sum(counts)
+    for r in range(mesh.world):
+        group = mesh.row_range(Rows.GROUP, r, counts)
+        peers = mesh.peers("attn_tp", r)
+        assert group == (own[peers[0]][0], own[peers[-1]][1])
+        sizes = [own[p][1] - own[p][0] for p in peers]
+        assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+def test_equal_placements_compare_equal() -> None:
+    tp4 = Mesh(1, 4, 2, 2)
+    assert tp4.placement(Rows.WORLD, "world") == tp4.placement(Rows.GROUP, "attn_tp")
+    assert Mesh(4, 1, 4, 1).placement(Rows.GROUP) == Mesh(4, 1, 4, 1).placement(Rows.OWN)
+    assert Mesh(2, 2, 2, 2).placement(Rows.GROUP, "moe_tp") == Mesh(2, 2, 2, 2).placement(Rows.GROUP, "attn_tp")
+    assert Mesh().placement(Rows.WORLD, "world") == Placement(Rows.OWN)
+
+
+def test_bad_layouts_say_what_to_change() -> None:
+    with pytest.raises(LayoutError, match=r"attn_dp × attn_tp = 2×2 = 4 ranks, but ep × moe_tp = 3×1 = 3"):
+        Mesh(2, 2, 3, 1)
+    with pytest.raises(LayoutError, match="ep is 0"):
+        Mesh(ep=0)
+
+
+def test_bytes_are_those_of_the_bandwidth_optimal_algorithms() -> None:
+    mesh, counts = Mesh(2, 2, 2, 2), (8, 4)
+    received = {
+        (e.kind, e.src.rows.name, e.dst.rows.name): rows_received(e, mesh, 0, counts)
+        for edges in legal_edges(mesh).values()
+        for e in edges
+        if e.src.owes in (None, "world", "attn_tp") and e.dst.owes is None
+    }
+    assert received["all_reduce", "WORLD", "WORLD"] in (2 * 12 * 3 / 4, 2 * 12 / 2)
+    assert received["reduce_scatterv", "WORLD", "OWN"] == 4 * 3
+    assert received["all_gatherv", "GROUP", "WORLD"] == 4
+    assert received["all_gatherv", "OWN", "WORLD"] == 8
+    assert received["all_reduce+all_gatherv", "GROUP", "WORLD"] == 4 + 8
+    assert received["reduce_scatterv+all_reduce", "WORLD", "GROUP"] == 4 * 3 + 4

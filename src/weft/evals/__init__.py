@@ -1,0 +1,1 @@
+"""Problems with checkable answers, to score a served model by."""

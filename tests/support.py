@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
 
@@ -66,9 +72,7 @@ def small_config(family: str, parts: int, **changes: Any) -> Any:
         shape["hidden_size"] = 8 * parts
         return Qwen2MoeConfig(**shape | moe | {"shared_expert_intermediate_size": 8 * parts} | changes)
     if family == "qwen3_moe":
-        return Qwen3MoeConfig(
-            **shape | moe | {"head_dim": 8, "norm_topk_prob": True, "attention_bias": True} | changes
-        )
+        return Qwen3MoeConfig(**shape | moe | {"head_dim": 8, "norm_topk_prob": True, "attention_bias": True} | changes)
     return Qwen3Config(**shape | {"head_dim": 8, "tie_word_embeddings": True} | changes)
 
 

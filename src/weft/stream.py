@@ -150,7 +150,7 @@ class Stream:
         have = self.mesh.row_count(delta.placement.rows, self._transport.rank, self._counts)
         if delta.value.shape[0] != have:
             raise PlacementError(
-                f"{delta.origin} adds {delta.value.shape[0]} rows as {delta.placement}, which has {have} rows here"
+                f"{delta.origin} adds {delta.value.shape[0]} rows as {delta.placement}, which means {have} rows here"
             )
         self._deltas.add(delta)
 
@@ -174,41 +174,42 @@ class Stream:
     def finish(self) -> None:
         """Checks that the whole plan was walked. Raises PlacementError where the model stopped early."""
         if self._index != len(self._plan.reads):
-            raise PlacementError(
-                f"the model stopped before {self._plan.reads[self._index].read.site}: its peers would wait there for ever"
-            )
+            missed = self._plan.reads[self._index].read.site
+            raise PlacementError(f"the model stopped before {missed}, where its peers would wait for ever")
         if self._deltas.values:
             raise PlacementError(f"added after the last read, so never settled: {self._deltas.named()}")
 
     def _walk(self, steps: tuple[Step, ...], site: str, norm: Norm) -> Tensor:
-        deltas, residual, normed = self._deltas.values, self._residual, None
+        deltas, origins = self._deltas.values, self._deltas.origins
+        residual, normed = self._residual, None
         self._deltas = _Deltas()
         for step in steps:
             if step.op == "move":
                 if step.operand == RESIDUAL:
                     assert residual is not None
-                    residual = self._move(step, residual, site)
+                    residual = self._move(step, residual, site, RESIDUAL)
                 elif step.operand == NORMED:
                     assert normed is not None
-                    normed = self._move(step, normed, site)
+                    normed = self._move(step, normed, site, norm.path)
                 else:
                     assert isinstance(step.operand, int)
-                    deltas[step.operand] = self._move(step, deltas[step.operand], site)
+                    deltas[step.operand] = self._move(step, deltas[step.operand], site, origins[step.operand])
             elif step.op == "norm":
                 assert residual is not None
                 normed = norm(residual)
             else:
                 assert isinstance(step.operand, int)
-                delta = deltas.pop(step.operand)
+                delta, origin = deltas.pop(step.operand), origins.pop(step.operand)
                 if step.op == "merge":
                     deltas[step.into] = deltas[step.into] + delta
+                    origins[step.into] += f" + {origin}"
                 else:
                     residual = delta if residual is None else residual + delta
         assert normed is not None and residual is not None
         self._residual = residual
         return normed
 
-    def _move(self, step: Step, x: Tensor, site: str) -> Tensor:
+    def _move(self, step: Step, x: Tensor, site: str, origin: str) -> Tensor:
         edge = step.edge
         assert edge is not None
         if not edge.moves:
@@ -218,7 +219,10 @@ class Stream:
             rows = self.mesh.row_count(edge.dst.rows, self._transport.rank, self._counts)
             out = x.new_empty(rows, x.shape[1])
         else:
-            out = carry_out(edge, x, self.mesh, self._transport, self._counts)
+            try:
+                out = carry_out(edge, x, self.mesh, self._transport, self._counts)
+            except PlacementError as error:
+                raise PlacementError(f"{origin}, before {site}: {edge}: {error}") from error
         seconds = time.perf_counter() - began
         self._stats.record(site, step, self._planner.bytes_received(edge, self._counts), seconds)
         return out

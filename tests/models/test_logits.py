@@ -65,7 +65,9 @@ def drive(transport: Transport, directory: Path, mesh: Mesh, runs: list[Sequence
         cached = [[0] * len(group) for group in run]
 
         def step(until: list[list[int]], run: Sequences = run, seen: Any = seen, cached: Any = cached) -> None:
-            counts = tuple(sum(u - c for u, c in zip(us, cs, strict=True)) for us, cs in zip(until, cached, strict=True))
+            counts = tuple(
+                sum(u - c for u, c in zip(us, cs, strict=True)) for us, cs in zip(until, cached, strict=True)
+            )
             tokens, positions, seqs, ends = [], [], [], []
             for i, text in enumerate(run[mine]):
                 begin, end = cached[mine][i], until[mine][i]

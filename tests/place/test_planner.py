@@ -107,9 +107,7 @@ def test_no_two_collectives_that_one_edge_does(problem, cost, kinds, tokens) -> 
             if first.edge is None or second.edge is None or first.operand != second.operand:
                 continue
             if first.edge.moves and second.edge.moves:
-                direct = [
-                    e for e in legal_edges(mesh)[first.edge.src] if e.dst == second.edge.dst and e.kind in kinds
-                ]
+                direct = [e for e in legal_edges(mesh)[first.edge.src] if e.dst == second.edge.dst and e.kind in kinds]
                 assert not direct, f"{first} then {second}, but there is {direct[0]}"
 
 

@@ -53,9 +53,7 @@ class ReferenceWorld:
         for meeting in meetings:
             meeting.barrier.abort()
 
-    def meet(
-        self, rank: int, group: Ranks, call: Hashable, value: T, work: Callable[[list[T]], Tensor]
-    ) -> Tensor:
+    def meet(self, rank: int, group: Ranks, call: Hashable, value: T, work: Callable[[list[T]], Tensor]) -> Tensor:
         """Shows a value to the group, waits for all, and returns `work` on every rank's value in rank order."""
         if rank not in group:
             raise CommError(f"rank {rank} called {call} for the group {group}, which it is not in")

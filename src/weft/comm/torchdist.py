@@ -24,22 +24,20 @@ class TorchDistTransport:
 
     kinds = frozenset((ALL_REDUCE, REDUCE_SCATTERV, ALL_GATHERV))
 
-    def __init__(
-        self, mesh: Mesh, rank: int, init_method: str, *, backend: str = "gloo", timeout_s: float = 60.0
-    ):
+    def __init__(self, mesh: Mesh, rank: int, init_method: str, *, backend: str = "gloo", timeout_s: float = 60.0):
         self.rank, self.backend = rank, backend
         self.name = f"torchdist/{backend}"
         self._groups: dict[Ranks, dist.ProcessGroup | None] = {}
         timeout = datetime.timedelta(seconds=timeout_s)
         try:
-            dist.init_process_group(
-                backend, init_method=init_method, rank=rank, world_size=mesh.world, timeout=timeout
-            )
+            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=mesh.world, timeout=timeout)
             for ranks in dict.fromkeys(p for name in GROUP_NAMES for p in mesh.partitions[name]):
                 if len(ranks) > 1:
                     self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         except (RuntimeError, ValueError) as error:
-            raise CommError(f"rank {rank}: no {backend} group of {mesh.world} ranks at {init_method}: {error}") from error
+            raise CommError(
+                f"rank {rank}: no {backend} group of {mesh.world} ranks at {init_method}: {error}"
+            ) from error
 
     def close(self) -> None:
         """Leaves the group. The transport is of no use after."""

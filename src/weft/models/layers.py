@@ -51,7 +51,9 @@ class Builder:
         if replicate and ranks % units == 0:
             at = place * units // ranks
             return slice(at * unit, (at + 1) * unit)
-        raise LayoutError(f"{what}: {units} do not divide over {over}={ranks}; choose {over} among the divisors of {units}")
+        raise LayoutError(
+            f"{what}: {units} do not divide over {over}={ranks}; choose {over} among the divisors of {units}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +137,7 @@ class RowLinear(Layer):
     A bias is added on the group's first rank only, so that the sum holds it once.
     """
 
-    def __init__(
-        self, b: Builder, path: str, inputs: int, outputs: int, over: str, unit: int = 1, bias: bool = False
-    ):
+    def __init__(self, b: Builder, path: str, inputs: int, outputs: int, over: str, unit: int = 1, bias: bool = False):
         super().__init__(path)
         self.over = over
         share = b.share(path, inputs, over, unit)

@@ -9,7 +9,18 @@ from weft.attention.batch import Batch
 from weft.attention.sdpa import PagedAttention
 from weft.hidden import Hidden
 from weft.models.config import ModelConfig
-from weft.models.layers import Builder, ColumnLinear, Embedding, Layer, Linear, Out, RMSNorm, Rotary, RotaryTable, RowLinear
+from weft.models.layers import (
+    Builder,
+    ColumnLinear,
+    Embedding,
+    Layer,
+    Linear,
+    Out,
+    RMSNorm,
+    Rotary,
+    RotaryTable,
+    RowLinear,
+)
 from weft.models.moe import GatedMLP, SparseMoE
 from weft.place.spec import PlacementError
 from weft.stream import GROUP, WORLD, Stream, TraceStream
@@ -23,11 +34,11 @@ class Attention(Layer):
         qwen3 = c.architecture != "qwen2_moe"
         bias = bool(c.source.attention_bias if qwen3 else c.source.qkv_bias)
         self.index, self.head_dim, self.scale = index, c.head_dim, c.head_dim**-0.5
-        kv = {"features": c.num_kv_heads * c.head_dim, "unit": c.head_dim, "replicate": True}
+        kv_features = c.num_kv_heads * c.head_dim
         outs = [
             Out(f"{path}.q_proj", c.num_heads * c.head_dim, unit=c.head_dim),
-            Out(f"{path}.k_proj", **kv),
-            Out(f"{path}.v_proj", **kv),
+            Out(f"{path}.k_proj", kv_features, unit=c.head_dim, replicate=True),
+            Out(f"{path}.v_proj", kv_features, unit=c.head_dim, replicate=True),
         ]
         self.qkv = ColumnLinear(b, f"{path}.qkv", c.hidden_size, outs, over="attn_tp", bias=bias)
         inputs = c.num_heads * c.head_dim
@@ -77,7 +88,10 @@ class DecoderLayer(Layer):
 
 
 class Qwen(Layer):
-    """The decoder and its head. forward gives float32 logits `[S, vocabulary]` of the batch's sampled rows."""
+    """The decoder and its head. forward gives float32 logits `[S, vocabulary]` of the batch's sampled rows.
+
+    kv_heads: the key-value heads that this rank holds.
+    """
 
     def __init__(self, b: Builder, c: ModelConfig):
         super().__init__("model")
@@ -85,6 +99,7 @@ class Qwen(Layer):
         self.embed = Embedding(b, "model.embed_tokens", c.vocab_size, c.hidden_size)
         self.rotary = Rotary(*c.rope(), b.device)
         self.layers = nn.ModuleList(DecoderLayer(b, f"model.layers.{i}", c, i) for i in range(c.num_layers))
+        self.kv_heads = b.share("key-value heads", c.num_kv_heads, "attn_tp", replicate=True)
         self.norm = RMSNorm(b, "model.norm", c.hidden_size, c.rms_norm_eps)
         self.head = None if c.tie_embeddings else Linear(b, "lm_head", c.hidden_size, c.vocab_size)
 

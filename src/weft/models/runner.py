@@ -58,7 +58,7 @@ class ModelRunner:
         config, weight = model.config, model.embed.weight
         self.model, self.mesh, self.rank, self.transport = model, mesh, rank, transport
         self.planner = plan_model(config, mesh, weight.dtype, preset(cost), transport.kinds)
-        kv_heads = model.layers[0].attention.qkv.sizes[1] // config.head_dim
+        kv_heads = model.kv_heads.stop - model.kv_heads.start
         self.cache = KVCache(
             config.num_layers, num_pages, page_size, kv_heads, config.head_dim, weight.dtype, weight.device
         )

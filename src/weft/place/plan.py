@@ -124,8 +124,7 @@ class Planner:
     def __init__(self, mesh: Mesh, chain: Chain, cost: Cost, kinds: frozenset[str] = frozenset(COLLECTIVES)):
         self.mesh, self.chain, self.cost, self.kinds = mesh, chain, cost, kinds
         self.edges = {
-            src: tuple(e for e in edges if not e.moves or e.kind in kinds)
-            for src, edges in legal_edges(mesh).items()
+            src: tuple(e for e in edges if not e.moves or e.kind in kinds) for src, edges in legal_edges(mesh).items()
         }
         self._plan = cache(self._make)
         self._settle = cache(self._search)
@@ -183,16 +182,15 @@ class Planner:
             if state.pending[i] == state.pending[j]:
                 rows = state.pending[i].rows
                 merged = (*state.pending[:j], *state.pending[j + 1 :])
-                yield Step("merge", j, into=i, rows=rows, us=self._local_us(rows, 3, counts)), replace(
-                    state, pending=merged
+                yield (
+                    Step("merge", j, into=i, rows=rows, us=self._local_us(rows, 3, counts)),
+                    replace(state, pending=merged),
                 )
         if state.residual is not None:
             for step, at in self._hops(RESIDUAL, self.mesh.placement(state.residual), counts):
                 yield step, replace(state, residual=at.rows)
             if not state.pending:
-                yield self._norm(state.residual, counts), replace(
-                    state, normed=self.mesh.placement(state.residual)
-                )
+                yield self._norm(state.residual, counts), replace(state, normed=self.mesh.placement(state.residual))
         yield from self._absorb(state, counts)
 
     def _hops(self, operand: int | str, at: Placement, counts: Counts) -> Iterator[tuple[Step, Placement]]:
@@ -255,7 +253,9 @@ class Planner:
         """All-reduce the debt whole, then slice or gather."""
         steps: list[Step] = []
         while src != dst:
-            options = [e for e in legal_edges(self.mesh).get(src, ()) if e.kind in ("slice", "all_reduce", "all_gatherv")]
+            options = [
+                e for e in legal_edges(self.mesh).get(src, ()) if e.kind in ("slice", "all_reduce", "all_gatherv")
+            ]
             wanted = self.mesh.placement(src.rows) if src.owes else dst
             edge = next((e for e in options if e.dst == wanted), None)
             if edge is None:

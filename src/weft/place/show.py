@@ -33,7 +33,10 @@ def plan_text(planner: Planner, counts: Counts, transport: str) -> str:
     ours, theirs = _totals(planner, plan), _totals(planner, naive)
     lines = [f"layout {planner.mesh} · {plan.counts[0]} tokens in each DP group · cost model {planner.cost.name}"]
     for name, p, total in (("plan", plan, ours), ("naive", naive, theirs)):
-        lines += ["", f"{name}: {total['us']:.0f} µs, {total['collectives']} collectives, {total['bytes']:,} bytes a rank"]
+        lines += [
+            "",
+            f"{name}: {total['us']:.0f} µs, {total['collectives']} collectives, {total['bytes']:,} bytes a rank",
+        ]
         lines += _table(planner, p, transport if p is plan else "")
     saved = 1 - ours["us"] / theirs["us"] if theirs["us"] else 0.0
     moved = 1 - ours["bytes"] / theirs["bytes"] if theirs["bytes"] else 0.0
@@ -74,7 +77,7 @@ def _table(planner: Planner, plan: Plan, transport: str) -> list[str]:
         for s in read.steps:
             operand = s.operand if isinstance(s.operand, str) else f"delta {s.operand}"
             if s.edge is None:
-                cells = (s.op, f"{s.rows.name} rows", "", f"{s.us:.1f}", "local")
+                cells = (str(s.op), f"{s.rows.name} rows", "", f"{s.us:.1f}", "local")
             else:
                 moved = planner.bytes_received(s.edge, plan.counts)
                 by = transport if s.edge.moves else "local"
@@ -83,7 +86,10 @@ def _table(planner: Planner, plan: Plan, transport: str) -> list[str]:
             first = ("", "")
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     return [
-        "  " + "  ".join(c.rjust(w) if i in (1, 4, 5) else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))).rstrip()
+        "  "
+        + "  ".join(
+            c.rjust(w) if i in (1, 4, 5) else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))
+        ).rstrip()
         for r in rows
     ]
 

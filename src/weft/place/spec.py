@@ -1,8 +1,8 @@
 """What a hidden state holds and what it still owes.
 
 A `Mesh` lays N ranks out twice: for attention (`attn_dp × attn_tp`) and for the mixture of experts (`ep × moe_tp`).
-A `Placement` is the type of a hidden state on that mesh. Everything here is normalised, so that placements that mean
-the same thing compare equal: a group of one rank is `None`, and two names of the same partition of the ranks are one name.
+A `Placement` is the type of a hidden state on that mesh. All is normalised, so that placements that mean the
+same compare equal: a group of one rank is `None`, and two names of the same partition of the ranks are one name.
 """
 
 from __future__ import annotations

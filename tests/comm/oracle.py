@@ -1,0 +1,120 @@
+"""The oracle matrix: every call of a transport against what the definition says, computed in float64 from all inputs.
+
+One function, `check_transport`, runs on every rank of any transport. Inputs are random by a seed that all ranks share,
+so that each can work out what it must get.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from weft.comm.transport import Ranks, Sizes, Transport, carry_out
+from weft.place.edges import legal_edges
+from weft.place.spec import GROUP_NAMES, Mesh
+
+WIDTHS = (1, 8, 33)
+EDGE_WIDTH = 5
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def draw(seed: int, rank: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """A rank's input: random, skewed (some values far larger), rounded to dtype."""
+    generator = torch.Generator().manual_seed(seed * 64 + rank)
+    x = torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    x[:: max(1, rows // 3)] *= 50
+    return x.to(dtype)
+
+
+def close(got: Tensor, wanted: Tensor, what: str) -> None:
+    """Same shape, every element written, and near what float64 says."""
+    assert got.shape == wanted.shape, f"{what}: {tuple(got.shape)}, wanted {tuple(wanted.shape)}"
+    if not got.numel():
+        return
+    wide = got.double()
+    assert torch.isfinite(wide).all(), f"{what}: not every element was written"
+    error = (wide - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30)
+    assert error <= TOLERANCE[got.dtype], f"{what}: error {error:.1e}"
+
+
+def groups_of(mesh: Mesh, rank: int) -> list[Ranks]:
+    """The distinct groups of more than one rank that a rank is in."""
+    found = (mesh.peers(name, rank) for name in GROUP_NAMES)
+    return [g for g in dict.fromkeys(found) if len(g) > 1]
+
+
+def row_patterns(size: int) -> list[Sizes]:
+    """Rows of each rank: equal, ragged, one empty, one row in all, none at all."""
+    return [
+        (4,) * size,
+        tuple(1 + 3 * i % 7 for i in range(size)),
+        tuple(0 if i == size // 2 else 2 + i for i in range(size)),
+        tuple(int(i == size - 1) for i in range(size)),
+        (0,) * size,
+    ]
+
+
+def check_calls(transport: Transport, mesh: Mesh, dtypes: tuple[torch.dtype, ...]) -> int:
+    """Every call over every group, size pattern, width and dtype; several groups run at once. Gives their number."""
+    rank, calls = transport.rank, 0
+    for group in groups_of(mesh, rank):
+        me = group.index(rank)
+        for sizes, width, dtype in itertools.product(row_patterns(len(group)), WIDTHS, dtypes):
+            calls += 1
+            total = sum(sizes)
+            whole = {r: draw(calls, r, total, width, dtype) for r in group}
+            before = whole[rank].clone()
+            summed = torch.stack([whole[r].double() for r in group]).sum(0)
+            what = f"rank {rank} of {group}, sizes {sizes}, width {width}, {dtype}"
+            close(transport.all_reduce(whole[rank], group), summed, f"all_reduce, {what}")
+            close(
+                transport.reduce_scatterv(whole[rank], group, sizes),
+                summed.split(sizes)[me],
+                f"reduce_scatterv, {what}",
+            )
+            parts = [draw(calls + 1000, r, n, width, dtype) for r, n in zip(group, sizes, strict=True)]
+            close(transport.all_gatherv(parts[me], group, sizes), torch.cat(parts), f"all_gatherv, {what}")
+            # Rank i sends sizes[(i + j) mod n] rows to rank j.
+            turn = [sizes[i:] + sizes[:i] for i in range(len(group))]
+            sent = [draw(calls + 2000, r, total, width, dtype) for r in group]
+            wanted = torch.cat([sent[i].split(turn[i])[me] for i in range(len(group))])
+            received = tuple(turn[i][me] for i in range(len(group)))
+            close(transport.all_to_allv(sent[me], group, turn[me], received), wanted, f"all_to_allv, {what}")
+            root = group[calls % len(group)]
+            close(transport.broadcast(whole[rank], group, root), whole[root], f"broadcast, {what}")
+            assert torch.equal(whole[rank], before), f"the input was changed, {what}"
+        transport.barrier(group)
+    return calls
+
+
+def whole_and_part(mesh: Mesh, rank: int, owes: str | None, total: int, seed: int) -> tuple[Tensor, Tensor]:
+    """A value of `total` rows, and a rank's part of it: random parts that add up over every group of `owes`."""
+    whole = draw(seed, 63, total, EDGE_WIDTH, torch.float64)
+    if owes is None:
+        return whole, whole
+    *others, last = mesh.peers(owes, rank)
+    parts = {r: draw(seed, r, total, EDGE_WIDTH, torch.float64) for r in others}
+    return whole, whole - sum(parts.values()) if rank == last else parts[rank]
+
+
+def check_edges(transport: Transport, mesh: Mesh, counts: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Every legal edge on offer, from a value that means the same on every rank. Gives their number."""
+    rank, edges = transport.rank, 0
+    for edge in itertools.chain.from_iterable(legal_edges(mesh).values()):
+        if edge.moves and edge.kind not in transport.kinds:
+            continue
+        edges += 1
+        whole, part = whole_and_part(mesh, rank, edge.src.owes, sum(counts), edges)
+        start, stop = mesh.row_range(edge.src.rows, rank, counts)
+        got = carry_out(edge, part[start:stop].to(dtype), mesh, transport, counts)
+        start, stop = mesh.row_range(edge.dst.rows, rank, counts)
+        assert got.shape == (stop - start, EDGE_WIDTH), f"rank {rank}: {edge}"
+        # What the edge left unsummed is settled here, so that the whole can be seen.
+        if edge.dst.owes:
+            got = transport.all_reduce(got.contiguous(), mesh.peers(edge.dst.owes, rank))
+        if got.numel():
+            error = (got.double() - whole[start:stop]).abs().max()
+            assert error <= TOLERANCE[dtype] * 1000, f"rank {rank}: {edge}: {error:.1e}"
+    return edges

@@ -1,0 +1,67 @@
+"""torchdist over gloo with real processes: the oracle matrix, and a model's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from support import small_model
+
+from comm.oracle import check_calls, check_edges
+from models.test_logits import PATTERNS, compare, drive, sequences
+from weft.comm.torchdist import TorchDistTransport
+from weft.comm.transport import CommError
+from weft.place.spec import Mesh
+
+
+def rank_main(rank: int, mesh: Mesh, directory: str, work: Callable[..., Any], *args: Any) -> None:
+    torch.set_num_threads(1)
+    transport = TorchDistTransport(mesh, rank, f"file://{directory}/rendezvous", timeout_s=120)
+    try:
+        torch.save(work(transport, mesh, *args), f"{directory}/{rank}.pt")
+    finally:
+        transport.close()
+
+
+def run_processes(mesh: Mesh, directory: Path, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """Runs `work(transport, mesh, *args)` in a process a rank; gives what each returned."""
+    mp.spawn(rank_main, (mesh, str(directory), work, *args), nprocs=mesh.world)
+    return [torch.load(directory / f"{rank}.pt") for rank in range(mesh.world)]
+
+
+def calls_and_edges(transport: TorchDistTransport, mesh: Mesh) -> int:
+    calls = check_calls(transport, mesh, (torch.float32, torch.bfloat16))
+    for counts in ([3] * mesh.attn_dp, [(5 * g) % 7 for g in range(mesh.attn_dp)], [1] + [0] * (mesh.attn_dp - 1)):
+        calls += check_edges(transport, mesh, tuple(counts), torch.float64)
+    return calls
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 2, 2, 2), Mesh(1, 2, 2, 1), Mesh(3, 1, 1, 3)], ids=str)
+def test_every_call_and_edge(mesh: Mesh, tmp_path: Path) -> None:
+    assert all(run_processes(mesh, tmp_path, calls_and_edges))
+
+
+def logits(transport: TorchDistTransport, mesh: Mesh, directory: Path, runs: list[Any]) -> list[Any]:
+    return drive(transport, directory, mesh, runs, decodes=2)
+
+
+@pytest.mark.parametrize(
+    "family, mesh",
+    [("qwen2_moe", Mesh(2, 2, 2, 2)), ("qwen3_moe", Mesh(1, 4, 4, 1)), ("qwen3", Mesh(4, 1, 1, 4))],
+    ids=str,
+)
+def test_a_model_gives_transformers_logits(family: str, mesh: Mesh, tmp_path: Path) -> None:
+    model = small_model(family, 4, tmp_path / "model")
+    generator = torch.Generator().manual_seed(5)
+    runs = [sequences(mesh, pattern, generator) for pattern in PATTERNS]
+    results = run_processes(mesh, tmp_path, logits, tmp_path / "model", runs)
+    assert compare(results, runs, mesh, model) >= mesh.world
+
+
+def test_ranks_that_never_meet_raise(tmp_path: Path) -> None:
+    with pytest.raises(CommError, match="rank 0: no gloo group of 2 ranks"):
+        TorchDistTransport(Mesh(2, 1, 2, 1), 0, f"file://{tmp_path}/alone", timeout_s=1)

@@ -1,0 +1,86 @@
+"""`weft plan`: what would move, and what it would cost, without weights or ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from transformers.utils import logging as transformers_logging
+
+from weft.comm.reference import ReferenceTransport
+from weft.comm.torchdist import TorchDistTransport
+from weft.models.config import load_config
+from weft.models.runner import plan_model
+from weft.place.cost import preset
+from weft.place.show import plan_dict, plan_text
+from weft.place.spec import LayoutError, Mesh
+
+OFFERS = {"torchdist": TorchDistTransport.kinds, "reference": ReferenceTransport.kinds}
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """Print the collectives that a layout needs, their bytes and predicted times, beside the naive plan.
+
+    Needs only MODEL_DIR/config.json: no weights are read and no ranks are started.
+
+    Examples:
+      weft plan                                         the embedded model, one rank
+      weft plan DIR --layout 2x2,2x2                    attn_dp=2 attn_tp=2, ep=2 moe_tp=2
+      weft plan DIR --layout 4x2,8x1 --cost h200-nvlink --tokens 1,64,4096
+      weft plan DIR --layout 2x4,8x1 --transport reference --json
+    """
+
+    model: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_DIR]")] = None
+    """A Hugging Face model directory; left out, the embedded model."""
+    layout: str = "1x1,1x1"
+    """ATTN_DPxATTN_TP,EPxMOE_TP; with the second half left out it is the same as the first."""
+    tokens: str = "1,64,4096"
+    """Tokens in each DP group, one plan for each number."""
+    cost: str = "h200-nvlink"
+    """The cost model: cpu-gloo, h100-nvlink, h200-nvlink, gb200-nvl72 or pcie-gen5."""
+    transport: Literal["torchdist", "reference"] = "torchdist"
+    """Whose edges to plan with; reference offers every edge there is, the fused ones too."""
+    json: bool = False
+    """Print one JSON list instead, a plan for each number of tokens, every layer spelled out."""
+
+    def run(self) -> int:
+        """Prints the plans. Raises LayoutError, ModelError, PlacementError with one line."""
+        from weft.assets import embedded_model_dir
+
+        transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        config = load_config(self.model or embedded_model_dir())
+        dtype = getattr(config.source, "dtype", None)
+        dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+        planner = plan_model(config, parse_layout(self.layout), dtype, preset(self.cost), OFFERS[self.transport])
+        every = [(n,) * planner.mesh.attn_dp for n in parse_tokens(self.tokens)]
+        if self.json:
+            print(json.dumps([plan_dict(planner, counts, self.transport) for counts in every], indent=1))
+        else:
+            print("\n\n".join(plan_text(planner, counts, self.transport) for counts in every))
+        return 0
+
+
+def parse_layout(text: str) -> Mesh:
+    """`2x2,4x1` → Mesh(2, 2, 4, 1). Raises LayoutError."""
+    match = re.fullmatch(r"(\d+)x(\d+)(?:,(\d+)x(\d+))?", text.replace(" ", ""))
+    if match is None:
+        raise LayoutError(f"layout {text!r} is not ATTN_DPxATTN_TP,EPxMOE_TP, such as 2x2,4x1")
+    dp, tp, ep, moe_tp = match.groups()
+    return Mesh(int(dp), int(tp), int(ep or dp), int(moe_tp or tp))
+
+
+def parse_tokens(text: str) -> list[int]:
+    """`1,64` → [1, 64]. Raises LayoutError."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [-1]
+    if min(numbers) < 0:
+        raise LayoutError(f"tokens {text!r} are not whole numbers with commas between them, such as 1,64,4096")
+    return numbers

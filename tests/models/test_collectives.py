@@ -1,0 +1,89 @@
+"""Which collectives a model runs on a layout, and how many bytes: planned, and as the transport saw them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import FAMILIES, run_world, small_config, small_model
+
+from weft.attention.batch import Batch, SeqRows
+from weft.comm.reference import ReferenceTransport
+from weft.comm.torchdist import TorchDistTransport
+from weft.models.config import from_transformers
+from weft.models.load import load_config, load_model
+from weft.models.runner import ModelRunner, plan_model
+from weft.place.cost import PRESETS
+from weft.place.spec import Mesh
+
+LAYERS = 3
+AR, RS, AG = "all_reduce", "reduce_scatterv", "all_gatherv"
+BASIC, ALL = TorchDistTransport.kinds, ReferenceTransport.kinds
+
+# (mesh, edges on offer, tokens a group) → collectives of a three-layer model, on the H200 cost model.
+EXPECTED = [
+    (Mesh(), ALL, 8, {}),
+    (Mesh(1, 4, 1, 4), BASIC, 8, {AR: 2 * LAYERS}),
+    (Mesh(1, 4, 4, 1), ALL, 8, {AR: 2 * LAYERS}),
+    # Long prefill, tensor parallel: reduce-scatter, norm on OWN rows, gather, as in sequence parallelism.
+    (Mesh(1, 4, 1, 4), BASIC, 1 << 20, {RS: 2 * LAYERS, AG: 2 * LAYERS}),
+    # Data parallel attention: never an all-reduce; the experts' sum is scattered to its owners.
+    (Mesh(4, 1, 4, 1), BASIC, 8, {AG: LAYERS, RS: LAYERS}),
+    (Mesh(4, 1, 1, 4), ALL, 4096, {AG: LAYERS, RS: LAYERS}),
+    # Both at once: one fused edge a block where the transport has it.
+    (Mesh(2, 2, 2, 2), ALL, 8, {AR: 3, "all_reduce+all_gatherv": 2, "reduce_scatterv+all_reduce": 1, AG: 1}),
+    (Mesh(2, 2, 2, 2), BASIC, 8, {AR: 2 * LAYERS, AG: LAYERS}),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mesh, kinds, tokens, expected", EXPECTED, ids=str)
+def test_planned_collectives(family: str, mesh: Mesh, kinds: frozenset[str], tokens: int, expected: dict) -> None:
+    config = from_transformers(small_config(family, 4))
+    planner = plan_model(config, mesh, torch.bfloat16, PRESETS["h200-nvlink"], kinds)
+    plan = planner.plan((tokens,) * mesh.attn_dp)
+    assert Counter(edge.kind for _, _, edge in plan.moves()) == expected
+
+
+class Recording:
+    """A reference transport that writes down its calls."""
+
+    def __init__(self, transport: ReferenceTransport, kinds: frozenset[str]):
+        self._transport, self.kinds, self.calls = transport, kinds, Counter()
+        self.name, self.rank = transport.name, transport.rank
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._transport, name)
+
+        def record(x: torch.Tensor, *args: Any) -> torch.Tensor:
+            out = call(x, *args)
+            self.calls[name, x.shape[0], out.shape[0]] += 1
+            return out
+
+        return record
+
+
+def test_what_runs_is_what_was_planned(tmp_path: Path) -> None:
+    """Ragged rows, one group with a single token: the seed's case, reduce_scatterv instead of all-reduce and slice."""
+    small_model("qwen2_moe", 4, tmp_path)
+    mesh, counts = Mesh(4, 1, 4, 1), (3, 1, 0, 2)
+
+    def main(reference: ReferenceTransport) -> tuple[Counter, list, list]:
+        transport = Recording(reference, BASIC)
+        model = load_model(tmp_path, load_config(tmp_path), mesh, reference.rank)
+        runner = ModelRunner(model, mesh, reference.rank, transport, num_pages=1, page_size=4)
+        n = counts[reference.rank]
+        seqs = [SeqRows(n, 0, [0], True)] if n else []
+        runner.forward(Batch.build(list(range(1, n + 1)), list(range(n)), seqs, 4), counts)
+        return transport.calls, runner.report(), runner.naive_report()
+
+    for rank, (calls, report, naive) in enumerate(run_world(4, main)):
+        n = counts[rank]
+        assert calls == {("all_gatherv", n, 6): LAYERS, ("reduce_scatterv", 6, n): LAYERS}
+        assert sum(s.count for s in report) == 2 * LAYERS and sum(s.count for s in naive) == 2 * LAYERS
+        row = 32 * 4  # float32 rows of width 32; the busiest ranks receive 6 - 0 and 3 · 3 rows; the all-reduce 9
+        assert {s.bytes for s in report} == {LAYERS * 6 * row, 1 * 9 * row, 2 * 9 * row}
+        assert sum(s.bytes for s in naive) == LAYERS * (6 + 9) * row

@@ -1,0 +1,39 @@
+# `make demo` and `make test` set up what they need: a virtual environment with pinned packages.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help setup demo test lint counts clean
+help:
+	@echo "make demo   serve the embedded model on 4 ranks and ask it word problems"
+	@echo "make test   run every test        make lint   ruff and mypy"
+	@echo "make counts lines of code         make clean  remove the virtual environment"
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Weft needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' \
+	  || { echo "$(PYTHON) lacks venv. On Debian: apt-get install python3-venv" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing packages into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
+	@touch $@
+
+demo: setup
+	@$(BIN)/weft demo
+
+test: setup
+	@$(BIN)/python -m pytest
+
+lint: setup
+	@$(BIN)/ruff check
+	@$(BIN)/mypy
+
+counts:
+	@printf 'Python lines: src %s, tests %s\n' \
+	  "$$(git ls-files 'src/*.py' | xargs cat | wc -l)" "$$(git ls-files 'tests/*.py' | xargs cat | wc -l)"
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,1 @@
+"""Continuous batching over data-parallel groups that step together."""

@@ -1,0 +1,237 @@
+"""How ranks are started, stepped and stopped: as processes, or as threads of this one."""
+
+from __future__ import annotations
+
+import json
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import zmq
+
+from weft.comm.reference import ReferenceTransport, ReferenceWorld
+from weft.engine.config import EngineConfig, EngineError
+from weft.engine.messages import (
+    AskPlan,
+    AskReport,
+    Failure,
+    FromRank,
+    PlanText,
+    Progress,
+    Ready,
+    Report,
+    Result,
+    Step,
+    Stop,
+    ToRank,
+    decode_from_rank,
+    encode,
+)
+from weft.engine.worker import Worker
+from weft.models.config import ModelError
+from weft.place.spec import LayoutError
+
+M = TypeVar("M", Result, Report, PlanText, Ready)
+POLL_S = 0.2
+LOAD_TIMEOUT_S = 600.0
+
+
+class Executor(ABC):
+    """The controller's end of all ranks. Methods raise EngineError with one line when a rank fails or is lost."""
+
+    def __init__(self, config: EngineConfig):
+        self.config, self.mesh = config, config.mesh
+
+    def start(self, progress: Callable[[str, float], None] | None = None) -> None:
+        """Starts the ranks and waits until all have loaded. progress(what, fraction).
+
+        Raises ModelError or LayoutError where the user can put it right, else EngineError.
+        """
+        loaded = dict.fromkeys(range(self.mesh.world), 0.0)
+        try:
+            self._launch()
+            ready, deadline = 0, time.monotonic() + LOAD_TIMEOUT_S
+            while ready < self.mesh.world:
+                message = self._next(deadline, "loading")
+                if isinstance(message, Progress):
+                    loaded[message.rank] = message.done / message.total
+                    if progress:
+                        progress("loading weights", sum(loaded.values()) / len(loaded))
+                ready += isinstance(message, Ready)
+        except BaseException:
+            self.close()
+            raise
+
+    def step(self, step: Step) -> list[Result]:
+        """Runs a step on every rank; gives each DP group's result, in group order."""
+        for rank in range(self.mesh.world):
+            self._send(rank, step)
+        deadline = time.monotonic() + self.config.step_timeout_s
+        results: dict[int, Result] = {}
+        while len(results) < self.mesh.attn_dp:
+            result = self._await(Result, deadline, f"step {step.number}")
+            results[result.group] = result
+        return [results[g] for g in range(self.mesh.attn_dp)]
+
+    def report(self) -> Report:
+        """What rank 0 has run, and what the naive plan would have moved."""
+        self._send(0, AskReport())
+        return self._await(Report, time.monotonic() + self.config.step_timeout_s, "the report")
+
+    def plan_text(self, tokens: int) -> str:
+        """The plan for so many tokens in each DP group, printable."""
+        self._send(0, AskPlan(tokens))
+        return self._await(PlanText, time.monotonic() + self.config.step_timeout_s, "the plan").text
+
+    def _await(self, kind: type[M], deadline: float, what: str) -> M:
+        message = self._next(deadline, what)
+        if not isinstance(message, kind):
+            raise EngineError(f"a rank sent {type(message).__name__} while the controller waited for {what}")
+        return message
+
+    def _next(self, deadline: float, what: str) -> FromRank:
+        while True:
+            message = self._receive(POLL_S)
+            if isinstance(message, Failure):
+                if message.user:
+                    raise ModelError(message.text)
+                time.sleep(POLL_S)  # a lost peer fails the others too: name the one that died, if one did
+                raise EngineError(self._dead() or f"rank {message.rank} failed: {message.text}")
+            if message is not None:
+                return message
+            if dead := self._dead():
+                raise EngineError(dead)
+            if time.monotonic() > deadline:
+                raise EngineError(f"no answer from the ranks for {what} in time; see step_timeout_s")
+
+    @abstractmethod
+    def _launch(self) -> None: ...
+
+    @abstractmethod
+    def _send(self, rank: int, message: ToRank) -> None: ...
+
+    @abstractmethod
+    def _receive(self, timeout_s: float) -> FromRank | None: ...
+
+    @abstractmethod
+    def _dead(self) -> str | None:
+        """One line about a rank that is gone, or None."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stops every rank; nothing is left of them. May be called twice."""
+
+
+class ProcessExecutor(Executor):
+    """One process a rank, torch.distributed over gloo between them, ZeroMQ to here; all files in one private folder."""
+
+    def _launch(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="weft-"))
+        (self._directory / "config.json").write_text(json.dumps(self.config.to_dict()))
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.bind(f"ipc://{self._directory}/from")
+        self._outboxes, self.processes = [], []
+        for rank in range(self.mesh.world):
+            outbox = self._context.socket(zmq.PUSH)
+            outbox.bind(f"ipc://{self._directory}/to-{rank}")
+            self._outboxes.append(outbox)
+            with open(self._directory / f"rank-{rank}.log", "wb") as log:
+                command = [sys.executable, "-m", "weft.engine.rank", str(self._directory), str(rank)]
+                # A session of its own, so that Ctrl-C reaches the controller alone and it can stop the ranks in order.
+                process = subprocess.Popen(
+                    command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+                self.processes.append(process)
+
+    def _send(self, rank: int, message: ToRank) -> None:
+        self._outboxes[rank].send(encode(message))
+
+    def _receive(self, timeout_s: float) -> FromRank | None:
+        if not self._inbox.poll(int(timeout_s * 1000)):
+            return None
+        return decode_from_rank(self._inbox.recv())
+
+    def _dead(self) -> str | None:
+        # A killed rank is the cause where others failed after it: look for signals first.
+        gone = [(r, code) for r, p in enumerate(self.processes) if (code := p.poll()) is not None]
+        for rank, code in sorted(gone, key=lambda g: g[1]):
+            lines = (self._directory / f"rank-{rank}.log").read_text(errors="replace").strip().splitlines()
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            return f"rank {rank} {how}" + (f": {lines[-1]}" if lines else "")
+        return None
+
+    def close(self) -> None:
+        if not hasattr(self, "_directory") or self._context.closed:
+            return
+        for rank, process in enumerate(self.processes):
+            if process.poll() is None:
+                self._send(rank, Stop())
+        deadline = time.monotonic() + 5
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class ThreadExecutor(Executor):
+    """Ranks as threads of this process on the reference transport: for tests and for looking closely."""
+
+    def _launch(self) -> None:
+        self._world = ReferenceWorld(self.mesh.world, timeout_s=self.config.step_timeout_s)
+        self._inbox: queue.Queue[FromRank] = queue.Queue()
+        self._outboxes: list[queue.Queue[ToRank]] = [queue.Queue() for _ in range(self.mesh.world)]
+        self._threads = [
+            threading.Thread(target=self._rank_main, args=(t,), name=f"rank-{t.rank}", daemon=True)
+            for t in self._world.transports()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _rank_main(self, transport: ReferenceTransport) -> None:
+        rank = transport.rank
+        try:
+            Worker(self.config, transport, self._inbox.put).serve(self._outboxes[rank].get, self._inbox.put)
+        except (LayoutError, ModelError) as error:
+            self._inbox.put(Failure(rank, str(error), user=True))
+        except Exception as error:
+            self._inbox.put(Failure(rank, f"{type(error).__name__}: {error}", user=False))
+            self._world.abort()
+
+    def _send(self, rank: int, message: ToRank) -> None:
+        self._outboxes[rank].put(message)
+
+    def _receive(self, timeout_s: float) -> FromRank | None:
+        try:
+            return self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def _dead(self) -> str | None:
+        return None  # a thread that fails says so itself
+
+    def close(self) -> None:
+        if not hasattr(self, "_threads"):
+            return
+        for rank in range(self.mesh.world):
+            self._send(rank, Stop())
+        for thread in self._threads:
+            thread.join(timeout=5)
+        self._world.abort()
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """The executor that the configuration names."""
+    return ProcessExecutor(config) if config.executor == "process" else ThreadExecutor(config)

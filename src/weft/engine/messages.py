@@ -1,0 +1,134 @@
+"""Everything that the controller and its ranks say to each other, as msgpack.
+
+A step is one message, the same bytes for every rank, with the rows of every DP group. So every rank knows every count:
+an idle group steps with zero rows, and no rank can leave out a collective.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+
+class Sampling(Struct, frozen=True, array_like=True):
+    """How to draw one token. temperature 0: greedy. top_k 0: off. index: of the token in the answer.
+
+    logprobs: alternatives wanted, -1 for none at all. banned: tokens that must not come (the end before min_tokens).
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    index: int
+    logprobs: int = -1
+    banned: tuple[int, ...] = ()
+
+
+class Part(Struct, frozen=True, array_like=True):
+    """The rows of one sequence: its tokens number context … context + rows - 1. sampling: None where none is drawn."""
+
+    request: int
+    rows: int
+    context: int
+    pages: tuple[int, ...]
+    sampling: Sampling | None
+
+
+class GroupRows(Struct, frozen=True, array_like=True):
+    """One DP group's rows, the tokens of its parts one after the other."""
+
+    tokens: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
+
+
+class Step(Struct, frozen=True, tag=True):
+    """To every rank: run one forward pass."""
+
+    number: int
+    groups: tuple[GroupRows, ...]
+
+
+class AskReport(Struct, frozen=True, tag=True):
+    """To a rank: what has run so far?"""
+
+
+class AskPlan(Struct, frozen=True, tag=True):
+    """To a rank: what is the plan for so many tokens in each DP group?"""
+
+    tokens: int
+
+
+class Stop(Struct, frozen=True, tag=True):
+    """To every rank: leave."""
+
+
+class Progress(Struct, frozen=True, tag=True):
+    """From a rank that loads: tensors read, of how many."""
+
+    rank: int
+    done: int
+    total: int
+
+
+class Ready(Struct, frozen=True, tag=True):
+    """From a rank that may be stepped."""
+
+    rank: int
+
+
+class Drawn(Struct, frozen=True, array_like=True):
+    """One drawn token; its logprob and the best alternatives (token, logprob) where they were asked for."""
+
+    request: int
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Result(Struct, frozen=True, tag=True):
+    """From the leader of each DP group: the step's tokens, in the order of its sampled parts."""
+
+    number: int
+    group: int
+    drawn: tuple[Drawn, ...]
+
+
+class Stat(Struct, frozen=True, array_like=True):
+    """A `weft.stream.StepStat` on the wire."""
+
+    site: str
+    step: str
+    group: str
+    count: int
+    bytes: int
+    seconds: float
+
+
+class Report(Struct, frozen=True, tag=True):
+    """From a rank: what ran, and what the naive plan would have moved."""
+
+    ran: tuple[Stat, ...]
+    naive: tuple[Stat, ...]
+
+
+class PlanText(Struct, frozen=True, tag=True):
+    """From a rank: the plan, printable."""
+
+    text: str
+
+
+class Failure(Struct, frozen=True, tag=True):
+    """From a rank that cannot go on: one line. user: something that the user can put right, such as a bad model."""
+
+    rank: int
+    text: str
+    user: bool
+
+
+ToRank = Step | AskReport | AskPlan | Stop
+FromRank = Progress | Ready | Result | Report | PlanText | Failure
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
+decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode

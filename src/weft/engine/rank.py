@@ -1,0 +1,73 @@
+"""The process of one rank: `python -m weft.engine.rank DIRECTORY RANK`, started by `ProcessExecutor`.
+
+DIRECTORY holds config.json (the EngineConfig), the sockets, and torch.distributed's rendezvous file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import zmq
+from transformers.utils import logging as transformers_logging
+
+from weft.comm.torchdist import TorchDistTransport
+from weft.engine.config import EngineConfig
+from weft.engine.messages import Failure, FromRank, ToRank, decode_to_rank, encode
+from weft.engine.worker import Worker
+from weft.models.config import ModelError
+from weft.place.spec import LayoutError
+
+
+def main(directory: Path, rank: int) -> None:
+    """Runs a rank until it is told to stop, fails, or its controller is gone."""
+    threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    config = EngineConfig.from_dict(json.loads((directory / "config.json").read_text()))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.mesh.world))
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    inbox.connect(f"ipc://{directory}/to-{rank}")
+    outbox.connect(f"ipc://{directory}/from")
+
+    def send(message: FromRank) -> None:
+        outbox.send(encode(message))
+
+    def receive() -> ToRank:
+        return decode_to_rank(inbox.recv())
+
+    code = 0
+    try:
+        meet = f"file://{directory}/rendezvous"
+        transport = TorchDistTransport(config.mesh, rank, meet, timeout_s=config.step_timeout_s)
+        Worker(config, transport, send).serve(receive, send)
+        transport.close()
+    except (LayoutError, ModelError) as error:
+        send(Failure(rank, str(error), user=True))
+        code = 2
+    except Exception as error:
+        traceback.print_exc()
+        send(Failure(rank, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", user=False))
+        code = 1
+    context.destroy(linger=1000)
+    # Peers that wait in a collective for this rank must not keep it: no clean-up that could wait for them.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _leave_with_parent(parent: int) -> None:
+    """A rank must not outlive its controller, also one that was killed."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

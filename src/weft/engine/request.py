@@ -1,0 +1,103 @@
+"""A request, what comes of it, and its state while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to answer. ValueError in one line for a value out of range.
+
+    max_tokens None: as many as fit. temperature 0: greedy. top_k 0: off. seed None: drawn by the engine.
+    stop: strings that end the text and are left out of it. logprobs: alternatives for each token, 0 for the chosen
+    token's alone, None for none.
+    """
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        rules = [
+            (self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "1 or more"),
+            (self.min_tokens >= 0, "min_tokens", "0 or more"),
+            (0 <= self.temperature <= 100, "temperature", "between 0 and 100"),
+            (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
+            (self.top_k >= 0, "top_k", "0 (off) or more"),
+            (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20"),
+            (all(self.stop), "stop", "without empty strings"),
+        ]
+        for holds, name, rule in rules:
+            if not holds:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, its natural-log probability under the raw logits, and the best alternatives (token, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One increment of an answer. text: newly final text; stop strings and what may become one never appear.
+
+    finish_reason: set on the last. stop_reason: the stop string or token that matched. The counts are totals so far.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request in a scheduler.
+
+    tokens: the prompt and what was drawn so far. computed: how many of them have keys and values in `pages`; the rest
+    are rows still to run. cached: prompt tokens that came from the prefix cache when it was first admitted.
+    """
+
+    request: int
+    tokens: list[int]
+    prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    end_ids: frozenset[int]
+    on_output: Callable[[Output], None]
+    computed: int = 0
+    cached: int | None = None
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        """Tokens that still need a row."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def drawn(self) -> int:
+        """Tokens drawn so far."""
+        return len(self.tokens) - self.prompt_tokens

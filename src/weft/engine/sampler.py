@@ -1,0 +1,64 @@
+"""Drawing tokens from logits. What a request gets depends on its own logits, seed and position, never on the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from weft.engine.messages import Drawn, Sampling
+
+
+def sample(logits: Tensor, requests: Sequence[int], how: Sequence[Sampling]) -> tuple[Drawn, ...]:
+    """One token for each row of float32 logits `[S, vocabulary]`.
+
+    temperature, then top_k, then top_p (nucleus: the fewest most probable tokens that reach it; arXiv 1904.09751).
+    Draws by the Gumbel-max trick with noise from (seed, index). Logprobs are of the raw logits, before all of these.
+    """
+    if not how:
+        return ()
+    logprobs = torch.log_softmax(logits, dim=-1) if any(h.logprobs >= 0 for h in how) else None
+    if any(h.banned for h in how):
+        logits = logits.clone()
+        for row, h in enumerate(how):
+            logits[row, list(h.banned)] = float("-inf")
+    tokens = logits.argmax(-1)
+    random = [row for row, h in enumerate(how) if h.temperature > 0]
+    if random:
+        tokens[random] = _draw(logits[random], [how[row] for row in random])
+    chosen = tokens.tolist()
+    return tuple(
+        Drawn(request, token)
+        if logprobs is None or h.logprobs < 0
+        else Drawn(request, token, logprobs[row, token].item(), _best(logprobs[row], h.logprobs))
+        for row, (request, token, h) in enumerate(zip(requests, chosen, how, strict=True))
+    )
+
+
+def _draw(logits: Tensor, how: Sequence[Sampling]) -> Tensor:
+    vocabulary = logits.shape[-1]
+    temperature = torch.tensor([h.temperature for h in how])[:, None]
+    top_p = torch.tensor([h.top_p for h in how])[:, None]
+    top_k = torch.tensor([h.top_k or vocabulary for h in how])[:, None]
+    ordered, order = (logits.cpu() / temperature).sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.masked_fill(torch.arange(vocabulary) >= top_k, float("-inf"))
+    probability = ordered.softmax(-1)
+    before = probability.cumsum(-1) - probability  # what the more probable tokens reach already
+    ordered = ordered.masked_fill((before >= top_p) & (top_p < 1), float("-inf"))
+    noise = torch.stack([_gumbel(h, vocabulary) for h in how])
+    # Noise belongs to the token, not to its rank, so that a near tie elsewhere does not change what is drawn.
+    at = (ordered + noise.gather(-1, order)).argmax(-1, keepdim=True)
+    return order.gather(-1, at)[:, 0].to(logits.device)
+
+
+def _gumbel(how: Sampling, vocabulary: int) -> Tensor:
+    generator = torch.Generator().manual_seed((how.seed * 1_000_003 + how.index) & (2**63 - 1))
+    return -torch.empty(vocabulary).exponential_(generator=generator).log()
+
+
+def _best(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    if not count:
+        return ()
+    values, tokens = logprobs.topk(min(count, len(logprobs)))
+    return tuple(zip(tokens.tolist(), values.tolist(), strict=True))

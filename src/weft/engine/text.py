@@ -1,0 +1,55 @@
+"""From tokens to text as they come: incremental decoding and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+
+class TextStream:
+    """The text of one answer. tokenizer: a transformers fast tokenizer.
+
+    Text is handed out once it is final: an incomplete character waits for its other bytes, and an end that may become
+    a stop string waits until it is decided.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]):
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._decoded = 0
+        self._held = ""
+
+    def push(self, token: int, check_stop: bool = True) -> tuple[str, str | None]:
+        """(newly final text, the stop string that ended it or None)."""
+        self._ids.append(token)
+        piece = self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
+        self._decoded += len(piece)
+        self._held += piece
+        if not check_stop:
+            return self._release(len(self._held)), None
+        found = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
+        if found:
+            at, stop = min(found)
+            text, self._held = self._held[:at], ""
+            return text, stop
+        return self._release(len(self._held) - self._undecided()), None
+
+    def flush(self) -> str:
+        """What is left when the answer ends without a stop string, half a character included."""
+        whole: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        return self._release(len(self._held)) + whole[self._decoded :]
+
+    def _release(self, length: int) -> str:
+        text, self._held = self._held[:length], self._held[length:]
+        return text
+
+    def _undecided(self) -> int:
+        """Length of the longest end that begins a stop string."""
+        longest = max((len(s) for s in self._stop), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(s.startswith(self._held[-length:]) for s in self._stop):
+                return length
+        return 0

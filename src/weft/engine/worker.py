@@ -1,0 +1,82 @@
+"""One rank: the model, its part of the cache, and the loop that answers the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple
+
+import torch
+
+from weft.attention.batch import Batch, SeqRows
+from weft.comm.transport import Transport
+from weft.engine.config import EngineConfig
+from weft.engine.messages import (
+    AskPlan,
+    AskReport,
+    FromRank,
+    PlanText,
+    Progress,
+    Ready,
+    Report,
+    Result,
+    Stat,
+    Step,
+    Stop,
+    ToRank,
+)
+from weft.engine.sampler import sample
+from weft.models.load import load_config, load_model
+from weft.models.runner import ModelRunner
+
+Send = Callable[[FromRank], None]
+DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Worker:
+    """Loads a rank's shard, then runs steps. Ranks keep nothing of a sequence but the pages that steps name."""
+
+    def __init__(self, config: EngineConfig, transport: Transport, send: Send):
+        self.config, self.mesh, self.rank = config, config.mesh, transport.rank
+        shown = -1
+
+        def progress(done: int, total: int) -> None:
+            nonlocal shown
+            if (percent := 20 * done // total) > shown:  # a message for each twentieth, not for each tensor
+                shown = percent
+                send(Progress(self.rank, done, total))
+
+        model = load_model(
+            config.model, load_config(config.model), self.mesh, self.rank, DTYPES[config.dtype], "cpu", progress
+        )
+        self.runner = ModelRunner(model, self.mesh, self.rank, transport, config.num_pages, config.page_size)
+
+    def step(self, step: Step) -> Result | None:
+        """Runs a step; the leader of each DP group draws the tokens, the others return None."""
+        group = self.mesh.group_of(self.rank)
+        rows = step.groups[group]
+        positions = [position for p in rows.parts for position in range(p.context, p.context + p.rows)]
+        seqs = [SeqRows(p.rows, p.context, p.pages, p.sampling is not None) for p in rows.parts]
+        batch = Batch.build(rows.tokens, positions, seqs, self.config.page_size)
+        logits = self.runner.forward(batch, tuple(len(g.tokens) for g in step.groups))
+        if self.rank != self.mesh.leader(group):
+            return None
+        sampled = [(p.request, p.sampling) for p in rows.parts if p.sampling is not None]
+        drawn = sample(logits, [request for request, _ in sampled], [how for _, how in sampled])
+        return Result(step.number, group, drawn)
+
+    def serve(self, receive: Callable[[], ToRank], send: Send) -> None:
+        """Answers the controller until it says Stop."""
+        send(Ready(self.rank))
+        while True:
+            message = receive()
+            if isinstance(message, Step):
+                result = self.step(message)
+                if result is not None:
+                    send(result)
+            elif isinstance(message, AskReport):
+                ran, naive = self.runner.report(), self.runner.naive_report()
+                send(Report(tuple(Stat(*astuple(s)) for s in ran), tuple(Stat(*astuple(s)) for s in naive)))
+            elif isinstance(message, AskPlan):
+                send(PlanText(self.runner.plan_text(message.tokens)))
+            elif isinstance(message, Stop):
+                return

@@ -1,0 +1,202 @@
+"""The engine with a real model: the same tokens on every layout and under disturbance; faults that end clearly."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2MoeForCausalLM
+
+from weft.engine.config import EngineConfig, EngineError
+from weft.engine.engine import Engine
+from weft.engine.request import Output, SamplingParams
+from weft.models.config import ModelError
+from weft.place.spec import LayoutError
+
+LAYOUTS = {
+    "1x1": dict(),
+    "2x2": dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2),
+    "4x1": dict(attn_dp=4, attn_tp=1, ep=4, moe_tp=1),
+    "1x4": dict(attn_dp=1, attn_tp=4, ep=1, moe_tp=4),
+}
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+def config(model_dir: Path, **changes: Any) -> EngineConfig:
+    values = dict(model=model_dir, executor="thread", kv_tokens=512, page_size=4, max_batch_tokens=16, max_running=8)
+    return EngineConfig(**values | changes)
+
+
+def prompts(count: int = 7) -> list[list[int]]:
+    """Of many lengths; some share a prefix."""
+    draw = random.Random(4)
+    shared = [draw.randrange(1, 257) for _ in range(21)]
+    return [
+        (shared[: draw.randrange(4, 21)] if i % 2 else [])
+        + [draw.randrange(1, 257) for _ in range(draw.randrange(1, 30))]
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> list[tuple[int, ...]]:
+    """What transformers generates, greedy."""
+    model = Qwen2MoeForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    answers = []
+    for prompt in prompts():
+        tokens = list(prompt)
+        for _ in range(12):
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        answers.append(tuple(tokens[len(prompt) :]))
+    return answers
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_greedy_tokens_are_transformers_on_every_layout(
+    model_dir: Path, expected: Any, layout: str, executor: str
+) -> None:
+    with Engine(config(model_dir, executor=executor, **LAYOUTS[layout])) as engine:
+        cold = engine.generate(prompts(), GREEDY)
+        warm = engine.generate(prompts(), GREEDY)
+        assert [r.token_ids for r in cold] == expected
+        assert [r.token_ids for r in warm] == expected
+        assert sum(r.cached_tokens for r in warm) > sum(r.cached_tokens for r in cold)
+        ran, naive = engine.comm_report()
+        assert bool(ran) == (layout != "1x1") and bool(naive) == bool(ran)
+        assert "saving" in engine.plan_text(4)
+        engine.check_idle()
+
+
+def test_pages_run_out_and_requests_are_cancelled_at_random(model_dir: Path, expected: Any) -> None:
+    """12 pages for 7 requests that want up to 16 each: preemption, and each answer is still right."""
+    draw = random.Random(1)
+    with Engine(config(model_dir, kv_tokens=64, max_batch_tokens=8, attn_dp=2, ep=2)) as engine:
+        for _ in range(3):
+            answers: dict[int, list[int]] = {}
+            ended: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+            cancelled = set(draw.sample(range(7), 3))
+            ids: dict[int, int] = {}
+
+            def listen(
+                at: int, answers: Any = answers, ended: Any = ended, ids: Any = ids, cut: Any = cancelled
+            ) -> Any:
+                answers[at] = []
+                when = draw.randrange(6)
+
+                def on_output(output: Output) -> None:
+                    answers[at].extend(output.token_ids)
+                    if output.finish_reason:
+                        ended.put((at, output.finish_reason))
+                    elif at in cut and len(answers[at]) > when:
+                        engine.cancel(ids[at])
+
+                return on_output
+
+            for at, prompt in enumerate(prompts()):
+                ids[at] = engine.submit(prompt, GREEDY, listen(at))
+            reasons = dict(ended.get(timeout=60) for _ in range(7))
+            for at in range(7):
+                assert reasons[at] == ("abort" if at in cancelled else "length")
+                assert answers[at] == list(expected[at][: len(answers[at])])
+                assert at in cancelled or len(answers[at]) == 12
+            engine.check_idle()
+        assert engine.stats().preemptions > 0
+
+
+def test_sampling_is_a_function_of_the_seed_alone(model_dir: Path) -> None:
+    params = SamplingParams(max_tokens=10, temperature=30.0, top_p=0.95, top_k=100, seed=7, ignore_eos=True)
+    with Engine(config(model_dir)) as engine:
+        alone = engine.generate(prompts()[:1], params)[0].token_ids
+        crowd = engine.generate(prompts(), params)[0].token_ids
+        other = engine.generate(prompts()[:1], SamplingParams(max_tokens=10, temperature=30.0, seed=8, ignore_eos=True))
+    assert alone == crowd != other[0].token_ids
+
+
+def test_stop_strings_logprobs_and_minimum(model_dir: Path) -> None:
+    with Engine(config(model_dir)) as engine:
+        free = engine.generate(
+            prompts()[:1], SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, logprobs=3)
+        )[0]
+        assert len(free.logprobs) == 30
+        for token, p in zip(free.token_ids, free.logprobs, strict=True):
+            assert p.token_id == token == p.top[0][0] and p.logprob == p.top[0][1] <= 0 and len(p.top) == 3
+        readable = free.text.replace("\ufffd", "")
+        cut = readable[-1]
+        stopped = engine.generate(
+            prompts()[:1], SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, stop=(cut,))
+        )[0]
+        assert stopped.finish_reason == "stop" and stopped.text == free.text[: free.text.index(cut)]
+        end = free.token_ids[0]
+        early = SamplingParams(max_tokens=9, temperature=0, stop_token_ids=(end,))
+        assert engine.generate(prompts()[:1], early)[0].token_ids == (end,)
+        late = SamplingParams(max_tokens=9, min_tokens=5, temperature=0, stop_token_ids=(end,))
+        held = engine.generate(prompts()[:1], late)[0]
+        assert len(held.token_ids) >= 5 and end not in held.token_ids[:5]
+
+
+def test_bad_requests_are_refused_with_one_line(model_dir: Path) -> None:
+    with Engine(config(model_dir)) as engine:
+        for prompt, params, text in [
+            ([], GREEDY, "the prompt is empty"),
+            ([1, 257], GREEDY, "between 0 and 256"),
+            ([1] * 256, GREEDY, "has 256 tokens"),
+            ([1] * 250, GREEDY, "250 tokens and max_tokens=12 exceed the context of 256"),
+        ]:
+            with pytest.raises(ValueError, match=text):
+                engine.submit(prompt, params, lambda output: None)
+        assert engine.generate([[1, 2]], GREEDY)[0].finish_reason == "length"
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit([1], GREEDY, lambda output: None)
+    for bad in (dict(max_tokens=0), dict(temperature=-1), dict(top_p=0), dict(stop=("",)), dict(min_tokens=20)):
+        with pytest.raises(ValueError):
+            SamplingParams(**bad)
+
+
+def test_a_listener_that_fails_does_not_end_the_others(model_dir: Path, expected: Any) -> None:
+    with Engine(config(model_dir)) as engine:
+        engine.submit(prompts()[1], GREEDY, lambda output: 1 / 0)
+        assert engine.generate(prompts()[:1], GREEDY)[0].token_ids == expected[0]
+        engine.check_idle()
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_a_start_that_cannot_be_ends_in_one_line(model_dir: Path, tmp_path: Path, executor: str) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        Engine(config(tmp_path, executor=executor))
+    with pytest.raises(ModelError, match="8 do not divide over attn_tp=3"):
+        Engine(config(model_dir, executor=executor, attn_tp=3, ep=3))
+    with pytest.raises(LayoutError, match="must be the number of ranks"):
+        config(model_dir, attn_tp=2)
+
+
+def test_a_killed_rank_ends_every_request_and_leaves_nothing(model_dir: Path) -> None:
+    engine = Engine(config(model_dir, executor="process", attn_dp=2, attn_tp=2, ep=4, step_timeout_s=20))
+    processes = engine._executor.processes
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def on_output(output: Output) -> None:
+        if output.finish_reason:
+            ended.put(output.finish_reason)
+
+    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    for prompt in prompts(4):
+        engine.submit(prompt[:20], params, on_output)
+    time.sleep(0.3)
+    os.kill(processes[2].pid, signal.SIGKILL)
+    began = time.monotonic()
+    assert [ended.get(timeout=30) for _ in range(4)] == ["error"] * 4
+    assert time.monotonic() - began < 10
+    assert not engine.healthy and "rank 2 was killed by signal 9" in engine.error
+    with pytest.raises(EngineError, match="rank 2"):
+        engine.submit([1], params, on_output)
+    engine.close()
+    assert all(p.poll() is not None for p in processes) and not engine._executor._directory.exists()

@@ -1,0 +1,187 @@
+"""The engine's parts by themselves: pages, prefix tree, scheduler under random traffic, text, messages."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.conftest import byte_tokenizer
+from weft.engine.messages import (
+    Drawn,
+    GroupRows,
+    Part,
+    Result,
+    Sampling,
+    Step,
+    decode_from_rank,
+    decode_to_rank,
+    encode,
+)
+from weft.engine.pages import PagePool
+from weft.engine.prefix import PrefixTree
+from weft.engine.request import SamplingParams, Sequence
+from weft.engine.scheduler import Scheduler
+from weft.engine.text import TextStream
+
+PAGE = 4
+
+
+def sequence(request: int, tokens: list[int], answer: int) -> Sequence:
+    return Sequence(
+        request, list(tokens), len(tokens), SamplingParams(max_tokens=answer), 0, answer, frozenset(), lambda o: None
+    )
+
+
+class PageStore:
+    """Stands in for the model: keeps the tokens that rows wrote, and draws a function of what a row can read back."""
+
+    def __init__(self, pages: int):
+        self.slots: list[int | None] = [None] * (pages * PAGE)
+
+    def run(self, rows: GroupRows) -> list[int]:
+        drawn, at = [], 0
+        for part in rows.parts:
+            slots = [page * PAGE + offset for page in part.pages for offset in range(PAGE)]
+            for i in range(part.rows):
+                self.slots[slots[part.context + i]] = rows.tokens[at + i]
+            at += part.rows
+            if part.sampling is not None:
+                drawn.append(self.draw([self.slots[s] for s in slots[: part.context + part.rows]]))
+        return drawn
+
+    @staticmethod
+    def draw(seen: list[int | None]) -> int:
+        assert None not in seen, "a row read a slot that nothing wrote"
+        return hash(tuple(seen)) % 5
+
+
+def alone(prompt: list[int], answer: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(answer):
+        tokens.append(PageStore.draw(tokens))
+    return tokens
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    pages=st.integers(8, 30),
+    budget=st.integers(4, 20),
+    running=st.integers(1, 4),
+    prefix_cache=st.booleans(),
+)
+def test_random_traffic_gives_what_each_request_gets_alone(
+    seed: int, pages: int, budget: int, running: int, prefix_cache: bool
+) -> None:
+    """Chunked prefill, prefix hits, preemption and cancellation; a wrong page changes what is drawn."""
+    draw = random.Random(seed)
+    scheduler = Scheduler(
+        num_pages=pages, page_size=PAGE, max_batch_tokens=budget, max_running=running, prefix_cache=prefix_cache
+    )
+    store, live, answers, made = PageStore(pages), {}, {}, 0
+    steps = 0
+    while made < 12 or live:
+        steps += 1
+        assert steps < 2000, "somebody starves"
+        while made < 12 and draw.random() < 0.4:
+            prompt = [0] * draw.randrange(0, 9) + [draw.randrange(5) for _ in range(draw.randrange(1, 12))]
+            answer = draw.randrange(1, pages * PAGE - len(prompt)) if draw.random() < 0.3 else draw.randrange(1, 6)
+            answer = min(answer, pages * PAGE - len(prompt))
+            live[made] = sequence(made, prompt, answer)
+            answers[made] = alone(prompt, answer)
+            scheduler.add(live[made])
+            made += 1
+        if live and draw.random() < 0.05:
+            scheduler.finish(live.pop(draw.choice(list(live))))
+        rows = scheduler.schedule()
+        assert len(rows.tokens) <= budget and len(rows.parts) <= running
+        assert bool(rows.tokens) or not live, "work is waiting, but nothing runs"
+        drawn = store.run(rows)
+        sampled = scheduler.advance()
+        assert len(drawn) == len(sampled)
+        for s, token in zip(sampled, drawn, strict=True):
+            s.tokens.append(token)
+            assert s.tokens == answers[s.request][: len(s.tokens)]
+            if s.drawn == s.max_tokens:
+                scheduler.finish(live.pop(s.request))
+    scheduler.check_idle()
+
+
+def test_prompts_share_pages_and_the_oldest_prefix_is_evicted_first() -> None:
+    pool = PagePool(4)
+    tree = PrefixTree(pool, 2)
+    one, two = pool.take(2), pool.take(2)
+    tree.insert([1, 2, 3, 4], one)
+    tree.insert([5, 6, 7, 8], two)
+    pool.release(one + two)
+    assert pool.free == 0 and tree.longest([1, 2, 3, 4, 9]) == 4 and tree.longest([1, 2, 9]) == 2
+    held = tree.match([1, 2, 3, 4])
+    assert held == one
+    assert tree.evict(4) == 2 and tree.longest([5, 6, 7, 8]) == 0, "pages in use must stay"
+    pool.release(held)
+    assert tree.evict(1) == 1 and tree.longest([1, 2, 3, 4]) == 2, "leaves go first"
+    assert tree.evict(9) == 1 and pool.free == 4
+
+
+def test_pages_are_counted() -> None:
+    pool = PagePool(2)
+    pages = pool.take(2)
+    assert pool.take(1) is None and pool.free == 0
+    pool.hold(pages[:1])
+    pool.release(pages)
+    assert pool.free == 1 and pool.holders(pages[0]) == 1
+    with pytest.raises(ValueError, match="more often"):
+        pool.release(pages[1:])
+    with pytest.raises(ValueError, match="is free"):
+        pool.hold(pages[1:])
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    scheduler = Scheduler(num_pages=2, page_size=PAGE, max_batch_tokens=8, max_running=2)
+    with pytest.raises(ValueError, match="may take 9 tokens"):
+        scheduler.add(sequence(1, [1, 2, 3], 6))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory):
+    from transformers import AutoTokenizer
+
+    directory = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer(directory)
+    return AutoTokenizer.from_pretrained(directory)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.text(alphabet="abé漢😀 .", max_size=20), stops=st.lists(st.text(alphabet="ab漢 ", min_size=1, max_size=4))
+)
+def test_text_comes_whole_and_stop_strings_never_leak(tokenizer, text: str, stops: list[str]) -> None:
+    stream, out, stopped = TextStream(tokenizer, stops), "", None
+    for token in tokenizer.encode(text):
+        piece, stopped = stream.push(token)
+        out += piece
+        assert "\ufffd" not in out and not any(s in out for s in stops)
+        if stopped:
+            break
+    else:
+        out += stream.flush()
+    ends = [at for s in stops if (at := text.find(s)) >= 0]
+    assert out == (text[: min(ends)] if stopped else text)
+    assert bool(stopped) == bool(ends)
+
+
+def test_half_a_character_is_shown_at_the_end(tokenizer) -> None:
+    stream = TextStream(tokenizer, [])
+    assert [stream.push(t)[0] for t in tokenizer.encode("a漢")[:-1]] == ["a", "", ""]
+    assert stream.flush() == "\ufffd"
+
+
+def test_messages_survive_the_wire() -> None:
+    part = Part(3, 2, 5, (1, 9), Sampling(0.5, 0.9, 7, 2**62 - 1, 4, 2, (0,)))
+    step = Step(8, (GroupRows((4, 5), (part,)), GroupRows()))
+    assert decode_to_rank(encode(step)) == step
+    result = Result(8, 1, (Drawn(3, 17, -0.25, ((17, -0.25),)), Drawn(4, 2)))
+    assert decode_from_rank(encode(result)) == result

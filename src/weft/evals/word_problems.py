@@ -23,7 +23,9 @@ from weft.evals.phrases import (
     OBJECTS,
     PLACE_NAMES,
     PURCHASES,
+    STOPS,
     VEHICLES,
+    WHENS,
     WORKS,
     Phrase,
     each,
@@ -111,7 +113,7 @@ def _draw(rng: random.Random, split: Split) -> Problem | None:
     steps: list[str] = []
     for phrase in phrases:
         other = phrase.constant or _operand(rng, phrase.op, total)
-        said.append(phrase.text.format(**words, a=total, b=other))
+        said.append(_say(rng, phrase, {**words, "a": str(total), "b": str(other)}))
         if phrase.op == "=":
             continue
         result = None if other is None else _apply(phrase.op, total, other)
@@ -138,6 +140,12 @@ def _template(rng: random.Random, split: Split) -> list[Phrase] | None:
         return None
     phrases = [start, *rng.sample(events, between), end]
     return phrases if split == "train" or any(p.heldout for p in phrases) else None
+
+
+def _say(rng: random.Random, phrase: Phrase, slots: dict[str, str]) -> str:
+    chosen = re.sub(r"\[(.*?)\]", lambda either: rng.choice(either[1].split("|")), phrase.text)
+    said = chosen.format(**slots, when=rng.choice(WHENS), stop=rng.choice(STOPS))
+    return said[0].upper() + said[1:]
 
 
 def _words(rng: random.Random) -> dict[str, str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-import tyro
 from transformers.utils import logging as transformers_logging
 
+from weft.assets import embedded_model_dir
+from weft.cli.command import ModelDir
 from weft.comm.reference import ReferenceTransport
 from weft.comm.torchdist import TorchDistTransport
 from weft.models.config import load_config
@@ -24,7 +24,7 @@ OFFERS = {"torchdist": TorchDistTransport.kinds, "reference": ReferenceTransport
 
 
 @dataclass(frozen=True)
-class PlanCommand:
+class Command:
     """Print the collectives that a layout needs, their bytes and predicted times, beside the naive plan.
 
     Needs only MODEL_DIR/config.json: no weights are read and no ranks are started.
@@ -36,7 +36,7 @@ class PlanCommand:
       weft plan DIR --layout 2x4,8x1 --transport reference --json
     """
 
-    model: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_DIR]")] = None
+    model: ModelDir = None
     """A Hugging Face model directory; left out, the embedded model."""
     layout: str = "1x1,1x1"
     """ATTN_DPxATTN_TP,EPxMOE_TP; with the second half left out it is the same as the first."""
@@ -51,8 +51,6 @@ class PlanCommand:
 
     def run(self) -> int:
         """Prints the plans. Raises LayoutError, ModelError, PlacementError with one line."""
-        from weft.assets import embedded_model_dir
-
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         config = load_config(self.model or embedded_model_dir())
         dtype = getattr(config.source, "dtype", None)

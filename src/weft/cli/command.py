@@ -1,0 +1,85 @@
+"""What commands share: the list of them, the layout's options, and how a dataclass becomes a command."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+T = TypeVar("T")
+
+COMMANDS = {
+    "serve": "serve a model over HTTP, OpenAI-compatible",
+    "generate": "answer prompts on the terminal",
+    "eval": "score a model on held-out word problems",
+    "plan": "print the collectives that a layout needs, and what they cost",
+    "demo": "serve the embedded model on 4 ranks and ask it word problems",
+}
+
+ModelDir = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_DIR]")]
+
+
+class UserError(Exception):
+    """Bad input: one line that says what to do."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks are laid out: attn-dp × attn-tp = ep × moe-tp = the number of ranks."""
+
+    attn_dp: int = 1
+    """Data-parallel groups of the attention, each with requests of its own."""
+    attn_tp: int = 1
+    """Ranks that share a group's attention heads."""
+    ep: int | None = None
+    """Parts that the experts are dealt out to; left out, the same as --attn-dp."""
+    moe_tp: int | None = None
+    """Ranks that share each expert; left out, the same as --attn-tp."""
+
+    def values(self) -> dict[str, int]:
+        """As EngineConfig takes them."""
+        ep = self.attn_dp if self.ep is None else self.ep
+        moe_tp = self.attn_tp if self.moe_tp is None else self.moe_tp
+        return {"attn_dp": self.attn_dp, "attn_tp": self.attn_tp, "ep": ep, "moe_tp": moe_tp}
+
+
+def parse(command: type[T], name: str, arguments: list[str]) -> T:
+    """The command from its arguments; its docstring, as written, is the help."""
+    description = inspect.getdoc(command)
+    return tyro.cli(command, prog=f"weft {name}", args=arguments, description=description)
+
+
+def engine_config(model: Path | None, layout: Layout, **options: Any) -> Any:
+    """The EngineConfig of a command's options; None means the default. Raises UserError, LayoutError."""
+    from weft.engine.config import EngineConfig
+
+    values: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+    if model is not None:
+        values["model"] = model
+    try:
+        return EngineConfig(**(values | layout.values()))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def start_engine(config: Any) -> Any:
+    """A started engine, with a progress bar on stderr while it loads."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from transformers.utils import logging as transformers_logging
+
+    from weft.engine.engine import Engine
+
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"starting {config.mesh.world} rank(s)", total=1.0)
+        return Engine(config, lambda what, fraction: bar.update(task, description=what, completed=fraction))

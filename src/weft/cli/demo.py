@@ -1,0 +1,136 @@
+"""`weft demo`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from weft.cli.command import UserError
+
+START_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Command:
+    """Serve the embedded model on 4 ranks of this machine, ask it word problems, and show what moved.
+
+    Starts `weft serve` with attn_dp=2 attn_tp=2 ep=2 moe_tp=2, sends the questions at once through the official openai
+    client, streams the answers, prints the plan that ran and the collectives beside the naive plan's, and stops.
+
+    Example:
+      weft demo --questions 6
+    """
+
+    questions: int = 4
+    """How many word problems to ask."""
+
+    def run(self) -> int:
+        """Runs the demonstration. Raises UserError where the server does not start."""
+        if self.questions < 1:
+            raise UserError(f"questions is {self.questions}; it must be 1 or more")
+        console = Console(highlight=False)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        layout = ["--attn-dp", "2", "--attn-tp", "2", "--ep", "2", "--moe-tp", "2"]
+        command = [sys.executable, "-m", "weft.cli.main", "serve", "--port", str(port), "--kv-tokens", "8192", *layout]
+        console.print(f"[bold]$ weft serve --port {port} {' '.join(layout)}[/bold]")
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        base = f"http://127.0.0.1:{port}"
+        try:
+            _wait_until_healthy(server, base)
+            right = self._ask(console, base)
+            with urllib.request.urlopen(f"{base}/weft/plan?tokens=1", timeout=30) as plan:
+                console.print("\n[bold]The plan of a decode step[/bold]")
+                console.print(plan.read().decode(), markup=False, soft_wrap=True)
+            with urllib.request.urlopen(f"{base}/weft/report", timeout=30) as report:
+                _print_report(console, json.load(report))
+        finally:
+            server.send_signal(signal.SIGTERM)
+            try:
+                server.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+        console.print(f"\n{right} of {self.questions} answers are right. The server has stopped.")
+        return 0
+
+    def _ask(self, console: Console, base: str) -> int:
+        """Asks all questions at once; each answer is streamed to one line of the terminal."""
+        import openai
+        from rich.live import Live
+
+        from weft.evals import word_problems
+
+        problems = word_problems.generate("heldout", self.questions, seed=int(time.time()))
+        answers = [""] * len(problems)
+        client = openai.OpenAI(base_url=f"{base}/v1", api_key="none")
+        model = client.models.list().data[0].id
+
+        def ask(at: int) -> None:
+            messages: Any = word_problems.prompt(problems[at].question)
+            stream = client.chat.completions.create(
+                model=model, messages=messages, temperature=0, max_tokens=200, stream=True
+            )
+            for chunk in stream:
+                answers[at] += chunk.choices[0].delta.content or ""
+
+        def table() -> Table:
+            shown = Table("question", "answer, as it comes", show_lines=True)
+            for problem, answer in zip(problems, answers, strict=True):
+                shown.add_row(problem.question, answer)
+            return shown
+
+        threads = [threading.Thread(target=ask, args=(at,)) for at in range(len(problems))]
+        with Live(table(), console=console, refresh_per_second=10) as live:
+            for thread in threads:
+                thread.start()
+            while any(t.is_alive() for t in threads):
+                live.update(table())
+                time.sleep(0.05)
+            live.update(table())
+        return sum(word_problems.extract(a) == p.answer for a, p in zip(answers, problems, strict=True))
+
+
+def _wait_until_healthy(server: subprocess.Popen[bytes], base: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise UserError(f"the server ended with exit code {server.returncode} before it was ready")
+        try:
+            with urllib.request.urlopen(f"{base}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise UserError(f"the server was not ready after {START_TIMEOUT_S:.0f} s")
+
+
+def _print_report(console: Console, report: dict[str, Any]) -> None:
+    def table(title: str, rows: list[dict[str, Any]], timed: bool) -> tuple[int, int]:
+        shown = Table("read", "step", "calls", "bytes", *(["ms a call"] if timed else []), title=title)
+        for r in rows:
+            time_ms = [f"{1000 * r['seconds'] / r['count']:.2f}"] if timed else []
+            shown.add_row(r["site"].removeprefix("model."), r["step"], str(r["count"]), f"{r['bytes']:,}", *time_ms)
+        console.print(shown)
+        return sum(r["count"] for r in rows), sum(r["bytes"] for r in rows)
+
+    console.print()
+    calls, moved = table("What ran (rank 0; bytes of the busiest rank)", report["ran"], timed=True)
+    naive_calls, naive_moved = table("What the naive plan would have run", report["naive"], timed=False)
+    if naive_moved:
+        console.print(
+            f"{calls:,} collectives instead of {naive_calls:,}; {moved:,} bytes instead of {naive_moved:,}: "
+            f"{1 - moved / naive_moved:.0%} saved"
+        )

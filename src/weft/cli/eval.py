@@ -1,0 +1,97 @@
+"""`weft eval`."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import tyro
+
+from weft.cli.command import Layout, ModelDir, UserError, engine_config, start_engine
+
+
+@dataclass(frozen=True)
+class Command:
+    """Score a model on arithmetic word problems whose templates and numbers it was not trained on.
+
+    An answer counts when the number is right in digits and in words. Decoding is greedy, so the score is the same on
+    every layout.
+
+    Examples:
+      weft eval                                     the embedded model, 200 questions
+      weft eval --questions 1000 --attn-dp 2 --attn-tp 2
+      weft eval DIR --json
+    """
+
+    model: ModelDir = None
+    """A Hugging Face model directory; left out, the embedded model."""
+    layout: Annotated[Layout, tyro.conf.arg(name="")] = field(default_factory=Layout)
+    questions: int = 200
+    """How many problems."""
+    seed: int = 0
+    """Which problems."""
+    max_tokens: int = 200
+    """Tokens in an answer, at most."""
+    json: bool = False
+    """Print one JSON object with every answer instead."""
+
+    def run(self) -> int:
+        """Evaluates. Raises UserError, LayoutError, ModelError, EngineError."""
+        from weft.engine.request import SamplingParams
+        from weft.evals import word_problems
+
+        if self.questions < 1:
+            raise UserError(f"questions is {self.questions}; it must be 1 or more")
+        config = engine_config(self.model, self.layout)
+        problems = word_problems.generate("heldout", self.questions, self.seed)
+        params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
+        with start_engine(config) as engine:
+            began = time.perf_counter()
+            answers = self._ask(engine, [word_problems.prompt(p.question) for p in problems], params)
+            seconds = time.perf_counter() - began
+            tokens = engine.stats().generated_tokens
+        right = [word_problems.extract(a) == p.answer for a, p in zip(answers, problems, strict=True)]
+        score = sum(right) / len(right)
+        if self.json:
+            rows = [
+                {"question": p.question, "expected": p.answer, "answer": a, "right": r}
+                for p, a, r in zip(problems, answers, right, strict=True)
+            ]
+            summary = {"score": score, "questions": len(rows), "layout": str(config.mesh)}
+            print(json.dumps(summary | {"tokens_per_second": tokens / seconds, "answers": rows}, ensure_ascii=False))
+        else:
+            counted = f"{sum(right)} of {len(right)}"
+            print(f"exact match {score:.1%} ({counted}), {tokens / seconds:.0f} tokens/s, {config.mesh}")
+        return 0
+
+    def _ask(self, engine: Any, chats: list[Any], params: Any) -> list[str]:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        from weft.engine.config import EngineError
+
+        texts, ended = [""] * len(chats), queue.SimpleQueue[Any]()
+
+        def listen(at: int) -> Any:
+            def on_output(output: Any) -> None:
+                texts[at] += output.text
+                if output.finish_reason:
+                    ended.put(output)
+
+            return on_output
+
+        for at, chat in enumerate(chats):
+            text = engine.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            try:
+                engine.submit(engine.tokenizer.encode(text, add_special_tokens=False), params, listen(at))
+            except ValueError as error:
+                raise UserError(f"question {at + 1}: {error}") from error
+        with Progress(console=Console(file=sys.stderr), transient=True) as bar:
+            for _ in bar.track(range(len(chats)), description="answering"):
+                if ended.get().finish_reason == "error":
+                    raise EngineError(engine.error or "the engine failed")
+        return texts

@@ -1,0 +1,99 @@
+"""`weft generate`."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import tyro
+
+from weft.cli.command import Layout, ModelDir, UserError, engine_config, start_engine
+
+
+@dataclass(frozen=True)
+class Command:
+    """Answer prompts on the terminal, as the tokens come.
+
+    Examples:
+      weft generate --chat --prompt "Tom has 3 apples and buys 4 more. How many apples does Tom have?"
+      weft generate DIR --prompt "Once upon a time" --max-tokens 64 --temperature 0.8 --seed 1
+      weft generate DIR --prompt "One" "Two" --json
+    """
+
+    prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT...")]
+    """One or more prompts."""
+    model: ModelDir = None
+    """A Hugging Face model directory; left out, the embedded model."""
+    layout: Annotated[Layout, tyro.conf.arg(name="")] = field(default_factory=Layout)
+    chat: bool = False
+    """Put each prompt into the model's chat template, as a user's message."""
+    max_tokens: int = 128
+    """Tokens in an answer, at most."""
+    temperature: float = 0.0
+    """0 takes the most probable token each time."""
+    top_p: float = 1.0
+    """Draw from the fewest most probable tokens that reach this probability."""
+    top_k: int = 0
+    """Draw from this many most probable tokens; 0: from all."""
+    seed: int | None = None
+    """The same seed draws the same tokens."""
+    json: bool = False
+    """Print one JSON object a prompt instead, when all are done."""
+
+    def run(self) -> int:
+        """Generates. Raises UserError, LayoutError, ModelError, EngineError."""
+        from weft.engine.request import SamplingParams
+
+        config = engine_config(self.model, self.layout)
+        try:
+            params = SamplingParams(
+                max_tokens=self.max_tokens,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                seed=self.seed,
+            )
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        with start_engine(config) as engine:
+            prompts = [self._tokens(engine.tokenizer, text) for text in self.prompt]
+            try:
+                if self.json:
+                    self._print_json(engine.generate(prompts, params))
+                else:
+                    for text, prompt in zip(self.prompt, prompts, strict=True):
+                        self._stream(engine, text, prompt, params)
+            except ValueError as error:
+                raise UserError(str(error)) from error
+        return 0
+
+    def _tokens(self, tokenizer: Any, text: str) -> list[int]:
+        if self.chat:
+            messages = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(text, add_special_tokens=not self.chat))
+
+    def _stream(self, engine: Any, text: str, prompt: list[int], params: Any) -> None:
+        from weft.engine.config import EngineError
+
+        if len(self.prompt) > 1:
+            print(f"> {text}")
+        outputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        engine.submit(prompt, params, outputs.put)
+        while True:
+            output = outputs.get()
+            sys.stdout.write(output.text)
+            sys.stdout.flush()
+            if output.finish_reason == "error":
+                raise EngineError(engine.error or "the engine failed")
+            if output.finish_reason:
+                print()
+                return
+
+    def _print_json(self, results: list[Any]) -> None:
+        for text, result in zip(self.prompt, results, strict=True):
+            answer = {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
+            print(json.dumps({"prompt": text} | answer, ensure_ascii=False))

@@ -1,0 +1,55 @@
+"""`weft`: chooses the command, and turns what a user can put right into one line."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from weft.cli.command import COMMANDS, UserError, parse
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command; gives the exit code: 0, 1 for a failure, 2 for bad input."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in COMMANDS:
+        print(f"weft: no command {name!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        module = importlib.import_module(f"weft.cli.{name}")
+        return int(parse(module.Command, name, rest).run())
+    except ImportError as error:
+        if error.name and error.name.split(".")[0] == "weft":
+            raise
+        print(f"weft: {name} needs the package {error.name}; pip install 'weft[serve]'", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except UserError as error:
+        print(f"weft: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        # Named here, not imported above: `weft --help` must not wait for torch.
+        if type(error).__name__ not in ("LayoutError", "ModelError", "PlacementError", "EngineError", "CommError"):
+            raise
+        print(f"weft: {error}", file=sys.stderr)
+        return 1 if type(error).__name__ in ("EngineError", "CommError") else 2
+
+
+def usage() -> str:
+    """The list of commands."""
+    lines = [
+        "weft: serve mixture-of-experts models on any layout of ranks",
+        "",
+        "usage: weft COMMAND [MODEL_DIR] [OPTIONS]",
+        "",
+    ]
+    lines += [f"  {name:10}{what}" for name, what in COMMANDS.items()]
+    return "\n".join([*lines, "", "`weft COMMAND --help` explains a command. MODEL_DIR left out: the embedded model."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""`weft serve`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Annotated, Literal
+
+import tyro
+
+from weft.cli.command import Layout, ModelDir, UserError, engine_config, start_engine
+
+
+@dataclass(frozen=True)
+class Command:
+    """Serve a model over HTTP, OpenAI-compatible, until Ctrl-C.
+
+    Examples:
+      weft serve                                           the embedded model on one rank
+      weft serve DIR --attn-dp 2 --attn-tp 2               four ranks; experts laid out alike
+      weft serve DIR --attn-dp 4 --ep 4 --api-key SECRET   data-parallel attention, expert parallelism
+
+    Then: curl http://127.0.0.1:8000/v1/models, or any OpenAI client with base_url http://127.0.0.1:8000/v1.
+    """
+
+    model: ModelDir = None
+    """A Hugging Face model directory; left out, the embedded model."""
+    layout: Annotated[Layout, tyro.conf.arg(name="")] = field(default_factory=Layout)
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    api_key: str | None = None
+    """Clients must send it as a Bearer token."""
+    served_model_name: str | None = None
+    """The model's name for clients; left out, its directory's name."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and activations; auto is float32 on CPUs."""
+    kv_tokens: int = 65536
+    """Tokens in the key-value cache of each DP group."""
+    max_batch_tokens: int = 2048
+    """Rows of one step of a DP group; longer prompts are read in chunks."""
+    max_running: int = 64
+    """Sequences that a DP group answers at once."""
+    max_model_len: int | None = None
+    """Prompt and answer together; left out, what the model allows."""
+    executor: Literal["process", "thread"] = "process"
+    """thread runs all ranks in this process on the reference transport: slow, for a close look."""
+
+    def run(self) -> int:
+        """Serves. Raises UserError, LayoutError, ModelError, EngineError."""
+        from weft.server import app
+
+        config = engine_config(
+            self.model,
+            self.layout,
+            dtype=self.dtype,
+            kv_tokens=self.kv_tokens,
+            max_batch_tokens=self.max_batch_tokens,
+            max_running=self.max_running,
+            max_model_len=self.max_model_len,
+            executor=self.executor,
+        )
+        try:
+            listener = app.bind(self.host, self.port)
+        except OSError as error:
+            raise UserError(str(error)) from error
+        signal.signal(signal.SIGTERM, _interrupt)  # also while the ranks still load
+        name = self.served_model_name or config.model.resolve().name
+        with listener, start_engine(config) as engine:
+            host, port = listener.getsockname()[:2]
+            print(f"serving {name} on http://{host}:{port} ({config.mesh}); Ctrl-C stops", file=sys.stderr, flush=True)
+            app.run(app.create_app(engine, name, self.api_key), listener)
+        return 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

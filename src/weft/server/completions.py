@@ -1,0 +1,154 @@
+"""POST /v1/completions and POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from jinja2 import TemplateError
+
+from weft.engine.engine import Engine
+from weft.engine.request import Output, SamplingParams
+from weft.server import render
+from weft.server.answers import Choice, answers, usage
+from weft.server.errors import ApiError
+from weft.server.metrics import Metrics
+from weft.server.protocol import ChatRequest, CommonRequest, CompletionRequest
+
+
+@dataclass(frozen=True)
+class Service:
+    """Answers both endpoints for one engine and the one model name that it serves."""
+
+    engine: Engine
+    metrics: Metrics
+    model_name: str
+
+    def router(self) -> APIRouter:
+        """The two routes."""
+        router = APIRouter()
+
+        @router.post("/v1/completions", response_model=None)
+        async def completions(body: CompletionRequest, request: Request) -> Response:
+            return await self.complete(body, request)
+
+        @router.post("/v1/chat/completions", response_model=None)
+        async def chat(body: ChatRequest, request: Request) -> Response:
+            return await self.chat(body, request)
+
+        return router
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """Text in, text out."""
+        self._check(body)
+        if body.echo and body.logprobs is not None:
+            raise ApiError(400, "echo with logprobs is not supported; leave one out", param="echo")
+        prompts = self._prompts(body.prompt)
+        params = body.sampling(body.max_tokens, body.logprobs)
+        lead = [self.engine.tokenizer.decode(p) if body.echo else "" for p in prompts for _ in range(body.n)]
+        style = render.Completion(self.engine.tokenizer, lead, body.logprobs is not None)
+        return await self._answer(body, request, prompts, params, style)
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """Messages in, a message out."""
+        self._check(body)
+        if body.top_logprobs and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        try:
+            text = self.engine.tokenizer.apply_chat_template(
+                [m.plain() for m in body.messages], tokenize=False, add_generation_prompt=True
+            )
+        except (ValueError, TemplateError) as error:
+            raise ApiError(400, f"the model's chat template refuses the messages: {error}", param="messages") from error
+        prompt = self.engine.tokenizer.encode(text, add_special_tokens=False)
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        params = body.sampling(most, (body.top_logprobs or 0) if body.logprobs else None)
+        style = render.Chat(self.engine.tokenizer, bool(body.logprobs))
+        return await self._answer(body, request, [prompt], params, style)
+
+    # --- shared -----------------------------------------------------------------------------------------------
+
+    def _check(self, body: CommonRequest) -> None:
+        if body.model is not None and body.model != self.model_name:
+            message = f"the model {body.model!r} is not served here; this is {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        if body.stream_options and not body.stream:
+            raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+        body.refuse_unsupported()
+
+    def _prompts(self, prompt: Any) -> list[list[int]]:
+        if isinstance(prompt, str):
+            prompt = [prompt]
+        if not prompt:
+            raise ApiError(400, "the prompt is empty", param="prompt")
+        if isinstance(prompt[0], int):
+            return [prompt]
+        return [self.engine.tokenizer.encode(p) if isinstance(p, str) else p for p in prompt]
+
+    async def _answer(
+        self,
+        body: CommonRequest,
+        request: Request,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        style: render.Style,
+    ) -> Response:
+        each = [replace(params, seed=None if params.seed is None else params.seed + i) for i in range(body.n)]
+        jobs = [(prompt, how) for prompt in prompts for how in each]
+        head = {"id": f"{style.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model_name}
+        stream = answers(self.engine, self.metrics, request, [p for p, _ in jobs], [how for _, how in jobs])
+        choices = [Choice() for _ in jobs]
+        if body.stream:
+            # Fetch the first increment before the headers go out: a refusal must still be an HTTP status.
+            first = await anext(stream, None)
+            with_usage = bool(body.stream_options and body.stream_options.include_usage)
+            events = self._events(head, first, stream, choices, prompts, style, with_usage)
+            return StreamingResponse(events, media_type="text/event-stream")
+        async with aclosing(stream):
+            async for index, output in stream:
+                choices[index].add(output)
+        if any(c.last is None or c.last.finish_reason is None for c in choices):
+            return Response(status_code=499)  # the client has gone: nobody reads this
+        whole = [style.whole(i, c) for i, c in enumerate(choices)]
+        return JSONResponse(head | {"object": style.name, "choices": whole, "usage": usage(prompts, choices)})
+
+    async def _events(
+        self,
+        head: dict[str, Any],
+        first: tuple[int, Output] | None,
+        stream: AsyncIterator[tuple[int, Output]],
+        choices: list[Choice],
+        prompts: Sequence[Sequence[int]],
+        style: render.Style,
+        with_usage: bool,
+    ) -> AsyncIterator[str]:
+        head = head | {"object": style.chunk_name}
+
+        def event(chunk: dict[str, Any]) -> str:
+            return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+
+        async def increments() -> AsyncIterator[tuple[int, Output]]:
+            if first is not None:
+                yield first
+                async for item in stream:
+                    yield item
+
+        blank = {"usage": None} if with_usage else {}
+        try:
+            async for index, output in increments():
+                begins = choices[index].last is None
+                choices[index].add(output)
+                for choice in style.chunks(index, output, begins):
+                    yield event(head | {"choices": [choice]} | blank)
+            if with_usage:
+                yield event(head | {"choices": [], "usage": usage(prompts, choices)})
+        except ApiError as error:  # the headers are gone: say it in the stream
+            yield f"data: {bytes(error.response().body).decode()}\n\n"
+        yield "data: [DONE]\n\n"

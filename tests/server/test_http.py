@@ -1,0 +1,222 @@
+"""The server as clients see it: the official openai client, and raw HTTP for what that client cannot send."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.conftest import Served, serve
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+FIXED: Any = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+
+
+def test_completion_streams_what_it_gives_whole(served: Served) -> None:
+    whole = served.client().completions.create(model="small", prompt="abc", **FIXED)
+    assert whole.object == "text_completion" and whole.choices[0].finish_reason == "length"
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (3, 12, 15)
+    chunks = list(
+        served.client().completions.create(
+            model="small", prompt="abc", stream=True, stream_options={"include_usage": True}, **FIXED
+        )
+    )
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
+    assert chunks[-1].usage.completion_tokens == 12 and not chunks[-1].choices
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_chat_streams_what_it_gives_whole(served: Served) -> None:
+    whole = served.client().chat.completions.create(model="small", messages=MESSAGES, **FIXED)
+    assert whole.choices[0].message.role == "assistant"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    chunks = list(served.client().chat.completions.create(model="small", messages=parts, stream=True, **FIXED))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
+
+
+def test_the_template_is_the_models(served: Served) -> None:
+    whole = served.client().chat.completions.create(model="small", messages=MESSAGES, **FIXED)
+    plain = served.client().completions.create(model="small", prompt="user: hello\nassistant:", **FIXED)
+    assert whole.choices[0].message.content == plain.choices[0].text
+    assert whole.usage.prompt_tokens == plain.usage.prompt_tokens
+
+
+def test_prompts_of_every_kind_and_several_choices(served: Served) -> None:
+    client, tokenizer = served.client(), served.engine.tokenizer
+    one = client.completions.create(model="small", prompt=tokenizer.encode("abc"), **FIXED)
+    two = client.completions.create(model="small", prompt=["abc", "xyz"], **FIXED)
+    ids = client.completions.create(model="small", prompt=[tokenizer.encode("abc"), tokenizer.encode("xyz")], **FIXED)
+    assert [c.text for c in two.choices] == [c.text for c in ids.choices]
+    assert one.choices[0].text == two.choices[0].text != two.choices[1].text
+    warm = {"temperature": 5.0, "seed": 4, "max_tokens": 8}
+    many = client.completions.create(model="small", prompt="abc", n=3, **warm)
+    again = client.completions.create(model="small", prompt="abc", n=3, **warm)
+    assert len({c.text for c in many.choices}) == 3 and [c.index for c in many.choices] == [0, 1, 2]
+    assert [c.text for c in many.choices] == [c.text for c in again.choices]
+    echoed = client.completions.create(model="small", prompt="abc", echo=True, **FIXED)
+    assert echoed.choices[0].text == "abc" + one.choices[0].text
+
+
+def test_logprobs(served: Served) -> None:
+    plain = served.client().completions.create(model="small", prompt="abc", logprobs=2, **FIXED)
+    table = plain.choices[0].logprobs
+    assert len(table.tokens) == len(table.token_logprobs) == len(table.top_logprobs) == len(table.text_offset) == 12
+    assert all(p <= 0 for p in table.token_logprobs)
+    chat = served.client().chat.completions.create(
+        model="small", messages=MESSAGES, logprobs=True, top_logprobs=3, **FIXED
+    )
+    entries = chat.choices[0].logprobs.content
+    assert len(entries) == 12 and all(len(e.top_logprobs) == 3 for e in entries)
+    assert all(e.logprob == e.top_logprobs[0].logprob for e in entries)
+
+
+def test_stop_strings_end_the_text(served: Served) -> None:
+    free = served.client().completions.create(model="small", prompt="abc", **FIXED).choices[0].text
+    readable = [c for c in free if c != "\ufffd"]
+    stopped = served.client().completions.create(model="small", prompt="abc", stop=readable[-1], **FIXED)
+    assert stopped.choices[0].text == free[: free.index(readable[-1])] and stopped.choices[0].finish_reason == "stop"
+
+
+C, H = "/v1/completions", "/v1/chat/completions"
+HELLO = {"model": "small", "messages": MESSAGES}
+BAD: list[tuple[str, Any, int, str]] = [
+    (C, "{", 400, "JSON"),
+    (C, [], 400, "dictionary"),
+    (C, {"model": "small"}, 400, "prompt: Field required"),
+    (C, {"prompt": ""}, 400, "prompt is empty"),
+    (C, {"prompt": []}, 400, "prompt is empty"),
+    (C, {"prompt": [1, 99999]}, 400, "between 0 and 256"),
+    (C, {"prompt": [-1]}, 400, "between 0 and 256"),
+    (C, {"prompt": "a" * 300}, 400, "300 tokens"),
+    (C, {"prompt": "a" * 250, "max_tokens": 100}, 400, "250 tokens and max_tokens=100 exceed the context of 256"),
+    (C, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens is 0"),
+    (C, {"prompt": "a", "max_tokens": "many"}, 400, "max_tokens"),
+    (C, {"prompt": "a", "temperature": -1}, 400, "temperature is -1"),
+    (C, {"prompt": "a", "top_p": 0}, 400, "top_p is 0"),
+    (C, {"prompt": "a", "n": 0}, 400, "n:"),
+    (C, {"prompt": "a", "logprobs": 21}, 400, "logprobs is 21"),
+    (C, {"prompt": "a", "stop": ["x"] * 17}, 400, "at most 16"),
+    (C, {"prompt": "a", "stop": [""]}, 400, "without empty strings"),
+    (C, {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
+    (C, {"prompt": "a", "best_of": 2}, 400, "best_of is not supported"),
+    (C, {"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty is not supported"),
+    (C, {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "needs stream"),
+    (C, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo with logprobs"),
+    (C, {"prompt": "a", "model": "other"}, 404, "'other' is not served here; this is 'small'"),
+    (C, {"prompt": "a", "model": "other", "stream": True}, 404, "not served"),
+    (C, {"prompt": "a" * 300, "stream": True}, 400, "300 tokens"),
+    (H, {"messages": []}, 400, "messages"),
+    (H, HELLO | {"tools": [{"type": "function"}]}, 400, "tools is not supported"),
+    (H, HELLO | {"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
+    (H, HELLO | {"logit_bias": {"5": 1}}, 400, "logit_bias is not supported"),
+    (H, HELLO | {"top_logprobs": 2}, 400, "needs logprobs"),
+    (H, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+    ("/v1/nothing", {}, 404, "Not Found"),
+]
+
+
+@pytest.mark.parametrize("path, body, status, text", BAD, ids=[str(b[3]) for b in BAD])
+def test_bad_input_gets_an_openai_error_and_breaks_nothing(
+    served: Served, path: str, body: Any, status: int, text: str
+) -> None:
+    with served.http() as http:
+        text_of = body if isinstance(body, str) else json.dumps(body)
+        answer = http.post(path, content=text_of, headers={"Content-Type": "application/json"})
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"} and text in error["message"]
+        assert http.post(C, json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_neutral_and_unknown_fields_are_taken(served: Served) -> None:
+    body = HELLO | {
+        "presence_penalty": 0,
+        "tools": [],
+        "response_format": {"type": "text"},
+        "user": "me",
+        "max_tokens": 1,
+    }
+    with served.http() as http:
+        assert http.post(H, json=body).status_code == 200
+
+
+def test_the_key_is_asked_for(locked: Served) -> None:
+    with locked.http() as http:
+        assert http.get("/health").status_code == http.get("/metrics").status_code == 200
+        assert http.get("/v1/models").status_code == 401
+        assert (
+            http.get("/v1/models", headers={"Authorization": "Bearer wrong"}).json()["error"]["code"]
+            == "invalid_api_key"
+        )
+    assert [m.id for m in locked.client().models.list()] == ["small"]
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong").models.list()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_is_cancelled(served: Served, stream: bool) -> None:
+    # Four choices of 250 tokens take seconds; what a cancelled one has drawn by then is a small part.
+    body = {"prompt": "abc", "max_tokens": 250, "temperature": 0, "ignore_eos": True, "n": 4}
+    before = served.engine.stats().generated_tokens
+    with served.http() as http:
+        if stream:
+            with http.stream("POST", C, json=body | {"stream": True}) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post(C, json=body, timeout=0.2)
+    deadline = time.monotonic() + 10
+    while served.engine.stats().running and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert served.engine.stats().running == 0
+    assert 0 < served.engine.stats().generated_tokens - before < 1000, "it ran to its end"
+
+
+def test_metrics_health_plan_and_report(served: Served) -> None:
+    served.client().completions.create(model="small", prompt="metrics", **FIXED)
+    with served.http() as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        assert "saving" in http.get("/weft/plan", params={"tokens": 4}).text
+        report = http.get("/weft/report").json()
+        families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
+    assert sum(s["count"] for s in report["ran"]) > 0 and sum(s["bytes"] for s in report["naive"]) > 0
+
+    def total(name: str, suffix: str = "_total") -> float:
+        return sum(s.value for s in families[name].samples if s.name == name + suffix)
+
+    stats = served.engine.stats()
+    assert (
+        total("weft_generated_tokens") == stats.generated_tokens and total("weft_prompt_tokens") == stats.prompt_tokens
+    )
+    assert total("weft_time_to_first_token_seconds", "_count") >= 1
+    assert total("weft_inter_token_latency_seconds", "_count") >= 11
+    assert total("weft_collective_calls") > 0 and total("weft_collective_bytes") > 0
+    assert {s.labels["group"] for s in families["weft_kv_cache_used_ratio"].samples} == {"0", "1"}
+    assert families["weft_requests_running"].samples[0].value == 0
+
+
+def test_an_engine_that_fails_is_reported(chat_model_dir: Path) -> None:
+    engine = Engine(EngineConfig(chat_model_dir, executor="thread", kv_tokens=512, page_size=4))
+    for served in serve(engine):
+
+        def fail(step: Any) -> Any:
+            raise RuntimeError("the rank is gone")
+
+        engine._executor.step = fail
+        with served.http() as http:
+            for stream in (False, True):
+                answer = http.post(C, json={"prompt": "abc", "stream": stream})
+                assert answer.status_code == 503 and "the rank is gone" in answer.json()["error"]["message"]
+            assert http.get("/health").status_code == 503
+            assert http.get("/metrics").status_code == 200
+    engine.close()

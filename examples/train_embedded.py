@@ -1,6 +1,6 @@
 """Trains the embedded model: a small Qwen2-MoE that solves arithmetic word problems and shows its work.
 
-    python examples/train_embedded.py --out /tmp/embedded --device cuda --steps 8000
+    python examples/train_embedded.py --out /tmp/embedded --device cuda
     python examples/train_embedded.py --out /tmp/smoke --steps 5 --problems 2000 --rows 8 --eval 16  # any CPU
 
 It makes the problems (weft.evals.word_problems), trains a tokenizer on the training split, trains the model on
@@ -33,6 +33,7 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
+from transformers.utils.logging import disable_progress_bar
 
 from weft.evals.word_problems import Problem, extract, generate, prompt
 
@@ -59,22 +60,23 @@ def main() -> None:
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="cuda or cpu (default: what is there)",
     )
-    add("--steps", type=int, default=8000, help="optimizer steps (default 8000)")
+    add("--steps", type=int, default=4000, help="optimizer steps (default 4000)")
     add("--minutes", type=float, default=math.inf, help="end the training after this long (default: never)")
-    add("--rows", type=int, default=512, help=f"rows of {ROW} tokens in a step (default 512)")
+    add("--rows", type=int, default=256, help=f"rows of {ROW} tokens in a step (default 256)")
     add(
         "--problems",
         type=int,
         default=1_200_000,
         help="different training problems to make (default 1200000)",
     )
-    add("--lr", type=float, default=2e-3, help="peak learning rate (default 0.002)")
+    add("--lr", type=float, default=1e-3, help="peak learning rate (default 0.001)")
     add("--eval", type=int, default=1000, help="held-out problems of the final score (default 1000)")
     add("--eval-every", type=int, default=1000, help="steps between saves and quick scores (default 1000)")
     add("--workers", type=int, default=4, help="processes that make problems (default 4)")
     add("--seed", type=int, default=0, help="seed of weights, data and order (default 0)")
     args = parser.parse_args()
 
+    disable_progress_bar()
     torch.manual_seed(args.seed)
     problems = make_problems(args.problems, args.workers, args.seed)
     print(

@@ -72,13 +72,12 @@ def main() -> None:
     add("--lr", type=float, default=1e-3, help="peak learning rate (default 0.001)")
     add("--eval", type=int, default=1000, help="held-out problems of the final score (default 1000)")
     add("--eval-every", type=int, default=1000, help="steps between saves and quick scores (default 1000)")
-    add("--workers", type=int, default=4, help="processes that make problems (default 4)")
     add("--seed", type=int, default=0, help="seed of weights, data and order (default 0)")
     args = parser.parse_args()
 
     disable_progress_bar()
     torch.manual_seed(args.seed)
-    problems = make_problems(args.problems, args.workers, args.seed)
+    problems = make_problems(args.problems, args.seed)
     print(
         f"{len(problems)} training problems, for example:\n{problems[0].question}\n{problems[0].solution}",
         flush=True,
@@ -98,11 +97,11 @@ def main() -> None:
     print(f"held-out exact match {score(args.out, args.eval, args.device):.4f} over {args.eval}", flush=True)
 
 
-def make_problems(count: int, workers: int, seed: int) -> list[Problem]:
+def make_problems(count: int, seed: int) -> list[Problem]:
     """Different training problems, about `count` of them: repeats are dropped."""
-    chunk = -(-count // workers)
-    with ProcessPoolExecutor(workers) as pool:
-        parts = pool.map(generate, ["train"] * workers, [chunk] * workers, range(seed, seed + workers))
+    # A fixed number of processes, each with a seed, so that the data is the same on every machine.
+    with ProcessPoolExecutor(4) as pool:
+        parts = pool.map(generate, ["train"] * 4, [-(-count // 4)] * 4, range(seed, seed + 4))
         return list(dict.fromkeys(problem for part in parts for problem in part))
 
 

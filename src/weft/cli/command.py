@@ -80,6 +80,7 @@ def start_engine(config: Any) -> Any:
         TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"starting {config.mesh.world} rank(s)", total=1.0)
         return Engine(config, lambda what, fraction: bar.update(task, description=what, completed=fraction))

@@ -90,7 +90,8 @@ class Command:
                 engine.submit(engine.tokenizer.encode(text, add_special_tokens=False), params, listen(at))
             except ValueError as error:
                 raise UserError(f"question {at + 1}: {error}") from error
-        with Progress(console=Console(file=sys.stderr), transient=True) as bar:
+        console = Console(file=sys.stderr)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             for _ in bar.track(range(len(chats)), description="answering"):
                 if ended.get().finish_reason == "error":
                     raise EngineError(engine.error or "the engine failed")

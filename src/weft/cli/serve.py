@@ -46,6 +46,8 @@ class Command:
     """Sequences that a DP group answers at once."""
     max_model_len: int | None = None
     """Prompt and answer together; left out, what the model allows."""
+    threads: int = 1
+    """Threads of each rank; more ranks usually use the cores better."""
     executor: Literal["process", "thread"] = "process"
     """thread runs all ranks in this process on the reference transport: slow, for a close look."""
 
@@ -61,6 +63,7 @@ class Command:
             max_batch_tokens=self.max_batch_tokens,
             max_running=self.max_running,
             max_model_len=self.max_model_len,
+            threads=self.threads,
             executor=self.executor,
         )
         try:

@@ -23,7 +23,8 @@ class EngineConfig:
     max_batch_tokens: rows of one step of a DP group, which cuts long prompts into chunks. max_running: its sequences.
     max_model_len: prompt and answer together; None: what the model allows. prefix_cache: reuse pages of equal prefixes.
     executor: process (one process a rank over gloo) or thread (all ranks here, on the reference transport: for tests).
-    seed: of requests that bring none. step_timeout_s: a step that takes longer fails the engine.
+    threads: of each rank's process; more ranks use more cores better. seed: of requests that bring none.
+    step_timeout_s: a step that takes longer fails the engine.
     """
 
     model: Path = field(default_factory=embedded_model_dir)
@@ -39,12 +40,13 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_cache: bool = True
     executor: Literal["process", "thread"] = "process"
+    threads: int = 1
     seed: int = 0
     step_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         _ = self.mesh
-        for name in ("page_size", "kv_tokens", "max_batch_tokens", "max_running", "step_timeout_s"):
+        for name in ("page_size", "kv_tokens", "max_batch_tokens", "max_running", "threads", "step_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.kv_tokens < self.page_size:

@@ -30,7 +30,7 @@ def main(directory: Path, rank: int) -> None:
     threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     config = EngineConfig.from_dict(json.loads((directory / "config.json").read_text()))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.mesh.world))
+    torch.set_num_threads(config.threads)
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     inbox.connect(f"ipc://{directory}/to-{rank}")

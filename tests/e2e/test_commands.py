@@ -1,0 +1,163 @@
+"""Commands as a user runs them; README's are taken from README itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.split("#")[0].strip()
+    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line.strip()
+]
+
+
+def weft(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "weft.cli.main", *arguments], capture_output=True, text=True, timeout=timeout
+    )
+
+
+def test_readme_holds_the_two_commands() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for command in COMMANDS:
+        program, *rest = shlex.split(command)
+        assert program in ("make", "weft"), command
+        if program == "make":
+            assert re.search(rf"^{rest[0]}:", makefile, re.MULTILINE), f"no make target {rest[0]}"
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("weft") and " serve" not in c])
+def test_readme_command(command: str) -> None:
+    done = weft(*shlex.split(command)[1:])
+    assert done.returncode == 0, done.stderr
+    wanted = {"plan": "saving", "generate": "The answer is", "eval": "exact match"}[shlex.split(command)[1]]
+    assert wanted in done.stdout
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("weft serve")])
+def test_readme_serves(command: str, free_port: int) -> None:
+    arguments = shlex.split(command)[1:]
+    arguments[arguments.index("--port") + 1] = str(free_port)
+    server = subprocess.Popen([sys.executable, "-m", "weft.cli.main", *arguments], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and server.poll() is None:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/health", timeout=2) as answer:
+                    assert json.load(answer) == {"status": "ok"}
+                    break
+            except OSError:
+                time.sleep(0.2)
+        else:
+            pytest.fail(f"not healthy: {server.stderr.read() if server.poll() is not None else 'too slow'}")
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=30) in (0, 130, -signal.SIGTERM)
+    assert not ranks_left()
+
+
+def ranks_left() -> list[str]:
+    commands = (p.read_bytes().replace(b"\0", b" ").decode(errors="replace") for p in commandlines())
+    return [c for c in commands if "weft.engine.rank" in c]
+
+
+def commandlines() -> list[Path]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            path.read_bytes()
+        except OSError:
+            continue
+        found.append(path)
+    return found
+
+
+def test_readme_model_traces_and_plans() -> None:
+    """The code block in README, on a layout where every step matters."""
+    import torch
+
+    from weft.hidden import Hidden
+    from weft.models.layers import Builder
+    from weft.place.cost import PRESETS
+    from weft.place.plan import Planner
+    from weft.place.spec import Mesh, Rows
+    from weft.stream import TraceStream
+
+    [code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names: dict[str, object] = {}
+    exec(code, names)
+    mesh, meta = Mesh(2, 2, 2, 2), torch.device("meta")
+    layer = names["DecoderLayer"](Builder(mesh, 0, torch.float32, meta), "layers.0", 16)
+    stream = TraceStream(mesh, 16, torch.float32, meta)
+    stream.add(Hidden(torch.empty(0, 16, device="meta"), mesh.placement(Rows.GROUP), mesh, "embed"))
+    layer(stream)
+    stream.read(layer.input_norm, rows=Rows.GROUP)
+    plan = Planner(mesh, stream.chain(), PRESETS["h200-nvlink"]).plan((4, 4))
+    assert sum(1 for _ in plan.moves()) == 3
+
+
+BAD = [
+    (["nonsense"], "no command 'nonsense'"),
+    (["generate", "/nowhere", "--prompt", "x"], "/nowhere has no config.json"),
+    (["plan", "--layout", "2x2,3x1"], "both must be the number of ranks"),
+    (["plan", "--layout", "two"], "is not ATTN_DPxATTN_TP,EPxMOE_TP"),
+    (["plan", "--cost", "abacus"], "no cost preset 'abacus'"),
+    (["plan", "--layout", "1x3"], "do not divide over"),
+    (["plan", "--tokens", "few"], "are not whole numbers"),
+    (["eval", "--questions", "0"], "questions is 0"),
+    (["serve", "--attn-dp", "2", "--ep", "3"], "both must be the number of ranks"),
+    (["serve", "--kv-tokens", "1"], "less than one page"),
+    (["generate", "--prompt", "x", "--temperature", "-1"], "temperature is -1"),
+]
+
+
+@pytest.mark.parametrize("arguments, text", BAD, ids=[b[1] for b in BAD])
+def test_bad_input_ends_in_one_line(arguments: list[str], text: str) -> None:
+    done = weft(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert text in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("weft: ")
+
+
+def test_a_port_that_is_taken(free_port: int) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port))
+        taken.listen()
+        done = weft("serve", "--port", str(free_port))
+    assert done.returncode == 2 and "choose another with --port" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "eval", "plan", "demo"])
+def test_help_teaches(command: str) -> None:
+    done = weft(command, "--help")
+    assert done.returncode == 0 and "Example" in done.stdout and f"weft {command}" in done.stdout
+
+
+def test_json_is_json() -> None:
+    plans = json.loads(weft("plan", "--layout", "2x2", "--tokens", "1,64", "--json").stdout)
+    assert [p["counts"] for p in plans] == [[1, 1], [64, 64]]
+    assert plans[0]["plan"]["us"] <= plans[0]["naive"]["us"]
+    lines = weft("generate", "--prompt", "a", "b", "--max-tokens", "3", "--json").stdout.splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == ["a", "b"]
+
+
+def test_the_demo() -> None:
+    done = weft("demo", "--questions", "3", timeout=280)
+    assert done.returncode == 0, done.stderr
+    for text in ("The answer is", "plan:", "naive:", "What ran", "saved", "of 3 answers are right", "has stopped"):
+        assert text in done.stdout, text
+    assert not ranks_left()

@@ -18,18 +18,20 @@ from weft.comm.transport import CommError
 from weft.place.spec import Mesh
 
 
-def rank_main(rank: int, mesh: Mesh, directory: str, work: Callable[..., Any], *args: Any) -> None:
+def rank_main(
+    rank: int, mesh: Mesh, directory: str, options: dict[str, Any], work: Callable[..., Any], *args: Any
+) -> None:
     torch.set_num_threads(1)
-    transport = TorchDistTransport(mesh, rank, f"file://{directory}/rendezvous", timeout_s=120)
+    transport = TorchDistTransport(mesh, rank, f"file://{directory}/rendezvous", timeout_s=120, **options)
     try:
         torch.save(work(transport, mesh, *args), f"{directory}/{rank}.pt")
     finally:
         transport.close()
 
 
-def run_processes(mesh: Mesh, directory: Path, work: Callable[..., Any], *args: Any) -> list[Any]:
+def run_processes(mesh: Mesh, directory: Path, work: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
     """Runs `work(transport, mesh, *args)` in a process a rank; gives what each returned."""
-    mp.spawn(rank_main, (mesh, str(directory), work, *args), nprocs=mesh.world)
+    mp.spawn(rank_main, (mesh, str(directory), options, work, *args), nprocs=mesh.world)
     return [torch.load(directory / f"{rank}.pt") for rank in range(mesh.world)]
 
 
@@ -40,9 +42,11 @@ def calls_and_edges(transport: TorchDistTransport, mesh: Mesh) -> int:
     return calls
 
 
+@pytest.mark.parametrize("rounds", ["one round", "two rounds"])
 @pytest.mark.parametrize("mesh", [Mesh(2, 2, 2, 2), Mesh(1, 2, 2, 1), Mesh(3, 1, 1, 3)], ids=str)
-def test_every_call_and_edge(mesh: Mesh, tmp_path: Path) -> None:
-    assert all(run_processes(mesh, tmp_path, calls_and_edges))
+def test_every_call_and_edge(mesh: Mesh, rounds: str, tmp_path: Path) -> None:
+    limit = 1 << 30 if rounds == "one round" else 0
+    assert all(run_processes(mesh, tmp_path, calls_and_edges, one_round_bytes=limit))
 
 
 def logits(transport: TorchDistTransport, mesh: Mesh, directory: Path, runs: list[Any]) -> list[Any]:

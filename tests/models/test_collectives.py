@@ -12,7 +12,7 @@ from support import FAMILIES, run_world, small_config, small_model
 
 from weft.attention.batch import Batch, SeqRows
 from weft.comm.reference import ReferenceTransport
-from weft.comm.torchdist import TorchDistTransport
+from weft.comm.torchdist import KINDS
 from weft.models.config import from_transformers
 from weft.models.load import load_config, load_model
 from weft.models.runner import ModelRunner, plan_model
@@ -21,7 +21,7 @@ from weft.place.spec import Mesh
 
 LAYERS = 3
 AR, RS, AG = "all_reduce", "reduce_scatterv", "all_gatherv"
-BASIC, ALL = TorchDistTransport.kinds, ReferenceTransport.kinds
+BASIC, ALL = KINDS["nccl"], ReferenceTransport.kinds
 
 # (mesh, edges on offer, tokens a group) → collectives of a three-layer model, on the H200 cost model.
 EXPECTED = [

@@ -13,14 +13,14 @@ from transformers.utils import logging as transformers_logging
 from weft.assets import embedded_model_dir
 from weft.cli.command import ModelDir
 from weft.comm.reference import ReferenceTransport
-from weft.comm.torchdist import TorchDistTransport
+from weft.comm.torchdist import KINDS
 from weft.models.config import load_config
 from weft.models.runner import plan_model
 from weft.place.cost import preset
 from weft.place.show import plan_dict, plan_text
 from weft.place.spec import LayoutError, Mesh
 
-OFFERS = {"torchdist": TorchDistTransport.kinds, "reference": ReferenceTransport.kinds}
+OFFERS = {f"torchdist/{backend}": kinds for backend, kinds in KINDS.items()} | {"reference": ReferenceTransport.kinds}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Command:
     """Tokens in each DP group, one plan for each number."""
     cost: str = "h200-nvlink"
     """The cost model: cpu-gloo, h100-nvlink, h200-nvlink, gb200-nvl72 or pcie-gen5."""
-    transport: Literal["torchdist", "reference"] = "torchdist"
+    transport: Literal["torchdist/gloo", "torchdist/nccl", "reference"] = "torchdist/nccl"
     """Whose edges to plan with; reference offers every edge there is, the fused ones too."""
     json: bool = False
     """Print one JSON list instead, a plan for each number of tokens, every layer spelled out."""

@@ -1,4 +1,10 @@
-"""torch.distributed: gloo on CPUs, NCCL on GPUs. Works everywhere, on several hosts too."""
+"""torch.distributed: gloo on CPUs, NCCL on GPUs. Works everywhere, on several hosts too.
+
+Over gloo every call is made of all_to_all rounds with a sum here, in rank order: gloo has no ragged collectives, its
+all_reduce takes 2(n-1) rounds, and a round is what costs (docs/LOG.md). Small sums take one round, in which each rank
+receives every part of what it needs; large ones two, in which no row is received twice. So both fused edges are
+one round as well, and every rank gets the same bits.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.transport import CommError, Ranks, Sizes
-from weft.place.edges import ALL_GATHERV, ALL_REDUCE, REDUCE_SCATTERV
+from weft.place.edges import ALL_GATHERV, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTERV
 from weft.place.spec import GROUP_NAMES, Mesh
+
+KINDS = {"gloo": frozenset(COLLECTIVES), "nccl": frozenset((ALL_REDUCE, REDUCE_SCATTERV, ALL_GATHERV))}
+"""The planned edges that each backend offers."""
+ONE_ROUND_BYTES = 128 * 1024
+"""Sums whose whole result is at most this large take one round: above, the second round costs less than the bytes."""
 
 
 class TorchDistTransport:
@@ -19,14 +30,22 @@ class TorchDistTransport:
 
     init_method: as torch.distributed takes it (`tcp://HOST:PORT`, `file:///…`, `env://`). Building one is collective:
     every rank of the mesh must. Raises CommError where the ranks do not meet within timeout_s. A process holds one
-    at a time, as torch.distributed does.
+    at a time, as torch.distributed does. one_round_bytes: up to which results a sum over gloo takes one round.
     """
 
-    kinds = frozenset((ALL_REDUCE, REDUCE_SCATTERV, ALL_GATHERV))
-
-    def __init__(self, mesh: Mesh, rank: int, init_method: str, *, backend: str = "gloo", timeout_s: float = 60.0):
-        self.rank, self.backend = rank, backend
-        self.name = f"torchdist/{backend}"
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        init_method: str,
+        *,
+        backend: str = "gloo",
+        timeout_s: float = 60.0,
+        one_round_bytes: int = ONE_ROUND_BYTES,
+    ):
+        self._one_round_bytes = one_round_bytes
+        self.rank, self.backend, self._world = rank, backend, tuple(range(mesh.world))
+        self.name, self.kinds = f"torchdist/{backend}", KINDS[backend]
         self._groups: dict[Ranks, dist.ProcessGroup | None] = {}
         timeout = datetime.timedelta(seconds=timeout_s)
         try:
@@ -51,10 +70,15 @@ class TorchDistTransport:
             raise CommError(f"rank {self.rank}: {what} over {group} failed: {error}") from error
 
     def all_reduce(self, x: Tensor, group: Ranks) -> Tensor:
-        out = x.clone()
-        if len(group) > 1 and out.numel():
+        if self.backend == "nccl":
+            out = x.clone()
             self._call("all_reduce", group, lambda g: dist.all_reduce(out, group=g))
-        return out
+            return out
+        n, rows = len(group), x.shape[0]
+        if n == 2 or self._small(x, rows):  # between two, one round moves no more than two rounds would
+            return _sum(self.all_gatherv(x, group, (rows,) * n), n)
+        sizes = tuple(rows // n + (i < rows % n) for i in range(n))
+        return self.all_gatherv(self.reduce_scatterv(x, group, sizes), group, sizes)
 
     def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
         mine = sizes[group.index(self.rank)]
@@ -63,10 +87,7 @@ class TorchDistTransport:
             runs = [run.contiguous() for run in x.split(sizes)]
             self._call("reduce_scatterv", group, lambda g: dist.reduce_scatter(out, runs, group=g))
             return out
-        # gloo has no ragged reduce_scatter: send each rank its run and add here, in rank order, rounded once.
-        runs_in = self.all_to_allv(x, group, sizes, (mine,) * len(group)).view(len(group), mine, *x.shape[1:])
-        wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-        return runs_in.sum(0, dtype=wide).to(x.dtype)
+        return _sum(self.all_to_allv(x, group, sizes, (mine,) * len(group)), len(group))
 
     def all_gatherv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
         if self.backend == "nccl":
@@ -95,7 +116,39 @@ class TorchDistTransport:
         self._call("barrier", group, lambda g: dist.barrier(group=g))
 
     def all_reduce_all_gatherv(self, x: Tensor, reduce: Ranks, gather: Ranks, sizes: Sizes) -> Tensor:
-        raise CommError(f"{self.name} does not offer all_reduce+all_gatherv")
+        self._require_gloo()
+        tp, world = len(reduce), self._world
+        if not self._small(x, sum(sizes)):
+            mine = gather.index(self.rank)
+            own = [tuple(n // tp + (a < n % tp) for a in range(tp)) for n in sizes]
+            part = self.reduce_scatterv(x, reduce, own[mine])
+            return self.all_gatherv(part, world, tuple(n for group in own for n in group))
+        every = self.all_gatherv(x, world, tuple(n for n in sizes for _ in range(tp)))
+        return torch.cat([_sum(parts, tp) for parts in every.split([n * tp for n in sizes])])
 
     def reduce_scatterv_all_reduce(self, x: Tensor, scatter: Ranks, reduce: Ranks, sizes: Sizes) -> Tensor:
-        raise CommError(f"{self.name} does not offer reduce_scatterv+all_reduce")
+        self._require_gloo()
+        tp, world = len(reduce), self._world
+        mine = sizes[scatter.index(self.rank)]
+        if not self._small(x, x.shape[0]):
+            own = [tuple(n // tp + (a < n % tp) for a in range(tp)) for n in sizes]
+            part = self.reduce_scatterv(x, world, tuple(n for group in own for n in group))
+            return self.all_gatherv(part, reduce, own[scatter.index(self.rank)])
+        # Each rank gets its group's rows from everyone: the ranks of a group get the same.
+        runs = torch.cat([run for run in x.split(sizes) for _ in range(tp)])
+        send = tuple(n for n in sizes for _ in range(tp))
+        return _sum(self.all_to_allv(runs, world, send, (mine,) * len(world)), len(world))
+
+    def _small(self, x: Tensor, rows: int) -> bool:
+        """Whether `rows` rows like x's are few bytes. Every rank asks with the same number, so all go the same way."""
+        return rows * x.shape[1:].numel() * x.element_size() <= self._one_round_bytes
+
+    def _require_gloo(self) -> None:
+        if self.backend != "gloo":
+            raise CommError(f"{self.name} does not offer fused edges")
+
+
+def _sum(parts: Tensor, ranks: int) -> Tensor:
+    """Sum of `ranks` equal runs of rows in order; low precision is summed in float32 and rounded once."""
+    wide = torch.float32 if parts.dtype in (torch.bfloat16, torch.float16) else parts.dtype
+    return parts.view(ranks, parts.shape[0] // ranks, *parts.shape[1:]).sum(0, dtype=wide).to(parts.dtype)

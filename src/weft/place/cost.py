@@ -50,7 +50,7 @@ class AlphaBeta:
 PRESETS: dict[str, AlphaBeta] = {
     p.name: p
     for p in (
-        AlphaBeta("cpu-gloo", alpha_us=150.0, hop_us=50.0, gb_s=1.0, launch_us=4.0, mem_gb_s=8.0),
+        AlphaBeta("cpu-gloo", alpha_us=300.0, hop_us=300.0, gb_s=1.0, launch_us=4.0, mem_gb_s=8.0),
         AlphaBeta("h100-nvlink", alpha_us=10.5, hop_us=0.5, gb_s=368.0, launch_us=2.0, mem_gb_s=2700.0),
         AlphaBeta("h200-nvlink", alpha_us=10.5, hop_us=0.5, gb_s=368.0, launch_us=2.0, mem_gb_s=4000.0),
         AlphaBeta("gb200-nvl72", alpha_us=10.5, hop_us=0.4, gb_s=720.0, launch_us=2.0, mem_gb_s=6500.0),

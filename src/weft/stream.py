@@ -94,8 +94,9 @@ class TraceStream:
 class StepStat:
     """Running totals of one communicating step. site: the read it serves, layers folded into `*`.
 
-    step: edge and placements; group: the group's name; count: calls; bytes: that the busiest rank must
-    receive for it (`weft.place.edges.rows_received`), whatever the transport's algorithm moves beyond; seconds: spent by this rank, waiting for its peers included.
+    step: edge and placements; group: the group's name; count: calls; bytes: that the busiest rank must receive for it
+    (`weft.place.edges.rows_received`), whatever the transport's algorithm moves beyond; seconds: spent by this rank,
+    waiting for its peers included.
     """
 
     site: str

@@ -20,12 +20,12 @@ EDGE_WIDTH = 5
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
-def draw(seed: int, rank: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+def draw(seed: int, rank: int, rows: int, width: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
     """A rank's input: random, skewed (some values far larger), rounded to dtype."""
     generator = torch.Generator().manual_seed(seed * 64 + rank)
     x = torch.randn(rows, width, generator=generator, dtype=torch.float64)
     x[:: max(1, rows // 3)] *= 50
-    return x.to(dtype)
+    return x.to(dtype).to(device)
 
 
 def close(got: Tensor, wanted: Tensor, what: str) -> None:
@@ -56,7 +56,7 @@ def row_patterns(size: int) -> list[Sizes]:
     ]
 
 
-def check_calls(transport: Transport, mesh: Mesh, dtypes: tuple[torch.dtype, ...]) -> int:
+def check_calls(transport: Transport, mesh: Mesh, dtypes: tuple[torch.dtype, ...], device: str = "cpu") -> int:
     """Every call over every group, size pattern, width and dtype; several groups run at once. Gives their number."""
     rank, calls = transport.rank, 0
     for group in groups_of(mesh, rank):
@@ -64,7 +64,7 @@ def check_calls(transport: Transport, mesh: Mesh, dtypes: tuple[torch.dtype, ...
         for sizes, width, dtype in itertools.product(row_patterns(len(group)), WIDTHS, dtypes):
             calls += 1
             total = sum(sizes)
-            whole = {r: draw(calls, r, total, width, dtype) for r in group}
+            whole = {r: draw(calls, r, total, width, dtype, device) for r in group}
             before = whole[rank].clone()
             summed = torch.stack([whole[r].double() for r in group]).sum(0)
             what = f"rank {rank} of {group}, sizes {sizes}, width {width}, {dtype}"
@@ -74,11 +74,11 @@ def check_calls(transport: Transport, mesh: Mesh, dtypes: tuple[torch.dtype, ...
                 summed.split(sizes)[me],
                 f"reduce_scatterv, {what}",
             )
-            parts = [draw(calls + 1000, r, n, width, dtype) for r, n in zip(group, sizes, strict=True)]
+            parts = [draw(calls + 1000, r, n, width, dtype, device) for r, n in zip(group, sizes, strict=True)]
             close(transport.all_gatherv(parts[me], group, sizes), torch.cat(parts), f"all_gatherv, {what}")
             # Rank i sends sizes[(i + j) mod n] rows to rank j.
             turn = [sizes[i:] + sizes[:i] for i in range(len(group))]
-            sent = [draw(calls + 2000, r, total, width, dtype) for r in group]
+            sent = [draw(calls + 2000, r, total, width, dtype, device) for r in group]
             wanted = torch.cat([sent[i].split(turn[i])[me] for i in range(len(group))])
             received = tuple(turn[i][me] for i in range(len(group)))
             close(transport.all_to_allv(sent[me], group, turn[me], received), wanted, f"all_to_allv, {what}")
@@ -89,24 +89,28 @@ def check_calls(transport: Transport, mesh: Mesh, dtypes: tuple[torch.dtype, ...
     return calls
 
 
-def whole_and_part(mesh: Mesh, rank: int, owes: str | None, total: int, seed: int) -> tuple[Tensor, Tensor]:
+def whole_and_part(
+    mesh: Mesh, rank: int, owes: str | None, total: int, seed: int, device: str
+) -> tuple[Tensor, Tensor]:
     """A value of `total` rows, and a rank's part of it: random parts that add up over every group of `owes`."""
-    whole = draw(seed, 63, total, EDGE_WIDTH, torch.float64)
+    whole = draw(seed, 63, total, EDGE_WIDTH, torch.float64, device)
     if owes is None:
         return whole, whole
     *others, last = mesh.peers(owes, rank)
-    parts = {r: draw(seed, r, total, EDGE_WIDTH, torch.float64) for r in others}
+    parts = {r: draw(seed, r, total, EDGE_WIDTH, torch.float64, device) for r in others}
     return whole, whole - sum(parts.values()) if rank == last else parts[rank]
 
 
-def check_edges(transport: Transport, mesh: Mesh, counts: tuple[int, ...], dtype: torch.dtype) -> int:
+def check_edges(
+    transport: Transport, mesh: Mesh, counts: tuple[int, ...], dtype: torch.dtype, device: str = "cpu"
+) -> int:
     """Every legal edge on offer, from a value that means the same on every rank. Gives their number."""
     rank, edges = transport.rank, 0
     for edge in itertools.chain.from_iterable(legal_edges(mesh).values()):
         if edge.moves and edge.kind not in transport.kinds:
             continue
         edges += 1
-        whole, part = whole_and_part(mesh, rank, edge.src.owes, sum(counts), edges)
+        whole, part = whole_and_part(mesh, rank, edge.src.owes, sum(counts), edges, device)
         start, stop = mesh.row_range(edge.src.rows, rank, counts)
         got = carry_out(edge, part[start:stop].to(dtype), mesh, transport, counts)
         start, stop = mesh.row_range(edge.dst.rows, rank, counts)

@@ -1,0 +1,192 @@
+"""Faults of ranks, of requests and of the engine itself: a clear error that names the cause, never a hang."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.test_engine import GREEDY, config, prompts
+from weft.engine.config import EngineError
+from weft.engine.engine import Engine
+from weft.engine.executor import Executor, ProcessExecutor, make_executor
+from weft.engine.messages import GroupRows, Part, Step
+from weft.engine.request import Output, SamplingParams
+
+RANKS = dict(attn_dp=2, attn_tp=2, ep=4)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds()
+
+
+def test_a_rank_that_dies_while_idle_is_noticed_and_the_next_request_does_not_hang(model_dir: Path) -> None:
+    with Engine(config(model_dir, executor="process", **RANKS)) as engine:
+        engine.generate(prompts(2), GREEDY)
+        os.kill(engine._executor.processes[1].pid, signal.SIGKILL)
+        assert wait_until(lambda: not engine.healthy, 10), "an idle engine must look after its ranks"
+        assert "rank 1 was killed by signal 9" in str(engine.error)
+        with pytest.raises(EngineError, match="rank 1 was killed"):
+            engine.generate(prompts(2), GREEDY)
+
+
+def test_a_message_to_a_dead_rank_does_not_block(model_dir: Path) -> None:
+    """The window between two looks: the step itself must find out."""
+    executor = make_executor(config(model_dir, executor="process", **RANKS))
+    assert isinstance(executor, ProcessExecutor)
+    executor.start()
+    os.kill(executor.processes[3].pid, signal.SIGKILL)
+    executor.processes[3].wait()
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="rank 3 was killed by signal 9"):
+        executor.step(Step(1, (GroupRows((5,), (Part(1, 1, 0, (0,), None),)), GroupRows())))
+    executor.close()
+    assert time.monotonic() - began < 15 and all(p.poll() is not None for p in executor.processes)
+
+
+@pytest.mark.parametrize("kind", ["process", "thread"])
+def test_the_rank_that_failed_is_named_not_one_that_failed_with_it(model_dir: Path, kind: Any) -> None:
+    executor = make_executor(config(model_dir, executor=kind, **RANKS))
+    executor.start()
+    good = Step(1, (GroupRows((5, 6), (Part(1, 2, 0, (0,), None),)), GroupRows((7,), (Part(2, 1, 0, (0,), None),))))
+    bad = Step(1, (good.groups[0], GroupRows((7,), (Part(2, 1, 4, (0,), None),))))  # its page table is too short
+    try:
+        for rank in range(4):
+            executor._send(rank, bad if rank == 2 else good)
+        with pytest.raises(EngineError, match=r"rank 2 failed: ValueError: 1 pages of 4 do not hold 5 tokens"):
+            executor._await(object, time.monotonic() + 20, "step 1")  # type: ignore[type-var]
+    finally:
+        executor.close()
+
+
+def test_ranks_leave_when_their_controller_is_killed_even_before_they_are_up(model_dir: Path) -> None:
+    script = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from engine.test_engine import config; from pathlib import Path\n"
+        "from weft.engine.executor import make_executor\n"
+        "e = make_executor(config(Path(sys.argv[1]), executor='process', attn_dp=2, ep=2))\n"
+        "e._launch(); print(*(p.pid for p in e.processes), e._directory, flush=True); sys.stdin.read()\n"
+    )
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(model_dir)], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as controller:
+        assert controller.stdout is not None
+        *pids, directory = controller.stdout.readline().decode().split()
+        controller.kill()
+
+    def gone(pid: str) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            return True
+
+    assert len(pids) == 2
+    try:
+        assert wait_until(lambda: all(gone(pid) for pid in pids), 40)
+    finally:
+        for pid in pids:
+            if not gone(pid):
+                os.kill(int(pid), signal.SIGKILL)
+        for file in Path(directory).glob("*"):
+            file.unlink()
+        Path(directory).rmdir()
+
+
+@pytest.mark.parametrize("ids", [(257,), (-1,), (2**70,)])
+def test_stop_tokens_that_no_rank_could_ban_are_refused(model_dir: Path, ids: tuple[int, ...]) -> None:
+    with Engine(config(model_dir)) as engine:
+        with pytest.raises(ValueError, match="stop_token_ids must be between 0 and 256"):
+            engine.generate([[1]], SamplingParams(min_tokens=2, max_tokens=3, stop_token_ids=ids))
+        assert engine.generate([[1]], GREEDY)[0].finish_reason == "length"
+
+
+def test_extreme_parameters_do_not_end_the_engine(model_dir: Path) -> None:
+    with pytest.raises(ValueError, match="top_k"):
+        SamplingParams(top_k=2**31)
+    with Engine(config(model_dir)) as engine:
+        for extreme in (dict(seed=2**80), dict(seed=-(2**80)), dict(top_k=2**31 - 1), dict(temperature=1e-30)):
+            assert len(engine.generate([[1, 2]], SamplingParams(max_tokens=3, ignore_eos=True, **extreme))[0].token_ids)
+        assert engine.healthy
+
+
+class Broken(Executor):
+    """An executor without ranks whose first step waits for `go` and then fails."""
+
+    def __init__(self, go: threading.Event, closed: threading.Event):
+        self.go, self.closed = go, closed
+
+    def start(self, progress: Any = None) -> None:
+        pass
+
+    def step(self, step: Step) -> Any:
+        self.go.wait(10)
+        raise RuntimeError("no step today")
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def _launch(self) -> None: ...
+    def _send(self, rank: int, message: Any) -> None: ...
+    def _receive(self, timeout_s: float) -> None: ...
+    def _dead(self, *, killed: bool = False) -> None: ...
+
+
+def test_a_fault_ends_every_request_also_those_that_come_at_the_same_moment(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each submit either raises or gets its last output; none is lost between the look and the queue."""
+    go, closed = threading.Event(), threading.Event()
+    monkeypatch.setattr("weft.engine.engine.make_executor", lambda config: Broken(go, closed))
+    engine = Engine(config(model_dir))
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    accepted, stop = [], threading.Event()
+
+    def on_output(output: Output) -> None:
+        if output.finish_reason:
+            ended.put(output.finish_reason)
+
+    def client() -> None:
+        while not stop.is_set():
+            try:
+                accepted.append(engine.submit([1, 2, 3], GREEDY, on_output))
+            except EngineError:
+                return
+            time.sleep(0.001)
+
+    clients = [threading.Thread(target=client) for _ in range(3)]
+    for thread in clients:
+        thread.start()
+    time.sleep(0.1)
+    go.set()
+    for thread in clients:
+        thread.join(10)
+    stop.set()
+    engine.close()
+    assert len(accepted) > 3 and {ended.get(timeout=10) for _ in accepted} == {"error"}
+    assert closed.is_set() and engine.error == "RuntimeError: no step today"
+    with pytest.raises(EngineError, match="no step today"):
+        engine.comm_report()
+
+
+def test_an_idle_engine_does_not_spin(model_dir: Path) -> None:
+    with Engine(config(model_dir)) as engine:
+        engine.generate([[1, 2]], GREEDY)
+        began, steps = time.process_time(), engine.stats().steps
+        time.sleep(1.0)
+        assert time.process_time() - began < 0.2 and engine.stats().steps == steps

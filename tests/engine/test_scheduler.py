@@ -1,0 +1,188 @@
+"""One group's scheduler against a device whose tokens depend on everything read back through the page tables."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.fake import VOCABULARY, Driver, answer
+from weft.engine.scheduler import Scheduler
+
+
+def make(**changes: Any) -> Driver:
+    values = dict(num_pages=16, page_size=4, max_batch_tokens=16, max_running=4)
+    return Driver(Scheduler(**values | changes))
+
+
+def random_prompt(draw: random.Random, stems: list[list[int]], longest: int) -> list[int]:
+    """Often a cut of a common stem, so that prefixes are shared and diverge within pages."""
+    stem = draw.choice(stems)[: draw.randrange(longest)] if draw.random() < 0.7 else []
+    tail = [draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 6))]
+    return (stem + tail)[:longest]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_pages=st.integers(4, 24),
+    page_size=st.sampled_from([1, 2, 3, 4, 8]),
+    max_running=st.integers(1, 6),
+    spare_rows=st.integers(0, 12),
+    prefix_cache=st.booleans(),
+)
+def test_random_traffic_draws_what_each_request_alone_would(
+    seed: int, num_pages: int, page_size: int, max_running: int, spare_rows: int, prefix_cache: bool
+) -> None:
+    """Chunked prompts, prefix hits, preemption and cancellation at random points, in caches that are far too small."""
+    draw = random.Random(seed)
+    room = num_pages * page_size
+    driver = make(
+        num_pages=num_pages,
+        page_size=page_size,
+        max_running=max_running,
+        max_batch_tokens=max_running + spare_rows,
+        prefix_cache=prefix_cache,
+    )
+    stems = [[draw.randrange(VOCABULARY) for _ in range(room)] for _ in range(2)]
+    expected: dict[int, list[int]] = {}
+    for request in range(20):
+        prompt = random_prompt(draw, stems, room - 1)
+        max_tokens = draw.randrange(1, min(12, room - len(prompt)) + 1)
+        end_ids = frozenset(draw.sample(range(VOCABULARY), 3)) if draw.random() < 0.3 else frozenset()
+        expected[request] = answer(prompt, max_tokens, end_ids)
+        driver.add(request, prompt, max_tokens, end_ids)
+        for _ in range(draw.randrange(4)):
+            if driver.live:
+                driver.step()
+        if driver.live and draw.random() < 0.25:
+            victim = draw.choice(sorted(driver.live))
+            got = driver.cancel(victim)
+            assert got == expected.pop(victim)[: len(got)]
+    driver.finish_all()
+    assert driver.answers == expected
+    driver.scheduler.check_idle()
+
+
+def test_traffic_of_that_kind_preempts_shares_and_cuts_prompts() -> None:
+    """The random test above is worth something only if these happen in it."""
+    draw = random.Random(0)
+    driver = make(num_pages=10, max_batch_tokens=6)
+    stems = [[draw.randrange(VOCABULARY) for _ in range(40)]]
+    cached = cut = 0
+    sequences = []
+    for request in range(30):
+        sequences.append(driver.add(request, random_prompt(draw, stems, 20), 12))
+        rows = driver.step()
+        cut += any(p.sampling is None for p in rows.parts)
+    driver.finish_all()
+    cached = sum(s.cached or 0 for s in sequences)
+    assert driver.scheduler.preemptions > 5 and cached > 20 and cut > 5
+    driver.scheduler.check_idle()
+
+
+def test_a_long_prompt_is_cut_and_does_not_stop_those_that_answer() -> None:
+    driver = make(num_pages=64, max_batch_tokens=8)
+    driver.add(1, [1, 2, 3], 30)
+    driver.step()
+    driver.add(2, list(range(40)), 2)
+    chunks = []
+    while 2 in driver.live:
+        rows = {p.request: p.rows for p in driver.step().parts}
+        assert rows[1] == 1
+        chunks.append(rows[2])
+    assert chunks == [7, 7, 7, 7, 7, 5, 1]
+
+
+def test_equal_prefixes_are_computed_once() -> None:
+    driver = make(num_pages=64, max_batch_tokens=64)
+    prompt = list(range(18))
+    driver.add(1, prompt, 3)
+    driver.finish_all()
+    for request, text, cached in [(2, prompt, 16), (3, prompt[:16], 12), (4, [*prompt[:9], 49, 49], 8), (5, [9], 0)]:
+        sequence = driver.add(request, text, 3)
+        rows = driver.step()
+        assert (sequence.cached, len(rows.tokens)) == (cached, len(text) - cached)
+        driver.finish_all()
+        assert driver.answers[request] == answer(text, 3)
+
+
+def test_an_answer_is_a_prefix_of_the_next_turn() -> None:
+    driver = make(num_pages=64, max_batch_tokens=64)
+    driver.add(1, [1, 2, 3], 14)
+    driver.finish_all()
+    turn = [1, 2, 3, *driver.answers[1], 7]
+    sequence = driver.add(2, turn, 1)
+    driver.finish_all()
+    assert sequence.cached == 16  # the last drawn token never ran: 16 of 17 are in the cache
+
+
+def test_when_pages_run_out_the_newest_gives_way_and_comes_back_in_order() -> None:
+    driver = make(num_pages=6, prefix_cache=False)
+    for request in (1, 2, 3):
+        driver.add(request, [request] * 7, 9)
+    driver.step()
+    assert [s.request for s in driver.scheduler.running] == [1, 2, 3]
+    seen = []
+    while driver.live:
+        driver.step()
+        seen.append([s.request for s in driver.scheduler.running])
+    assert all(order == sorted(order) for order in seen)
+    assert seen.index([1, 2]) < len(seen) and driver.scheduler.preemptions > 0
+    assert list(driver.answers) == [1, 2, 3]
+    driver.scheduler.check_idle()
+
+
+def test_who_gave_way_goes_before_those_who_never_ran() -> None:
+    driver = make(num_pages=6, prefix_cache=False, max_running=3)
+    for request in range(6):
+        driver.add(request, [request] * 7, 9)
+    while not driver.scheduler.preemptions:
+        driver.step()
+    assert [s.request for s in driver.scheduler.waiting] == [2, 3, 4, 5]
+    driver.finish_all()
+    assert list(driver.answers) == sorted(driver.answers)
+
+
+def test_cancelled_pages_are_free_before_the_next_step() -> None:
+    driver = make(num_pages=8, prefix_cache=False)
+    driver.add(1, list(range(28)), 4)
+    driver.add(2, list(range(20)), 4)
+    driver.step()
+    assert [s.request for s in driver.scheduler.running] == [1]
+    driver.cancel(1)
+    assert driver.scheduler.pool.free == 8
+    assert {p.request for p in driver.step().parts} == {2}
+
+
+def test_the_oldest_waiting_is_not_overtaken_by_smaller_ones() -> None:
+    driver = make(num_pages=8, max_running=8, prefix_cache=False)
+    driver.add(0, [1] * 15, 4)
+    driver.step()
+    driver.add(1, [2] * 27, 4)  # 7 of 8 pages: must wait for request 0
+    admitted: list[int] = []
+    for request in range(2, 20):
+        driver.add(request, [request] * 2, 2)
+        driver.step()
+        admitted += [s.request for s in driver.scheduler.running if s.request not in admitted]
+    assert admitted[:3] == [0, 1, 2]
+
+
+def test_what_can_never_fit_is_refused() -> None:
+    driver = make()
+    with pytest.raises(ValueError, match="holds 64"):
+        driver.add(1, [1] * 60, 5)
+    driver.scheduler.check_idle()
+
+
+def test_check_idle_sees_a_leak() -> None:
+    driver = make()
+    driver.add(1, [1] * 9, 2)
+    driver.finish_all()
+    driver.scheduler.check_idle()
+    driver.scheduler.pool.take(1)
+    with pytest.raises(AssertionError):
+        driver.scheduler.check_idle()

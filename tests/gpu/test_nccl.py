@@ -1,0 +1,53 @@
+"""torchdist over NCCL, a process a GPU: the oracle matrix, and a model's logits on GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from support import small_model
+
+from comm.oracle import check_calls, check_edges
+from weft.attention.batch import Batch, SeqRows
+from weft.comm.torchdist import TorchDistTransport
+from weft.models.load import load_config, load_model
+from weft.models.runner import ModelRunner
+from weft.place.spec import Mesh
+
+GPUS = torch.cuda.device_count()
+MESHES = [m for m in (Mesh(2, 1, 2, 1), Mesh(1, 2, 1, 2), Mesh(2, 2, 2, 2), Mesh(1, 4, 4, 1)) if m.world <= GPUS]
+pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs or more; this machine has {GPUS}")
+
+
+def rank_main(rank: int, mesh: Mesh, directory: str, prompts: list[list[int]]) -> None:
+    torch.cuda.set_device(rank)
+    device = f"cuda:{rank}"
+    transport = TorchDistTransport(mesh, rank, f"file://{directory}/rendezvous", backend="nccl")
+    calls = check_calls(transport, mesh, (torch.float32, torch.bfloat16), device)
+    for counts in ([3] * mesh.attn_dp, [(5 * g + 1) % 7 for g in range(mesh.attn_dp)], [1] + [0] * (mesh.attn_dp - 1)):
+        calls += check_edges(transport, mesh, tuple(counts), torch.float64, device)
+    assert calls > 0
+    model = load_model(Path(directory) / "model", load_config(Path(directory) / "model"), mesh, rank, device=device)
+    runner = ModelRunner(model, mesh, rank, transport, num_pages=4, page_size=4, cost="h200-nvlink")
+    prompt = prompts[mesh.group_of(rank)]
+    seqs = [SeqRows(len(prompt), 0, [1, 0, 2], True)] if prompt else []
+    batch = Batch.build(prompt, range(len(prompt)), seqs, 4, device)
+    logits = runner.forward(batch, tuple(len(p) for p in prompts[: mesh.attn_dp]))
+    torch.save(logits.cpu(), f"{directory}/{rank}.pt")
+    transport.close()
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_calls_edges_and_logits(mesh: Mesh, tmp_path: Path) -> None:
+    model: Any = small_model("qwen2_moe", 4, tmp_path / "model")
+    prompts = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3]]
+    mp.spawn(rank_main, (mesh, str(tmp_path), prompts), nprocs=mesh.world)
+    for rank in range(mesh.world):
+        prompt = prompts[mesh.group_of(rank)]
+        with torch.no_grad():
+            wanted = model(torch.tensor([prompt])).logits[0, -1]
+        got = torch.load(tmp_path / f"{rank}.pt")[0]
+        assert (got - wanted).norm() / wanted.norm() <= 1e-4  # float32 on both, other kernels

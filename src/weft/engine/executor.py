@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from typing import TypeVar
 import zmq
 
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
+from weft.comm.transport import CommError
 from weft.engine.config import EngineConfig, EngineError
 from weft.engine.messages import (
     AskPlan,
@@ -91,6 +93,11 @@ class Executor(ABC):
         self._send(0, AskPlan(tokens))
         return self._await(PlanText, time.monotonic() + self.config.step_timeout_s, "the plan").text
 
+    def check(self) -> None:
+        """Raises EngineError where a rank is gone; for when nothing is asked of the ranks."""
+        if dead := self._dead():
+            raise EngineError(dead)
+
     def _await(self, kind: type[M], deadline: float, what: str) -> M:
         message = self._next(deadline, what)
         if not isinstance(message, kind):
@@ -101,16 +108,25 @@ class Executor(ABC):
         while True:
             message = self._receive(POLL_S)
             if isinstance(message, Failure):
-                if message.user:
-                    raise ModelError(message.text)
-                time.sleep(POLL_S)  # a lost peer fails the others too: name the one that died, if one did
-                raise EngineError(self._dead() or f"rank {message.rank} failed: {message.text}")
+                raise self._cause(message)
             if message is not None:
                 return message
-            if dead := self._dead():
-                raise EngineError(dead)
+            self.check()
             if time.monotonic() > deadline:
                 raise EngineError(f"no answer from the ranks for {what} in time; see step_timeout_s")
+
+    def _cause(self, first: Failure) -> Exception:
+        """The error that explains a failure. One rank's fault fails its peers too: a killed rank comes before all,
+        then one that failed by itself, whoever's message was here first."""
+        failures, deadline = [first], time.monotonic() + POLL_S
+        while (left := deadline - time.monotonic()) > 0:
+            message = self._receive(left)
+            if isinstance(message, Failure):
+                failures.append(message)
+        cause = min(failures, key=lambda f: f.lost_peer)
+        if cause.user:
+            return ModelError(cause.text)
+        return EngineError(self._dead(killed=True) or f"rank {cause.rank} failed: {cause.text}")
 
     @abstractmethod
     def _launch(self) -> None: ...
@@ -122,8 +138,8 @@ class Executor(ABC):
     def _receive(self, timeout_s: float) -> FromRank | None: ...
 
     @abstractmethod
-    def _dead(self) -> str | None:
-        """One line about a rank that is gone, or None."""
+    def _dead(self, *, killed: bool = False) -> str | None:
+        """One line about a rank that is gone, or None. killed: only about one that a signal ended."""
 
     @abstractmethod
     def close(self) -> None:
@@ -134,18 +150,19 @@ class ProcessExecutor(Executor):
     """One process a rank, torch.distributed over gloo between them, ZeroMQ to here; all files in one private folder."""
 
     def _launch(self) -> None:
+        self._outboxes, self.processes = [], []
         self._directory = Path(tempfile.mkdtemp(prefix="weft-"))
         (self._directory / "config.json").write_text(json.dumps(self.config.to_dict()))
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.bind(f"ipc://{self._directory}/from")
-        self._outboxes, self.processes = [], []
         for rank in range(self.mesh.world):
             outbox = self._context.socket(zmq.PUSH)
-            outbox.bind(f"ipc://{self._directory}/to-{rank}")
+            # The rank binds and this end connects: a PUSH socket that binds blocks once its only peer is dead.
+            outbox.connect(f"ipc://{self._directory}/to-{rank}")
             self._outboxes.append(outbox)
             with open(self._directory / f"rank-{rank}.log", "wb") as log:
-                command = [sys.executable, "-m", "weft.engine.rank", str(self._directory), str(rank)]
+                command = [sys.executable, "-m", "weft.engine.rank", str(self._directory), str(rank), str(os.getpid())]
                 # A session of its own, so that Ctrl-C reaches the controller alone and it can stop the ranks in order.
                 process = subprocess.Popen(
                     command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
@@ -160,9 +177,10 @@ class ProcessExecutor(Executor):
             return None
         return decode_from_rank(self._inbox.recv())
 
-    def _dead(self) -> str | None:
+    def _dead(self, *, killed: bool = False) -> str | None:
         # A killed rank is the cause where others failed after it: look for signals first.
         gone = [(r, code) for r, p in enumerate(self.processes) if (code := p.poll()) is not None]
+        gone = [(r, code) for r, code in gone if code < 0 or not killed]
         for rank, code in sorted(gone, key=lambda g: g[1]):
             lines = (self._directory / f"rank-{rank}.log").read_text(errors="replace").strip().splitlines()
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -207,7 +225,8 @@ class ThreadExecutor(Executor):
         except (LayoutError, ModelError) as error:
             self._inbox.put(Failure(rank, str(error), user=True))
         except Exception as error:
-            self._inbox.put(Failure(rank, f"{type(error).__name__}: {error}", user=False))
+            text = f"{type(error).__name__}: {error}"
+            self._inbox.put(Failure(rank, text, user=False, lost_peer=isinstance(error, CommError)))
             self._world.abort()
 
     def _send(self, rank: int, message: ToRank) -> None:
@@ -219,7 +238,7 @@ class ThreadExecutor(Executor):
         except queue.Empty:
             return None
 
-    def _dead(self) -> str | None:
+    def _dead(self, *, killed: bool = False) -> str | None:
         return None  # a thread that fails says so itself
 
     def close(self) -> None:

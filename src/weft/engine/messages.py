@@ -119,11 +119,15 @@ class PlanText(Struct, frozen=True, tag=True):
 
 
 class Failure(Struct, frozen=True, tag=True):
-    """From a rank that cannot go on: one line. user: something that the user can put right, such as a bad model."""
+    """From a rank that cannot go on: one line. user: something that the user can put right, such as a bad model.
+
+    lost_peer: a collective failed, most likely because another rank did; that rank's Failure is the cause.
+    """
 
     rank: int
     text: str
     user: bool
+    lost_peer: bool = False
 
 
 ToRank = Step | AskReport | AskPlan | Stop

@@ -1,6 +1,7 @@
-"""The process of one rank: `python -m weft.engine.rank DIRECTORY RANK`, started by `ProcessExecutor`.
+"""The process of one rank: `python -m weft.engine.rank DIRECTORY RANK PARENT`, started by `ProcessExecutor`.
 
-DIRECTORY holds config.json (the EngineConfig), the sockets, and torch.distributed's rendezvous file.
+DIRECTORY holds config.json (the EngineConfig), the sockets, and torch.distributed's rendezvous file. PARENT is the
+controller's process id: told, not asked for, since it may be gone by the time that this process has imported torch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import zmq
 from transformers.utils import logging as transformers_logging
 
 from weft.comm.torchdist import TorchDistTransport
+from weft.comm.transport import CommError
 from weft.engine.config import EngineConfig
 from weft.engine.messages import Failure, FromRank, ToRank, decode_to_rank, encode
 from weft.engine.worker import Worker
@@ -25,15 +27,15 @@ from weft.models.config import ModelError
 from weft.place.spec import LayoutError
 
 
-def main(directory: Path, rank: int) -> None:
+def main(directory: Path, rank: int, parent: int) -> None:
     """Runs a rank until it is told to stop, fails, or its controller is gone."""
-    threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_leave_with_parent, args=(parent,), daemon=True).start()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     config = EngineConfig.from_dict(json.loads((directory / "config.json").read_text()))
     torch.set_num_threads(config.threads)
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    inbox.connect(f"ipc://{directory}/to-{rank}")
+    inbox.bind(f"ipc://{directory}/to-{rank}")
     outbox.connect(f"ipc://{directory}/from")
 
     def send(message: FromRank) -> None:
@@ -53,7 +55,8 @@ def main(directory: Path, rank: int) -> None:
         code = 2
     except Exception as error:
         traceback.print_exc()
-        send(Failure(rank, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", user=False))
+        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        send(Failure(rank, text, user=False, lost_peer=isinstance(error, CommError)))
         code = 1
     context.destroy(linger=1000)
     # Peers that wait in a collective for this rank must not keep it: no clean-up that could wait for them.
@@ -70,4 +73,4 @@ def _leave_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

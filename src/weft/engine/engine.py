@@ -26,6 +26,8 @@ from weft.models.load import load_config
 from weft.stream import StepStat
 
 OnOutput = Callable[[Output], None]
+IDLE_CHECK_S = 1.0
+"""How often an idle engine looks whether its ranks still live."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class Engine:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._requests: dict[int, _Running] = {}
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = 0
-        self._stopping = False
+        self._stopping = self._drained = False
+        self._intake = threading.Lock()  # to put a command or to close the queue: none is put after the last look
         self._thread = threading.Thread(target=self._loop, name="weft-engine", daemon=True)
         self._thread.start()
 
@@ -114,6 +117,9 @@ class Engine:
             raise ValueError("the prompt is empty; give at least one token")
         if min(tokens) < 0 or max(tokens) >= self.model_config.vocab_size:
             raise ValueError(f"prompt tokens must be between 0 and {self.model_config.vocab_size - 1}")
+        vocabulary = self.model_config.vocab_size
+        if any(not 0 <= token < vocabulary for token in params.stop_token_ids):
+            raise ValueError(f"stop_token_ids must be between 0 and {vocabulary - 1}")
         most = min(self.max_model_len, self.config.num_pages * self.config.page_size) - len(tokens)
         if most < 1:
             raise ValueError(
@@ -135,12 +141,13 @@ class Engine:
             end_ids=frozenset(ends),
             on_output=on_output,
         )
-        self._commands.put(lambda: self._begin(sequence))
+        if not self._put(lambda: self._begin(sequence)):
+            raise EngineError(self.error or "the engine is closed")
         return sequence.request
 
     def cancel(self, request: int) -> None:
         """Ends a request before the next step; its pages are free at once. No harm where it has ended already."""
-        self._commands.put(lambda: self._abort(request))
+        self._put(lambda: self._abort(request))
 
     def generate(self, prompts: Seq[Seq[int]], params: SamplingParams) -> list[GenerationResult]:
         """Answers prompts and waits for all. Raises as `submit`, and EngineError where the engine fails meanwhile."""
@@ -197,8 +204,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends all requests with "abort" and stops the ranks. May be called twice."""
-        if self._thread.is_alive():
-            self._commands.put(self._stop)
+        if self._put(self._stop):
             self._thread.join()
         self._executor.close()
 
@@ -218,19 +224,19 @@ class Engine:
             except BaseException as error:
                 answer.put((None, error))
 
-        if not self.healthy:
+        if not self.healthy or not self._put(run):
             raise EngineError(self.error or "the engine is closed")
-        self._commands.put(run)
-        while True:
-            try:
-                value, error = answer.get(timeout=1)
-            except queue.Empty:
-                if self._thread.is_alive():
-                    continue
-                raise EngineError(self.error or "the engine is closed") from None
-            if error is not None:
-                raise error
-            return value
+        value, error = answer.get()
+        if error is not None:
+            raise error
+        return value
+
+    def _put(self, command: Callable[[], None]) -> bool:
+        """Hands a command to the engine's thread; False where that takes none any more. One that is taken will run."""
+        with self._intake:
+            if not self._drained:
+                self._commands.put(command)
+            return not self._drained
 
     # --- on the engine's thread -------------------------------------------------------------------------------
 
@@ -247,16 +253,28 @@ class Engine:
             self._executor.close()
         finally:
             self._stopping = True
-            self._run_commands(wait=False)  # whoever came meanwhile must hear of it
+            self._drain()
 
     def _run_commands(self, wait: bool) -> None:
-        """Runs what callers have asked for; with nothing to step, waits for the next."""
+        """Runs what callers have asked for; with nothing to step, waits for the next and looks after the ranks."""
         try:
-            self._commands.get(block=wait)()
-            while True:
-                self._commands.get_nowait()()
+            command = self._commands.get(block=wait, timeout=IDLE_CHECK_S)
         except queue.Empty:
+            if wait:
+                self._executor.check()
             return
+        command()
+        for _ in range(self._commands.qsize()):  # what is here now: a stream of newcomers must not hold up the step
+            self._commands.get()()
+
+    def _drain(self) -> None:
+        """Runs what came until the end, so that everyone hears of it, and takes no more."""
+        while True:
+            with self._intake:
+                if self._commands.empty():
+                    self._drained = True
+                    return
+            self._commands.get()()
 
     def _stop(self) -> None:
         for running in list(self._requests.values()):
@@ -322,7 +340,8 @@ class Engine:
         stop_reason: str | int | None = None,
     ) -> None:
         del self._requests[running.sequence.request]
-        running.scheduler.finish(running.sequence)
+        if reason != "error":  # after a fault a scheduler may be in any state, and is not used again
+            running.scheduler.finish(running.sequence)
         if not isinstance(stop_reason, str):
             text += running.text.flush()
         self._emit(running, text, drawn, reason, stop_reason)

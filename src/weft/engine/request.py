@@ -35,7 +35,7 @@ class SamplingParams:
             (self.min_tokens >= 0, "min_tokens", "0 or more"),
             (0 <= self.temperature <= 100, "temperature", "between 0 and 100"),
             (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
-            (self.top_k >= 0, "top_k", "0 (off) or more"),
+            (0 <= self.top_k < 2**31, "top_k", "0 (off) or more, below 2**31"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20"),
             (all(self.stop), "stop", "without empty strings"),
         ]

@@ -39,7 +39,8 @@ class TextStream:
 
     def flush(self) -> str:
         """What is left when the answer ends without a stop string, half a character included."""
-        whole: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        # As the stream decodes: transformers' own decode may also tidy spaces, and lengths would not agree.
+        whole: str = self._tokenizer.backend_tokenizer.decode(self._ids, skip_special_tokens=True)
         return self._release(len(self._held)) + whole[self._decoded :]
 
     def _release(self, length: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -24,10 +25,14 @@ COMMANDS = [
 ]
 
 
-def weft(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "weft.cli.main", *arguments], capture_output=True, text=True, timeout=timeout
-    )
+def weft(*arguments: str, timeout: float = 240, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "weft.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(temporary))
+
+
+def environment(temporary: Path | None) -> dict[str, str]:
+    """With temporary files in a folder of the test's own, so that what is left behind can be told from others'."""
+    return dict(os.environ) | ({"TMPDIR": str(temporary)} if temporary else {})
 
 
 def test_readme_holds_the_two_commands() -> None:
@@ -48,10 +53,15 @@ def test_readme_command(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("weft serve")])
-def test_readme_serves(command: str, free_port: int) -> None:
+def test_readme_serves(command: str, free_port: int, tmp_path: Path) -> None:
     arguments = shlex.split(command)[1:]
     arguments[arguments.index("--port") + 1] = str(free_port)
-    server = subprocess.Popen([sys.executable, "-m", "weft.cli.main", *arguments], stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "weft.cli.main", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(tmp_path),
+    )
     try:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and server.poll() is None:
@@ -66,12 +76,13 @@ def test_readme_serves(command: str, free_port: int) -> None:
     finally:
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=30) in (0, 130, -signal.SIGTERM)
-    assert not ranks_left()
+    assert not left_behind(tmp_path)
 
 
-def ranks_left() -> list[str]:
+def left_behind(temporary: Path) -> list[str]:
+    """Files in the temporary folder, and processes that were given it."""
     commands = (p.read_bytes().replace(b"\0", b" ").decode(errors="replace") for p in commandlines())
-    return [c for c in commands if "weft.engine.rank" in c]
+    return [c for c in commands if str(temporary) in c] + [p.name for p in temporary.iterdir()]
 
 
 def commandlines() -> list[Path]:
@@ -155,9 +166,9 @@ def test_json_is_json() -> None:
     assert [json.loads(line)["prompt"] for line in lines] == ["a", "b"]
 
 
-def test_the_demo() -> None:
-    done = weft("demo", "--questions", "3", timeout=280)
+def test_the_demo(tmp_path: Path) -> None:
+    done = weft("demo", "--questions", "3", timeout=280, temporary=tmp_path)
     assert done.returncode == 0, done.stderr
     for text in ("The answer is", "plan:", "naive:", "What ran", "saved", "of 3 answers are right", "has stopped"):
         assert text in done.stdout, text
-    assert not ranks_left()
+    assert not left_behind(tmp_path)

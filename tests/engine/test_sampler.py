@@ -47,3 +47,14 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     together = [d.token for d in sample(logits, range(40), rows)]
     alone = [sample(logits[i : i + 1], [i], rows[i : i + 1])[0].token for i in range(40)]
     assert together == alone and len(set(together)) > 10
+
+
+def test_all_bits_of_a_seed_count_and_a_tiny_temperature_is_greedy() -> None:
+    logits = torch.randn(300)
+    near, far = (
+        [d.token for d in sample(logits.expand(20, -1), range(20), [Sampling(2.0, 1.0, 0, s, i) for i in range(20)])]
+        for s in (5, 5 + 2**32)
+    )
+    assert near != far
+    [drawn] = sample(logits[None] * 100, [0], [Sampling(1e-39, 1.0, 0, 3, 0)])
+    assert drawn.token == logits.argmax()

@@ -1,9 +1,9 @@
 """torch.distributed: gloo on CPUs, NCCL on GPUs. Works everywhere, on several hosts too.
 
-Over gloo every call is made of all_to_all rounds with a sum here, in rank order: gloo has no ragged collectives, its
-all_reduce takes 2(n-1) rounds, and a round is what costs (docs/LOG.md). Small sums take one round, in which each rank
-receives every part of what it needs; large ones two, in which no row is received twice. So both fused edges are
-one round as well, and every rank gets the same bits.
+Over gloo, calls among more than two ranks are made of all_to_all rounds with a sum here, in rank order: gloo has no
+ragged collectives, its all_reduce takes 2(n-1) rounds, and a round is what costs (docs/LOG.md). Small sums take one
+round, in which each rank receives every part of what it needs; large ones two, in which no row is received twice. So
+both fused edges are one round as well, and every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class TorchDistTransport:
             raise CommError(f"rank {self.rank}: {what} over {group} failed: {error}") from error
 
     def all_reduce(self, x: Tensor, group: Ranks) -> Tensor:
-        if self.backend == "nccl":
+        n, rows = len(group), x.shape[0]
+        if self.backend == "nccl" or n == 2:  # of two ranks, gloo's own takes one round too, and copies less
             out = x.clone()
             self._call("all_reduce", group, lambda g: dist.all_reduce(out, group=g))
             return out
-        n, rows = len(group), x.shape[0]
-        if n == 2 or self._small(x, rows):  # between two, one round moves no more than two rounds would
+        if self._small(x, rows):
             return _sum(self.all_gatherv(x, group, (rows,) * n), n)
         sizes = tuple(rows // n + (i < rows % n) for i in range(n))
         return self.all_gatherv(self.reduce_scatterv(x, group, sizes), group, sizes)

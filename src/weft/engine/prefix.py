@@ -30,7 +30,8 @@ class PrefixTree:
     def __init__(self, pool: PagePool, page_size: int):
         self._pool, self._page_size = pool, page_size
         self._root = _Node(-1, None, ())
-        self._clock = itertools.count(1)
+        self._clock, self._order = itertools.count(1), itertools.count()
+        self._leaves: list[tuple[int, int, _Node]] = []  # a heap; entries may be out of date
         self.pages = 0
 
     def _walk(self, tokens: Sequence[int]) -> Iterator[_Node]:
@@ -48,16 +49,15 @@ class PrefixTree:
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """The pages of the longest cached prefix, held for the caller."""
-        now, nodes = next(self._clock), list(self._walk(tokens))
-        for node in nodes:
-            node.used = now
+        nodes = list(self._walk(tokens))
+        self._touch(nodes)
         pages = [node.page for node in nodes]
         self._pool.hold(pages)
         return pages
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Remembers the full pages of a computed prefix. Where a prefix is there already, its older page stays."""
-        now, node = next(self._clock), self._root
+        node, path = self._root, []
         for at in range(len(tokens) // self._page_size):
             key = tuple(tokens[at * self._page_size : (at + 1) * self._page_size])
             child = node.children.get(key)
@@ -65,33 +65,49 @@ class PrefixTree:
                 child = node.children[key] = _Node(pages[at], node, key)
                 self._pool.hold([pages[at]])
                 self.pages += 1
-            child.used = now
+            path.append(child)
             node = child
+        self._touch(path)
 
     def evict(self, count: int) -> int:
         """Frees up to `count` pages that only the tree holds, leaves first, least recently used first."""
-        order = itertools.count()
-        heap = [(n.used, next(order), n) for n in self._nodes() if self._evictable(n)]
-        heapq.heapify(heap)
-        freed = 0
-        while heap and freed < count:
-            _, _, node = heapq.heappop(heap)
+        freed, in_use = 0, []
+        while self._leaves and freed < count:
+            entry = heapq.heappop(self._leaves)
+            node = entry[2]
             parent = node.parent
-            assert parent is not None
+            if parent is None or not _current(entry):
+                continue
+            if self._pool.holders(node.page) > 1:
+                in_use.append(entry)
+                continue
             del parent.children[node.key]
+            node.parent = None
             self._pool.release([node.page])
             self.pages -= 1
             freed += 1
-            if parent is not self._root and self._evictable(parent):
-                heapq.heappush(heap, (parent.used, next(order), parent))
+            if parent is not self._root:
+                self._offer(parent)
+        for entry in in_use:
+            heapq.heappush(self._leaves, entry)
         return freed
 
-    def _evictable(self, node: _Node) -> bool:
-        return not node.children and self._pool.holders(node.page) == 1
+    def _touch(self, path: list[_Node]) -> None:
+        now = next(self._clock)
+        for node in path:
+            node.used = now
+        if path:
+            self._offer(path[-1])
 
-    def _nodes(self) -> Iterator[_Node]:
-        stack = list(self._root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+    def _offer(self, node: _Node) -> None:
+        if not node.children:
+            heapq.heappush(self._leaves, (node.used, next(self._order), node))
+        if len(self._leaves) > 2 * self.pages + 64:
+            self._leaves = [entry for entry in self._leaves if _current(entry)]
+            heapq.heapify(self._leaves)
+
+
+def _current(entry: tuple[int, int, _Node]) -> bool:
+    """Whether its node is still a leaf of the tree and was not used since: else it is in the heap again, or gone."""
+    used, _, node = entry
+    return node.parent is not None and not node.children and node.used == used

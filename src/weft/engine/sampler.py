@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -38,7 +39,7 @@ def sample(logits: Tensor, requests: Sequence[int], how: Sequence[Sampling]) -> 
 
 def _draw(logits: Tensor, how: Sequence[Sampling]) -> Tensor:
     vocabulary = logits.shape[-1]
-    temperature = torch.tensor([h.temperature for h in how])[:, None]
+    temperature = torch.tensor([max(h.temperature, 1e-5) for h in how])[:, None]  # below, logits would overflow
     top_p = torch.tensor([h.top_p for h in how])[:, None]
     top_k = torch.tensor([h.top_k or vocabulary for h in how])[:, None]
     ordered, order = (logits.cpu() / temperature).sort(dim=-1, descending=True, stable=True)
@@ -53,7 +54,9 @@ def _draw(logits: Tensor, how: Sequence[Sampling]) -> Tensor:
 
 
 def _gumbel(how: Sampling, vocabulary: int) -> Tensor:
-    generator = torch.Generator().manual_seed((how.seed * 1_000_003 + how.index) & (2**63 - 1))
+    # torch's CPU generator takes 32 bits of a seed: hash, so that all bits of ours count.
+    seed = hashlib.blake2b(f"{how.seed}/{how.index}".encode(), digest_size=4).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(seed))
     return -torch.empty(vocabulary).exponential_(generator=generator).log()
 
 

@@ -1,0 +1,95 @@
+"""Checkpoints: shards of ranks, several files, and directories that cannot be served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import small_model
+
+from weft.models.config import ModelError, load_config
+from weft.models.load import load_model
+from weft.place.spec import LayoutError, Mesh
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    small_model("qwen2_moe", 4, tmp_path)
+    return tmp_path
+
+
+def test_a_rank_holds_its_shard_only(directory: Path) -> None:
+    config = load_config(directory)
+    whole = dict(load_model(directory, config, Mesh(), 0).named_parameters())
+    ranks = [dict(load_model(directory, config, Mesh(1, 4, 2, 2), r).named_parameters()) for r in range(4)]
+    for name, weight in whole.items():
+        held = [r[name].numel() for r in ranks]
+        replicated = any(part in name for part in ("norm", "embed", "head", "gate.weight", "router", "shared_gate"))
+        if replicated:
+            assert held == [weight.numel()] * 4, name
+        elif "qkv" not in name:  # two of its key-value heads are held twice
+            assert held == [weight.numel() // 4] * 4, name
+
+
+def test_progress_counts_every_tensor(directory: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    load_model(directory, load_config(directory), Mesh(), 0, progress=lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == list(range(1, seen[-1][1] + 1))
+
+
+def test_several_files_give_the_same_weights(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    split = tmp_path_factory.mktemp("split")
+    tensors = load_file(directory / "model.safetensors")
+    names = sorted(tensors)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in files.items():
+        save_file({n: tensors[n] for n in part}, split / file)
+    weight_map = {n: file for file, part in files.items() for n in part}
+    (split / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (split / "config.json").write_text((directory / "config.json").read_text())
+    mesh = Mesh(2, 2, 4, 1)
+    one, several = (dict(load_model(d, load_config(d), mesh, 3).named_parameters()) for d in (directory, split))
+    assert one.keys() == several.keys() and all(torch.equal(one[n], several[n]) for n in one)
+
+
+def change_config(directory: Path, **values: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_directories_that_cannot_be_served(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json; give the directory"):
+        load_config(tmp_path_factory.mktemp("empty"))
+    good = load_config(directory)
+    with pytest.raises(LayoutError, match=r"experts.*8 do not divide over ep=3; choose ep among the divisors of 8"):
+        load_model(directory, good, Mesh(3, 1, 3, 1), 0)
+    change_config(directory, vocab_size=62)
+    with pytest.raises(
+        ModelError, match=r"embed_tokens\.weight .* is \(61, 32\), but config\.json asks for \(62, 32\)"
+    ):
+        load_model(directory, load_config(directory), Mesh(), 0)
+    for change, text in (
+        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"model_type": "llama"}, "model type 'llama' is not supported; supported: qwen2_moe"),
+        ({"model_type": "no such"}, r"config\.json cannot be read"),
+    ):
+        before = (directory / "config.json").read_text()
+        change_config(directory, **change)
+        with pytest.raises(ModelError, match=text):
+            load_config(directory)
+        (directory / "config.json").write_text(before)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ModelError, match=r"no tensor model\.layers\.1\.mlp\.up_proj\.weight; is the download complete"):
+        load_model(directory, good, Mesh(), 0)
+    (directory / "model.safetensors").write_bytes(b"half a file")
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_model(directory, good, Mesh(), 0)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"has no model\.safetensors"):
+        load_model(directory, good, Mesh(), 0)

@@ -36,8 +36,8 @@ class PagedAttention:
             mask = position <= position[context:, None]
             out[at] = _attend(q[None, at], keys[None, slots], values[None, slots], mask, scale)[0]
         if batch.decodes is not None:
-            rows_, slots, mask = batch.decodes
-            out[rows_] = _attend(q[rows_, None], keys[slots], values[slots], mask[:, None, None], scale)[:, 0]
+            single, slots, mask = batch.decodes
+            out[single] = _attend(q[single, None], keys[slots], values[slots], mask[:, None, None], scale)[:, 0]
         return out
 
 

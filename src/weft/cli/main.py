@@ -32,11 +32,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"weft: {error}", file=sys.stderr)
         return 2
     except Exception as error:
-        # Named here, not imported above: `weft --help` must not wait for torch.
-        if type(error).__name__ not in ("LayoutError", "ModelError", "PlacementError", "EngineError", "CommError"):
+        # Imported here, not above: `weft --help` must not wait for torch.
+        from weft.comm.transport import CommError
+        from weft.engine.config import EngineError
+        from weft.models.config import ModelError
+        from weft.place.spec import LayoutError, PlacementError
+
+        if not isinstance(error, CommError | EngineError | LayoutError | ModelError | PlacementError):
             raise
         print(f"weft: {error}", file=sys.stderr)
-        return 1 if type(error).__name__ in ("EngineError", "CommError") else 2
+        return 1 if isinstance(error, CommError | EngineError) else 2
 
 
 def usage() -> str:

@@ -91,7 +91,12 @@ C, H = "/v1/completions", "/v1/chat/completions"
 HELLO = {"model": "small", "messages": MESSAGES}
 BAD: list[tuple[str, Any, int, str]] = [
     (C, "{", 400, "JSON"),
-    (C, [], 400, "dictionary"),
+    (C, [], 400, "the body must be a JSON object"),
+    (C, "[" * 50_000, 400, "parsing the body"),
+    (C, {"prompt": None}, 400, "prompt: Field required"),
+    (C, {"prompt": [1.5]}, 400, "prompt: Input should be a valid string or"),
+    (C, '{"prompt": "\\ud800"}', 400, "prompt: Value error, half of a surrogate pair"),
+    (C, '{"prompt": "a", "temperature": NaN}', 400, "temperature is nan"),
     (C, {"model": "small"}, 400, "prompt: Field required"),
     (C, {"prompt": ""}, 400, "prompt is empty"),
     (C, {"prompt": []}, 400, "prompt is empty"),
@@ -108,14 +113,17 @@ BAD: list[tuple[str, Any, int, str]] = [
     (C, {"prompt": "a", "stop": ["x"] * 17}, 400, "at most 16"),
     (C, {"prompt": "a", "stop": [""]}, 400, "without empty strings"),
     (C, {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
-    (C, {"prompt": "a", "best_of": 2}, 400, "best_of is not supported"),
+    (C, {"prompt": "a", "best_of": 3, "n": 2}, 400, "best_of=3 above n=2 is not supported"),
+    (C, {"prompt": "a", "min_p": 0.5}, 400, "min_p is not supported"),
+    (C, {"prompt": "a", "stop_token_ids": [9999]}, 400, "between 0 and 256"),
     (C, {"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty is not supported"),
     (C, {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "needs stream"),
     (C, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo with logprobs"),
     (C, {"prompt": "a", "model": "other"}, 404, "'other' is not served here; this is 'small'"),
     (C, {"prompt": "a", "model": "other", "stream": True}, 404, "not served"),
     (C, {"prompt": "a" * 300, "stream": True}, 400, "300 tokens"),
-    (H, {"messages": []}, 400, "messages"),
+    (H, {"messages": []}, 400, "messages: List should have at least 1 item"),
+    (H, '{"messages": [{"role": "user", "content": "\\udc00"}]}', 400, "messages.0.content: Value error, half"),
     (H, HELLO | {"tools": [{"type": "function"}]}, 400, "tools is not supported"),
     (H, HELLO | {"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
     (H, HELLO | {"logit_bias": {"5": 1}}, 400, "logit_bias is not supported"),
@@ -142,6 +150,9 @@ def test_neutral_and_unknown_fields_are_taken(served: Served) -> None:
     body = HELLO | {
         "presence_penalty": 0,
         "tools": [],
+        "n": None,
+        "temperature": None,
+        "min_p": None,
         "response_format": {"type": "text"},
         "user": "me",
         "max_tokens": 1,
@@ -150,10 +161,31 @@ def test_neutral_and_unknown_fields_are_taken(served: Served) -> None:
         assert http.post(H, json=body).status_code == 200
 
 
+def test_errors_name_the_parameter_and_the_kind(served: Served) -> None:
+    with served.http() as http:
+
+        def error(path: str, **body: Any) -> Any:
+            return http.post(path, json=body).json()["error"]
+
+        assert error(C, prompt={"a": 1})["param"] == "prompt"
+        assert error(H, messages=[{"role": "user", "content": [{"type": "text"}]}])["param"].startswith("messages.0")
+        assert error(C, prompt="a" * 300)["code"] == "context_length_exceeded"
+        assert error(C, prompt="a" * 250, max_tokens=100)["code"] == "context_length_exceeded"
+        assert error(C, prompt=[99999])["code"] is None
+
+
+def test_models_are_found_by_name(served: Served) -> None:
+    assert served.client().models.retrieve("small").id == "small"
+    with pytest.raises(openai.NotFoundError, match="'other/model' is not served here"):
+        served.client().models.retrieve("other/model")
+
+
 def test_the_key_is_asked_for(locked: Served) -> None:
     with locked.http() as http:
         assert http.get("/health").status_code == http.get("/metrics").status_code == 200
         assert http.get("/v1/models").status_code == 401
+        assert http.post(C, json={"prompt": "a"}).status_code == http.get("/weft/report").status_code == 401
+        assert http.get("/openapi.json").status_code == http.get("/docs").status_code == 404
         assert (
             http.get("/v1/models", headers={"Authorization": "Bearer wrong"}).json()["error"]["code"]
             == "invalid_api_key"
@@ -187,6 +219,8 @@ def test_metrics_health_plan_and_report(served: Served) -> None:
     with served.http() as http:
         assert http.get("/health").json() == {"status": "ok"}
         assert "saving" in http.get("/weft/plan", params={"tokens": 4}).text
+        for tokens in ("-1", "x", "1" + "0" * 40):  # the last would be beyond the cost model, and end a rank
+            assert http.get("/weft/plan", params={"tokens": tokens}).status_code == 400
         report = http.get("/weft/report").json()
         families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
     assert sum(s["count"] for s in report["ran"]) > 0 and sum(s["bytes"] for s in report["naive"]) > 0
@@ -219,4 +253,7 @@ def test_an_engine_that_fails_is_reported(chat_model_dir: Path) -> None:
                 assert answer.status_code == 503 and "the rank is gone" in answer.json()["error"]["message"]
             assert http.get("/health").status_code == 503
             assert http.get("/metrics").status_code == 200
+            for path in ("/weft/plan", "/weft/report"):
+                answer = http.get(path)
+                assert answer.status_code == 503 and "the rank is gone" in answer.json()["error"]["message"]
     engine.close()

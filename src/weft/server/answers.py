@@ -79,9 +79,9 @@ async def answers(
             try:
                 live[choice] = engine.submit(prompt, how, listen(choice))
             except ValueError as error:
-                raise ApiError(
-                    400, str(error), code="context_length_exceeded" if "tokens" in str(error) else None
-                ) from error
+                too_long = len(prompt) + (how.max_tokens or 1) > engine.max_model_len
+                code = "context_length_exceeded" if too_long else None
+                raise ApiError(400, str(error), code=code) from error
             except EngineError as error:
                 raise ApiError(503, str(error)) from error
         next_look = loop.time() + LOOK_S

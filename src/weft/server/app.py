@@ -22,6 +22,8 @@ from weft.server.metrics import Metrics
 
 OPEN_PATHS = ("/health", "/metrics")
 """Paths that need no API key: probes and scrapers have none."""
+MOST_PLANNED = 2**20
+"""Tokens of the largest plan to ask for: far above any step, and numbers that the cost model can hold."""
 
 
 def create_app(engine: Engine, model_name: str, api_key: str | None = None) -> FastAPI:
@@ -35,9 +37,11 @@ def create_app(engine: Engine, model_name: str, api_key: str | None = None) -> F
                 raise ApiError(401, message, code="invalid_api_key")
 
     # A dependency, not a middleware: that would hide from the handlers that a client has gone.
-    app = FastAPI(title="Weft", dependencies=[Depends(authorise)])
+    app = FastAPI(title="Weft", dependencies=[Depends(authorise)], openapi_url=None)  # it would be open to all
     errors.install(app)
     metrics, created = Metrics(engine), int(time.time())
+    card = {"id": model_name, "object": "model", "created": created, "owned_by": "weft"}
+    card |= {"max_model_len": engine.max_model_len}
     app.include_router(Service(engine, metrics, model_name).router())
 
     @app.get("/health")
@@ -48,8 +52,13 @@ def create_app(engine: Engine, model_name: str, api_key: str | None = None) -> F
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        card = {"id": model_name, "object": "model", "created": created, "owned_by": "weft"}
-        return {"object": "list", "data": [card | {"max_model_len": engine.max_model_len}]}
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        if name != model_name:
+            raise errors.unknown_model(name, model_name)
+        return card
 
     # What asks the engine's thread waits for its current step, so it must not hold up the event loop.
 
@@ -59,8 +68,8 @@ def create_app(engine: Engine, model_name: str, api_key: str | None = None) -> F
 
     @app.get("/weft/plan")
     async def plan(tokens: int = 1) -> Response:
-        if tokens < 0:
-            raise ApiError(400, f"tokens is {tokens}; it must be 0 or more", param="tokens")
+        if not 0 <= tokens <= MOST_PLANNED:
+            raise ApiError(400, f"tokens is {tokens}; it must be between 0 and {MOST_PLANNED}", param="tokens")
         return PlainTextResponse(await run_in_threadpool(engine.plan_text, tokens))
 
     @app.get("/weft/report")
@@ -78,9 +87,10 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
-        raise OSError(f"{host}:{port} cannot be listened on ({error.strerror}); choose another with --port") from error
+        why = error.strerror if isinstance(error, OSError) else "no such port"
+        raise OSError(f"{host}:{port} cannot be listened on ({why}); choose another with --host or --port") from error
     return listener
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
 
@@ -18,7 +19,7 @@ from weft.engine.engine import Engine
 from weft.engine.request import Output, SamplingParams
 from weft.server import render
 from weft.server.answers import Choice, answers, usage
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, unknown_model
 from weft.server.metrics import Metrics
 from weft.server.protocol import ChatRequest, CommonRequest, CompletionRequest
 
@@ -50,7 +51,7 @@ class Service:
         self._check(body)
         if body.echo and body.logprobs is not None:
             raise ApiError(400, "echo with logprobs is not supported; leave one out", param="echo")
-        prompts = self._prompts(body.prompt)
+        prompts = await run_in_threadpool(self._prompts, body.prompt)  # long texts must not hold up other streams
         params = body.sampling(body.max_tokens, body.logprobs)
         lead = [self.engine.tokenizer.decode(p) if body.echo else "" for p in prompts for _ in range(body.n)]
         style = render.Completion(self.engine.tokenizer, lead, body.logprobs is not None)
@@ -61,13 +62,7 @@ class Service:
         self._check(body)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-        try:
-            text = self.engine.tokenizer.apply_chat_template(
-                [m.plain() for m in body.messages], tokenize=False, add_generation_prompt=True
-            )
-        except (ValueError, TemplateError) as error:
-            raise ApiError(400, f"the model's chat template refuses the messages: {error}", param="messages") from error
-        prompt = self.engine.tokenizer.encode(text, add_special_tokens=False)
+        prompt = await run_in_threadpool(self._chat_prompt, body)
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = body.sampling(most, (body.top_logprobs or 0) if body.logprobs else None)
         style = render.Chat(self.engine.tokenizer, bool(body.logprobs))
@@ -77,8 +72,7 @@ class Service:
 
     def _check(self, body: CommonRequest) -> None:
         if body.model is not None and body.model != self.model_name:
-            message = f"the model {body.model!r} is not served here; this is {self.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise unknown_model(body.model, self.model_name)
         if body.stream_options and not body.stream:
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
         body.refuse_unsupported()
@@ -91,6 +85,15 @@ class Service:
         if isinstance(prompt[0], int):
             return [prompt]
         return [self.engine.tokenizer.encode(p) if isinstance(p, str) else p for p in prompt]
+
+    def _chat_prompt(self, body: ChatRequest) -> list[int]:
+        try:
+            text = self.engine.tokenizer.apply_chat_template(
+                [m.plain() for m in body.messages], tokenize=False, add_generation_prompt=True
+            )
+        except (ValueError, TemplateError) as error:
+            raise ApiError(400, f"the model's chat template refuses the messages: {error}", param="messages") from error
+        return list(self.engine.tokenizer.encode(text, add_special_tokens=False))
 
     async def _answer(
         self,
@@ -123,7 +126,7 @@ class Service:
         self,
         head: dict[str, Any],
         first: tuple[int, Output] | None,
-        stream: AsyncIterator[tuple[int, Output]],
+        stream: AsyncGenerator[tuple[int, Output], None],
         choices: list[Choice],
         prompts: Sequence[Sequence[int]],
         style: render.Style,
@@ -137,8 +140,9 @@ class Service:
         async def increments() -> AsyncIterator[tuple[int, Output]]:
             if first is not None:
                 yield first
-                async for item in stream:
-                    yield item
+                async with aclosing(stream):
+                    async for item in stream:
+                        yield item
 
         blank = {"usage": None} if with_usage else {}
         try:

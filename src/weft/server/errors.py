@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+
+from weft.engine.config import EngineError
 
 
 class ApiError(Exception):
@@ -22,6 +26,12 @@ class ApiError(Exception):
         return JSONResponse({"error": body}, status_code=self.status)
 
 
+def unknown_model(asked: str, served: str) -> ApiError:
+    """A model that is not the one here."""
+    message = f"the model {asked!r} is not served here; this is {served!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
 def install(app: FastAPI) -> None:
     """Gives every error of the application that shape."""
 
@@ -31,10 +41,11 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        message = f"{where}: {first['msg']}" if where else str(first["msg"])
-        return ApiError(400, message, param=where or None).response()
+        return describe(error).response()
+
+    @app.exception_handler(EngineError)
+    async def engine_failed(request: Request, error: EngineError) -> JSONResponse:
+        return ApiError(503, str(error)).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -43,3 +54,31 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         return ApiError(500, f"internal error: {type(error).__name__}").response()
+
+
+def describe(error: RequestValidationError) -> ApiError:
+    """What is wrong with the first field that is wrong."""
+    problems = error.errors()
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
+    if first["loc"] == ("body",):
+        return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
+    # A field of several types has a problem for each type, named at the end of its place; the client's field is before.
+    field = _field(first, error.body)
+    ways = [p["msg"] for p in problems if _field(p, error.body) == field]
+    return ApiError(400, f"{field}: {' or '.join(dict.fromkeys(ways))}", param=field)
+
+
+def _field(problem: dict[str, Any], value: Any) -> str:
+    """The place of a problem, as far as it is one in the body."""
+    place = problem["loc"][1:]
+    if problem["loc"][0] != "body" or problem["type"] == "missing":
+        return ".".join(map(str, place))
+    parts = []
+    for part in place:
+        if not ((isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int))):
+            break
+        value = value[part]
+        parts.append(str(part))
+    return ".".join(parts)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from weft.engine.request import SamplingParams
 from weft.server.errors import ApiError
+
+
+def _encodable(text: str) -> str:
+    """JSON can hold half of a surrogate pair, which is no character: a tokenizer fails on it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("half of a surrogate pair is no text") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class StreamOptions(BaseModel):
@@ -23,21 +35,28 @@ class CommonRequest(BaseModel):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "presence_penalty": (0,),
         "frequency_penalty": (0,),
+        "repetition_penalty": (1,),
+        "min_p": (0,),
         "logit_bias": ({},),
     }
 
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
-    temperature: float | None = 1.0
-    top_p: float | None = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = False
+    stop: Text | list[Text] | None = None
+    stream: bool = False
     stream_options: StreamOptions | None = None
     top_k: int = 0
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: list[int] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_left_out(cls, body: Any) -> Any:
+        return {k: v for k, v in body.items() if v is not None} if isinstance(body, dict) else body
 
     def refuse_unsupported(self) -> None:
         """ApiError 400 for a parameter that asks for something Weft cannot do."""
@@ -55,8 +74,8 @@ class CommonRequest(BaseModel):
             return SamplingParams(
                 max_tokens=max_tokens,
                 min_tokens=self.min_tokens,
-                temperature=1.0 if self.temperature is None else self.temperature,
-                top_p=1.0 if self.top_p is None else self.top_p,
+                temperature=self.temperature,
+                top_p=self.top_p,
                 top_k=max(self.top_k, 0),  # -1 is some clients' word for off
                 seed=self.seed,
                 stop=tuple(stop),
@@ -71,27 +90,34 @@ class CommonRequest(BaseModel):
 class CompletionRequest(CommonRequest):
     """POST /v1/completions. prompt: text or token ids, one or several."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = CommonRequest.unsupported | {"suffix": ("",), "best_of": (1,)}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = CommonRequest.unsupported | {"suffix": ("",)}
 
-    prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = 16
+    prompt: Text | list[int] | list[Text] | list[list[int]]
+    max_tokens: int = 16
     logprobs: int | None = None
     echo: bool = False
+    best_of: int = 1
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.best_of > self.n:
+            message = f"best_of={self.best_of} above n={self.n} is not supported; leave it out"
+            raise ApiError(400, message, param="best_of")
 
 
 class TextPart(BaseModel):
     """A part of a message; text is all that Weft reads."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(BaseModel):
     """One message of a chat."""
 
     model_config = ConfigDict(extra="allow")
-    role: str
-    content: str | list[TextPart] | None = None
+    role: Text
+    content: Text | list[TextPart] | None = None
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it."""
@@ -106,11 +132,13 @@ class ChatRequest(CommonRequest):
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
         "response_format": ({"type": "text"},),
     }
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    logprobs: bool | None = False
+    logprobs: bool = False
     top_logprobs: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -81,18 +82,15 @@ def test_readme_serves(command: str, free_port: int, tmp_path: Path) -> None:
 
 def left_behind(temporary: Path) -> list[str]:
     """Files in the temporary folder, and processes that were given it."""
-    commands = (p.read_bytes().replace(b"\0", b" ").decode(errors="replace") for p in commandlines())
-    return [c for c in commands if str(temporary) in c] + [p.name for p in temporary.iterdir()]
+    return [c for c in commands() if str(temporary) in c] + [p.name for p in temporary.iterdir()]
 
 
-def commandlines() -> list[Path]:
+def commands() -> list[str]:
+    """The command lines of all processes."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            path.read_bytes()
-        except OSError:
-            continue
-        found.append(path)
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
     return found
 
 
@@ -131,6 +129,7 @@ BAD = [
     (["eval", "--questions", "0"], "questions is 0"),
     (["serve", "--attn-dp", "2", "--ep", "3"], "both must be the number of ranks"),
     (["serve", "--kv-tokens", "1"], "less than one page"),
+    (["serve", "--port", "99999"], "no such port"),
     (["generate", "--prompt", "x", "--temperature", "-1"], "temperature is -1"),
 ]
 
@@ -149,13 +148,21 @@ def test_a_port_that_is_taken(free_port: int) -> None:
         taken.bind(("127.0.0.1", free_port))
         taken.listen()
         done = weft("serve", "--port", str(free_port))
-    assert done.returncode == 2 and "choose another with --port" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2 and "choose another with --host or --port" in done.stderr and done.stderr.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "eval", "plan", "demo"])
 def test_help_teaches(command: str) -> None:
     done = weft(command, "--help")
     assert done.returncode == 0 and "Example" in done.stdout and f"weft {command}" in done.stdout
+
+
+def test_a_reader_that_leaves_early() -> None:
+    command = f"{shlex.quote(sys.executable)} -m weft.cli.main plan --tokens 1,2,3 | true"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.stderr == ""
 
 
 def test_json_is_json() -> None:
@@ -172,3 +179,18 @@ def test_the_demo(tmp_path: Path) -> None:
     for text in ("The answer is", "plan:", "naive:", "What ran", "saved", "of 3 answers are right", "has stopped"):
         assert text in done.stdout, text
     assert not left_behind(tmp_path)
+
+
+def test_a_demo_that_is_ended_takes_its_server_along(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "weft.cli.main", "demo"]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(tmp_path))
+    assert demo.stdout is not None
+    port = re.search(r"weft serve --port (\d+)", demo.stdout.readline())
+    assert port is not None
+    deadline = time.monotonic() + 120
+    while not any(f"--port {port[1]} " in c for c in commands()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    demo.terminate()
+    assert demo.wait(timeout=60) == 130
+    demo.stdout.close()
+    assert not [c for c in commands() if f"--port {port[1]} " in c]

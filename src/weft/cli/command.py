@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, TypeVar
 
 import tyro
@@ -63,6 +65,15 @@ def engine_config(model: Path | None, layout: Layout, **options: Any) -> Any:
         return EngineConfig(**(values | layout.values()))
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def stop_on_sigterm() -> None:
+    """SIGTERM ends the command as Ctrl-C does: what it has started is stopped first."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def start_engine(config: Any) -> Any:

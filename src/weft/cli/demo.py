@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from weft.cli.command import UserError
+from weft.cli.command import UserError, stop_on_sigterm
 
 START_TIMEOUT_S = 300.0
 
@@ -37,19 +38,26 @@ class Command:
     """How many word problems to ask."""
 
     def run(self) -> int:
-        """Runs the demonstration. Raises UserError where the server does not start."""
+        """Runs the demonstration. Raises UserError where the server does not start, EngineError where it fails."""
+        import openai  # noqa: F401  (where it lacks, say so before four ranks start)
+
         if self.questions < 1:
             raise UserError(f"questions is {self.questions}; it must be 1 or more")
         console = Console(highlight=False)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        layout = ["--attn-dp", "2", "--attn-tp", "2", "--ep", "2", "--moe-tp", "2"]
-        command = [sys.executable, "-m", "weft.cli.main", "serve", "--port", str(port), "--kv-tokens", "8192", *layout]
-        console.print(f"[bold]$ weft serve --port {port} {' '.join(layout)}[/bold]")
+        serve = f"serve --port {port} --kv-tokens 8192 --attn-dp 2 --attn-tp 2 --ep 2 --moe-tp 2"
+        console.print(f"[bold]$ weft {serve}[/bold]", soft_wrap=True)
+        command = [sys.executable, "-m", "weft.cli.main", *shlex.split(serve)]
+        early: list[int] = []  # an exception in the midst of Popen would lose the process
+        signal.signal(signal.SIGTERM, lambda number, _: early.append(number))
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         base = f"http://127.0.0.1:{port}"
         try:
+            stop_on_sigterm()
+            if early:
+                return 130
             _wait_until_healthy(server, base)
             right = self._ask(console, base)
             with urllib.request.urlopen(f"{base}/weft/plan?tokens=1", timeout=30) as plan:
@@ -72,20 +80,25 @@ class Command:
         import openai
         from rich.live import Live
 
+        from weft.engine.config import EngineError
         from weft.evals import word_problems
 
         problems = word_problems.generate("heldout", self.questions, seed=int(time.time()))
         answers = [""] * len(problems)
         client = openai.OpenAI(base_url=f"{base}/v1", api_key="none")
         model = client.models.list().data[0].id
+        failures: list[openai.OpenAIError] = []
 
         def ask(at: int) -> None:
             messages: Any = word_problems.prompt(problems[at].question)
-            stream = client.chat.completions.create(
-                model=model, messages=messages, temperature=0, max_tokens=200, stream=True
-            )
-            for chunk in stream:
-                answers[at] += chunk.choices[0].delta.content or ""
+            try:
+                stream = client.chat.completions.create(
+                    model=model, messages=messages, temperature=0, max_tokens=200, stream=True
+                )
+                for chunk in stream:
+                    answers[at] += chunk.choices[0].delta.content or ""
+            except openai.OpenAIError as error:
+                failures.append(error)
 
         def table() -> Table:
             shown = Table("question", "answer, as it comes", show_lines=True)
@@ -93,7 +106,7 @@ class Command:
                 shown.add_row(problem.question, answer)
             return shown
 
-        threads = [threading.Thread(target=ask, args=(at,)) for at in range(len(problems))]
+        threads = [threading.Thread(target=ask, args=(at,), daemon=True) for at in range(len(problems))]
         with Live(table(), console=console, refresh_per_second=10) as live:
             for thread in threads:
                 thread.start()
@@ -101,6 +114,8 @@ class Command:
                 live.update(table())
                 time.sleep(0.05)
             live.update(table())
+        if failures:
+            raise EngineError(f"{len(failures)} of {self.questions} questions failed, one with: {failures[0]}")
         return sum(word_problems.extract(a) == p.answer for a, p in zip(answers, problems, strict=True))
 
 

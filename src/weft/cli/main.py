@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 from weft.cli.command import COMMANDS, UserError, parse
@@ -20,12 +21,18 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         module = importlib.import_module(f"weft.cli.{name}")
-        return int(parse(module.Command, name, rest).run())
-    except ImportError as error:
-        if error.name and error.name.split(".")[0] == "weft":
+        code = int(parse(module.Command, name, rest).run())
+        sys.stdout.flush()
+        return code
+    except ModuleNotFoundError as error:
+        package = (error.name or "weft").split(".")[0]
+        if package == "weft":
             raise
-        print(f"weft: {name} needs the package {error.name}; pip install 'weft[serve]'", file=sys.stderr)
+        print(f"weft: {name} needs the package {package}; pip install {package}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads the output has left, as `head` does; Python must not flush into it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         return 130
     except UserError as error:

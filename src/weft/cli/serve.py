@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Annotated, Literal
 
 import tyro
 
-from weft.cli.command import Layout, ModelDir, UserError, engine_config, start_engine
+from weft.cli.command import Layout, ModelDir, UserError, engine_config, start_engine, stop_on_sigterm
 
 
 @dataclass(frozen=True)
@@ -70,14 +68,10 @@ class Command:
             listener = app.bind(self.host, self.port)
         except OSError as error:
             raise UserError(str(error)) from error
-        signal.signal(signal.SIGTERM, _interrupt)  # also while the ranks still load
+        stop_on_sigterm()  # also while the ranks still load
         name = self.served_model_name or config.model.resolve().name
         with listener, start_engine(config) as engine:
             host, port = listener.getsockname()[:2]
             print(f"serving {name} on http://{host}:{port} ({config.mesh}); Ctrl-C stops", file=sys.stderr, flush=True)
             app.run(app.create_app(engine, name, self.api_key), listener)
         return 0
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -25,6 +25,18 @@ class CommError(RuntimeError):
     """A collective failed or timed out: the text names the rank, the call and, where known, the lost peer."""
 
 
+class PeerLost(CommError):
+    """The process of global rank `rank` is gone."""
+
+    def __init__(self, rank: int, by: int):
+        super().__init__(f"rank {by}: rank {rank} is gone")
+        self.rank = rank
+
+
+class CommTimeout(CommError):
+    """A collective took longer than the transport's timeout."""
+
+
 class Transport(Protocol):
     """One rank's end. Tensors are `[rows, width]`, contiguous; inputs are left as they are, results are new tensors.
 

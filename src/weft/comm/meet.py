@@ -1,0 +1,140 @@
+"""Ranks of one host meet: a Unix socket hands every rank the shared segment's file descriptor.
+
+The segment is a memfd: it has no name, needs no /dev/shm, and is gone with the last process that maps it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from weft.comm.transport import CommError
+
+
+def meet(path: Path, world: int, rank: int, terms: object, size: Callable[[], int], timeout_s: float) -> Meeting:
+    """Waits for all ranks; gives the same segment to each.
+
+    path: of the socket, in a folder that only this user can reach; rank 0 makes and removes it. terms: JSON that must
+    be the same on every rank. size: bytes of the segment, asked on rank 0. Raises CommError, naming who is missing or
+    differs.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        if rank == 0:
+            return _host(path, world, json.dumps(terms), size(), deadline)
+        return _join(path, rank, json.dumps(terms), deadline)
+    except TimeoutError:
+        raise CommError(f"rank {rank}: the ranks did not all come to {path} within {timeout_s:g} s") from None
+    except OSError as error:
+        raise CommError(f"rank {rank}: cannot meet at {path}: {error}") from error
+
+
+class Meeting:
+    """fd: of the segment. pids: of each rank's process. Every rank calls `ready` once it has mapped the segment."""
+
+    def __init__(self, fd: int, pids: list[int], rank: int, peers: Sequence[socket.socket], deadline: float):
+        self.fd, self.pids = fd, pids
+        self._rank, self._peers, self._deadline = rank, peers, deadline
+
+    def ready(self) -> None:
+        """Returns once every rank has called it. Raises CommError."""
+        try:
+            for peer in self._peers:
+                if self._rank:
+                    peer.send(b"y")
+                _expect(peer, self._deadline, 1)
+            if self._rank == 0:
+                for peer in self._peers:
+                    peer.send(b"y")
+        except OSError as error:
+            raise CommError(f"rank {self._rank}: a rank left while the ranks met: {error}") from error
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Closes the sockets and the descriptor; the mapping stays."""
+        for peer in self._peers:
+            peer.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd, self._peers = -1, ()
+
+
+def pidfds(pids: Sequence[int]) -> list[int]:
+    """A descriptor of each other process that tells when it ends; -1 for this one. Raises CommError before Linux 5.3."""
+    try:
+        return [-1 if pid == os.getpid() else os.pidfd_open(pid) for pid in pids]
+    except OSError as error:
+        raise CommError(f"cannot watch the other ranks' processes (pidfd_open, Linux 5.3): {error}") from error
+
+
+def _host(path: Path, world: int, terms: str, size: int, deadline: float) -> Meeting:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        with suppress(FileNotFoundError):
+            path.unlink()  # of a run that was killed; one that lives would hold another folder
+        door.bind(str(path))
+        door.listen(world)
+        peers: dict[int, socket.socket] = {}
+        pids = {0: os.getpid()}
+        try:
+            while len(peers) < world - 1:
+                _limit(door, deadline)
+                peer, _ = door.accept()
+                hello = json.loads(_read(peer, deadline))
+                if hello["terms"] != terms:
+                    raise CommError(f"rank {hello['rank']} has another layout or other sizes than rank 0: {hello['terms']}")
+                peers[hello["rank"]], pids[hello["rank"]] = peer, hello["pid"]
+        finally:
+            with suppress(FileNotFoundError):
+                path.unlink()
+    fd = os.memfd_create("weft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    everyone = [pids[r] for r in range(world)]
+    for peer in peers.values():
+        socket.send_fds(peer, [json.dumps(everyone).encode() + b"\n"], [fd])
+    return Meeting(fd, everyone, 0, list(peers.values()), deadline)
+
+
+def _join(path: Path, rank: int, terms: str, deadline: float) -> Meeting:
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    while True:
+        _limit(door, deadline)
+        try:
+            door.connect(str(path))
+            break
+        except (FileNotFoundError, ConnectionRefusedError):
+            time.sleep(0.01)
+    door.sendall(json.dumps({"rank": rank, "pid": os.getpid(), "terms": terms}).encode() + b"\n")
+    _limit(door, deadline)
+    text, fds, _, _ = socket.recv_fds(door, 4096, 1)
+    if not fds:
+        raise CommError(f"rank {rank}: rank 0 turned this rank away; its own error says why")
+    return Meeting(fds[0], json.loads(text), rank, [door], deadline)
+
+
+def _limit(s: socket.socket, deadline: float) -> None:
+    if (left := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    s.settimeout(left)
+
+
+def _read(peer: socket.socket, deadline: float) -> bytes:
+    text = b""
+    while not text.endswith(b"\n"):
+        text += _expect(peer, deadline, 65536)
+    return text
+
+
+def _expect(peer: socket.socket, deadline: float, most: int) -> bytes:
+    _limit(peer, deadline)
+    data = peer.recv(most)
+    if not data:
+        raise ConnectionError("connection closed")
+    return data

@@ -1,0 +1,1 @@
+"""Native kernels: C++ sources in csrc, compiled when first needed."""

@@ -1,0 +1,259 @@
+// Every collective as one exchange of parts.
+//
+// A part is a run of elements that some ranks hold (sources), that is summed in rank order, and that some ranks want
+// (readers). One hop: every reader sums for itself, from what the sources staged. Two hops: the part's owner sums, then
+// the readers copy from the owner's result, so that no byte is read twice from another rank. Parts larger than a slot go
+// in chunks, and the chunks in a pipeline: in each phase a rank stages chunk s, sums chunk s-1 and copies chunk s-2.
+// A tensor that lies in the arena is not staged: its peers read it where it is, and wait for each other at the end.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+
+#include "arena.h"
+#include "rows.h"
+
+namespace weft {
+
+struct Part {
+  int64_t x = 0, out = 0, length = 0;  // elements: where it lies in a source's input and in a reader's result; how many
+  uint32_t sources = 0, readers = 0;   // bit i: the group's i-th rank
+  int owner = 0, lane = 0;             // owner: who sums it in two hops; lane: its place in a slot
+};
+
+// Where complete rows go on: residual add and RMSNorm.
+struct Finish {
+  const void *residual = nullptr, *weight = nullptr;
+  void *residual_out = nullptr, *normed = nullptr;
+  int64_t width = 0;
+  float eps = 0;
+};
+
+struct Call {
+  int group = 0;
+  DType dtype = DType::f32;
+  int64_t element = 0;  // bytes
+  const char* x = nullptr;
+  char* out = nullptr;  // in the arena
+  bool two_hops = false, sums = false, ragged = false;  // ragged: ranks do not know each other's lengths
+  int lanes = 1;
+  int64_t row = 1;    // elements that a chunk never cuts
+  int64_t bytes = 0;  // of the result
+  uint32_t signature = 0;
+  std::vector<Part>* parts = nullptr;
+  const Finish* finish = nullptr;
+};
+
+// Tests record what a rank writes, publishes, waits for and reads.
+struct NoProbe {
+  void stage(int, uint32_t) {}
+  void publish(int, uint32_t) {}
+  void wait(int, int, uint32_t) {}
+  void read(int, int, uint32_t) {}
+  void write_out(int, uint32_t) {}
+  void read_out(int, int, uint32_t) {}
+};
+
+template <class Probe = NoProbe>
+class Exchange {
+ public:
+  Exchange(std::shared_ptr<Arena> arena, const Rows& rows, Waiter waiter)
+      : arena_(std::move(arena)), rows_(rows), waiter_(std::move(waiter)), next_(arena_->layout().groups.size(), 1) {}
+
+  // Below these, a plain store and staging cost less than a streamed store and one more wait.
+  int64_t stream_bytes = 4096, zero_copy_bytes = 16384, stream_out_bytes = 4 << 20;
+  Probe probe;
+  Waiter& waiter() { return waiter_; }
+  Arena& arena() { return *arena_; }
+  const std::shared_ptr<Arena>& shared_arena() const { return arena_; }
+
+  void barrier(int group) {
+    waiter_.check_lost();
+    const uint32_t phase = next_[size_t(group)]++;
+    publish_phase(group, phase);
+    wait_all(group, phase);
+  }
+
+  void run(const Call& call) {
+    waiter_.check_lost();
+    Live live(*this, call);
+    live.run();
+  }
+
+ private:
+  struct Live {
+    Exchange& e;
+    const Call& c;
+    const Ranks& ranks;
+    int me;
+    uint32_t first;
+    bool staged = false, exit = false;
+    int64_t stride = 0, piece = 0;  // bytes between a slot's lanes, which start on cache lines; elements of a chunk
+    uint32_t chunks = 1;
+    Note notes[kMaxRanks];
+
+    Live(Exchange& exchange, const Call& call)
+        : e(exchange), c(call), ranks(exchange.arena_->layout().groups[size_t(call.group)]) {
+      me = int(std::find(ranks.begin(), ranks.end(), e.arena_->rank()) - ranks.begin());
+      first = e.next_[size_t(c.group)];
+      stride = e.arena_->layout().slot_bytes / c.lanes / 64 * 64;
+      const int64_t fits = stride / c.element;
+      piece = c.row > 1 ? fits / c.row * c.row : fits / 64 * 64;
+      if (!piece)
+        throw CallError("a row of " + std::to_string(c.row * c.element) + " bytes does not fit a slot of " +
+                        std::to_string(e.arena_->layout().slot_bytes) + " bytes among " + std::to_string(c.lanes) +
+                        " ranks; give the transport a larger slot_bytes");
+      chunks = count_chunks();
+    }
+
+    uint32_t count_chunks() const {
+      int64_t longest = 0;
+      for (const Part& part : *c.parts) longest = std::max(longest, part.length);
+      return uint32_t(std::max<int64_t>(1, (longest + piece - 1) / piece));
+    }
+
+    void run() {
+      const bool here = in_place();
+      Note& note = e.arena_->line(ranks[size_t(me)], c.group).notes[first & 1];
+      note = Note{c.signature, chunks, here ? e.arena_->offset(c.x) : -1, c.out ? e.arena_->offset(c.out) : -1};
+      uint32_t phase = first;
+      for (uint32_t s = 0;; ++s, ++phase) {
+        if (s < chunks && !here) stage(s, phase);
+        if (s >= 1 && s - 1 < chunks) take(s - 1, phase - 1);
+        if (c.two_hops && s >= 2 && s - 2 < chunks) copy(s - 2, phase - 1);
+        if (s == chunks + uint32_t(c.two_hops)) break;
+        e.publish_phase(c.group, phase);
+        e.wait_all(c.group, phase);
+        if (s == 0) agree();
+      }
+      if (exit) {
+        e.publish_phase(c.group, phase);
+        e.wait_all(c.group, phase);
+        ++phase;
+      }
+      e.next_[size_t(c.group)] = phase;
+    }
+
+    // Whether peers may read my input where it is.
+    bool in_place() const {
+      int64_t bytes = 0;
+      for (const Part& part : *c.parts)
+        if (part.sources >> me & 1) bytes += part.length * c.element;
+      return bytes >= e.zero_copy_bytes && e.arena_->heap().holds(c.x);
+    }
+
+    void agree() {
+      bool anyone_in_place = false;
+      for (size_t i = 0; i < ranks.size(); ++i) {
+        notes[i] = e.arena_->line(ranks[i], c.group).notes[first & 1];
+        if (notes[i].signature != c.signature)
+          throw CallError("rank " + std::to_string(ranks[i]) + " makes another call, or one of another size or dtype");
+        staged |= notes[i].x < 0;
+        anyone_in_place |= notes[i].x >= 0;
+        if (c.ragged) chunks = std::max(chunks, notes[i].chunks);
+      }
+      if (!staged && !c.ragged) {  // no slot limits the chunks
+        const int64_t limit = kDirectBytes / c.element / c.row * c.row;
+        if (limit > piece) piece = limit, chunks = count_chunks();
+      }
+      exit = c.two_hops || anyone_in_place;
+    }
+
+    int64_t length(const Part& part, uint32_t chunk) const {
+      return std::clamp<int64_t>(part.length - int64_t(chunk) * piece, 0, piece);
+    }
+    int64_t lane(const Part& part) const { return part.lane * stride; }
+
+    bool needed_by_others(const Part& part) const {
+      return c.two_hops ? part.owner != me : (part.readers & ~(1u << me)) != 0;
+    }
+
+    void stage(uint32_t chunk, uint32_t phase) {
+      char* slot = e.arena_->slot(ranks[size_t(me)], c.group, phase);
+      e.probe.stage(c.group, phase);
+      for (const Part& part : *c.parts) {
+        if (!(part.sources >> me & 1) || !needed_by_others(part)) continue;
+        const int64_t bytes = length(part, chunk) * c.element;
+        const char* from = c.x + (part.x + int64_t(chunk) * piece) * c.element;
+        if (bytes >= e.stream_bytes)
+          e.rows_.copy_stream(slot + lane(part), from, bytes);
+        else if (bytes > 0)
+          std::memcpy(slot + lane(part), from, size_t(bytes));
+      }
+    }
+
+    // The first hop: sums (or copies) chunk `chunk`, which the sources staged in `phase`.
+    void take(uint32_t chunk, uint32_t phase) {
+      const void* from[kMaxRanks];
+      for (const Part& part : *c.parts) {
+        if (c.two_hops ? part.owner != me : !(part.readers >> me & 1)) continue;
+        const int64_t n = length(part, chunk), done = int64_t(chunk) * piece;
+        if (n <= 0) continue;
+        int count = 0;
+        for (size_t i = 0; i < ranks.size(); ++i) {
+          if (!(part.sources >> i & 1)) continue;
+          const int64_t at = (part.x + done) * c.element;
+          if (int(i) == me)
+            from[count++] = c.x + at;
+          else if (notes[i].x >= 0)
+            from[count++] = e.arena_->at(notes[i].x) + at;
+          else
+            from[count++] = e.arena_->slot(ranks[i], c.group, phase) + lane(part);
+          if (int(i) != me) e.probe.read(c.group, ranks[i], phase);
+        }
+        char* out = c.out + (part.out + done) * c.element;
+        if (c.two_hops) e.probe.write_out(c.group, first);
+        if (count == 1)
+          move(out, from[0], n * c.element);
+        else
+          e.rows_.reduce(c.dtype, out, from, count, n, c.bytes >= e.stream_out_bytes);
+        finish(out, part.out + done, n);
+      }
+    }
+
+    // The second hop: copies what the owners summed in `phase`.
+    void copy(uint32_t chunk, uint32_t) {
+      for (const Part& part : *c.parts) {
+        if (part.owner == me || !(part.readers >> me & 1)) continue;
+        const int64_t n = length(part, chunk), place = part.out + int64_t(chunk) * piece;
+        if (n <= 0) continue;
+        const char* from = e.arena_->at(notes[part.owner].out) + place * c.element;
+        e.probe.read_out(c.group, ranks[size_t(part.owner)], first);
+        if (!c.finish) move(c.out + place * c.element, from, n * c.element);
+        finish(from, place, n);
+      }
+    }
+
+    static void move(char* out, const void* from, int64_t bytes) { std::memcpy(out, from, size_t(bytes)); }
+
+    void finish(const char* delta, int64_t place, int64_t n) {
+      if (!c.finish) return;
+      const Finish& f = *c.finish;
+      const int64_t at = place * c.element;
+      e.rows_.add_norm(c.dtype, static_cast<char*>(f.residual_out) + at, static_cast<char*>(f.normed) + at, delta,
+                       static_cast<const char*>(f.residual) + at, f.weight, n / f.width, f.width, f.eps);
+    }
+  };
+
+  static constexpr int64_t kDirectBytes = 256 * 1024;
+
+  void publish_phase(int group, uint32_t phase) {
+    stream_fence();
+    probe.publish(group, phase);
+    publish(arena_->line(arena_->rank(), group), phase);
+  }
+  void wait_all(int group, uint32_t phase) {
+    for (const int rank : arena_->layout().groups[size_t(group)]) {
+      if (rank == arena_->rank()) continue;
+      waiter_.wait(arena_->line(rank, group), phase, rank);
+      probe.wait(group, rank, phase);
+    }
+  }
+
+  std::shared_ptr<Arena> arena_;
+  const Rows& rows_;
+  Waiter waiter_;
+  std::vector<uint32_t> next_;
+};
+
+}  // namespace weft

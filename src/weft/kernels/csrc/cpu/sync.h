@@ -1,0 +1,138 @@
+// The protocol by which ranks of one host agree: one counter a rank and group, its phase, and nothing else.
+//
+// Invariant: what a rank wrote in phase p is read by its peers only after they have waited for p and before they publish
+// p + 1, and is overwritten by nobody who has not waited for p + 1. So two buffers, by the phase's parity, are enough.
+//
+// Memory order: `publish` releases all earlier stores (streamed ones by a fence), `wait` acquires them. Both also need
+// to be sequentially consistent with `sleepers`: either the publisher sees the sleeper, or the sleeper sees the phase.
+#pragma once
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace weft {
+
+// What a rank says of its call when it publishes the call's first phase; kept by the phase's parity, as slots are.
+struct Note {
+  uint32_t signature;  // of the call: every rank must make the same
+  uint32_t chunks;     // of this rank's data
+  int64_t x, out;      // where its input and its result lie in the shared arena; -1: they do not
+};
+
+struct alignas(64) Line {
+  std::atomic<uint32_t> phase;
+  std::atomic<uint32_t> sleepers;
+  Note notes[2];
+};
+static_assert(sizeof(Line) == 64 && std::atomic<uint32_t>::is_always_lock_free);
+
+struct PeerLostError : std::runtime_error {
+  explicit PeerLostError(int lost) : std::runtime_error(std::to_string(lost)) {}
+};
+struct TimeoutError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+struct CallError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+inline double now_s() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return double(t.tv_sec) + double(t.tv_nsec) * 1e-9;
+}
+
+inline void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Not the private form: the word is shared between processes.
+inline void futex_wait(std::atomic<uint32_t>* word, uint32_t value, long ns) {
+  const timespec limit{0, ns};
+  syscall(SYS_futex, word, FUTEX_WAIT, value, &limit, nullptr, 0);
+}
+inline void futex_wake_all(std::atomic<uint32_t>* word) {
+  syscall(SYS_futex, word, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
+}
+
+inline void publish(Line& mine, uint32_t phase) {
+  mine.phase.store(phase, std::memory_order_seq_cst);
+  if (mine.sleepers.load(std::memory_order_seq_cst)) futex_wake_all(&mine.phase);
+}
+
+// Phases wrap around: only their difference counts, and it never exceeds two.
+inline bool reached(uint32_t phase, uint32_t wanted) { return int32_t(phase - wanted) >= 0; }
+
+// How a rank waits: it spins, gives its core to others, then sleeps in short slices between which it looks around.
+struct Waiter {
+  int spins = 0, yields = 0;
+  double timeout_s = 60;
+  std::atomic<int32_t>* lost = nullptr;  // shared: 1 + the first rank known to be gone
+  std::vector<pollfd> peers;             // a pidfd of each other process, -1 where it has none
+  void (*interrupt)() = nullptr;         // may throw: lets Ctrl-C end a wait
+
+  void wait(Line& line, uint32_t wanted, int rank) {
+    for (int i = 0; i < spins; ++i) {
+      if (reached(line.phase.load(std::memory_order_acquire), wanted)) return;
+      pause_cpu();
+    }
+    for (int i = 0; i < yields; ++i) {
+      if (reached(line.phase.load(std::memory_order_acquire), wanted)) return;
+      sched_yield();
+    }
+    sleep(line, wanted, rank);
+  }
+
+  void check_lost() const {
+    if (const int32_t gone = lost->load(std::memory_order_relaxed)) throw PeerLostError(gone - 1);
+  }
+
+ private:
+  static constexpr long kSliceNs = 20'000'000;
+
+  void sleep(Line& line, uint32_t wanted, int rank) {
+    struct Asleep {
+      std::atomic<uint32_t>& count;
+      explicit Asleep(std::atomic<uint32_t>& c) : count(c) { count.fetch_add(1, std::memory_order_seq_cst); }
+      ~Asleep() { count.fetch_sub(1, std::memory_order_relaxed); }
+    } asleep(line.sleepers);
+    const double deadline = now_s() + timeout_s;
+    for (;;) {
+      const uint32_t phase = line.phase.load(std::memory_order_seq_cst);
+      if (reached(phase, wanted)) return;
+      futex_wait(&line.phase, phase, kSliceNs);
+      if (reached(line.phase.load(std::memory_order_seq_cst), wanted)) return;
+      look_for_the_dead(line, wanted);
+      if (interrupt) interrupt();
+      if (now_s() > deadline) throw TimeoutError(std::to_string(rank));
+    }
+  }
+
+  void look_for_the_dead(Line& line, uint32_t wanted) {
+    if (::poll(peers.data(), peers.size(), 0) > 0) {
+      for (size_t r = 0; r < peers.size(); ++r) {
+        int32_t none = 0;
+        if (peers[r].fd >= 0 && (peers[r].revents & POLLIN)) lost->compare_exchange_strong(none, int32_t(r) + 1);
+      }
+      // It may have published before it went.
+      if (reached(line.phase.load(std::memory_order_seq_cst), wanted)) return;
+    }
+    check_lost();
+  }
+};
+
+}  // namespace weft

@@ -1,0 +1,16 @@
+// One lane: right everywhere, and what the others are compared with.
+struct V {
+  using R = float;
+  static constexpr int W = 1;
+  template <class T>
+  WEFT_FN R load(const T* p) { return widen(*p); }
+  template <class T>
+  WEFT_FN void store(T* p, R x) { narrow(x, p); }
+  template <class T>
+  WEFT_FN void stream(T* p, R x) { narrow(x, p); }
+  WEFT_FN R add(R a, R b) { return a + b; }
+  WEFT_FN R mul(R a, R b) { return a * b; }
+  WEFT_FN R all(float x) { return x; }
+  WEFT_FN R zero() { return 0.0f; }
+  WEFT_FN float sum(R x) { return x; }
+};

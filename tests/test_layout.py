@@ -9,7 +9,20 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "weft"
-ORDER = ("place", "comm", "hidden", "stream", "attention", "models", "assets", "engine", "evals", "server", "cli")
+ORDER = (
+    "place",
+    "kernels",
+    "comm",
+    "hidden",
+    "stream",
+    "attention",
+    "models",
+    "assets",
+    "engine",
+    "evals",
+    "server",
+    "cli",
+)
 FILES = sorted(SOURCE.rglob("*.py"))
 
 

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from support import small_model
 
 from comm.oracle import check_calls, check_edges
+from comm.processes import run_processes
 from models.test_logits import PATTERNS, compare, drive, sequences
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError
 from weft.place.spec import Mesh
-
-
-def rank_main(
-    rank: int, mesh: Mesh, directory: str, options: dict[str, Any], work: Callable[..., Any], *args: Any
-) -> None:
-    torch.set_num_threads(1)
-    transport = TorchDistTransport(mesh, rank, f"file://{directory}/rendezvous", timeout_s=120, **options)
-    try:
-        torch.save(work(transport, mesh, *args), f"{directory}/{rank}.pt")
-    finally:
-        transport.close()
-
-
-def run_processes(mesh: Mesh, directory: Path, work: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """Runs `work(transport, mesh, *args)` in a process a rank; gives what each returned."""
-    mp.spawn(rank_main, (mesh, str(directory), options, work, *args), nprocs=mesh.world)
-    return [torch.load(directory / f"{rank}.pt") for rank in range(mesh.world)]
 
 
 def calls_and_edges(transport: TorchDistTransport, mesh: Mesh) -> int:
@@ -46,7 +28,7 @@ def calls_and_edges(transport: TorchDistTransport, mesh: Mesh) -> int:
 @pytest.mark.parametrize("mesh", [Mesh(2, 2, 2, 2), Mesh(1, 2, 2, 1), Mesh(3, 1, 1, 3)], ids=str)
 def test_every_call_and_edge(mesh: Mesh, rounds: str, tmp_path: Path) -> None:
     limit = 1 << 30 if rounds == "one round" else 0
-    assert all(run_processes(mesh, tmp_path, calls_and_edges, one_round_bytes=limit))
+    assert all(run_processes("gloo", mesh, tmp_path, calls_and_edges, one_round_bytes=limit))
 
 
 def logits(transport: TorchDistTransport, mesh: Mesh, directory: Path, runs: list[Any]) -> list[Any]:
@@ -62,7 +44,7 @@ def test_a_model_gives_transformers_logits(family: str, mesh: Mesh, tmp_path: Pa
     model = small_model(family, 4, tmp_path / "model")
     generator = torch.Generator().manual_seed(5)
     runs = [sequences(mesh, pattern, generator) for pattern in PATTERNS]
-    results = run_processes(mesh, tmp_path, logits, tmp_path / "model", runs)
+    results = run_processes("gloo", mesh, tmp_path, logits, tmp_path / "model", runs)
     assert compare(results, runs, mesh, model) >= mesh.world
 
 

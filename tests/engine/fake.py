@@ -75,9 +75,7 @@ class Driver:
         self.answers: dict[int, list[int]] = {}
         self.steps = 0
 
-    def add(
-        self, request: int, prompt: Seq[int], max_tokens: int, end_ids: frozenset[int] = frozenset()
-    ) -> Sequence:
+    def add(self, request: int, prompt: Seq[int], max_tokens: int, end_ids: frozenset[int] = frozenset()) -> Sequence:
         """Queues a request."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0)
         sequence = Sequence(

@@ -67,7 +67,7 @@ class Meeting:
 
 
 def pidfds(pids: Sequence[int]) -> list[int]:
-    """A descriptor of each other process that tells when it ends; -1 for this one. Raises CommError before Linux 5.3."""
+    """A descriptor of each other process that tells when it ends; -1 for this. Raises CommError before Linux 5.3."""
     try:
         return [-1 if pid == os.getpid() else os.pidfd_open(pid) for pid in pids]
     except OSError as error:
@@ -88,7 +88,9 @@ def _host(path: Path, world: int, terms: str, size: int, deadline: float) -> Mee
                 peer, _ = door.accept()
                 hello = json.loads(_read(peer, deadline))
                 if hello["terms"] != terms:
-                    raise CommError(f"rank {hello['rank']} has another layout or other sizes than rank 0: {hello['terms']}")
+                    raise CommError(
+                        f"rank {hello['rank']} has another layout or other sizes than rank 0: {hello['terms']}"
+                    )
                 peers[hello["rank"]], pids[hello["rank"]] = peer, hello["pid"]
         finally:
             with suppress(FileNotFoundError):

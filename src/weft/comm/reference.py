@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from weft.comm.transport import CommError, Ranks, Sizes
-from weft.place.edges import COLLECTIVES
+from weft.comm.transport import CommError, Epilogue, Ranks, Sizes, finish
+from weft.place.edges import COLLECTIVES, REDUCTIONS
 from weft.place.spec import PlacementError
 
 T = TypeVar("T")
@@ -92,6 +92,7 @@ class ReferenceTransport:
 
     name = "reference"
     kinds = frozenset(COLLECTIVES)
+    epilogues = frozenset(REDUCTIONS)
 
     def __init__(self, world: ReferenceWorld, rank: int):
         self._world, self.rank = world, rank
@@ -99,19 +100,24 @@ class ReferenceTransport:
     def _meet(self, group: Ranks, call: Hashable, value: T, work: Callable[[list[T]], Tensor]) -> Tensor:
         return self._world.meet(self.rank, group, call, value, work)
 
-    def all_reduce(self, x: Tensor, group: Ranks) -> Tensor:
-        return self._meet(group, ("all_reduce", tuple(x.shape)), x, self._world.total)
+    def empty(self, *shape: int, like: Tensor) -> Tensor:
+        return like.new_empty(shape)
 
-    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
+    def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
+        out = self._meet(group, ("all_reduce", tuple(x.shape)), x, self._world.total)
+        return finish(out, epilogue) if epilogue else out
+
+    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
         if x.shape[0] != sum(sizes):
             raise CommError(f"rank {self.rank}: reduce_scatterv of {x.shape[0]} rows into runs of {sizes}")
         mine = group.index(self.rank)
-        return self._meet(
+        out = self._meet(
             group,
             ("reduce_scatterv", tuple(x.shape), sizes),
             x,
             lambda xs: self._world.total(xs).split(sizes)[mine].clone(),
         )
+        return finish(out, epilogue) if epilogue else out
 
     def all_gatherv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
         if x.shape[0] != sizes[group.index(self.rank)]:
@@ -136,8 +142,13 @@ class ReferenceTransport:
     def barrier(self, group: Ranks) -> None:
         self._meet(group, ("barrier",), torch.empty(0), lambda xs: xs[0])
 
-    def all_reduce_all_gatherv(self, x: Tensor, reduce: Ranks, gather: Ranks, sizes: Sizes) -> Tensor:
-        return self.all_gatherv(self.all_reduce(x, reduce), gather, sizes)
+    def all_reduce_all_gatherv(
+        self, x: Tensor, reduce: Ranks, gather: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+    ) -> Tensor:
+        out = self.all_gatherv(self.all_reduce(x, reduce), gather, sizes)
+        return finish(out, epilogue) if epilogue else out
 
-    def reduce_scatterv_all_reduce(self, x: Tensor, scatter: Ranks, reduce: Ranks, sizes: Sizes) -> Tensor:
-        return self.all_reduce(self.reduce_scatterv(x, scatter, sizes), reduce)
+    def reduce_scatterv_all_reduce(
+        self, x: Tensor, scatter: Ranks, reduce: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+    ) -> Tensor:
+        return self.all_reduce(self.reduce_scatterv(x, scatter, sizes), reduce, epilogue)

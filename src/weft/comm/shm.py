@@ -8,35 +8,53 @@ result does, are read where they are. Every rank gets the same bits, on every ru
 from __future__ import annotations
 
 import os
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from weft.comm.meet import meet, pidfds
-from weft.comm.transport import CommError, CommTimeout, PeerLost, Ranks, Sizes
+from weft.comm.transport import CommError, CommTimeout, Epilogue, PeerLost, Ranks, Sizes
 from weft.kernels.build import KernelError, KernelPeerLost, KernelTimeout, cpu_kernels
-from weft.place.edges import COLLECTIVES
+from weft.place.edges import COLLECTIVES, REDUCTIONS
 from weft.place.spec import GROUP_NAMES, Mesh
 
 MAX_RANKS = 16
+
+
+@dataclass(frozen=True)
+class ShmTuning:
+    """Sizes, in bytes, that are best on a host: measured by `weft tune`. The same on every rank.
+
+    slot_bytes: staging buffer of a rank and group, two of each. two_hop_bytes: larger sums take two hops. chunk_bytes:
+    pieces of a share that is read where it lies. zero_copy_bytes: smaller inputs are staged though they lie in the
+    arena. stream_slot_bytes, stream_out_bytes: larger runs are staged, larger results stored, past the cache.
+    """
+
+    slot_bytes: int = 512 << 10
+    two_hop_bytes: int = 16 << 10
+    chunk_bytes: int = 256 << 10
+    zero_copy_bytes: int = 8 << 10
+    stream_slot_bytes: int = 1 << 30
+    stream_out_bytes: int = 32 << 20
 
 
 class ShmTransport:
     """One rank of a world on one host; see `weft.comm.transport.Transport` for what each method gives.
 
     path: of the socket at which the ranks meet, in a folder of this user. Building one is collective. timeout_s: of the
-    meeting and of each call. slot_bytes: of the staging buffer of a rank and group. arena_bytes: limit of the tensors
-    that a rank holds in shared memory; untouched pages take none. two_hop_bytes: larger sums take two hops. spins: reads
-    of a peer's flag before a rank gives up its core; None: many where each rank has a core. isa: auto, or one of scalar,
-    avx2, avx512, neon. Sums take float32, bfloat16, float16 and float64; anything may be moved.
+    meeting and of each call. arena_bytes: limit of the tensors that a rank holds in shared memory; untouched pages take
+    none. tuning: the host's; None: the defaults. spins: reads of a peer's flag before a rank gives up its core; None:
+    many where each rank has a core. isa: auto, or one of scalar, avx2, avx512, neon. Sums take float32, bfloat16,
+    float16 and float64; anything may be moved.
 
     Raises CommError where the ranks do not meet; calls raise PeerLost within a second of a rank's end, CommTimeout,
     and CommError for what cannot be done, on every rank that sees it.
     """
 
     kinds = frozenset(COLLECTIVES)
+    epilogues = frozenset(REDUCTIONS)
     name = "shm"
 
     def __init__(
@@ -46,9 +64,8 @@ class ShmTransport:
         path: Path | str,
         *,
         timeout_s: float = 60.0,
-        slot_bytes: int = 512 * 1024,
         arena_bytes: int = 1 << 30,
-        two_hop_bytes: int = 16 * 1024,
+        tuning: ShmTuning | None = None,
         spins: int | None = None,
         isa: str = "auto",
     ):
@@ -62,7 +79,9 @@ class ShmTransport:
         self._kernels = kernels = cpu_kernels()
         crowded = mesh.world > len(os.sched_getaffinity(0))
         spins = (100 if crowded else 20_000) if spins is None else spins
-        terms = [mesh.world, [list(g) for g in groups], slot_bytes, arena_bytes, two_hop_bytes]
+        tuning = tuning or ShmTuning()
+        slot_bytes, *sizes = astuple(tuning)
+        terms = [mesh.world, groups, arena_bytes, slot_bytes, sizes]
         meeting = meet(
             Path(path),
             mesh.world,
@@ -86,7 +105,7 @@ class ShmTransport:
                 spins,
                 50,
                 timeout_s,
-                two_hop_bytes,
+                sizes,
                 isa,
             )
             meeting.ready()
@@ -95,7 +114,7 @@ class ShmTransport:
             self._explain(error, "start", self._world)
         finally:
             meeting.close()
-        self._all_reduce = kernels.all_reduce
+        self._all_reduce, self._all_reduce_ = kernels.all_reduce, kernels.all_reduce_
 
     def close(self) -> None:
         """Leaves the world. Tensors in the arena stay valid; the transport is of no use after."""
@@ -111,60 +130,66 @@ class ShmTransport:
         """The instruction set that runs."""
         return self._kernels.isa(self._handle)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def empty(self, *shape: int, like: Tensor) -> Tensor:
         """An unfilled tensor in the arena: as an input, it is read where it lies. Raises CommError when full."""
-        try:
-            return self._kernels.empty(self._handle, shape, torch.empty(0, dtype=dtype))
-        except KernelError as error:
-            self._explain(error, "empty", ())
+        return self._call("empty", (), shape, like)
 
-    def all_reduce(self, x: Tensor, group: Ranks) -> Tensor:
-        try:
-            return self._all_reduce(self._handle, self._ids[group], x if x.is_contiguous() else x.contiguous())
+    def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
+        if epilogue is not None:
+            return self._reduce("all_reduce", group, x, (), epilogue)
+        try:  # the shortest way from here to the kernel: small calls take no longer than the way
+            return self._all_reduce(self._handle, self._ids[group], x)
         except KernelError as error:
+            if not x.is_contiguous():
+                return self.all_reduce(x.contiguous(), group)
             self._explain(error, "all_reduce", group)
 
-    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
+    def all_reduce_(self, x: Tensor, group: Ranks) -> None:
+        """all_reduce over x itself, which must be contiguous: no result is allocated."""
         try:
-            return self._kernels.reduce_scatterv(self._handle, self._ids[group], x.contiguous(), sizes)
+            self._all_reduce_(self._handle, self._ids[group], x)
         except KernelError as error:
-            self._explain(error, "reduce_scatterv", group)
+            self._explain(error, "all_reduce_", group)
+
+    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
+        return self._reduce("reduce_scatterv", group, x, (sizes,), epilogue)
 
     def all_gatherv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
-        try:
-            return self._kernels.all_gatherv(self._handle, self._ids[group], x.contiguous(), sizes)
-        except KernelError as error:
-            self._explain(error, "all_gatherv", group)
+        return self._call("all_gatherv", group, self._ids[group], x.contiguous(), sizes)
 
     def all_to_allv(self, x: Tensor, group: Ranks, send: Sizes, receive: Sizes) -> Tensor:
-        try:
-            return self._kernels.all_to_allv(self._handle, self._ids[group], x.contiguous(), send, receive)
-        except KernelError as error:
-            self._explain(error, "all_to_allv", group)
+        return self._call("all_to_allv", group, self._ids[group], x.contiguous(), send, receive)
 
     def broadcast(self, x: Tensor, group: Ranks, root: int) -> Tensor:
-        try:
-            return self._kernels.broadcast(self._handle, self._ids[group], x.contiguous(), root)
-        except KernelError as error:
-            self._explain(error, "broadcast", group)
+        return self._call("broadcast", group, self._ids[group], x.contiguous(), root)
 
     def barrier(self, group: Ranks) -> None:
-        try:
-            self._kernels.barrier(self._handle, self._ids[group])
-        except KernelError as error:
-            self._explain(error, "barrier", group)
+        self._call("barrier", group, self._ids[group])
 
-    def all_reduce_all_gatherv(self, x: Tensor, reduce: Ranks, gather: Ranks, sizes: Sizes) -> Tensor:
-        try:
-            return self._kernels.all_reduce_all_gatherv(self._handle, 0, x.contiguous(), len(reduce), sizes)
-        except KernelError as error:
-            self._explain(error, "all_reduce+all_gatherv", self._world)
+    def all_reduce_all_gatherv(
+        self, x: Tensor, reduce: Ranks, gather: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+    ) -> Tensor:
+        return self._reduce("all_reduce_all_gatherv", self._world, x, (len(reduce), sizes), epilogue)
 
-    def reduce_scatterv_all_reduce(self, x: Tensor, scatter: Ranks, reduce: Ranks, sizes: Sizes) -> Tensor:
+    def reduce_scatterv_all_reduce(
+        self, x: Tensor, scatter: Ranks, reduce: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+    ) -> Tensor:
+        return self._reduce("reduce_scatterv_all_reduce", self._world, x, (len(reduce), sizes), epilogue)
+
+    def _reduce(
+        self, what: str, group: Ranks, x: Tensor, sizes: tuple[object, ...], epilogue: Epilogue | None
+    ) -> Tensor:
+        x = x.contiguous()
+        if epilogue is None:
+            return self._call(what, group, self._ids[group], x, *sizes)
+        residual, weight = epilogue.residual.contiguous(), epilogue.weight.contiguous()
+        return self._call(f"{what}_norm", group, self._ids[group], x, *sizes, residual, weight, epilogue.eps)
+
+    def _call(self, what: str, group: Ranks, *arguments: object) -> Any:
         try:
-            return self._kernels.reduce_scatterv_all_reduce(self._handle, 0, x.contiguous(), len(reduce), sizes)
+            return getattr(self._kernels, what)(self._handle, *arguments)
         except KernelError as error:
-            self._explain(error, "reduce_scatterv+all_reduce", self._world)
+            self._explain(error, what, group)
 
     def _explain(self, error: KernelError, what: str, group: Ranks) -> NoReturn:
         if isinstance(error, KernelPeerLost):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.transport import CommError, Ranks, Sizes
+from weft.comm.transport import CommError, Epilogue, Ranks, Sizes
 from weft.place.edges import ALL_GATHERV, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTERV
 from weft.place.spec import GROUP_NAMES, Mesh
 
@@ -32,6 +32,8 @@ class TorchDistTransport:
     every rank of the mesh must. Raises CommError where the ranks do not meet within timeout_s. A process holds one
     at a time, as torch.distributed does. one_round_bytes: up to which results a sum over gloo takes one round.
     """
+
+    epilogues: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -69,7 +71,11 @@ class TorchDistTransport:
         except RuntimeError as error:
             raise CommError(f"rank {self.rank}: {what} over {group} failed: {error}") from error
 
-    def all_reduce(self, x: Tensor, group: Ranks) -> Tensor:
+    def empty(self, *shape: int, like: Tensor) -> Tensor:
+        return like.new_empty(shape)
+
+    def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
+        self._refuse(epilogue)
         n, rows = len(group), x.shape[0]
         if self.backend == "nccl" or n == 2:  # of two ranks, gloo's own takes one round too, and copies less
             out = x.clone()
@@ -80,7 +86,8 @@ class TorchDistTransport:
         sizes = tuple(rows // n + (i < rows % n) for i in range(n))
         return self.all_gatherv(self.reduce_scatterv(x, group, sizes), group, sizes)
 
-    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
+    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
+        self._refuse(epilogue)
         mine = sizes[group.index(self.rank)]
         if self.backend == "nccl":
             out = x.new_empty((mine, *x.shape[1:]))
@@ -115,7 +122,10 @@ class TorchDistTransport:
     def barrier(self, group: Ranks) -> None:
         self._call("barrier", group, lambda g: dist.barrier(group=g))
 
-    def all_reduce_all_gatherv(self, x: Tensor, reduce: Ranks, gather: Ranks, sizes: Sizes) -> Tensor:
+    def all_reduce_all_gatherv(
+        self, x: Tensor, reduce: Ranks, gather: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+    ) -> Tensor:
+        self._refuse(epilogue)
         self._require_gloo()
         tp, world = len(reduce), self._world
         if not self._small(x, sum(sizes)):
@@ -126,7 +136,10 @@ class TorchDistTransport:
         every = self.all_gatherv(x, world, tuple(n for n in sizes for _ in range(tp)))
         return torch.cat([_sum(parts, tp) for parts in every.split([n * tp for n in sizes])])
 
-    def reduce_scatterv_all_reduce(self, x: Tensor, scatter: Ranks, reduce: Ranks, sizes: Sizes) -> Tensor:
+    def reduce_scatterv_all_reduce(
+        self, x: Tensor, scatter: Ranks, reduce: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+    ) -> Tensor:
+        self._refuse(epilogue)
         self._require_gloo()
         tp, world = len(reduce), self._world
         mine = sizes[scatter.index(self.rank)]
@@ -142,6 +155,10 @@ class TorchDistTransport:
     def _small(self, x: Tensor, rows: int) -> bool:
         """Whether `rows` rows like x's are few bytes. Every rank asks with the same number, so all go the same way."""
         return rows * x.shape[1:].numel() * x.element_size() <= self._one_round_bytes
+
+    def _refuse(self, epilogue: Epilogue | None) -> None:
+        if epilogue is not None:
+            raise CommError(f"{self.name} takes no epilogue")
 
     def _require_gloo(self) -> None:
         if self.backend != "gloo":

@@ -6,8 +6,10 @@ the same order, also with zero rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from weft.place import edges
@@ -37,22 +39,51 @@ class CommTimeout(CommError):
     """A collective took longer than the transport's timeout."""
 
 
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What a reduction goes on to do with its rows while they are at hand: residual add, then RMSNorm.
+
+    residual: `[rows, width]` for the result's rows; weight: `[width]`; both of the input's dtype. See `finish`.
+    """
+
+    residual: Tensor
+    weight: Tensor
+    eps: float
+
+
+def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
+    """What a reduction with an epilogue gives instead of delta `[rows, width]`: `[2, rows, width]`.
+
+    First the new residual, residual + delta; then its RMSNorm (arXiv 1910.07467), in float32, rounded, times weight.
+    """
+    residual = epilogue.residual + delta
+    wide = residual.float()
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epilogue.eps)).to(delta.dtype)
+    return torch.stack((residual, epilogue.weight * normed))
+
+
 class Transport(Protocol):
     """One rank's end. Tensors are `[rows, width]`, contiguous; inputs are left as they are, results are new tensors.
 
-    name: as plans and reports print it. kinds: the planned edges on offer (`weft.place.edges`); a transport that lacks
-    one says so here, at plan time, and never falls back on its own. All methods raise CommError.
+    name: as plans and reports print it. kinds: the planned edges on offer (`weft.place.edges`); epilogues: those of
+    them that take an epilogue, and then give `[2, rows, width]` as `finish` says. What a transport lacks it says here,
+    at plan time, and never falls back on its own. All methods raise CommError.
     """
 
     name: str
     rank: int
     kinds: frozenset[str]
+    epilogues: frozenset[str]
 
-    def all_reduce(self, x: Tensor, group: Ranks) -> Tensor:
+    def empty(self, *shape: int, like: Tensor) -> Tensor:
+        """An unfilled tensor of like's dtype and device, where this transport reads its inputs fastest."""
+        ...
+
+    def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
         """Sum of every rank's x."""
         ...
 
-    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
+    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
         """Sum of every rank's x `[sum(sizes), width]`, of which the i-th rank gets the i-th run of rows."""
         ...
 
@@ -72,16 +103,22 @@ class Transport(Protocol):
         """Returns once every rank of the group has called it."""
         ...
 
-    def all_reduce_all_gatherv(self, x: Tensor, reduce: Ranks, gather: Ranks, sizes: Sizes) -> Tensor:
+    def all_reduce_all_gatherv(
+        self, x: Tensor, reduce: Ranks, gather: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+    ) -> Tensor:
         """`all_gatherv(all_reduce(x, reduce), gather, sizes)` in one traversal; only where `kinds` offers it."""
         ...
 
-    def reduce_scatterv_all_reduce(self, x: Tensor, scatter: Ranks, reduce: Ranks, sizes: Sizes) -> Tensor:
+    def reduce_scatterv_all_reduce(
+        self, x: Tensor, scatter: Ranks, reduce: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+    ) -> Tensor:
         """`all_reduce(reduce_scatterv(x, scatter, sizes), reduce)` in one traversal; only where `kinds` offers it."""
         ...
 
 
-def carry_out(edge: Edge, x: Tensor, mesh: Mesh, transport: Transport, counts: Counts) -> Tensor:
+def carry_out(
+    edge: Edge, x: Tensor, mesh: Mesh, transport: Transport, counts: Counts, epilogue: Epilogue | None = None
+) -> Tensor:
     """Takes x `[rows, width]` along an edge. counts: this step's tokens of each DP group."""
     rank = transport.rank
     if edge.kind == edges.SLICE:
@@ -92,12 +129,14 @@ def carry_out(edge: Edge, x: Tensor, mesh: Mesh, transport: Transport, counts: C
         tp, dp = mesh.peers("attn_tp", rank), mesh.peers("attn_dp", rank)
         sizes = mesh.segment_sizes(Rows.GROUP, "attn_dp", rank, counts)
         if edge.kind == edges.ALL_REDUCE_ALL_GATHERV:
-            return transport.all_reduce_all_gatherv(x, tp, dp, sizes)
-        return transport.reduce_scatterv_all_reduce(x, dp, tp, sizes)
+            return transport.all_reduce_all_gatherv(x, tp, dp, sizes, epilogue)
+        return transport.reduce_scatterv_all_reduce(x, dp, tp, sizes, epilogue)
     group = mesh.peers(edge.group, rank)
     if edge.kind == edges.ALL_REDUCE:
-        return transport.all_reduce(x, group)
+        return transport.all_reduce(x, group, epilogue)
     assert edge.group is not None
     if edge.kind == edges.REDUCE_SCATTERV:
-        return transport.reduce_scatterv(x, group, mesh.segment_sizes(edge.dst.rows, edge.group, rank, counts))
+        sizes = mesh.segment_sizes(edge.dst.rows, edge.group, rank, counts)
+        return transport.reduce_scatterv(x, group, sizes, epilogue)
+    assert epilogue is None, f"{edge.kind} sums nothing, so it takes no epilogue"
     return transport.all_gatherv(x, group, mesh.segment_sizes(edge.src.rows, edge.group, rank, counts))

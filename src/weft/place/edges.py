@@ -33,6 +33,8 @@ COLLECTIVES = (
     ALL_REDUCE_ALL_GATHERV,
     REDUCE_SCATTERV_ALL_REDUCE,
 )
+REDUCTIONS = tuple(kind for kind in COLLECTIVES if kind != ALL_GATHERV)
+"""Those that sum, and so may go on to residual add and norm where their result is complete."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <map>
 #include <memory>
 #include <mutex>
 
@@ -45,8 +44,8 @@ class Heap {
 
   void* take(int64_t wanted) {
     std::lock_guard<std::mutex> hold(mutex_);
-    const int64_t size = rounded(wanted);
-    auto& free = free_[size];
+    const auto [size, index] = size_class(wanted);
+    auto& free = free_[index];
     if (!free.empty()) {
       void* block = free.back();
       free.pop_back();
@@ -61,20 +60,22 @@ class Heap {
   }
   void give(void* block, int64_t wanted) {
     std::lock_guard<std::mutex> hold(mutex_);
-    free_[rounded(wanted)].push_back(block);
+    free_[size_class(wanted).second].push_back(block);
   }
   bool holds(const void* p) const { return p >= base_ && p < base_ + bytes_; }
 
  private:
-  static int64_t rounded(int64_t wanted) {
-    int64_t step = 64;
-    while (wanted > 4 * step) step *= 2;
-    return (wanted + step - 1) / step * step + (wanted ? 0 : step);
+  // 64, 128, 192, 256, then 5, 6, 7 and 8 times 64, 128, 256, …
+  static std::pair<int64_t, size_t> size_class(int64_t wanted) {
+    const int64_t lines = std::max<int64_t>(1, (wanted + 63) / 64);
+    const int doubling = lines <= 4 ? 0 : 61 - __builtin_clzll(uint64_t(lines - 1));
+    const int64_t steps = ((lines - 1) >> doubling) + 1;
+    return {(steps << doubling) * 64, size_t(4 * doubling + steps - 1)};
   }
   char* base_;
   int64_t bytes_, used_ = 0;
   std::mutex mutex_;
-  std::map<int64_t, std::vector<void*>> free_;
+  std::vector<void*> free_[4 * 64];
 };
 
 // One rank's mapping of the segment. Tensors in it keep it mapped.

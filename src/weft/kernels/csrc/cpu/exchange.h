@@ -44,6 +44,15 @@ struct Call {
   const Finish* finish = nullptr;
 };
 
+// What is fastest differs by host: `weft tune` measures it. All in bytes.
+struct Tuning {
+  int64_t two_hop_bytes = 16 << 10;       // larger sums take two hops; the same on every rank
+  int64_t chunk_bytes = 256 << 10;        // of a share that is read where it lies; the same on every rank
+  int64_t zero_copy_bytes = 8 << 10;      // smaller inputs are staged though they lie in the arena: one wait less
+  int64_t stream_slot_bytes = 1 << 30;    // larger runs are staged by stores past the cache
+  int64_t stream_out_bytes = 32 << 20;    // larger results are stored past the cache
+};
+
 // Tests record what a rank writes, publishes, waits for and reads.
 struct NoProbe {
   void stage(int, uint32_t) {}
@@ -60,8 +69,7 @@ class Exchange {
   Exchange(std::shared_ptr<Arena> arena, const Rows& rows, Waiter waiter)
       : arena_(std::move(arena)), rows_(rows), waiter_(std::move(waiter)), next_(arena_->layout().groups.size(), 1) {}
 
-  // Below these, a plain store and staging cost less than a streamed store and one more wait.
-  int64_t stream_bytes = 4096, zero_copy_bytes = 16384, stream_out_bytes = 4 << 20;
+  Tuning tuning;
   Probe probe;
   Waiter& waiter() { return waiter_; }
   Arena& arena() { return *arena_; }
@@ -136,10 +144,12 @@ class Exchange {
 
     // Whether peers may read my input where it is.
     bool in_place() const {
+      if (c.ragged) return false;  // a reader would not know where its run begins
       int64_t bytes = 0;
       for (const Part& part : *c.parts)
         if (part.sources >> me & 1) bytes += part.length * c.element;
-      return bytes >= e.zero_copy_bytes && e.arena_->heap().holds(c.x);
+      // In one hop, a result over the input would change it under the peers' eyes.
+      return bytes >= e.tuning.zero_copy_bytes && e.arena_->heap().holds(c.x) && (c.two_hops || c.out != c.x);
     }
 
     void agree() {
@@ -153,7 +163,7 @@ class Exchange {
         if (c.ragged) chunks = std::max(chunks, notes[i].chunks);
       }
       if (!staged && !c.ragged) {  // no slot limits the chunks
-        const int64_t limit = kDirectBytes / c.element / c.row * c.row;
+        const int64_t limit = e.tuning.chunk_bytes / c.element / c.row * c.row;
         if (limit > piece) piece = limit, chunks = count_chunks();
       }
       exit = c.two_hops || anyone_in_place;
@@ -175,7 +185,7 @@ class Exchange {
         if (!(part.sources >> me & 1) || !needed_by_others(part)) continue;
         const int64_t bytes = length(part, chunk) * c.element;
         const char* from = c.x + (part.x + int64_t(chunk) * piece) * c.element;
-        if (bytes >= e.stream_bytes)
+        if (bytes >= e.tuning.stream_slot_bytes)
           e.rows_.copy_stream(slot + lane(part), from, bytes);
         else if (bytes > 0)
           std::memcpy(slot + lane(part), from, size_t(bytes));
@@ -206,7 +216,7 @@ class Exchange {
         if (count == 1)
           move(out, from[0], n * c.element);
         else
-          e.rows_.reduce(c.dtype, out, from, count, n, c.bytes >= e.stream_out_bytes);
+          e.rows_.reduce(c.dtype, out, from, count, n, c.bytes >= e.tuning.stream_out_bytes);
         finish(out, part.out + done, n);
       }
     }
@@ -234,8 +244,6 @@ class Exchange {
                        static_cast<const char*>(f.residual) + at, f.weight, n / f.width, f.width, f.eps);
     }
   };
-
-  static constexpr int64_t kDirectBytes = 256 * 1024;
 
   void publish_phase(int group, uint32_t phase) {
     stream_fence();

@@ -17,12 +17,13 @@ using Sizes = ffi::Array<int64_t>;
 namespace weft {
 namespace {
 
+constexpr int kMaxDims = 8;
+
 enum Kind : uint32_t { kAllReduce = 1, kReduceScatter, kAllGather, kAllToAll, kBroadcast, kGatherMixed, kScatterMixed };
 
 struct World {
   std::unique_ptr<Exchange<>> exchange;
   const Rows* rows;
-  int64_t two_hop_bytes;
   std::vector<Part> parts;  // of the call under way
 };
 
@@ -102,8 +103,9 @@ struct Setup {
     n = int(ranks.size());
     all = uint32_t((uint64_t(1) << n) - 1);
     me = int(std::find(ranks.begin(), ranks.end(), w.exchange->arena().rank()) - ranks.begin());
-    if (x.ndim() < 1 || !x.IsContiguous() || x.device().device_type != kDLCPU)
-      throw CallError("a collective takes a contiguous CPU tensor of at least one dimension");
+    if (x.ndim() < 1 || x.ndim() > kMaxDims || x.device().device_type != kDLCPU)
+      throw CallError("a collective takes a CPU tensor of one to eight dimensions");
+    if (!x.IsContiguous()) throw CallError("a collective takes a contiguous tensor");
     call.group = int(group);
     call.sums = sums;
     const DLDataType t = x.dtype();
@@ -124,17 +126,17 @@ struct Setup {
 
   // Allocates the result and runs. finish: [residual, weight] or none.
   ffi::Tensor run(TensorView x, int64_t rows, const Finish* given = nullptr) {
-    std::vector<int64_t> shape(x.shape().begin(), x.shape().end());
-    shape[0] = rows;
-    ffi::Tensor out = new_tensor(w, ffi::ShapeView(shape.data(), shape.size()), x.dtype());
+    int64_t shape[2 + kMaxDims] = {2, rows};  // of residual and normed rows together; past the 2, of either
+    const size_t dims = size_t(x.ndim());
+    for (size_t i = 1; i < dims; ++i) shape[i + 1] = x.size(int(i));
+    ffi::Tensor out = new_tensor(w, ffi::ShapeView(shape + 1, dims), x.dtype());
     call.out = static_cast<char*>(out.data_ptr());
     call.bytes = rows * width_of(x) * call.element;
     if (!given) {
       w.exchange->run(call);
       return out;
     }
-    shape.insert(shape.begin(), 2);
-    ffi::Tensor both = new_tensor(w, ffi::ShapeView(shape.data(), shape.size()), x.dtype());
+    ffi::Tensor both = new_tensor(w, ffi::ShapeView(shape, dims + 1), x.dtype());
     Finish finish = *given;
     finish.width = width_of(x);
     finish.residual_out = both.data_ptr();
@@ -184,13 +186,13 @@ Finish finish_of(TensorView x, int64_t rows, TensorView residual, TensorView wei
 
 using MaybeNorm = std::optional<std::pair<TensorView, TensorView>>;
 
-ffi::Tensor all_reduce_impl(int64_t handle, int64_t group, TensorView x, const MaybeNorm& norm, double eps) {
-  World& w = world_of(handle);
-  Setup s(w, group, kAllReduce, x, true);
-  const int64_t count = elements(x), rows = x.size(0), width = width_of(x);
-  s.sign(uint64_t(rows));
-  s.sign(norm.has_value());
-  s.call.two_hops = count * s.call.element > w.two_hop_bytes;
+// The parts of an all_reduce. norm: whole rows go on to it.
+void lay_out_all_reduce(Setup& s, TensorView x, bool norm) {
+  World& w = s.w;
+  const int64_t count = elements(x), width = width_of(x);
+  s.sign(uint64_t(x.size(0)));
+  s.sign(norm);
+  s.call.two_hops = count * s.call.element > w.exchange->tuning.two_hop_bytes;
   if (!s.call.two_hops) {
     w.parts.push_back(Part{0, 0, count, s.all, s.all, 0, 0});
   } else {
@@ -202,9 +204,30 @@ ffi::Tensor all_reduce_impl(int64_t handle, int64_t group, TensorView x, const M
       if (begin < count) w.parts.push_back(Part{begin, begin, std::min(end, count) - begin, s.all, s.all, i, i});
     }
   }
-  if (!norm) return s.run(x, rows);
-  const Finish f = finish_of(x, rows, norm->first, norm->second, eps);
-  return s.run(x, rows, &f);
+}
+
+ffi::Tensor all_reduce_impl(int64_t handle, int64_t group, TensorView x, const MaybeNorm& norm, double eps) {
+  Setup s(world_of(handle), group, kAllReduce, x, true);
+  lay_out_all_reduce(s, x, norm.has_value());
+  if (!norm) return s.run(x, x.size(0));
+  const Finish f = finish_of(x, x.size(0), norm->first, norm->second, eps);
+  return s.run(x, x.size(0), &f);
+}
+
+void all_reduce_in_place(int64_t handle, int64_t group, TensorView x) {
+  World& w = world_of(handle);
+  Setup s(w, group, kAllReduce, x, true);
+  lay_out_all_reduce(s, x, false);
+  const int64_t bytes = elements(x) * s.call.element;
+  s.call.bytes = bytes;
+  if (!s.call.two_hops || w.exchange->arena().heap().holds(x.data_ptr())) {
+    s.call.out = static_cast<char*>(x.data_ptr());
+    return w.exchange->run(s.call);
+  }
+  const ffi::Tensor shared = new_tensor(w, x.shape(), x.dtype());  // peers must see this rank's share
+  s.call.out = static_cast<char*>(shared.data_ptr());
+  w.exchange->run(s.call);
+  std::memcpy(x.data_ptr(), shared.data_ptr(), size_t(bytes));
 }
 
 ffi::Tensor reduce_scatterv_impl(int64_t handle, int64_t group, TensorView x, const Sizes& sizes, const MaybeNorm& norm,
@@ -236,7 +259,7 @@ ffi::Tensor all_reduce_all_gatherv_impl(int64_t handle, int64_t world, TensorVie
   s.expect_rows(x, sizes[s.me / tp]);
   const int64_t width = width_of(x), rows = sum(sizes), total = rows * width * s.call.element;
   s.sign(norm.has_value());
-  s.call.two_hops = total > w.two_hop_bytes;
+  s.call.two_hops = total > w.exchange->tuning.two_hop_bytes;
   s.call.lanes = s.call.two_hops ? int(tp) : 1;
   int64_t at = 0;
   for (int d = 0; d < int(sizes.size()); ++d) {
@@ -265,7 +288,7 @@ ffi::Tensor reduce_scatterv_all_reduce_impl(int64_t handle, int64_t world, Tenso
   s.expect_rows(x, sum(sizes));
   const int64_t width = width_of(x), rows = sizes[s.me / tp];
   s.sign(norm.has_value());
-  s.call.two_hops = tp > 1 && x.size(0) * width * s.call.element > w.two_hop_bytes;
+  s.call.two_hops = tp > 1 && x.size(0) * width * s.call.element > w.exchange->tuning.two_hop_bytes;
   s.call.lanes = s.call.two_hops ? s.n : int(sizes.size());
   int64_t at = 0;
   for (int d = 0; d < int(sizes.size()); ++d) {
@@ -291,8 +314,9 @@ MaybeNorm norm_of(TensorView residual, TensorView weight) { return std::make_pai
 }  // namespace
 
 // groups: every group of the world, the same list on every rank. pidfds: of each rank's process, -1 for none.
+// tuning: the numbers of Tuning, in order.
 int64_t create(int64_t fd, int64_t world, int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, int64_t slot_bytes,
-               int64_t heap_bytes, Sizes pidfds, int64_t spins, int64_t yields, double timeout_s, int64_t two_hop_bytes,
+               int64_t heap_bytes, Sizes pidfds, int64_t spins, int64_t yields, double timeout_s, Sizes tuning,
                ffi::String isa) {
   return guarded([&] {
     Layout layout;
@@ -313,7 +337,7 @@ int64_t create(int64_t fd, int64_t world, int64_t rank, ffi::Array<ffi::Array<in
     auto w = std::make_unique<World>();
     w->rows = &rows_for(std::string(isa));
     w->exchange = std::make_unique<Exchange<>>(arena, *w->rows, std::move(waiter));
-    w->two_hop_bytes = two_hop_bytes;
+    w->exchange->tuning = Tuning{tuning[0], tuning[1], tuning[2], tuning[3], tuning[4]};
     return reinterpret_cast<int64_t>(w.release());
   });
 }
@@ -348,6 +372,9 @@ void barrier(int64_t handle, int64_t group) {
 
 ffi::Tensor all_reduce(int64_t handle, int64_t group, TensorView x) {
   return guarded([&] { return all_reduce_impl(handle, group, x, {}, 0); });
+}
+void all_reduce_(int64_t handle, int64_t group, TensorView x) {
+  guarded([&] { all_reduce_in_place(handle, group, x); });
 }
 ffi::Tensor all_reduce_norm(int64_t handle, int64_t group, TensorView x, TensorView residual, TensorView weight,
                             double eps) {
@@ -443,6 +470,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(empty, weft::empty)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(holds, weft::holds)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(barrier, weft::barrier)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce, weft::all_reduce)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce_, weft::all_reduce_)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce_norm, weft::all_reduce_norm)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(reduce_scatterv, weft::reduce_scatterv)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(reduce_scatterv_norm, weft::reduce_scatterv_norm)

@@ -1,0 +1,56 @@
+"""A process a rank, or a thread, for tests of transports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from weft.comm.shm import ShmTransport
+from weft.comm.torchdist import TorchDistTransport
+from weft.place.spec import Mesh
+
+
+def connect(name: str, mesh: Mesh, rank: int, directory: str, **options: Any) -> ShmTransport | TorchDistTransport:
+    """A transport whose ranks meet in a directory."""
+    options = {"timeout_s": 120.0} | options
+    if name == "shm":
+        return ShmTransport(mesh, rank, f"{directory}/shm", **options)
+    return TorchDistTransport(mesh, rank, f"file://{directory}/rendezvous", **options)
+
+
+def rank_main(
+    rank: int, name: str, mesh: Mesh, directory: str, options: dict[str, Any], work: Callable[..., Any], *args: Any
+) -> None:
+    torch.set_num_threads(1)
+    transport = connect(name, mesh, rank, directory, **options)
+    try:
+        torch.save(work(transport, mesh, *args), f"{directory}/{rank}.pt")
+    finally:
+        transport.close()
+
+
+def run_processes(
+    name: str, mesh: Mesh, directory: Path, work: Callable[..., Any], *args: Any, **options: Any
+) -> list[Any]:
+    """Runs `work(transport, mesh, *args)` in a process a rank; gives what each returned. name: shm or gloo."""
+    mp.spawn(rank_main, (name, mesh, str(directory), options, work, *args), nprocs=mesh.world)
+    return [torch.load(directory / f"{rank}.pt") for rank in range(mesh.world)]
+
+
+def run_threads(mesh: Mesh, directory: Path, work: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """The same over shm with a thread a rank: each maps the arena for itself, and no process has to import torch."""
+
+    def rank_thread(rank: int) -> Any:
+        transport = connect("shm", mesh, rank, str(directory), **options)
+        try:
+            return work(transport, mesh, *args)
+        finally:
+            transport.close()
+
+    with ThreadPoolExecutor(mesh.world) as pool:
+        return list(pool.map(rank_thread, range(mesh.world)))

@@ -1,0 +1,131 @@
+"""The shared-memory transport with real processes: the oracle matrix on every path through it, and a model's logits."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import small_model
+
+from comm.oracle import check_calls, check_edges, check_epilogues, counts_of, draw
+from comm.processes import run_processes, run_threads
+from models.test_logits import PATTERNS, compare, drive, sequences
+from weft.comm.shm import ShmTransport, ShmTuning
+from weft.comm.transport import CommError
+from weft.place.spec import Mesh
+
+SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+# Which path a size takes is a matter of tuning: make each take all of them, and small slots cut all into chunks.
+TUNINGS = {
+    "one hop": ShmTuning(two_hop_bytes=1 << 40, zero_copy_bytes=1 << 40),
+    "one hop, in chunks": ShmTuning(slot_bytes=8192, two_hop_bytes=1 << 40, zero_copy_bytes=1 << 40),
+    "one hop, zero copy": ShmTuning(two_hop_bytes=1 << 40, zero_copy_bytes=1),
+    "two hops": ShmTuning(two_hop_bytes=-1, zero_copy_bytes=1 << 40, stream_slot_bytes=0, stream_out_bytes=0),
+    "two hops, in chunks": ShmTuning(slot_bytes=8192, two_hop_bytes=-1, zero_copy_bytes=1 << 40, stream_slot_bytes=0),
+    "two hops, zero copy": ShmTuning(two_hop_bytes=-1, zero_copy_bytes=1, chunk_bytes=1024, stream_out_bytes=0),
+}
+ISAS = {"x86_64": ["scalar", "avx2", "auto"], "aarch64": ["scalar", "neon"]}[platform.machine()]
+
+
+def everything(transport: ShmTransport, mesh: Mesh) -> int:
+    calls = check_calls(transport, mesh, SUMMED)
+    calls += check_calls(transport, mesh, (torch.bfloat16, torch.float64), at_home=True)
+    for counts in counts_of(mesh):
+        calls += check_edges(transport, mesh, counts, torch.float64)
+    return calls + check_epilogues(transport, mesh, SUMMED)
+
+
+@pytest.mark.parametrize("tuning", TUNINGS.values(), ids=list(TUNINGS))
+def test_every_call_edge_and_epilogue(tuning: ShmTuning, tmp_path: Path) -> None:
+    assert all(run_threads(Mesh(2, 2, 2, 2), tmp_path, everything, tuning=tuning))
+
+
+def many_rows(transport: ShmTransport, mesh: Mesh) -> int:
+    calls = check_calls(transport, mesh, (torch.bfloat16,), scale=67)
+    calls += check_calls(transport, mesh, (torch.float32,), at_home=True, scale=67)
+    return calls + check_epilogues(transport, mesh, (torch.float16, torch.float32), scale=31)
+
+
+@pytest.mark.parametrize("tuning", TUNINGS.values(), ids=list(TUNINGS))
+def test_many_rows(tuning: ShmTuning, tmp_path: Path) -> None:
+    assert all(run_threads(Mesh(2, 2, 2, 2), tmp_path, many_rows, tuning=tuning))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1, 2, 2, 1), Mesh(3, 1, 1, 3), Mesh(2, 3, 6, 1), Mesh(4, 2, 2, 4)], ids=str)
+def test_other_worlds(mesh: Mesh, tmp_path: Path) -> None:
+    assert all(run_threads(mesh, tmp_path, everything, tuning=ShmTuning(two_hop_bytes=300, slot_bytes=8192)))
+
+
+def test_processes(tmp_path: Path) -> None:
+    assert all(run_processes("shm", Mesh(2, 2, 4, 1), tmp_path, everything))
+
+
+def sixteen(transport: ShmTransport, mesh: Mesh) -> int:
+    return check_calls(transport, mesh, (torch.bfloat16,)) + check_edges(transport, mesh, (2, 0, 1, 3), torch.float32)
+
+
+def test_sixteen_ranks(tmp_path: Path) -> None:
+    assert all(run_threads(Mesh(4, 4, 4, 4), tmp_path, sixteen))
+
+
+def sums(transport: ShmTransport, mesh: Mesh) -> list[torch.Tensor]:
+    """Sums of awkward values (subnormal, huge, infinite, NaN), large and small, in every dtype."""
+    group, found = mesh.peers("world", transport.rank), []
+    for seed, dtype in enumerate(SUMMED):
+        x = draw(seed, transport.rank, 40, 333, torch.float64)
+        x[0], x[1], x[2] = x[0] * 1e-40, x[1] * 6e-6, x[2] * 3e38
+        x[3, :9] = torch.tensor([torch.inf, -torch.inf, torch.nan] * 3)
+        for rows in (1, 40):
+            found.append(transport.all_reduce(x[:rows].to(dtype), group))
+            in_place = x[:rows].to(dtype)
+            transport.all_reduce_(in_place, group)
+            assert torch.equal(in_place.nan_to_num(), found[-1].nan_to_num())
+            at_home = transport.empty(rows, 333, like=in_place).copy_(x[:rows])
+            transport.all_reduce_(at_home, group)
+            assert torch.equal(at_home.nan_to_num(), found[-1].nan_to_num())
+    return found
+
+
+def test_every_rank_run_and_instruction_set_gives_the_same_bits(tmp_path: Path) -> None:
+    mesh = Mesh(1, 3, 3, 1)
+    runs = []
+    for isa in [*ISAS, "auto"]:
+        runs += run_threads(mesh, tmp_path, sums, isa=isa)
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other, strict=True):
+            assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+    for i, dtype in enumerate(SUMMED):  # and they are torch's own, summed in float32 in rank order
+        inputs = [draw(i, r, 40, 333, torch.float64) for r in range(3)]
+        for x in inputs:
+            x[0], x[1], x[2] = x[0] * 1e-40, x[1] * 6e-6, x[2] * 3e38
+            x[3, :9] = torch.tensor([torch.inf, -torch.inf, torch.nan] * 3)
+        a, b, c = (x.to(dtype).float() for x in inputs)
+        assert torch.equal(runs[0][2 * i + 1].nan_to_num(), (a + b + c).to(dtype).nan_to_num())
+
+
+def logits(transport: ShmTransport, mesh: Mesh, directory: Path, runs: list[Any]) -> list[Any]:
+    return drive(transport, directory, mesh, runs, decodes=2)
+
+
+@pytest.mark.parametrize(
+    "family, mesh",
+    [("qwen2_moe", Mesh(2, 2, 2, 2)), ("qwen3_moe", Mesh(1, 4, 4, 1)), ("qwen3", Mesh(4, 1, 1, 4))],
+    ids=str,
+)
+def test_a_model_gives_transformers_logits(family: str, mesh: Mesh, tmp_path: Path) -> None:
+    model = small_model(family, 4, tmp_path / "model")
+    generator = torch.Generator().manual_seed(5)
+    runs = [sequences(mesh, pattern, generator) for pattern in PATTERNS]
+    results = run_processes("shm", mesh, tmp_path, logits, tmp_path / "model", runs)
+    assert compare(results, runs, mesh, model) >= mesh.world
+
+
+def test_ranks_that_never_meet_raise(tmp_path: Path) -> None:
+    with pytest.raises(CommError, match="did not all come"):
+        ShmTransport(Mesh(2, 1, 2, 1), 0, tmp_path / "alone", timeout_s=0.3)
+    with pytest.raises(CommError, match="did not all come"):
+        ShmTransport(Mesh(2, 1, 2, 1), 1, tmp_path / "alone", timeout_s=0.3)
+    assert not list(tmp_path.iterdir())

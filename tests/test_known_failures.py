@@ -27,7 +27,8 @@ from weft.models.load import build_model, load_config, load_model
 from weft.models.moe import GatedMLP, SparseMoE
 from weft.models.qwen import DecoderLayer, Qwen
 from weft.models.runner import ModelRunner, trace
-from weft.place.cost import PRESETS
+from weft.place.cost import PRESETS, Offer
+from weft.place.edges import COLLECTIVES
 from weft.place.plan import Planner
 from weft.place.spec import Mesh, PlacementError, Rows
 from weft.stream import GROUP, WORLD, Stats, Stream, TraceStream
@@ -52,7 +53,7 @@ def run_broken(saved: Path, breaker: Callable[[Qwen, Transport], None]) -> None:
     def main(transport: Transport) -> None:
         model = load_model(saved, load_config(saved), MESH, transport.rank)
         breaker(model, transport)
-        runner = ModelRunner(model, MESH, transport.rank, transport, num_pages=2, page_size=4)
+        runner = ModelRunner(model, MESH, transport.rank, [transport], num_pages=2, page_size=4)
         if MESH.group_of(transport.rank) == 0:
             batch = Batch.build([3, 4], [0, 1], [SeqRows(2, 0, [0], True)], 4)
         else:
@@ -131,7 +132,7 @@ def test_a_dense_layer_in_a_sparse_model_that_reduces_by_itself(monkeypatch: pyt
 
     monkeypatch.setattr(runner_module, "build_model", lambda *a: (m := build_model(*a), breaker(m))[0])
     chain = trace(config(), MESH, torch.float32)
-    planner = Planner(MESH, chain, PRESETS["cpu-gloo"])
+    planner = Planner(MESH, chain, [Offer("any", frozenset(COLLECTIVES), frozenset(), PRESETS["cpu-gloo"])])
     after_dense = next(r for r in planner.plan((4, 4)).reads if r.read.site == "model.layers.2.input_layernorm")
     assert not [s for s in after_dense.steps if s.edge and "reduce" in s.edge.kind]
 
@@ -299,8 +300,8 @@ def test_a_replicated_shared_expert_declared_partial() -> None:
 
         tracer = TraceStream(mesh, 4, torch.float32, torch.device("cpu"))
         forward(tracer, 0)
-        planner = Planner(mesh, tracer.chain(), PRESETS["cpu-gloo"], transport.kinds)
-        forward(Stream(planner.plan((3,)), planner, transport, (3,), Stats()), 3)
+        planner = Planner(mesh, tracer.chain(), [Offer("any", transport.kinds, frozenset(), PRESETS["cpu-gloo"])])
+        forward(Stream(planner.plan((3,)), planner, {"any": transport}, (3,), Stats()), 3)
 
     with raises("layers.3.mlp.shared_expert", "owes sum over world", "replicated, but declared partial"):
         run_world(2, main)

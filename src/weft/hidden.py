@@ -25,12 +25,21 @@ class Hidden:
 
     def __add__(self, other: Hidden) -> Hidden:
         """The sum; two sums that owe the same owe it once. Raises PlacementError for unequal placements."""
+        self._require_same(other)
+        return Hidden(self.value + other.value, self.placement, self.mesh, self.origin)
+
+    def __iadd__(self, other: Hidden) -> Hidden:
+        """The sum, over this value, which the caller has just made and shown to nobody: it stays where it lies."""
+        self._require_same(other)
+        self.value.add_(other.value)
+        return self
+
+    def _require_same(self, other: Hidden) -> None:
         if self.placement != other.placement:
             raise PlacementError(
                 f"cannot add {other.origin} {other.placement} to {self.origin} {self.placement}: "
                 "both must hold the same rows and owe the same"
             )
-        return Hidden(self.value + other.value, self.placement, self.mesh, self.origin)
 
     def scale(self, factor: Hidden) -> Hidden:
         """The product with a complete factor on the same rows, e.g. a gate; keeps the debt."""

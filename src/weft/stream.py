@@ -11,13 +11,14 @@ planner solves the chain; `Stream` then walks the plan by index, with no decisio
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from weft.comm.transport import Transport, carry_out
+from weft.comm.transport import Epilogue, Transport, carry_out
 from weft.hidden import Hidden
 from weft.place.plan import NORMED, RESIDUAL, Chain, Counts, Plan, Planner, Read, Step
 from weft.place.show import fold
@@ -27,9 +28,13 @@ OWN, GROUP, WORLD = Rows.OWN, Rows.GROUP, Rows.WORLD
 
 
 class Norm(Protocol):
-    """A row-wise normalisation with a name."""
+    """RMSNorm over rows, with a name; `weft.comm.transport.finish` says what an epilogue makes of weight and eps."""
 
     path: str
+    eps: float
+
+    @property
+    def weight(self) -> Tensor: ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -118,7 +123,7 @@ class Stats:
         assert step.edge is not None
         site = fold(site)
         operand = step.operand if isinstance(step.operand, str) else "delta"
-        key = (site, (step.edge, operand))
+        key = (site, (step.op, step.edge, operand, step.transport))
         stat = self._by_step.get(key)
         if stat is None:
             stat = self._by_step[key] = StepStat(site, str(step), step.edge.group or "")
@@ -134,13 +139,15 @@ class Stats:
 class Stream:
     """One forward pass of one rank along a plan.
 
-    counts: this step's tokens of each DP group; every rank passes the same. Raises PlacementError where the model
+    transports: by name, those that the planner was offered. counts: this step's tokens of each DP group; every rank
+    passes the same. Raises PlacementError where the model
     reads or adds otherwise than it was traced, naming the block and both placements, before it communicates.
     """
 
-    def __init__(self, plan: Plan, planner: Planner, transport: Transport, counts: Counts, stats: Stats):
+    def __init__(self, plan: Plan, planner: Planner, transports: Mapping[str, Transport], counts: Counts, stats: Stats):
         self.mesh, self._plan, self._planner = plan.mesh, plan, planner
-        self._transport, self._counts, self._stats = transport, counts, stats
+        self._transports, self._counts, self._stats = transports, counts, stats
+        self._local = next(iter(transports.values()))
         self._idle = sum(counts) == 0
         self._index = 0
         self._deltas = _Deltas()
@@ -148,7 +155,7 @@ class Stream:
 
     def add(self, delta: Hidden) -> None:
         """Adds a block's output to the stream; its debt is settled by the next read."""
-        have = self.mesh.row_count(delta.placement.rows, self._transport.rank, self._counts)
+        have = self.mesh.row_count(delta.placement.rows, self._local.rank, self._counts)
         if delta.value.shape[0] != have:
             raise PlacementError(
                 f"{delta.origin} adds {delta.value.shape[0]} rows as {delta.placement}, which means {have} rows here"
@@ -198,6 +205,10 @@ class Stream:
             elif step.op == "norm":
                 assert residual is not None
                 normed = norm(residual)
+            elif step.op == "finish":
+                assert residual is not None
+                epilogue = Epilogue(residual, norm.weight, norm.eps)
+                residual, normed = self._move(step, deltas.pop(), site, origins.pop(), epilogue).unbind(0)
             else:
                 assert isinstance(step.operand, int)
                 delta, origin = deltas.pop(step.operand), origins.pop(step.operand)
@@ -210,18 +221,19 @@ class Stream:
         self._residual = residual
         return normed
 
-    def _move(self, step: Step, x: Tensor, site: str, origin: str) -> Tensor:
+    def _move(self, step: Step, x: Tensor, site: str, origin: str, epilogue: Epilogue | None = None) -> Tensor:
         edge = step.edge
         assert edge is not None
         if not edge.moves:
-            return carry_out(edge, x, self.mesh, self._transport, self._counts)
+            return carry_out(edge, x, self.mesh, self._local, self._counts)
+        transport = self._transports[step.transport]
         began = time.perf_counter()
         if self._idle:  # no rank holds a row, and every rank knows it
-            rows = self.mesh.row_count(edge.dst.rows, self._transport.rank, self._counts)
-            out = x.new_empty(rows, x.shape[1])
+            rows = self.mesh.row_count(edge.dst.rows, transport.rank, self._counts)
+            out = x.new_empty((2, rows, x.shape[1]) if epilogue else (rows, x.shape[1]))
         else:
             try:
-                out = carry_out(edge, x, self.mesh, self._transport, self._counts)
+                out = carry_out(edge, x, self.mesh, transport, self._counts, epilogue)
             except PlacementError as error:
                 raise PlacementError(f"{origin}, before {site}: {edge}: {error}") from error
         seconds = time.perf_counter() - began

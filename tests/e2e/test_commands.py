@@ -101,7 +101,8 @@ def test_readme_model_traces_and_plans() -> None:
 
     from weft.hidden import Hidden
     from weft.models.layers import Builder
-    from weft.place.cost import PRESETS
+    from weft.place.cost import Offer, costs
+    from weft.place.edges import COLLECTIVES
     from weft.place.plan import Planner
     from weft.place.spec import Mesh, Rows
     from weft.stream import TraceStream
@@ -115,7 +116,8 @@ def test_readme_model_traces_and_plans() -> None:
     stream.add(Hidden(torch.empty(0, 16, device="meta"), mesh.placement(Rows.GROUP), mesh, "embed"))
     layer(stream)
     stream.read(layer.input_norm, rows=Rows.GROUP)
-    plan = Planner(mesh, stream.chain(), PRESETS["h200-nvlink"]).plan((4, 4))
+    offers = [Offer("any", frozenset(COLLECTIVES), frozenset(), costs("h200-nvlink").of("any"))]
+    plan = Planner(mesh, stream.chain(), offers).plan((4, 4))
     assert sum(1 for _ in plan.moves()) == 3
 
 

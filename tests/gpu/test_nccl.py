@@ -15,6 +15,7 @@ from weft.attention.batch import Batch, SeqRows
 from weft.comm.torchdist import TorchDistTransport
 from weft.models.load import load_config, load_model
 from weft.models.runner import ModelRunner
+from weft.place.cost import costs
 from weft.place.spec import Mesh
 
 GPUS = torch.cuda.device_count()
@@ -31,7 +32,7 @@ def rank_main(rank: int, mesh: Mesh, directory: str, prompts: list[list[int]]) -
         calls += check_edges(transport, mesh, tuple(counts), torch.float64, device)
     assert calls > 0
     model = load_model(Path(directory) / "model", load_config(Path(directory) / "model"), mesh, rank, device=device)
-    runner = ModelRunner(model, mesh, rank, transport, num_pages=4, page_size=4, cost="h200-nvlink")
+    runner = ModelRunner(model, mesh, rank, [transport], num_pages=4, page_size=4, costs=costs("h200-nvlink"))
     prompt = prompts[mesh.group_of(rank)]
     seqs = [SeqRows(len(prompt), 0, [1, 0, 2], True)] if prompt else []
     batch = Batch.build(prompt, range(len(prompt)), seqs, 4, device)

@@ -16,7 +16,7 @@ from weft.comm.torchdist import KINDS
 from weft.models.config import from_transformers
 from weft.models.load import load_config, load_model
 from weft.models.runner import ModelRunner, plan_model
-from weft.place.cost import PRESETS
+from weft.place.cost import PRESETS, Offer
 from weft.place.spec import Mesh
 
 LAYERS = 3
@@ -43,7 +43,7 @@ EXPECTED = [
 @pytest.mark.parametrize("mesh, kinds, tokens, expected", EXPECTED, ids=str)
 def test_planned_collectives(family: str, mesh: Mesh, kinds: frozenset[str], tokens: int, expected: dict) -> None:
     config = from_transformers(small_config(family, 4))
-    planner = plan_model(config, mesh, torch.bfloat16, PRESETS["h200-nvlink"], kinds)
+    planner = plan_model(config, mesh, torch.bfloat16, [Offer("any", kinds, frozenset(), PRESETS["h200-nvlink"])])
     plan = planner.plan((tokens,) * mesh.attn_dp)
     assert Counter(edge.kind for _, _, edge in plan.moves()) == expected
 
@@ -53,6 +53,7 @@ class Recording:
 
     def __init__(self, transport: ReferenceTransport, kinds: frozenset[str]):
         self._transport, self.kinds, self.calls = transport, kinds, Counter()
+        self.epilogues: frozenset[str] = frozenset()
         self.name, self.rank = transport.name, transport.rank
 
     def __getattr__(self, name: str) -> Any:
@@ -74,7 +75,7 @@ def test_what_runs_is_what_was_planned(tmp_path: Path) -> None:
     def main(reference: ReferenceTransport) -> tuple[Counter, list, list]:
         transport = Recording(reference, BASIC)
         model = load_model(tmp_path, load_config(tmp_path), mesh, reference.rank)
-        runner = ModelRunner(model, mesh, reference.rank, transport, num_pages=1, page_size=4)
+        runner = ModelRunner(model, mesh, reference.rank, [transport], num_pages=1, page_size=4)
         n = counts[reference.rank]
         seqs = [SeqRows(n, 0, [0], True)] if n else []
         runner.forward(Batch.build(list(range(1, n + 1)), list(range(n)), seqs, 4), counts)

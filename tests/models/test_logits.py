@@ -55,7 +55,7 @@ def drive(transport: Transport, directory: Path, mesh: Mesh, runs: list[Sequence
     """
     torch.set_num_threads(1)
     model = load_model(directory, load_config(directory), mesh, transport.rank)
-    runner = ModelRunner(model, mesh, transport.rank, transport, num_pages=24, page_size=PAGE)
+    runner = ModelRunner(model, mesh, transport.rank, [transport], num_pages=24, page_size=PAGE)
     runner.cache.keys.fill_(float("nan"))  # a read of a slot that nothing wrote must show
     runner.cache.values.fill_(float("nan"))
     mine = mesh.group_of(transport.rank)

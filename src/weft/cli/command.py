@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -40,12 +40,20 @@ class Layout:
     """Parts that the experts are dealt out to; left out, the same as --attn-dp."""
     moe_tp: int | None = None
     """Ranks that share each expert; left out, the same as --attn-tp."""
+    transport: Literal["auto", "shm", "gloo"] = "auto"
+    """Between the ranks: shared memory, gloo, or whichever costs less, step by step."""
+    cost: str = "auto"
+    """Cost model of the planner: auto (this host's table, once weft tune wrote one), a preset, or FILE.json."""
+    cpu_bind: str | None = None
+    """Cores of each rank, such as 0-3|4-7, or auto to deal them out; left out, ranks are not bound."""
 
-    def values(self) -> dict[str, int]:
+    def values(self) -> dict[str, Any]:
         """As EngineConfig takes them."""
         ep = self.attn_dp if self.ep is None else self.ep
         moe_tp = self.attn_tp if self.moe_tp is None else self.moe_tp
-        return {"attn_dp": self.attn_dp, "attn_tp": self.attn_tp, "ep": ep, "moe_tp": moe_tp}
+        return {"attn_dp": self.attn_dp, "attn_tp": self.attn_tp, "ep": ep, "moe_tp": moe_tp} | {
+            name: getattr(self, name) for name in ("transport", "cost", "cpu_bind")
+        }
 
 
 def parse(command: type[T], name: str, arguments: list[str]) -> T:

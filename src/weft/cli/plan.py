@@ -13,14 +13,18 @@ from transformers.utils import logging as transformers_logging
 from weft.assets import embedded_model_dir
 from weft.cli.command import ModelDir
 from weft.comm.reference import ReferenceTransport
+from weft.comm.shm import ShmTransport
 from weft.comm.torchdist import KINDS
 from weft.models.config import load_config
 from weft.models.runner import plan_model
-from weft.place.cost import preset
+from weft.place.cost import Offer, costs
 from weft.place.show import plan_dict, plan_text
 from weft.place.spec import LayoutError, Mesh
 
-OFFERS = {f"torchdist/{backend}": kinds for backend, kinds in KINDS.items()} | {"reference": ReferenceTransport.kinds}
+NOTHING: frozenset[str] = frozenset()
+OFFERS = {f"torchdist/{backend}": (kinds, NOTHING) for backend, kinds in KINDS.items()} | {
+    t.name: (t.kinds, t.epilogues) for t in (ShmTransport, ReferenceTransport)
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Command:
       weft plan DIR --layout 2x2,2x2                    attn_dp=2 attn_tp=2, ep=2 moe_tp=2
       weft plan DIR --layout 4x2,8x1 --cost h200-nvlink --tokens 1,64,4096
       weft plan DIR --layout 2x4,8x1 --transport reference --json
+      weft plan DIR --layout 2x2 --transport shm torchdist/gloo --cost cpu
     """
 
     model: ModelDir = None
@@ -43,9 +48,9 @@ class Command:
     tokens: str = "1,64,4096"
     """Tokens in each DP group, one plan for each number."""
     cost: str = "h200-nvlink"
-    """The cost model: cpu-gloo, h100-nvlink, h200-nvlink, gb200-nvl72 or pcie-gen5."""
-    transport: Literal["torchdist/gloo", "torchdist/nccl", "reference"] = "torchdist/nccl"
-    """Whose edges to plan with; reference offers every edge there is, the fused ones too."""
+    """cpu, cpu-gloo, cpu-shm, h100-nvlink, h200-nvlink, gb200-nvl72, pcie-gen5, or a table FILE.json of weft tune."""
+    transport: tuple[Literal["shm", "torchdist/gloo", "torchdist/nccl", "reference"], ...] = ("torchdist/nccl",)
+    """Whose edges to plan with, one or more; reference offers every edge there is, the fused ones too."""
     json: bool = False
     """Print one JSON list instead, a plan for each number of tokens, every layer spelled out."""
 
@@ -55,12 +60,14 @@ class Command:
         config = load_config(self.model or embedded_model_dir())
         dtype = getattr(config.source, "dtype", None)
         dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-        planner = plan_model(config, parse_layout(self.layout), dtype, preset(self.cost), OFFERS[self.transport])
+        model = costs(self.cost)
+        offers = [Offer(name, *OFFERS[name], model.of(name)) for name in self.transport]
+        planner = plan_model(config, parse_layout(self.layout), dtype, offers)
         every = [(n,) * planner.mesh.attn_dp for n in parse_tokens(self.tokens)]
         if self.json:
-            print(json.dumps([plan_dict(planner, counts, self.transport) for counts in every], indent=1))
+            print(json.dumps([plan_dict(planner, counts) for counts in every], indent=1))
         else:
-            print("\n\n".join(plan_text(planner, counts, self.transport) for counts in every))
+            print("\n\n".join(plan_text(planner, counts) for counts in every))
         return 0
 
 

@@ -100,6 +100,9 @@ class ReferenceTransport:
     def _meet(self, group: Ranks, call: Hashable, value: T, work: Callable[[list[T]], Tensor]) -> Tensor:
         return self._world.meet(self.rank, group, call, value, work)
 
+    def close(self) -> None:
+        pass
+
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         return like.new_empty(shape)
 

@@ -54,10 +54,11 @@ class Epilogue:
 def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
     """What a reduction with an epilogue gives instead of delta `[rows, width]`: `[2, rows, width]`.
 
-    First the new residual, residual + delta; then its RMSNorm (arXiv 1910.07467), in float32, rounded, times weight.
+    First the new residual, residual + delta; then its RMSNorm (arXiv 1910.07467), in float32 at least, rounded, times
+    weight.
     """
     residual = epilogue.residual + delta
-    wide = residual.float()
+    wide = residual.to(torch.promote_types(residual.dtype, torch.float32))
     normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epilogue.eps)).to(delta.dtype)
     return torch.stack((residual, epilogue.weight * normed))
 
@@ -74,6 +75,10 @@ class Transport(Protocol):
     rank: int
     kinds: frozenset[str]
     epilogues: frozenset[str]
+
+    def close(self) -> None:
+        """Leaves the world; the transport is of no use after."""
+        ...
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         """An unfilled tensor of like's dtype and device, where this transport reads its inputs fastest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +23,11 @@ class EngineConfig:
     page_size: tokens a page of the key-value cache. kv_tokens: its size, for each DP group.
     max_batch_tokens: rows of one step of a DP group, which cuts long prompts into chunks. max_running: its sequences.
     max_model_len: prompt and answer together; None: what the model allows. prefix_cache: reuse pages of equal prefixes.
-    executor: process (one process a rank over gloo) or thread (all ranks here, on the reference transport: for tests).
-    threads: of each rank's process; more ranks use more cores better. seed: of requests that bring none.
+    executor: process (one process a rank) or thread (all ranks here, on the reference transport: for tests).
+    transport: of processes: shm (shared memory), gloo, or auto: both, chosen edge by edge by cost. cost: the cost model
+    (`weft.place.cost.costs`); auto: this host's table where `weft tune` has written one, else the CPU presets.
+    threads: of each rank's process; more ranks use more cores better. cpu_bind: cores of each rank, as `0-3|4-7`; auto:
+    this process's cores dealt out evenly; None: wherever the system puts them. seed: of requests that bring none.
     step_timeout_s: a step that takes longer fails the engine.
     """
 
@@ -40,12 +44,17 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_cache: bool = True
     executor: Literal["process", "thread"] = "process"
+    transport: Literal["auto", "shm", "gloo"] = "auto"
+    cost: str = "auto"
     threads: int = 1
+    cpu_bind: str | None = None
     seed: int = 0
     step_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         _ = self.mesh
+        if self.cpu_bind is not None:
+            _ = self.cores
         for name in ("page_size", "kv_tokens", "max_batch_tokens", "max_running", "threads", "step_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
@@ -63,6 +72,30 @@ class EngineConfig:
         return Mesh(self.attn_dp, self.attn_tp, self.ep, self.moe_tp)
 
     @property
+    def cores(self) -> list[set[int]]:
+        """The cores of each rank. Raises ValueError."""
+        here = sorted(os.sched_getaffinity(0))
+        world = self.mesh.world
+        if self.cpu_bind in (None, "auto"):
+            if len(here) < world:  # ranks share cores, each still one only
+                return [{here[rank % len(here)]} for rank in range(world)]
+            return [set(here[rank * len(here) // world : (rank + 1) * len(here) // world]) for rank in range(world)]
+        parts = str(self.cpu_bind).split("|")
+        try:
+            cores = [{c for run in part.split(",") for c in _run(run)} for part in parts]
+        except ValueError:
+            raise ValueError(
+                f"cpu_bind {self.cpu_bind!r} is not auto or cores such as 0-3|4-7, a part a rank"
+            ) from None
+        if len(parts) != world:
+            raise ValueError(
+                f"cpu_bind {self.cpu_bind!r} has {len(parts)} part(s) for {world} rank(s); split them by |"
+            )
+        if missing := set().union(*cores) - set(here):
+            raise ValueError(f"cpu_bind {self.cpu_bind!r}: this machine gives no core {min(missing)}, only {here}")
+        return cores
+
+    @property
     def num_pages(self) -> int:
         """Pages of the key-value cache of a DP group."""
         return self.kv_tokens // self.page_size
@@ -75,3 +108,9 @@ class EngineConfig:
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
         """The inverse of `to_dict`."""
         return cls(**values | {"model": Path(values["model"])})
+
+
+def _run(text: str) -> range:
+    """`4-7` or `4`. Raises ValueError."""
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)

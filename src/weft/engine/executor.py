@@ -39,6 +39,7 @@ from weft.engine.messages import (
 )
 from weft.engine.worker import Worker
 from weft.models.config import ModelError
+from weft.place.cost import costs
 from weft.place.spec import LayoutError
 
 M = TypeVar("M", Result, Report, PlanText, Ready)
@@ -147,7 +148,7 @@ class Executor(ABC):
 
 
 class ProcessExecutor(Executor):
-    """One process a rank, torch.distributed over gloo between them, ZeroMQ to here; all files in one private folder."""
+    """One process a rank, transports between them, ZeroMQ to here; all files in one private folder."""
 
     def _launch(self) -> None:
         self._outboxes, self.processes = [], []
@@ -221,7 +222,9 @@ class ThreadExecutor(Executor):
     def _rank_main(self, transport: ReferenceTransport) -> None:
         rank = transport.rank
         try:
-            Worker(self.config, transport, self._inbox.put).serve(self._outboxes[rank].get, self._inbox.put)
+            Worker(self.config, [transport], costs("cpu"), self._inbox.put).serve(
+                self._outboxes[rank].get, self._inbox.put
+            )
         except (LayoutError, ModelError) as error:
             self._inbox.put(Failure(rank, str(error), user=True))
         except Exception as error:

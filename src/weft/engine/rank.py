@@ -1,6 +1,6 @@
 """The process of one rank: `python -m weft.engine.rank DIRECTORY RANK PARENT`, started by `ProcessExecutor`.
 
-DIRECTORY holds config.json (the EngineConfig), the sockets, and torch.distributed's rendezvous file. PARENT is the
+DIRECTORY holds config.json (the EngineConfig), the sockets, and where the transports' ranks meet. PARENT is the
 controller's process id: told, not asked for, since it may be gone by the time that this process has imported torch.
 """
 
@@ -18,10 +18,10 @@ import torch
 import zmq
 from transformers.utils import logging as transformers_logging
 
-from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError
 from weft.engine.config import EngineConfig
 from weft.engine.messages import Failure, FromRank, ToRank, decode_to_rank, encode
+from weft.engine.ranks import bind, cost_model, open_transports
 from weft.engine.worker import Worker
 from weft.models.config import ModelError
 from weft.place.spec import LayoutError
@@ -32,6 +32,7 @@ def main(directory: Path, rank: int, parent: int) -> None:
     threading.Thread(target=_leave_with_parent, args=(parent,), daemon=True).start()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     config = EngineConfig.from_dict(json.loads((directory / "config.json").read_text()))
+    bind(config, rank)
     torch.set_num_threads(config.threads)
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -46,10 +47,10 @@ def main(directory: Path, rank: int, parent: int) -> None:
 
     code = 0
     try:
-        meet = f"file://{directory}/rendezvous"
-        transport = TorchDistTransport(config.mesh, rank, meet, timeout_s=config.step_timeout_s)
-        Worker(config, transport, send).serve(receive, send)
-        transport.close()
+        transports = open_transports(config, rank, directory)
+        Worker(config, transports, cost_model(config), send).serve(receive, send)
+        for transport in transports:
+            transport.close()
     except (LayoutError, ModelError) as error:
         send(Failure(rank, str(error), user=True))
         code = 2

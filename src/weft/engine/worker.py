@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
 import torch
@@ -27,6 +27,7 @@ from weft.engine.messages import (
 from weft.engine.sampler import sample
 from weft.models.load import load_config, load_model
 from weft.models.runner import ModelRunner
+from weft.place.cost import Costs
 
 Send = Callable[[FromRank], None]
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -35,8 +36,8 @@ DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfl
 class Worker:
     """Loads a rank's shard, then runs steps. Ranks keep nothing of a sequence but the pages that steps name."""
 
-    def __init__(self, config: EngineConfig, transport: Transport, send: Send):
-        self.config, self.mesh, self.rank = config, config.mesh, transport.rank
+    def __init__(self, config: EngineConfig, transports: Sequence[Transport], costs: Costs, send: Send):
+        self.config, self.mesh, self.rank = config, config.mesh, transports[0].rank
         shown = -1
 
         def progress(done: int, total: int) -> None:
@@ -46,9 +47,16 @@ class Worker:
                 send(Progress(self.rank, done, total))
 
         model = load_model(
-            config.model, load_config(config.model), self.mesh, self.rank, DTYPES[config.dtype], "cpu", progress
+            config.model,
+            load_config(config.model),
+            self.mesh,
+            self.rank,
+            DTYPES[config.dtype],
+            "cpu",
+            progress,
+            workspace=transports[0].empty,
         )
-        self.runner = ModelRunner(model, self.mesh, self.rank, transport, config.num_pages, config.page_size)
+        self.runner = ModelRunner(model, self.mesh, self.rank, transports, config.num_pages, config.page_size, costs)
 
     def step(self, step: Step) -> Result | None:
         """Runs a step; the leader of each DP group draws the tokens, the others return None."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +24,26 @@ from weft.hidden import Hidden
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
 
 
+class Workspace(Protocol):
+    """Makes an unfilled tensor of like's dtype and device, where it can best be summed over ranks."""
+
+    def __call__(self, *shape: int, like: Tensor) -> Tensor: ...
+
+
+def torch_empty(*shape: int, like: Tensor) -> Tensor:
+    """Wherever torch puts it."""
+    return like.new_empty(shape)
+
+
 @dataclass(frozen=True)
 class Builder:
-    """What every layer needs to make its weights: the rank's place, and the weights' dtype and device."""
+    """What every layer needs: the rank's place, its weights' dtype and device, and where values that owe a sum go."""
 
     mesh: Mesh
     rank: int
     dtype: torch.dtype
     device: torch.device
+    workspace: Workspace = torch_empty
 
     def empty(self, *shape: int) -> nn.Parameter:
         """An unfilled weight."""
@@ -139,7 +152,7 @@ class RowLinear(Layer):
 
     def __init__(self, b: Builder, path: str, inputs: int, outputs: int, over: str, unit: int = 1, bias: bool = False):
         super().__init__(path)
-        self.over = over
+        self.over, self.workspace = over, b.workspace
         share = b.share(path, inputs, over, unit)
         self.weight = b.empty(outputs, share.stop - share.start)
         self.sources["weight"] = [Source(f"{path}.weight", (outputs, inputs), (slice(None), share))]
@@ -153,7 +166,12 @@ class RowLinear(Layer):
         if x.placement != needs:
             raise PlacementError(f"{self.path} needs {needs}, but {x.origin} is {x.placement}")
         placement = x.mesh.placement(x.placement.rows, owes=self.over)
-        return Hidden(F.linear(x.value, self.weight, self.bias), placement, x.mesh, self.path)
+        out = self.workspace(x.value.shape[0], self.weight.shape[0], like=x.value)
+        if self.bias is None:
+            torch.mm(x.value, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, x.value, self.weight.t(), out=out)
+        return Hidden(out, placement, x.mesh, self.path)
 
 
 class RMSNorm(Layer):

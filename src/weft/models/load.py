@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from weft.models.config import ModelConfig, ModelError, load_config
-from weft.models.layers import Builder, Layer, Source
+from weft.models.layers import Builder, Layer, Source, Workspace, torch_empty
 from weft.models.qwen import Qwen
 from weft.place.spec import Mesh
 
@@ -21,12 +21,21 @@ __all__ = ["build_model", "load_config", "load_model"]
 Progress = Callable[[int, int], None]
 
 
-def build_model(config: ModelConfig, mesh: Mesh, rank: int, dtype: torch.dtype, device: torch.device) -> Qwen:
+def build_model(
+    config: ModelConfig,
+    mesh: Mesh,
+    rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    workspace: Workspace = torch_empty,
+) -> Qwen:
     """The model of one rank with unfilled weights (none at all on the `meta` device).
+
+    workspace: makes the tensors that the ranks will sum.
 
     Raises LayoutError where the model's heads, experts or features do not divide over the layout.
     """
-    return Qwen(Builder(mesh, rank, dtype, device), config)
+    return Qwen(Builder(mesh, rank, dtype, device, workspace), config)
 
 
 def load_model(
@@ -37,12 +46,13 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    workspace: Workspace = torch_empty,
 ) -> Qwen:
-    """The model of one rank, weights filled. progress(done, total) counts tensors.
+    """The model of one rank, weights filled. progress(done, total) counts tensors; workspace: as `build_model`.
 
     Raises ModelError for missing or misshapen tensors, LayoutError as `build_model`.
     """
-    model = build_model(config, mesh, rank, dtype, torch.device(device))
+    model = build_model(config, mesh, rank, dtype, torch.device(device), workspace)
     jobs = [
         (getattr(layer, attribute), source)
         for layer in model.modules()

@@ -35,7 +35,7 @@ class Experts(Layer):
         mine = b.share(f"{path} (experts)", experts, "ep")
         cut = b.share(f"{path} (inner features)", inner, "moe_tp")
         size = cut.stop - cut.start
-        self.first = mine.start
+        self.first, self.workspace = mine.start, b.workspace
         self.gate_up = b.empty(mine.stop - mine.start, 2 * size, width)
         self.down = b.empty(mine.stop - mine.start, width, size)
         self.sources = {"gate_up": [], "down": []}
@@ -52,7 +52,8 @@ class Experts(Layer):
         if not x.mesh.same_rows(x.placement.rows, "world"):
             wanted = x.mesh.placement(Rows.WORLD)
             raise PlacementError(f"{self.path} needs {wanted}, but {x.origin} is {x.placement}")
-        out = routed(value, probability, expert - self.first, self.gate_up, self.down)
+        out = self.workspace(*value.shape, like=value)
+        routed(value, probability, expert - self.first, self.gate_up, self.down, out)
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
 
@@ -75,15 +76,15 @@ class Router(Linear):
         return probability.to(logits.dtype), expert
 
 
-def routed(x: Tensor, probability: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def routed(x: Tensor, probability: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor, out: Tensor) -> None:
     """Σ over a token's experts that are here of probability · down(silu(gate(x)) · up(x)).
 
     x `[T, width]`; probability `[T, k]`; expert `[T, k]`, where an index outside `[0, E)` is an expert held elsewhere;
-    gate_up `[E, 2·inner, width]`; down `[E, width, inner]`. Gives `[T, width]`, zero where no expert is here.
+    gate_up `[E, 2·inner, width]`; down `[E, width, inner]`. Fills out `[T, width]`, zero where no expert is here.
     """
     tokens, k = expert.shape
     if not tokens:
-        return torch.empty_like(x)
+        return
     held = gate_up.shape[0]
     expert = expert.flatten()
     here = (expert >= 0) & (expert < held)
@@ -94,7 +95,7 @@ def routed(x: Tensor, probability: Tensor, expert: Tensor, gate_up: Tensor, down
     rows = F.grouped_mm(inner, down.transpose(1, 2), offs=ends) * probability.flatten()[order, None]
     # Rows past the last held expert were never written by the product: select, a product with zero would keep a NaN.
     rows = torch.where((expert < held)[:, None], rows, 0)
-    return torch.zeros_like(x).index_add_(0, token, rows)
+    out.zero_().index_add_(0, token, rows)
 
 
 class SparseMoE(Layer):
@@ -122,7 +123,7 @@ class SparseMoE(Layer):
         out = self.experts(x, *self.router.choose(x))
         if self.shared is not None and self.shared_gate is not None:
             gate = self.shared_gate(x).map(torch.sigmoid, f"{self.path}.shared_expert_gate")
-            out = out + self.shared(x).scale(gate)
+            out += self.shared(x).scale(gate)
         return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -14,8 +15,8 @@ from weft.comm.transport import Transport
 from weft.models.config import ModelConfig
 from weft.models.load import build_model
 from weft.models.qwen import Qwen
-from weft.place.cost import Cost, preset
-from weft.place.edges import COLLECTIVES
+from weft.place.cost import Costs, Offer
+from weft.place.cost import costs as load_costs
 from weft.place.plan import Chain, Counts, Plan, Planner, bucket
 from weft.place.show import plan_text
 from weft.place.spec import Mesh
@@ -32,17 +33,16 @@ def trace(config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> Chain:
     return stream.chain()
 
 
-def plan_model(
-    config: ModelConfig, mesh: Mesh, dtype: torch.dtype, cost: Cost, kinds: frozenset[str] = frozenset(COLLECTIVES)
-) -> Planner:
+def plan_model(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, offers: Sequence[Offer]) -> Planner:
     """The planner of a model on a mesh. Raises LayoutError, PlacementError."""
-    return Planner(mesh, trace(config, mesh, dtype), cost, kinds)
+    return Planner(mesh, trace(config, mesh, dtype), offers)
 
 
 class ModelRunner:
     """Runs a model on one rank. Every rank must call `forward` for every step, with the same counts.
 
-    num_pages, page_size: of the key-value cache, allocated here once. cost: a preset's name.
+    transports: the planner chooses among them, edge by edge, by the costs (`weft.place.cost.costs`). num_pages,
+    page_size: of the key-value cache, allocated here once.
     """
 
     def __init__(
@@ -50,14 +50,17 @@ class ModelRunner:
         model: Qwen,
         mesh: Mesh,
         rank: int,
-        transport: Transport,
+        transports: Sequence[Transport],
         num_pages: int,
         page_size: int,
-        cost: str = "cpu-gloo",
+        costs: Costs | None = None,
     ):
         config, weight = model.config, model.embed.weight
-        self.model, self.mesh, self.rank, self.transport = model, mesh, rank, transport
-        self.planner = plan_model(config, mesh, weight.dtype, preset(cost), transport.kinds)
+        self.model, self.mesh, self.rank = model, mesh, rank
+        self.transports = {t.name: t for t in transports}
+        costs = costs or load_costs("cpu")
+        offers = [Offer(t.name, t.kinds, t.epilogues, costs.of(t.name)) for t in transports]
+        self.planner = plan_model(config, mesh, weight.dtype, offers)
         kv_heads = model.kv_heads.stop - model.kv_heads.start
         self.cache = KVCache(
             config.num_layers, num_pages, page_size, kv_heads, config.head_dim, weight.dtype, weight.device
@@ -79,7 +82,7 @@ class ModelRunner:
         mine = counts[self.mesh.group_of(self.rank)]
         if len(counts) != self.mesh.attn_dp or len(batch.tokens) != mine:
             raise ValueError(f"{len(batch.tokens)} rows on rank {self.rank}, but the step's counts are {counts}")
-        stream = Stream(self.planner.plan(counts), self.planner, self.transport, counts, self._stats)
+        stream = Stream(self.planner.plan(counts), self.planner, self.transports, counts, self._stats)
         logits: Tensor = self.model(stream, batch, PagedAttention(batch, self.cache))
         stream.finish()
         for read, step, edge in self._naive(bucket(counts)).moves():
@@ -101,4 +104,4 @@ class ModelRunner:
     def plan_text(self, tokens_per_group: int) -> str:
         """The plan for so many tokens in each DP group, beside the naive one."""
         counts = (tokens_per_group,) * self.mesh.attn_dp
-        return plan_text(self.planner, counts, self.transport.name)
+        return plan_text(self.planner, counts)

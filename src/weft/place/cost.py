@@ -1,13 +1,18 @@
-"""What a step costs: latency plus bytes over bandwidth (the α-β model of Hockney, doi:10.1016/S0167-8191(06)80021-9).
+"""What a step costs, by transport: a preset, or a table measured on the host by `weft tune`.
 
-The presets are starting points for planning, from public datasheets and the measurements under `benchmarks/`; a table
-measured on the host replaces them by offering the same two methods.
+Presets are latency plus bytes over bandwidth (the α-β model of Hockney, doi:10.1016/S0167-8191(06)80021-9): starting
+points for planning, from public datasheets and the measurements under `benchmarks/`.
 """
 
 from __future__ import annotations
 
+import bisect
+import json
 import math
+import os
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from weft.place.spec import LayoutError
@@ -22,6 +27,18 @@ class Cost(Protocol):
     def collective_us(self, kind: str, group_size: int, bytes_moved: float) -> float: ...
 
     def local_us(self, bytes_touched: float) -> float: ...
+
+    def epilogue_us(self, bytes_touched: float) -> float: ...
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a transport can do, and at what cost. epilogues: the kinds that take residual add and norm."""
+
+    transport: str
+    kinds: frozenset[str]
+    epilogues: frozenset[str]
+    cost: Cost
 
 
 @dataclass(frozen=True)
@@ -46,11 +63,103 @@ class AlphaBeta:
         """Time of one local elementwise kernel."""
         return self.launch_us + bytes_touched / (self.mem_gb_s * 1e3)
 
+    def epilogue_us(self, bytes_touched: float) -> float:
+        """What an epilogue adds to its collective: its memory traffic, but no launch."""
+        return bytes_touched / (self.mem_gb_s * 1e3)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A transport's measured times: us by (kind, group size) as points (bytes moved, µs), ascending.
+
+    local, epilogue: the same for local kernels and epilogues. Between points, times are interpolated on logarithmic
+    axes; below the first they are its, beyond the last they grow with the bytes. A group size that was not measured
+    takes the next larger one's, and beyond the largest its times in proportion.
+    """
+
+    name: str
+    us: dict[tuple[str, int], tuple[tuple[float, float], ...]]
+    local: tuple[tuple[float, float], ...]
+    epilogue: tuple[tuple[float, float], ...]
+
+    def collective_us(self, kind: str, group_size: int, bytes_moved: float) -> float:
+        """Measured time of one collective. Raises LayoutError where the kind was not measured."""
+        sizes = sorted(n for k, n in self.us if k == kind)
+        if not sizes:
+            raise LayoutError(f"{self.name} has no times of {kind}; measure them: weft tune")
+        size = next((n for n in sizes if n >= group_size), sizes[-1])
+        return _interpolate(self.us[kind, size], bytes_moved) * max(1.0, group_size / size)
+
+    def local_us(self, bytes_touched: float) -> float:
+        """Measured time of one local elementwise kernel."""
+        return _interpolate(self.local, bytes_touched)
+
+    def epilogue_us(self, bytes_touched: float) -> float:
+        """Measured time that an epilogue adds to its collective."""
+        return _interpolate(self.epilogue, bytes_touched)
+
+
+def _interpolate(points: tuple[tuple[float, float], ...], bytes_moved: float) -> float:
+    at = bisect.bisect_left(points, (bytes_moved, 0.0))
+    if at == 0:
+        return points[0][1]
+    (low, before), (high, after) = points[at - 1], points[min(at, len(points) - 1)]
+    if at == len(points):
+        return before * bytes_moved / low
+    if min(before, after) <= 0:
+        return before + (after - before) * (bytes_moved - low) / (high - low)
+    return before * (after / before) ** (math.log(bytes_moved / low) / math.log(high / low))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A cost model of every transport. by_transport: of each; the name `*` stands for all others."""
+
+    name: str
+    by_transport: dict[str, Cost]
+
+    def of(self, transport: str) -> Cost:
+        """A transport's. Raises LayoutError with what was measured."""
+        cost = self.by_transport.get(transport) or self.by_transport.get("*")
+        if cost is None:
+            raise LayoutError(f"{self.name} has no times of {transport}, only of {', '.join(self.by_transport)}")
+        return cost
+
+
+def read_table(path: Path) -> Costs:
+    """The table that `weft tune` wrote. Raises LayoutError where it is none."""
+    try:
+        table = json.loads(path.read_text())
+        local = tuple((float(b), float(us)) for b, us in table["local"])
+        epilogue = tuple((float(b), float(us)) for b, us in table["epilogue"])
+        by_transport: dict[str, Cost] = {}
+        for transport, rows in table["transports"].items():
+            us: dict[tuple[str, int], list[tuple[float, float]]] = {}
+            for row in rows:
+                us.setdefault((row["kind"], row["ranks"]), []).append((row["bytes"], row["us"]))
+            points = {key: tuple(sorted(found)) for key, found in us.items()}
+            by_transport[transport] = Table(str(path), points, local, epilogue)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LayoutError(f"{path} is no table of weft tune: {error}") from error
+    return Costs(str(path), by_transport)
+
+
+def read_tuning(path: Path) -> dict[str, int]:
+    """The sizes that `weft tune` found best for transport shm on this host; empty where it did not look."""
+    return dict(json.loads(path.read_text()).get("shm_tuning", {}))
+
+
+def host_table() -> Path:
+    """Where `weft tune` writes this host's table unless told otherwise, and where the engine looks for it."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "weft" / f"tune-{socket.gethostname()}.json"
+
 
 PRESETS: dict[str, AlphaBeta] = {
     p.name: p
     for p in (
         AlphaBeta("cpu-gloo", alpha_us=300.0, hop_us=300.0, gb_s=1.0, launch_us=4.0, mem_gb_s=8.0),
+        AlphaBeta("cpu-shm", alpha_us=1.5, hop_us=0.5, gb_s=12.0, launch_us=4.0, mem_gb_s=8.0),
         AlphaBeta("h100-nvlink", alpha_us=10.5, hop_us=0.5, gb_s=368.0, launch_us=2.0, mem_gb_s=2700.0),
         AlphaBeta("h200-nvlink", alpha_us=10.5, hop_us=0.5, gb_s=368.0, launch_us=2.0, mem_gb_s=4000.0),
         AlphaBeta("gb200-nvl72", alpha_us=10.5, hop_us=0.4, gb_s=720.0, launch_us=2.0, mem_gb_s=6500.0),
@@ -59,8 +168,17 @@ PRESETS: dict[str, AlphaBeta] = {
 }
 
 
-def preset(name: str) -> AlphaBeta:
-    """A preset by name. Raises LayoutError with the known names."""
+def costs(name: str) -> Costs:
+    """A cost model by name: a preset for every transport; `cpu`, the CPU presets; or a table's path, ending in .json.
+
+    Raises LayoutError with the known names.
+    """
+    if name.endswith(".json"):
+        return read_table(Path(name))
+    if name == "cpu":
+        return Costs(name, {"shm": PRESETS["cpu-shm"], "*": PRESETS["cpu-gloo"]})
     if name not in PRESETS:
-        raise LayoutError(f"no cost preset {name!r}; known: {', '.join(PRESETS)}")
-    return PRESETS[name]
+        raise LayoutError(
+            f"no cost preset {name!r}; known: cpu, {', '.join(PRESETS)}, or a table FILE.json of weft tune"
+        )
+    return Costs(name, {"*": PRESETS[name]})

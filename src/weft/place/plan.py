@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Literal
 
-from weft.place.cost import Cost
-from weft.place.edges import COLLECTIVES, Edge, legal_edges, rows_received
+from weft.place.cost import Offer
+from weft.place.edges import Edge, legal_edges, rows_received
 from weft.place.spec import Mesh, Placement, PlacementError, Rows
 
 Counts = tuple[int, ...]
@@ -50,19 +50,25 @@ class Step:
     merge:  add delta `into + n` to the equal-placed delta `into`: `operand` is the dropped one.
     absorb: add the complete delta `operand` to the residual (the first delta becomes the residual).
     norm:   normalise the residual.
+    finish: move, absorb and norm in one call of a transport: the edge with its epilogue.
+
+    transport: who carries the edge out.
     """
 
-    op: Literal["move", "merge", "absorb", "norm"]
+    op: Literal["move", "merge", "absorb", "norm", "finish"]
     operand: int | str = RESIDUAL
     edge: Edge | None = None
     into: int = 0
     rows: Rows = Rows.OWN
     us: float = 0.0
+    transport: str = "local"
 
     def __str__(self) -> str:
-        if self.op == "move":
+        if self.edge is not None:
             what = self.operand if isinstance(self.operand, str) else f"delta {self.operand}"
-            return f"{self.edge} [{what}]"
+            epilogue = " + residual + norm" if self.op == "finish" else ""
+            by = f" by {self.transport}" if self.edge.moves else ""
+            return f"{self.edge}{epilogue} [{what}]{by}"
         if self.op == "norm":
             return f"norm on {self.rows.name}"
         return f"{self.op} delta {self.operand} on {self.rows.name}"
@@ -115,20 +121,21 @@ def bucket(counts: Counts) -> Counts:
 
 
 class Planner:
-    """Plans a chain on a mesh with the edges that a transport offers.
+    """Plans a chain on a mesh with the edges that transports offer; each edge goes to the cheapest that has it.
 
-    kinds: collectives on offer; slices always are. Plans are cached by `bucket`. Raises PlacementError, naming the
-    block, where no legal steps lead to what a block asks for.
+    Slices need no offer; local steps cost what the first offer says. Plans are cached by `bucket`. Raises
+    PlacementError, naming the block, where no legal steps lead to what a block asks for.
     """
 
-    def __init__(self, mesh: Mesh, chain: Chain, cost: Cost, kinds: frozenset[str] = frozenset(COLLECTIVES)):
-        self.mesh, self.chain, self.cost, self.kinds = mesh, chain, cost, kinds
+    def __init__(self, mesh: Mesh, chain: Chain, offers: Sequence[Offer]):
+        self.mesh, self.chain, self.offers = mesh, chain, tuple(offers)
+        kinds = frozenset().union(*(o.kinds for o in offers))
         self.edges = {
             src: tuple(e for e in edges if not e.moves or e.kind in kinds) for src, edges in legal_edges(mesh).items()
         }
         self._plan = cache(self._make)
         self._settle = cache(self._search)
-        self._edge_us = cache(self._price)
+        self._edge_us, self._finish_us = cache(self._price), cache(self._price_finish)
         self.bytes_received = lru_cache(1 << 16)(self._bytes_received)
 
     def plan(self, counts: Counts) -> Plan:
@@ -159,14 +166,31 @@ class Planner:
 
     # --- costs ------------------------------------------------------------------------------------------------
 
-    def _price(self, edge: Edge, counts: Counts) -> float:
+    def _price(self, edge: Edge, counts: Counts) -> tuple[float, str]:
+        """µs, and the transport that takes so long."""
         if not edge.moves:
-            return 0.0
-        return self.cost.collective_us(edge.kind, self.mesh.size(edge.group), self.bytes_received(edge, counts))
+            return 0.0, "local"
+        size, moved = self.mesh.size(edge.group), self.bytes_received(edge, counts)
+        return min((o.cost.collective_us(edge.kind, size, moved), o.transport) for o in self._having(edge))
+
+    def _price_finish(self, edge: Edge, counts: Counts) -> tuple[float, str] | None:
+        size, moved = self.mesh.size(edge.group), self.bytes_received(edge, counts)
+        touched = 4 * self._most_bytes(edge.dst.rows, counts)  # reads delta and residual, writes residual and norm
+        able = [o for o in self.offers if edge.kind in o.epilogues]
+        times = [
+            (o.cost.collective_us(edge.kind, size, moved) + o.cost.epilogue_us(touched), o.transport) for o in able
+        ]
+        return min(times, default=None)
+
+    def _having(self, edge: Edge) -> list[Offer]:
+        return [o for o in self.offers if edge.kind in o.kinds]
 
     def _local_us(self, rows: Rows, touches: int, counts: Counts) -> float:
+        return self.offers[0].cost.local_us(touches * self._most_bytes(rows, counts))
+
+    def _most_bytes(self, rows: Rows, counts: Counts) -> int:
         most = max(self.mesh.row_count(rows, r, counts) for r in range(self.mesh.world))
-        return self.cost.local_us(touches * most * self.chain.width * self.chain.element_bytes)
+        return most * self.chain.width * self.chain.element_bytes
 
     # --- moves out of a state ---------------------------------------------------------------------------------
 
@@ -192,10 +216,23 @@ class Planner:
             if not state.pending:
                 yield self._norm(state.residual, counts), replace(state, normed=self.mesh.placement(state.residual))
         yield from self._absorb(state, counts)
+        yield from self._finish(state, counts)
 
     def _hops(self, operand: int | str, at: Placement, counts: Counts) -> Iterator[tuple[Step, Placement]]:
         for edge in self.edges.get(at, ()):
-            yield Step("move", operand, edge, us=self._edge_us(edge, counts)), edge.dst
+            us, transport = self._edge_us(edge, counts)
+            yield Step("move", operand, edge, us=us, transport=transport), edge.dst
+
+    def _finish(self, state: _State, counts: Counts) -> Iterator[tuple[Step, _State]]:
+        """The last delta's debt, the residual add and the norm in one step."""
+        if state.residual is None or len(state.pending) != 1:
+            return
+        done = self.mesh.placement(state.residual)
+        for edge in self.edges.get(state.pending[0], ()):
+            if edge.dst != done or (best := self._finish_us(edge, counts)) is None:
+                continue
+            step = Step("finish", 0, edge, rows=state.residual, us=best[0], transport=best[1])
+            yield step, _State(state.residual, (), done)
 
     def _absorb(self, state: _State, counts: Counts) -> Iterator[tuple[Step, _State]]:
         for i, delta in enumerate(state.pending):
@@ -253,14 +290,13 @@ class Planner:
         """All-reduce the debt whole, then slice or gather."""
         steps: list[Step] = []
         while src != dst:
-            options = [
-                e for e in legal_edges(self.mesh).get(src, ()) if e.kind in ("slice", "all_reduce", "all_gatherv")
-            ]
+            options = [e for e in self.edges.get(src, ()) if e.kind in ("slice", "all_reduce", "all_gatherv")]
             wanted = self.mesh.placement(src.rows) if src.owes else dst
             edge = next((e for e in options if e.dst == wanted), None)
             if edge is None:
                 raise PlacementError(f"no single step leads from {src} to {wanted}")
-            steps.append(Step("move", operand, edge, us=self._edge_us(edge, counts)))
+            us, transport = self._edge_us(edge, counts)
+            steps.append(Step("move", operand, edge, us=us, transport=transport))
             src = edge.dst
         return steps
 

@@ -14,30 +14,30 @@ def fold(site: str) -> str:
     return re.sub(r"\b\d+\b", "*", site)
 
 
-def plan_dict(planner: Planner, counts: Counts, transport: str) -> dict[str, Any]:
+def plan_dict(planner: Planner, counts: Counts) -> dict[str, Any]:
     """The plan and the naive plan for `counts` tokens in each DP group, every step of every read."""
     plan, naive = planner.plan(counts), planner.naive(counts)
     return {
         "layout": str(planner.mesh),
         "counts": list(plan.counts),
-        "cost": planner.cost.name,
-        "transport": transport,
-        "plan": _totals(planner, plan) | {"reads": [_read(planner, plan, r, transport) for r in plan.reads]},
-        "naive": _totals(planner, naive) | {"reads": [_read(planner, naive, r, transport) for r in naive.reads]},
+        "cost": {o.transport: o.cost.name for o in planner.offers},
+        "plan": _totals(planner, plan) | {"reads": [_read(planner, plan, r) for r in plan.reads]},
+        "naive": _totals(planner, naive) | {"reads": [_read(planner, naive, r) for r in naive.reads]},
     }
 
 
-def plan_text(planner: Planner, counts: Counts, transport: str) -> str:
+def plan_text(planner: Planner, counts: Counts) -> str:
     """The same for reading: equal layers on one line, the naive plan under it, the saving last."""
     plan, naive = planner.plan(counts), planner.naive(counts)
     ours, theirs = _totals(planner, plan), _totals(planner, naive)
-    lines = [f"layout {planner.mesh} · {plan.counts[0]} tokens in each DP group · cost model {planner.cost.name}"]
+    models = ", ".join(dict.fromkeys(o.cost.name for o in planner.offers))
+    lines = [f"layout {planner.mesh} · {plan.counts[0]} tokens in each DP group · cost model {models}"]
     for name, p, total in (("plan", plan, ours), ("naive", naive, theirs)):
         lines += [
             "",
             f"{name}: {total['us']:.0f} µs, {total['collectives']} collectives, {total['bytes']:,} bytes a rank",
         ]
-        lines += _table(planner, p, transport if p is plan else "")
+        lines += _table(planner, p)
     saved = 1 - ours["us"] / theirs["us"] if theirs["us"] else 0.0
     moved = 1 - ours["bytes"] / theirs["bytes"] if theirs["bytes"] else 0.0
     lines += ["", f"saving: {saved:.0%} of the predicted time, {moved:.0%} of the bytes"]
@@ -50,7 +50,7 @@ def _totals(planner: Planner, plan: Plan) -> dict[str, Any]:
     return {"us": plan.us, "collectives": len(moves), "bytes": int(moved)}
 
 
-def _read(planner: Planner, plan: Plan, read: ReadPlan, transport: str) -> dict[str, Any]:
+def _read(planner: Planner, plan: Plan, read: ReadPlan) -> dict[str, Any]:
     steps = []
     for s in read.steps:
         step: dict[str, Any] = {"op": s.op, "us": s.us}
@@ -64,13 +64,13 @@ def _read(planner: Planner, plan: Plan, read: ReadPlan, transport: str) -> dict[
                 "to": str(s.edge.dst),
                 "operand": s.operand if isinstance(s.operand, str) else f"delta {s.operand}",
                 "bytes": int(planner.bytes_received(s.edge, plan.counts)),
-                "transport": transport if s.edge.moves else "local",
+                "transport": s.transport,
             }
         steps.append(step)
     return {"site": read.read.site, "us": read.us, "residual": read.residual.name, "steps": steps}
 
 
-def _table(planner: Planner, plan: Plan, transport: str) -> list[str]:
+def _table(planner: Planner, plan: Plan) -> list[str]:
     rows = [("read", "×", "step", "on", "bytes/rank", "µs", "by")]
     for sites, read in _folded(plan.reads):
         first = (fold(read.read.site), str(sites))
@@ -80,8 +80,8 @@ def _table(planner: Planner, plan: Plan, transport: str) -> list[str]:
                 cells = (str(s.op), f"{s.rows.name} rows", "", f"{s.us:.1f}", "local")
             else:
                 moved = planner.bytes_received(s.edge, plan.counts)
-                by = transport if s.edge.moves else "local"
-                cells = (str(s.edge), operand, f"{int(moved):,}" if s.edge.moves else "", f"{s.us:.1f}", by)
+                what = f"{s.edge} + residual + norm" if s.op == "finish" else str(s.edge)
+                cells = (what, operand, f"{int(moved):,}" if s.edge.moves else "", f"{s.us:.1f}", s.transport)
             rows.append((*first, *cells))
             first = ("", "")
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]

@@ -30,9 +30,11 @@ struct Layout {
   int64_t slot_bytes = 0, heap_bytes = 0;
   std::vector<Ranks> groups;
 
+  // Whole pages: counters that straddle cache lines are not atomic, and streamed stores need aligned places.
+  static int64_t pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
   int64_t lines_bytes() const { return int64_t(kMaxGroups * sizeof(Line)); }
-  int64_t slots_bytes() const { return 2 * slot_bytes * int64_t(groups.size()); }
-  int64_t region_bytes() const { return lines_bytes() + slots_bytes() + heap_bytes; }
+  int64_t slots_bytes() const { return 2 * pages(slot_bytes) * int64_t(groups.size()); }
+  int64_t region_bytes() const { return lines_bytes() + slots_bytes() + pages(heap_bytes); }
   int64_t bytes() const { return int64_t(sizeof(Header)) + region_bytes() * world; }
   int64_t region(int rank) const { return int64_t(sizeof(Header)) + region_bytes() * rank; }
 };
@@ -90,7 +92,7 @@ class Arena {
     touch(base_ + layout_.region(rank), layout_.lines_bytes());
     for (size_t g = 0; g < layout_.groups.size(); ++g)
       if (std::count(layout_.groups[g].begin(), layout_.groups[g].end(), rank))
-        touch(slot(rank, int(g), 0), 2 * layout_.slot_bytes);
+        touch(slot(rank, int(g), 0), 2 * Layout::pages(layout_.slot_bytes));
   }
   ~Arena() { munmap(base_, size_t(layout_.bytes())); }
   Arena(const Arena&) = delete;
@@ -101,7 +103,8 @@ class Arena {
   Header& header() { return *reinterpret_cast<Header*>(base_); }
   Line& line(int rank, int group) { return reinterpret_cast<Line*>(base_ + layout_.region(rank))[group]; }
   char* slot(int rank, int group, uint32_t phase) {
-    return base_ + layout_.region(rank) + layout_.lines_bytes() + layout_.slot_bytes * (2 * group + int(phase & 1));
+    return base_ + layout_.region(rank) + layout_.lines_bytes() +
+           Layout::pages(layout_.slot_bytes) * (2 * group + int(phase & 1));
   }
   char* at(int64_t offset) { return base_ + offset; }
   int64_t offset(const void* p) const { return static_cast<const char*>(p) - base_; }

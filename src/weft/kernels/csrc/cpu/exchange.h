@@ -53,14 +53,14 @@ struct Tuning {
   int64_t stream_out_bytes = 32 << 20;    // larger results are stored past the cache
 };
 
-// Tests record what a rank writes, publishes, waits for and reads.
+enum class Holds { note, staged, input, result };
+
+// Tests record what a rank publishes and waits for, what it writes in its own memory, and reads in its peers'.
 struct NoProbe {
-  void stage(int, uint32_t) {}
-  void publish(int, uint32_t) {}
-  void wait(int, int, uint32_t) {}
-  void read(int, int, uint32_t) {}
-  void write_out(int, uint32_t) {}
-  void read_out(int, int, uint32_t) {}
+  void publish(int, uint32_t) {}                        // group, phase: before
+  void wait(int, int, uint32_t) {}                      // group, rank, phase: after
+  void write(Holds, uint32_t, const void*, int64_t) {}  // chunk, place, bytes: before
+  void read(Holds, uint32_t, const void*, int64_t) {}
 };
 
 template <class Probe = NoProbe>
@@ -76,19 +76,33 @@ class Exchange {
   const std::shared_ptr<Arena>& shared_arena() const { return arena_; }
 
   void barrier(int group) {
-    waiter_.check_lost();
-    const uint32_t phase = next_[size_t(group)]++;
-    publish_phase(group, phase);
-    wait_all(group, phase);
+    in_step([&] {
+      uint32_t& next = next_[size_t(group)];
+      const Ranks& ranks = arena_->layout().groups[size_t(group)];
+      write_note(group, next, Note{0, 0, -1, -1});
+      publish_phase(group, next);
+      wait_all(group, next);
+      for (const int rank : ranks) read_note(rank, group, next, 0);
+      ++next;
+    });
   }
 
   void run(const Call& call) {
-    waiter_.check_lost();
     Live live(*this, call);
-    live.run();
+    in_step([&] { live.run(); });
   }
 
  private:
+  // A call that fails on its way leaves phases and notes behind that a later call would take for its own.
+  template <class F>
+  void in_step(F&& call) {
+    waiter_.check_lost();
+    if (broken_) throw CallError("an earlier call failed on its way, and the ranks are out of step: start anew");
+    broken_ = true;
+    call();
+    broken_ = false;
+  }
+
   struct Live {
     Exchange& e;
     const Call& c;
@@ -122,8 +136,8 @@ class Exchange {
 
     void run() {
       const bool here = in_place();
-      Note& note = e.arena_->line(ranks[size_t(me)], c.group).notes[first & 1];
-      note = Note{c.signature, chunks, here ? e.arena_->offset(c.x) : -1, c.out ? e.arena_->offset(c.out) : -1};
+      e.write_note(c.group, first,
+                   Note{c.signature, chunks, here ? e.arena_->offset(c.x) : -1, c.out ? e.arena_->offset(c.out) : -1});
       uint32_t phase = first;
       for (uint32_t s = 0;; ++s, ++phase) {
         if (s < chunks && !here) stage(s, phase);
@@ -155,9 +169,7 @@ class Exchange {
     void agree() {
       bool anyone_in_place = false;
       for (size_t i = 0; i < ranks.size(); ++i) {
-        notes[i] = e.arena_->line(ranks[i], c.group).notes[first & 1];
-        if (notes[i].signature != c.signature)
-          throw CallError("rank " + std::to_string(ranks[i]) + " makes another call, or one of another size or dtype");
+        notes[i] = e.read_note(ranks[i], c.group, first, c.signature);
         staged |= notes[i].x < 0;
         anyone_in_place |= notes[i].x >= 0;
         if (c.ragged) chunks = std::max(chunks, notes[i].chunks);
@@ -180,11 +192,11 @@ class Exchange {
 
     void stage(uint32_t chunk, uint32_t phase) {
       char* slot = e.arena_->slot(ranks[size_t(me)], c.group, phase);
-      e.probe.stage(c.group, phase);
       for (const Part& part : *c.parts) {
         if (!(part.sources >> me & 1) || !needed_by_others(part)) continue;
         const int64_t bytes = length(part, chunk) * c.element;
         const char* from = c.x + (part.x + int64_t(chunk) * piece) * c.element;
+        e.probe.write(Holds::staged, chunk, slot + lane(part), bytes);
         if (bytes >= e.tuning.stream_slot_bytes)
           e.rows_.copy_stream(slot + lane(part), from, bytes);
         else if (bytes > 0)
@@ -203,16 +215,19 @@ class Exchange {
         for (size_t i = 0; i < ranks.size(); ++i) {
           if (!(part.sources >> i & 1)) continue;
           const int64_t at = (part.x + done) * c.element;
+          const bool staged_there = notes[i].x < 0;
           if (int(i) == me)
-            from[count++] = c.x + at;
-          else if (notes[i].x >= 0)
-            from[count++] = e.arena_->at(notes[i].x) + at;
+            from[count] = c.x + at;
+          else if (staged_there)
+            from[count] = e.arena_->slot(ranks[i], c.group, phase) + lane(part);
           else
-            from[count++] = e.arena_->slot(ranks[i], c.group, phase) + lane(part);
-          if (int(i) != me) e.probe.read(c.group, ranks[i], phase);
+            from[count] = e.arena_->at(notes[i].x) + at;
+          if (int(i) != me)
+            e.probe.read(staged_there ? Holds::staged : Holds::input, chunk, from[count], n * c.element);
+          ++count;
         }
         char* out = c.out + (part.out + done) * c.element;
-        if (c.two_hops) e.probe.write_out(c.group, first);
+        e.probe.write(Holds::result, chunk, out, n * c.element);
         if (count == 1)
           move(out, from[0], n * c.element);
         else
@@ -228,8 +243,11 @@ class Exchange {
         const int64_t n = length(part, chunk), place = part.out + int64_t(chunk) * piece;
         if (n <= 0) continue;
         const char* from = e.arena_->at(notes[part.owner].out) + place * c.element;
-        e.probe.read_out(c.group, ranks[size_t(part.owner)], first);
-        if (!c.finish) move(c.out + place * c.element, from, n * c.element);
+        e.probe.read(Holds::result, chunk, from, n * c.element);
+        if (!c.finish) {
+          e.probe.write(Holds::result, chunk, c.out + place * c.element, n * c.element);
+          move(c.out + place * c.element, from, n * c.element);
+        }
         finish(from, place, n);
       }
     }
@@ -258,10 +276,25 @@ class Exchange {
     }
   }
 
+  void write_note(int group, uint32_t phase, const Note& note) {
+    Note& mine = arena_->line(arena_->rank(), group).notes[phase & 1];
+    probe.write(Holds::note, 0, &mine, sizeof mine);
+    mine = note;
+  }
+  // What a rank said of its call; throws unless it is this call.
+  Note read_note(int rank, int group, uint32_t phase, uint32_t signature) {
+    const Note& note = arena_->line(rank, group).notes[phase & 1];
+    if (rank != arena_->rank()) probe.read(Holds::note, 0, &note, sizeof note);
+    if (note.signature != signature)
+      throw CallError("rank " + std::to_string(rank) + " makes another call, or one of another size or dtype");
+    return note;
+  }
+
   std::shared_ptr<Arena> arena_;
   const Rows& rows_;
   Waiter waiter_;
   std::vector<uint32_t> next_;
+  bool broken_ = false;
 };
 
 }  // namespace weft

@@ -1,0 +1,57 @@
+"""Where a rank's process runs, and which transports it opens."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from weft.comm.shm import MAX_RANKS, ShmTransport, ShmTuning
+from weft.comm.torchdist import TorchDistTransport
+from weft.comm.transport import Transport
+from weft.engine.config import EngineConfig
+from weft.models.config import load_config
+from weft.place.cost import Costs, costs, host_table, read_tuning
+
+
+def cost_model(config: EngineConfig) -> Costs:
+    """The cost model that a configuration names; auto: this host's table, where there is one. Raises LayoutError."""
+    return costs(str(table) if (table := _table(config)) else "cpu" if config.cost == "auto" else config.cost)
+
+
+def open_transports(config: EngineConfig, rank: int, directory: Path) -> list[Transport]:
+    """The transports of a rank, the first being where activations live. Collective. Raises CommError, LayoutError."""
+    opened: list[Transport] = []
+    if config.transport == "shm" or (config.transport == "auto" and config.mesh.world <= MAX_RANKS):
+        table = _table(config)
+        opened.append(
+            ShmTransport(
+                config.mesh,
+                rank,
+                directory / "shm",
+                timeout_s=config.step_timeout_s,
+                arena_bytes=_arena_bytes(config),
+                tuning=ShmTuning(**read_tuning(table)) if table else None,
+            )
+        )
+    if config.transport != "shm":
+        meet = f"file://{directory}/rendezvous"
+        opened.append(TorchDistTransport(config.mesh, rank, meet, timeout_s=config.step_timeout_s))
+    return opened
+
+
+def bind(config: EngineConfig, rank: int) -> None:
+    """Keeps this process, and its threads to come, on the rank's cores."""
+    if config.cpu_bind is not None:
+        os.sched_setaffinity(0, config.cores[rank])
+
+
+def _table(config: EngineConfig) -> Path | None:
+    if config.cost == "auto":
+        return host_table() if host_table().is_file() else None
+    return Path(config.cost) if config.cost.endswith(".json") else None
+
+
+def _arena_bytes(config: EngineConfig) -> int:
+    """Room for a dozen values of the largest step; pages that no step touches take no memory."""
+    width = load_config(config.model).hidden_size
+    return max(1 << 30, 12 * 4 * width * config.max_batch_tokens * config.attn_dp)

@@ -85,8 +85,7 @@ struct Test {
   void rank_main(int rank) {
     auto arena = std::make_shared<Arena>(fd, layout, rank);
     Waiter waiter;
-    const bool crowded = layout.world > int(std::thread::hardware_concurrency());
-    const int spins = crowded ? 100 : 20000;
+    const int spins = 100;
     waiter.spins = spins;
     waiter.yields = 50;
     waiter.timeout_s = 100;

@@ -1,0 +1,80 @@
+"""Compiles the native test programs, also against copies of the kernels' headers with a fault put in."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.kernels.build import CSRC
+
+NATIVE = Path(__file__).parent / "native"
+FLAGS = ("-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized")
+CANNOT_START = "unexpected memory mapping"
+"""What a race detector says that does not cope with this kernel's address space; not a finding."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Every match of `pattern` in a header becomes `instead`."""
+
+    header: str
+    pattern: str
+    instead: str
+
+
+def headers(folder: Path, faults: Sequence[Fault]) -> Path:
+    """A copy of the CPU kernels' sources with faults in."""
+    shutil.copytree(CSRC / "cpu", folder)
+    for fault in faults:
+        path = folder / fault.header
+        text, count = re.subn(fault.pattern, fault.instead, path.read_text())
+        assert count, f"{fault.header} has no {fault.pattern}: put the fault in another way"
+        path.write_text(text)
+    return folder
+
+
+def compile_all(
+    folder: Path, programs: dict[str, tuple[str, Sequence[str], Sequence[Fault]]], *, compiler: str = "g++"
+):
+    """Builds programs, two at a time: name: (source, flags, faults). Gives the path of each."""
+    todo, running = list(programs.items()), []
+    while todo or running:
+        if todo and len(running) < 2:
+            name, (source, flags, faults) = todo.pop(0)
+            include = headers(folder / f"{name}.headers", faults) if faults else CSRC / "cpu"
+            command = [
+                compiler,
+                *FLAGS,
+                *flags,
+                f"-I{include}",
+                str(NATIVE / source),
+                "-o",
+                str(folder / name),
+                "-pthread",
+            ]
+            running.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+            continue
+        _, errors = running[0].communicate()
+        assert running.pop(0).returncode == 0, errors
+    return {name: folder / name for name in programs}
+
+
+def run(
+    program: Path, *arguments: object, races: str = "halt_on_error=1:atexit_sleep_ms=0", timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program. races: what a race detector does; it goes without address randomisation if it must."""
+    command = [str(program), *map(str, arguments)]
+    environment = os.environ | {"TSAN_OPTIONS": races}
+
+    def once(command: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+
+    done = once(command)
+    if CANNOT_START in done.stderr and shutil.which("setarch"):
+        done = once(["setarch", "-R", *command])
+    return done

@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "answer prompts on the terminal",
     "eval": "score a model on held-out word problems",
     "plan": "print the collectives that a layout needs, and what they cost",
+    "bench collectives": "time every edge of transport shm beside its peers and the floor",
     "demo": "serve the embedded model on 4 ranks and ask it word problems",
 }
 

@@ -15,12 +15,13 @@ def main(arguments: list[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2
-    name, *rest = arguments
-    if name not in COMMANDS:
-        print(f"weft: no command {name!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
+    name = next((c for c in COMMANDS if arguments[: len(c.split())] == c.split()), None)
+    if name is None:
+        print(f"weft: no command {arguments[0]!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    rest = arguments[len(name.split()) :]
     try:
-        module = importlib.import_module(f"weft.cli.{name}")
+        module = importlib.import_module(f"weft.cli.{name.replace(' ', '_')}")
         code = int(parse(module.Command, name, rest).run())
         sys.stdout.flush()
         return code
@@ -59,7 +60,7 @@ def usage() -> str:
         "usage: weft COMMAND [MODEL_DIR] [OPTIONS]",
         "",
     ]
-    lines += [f"  {name:10}{what}" for name, what in COMMANDS.items()]
+    lines += [f"  {name:19}{what}" for name, what in COMMANDS.items()]
     return "\n".join([*lines, "", "`weft COMMAND --help` explains a command. MODEL_DIR left out: the embedded model."])
 
 

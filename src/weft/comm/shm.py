@@ -130,6 +130,17 @@ class ShmTransport:
         """The instruction set that runs."""
         return self._kernels.isa(self._handle)
 
+    def offset_of(self, x: Tensor) -> int:
+        """Where a tensor of this rank's arena lies in the shared segment, in bytes; for `direct_sum` on any rank."""
+        return int(self._kernels.offset_of(self._handle, x))
+
+    def direct_sum(self, out: Tensor, offsets: Sizes, begin: int, count: int) -> None:
+        """out[begin : begin + count] = the sum of the tensors at offsets, elements counted flat; no rank waits.
+
+        A benchmark's floor: what a collective takes beyond it is its protocol.
+        """
+        self._call("direct_sum", (), out, offsets, begin, count)
+
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         """An unfilled tensor in the arena: as an input, it is read where it lies. Raises CommError when full."""
         return self._call("empty", (), shape, like)

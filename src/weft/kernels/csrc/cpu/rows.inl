@@ -62,10 +62,10 @@ WEFT_TARGET void add_norm_t(T* residual_out, T* normed, const T* delta, const T*
     typename V::R squares = V::zero();
     float tail = 0.0f;
     int64_t i = 0;
+#pragma GCC unroll 4
     for (; i + V::W <= width; i += V::W) {
-      T* place = residual_out + base + i;
-      V::store(place, V::add(V::load(residual + base + i), V::load(delta + base + i)));
-      const typename V::R rounded = V::load(place);
+      const typename V::R rounded = V::round(V::add(V::load(residual + base + i), V::load(delta + base + i)), delta);
+      V::store_rounded(residual_out + base + i, rounded);
       squares = V::add(squares, V::mul(rounded, rounded));
     }
     for (; i < width; ++i) {
@@ -75,10 +75,10 @@ WEFT_TARGET void add_norm_t(T* residual_out, T* normed, const T* delta, const T*
     }
     const float scale = 1.0f / __builtin_sqrtf((V::sum(squares) + tail) / float(width) + eps);
     const typename V::R scales = V::all(scale);
+#pragma GCC unroll 4
     for (i = 0; i + V::W <= width; i += V::W) {
-      T* place = normed + base + i;
-      V::store(place, V::mul(V::load(residual_out + base + i), scales));
-      V::store(place, V::mul(V::load(place), V::load(weight + i)));
+      const typename V::R scaled = V::round(V::mul(V::load(residual_out + base + i), scales), delta);
+      V::store(normed + base + i, V::mul(scaled, V::load(weight + i)));
     }
     for (; i < width; ++i) {
       narrow(widen(residual_out[base + i]) * scale, normed + base + i);

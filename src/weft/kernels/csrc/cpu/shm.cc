@@ -366,6 +366,25 @@ ffi::Tensor empty(int64_t handle, Sizes shape, TensorView like) {
 
 bool holds(int64_t handle, TensorView x) { return world_of(handle).exchange->arena().heap().holds(x.data_ptr()); }
 
+// For benchmarks: the same reads, sums and writes as a collective's, from tensors at known places in the arena, with no
+// word said between the ranks. What a collective takes beyond this is its protocol.
+int64_t offset_of(int64_t handle, TensorView x) { return world_of(handle).exchange->arena().offset(x.data_ptr()); }
+
+void direct_sum(int64_t handle, TensorView out, Sizes offsets, int64_t begin, int64_t count) {
+  guarded([&] {
+    World& w = world_of(handle);
+    const int64_t element = (out.dtype().bits + 7) / 8;
+    const void* from[kMaxRanks];
+    for (size_t i = 0; i < offsets.size(); ++i) from[i] = w.exchange->arena().at(offsets[i] + begin * element);
+    char* to = static_cast<char*>(out.data_ptr()) + begin * element;
+    if (offsets.size() == 1)
+      std::memcpy(to, from[0], size_t(count * element));
+    else
+      w.rows->reduce(summable(out.dtype()), to, from, int(offsets.size()), count,
+                     count * element >= w.exchange->tuning.stream_out_bytes);
+  });
+}
+
 void barrier(int64_t handle, int64_t group) {
   guarded([&] { world_of(handle).exchange->barrier(int(group)); });
 }
@@ -468,6 +487,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(destroy, weft::destroy)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(isa, weft::isa)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(empty, weft::empty)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(holds, weft::holds)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(offset_of, weft::offset_of)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(direct_sum, weft::direct_sum)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(barrier, weft::barrier)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce, weft::all_reduce)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce_, weft::all_reduce_)

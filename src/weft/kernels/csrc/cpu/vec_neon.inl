@@ -16,6 +16,15 @@ struct V {
   WEFT_FN void store(f16* p, R x) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
   template <class T>
   WEFT_FN void stream(T* p, R x) { store(p, x); }
+  template <class T>
+  WEFT_FN R round(R x, const T*) {
+    T narrowed[W];
+    store(narrowed, x);
+    return load(narrowed);
+  }
+  WEFT_FN R round(R x, const float*) { return x; }
+  template <class T>
+  WEFT_FN void store_rounded(T* p, R x) { store(p, x); }
   WEFT_FN R add(R a, R b) { return vaddq_f32(a, b); }
   WEFT_FN R mul(R a, R b) { return vmulq_f32(a, b); }
   WEFT_FN R all(float x) { return vdupq_n_f32(x); }

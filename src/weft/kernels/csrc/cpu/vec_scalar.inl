@@ -8,6 +8,14 @@ struct V {
   WEFT_FN void store(T* p, R x) { narrow(x, p); }
   template <class T>
   WEFT_FN void stream(T* p, R x) { narrow(x, p); }
+  template <class T>
+  WEFT_FN R round(R x, const T*) {
+    T narrowed;
+    narrow(x, &narrowed);
+    return widen(narrowed);
+  }
+  template <class T>
+  WEFT_FN void store_rounded(T* p, R x) { store(p, x); }
   WEFT_FN R add(R a, R b) { return a + b; }
   WEFT_FN R mul(R a, R b) { return a * b; }
   WEFT_FN R all(float x) { return x; }

@@ -1,0 +1,1 @@
+"""Measurements that anyone can run: collectives, latency, and the table that the planner reads."""

@@ -1,0 +1,223 @@
+"""Times every edge of transport shm beside its peers and the floor, in one run.
+
+Before each timed call every rank rewrites its input, as a model would, and all meet at a barrier. A figure is the
+median over a rank's calls, the slowest rank's. Carriers take turns: a machine that changes its mind does so for all.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from weft.bench.peers import DeepSpeed, Gloo
+from weft.bench.ranks import Report
+from weft.comm.shm import ShmTransport, ShmTuning
+from weft.comm.transport import Epilogue, finish
+from weft.place.spec import Mesh
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+MIXED = ("all_reduce+all_gatherv", "reduce_scatterv+all_reduce")
+EDGES = (
+    "all_reduce",
+    "reduce_scatterv",
+    "all_gatherv",
+    "all_to_allv",
+    "broadcast",
+    "barrier",
+    *MIXED,
+    "all_reduce+norm",
+)
+ROUNDS, ROUND_S, MOST, LEAST = 5, 0.03, 300, 3
+FLOOR = "floor"
+
+
+@dataclass(frozen=True)
+class Case:
+    """bytes: of the largest tensor of the exchange: the input of sums and all_to_allv, the result of gathers."""
+
+    ranks: int
+    edge: str
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """us: median µs of a call, by carrier: shm (any input), shm zero copy (input in the arena), in place, peers."""
+
+    case: Case
+    us: dict[str, float]
+
+    def row(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self.case) | {"us": {k: round(v, 3) for k, v in self.us.items()}}
+
+
+def mesh_of(ranks: int) -> Mesh:
+    """The layout whose groups are measured: DP × TP where there are four ranks or more, else TP."""
+    return Mesh(2, ranks // 2, 2, ranks // 2) if ranks >= 4 and ranks % 2 == 0 else Mesh(1, ranks, ranks, 1)
+
+
+def measure(rank: int, directory: Path, report: Report, cases: list[Case], peers: list[str], tuning: ShmTuning) -> None:
+    """A rank's part; rank 0 reports a Timing for each case."""
+    mesh = mesh_of(cases[0].ranks)
+    shm = ShmTransport(mesh, rank, directory / "shm", tuning=tuning, arena_bytes=4 << 30)
+    group = tuple(range(mesh.world))
+    others: list[Gloo | DeepSpeed] = []
+    if "gloo" in peers:
+        others.append(Gloo(mesh, rank, directory))
+    if "deepspeed" in peers:
+        others.append(DeepSpeed(mesh.world, rank, directory, lambda: shm.barrier(group)))
+    gc.disable()
+    for case in cases:
+        timing = _case(shm, mesh, others, case)
+        if rank == 0:
+            report(timing)
+        gc.collect()
+    for other in others:
+        other.close()
+    shm.close()
+
+
+def _case(shm: ShmTransport, mesh: Mesh, others: list[Gloo | DeepSpeed], case: Case) -> Timing:
+    rank, n = shm.rank, mesh.world
+    group, dtype = tuple(range(n)), DTYPES[case.dtype]
+    elements = case.bytes // dtype.itemsize
+    width = max(1, min(2048, elements // 4))
+    rows = elements // width
+    shares = tuple(rows // n + (i < rows % n) for i in range(n))
+    per_group = tuple(rows // mesh.attn_dp + (d < rows % mesh.attn_dp) for d in range(mesh.attn_dp))
+    held = {"all_gatherv": shares[rank], MIXED[0]: per_group[mesh.group_of(rank)]}.get(case.edge, rows)
+    fresh = torch.randn(held, width).to(dtype)
+    private, arena = fresh.clone(), shm.empty(held, width, like=fresh)
+    tp_peers, dp_peers = mesh.peers("attn_tp", rank), mesh.peers("attn_dp", rank)
+    epilogue = Epilogue(torch.randn(rows, width).to(dtype), torch.randn(width).to(dtype), 1e-6)
+    turns = [shares[rank:] + shares[:rank]]  # rank i sends shares[(i + j) mod n] rows to rank j
+    receive = tuple(shares[(i + rank) % n] for i in range(n))
+
+    def carry(x: Tensor) -> Callable[[], object]:
+        return {
+            "all_reduce": lambda: shm.all_reduce(x, group),
+            "reduce_scatterv": lambda: shm.reduce_scatterv(x, group, shares),
+            "all_gatherv": lambda: shm.all_gatherv(x, group, shares),
+            "all_to_allv": lambda: shm.all_to_allv(x, group, turns[0], receive),
+            "broadcast": lambda: shm.broadcast(x, group, 0),
+            "barrier": lambda: shm.barrier(group),
+            MIXED[0]: lambda: shm.all_reduce_all_gatherv(x, tp_peers, dp_peers, per_group),
+            MIXED[1]: lambda: shm.reduce_scatterv_all_reduce(x, dp_peers, tp_peers, per_group),
+            "all_reduce+norm": lambda: shm.all_reduce(x, group, epilogue),
+        }[case.edge]
+
+    carriers: dict[str, tuple[Tensor, Callable[[], object]]] = {"shm": (private, carry(private))}
+    if case.edge != "barrier":
+        carriers["shm zero copy"] = (arena, carry(arena))
+    if case.edge == "all_reduce":
+        carriers["shm in place"] = (arena, lambda: shm.all_reduce_(arena, group))
+    for other in others:
+        plain = case.edge.removesuffix("+norm")
+        call = other.call(plain, private, shares)
+        if call is not None and plain != case.edge:
+            carriers[other.name] = (private, lambda call=call: (call(), finish(private, epilogue)))  # type: ignore[misc]
+        elif call is not None:
+            carriers[other.name] = (private, call)
+    # Below, a call takes as long as Python's way to it.
+    floors = _floors(shm, arena, case.edge, mesh, shares, per_group, width) if case.bytes >= 1 << 16 else []
+    budget = ROUND_S * (3 if case.bytes > 1 << 20 else 1)
+    found: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        for name, (x, call) in carriers.items():
+            found.setdefault(name, []).extend(_time(shm, group, x, fresh, [call], budget)[0])
+        for i, phases in enumerate(floors):
+            times = _time(shm, group, arena, fresh, phases, budget)
+            found.setdefault(f"{FLOOR} {i}", []).extend(map(sum, zip(*times, strict=True)))
+    medians = {name: statistics.median(times) * 1e6 for name, times in found.items()}
+    slowest = shm.all_gatherv(torch.tensor([list(medians.values())]).double(), group, (1,) * n).amax(0).tolist()
+    us = dict(zip(medians, slowest, strict=True))
+    low = [us.pop(name) for name in list(us) if name.startswith(FLOOR)]
+    return Timing(case, us | ({FLOOR: min(low)} if low else {}))
+
+
+def _time(
+    shm: ShmTransport,
+    group: tuple[int, ...],
+    x: Tensor,
+    fresh: Tensor,
+    phases: list[Callable[[], object]],
+    budget: float,
+) -> list[list[float]]:
+    """Seconds of each phase, call by call; all ranks make the same number of calls, as rank 0's clock says."""
+    times: list[list[float]] = [[] for _ in phases]
+    calls, warm = LEAST, True
+    while True:
+        began = time.perf_counter()
+        for _ in range(calls):
+            x.copy_(fresh)
+            for at, phase in enumerate(phases):
+                shm.barrier(group)
+                start = time.perf_counter()
+                phase()
+                times[at].append(time.perf_counter() - start)
+        if not warm:
+            return times
+        wanted = int(budget / ((time.perf_counter() - began) / calls))
+        told = shm.broadcast(torch.tensor([min(MOST, max(LEAST, wanted))]), group, group[0])
+        calls, warm, times = int(told), False, [[] for _ in phases]
+
+
+def _floors(
+    shm: ShmTransport,
+    arena: Tensor,
+    edge: str,
+    mesh: Mesh,
+    shares: tuple[int, ...],
+    per_group: tuple[int, ...],
+    width: int,
+) -> list[list[Callable[[], object]]]:
+    """Ways to move an edge's bytes with no protocol at all, each a list of phases: the least of them is the floor."""
+    rank, n = shm.rank, mesh.world
+    group, row_bytes = tuple(range(n)), width * arena.element_size()
+    rows = sum(shares)
+    out = shm.empty(rows, width, like=arena)
+    told = torch.tensor([[shm.offset_of(arena), shm.offset_of(out)]])
+    places = shm.all_gatherv(told, group, (1,) * n).tolist()
+    xs, outs = [p[0] for p in places], [p[1] for p in places]
+    starts = [sum(shares[:i]) for i in range(n)]
+
+    def sum_of(begin: int, count: int, ranks: tuple[int, ...] = group, base: int = 0) -> Callable[[], object]:
+        """Rows begin … begin + count from the inputs of `ranks`, whose first row is row `base`."""
+        sources = tuple(xs[r] - base * row_bytes for r in ranks)
+        return lambda: shm.direct_sum(out, sources, begin * width, count * width)
+
+    def copies(of: list[int], places: list[int] = outs) -> Callable[[], object]:
+        def run() -> None:
+            for r in of:
+                shm.direct_sum(out, (places[r],), starts[r] * width, shares[r] * width)
+
+        return run
+
+    elsewhere = [r for r in group if r != rank]
+    if edge == "all_reduce":
+        return [[sum_of(0, rows)], [sum_of(starts[rank], shares[rank]), copies(elsewhere)]]
+    if edge == "reduce_scatterv":
+        return [[sum_of(starts[rank], shares[rank])]]
+    if edge == "all_gatherv":
+        return [[copies(list(group), [xs[r] - starts[r] * row_bytes for r in group])]]
+    if edge == "broadcast":
+        return [[sum_of(0, rows, (0,))]]
+    if edge == "all_reduce+all_gatherv" and len(set(shares)) == 1:
+        base = sum(per_group[: mesh.group_of(rank)])
+        mine_of = sum_of(starts[rank], shares[rank], mesh.peers("attn_tp", rank), base)
+        return [[mine_of, copies(elsewhere)]]
+    if edge == "reduce_scatterv+all_reduce":
+        mine = [r for r in mesh.peers("attn_tp", rank) if r != rank]
+        begin = sum(per_group[: mesh.group_of(rank)])
+        whole = sum_of(begin, per_group[mesh.group_of(rank)])
+        return [[whole], [sum_of(starts[rank], shares[rank]), copies(mine)]]
+    return []

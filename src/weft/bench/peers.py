@@ -1,0 +1,102 @@
+"""The same exchanges as others do them: torch.distributed over gloo, and DeepSpeed's shared-memory all_reduce."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.transport import CommError
+from weft.place.spec import Mesh
+
+
+class Gloo:
+    """torch.distributed's own calls, in the compositions that engines use where it has no call of its own."""
+
+    name = "gloo"
+
+    def __init__(self, mesh: Mesh, rank: int, directory: Path):
+        dist.init_process_group("gloo", init_method=f"file://{directory}/gloo", rank=rank, world_size=mesh.world)
+        self._mesh, self._rank = mesh, rank
+        self._groups = {}
+        for name in ("attn_tp", "attn_dp"):
+            for ranks in mesh.partitions[name]:
+                group = dist.new_group(list(ranks))
+                if rank in ranks:
+                    self._groups[name] = group
+
+    def call(self, edge: str, x: Tensor, shares: tuple[int, ...]) -> Callable[[], object] | None:
+        """The exchange of x as a call; shares: rows of each rank. None where gloo has none to compare with."""
+        n, tp = len(shares), self._mesh.attn_tp
+        if edge == "all_reduce":
+            return lambda: dist.all_reduce(x)
+        if edge == "barrier":
+            return dist.barrier
+        if edge == "broadcast":
+            return lambda: dist.broadcast(x, 0)
+        if edge == "all_gatherv":
+            parts = list(x.new_empty(sum(shares), *x.shape[1:]).split(shares))
+            return (lambda: dist.all_gather(parts, x)) if len(set(shares)) == 1 else None
+        if edge == "reduce_scatterv":  # gloo's default form: all-reduce, then take the slice
+            return lambda: dist.all_reduce(x)
+        if edge == "all_to_allv":
+            out = torch.empty_like(x)
+            return (lambda: dist.all_to_all_single(out, x)) if x.shape[0] % n == 0 else None
+        if edge == "all_reduce+all_gatherv" and len(set(shares)) == 1:
+            out = x.new_empty(self._mesh.attn_dp * x.shape[0], *x.shape[1:])
+
+            def gather_mixed() -> None:
+                dist.all_reduce(x, group=self._groups["attn_tp"])
+                dist.all_gather(list(out.chunk(n // tp)), x, group=self._groups["attn_dp"])
+
+            return gather_mixed
+        if edge == "reduce_scatterv+all_reduce":
+            return lambda: dist.all_reduce(x)
+        return None
+
+    def close(self) -> None:
+        """Leaves the group."""
+        dist.destroy_process_group()
+
+
+class DeepSpeed:
+    """DeepSpeed's shared-memory all_reduce, called directly, in place. Raises CommError where it is not installed.
+
+    It reads its settings from the environment, leaves its segments in /dev/shm, and starts once in a process's life.
+    """
+
+    name = "deepspeed"
+
+    def __init__(self, world: int, rank: int, directory: Path, barrier: Callable[[], None]):
+        port = str(20000 + sum(str(directory).encode()) * 7919 % 20000)
+        os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(world), "WORLD_SIZE": str(world)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        try:
+            from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+        except ImportError as error:
+            raise CommError(
+                f"DeepSpeed is not installed ({error}); README says how, or leave it out of --peers"
+            ) from error
+        module: Any = None
+        if rank == 0:
+            module = ShareMemCommBuilder().load(verbose=False)  # compiles the first time
+        barrier()
+        module = module or ShareMemCommBuilder().load(verbose=False)
+        module.initialize(world, rank)
+        barrier()
+        if rank == 0:
+            for segment in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_*"):
+                segment.unlink()
+        self._all_reduce = torch.ops.deepspeed.inference_all_reduce_.default
+
+    def call(self, edge: str, x: Tensor, shares: tuple[int, ...]) -> Callable[[], object] | None:
+        """The exchange of x as a call; None for all but all_reduce."""
+        return (lambda: self._all_reduce(x)) if edge == "all_reduce" else None
+
+    def close(self) -> None:
+        """Nothing that it could give back."""

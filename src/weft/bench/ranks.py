@@ -1,0 +1,70 @@
+"""Runs a measurement with a process a rank, and brings home what rank 0 finds as it finds it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from weft.comm.transport import CommError
+
+Report = Callable[[Any], None]
+
+
+def run_ranks(world: int, work: Callable[..., None], *args: Any) -> Iterator[Any]:
+    """Runs `work(rank, directory, report, *args)` in a process a rank; yields what any rank reports, in order.
+
+    Each process keeps to one thread and one core. directory: where the ranks can meet. Raises CommError with the first
+    rank's error; the others are stopped.
+    """
+    context = mp.get_context("spawn")
+    reports = context.Queue()
+    with tempfile.TemporaryDirectory(prefix="weft-bench-") as directory:
+        processes = [
+            context.Process(target=_main, args=(rank, Path(directory), reports, work, args), daemon=True)
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            left = world
+            while left:
+                try:
+                    kind, what = reports.get(timeout=1)
+                except queue.Empty:
+                    dead = [p.exitcode for p in processes if p.exitcode not in (None, 0)]
+                    if dead:
+                        raise CommError(f"a rank of the measurement ended with exit code {dead[0]}") from None
+                    continue
+                if kind == "error":
+                    raise CommError(what)
+                if kind == "report":
+                    yield what
+                left -= kind == "done"
+        finally:
+            for process in processes:
+                if process.exitcode is None and left:
+                    process.terminate()
+                process.join()
+
+
+def _main(rank: int, directory: Path, reports: Any, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    try:
+        work(rank, directory, lambda what: reports.put(("report", what)), *args)
+        reports.put(("done", rank))
+    except BaseException as error:
+        traceback.print_exc()
+        reports.put(("error", f"rank {rank}: {type(error).__name__}: {error}"))
+        reports.close()
+        reports.join_thread()
+        os._exit(1)

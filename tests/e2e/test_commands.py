@@ -116,7 +116,7 @@ def test_readme_model_traces_and_plans() -> None:
     stream.add(Hidden(torch.empty(0, 16, device="meta"), mesh.placement(Rows.GROUP), mesh, "embed"))
     layer(stream)
     stream.read(layer.input_norm, rows=Rows.GROUP)
-    offers = [Offer("any", frozenset(COLLECTIVES), frozenset(), costs("h200-nvlink").of("any"))]
+    offers = [Offer("any", frozenset(COLLECTIVES), frozenset(), costs("h200-nvlink").of("any", 4))]
     plan = Planner(mesh, stream.chain(), offers).plan((4, 4))
     assert sum(1 for _ in plan.moves()) == 3
 

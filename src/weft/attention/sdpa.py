@@ -34,11 +34,18 @@ class PagedAttention:
             at = slice(first, first + rows)
             position = torch.arange(context + rows, device=q.device)
             mask = position <= position[context:, None]
-            out[at] = _attend(q[None, at], keys[None, slots], values[None, slots], mask, scale)[0]
+            out[at] = _attend(q[None, at], _rows(keys, slots[None]), _rows(values, slots[None]), mask, scale)[0]
         if batch.decodes is not None:
             single, slots, mask = batch.decodes
-            out[single] = _attend(q[single, None], keys[slots], values[slots], mask[:, None, None], scale)[:, 0]
+            out[single] = _attend(
+                q[single, None], _rows(keys, slots), _rows(values, slots), mask[:, None, None], scale
+            )[:, 0]
         return out
+
+
+def _rows(cache: Tensor, slots: Tensor) -> Tensor:
+    """cache[slots]; index_select copies whole rows where indexing goes element by element on CPUs."""
+    return cache.index_select(0, slots.flatten()).unflatten(0, slots.shape)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -7,6 +7,7 @@ median over a rank's calls, the slowest rank's. Carriers take turns: a machine t
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -70,6 +71,8 @@ def measure(rank: int, directory: Path, report: Report, cases: list[Case], peers
     mesh = mesh_of(cases[0].ranks)
     shm = ShmTransport(mesh, rank, directory / "shm", tuning=tuning, arena_bytes=4 << 30)
     group = tuple(range(mesh.world))
+    # Between calls of gloo a rank must not spin: gloo's own thread has to get onto the rank's core.
+    patient = ShmTransport(mesh, rank, directory / "patient", spins=0)
     others: list[Gloo | DeepSpeed] = []
     if "gloo" in peers:
         others.append(Gloo(mesh, rank, directory))
@@ -77,16 +80,15 @@ def measure(rank: int, directory: Path, report: Report, cases: list[Case], peers
         others.append(DeepSpeed(mesh.world, rank, directory, lambda: shm.barrier(group)))
     gc.disable()
     for case in cases:
-        timing = _case(shm, mesh, others, case)
+        timing = _case(shm, patient, mesh, others, case)
         if rank == 0:
             report(timing)
         gc.collect()
-    for other in others:
-        other.close()
-    shm.close()
+    for transport in (*others, patient, shm):
+        transport.close()
 
 
-def _case(shm: ShmTransport, mesh: Mesh, others: list[Gloo | DeepSpeed], case: Case) -> Timing:
+def _case(shm: ShmTransport, patient: ShmTransport, mesh: Mesh, others: list[Gloo | DeepSpeed], case: Case) -> Timing:
     rank, n = shm.rank, mesh.world
     group, dtype = tuple(range(n)), DTYPES[case.dtype]
     elements = case.bytes // dtype.itemsize
@@ -127,15 +129,17 @@ def _case(shm: ShmTransport, mesh: Mesh, others: list[Gloo | DeepSpeed], case: C
             carriers[other.name] = (private, lambda call=call: (call(), finish(private, epilogue)))  # type: ignore[misc]
         elif call is not None:
             carriers[other.name] = (private, call)
-    # Below, a call takes as long as Python's way to it.
-    floors = _floors(shm, arena, case.edge, mesh, shares, per_group, width) if case.bytes >= 1 << 16 else []
+    # Below 64 KiB a call takes as long as Python's way to it; ranks that share a core would time each other's turns.
+    alone = n <= (os.cpu_count() or 1)
+    floors = _floors(shm, arena, case.edge, mesh, shares, per_group, width) if case.bytes >= 1 << 16 and alone else []
     budget = ROUND_S * (3 if case.bytes > 1 << 20 else 1)
     found: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
         for name, (x, call) in carriers.items():
-            found.setdefault(name, []).extend(_time(shm, group, x, fresh, [call], budget)[0])
+            meeting = patient if name == Gloo.name else shm
+            found.setdefault(name, []).extend(time_phases(meeting, group, x, fresh, [call], budget)[0])
         for i, phases in enumerate(floors):
-            times = _time(shm, group, arena, fresh, phases, budget)
+            times = time_phases(shm, group, arena, fresh, phases, budget)
             found.setdefault(f"{FLOOR} {i}", []).extend(map(sum, zip(*times, strict=True)))
     medians = {name: statistics.median(times) * 1e6 for name, times in found.items()}
     slowest = shm.all_gatherv(torch.tensor([list(medians.values())]).double(), group, (1,) * n).amax(0).tolist()
@@ -144,7 +148,7 @@ def _case(shm: ShmTransport, mesh: Mesh, others: list[Gloo | DeepSpeed], case: C
     return Timing(case, us | ({FLOOR: min(low)} if low else {}))
 
 
-def _time(
+def time_phases(
     shm: ShmTransport,
     group: tuple[int, ...],
     x: Tensor,
@@ -152,7 +156,10 @@ def _time(
     phases: list[Callable[[], object]],
     budget: float,
 ) -> list[list[float]]:
-    """Seconds of each phase, call by call; all ranks make the same number of calls, as rank 0's clock says."""
+    """Seconds of each phase, call by call; all ranks make the same number of calls, as rank 0's clock says.
+
+    shm: whose barrier precedes each phase.
+    """
     times: list[list[float]] = [[] for _ in phases]
     calls, warm = LEAST, True
     while True:

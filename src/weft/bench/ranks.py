@@ -63,7 +63,8 @@ def _main(rank: int, directory: Path, reports: Any, work: Callable[..., None], a
         work(rank, directory, lambda what: reports.put(("report", what)), *args)
         reports.put(("done", rank))
     except BaseException as error:
-        traceback.print_exc()
+        if not isinstance(error, CommError):
+            traceback.print_exc()
         reports.put(("error", f"rank {rank}: {type(error).__name__}: {error}"))
         reports.close()
         reports.join_thread()

@@ -18,7 +18,9 @@ COMMANDS = {
     "generate": "answer prompts on the terminal",
     "eval": "score a model on held-out word problems",
     "plan": "print the collectives that a layout needs, and what they cost",
+    "tune": "measure this host: the table by which the planner chooses",
     "bench collectives": "time every edge of transport shm beside its peers and the floor",
+    "bench latency": "time first and next tokens of a request, transport by transport",
     "demo": "serve the embedded model on 4 ranks and ask it word problems",
 }
 

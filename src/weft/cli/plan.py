@@ -61,8 +61,9 @@ class Command:
         dtype = getattr(config.source, "dtype", None)
         dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         model = costs(self.cost)
-        offers = [Offer(name, *OFFERS[name], model.of(name)) for name in self.transport]
-        planner = plan_model(config, parse_layout(self.layout), dtype, offers)
+        mesh = parse_layout(self.layout)
+        offers = [Offer(name, *OFFERS[name], model.of(name, mesh.world)) for name in self.transport]
+        planner = plan_model(config, mesh, dtype, offers)
         every = [(n,) * planner.mesh.attn_dp for n in parse_tokens(self.tokens)]
         if self.json:
             print(json.dumps([plan_dict(planner, counts) for counts in every], indent=1))

@@ -21,6 +21,8 @@ from weft.place.edges import COLLECTIVES, REDUCTIONS
 from weft.place.spec import GROUP_NAMES, Mesh
 
 MAX_RANKS = 16
+YIELDS = 2000
+"""How often a waiting rank offers its core to others before it sleeps: what makes more ranks than cores fast."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class ShmTransport:
         self._timeout_s = timeout_s
         self._kernels = kernels = cpu_kernels()
         crowded = mesh.world > len(os.sched_getaffinity(0))
-        spins = (100 if crowded else 20_000) if spins is None else spins
+        spins = (20 if crowded else 2000) if spins is None else spins
         tuning = tuning or ShmTuning()
         slot_bytes, *sizes = astuple(tuning)
         terms = [mesh.world, groups, arena_bytes, slot_bytes, sizes]
@@ -103,7 +105,7 @@ class ShmTransport:
                 arena_bytes,
                 self._pidfds,
                 spins,
-                50,
+                YIELDS,
                 timeout_s,
                 sizes,
                 isa,

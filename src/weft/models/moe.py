@@ -82,10 +82,14 @@ def routed(x: Tensor, probability: Tensor, expert: Tensor, gate_up: Tensor, down
     x `[T, width]`; probability `[T, k]`; expert `[T, k]`, where an index outside `[0, E)` is an expert held elsewhere;
     gate_up `[E, 2·inner, width]`; down `[E, width, inner]`. Fills out `[T, width]`, zero where no expert is here.
     """
-    tokens, k = expert.shape
-    if not tokens:
-        return
-    held = gate_up.shape[0]
+    if x.shape[0]:
+        # On CPUs grouped_mm is itself a loop, over the experts without a row too.
+        (one_by_one if x.device.type == "cpu" else grouped)(x, probability, expert, gate_up, down, out)
+
+
+def grouped(x: Tensor, probability: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor, out: Tensor) -> None:
+    """`routed` in two grouped products; the host never waits to learn how many rows an expert has."""
+    k, held = expert.shape[1], gate_up.shape[0]
     expert = expert.flatten()
     here = (expert >= 0) & (expert < held)
     expert, order = torch.where(here, expert, held).sort(stable=True)
@@ -96,6 +100,19 @@ def routed(x: Tensor, probability: Tensor, expert: Tensor, gate_up: Tensor, down
     # Rows past the last held expert were never written by the product: select, a product with zero would keep a NaN.
     rows = torch.where((expert < held)[:, None], rows, 0)
     out.zero_().index_add_(0, token, rows)
+
+
+def one_by_one(x: Tensor, probability: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor, out: Tensor) -> None:
+    """`routed` in two products for each expert that has a row."""
+    k, held = expert.shape[1], gate_up.shape[0]
+    out.zero_()
+    expert, order = expert.flatten().sort(stable=True)
+    numbers, sizes = expert.unique_consecutive(return_counts=True)
+    for e, at in zip(numbers.tolist(), order.split(sizes.tolist()), strict=True):
+        if 0 <= e < held:
+            token = at // k
+            inner = _silu_and_multiply(F.linear(x[token], gate_up[e]))
+            out.index_add_(0, token, F.linear(inner, down[e]) * probability.flatten()[at, None])
 
 
 class SparseMoE(Layer):

@@ -113,17 +113,24 @@ def _interpolate(points: tuple[tuple[float, float], ...], bytes_moved: float) ->
 
 @dataclass(frozen=True)
 class Costs:
-    """A cost model of every transport. by_transport: of each; the name `*` stands for all others."""
+    """A cost model of every transport. by_transport: of each, by the number of ranks of the world that was measured.
+
+    The transport `*` stands for all others, the world 0 for any.
+    """
 
     name: str
-    by_transport: dict[str, Cost]
+    by_transport: dict[str, dict[int, Cost]]
 
-    def of(self, transport: str) -> Cost:
-        """A transport's. Raises LayoutError with what was measured."""
-        cost = self.by_transport.get(transport) or self.by_transport.get("*")
-        if cost is None:
-            raise LayoutError(f"{self.name} has no times of {transport}, only of {', '.join(self.by_transport)}")
-        return cost
+    def of(self, transport: str, world: int) -> Cost:
+        """A transport's in a world of so many ranks: the next larger one measured, else the largest.
+
+        Raises LayoutError with what was measured.
+        """
+        by_world = self.by_transport.get(transport) or self.by_transport.get("*")
+        if by_world is None:
+            known = ", ".join(self.by_transport) or "nothing"
+            raise LayoutError(f"{self.name} has no times of {transport}, only of {known}; measure it: weft tune")
+        return by_world[min((w for w in by_world if w >= world), default=max(by_world))]
 
 
 def read_table(path: Path) -> Costs:
@@ -132,15 +139,16 @@ def read_table(path: Path) -> Costs:
         table = json.loads(path.read_text())
         local = tuple((float(b), float(us)) for b, us in table["local"])
         epilogue = tuple((float(b), float(us)) for b, us in table["epilogue"])
-        by_transport: dict[str, Cost] = {}
+        by_transport: dict[str, dict[int, Cost]] = {}
         for transport, rows in table["transports"].items():
-            us: dict[tuple[str, int], list[tuple[float, float]]] = {}
-            for row in rows:
-                us.setdefault((row["kind"], row["ranks"]), []).append((row["bytes"], row["us"]))
-            points = {key: tuple(sorted(found)) for key, found in us.items()}
-            by_transport[transport] = Table(str(path), points, local, epilogue)
+            for world in {row["world"] for row in rows}:
+                us: dict[tuple[str, int], list[tuple[float, float]]] = {}
+                for row in (r for r in rows if r["world"] == world):
+                    us.setdefault((row["kind"], row["ranks"]), []).append((float(row["bytes"]), float(row["us"])))
+                points = {key: tuple(sorted(found)) for key, found in us.items()}
+                by_transport.setdefault(transport, {})[world] = Table(str(path), points, local, epilogue)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LayoutError(f"{path} is no table of weft tune: {error}") from error
+        raise LayoutError(f"{path} is no table of weft tune: {type(error).__name__}: {error}") from error
     return Costs(str(path), by_transport)
 
 
@@ -176,9 +184,9 @@ def costs(name: str) -> Costs:
     if name.endswith(".json"):
         return read_table(Path(name))
     if name == "cpu":
-        return Costs(name, {"shm": PRESETS["cpu-shm"], "*": PRESETS["cpu-gloo"]})
+        return Costs(name, {"shm": {0: PRESETS["cpu-shm"]}, "*": {0: PRESETS["cpu-gloo"]}})
     if name not in PRESETS:
         raise LayoutError(
             f"no cost preset {name!r}; known: cpu, {', '.join(PRESETS)}, or a table FILE.json of weft tune"
         )
-    return Costs(name, {"*": PRESETS[name]})
+    return Costs(name, {"*": {0: PRESETS[name]}})

@@ -20,6 +20,7 @@ constexpr int64_t kPage = 4096;
 
 struct alignas(kPage) Header {
   std::atomic<int32_t> lost;
+  std::atomic<uint32_t> left;
 };
 
 // Group g of the world: its ranks, ascending.

@@ -67,7 +67,11 @@ template <class Probe = NoProbe>
 class Exchange {
  public:
   Exchange(std::shared_ptr<Arena> arena, const Rows& rows, Waiter waiter)
-      : arena_(std::move(arena)), rows_(rows), waiter_(std::move(waiter)), next_(arena_->layout().groups.size(), 1) {}
+      : arena_(std::move(arena)), rows_(rows), waiter_(std::move(waiter)), next_(arena_->layout().groups.size(), 1) {
+    waiter_.left = &arena_->header().left;
+  }
+  ~Exchange() { arena_->header().left.fetch_or(1u << arena_->rank()); }
+  Exchange(const Exchange&) = delete;
 
   Tuning tuning;
   Probe probe;

@@ -81,7 +81,8 @@ inline bool reached(uint32_t phase, uint32_t wanted) { return int32_t(phase - wa
 struct Waiter {
   int spins = 0, yields = 0;
   double timeout_s = 60;
-  std::atomic<int32_t>* lost = nullptr;  // shared: 1 + the first rank known to be gone
+  std::atomic<int32_t>* lost = nullptr;   // shared: 1 + the first rank known to be gone
+  std::atomic<uint32_t>* left = nullptr;  // shared: bit r: rank r was done, and may end: lost only to who calls it
   std::vector<pollfd> peers;             // a pidfd of each other process, -1 where it has none
   void (*interrupt)() = nullptr;         // may throw: lets Ctrl-C end a wait
 
@@ -116,21 +117,24 @@ struct Waiter {
       if (reached(phase, wanted)) return;
       futex_wait(&line.phase, phase, kSliceNs);
       if (reached(line.phase.load(std::memory_order_seq_cst), wanted)) return;
-      look_for_the_dead(line, wanted);
+      look_for_the_dead(line, wanted, rank);
       if (interrupt) interrupt();
       if (now_s() > deadline) throw TimeoutError(std::to_string(rank));
     }
   }
 
-  void look_for_the_dead(Line& line, uint32_t wanted) {
-    if (::poll(peers.data(), peers.size(), 0) > 0) {
-      for (size_t r = 0; r < peers.size(); ++r) {
-        int32_t none = 0;
-        if (peers[r].fd >= 0 && (peers[r].revents & POLLIN)) lost->compare_exchange_strong(none, int32_t(r) + 1);
-      }
-      // It may have published before it went.
-      if (reached(line.phase.load(std::memory_order_seq_cst), wanted)) return;
-    }
+  void look_for_the_dead(Line& line, uint32_t wanted, int rank) {
+    const auto lose = [&](int r) {
+      int32_t none = 0;
+      lost->compare_exchange_strong(none, r + 1);
+    };
+    const int ended = ::poll(peers.data(), peers.size(), 0);
+    const uint32_t gone = left->load(std::memory_order_seq_cst);  // after the poll: a rank leaves before it ends
+    for (size_t r = 0; ended > 0 && r < peers.size(); ++r)
+      if (peers[r].fd >= 0 && (peers[r].revents & POLLIN) && !(gone >> r & 1)) lose(int(r));
+    // It may have published before it went.
+    if (reached(line.phase.load(std::memory_order_seq_cst), wanted)) return;
+    if (gone >> rank & 1) lose(rank);
     check_lost();
   }
 };

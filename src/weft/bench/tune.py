@@ -1,0 +1,143 @@
+"""Measures this host: what every edge costs on every transport, and which sizes suit transport shm."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.bench.collectives import mesh_of, time_phases
+from weft.bench.ranks import Report
+from weft.comm.shm import ShmTransport, ShmTuning
+from weft.comm.torchdist import TorchDistTransport
+from weft.comm.transport import Epilogue, Transport, carry_out
+from weft.place.edges import Edge, legal_edges, rows_received
+from weft.place.spec import Mesh
+
+WIDTH, DTYPE = 1024, torch.float32
+ROW_BYTES = WIDTH * DTYPE.itemsize
+NEVER = 1 << 30
+BUDGET_S, ROUNDS = 0.02, 3
+
+
+def find_sizes(rank: int, directory: Path, report: Report, world: int) -> None:
+    """A rank's part of finding the ShmTuning; rank 0 reports it, as a dictionary."""
+    mesh, group = Mesh(1, world, world, 1), tuple(range(world))
+    plain = ShmTuning(two_hop_bytes=NEVER, stream_slot_bytes=NEVER, stream_out_bytes=NEVER)
+    two_hops = replace(plain, two_hop_bytes=0)
+    variants = {
+        "plain": plain,
+        "two hops": two_hops,
+        "stream slot": replace(two_hops, stream_slot_bytes=0),
+        "stream out": replace(two_hops, stream_out_bytes=0),
+    }
+    transports = {}
+    for name, tuning in variants.items():
+        transports[name] = ShmTransport(mesh, rank, directory / name.replace(" ", "-"), tuning=tuning)
+    meeting = transports["plain"]
+
+    def threshold(before: str, after: str, at_home: bool, sizes: list[int]) -> int:
+        """The largest size at which `before` is still the faster, or NEVER."""
+        best = [0] * len(sizes)
+        for at, size in enumerate(sizes):
+            found: dict[str, list[float]] = {before: [], after: []}
+            for _ in range(ROUNDS):
+                for name in (before, after):
+                    shm = transports[name]
+                    fresh = torch.ones(size // 2, dtype=torch.bfloat16)
+                    x = shm.empty(*fresh.shape, like=fresh) if at_home else torch.empty_like(fresh)
+                    call = partial(shm.all_reduce, x, group)
+                    found[name] += time_phases(meeting, group, x, fresh, [call], BUDGET_S)[0]
+            took = [statistics.median(found[before]), statistics.median(found[after])]
+            slowest = meeting.all_gatherv(torch.tensor([took]).double(), group, (1,) * world).amax(0)
+            best[at] = int(slowest.argmin())
+        last = max((at for at in range(len(sizes)) if best[at] == 0), default=-1)
+        return 0 if last < 0 else NEVER if last == len(sizes) - 1 else sizes[last]
+
+    powers = [1 << p for p in range(10, 27)]
+    tuning = ShmTuning(
+        two_hop_bytes=threshold("plain", "two hops", True, [s for s in powers if 2048 <= s <= 1 << 18]),
+        stream_slot_bytes=threshold("two hops", "stream slot", False, [s for s in powers if 1 << 12 <= s <= 1 << 22]),
+        stream_out_bytes=threshold("two hops", "stream out", True, [s for s in powers if s >= 1 << 16]),
+    )
+    if rank == 0:
+        report(asdict(tuning))
+    for shm in transports.values():
+        shm.close()
+
+
+def price(
+    rank: int, directory: Path, report: Report, world: int, names: list[str], sizes: list[int], tuning: dict[str, int]
+) -> None:
+    """A rank's part of pricing every edge; rank 0 reports a row for each: transport, kind, ranks, world, bytes, us."""
+    mesh = mesh_of(world)
+    shm = ShmTransport(mesh, rank, directory / "shm", tuning=ShmTuning(**tuning), arena_bytes=4 << 30)
+    patient = ShmTransport(mesh, rank, directory / "patient", spins=0)  # see bench/collectives.py
+    opened: list[Transport] = [shm] if "shm" in names else []
+    if "gloo" in names:
+        opened.append(TorchDistTransport(mesh, rank, f"file://{directory}/gloo"))
+    group = tuple(range(world))
+    edges: dict[tuple[str, int], Edge] = {}
+    for edge in (e for found in legal_edges(mesh).values() for e in found if e.moves):
+        edges.setdefault((edge.kind, mesh.size(edge.group)), edge)
+    gc.disable()
+    for (kind, ranks), edge in edges.items():
+        for size in sizes:
+            counts = (max(1, size // ROW_BYTES // mesh.attn_dp),) * mesh.attn_dp
+            moved = max(rows_received(edge, mesh, r, counts) for r in range(world)) * ROW_BYTES
+            for transport in opened:
+                if kind in transport.kinds:
+                    us = _edge_us(shm if transport is shm else patient, transport, edge, mesh, counts, group)
+                    if rank == 0:
+                        row = {"kind": kind, "ranks": ranks, "world": world, "bytes": moved, "us": round(us, 2)}
+                        report({"transport": transport.name} | row)
+            gc.collect()
+    for transport in {id(t): t for t in (*opened, patient, shm)}.values():
+        transport.close()
+
+
+def _edge_us(
+    meeting: ShmTransport, transport: Transport, edge: Edge, mesh: Mesh, counts: tuple[int, ...], group: tuple[int, ...]
+) -> float:
+    fresh = torch.ones(mesh.row_count(edge.src.rows, meeting.rank, counts), WIDTH, dtype=DTYPE)
+    x = transport.empty(*fresh.shape, like=fresh)
+    times: list[float] = []
+    for _ in range(ROUNDS):
+        call = partial(carry_out, edge, x, mesh, transport, counts)
+        times += time_phases(meeting, group, x, fresh, [call], BUDGET_S)[0]
+    took = torch.tensor([[statistics.median(times) * 1e6]]).double()
+    return float(meeting.all_gatherv(took, group, (1,) * len(group)).max())
+
+
+def price_locals(rank: int, directory: Path, report: Report, sizes: list[int]) -> None:
+    """What a rank's own steps cost, for one rank: reports {"local": points, "epilogue": points} by bytes touched."""
+    shm = ShmTransport(Mesh(1, 1, 1, 1), rank, directory / "shm", arena_bytes=4 << 30)
+    points: dict[str, Any] = {"local": [], "epilogue": []}
+    for size in sizes:
+        rows = max(1, size // ROW_BYTES)
+        a, b, weight = torch.ones(rows, WIDTH), torch.ones(rows, WIDTH), torch.ones(WIDTH)
+        size = rows * ROW_BYTES
+        epilogue = Epilogue(b, weight, 1e-6)
+        plain = _median_us(partial(shm.all_reduce, a, (0,)))
+        fused = _median_us(partial(shm.all_reduce, a, (0,), epilogue))
+        points["local"].append((3 * size, round(_median_us(partial(torch.add, a, b)), 2)))
+        points["epilogue"].append((4 * size, round(max(0.1, fused - plain), 2)))
+    report(points)
+    shm.close()
+
+
+def _median_us(call: Callable[[], object]) -> float:
+    times: list[float] = []
+    end = time.perf_counter() + BUDGET_S * ROUNDS
+    while time.perf_counter() < end or len(times) < 5:
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e6

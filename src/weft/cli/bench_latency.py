@@ -1,0 +1,102 @@
+"""`weft bench latency`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import Progress
+
+from weft.bench.host import describe_host
+from weft.bench.latency import Latency, Request, measure, parameters
+from weft.bench.ranks import run_ranks
+from weft.cli.command import UserError
+from weft.comm.shm import ShmTuning
+from weft.place.cost import host_table, read_tuning
+from weft.place.spec import Mesh
+
+
+@dataclass(frozen=True)
+class Command:
+    """Time the first and the next tokens of one request, transport by transport, in interleaved rounds.
+
+    Without --model: a mixture of experts of 280 M parameters with random weights, of DeepSeek-V2-Lite's depth and
+    routing at a quarter of its width.
+
+    Examples:
+      weft bench latency                                    tensor parallel over 2 ranks, 1024 tokens in, 8 out
+      weft bench latency --model DIR --tp 4 --input 256 --rounds 9 --json latency.json
+    """
+
+    model: Path | None = None
+    """A Hugging Face model directory."""
+    tp: int = 2
+    """Ranks: tensor parallel attention and experts."""
+    input: int = 1024
+    """Tokens of the prompt."""
+    output: int = 8
+    """Tokens of the answer."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    rounds: int = 7
+    """Rounds that count; one more goes before them."""
+    transports: tuple[Literal["gloo", "shm"], ...] = ("gloo", "shm")
+    """The first is what the others are compared with."""
+    json: Path | None = None
+    """Write the figures, and what they were measured on, to this file."""
+
+    def run(self) -> int:
+        """Prints medians and ratios. Raises UserError, LayoutError."""
+        if self.input < 1 or self.output < 2 or self.rounds < 1:
+            raise UserError("--input and --rounds must be 1 or more, --output 2 or more")
+        tuning = ShmTuning(**read_tuning(host_table())) if host_table().is_file() else ShmTuning()
+        mesh = Mesh(1, self.tp, 1, self.tp)
+        request = Request(
+            self.model, mesh, self.dtype, self.input, self.output, self.rounds, self.transports, tuning, "cpu"
+        )
+        console = Console(stderr=True)
+        found: list[Latency] = []
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("rounds", total=self.rounds * len(self.transports))
+            for latency in run_ranks(self.tp, measure, request):
+                found.append(latency)
+                bar.advance(task)
+        result = summary(found, self.transports)
+        for name, row in result.items():
+            print(
+                f"{name:5} first token {row['first_ms']:8.1f} ms ({row['first_saved']:+.0%})   "
+                f"next token {row['next_ms']:7.2f} ms ({row['next_saved']:+.0%})"
+            )
+        if self.json is not None:
+            head: dict[str, object] = {
+                "what": "weft bench latency",
+                "host": describe_host(),
+                "model": str(self.model or "random"),
+            }
+            head |= {"parameters": parameters()} if self.model is None else {}
+            head |= {"tp": self.tp, "input": self.input, "output": self.output, "dtype": self.dtype}
+            rounds = [vars(x) for x in found]
+            self.json.write_text(json.dumps(head | {"medians": result, "rounds": rounds}, indent=1) + "\n")
+        return 0
+
+
+def summary(found: list[Latency], transports: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """Medians of each transport, and what it saves: the median over rounds of 1 - its time / the first transport's."""
+    by = {name: [x for x in found if x.transport == name] for name in transports}
+    base = by[transports[0]]
+
+    def saved(mine: list[float], theirs: list[float]) -> float:
+        return statistics.median(1 - a / b for a, b in zip(mine, theirs, strict=True))
+
+    return {
+        name: {
+            "first_ms": statistics.median(x.first_ms for x in rounds),
+            "next_ms": statistics.median(x.next_ms for x in rounds),
+            "first_saved": saved([x.first_ms for x in rounds], [x.first_ms for x in base]),
+            "next_saved": saved([x.next_ms for x in rounds], [x.next_ms for x in base]),
+        }
+        for name, rounds in by.items()
+    }

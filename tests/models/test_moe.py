@@ -1,0 +1,30 @@
+"""The two ways through the experts, against the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from weft.models.moe import grouped, one_by_one
+
+
+@pytest.mark.parametrize("way", [grouped, one_by_one])
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_experts_elsewhere_add_nothing(way, tokens: int) -> None:
+    """Experts 3 … 6 of ten are here; some tokens have none of theirs here, some experts no token."""
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, 16)
+    gate_up, down = torch.randn(4, 16, 16), torch.randn(4, 16, 8)
+    expert = torch.stack([torch.randperm(10)[:3] for _ in range(tokens)])
+    expert[expert == 5] = 0
+    probability = torch.rand(tokens, 3)
+    out = torch.full((tokens, 16), torch.nan)
+    way(x, probability, expert - 3, gate_up, down, out)
+    wanted = torch.zeros(tokens, 16, dtype=torch.float64)
+    for t in range(tokens):
+        for e, p in zip(expert[t].tolist(), probability[t].double(), strict=True):
+            if 3 <= e < 7:
+                gate, up = (gate_up[e - 3].double() @ x[t].double()).chunk(2)
+                wanted[t] += p * (down[e - 3].double() @ (F.silu(gate) * up))
+    assert torch.allclose(out.double(), wanted, atol=1e-4)

@@ -15,7 +15,7 @@ using namespace weft;
 
 namespace {
 
-constexpr int64_t kSlot = 768, kBuffer = 1 << 16;
+constexpr int64_t kSlot = 960, kBuffer = 1 << 16;
 const char* const kHolds[] = {"note", "staged", "input", "result"};
 
 struct Recorder {
@@ -45,7 +45,7 @@ struct Planned {
   int64_t zero_copy_bytes = 1 << 30, chunk_bytes = 512;
 };
 
-// A slot of 768 bytes takes 192 floats, in 2 or 3 lanes 64 or more a lane: larger calls go in two chunks.
+// A slot of 960 bytes takes 192 floats, in 2 or 3 lanes 64 or more a lane: larger calls go in two chunks.
 Planned planned(const std::string& kind) {
   Planned p;
   Shape& s = p.shape;

@@ -35,7 +35,7 @@ struct Call {
   int64_t element = 0;  // bytes
   const char* x = nullptr;
   char* out = nullptr;  // in the arena
-  bool two_hops = false, sums = false, ragged = false;  // ragged: ranks do not know each other's lengths
+  bool two_hops = false, sums = false, ragged = false;  // ragged: one hop whose lengths only two ranks know
   int lanes = 1;
   int64_t row = 1;    // elements that a chunk never cuts
   int64_t bytes = 0;  // of the result
@@ -115,6 +115,7 @@ class Exchange {
     uint32_t first;
     bool staged = false, exit = false;
     int64_t stride = 0, piece = 0;  // bytes between a slot's lanes, which start on cache lines; elements of a chunk
+    int64_t head = 0;               // bytes of a lane before its elements: in ragged calls the part's length
     uint32_t chunks = 1;
     Note notes[kMaxRanks];
 
@@ -123,9 +124,10 @@ class Exchange {
       me = int(std::find(ranks.begin(), ranks.end(), e.arena_->rank()) - ranks.begin());
       first = e.next_[size_t(c.group)];
       stride = e.arena_->layout().slot_bytes / c.lanes / 64 * 64;
-      const int64_t fits = stride / c.element;
+      head = c.ragged ? 64 : 0;
+      const int64_t fits = (stride - head) / c.element;
       piece = c.row > 1 ? fits / c.row * c.row : fits / 64 * 64;
-      if (!piece)
+      if (piece <= 0)
         throw CallError("a row of " + std::to_string(c.row * c.element) + " bytes does not fit a slot of " +
                         std::to_string(e.arena_->layout().slot_bytes) + " bytes among " + std::to_string(c.lanes) +
                         " ranks; give the transport a larger slot_bytes");
@@ -188,23 +190,30 @@ class Exchange {
     int64_t length(const Part& part, uint32_t chunk) const {
       return std::clamp<int64_t>(part.length - int64_t(chunk) * piece, 0, piece);
     }
-    int64_t lane(const Part& part) const { return part.lane * stride; }
+    char* lane(int rank, const Part& part, uint32_t phase) const {
+      return e.arena_->slot(ranks[size_t(rank)], c.group, phase) + part.lane * stride;
+    }
 
     bool needed_by_others(const Part& part) const {
       return c.two_hops ? part.owner != me : (part.readers & ~(1u << me)) != 0;
     }
 
     void stage(uint32_t chunk, uint32_t phase) {
-      char* slot = e.arena_->slot(ranks[size_t(me)], c.group, phase);
       for (const Part& part : *c.parts) {
         if (!(part.sources >> me & 1) || !needed_by_others(part)) continue;
         const int64_t bytes = length(part, chunk) * c.element;
         const char* from = c.x + (part.x + int64_t(chunk) * piece) * c.element;
-        e.probe.write(Holds::staged, chunk, slot + lane(part), bytes);
+        char* to = lane(me, part, phase);
+        if (head && chunk == 0) {
+          e.probe.write(Holds::staged, chunk, to, sizeof part.length);
+          std::memcpy(to, &part.length, sizeof part.length);
+        }
+        to += head;
+        e.probe.write(Holds::staged, chunk, to, bytes);
         if (bytes >= e.tuning.stream_slot_bytes)
-          e.rows_.copy_stream(slot + lane(part), from, bytes);
+          e.rows_.copy_stream(to, from, bytes);
         else if (bytes > 0)
-          std::memcpy(slot + lane(part), from, size_t(bytes));
+          std::memcpy(to, from, size_t(bytes));
       }
     }
 
@@ -214,6 +223,7 @@ class Exchange {
       for (const Part& part : *c.parts) {
         if (c.two_hops ? part.owner != me : !(part.readers >> me & 1)) continue;
         const int64_t n = length(part, chunk), done = int64_t(chunk) * piece;
+        if (head && chunk == 0 && part.owner != me) expect_length(part, phase);
         if (n <= 0) continue;
         int count = 0;
         for (size_t i = 0; i < ranks.size(); ++i) {
@@ -223,7 +233,7 @@ class Exchange {
           if (int(i) == me)
             from[count] = c.x + at;
           else if (staged_there)
-            from[count] = e.arena_->slot(ranks[i], c.group, phase) + lane(part);
+            from[count] = lane(int(i), part, phase) + head;
           else
             from[count] = e.arena_->at(notes[i].x) + at;
           if (int(i) != me)
@@ -238,6 +248,17 @@ class Exchange {
           e.rows_.reduce(c.dtype, out, from, count, n, c.bytes >= e.tuning.stream_out_bytes);
         finish(out, part.out + done, n);
       }
+    }
+
+    // What the owner, who is the source of each part of a ragged call, has for this rank.
+    void expect_length(const Part& part, uint32_t phase) const {
+      int64_t there;
+      const char* place = lane(part.owner, part, phase);
+      e.probe.read(Holds::staged, 0, place, sizeof there);
+      std::memcpy(&there, place, sizeof there);
+      if (there != part.length)
+        throw CallError("rank " + std::to_string(ranks[size_t(part.owner)]) + " sends " + std::to_string(there) +
+                        " elements where this rank expects " + std::to_string(part.length));
     }
 
     // The second hop: copies what the owners summed in `phase`.

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from weft.comm.transport import CommError
@@ -75,7 +75,8 @@ def pidfds(pids: Sequence[int]) -> list[int]:
 
 
 def _host(path: Path, world: int, terms: str, size: int, deadline: float) -> Meeting:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+    # On an error, who already came must hear of it now, not when the last reference to a socket goes.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door, ExitStack() as on_error:
         with suppress(FileNotFoundError):
             path.unlink()  # of a run that was killed; one that lives would hold another folder
         door.bind(str(path))
@@ -85,7 +86,7 @@ def _host(path: Path, world: int, terms: str, size: int, deadline: float) -> Mee
         try:
             while len(peers) < world - 1:
                 _limit(door, deadline)
-                peer, _ = door.accept()
+                peer = on_error.enter_context(door.accept()[0])
                 hello = json.loads(_read(peer, deadline))
                 if hello["terms"] != terms:
                     raise CommError(
@@ -95,29 +96,33 @@ def _host(path: Path, world: int, terms: str, size: int, deadline: float) -> Mee
         finally:
             with suppress(FileNotFoundError):
                 path.unlink()
-    fd = os.memfd_create("weft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    everyone = [pids[r] for r in range(world)]
-    for peer in peers.values():
-        socket.send_fds(peer, [json.dumps(everyone).encode() + b"\n"], [fd])
+        fd = os.memfd_create("weft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        on_error.callback(os.close, fd)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        everyone = [pids[r] for r in range(world)]
+        for peer in peers.values():
+            socket.send_fds(peer, [json.dumps(everyone).encode() + b"\n"], [fd])
+        on_error.pop_all()
     return Meeting(fd, everyone, 0, list(peers.values()), deadline)
 
 
 def _join(path: Path, rank: int, terms: str, deadline: float) -> Meeting:
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    while True:
+    with ExitStack() as on_error:
+        door = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        while True:
+            _limit(door, deadline)
+            try:
+                door.connect(str(path))
+                break
+            except (FileNotFoundError, ConnectionRefusedError):
+                time.sleep(0.01)
+        door.sendall(json.dumps({"rank": rank, "pid": os.getpid(), "terms": terms}).encode() + b"\n")
         _limit(door, deadline)
-        try:
-            door.connect(str(path))
-            break
-        except (FileNotFoundError, ConnectionRefusedError):
-            time.sleep(0.01)
-    door.sendall(json.dumps({"rank": rank, "pid": os.getpid(), "terms": terms}).encode() + b"\n")
-    _limit(door, deadline)
-    text, fds, _, _ = socket.recv_fds(door, 4096, 1)
-    if not fds:
-        raise CommError(f"rank {rank}: rank 0 turned this rank away; its own error says why")
+        text, fds, _, _ = socket.recv_fds(door, 4096, 1)
+        if not fds:
+            raise CommError(f"rank {rank}: rank 0 turned this rank away; its own error says why")
+        on_error.pop_all()
     return Meeting(fds[0], json.loads(text), rank, [door], deadline)
 
 

@@ -1,0 +1,266 @@
+"""Scenarios in which ranks of a shared-memory world are killed, stopped, interrupted, or leave; see `comm.forks`."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from comm.forks import Fork, Outcome, arenas
+from weft.comm.shm import ShmTransport, ShmTuning
+from weft.place.spec import Mesh
+
+MESH = Mesh(1, 3, 3, 1)
+WORLD = tuple(range(3))
+WIDTH = 64
+# Small enough that calls of a few rows take every path.
+TUNING = ShmTuning(slot_bytes=8192, two_hop_bytes=4096, zero_copy_bytes=2048, chunk_bytes=8192)
+KILLS, EARLY_KILLS = 50, 15
+
+
+def connect(rank: int, folder: Path, mesh: Mesh = MESH, timeout_s: float = 20.0) -> ShmTransport:
+    return ShmTransport(mesh, rank, folder / "meet", timeout_s=timeout_s, arena_bytes=16 << 20, tuning=TUNING)
+
+
+def random_call(transport: ShmTransport, draw: random.Random) -> None:
+    """A call that every rank draws alike; checks what it gives."""
+    rank, world = transport.rank, len(WORLD)
+    rows = draw.choice([1, 3, 40, 200])
+    x = torch.full((rows * world, WIDTH), float(rank + 1))
+    if draw.randrange(2):
+        x = transport.empty(*x.shape, like=x).copy_(x)
+    kind, sizes = draw.randrange(6), (rows,) * world
+    if kind == 0:
+        assert (transport.all_reduce(x, WORLD) == 6).all()
+    elif kind == 1:
+        assert (transport.reduce_scatterv(x, WORLD, sizes) == 6).all()
+    elif kind == 2:
+        got = transport.all_gatherv(x, WORLD, (rows * world,) * world)
+        assert got[:: rows * world, 0].tolist() == [1, 2, 3]
+    elif kind == 3:
+        assert transport.all_to_allv(x, WORLD, sizes, sizes)[::rows, 0].tolist() == [1, 2, 3]
+    elif kind == 4:
+        assert (transport.broadcast(x, WORLD, 1) == 2).all()
+    else:
+        transport.barrier(WORLD)
+
+
+def busy(rank: int, folder: Path, seed: int, timeout_s: float, ready: int) -> None:
+    """Meets, says so, and calls until something fails."""
+    draw = random.Random(seed)
+    transport = connect(rank, folder, timeout_s=timeout_s)
+    try:
+        if ready >= 0:
+            os.write(ready, b"x")
+        while True:
+            random_call(transport, draw)
+    finally:
+        transport.close()
+
+
+def shared_files() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def all_met(mains: list[Callable[[int], object]]) -> list[Fork]:
+    """Forks a process each; returns when each has written a byte to the descriptor that it is given."""
+    heard, ready = os.pipe()
+    forks = [Fork(partial(main, ready)) for main in mains]
+    os.close(ready)
+    for _ in forks:
+        assert os.read(heard, 1) == b"x"
+    os.close(heard)
+    return forks
+
+
+def busy_ranks(folder: Path, seed: int, timeout_s: float = 20.0) -> list[Fork]:
+    return all_met([partial(busy, r, folder, seed, timeout_s) for r in WORLD])
+
+
+def expect_lost(outcome: Outcome | None, rank: int, since: float, within_s: float = 1.0) -> float:
+    """That a survivor raised PeerLost of that rank in time; gives how long it took."""
+    assert outcome is not None and outcome.classes[0] == "PeerLost", outcome
+    assert outcome.lost == rank and f"rank {rank} is gone" in outcome.error, outcome
+    assert outcome.at - since < within_s, f"after {outcome.at - since:.2f} s"
+    assert not outcome.mapped
+    return outcome.at - since
+
+
+def one_is_killed(folder: Path) -> list[float]:
+    """Gives the seconds until each survivor knew."""
+    before, took = shared_files(), []
+    for seed in range(KILLS):
+        draw = random.Random(1000 + seed)
+        forks, victim = busy_ranks(folder, seed), draw.choice(WORLD)
+        time.sleep(draw.uniform(0, 0.02))
+        killed = forks[victim].signal(signal.SIGKILL)
+        if draw.randrange(2):  # else it stays a zombie, which is just as dead
+            forks[victim].reap()
+        took += [expect_lost(forks[r].outcome(5), victim, killed) for r in WORLD if r != victim]
+        for fork in forks:
+            fork.reap()
+        assert not os.listdir(folder)
+    assert shared_files() == before
+    return took
+
+
+def one_is_killed_early(folder: Path) -> list[str]:
+    """While the ranks meet. Gives the kinds of error that were seen."""
+    before, seen = shared_files(), set()
+    for seed in range(EARLY_KILLS):
+        draw = random.Random(2000 + seed)
+        forks = [Fork(partial(busy, r, folder, seed, 0.5, -1)) for r in WORLD]
+        victim = draw.choice(WORLD)
+        time.sleep(draw.uniform(0, 0.015))
+        killed = forks[victim].signal(signal.SIGKILL)
+        for rank in WORLD:
+            if rank != victim:
+                outcome = forks[rank].outcome(5)
+                assert outcome is not None and "CommError" in outcome.classes, outcome
+                assert outcome.at - killed < 1.0, outcome
+                seen.add(outcome.classes[0])
+        for fork in forks:
+            fork.reap()
+        # Rank 0 makes the socket: if it is killed, the socket stays, and the next round meets there.
+        assert victim == 0 or not os.listdir(folder)
+    assert shared_files() == before
+    return sorted(seen)
+
+
+def all_are_killed(folder: Path) -> None:
+    before = shared_files()
+    for seed in range(5):
+        forks = busy_ranks(folder, seed)
+        for fork in forks:
+            fork.signal(signal.SIGKILL)
+        for fork in forks:
+            assert fork.outcome() is None
+            fork.reap()
+    assert shared_files() == before and not os.listdir(folder)
+
+
+def one_is_stopped(folder: Path) -> None:
+    for seed in range(4):
+        forks, victim = busy_ranks(folder, seed, timeout_s=0.5), seed % 3
+        stopped = forks[victim].signal(signal.SIGSTOP)
+        for rank in WORLD:
+            if rank != victim:
+                outcome = forks[rank].outcome(5)
+                assert outcome is not None and outcome.classes[0] == "CommTimeout", outcome
+                assert f"rank {rank}: " in outcome.error and f"waited 0.5 s for rank {victim}" in outcome.error
+                assert 0.4 < outcome.at - stopped < 1.5 and not outcome.mapped
+        forks[victim].signal(signal.SIGCONT)
+        outcome = forks[victim].outcome(5)
+        assert outcome is not None and outcome.classes[0] == "PeerLost", outcome  # the others left
+        for fork in forks:
+            fork.reap()
+
+
+def interrupted(folder: Path) -> None:
+    def waits(rank: int, ready: int) -> None:
+        transport = connect(rank, folder, Mesh(1, 2, 2, 1))
+        os.write(ready, b"x")
+        if rank == 1:
+            time.sleep(60)
+        transport.barrier((0, 1))
+
+    forks = all_met([partial(waits, r) for r in (0, 1)])
+    time.sleep(0.1)
+    sent = forks[0].signal(signal.SIGINT)
+    outcome = forks[0].outcome(5)
+    assert outcome is not None and outcome.classes[0] == "KeyboardInterrupt", outcome
+    assert outcome.at - sent < 0.5
+    forks[1].signal(signal.SIGKILL)
+    for fork in forks:
+        fork.reap()
+
+
+def groups_end_apart(folder: Path) -> None:
+    """A rank that is done may leave while others still call one another."""
+
+    def pair(rank: int, ready: int) -> float:
+        transport = connect(rank, folder, Mesh(2, 2, 2, 2))
+        os.write(ready, b"x")
+        transport.barrier((0, 1, 2, 3))
+        group = (0, 1) if rank < 2 else (2, 3)
+        if rank == 3:
+            time.sleep(0.5)
+        try:
+            return float(transport.all_reduce(torch.full((1, 1), float(rank)), group))
+        finally:
+            transport.close()
+
+    forks = all_met([partial(pair, r) for r in range(4)])
+    outcomes = [fork.outcome(5) for fork in forks]
+    assert [o and o.value for o in outcomes] == [1, 1, 5, 5], outcomes
+    for fork in forks:
+        fork.reap()
+
+
+def one_leaves(folder: Path) -> float:
+    """A rank that left is lost to those who then call it, though its process lives. Gives how long that took."""
+
+    def leaves(rank: int, ready: int) -> None:
+        transport = connect(rank, folder)
+        os.write(ready, b"x")
+        transport.barrier(WORLD)
+        if rank != 1:
+            try:
+                transport.all_reduce(torch.ones(1, 1), WORLD)
+            finally:
+                transport.close()
+        transport.close()
+        time.sleep(60)
+
+    forks = all_met([partial(leaves, r) for r in WORLD])
+    now = time.monotonic()
+    took = [expect_lost(forks[r].outcome(5), 1, now) for r in (0, 2)]
+    forks[1].signal(signal.SIGKILL)
+    for fork in forks:
+        fork.reap()
+    return max(took)
+
+
+def two_worlds(folder: Path) -> None:
+    """Each with its own folder; that a rank of one is killed is nothing to the other."""
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+    doomed, well = (busy_ranks(folder / name, 5) for name in ("a", "b"))
+    time.sleep(0.05)
+    killed = doomed[1].signal(signal.SIGKILL)
+    for rank in (0, 2):
+        expect_lost(doomed[rank].outcome(5), 1, killed, within_s=4.0)  # six busy processes
+    time.sleep(0.2)
+    killed = well[2].signal(signal.SIGKILL)
+    for rank in (0, 1):
+        expect_lost(well[rank].outcome(5), 2, killed)
+    for fork in (*doomed, *well):
+        fork.reap()
+
+
+def only_memfd(folder: Path) -> None:
+    """No variable of the environment is needed, and no file in /dev/shm, not even while the ranks run."""
+    assert set(os.environ) <= {"PATH", "HOME", "PYTHONPATH", "LC_CTYPE"}, os.environ
+    before = shared_files()
+
+    def looks(rank: int, ready: int) -> tuple[int, bool, int]:
+        transport = connect(rank, folder)
+        os.write(ready, b"x")
+        for seed in range(20):
+            random_call(transport, random.Random(seed))
+        found = arenas(), "/dev/shm" in Path("/proc/self/maps").read_text(), len(shared_files() - before)
+        transport.barrier(WORLD)
+        transport.close()
+        return found
+
+    forks = all_met([partial(looks, r) for r in WORLD])
+    for fork in forks:
+        outcome = fork.outcome(10)
+        assert outcome is not None and outcome.value == (1, False, 0) and not outcome.mapped, outcome
+        fork.reap()

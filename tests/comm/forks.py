@@ -135,6 +135,7 @@ def nursery() -> None:
     torch.set_num_threads(1)
     cpu_kernels()
     scenarios = importlib.import_module("comm.faults")
+    gc.freeze()  # so that a fork looks only through what is its own
     for line in sys.stdin:
         name, folder = json.loads(line)
         fork = Fork(partial(getattr(scenarios, name), Path(folder)))

@@ -132,6 +132,10 @@ class ShmTransport:
         """The instruction set that runs."""
         return self._kernels.isa(self._handle)
 
+    def check(self) -> None:
+        """Raises PeerLost where a rank's process is gone; needs no call from the others."""
+        self._call("check", ())
+
     def offset_of(self, x: Tensor) -> int:
         """Where a tensor of this rank's arena lies in the shared segment, in bytes; for `direct_sum` on any rank."""
         return int(self._kernels.offset_of(self._handle, x))

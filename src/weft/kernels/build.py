@@ -13,6 +13,8 @@ from typing import Any
 CSRC = Path(__file__).parent / "csrc"
 CPU_FLAGS = ("-O3", "-Wall", "-Wextra", "-Wno-maybe-uninitialized")  # GCC 12 warns of its own AVX-512 headers
 
+CUDA_FLAGS = ("-O3", "-gencode=arch=compute_90a,code=sm_90a")
+
 
 class BuildError(RuntimeError):
     """A native kernel does not compile here: one line that says what is missing."""
@@ -36,25 +38,29 @@ _ERRORS = {"WeftCallError": KernelError, "WeftPeerLost": KernelPeerLost, "WeftTi
 @cache
 def cpu_kernels() -> Any:
     """The module of `csrc/cpu/shm.cc`, a function for each exported name. Raises BuildError."""
+    return _load("weft_cpu", CSRC / "cpu" / "shm.cc", extra_cflags=list(CPU_FLAGS))
+
+
+@cache
+def cuda_kernels() -> Any:
+    """The module of `csrc/cuda/peer.cu`, for Hopper GPUs. Raises BuildError."""
+    return _load("weft_cuda", CSRC / "cuda" / "peer.cu", extra_cuda_cflags=list(CUDA_FLAGS))
+
+
+def _load(name: str, source: Path, **options: Any) -> Any:
     import tvm_ffi
     from tvm_ffi import cpp
 
     for kind, error_class in _ERRORS.items():
         tvm_ffi.register_error(kind, error_class)
-    folder = CSRC / "cpu"
     # tvm-ffi hashes the named file, not what it includes: the includes' hash goes in as a definition.
-    text = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
-    version = hashlib.sha256(text).hexdigest()[:15]
+    text = b"".join(path.read_bytes() for path in sorted(source.parent.iterdir()))
+    version = f"-DWEFT_SOURCE=0x{hashlib.sha256(text).hexdigest()[:15]}ull"
+    options = {key: [*flags, version] for key, flags in options.items()}
     try:
-        path = cpp.build(
-            "weft_cpu",
-            sources=str(folder / "shm.cc"),
-            extra_cflags=[*CPU_FLAGS, f"-DWEFT_SOURCE=0x{version}ull"],
-            extra_include_paths=[str(folder)],
-        )
+        path = cpp.build(name, sources=str(source), extra_include_paths=[str(source.parent)], **options)
     except (RuntimeError, OSError) as error:
         lines = [line for line in str(error).splitlines() if "error" in line.lower()] or [str(error)]
-        raise BuildError(
-            f"the CPU kernels do not compile: {lines[0].strip()}; they need a C++17 compiler, such as Debian's g++"
-        ) from error
+        needs = "CUDA's nvcc" if source.suffix == ".cu" else "a C++17 compiler, such as Debian's g++"
+        raise BuildError(f"{source.name} does not compile: {lines[0].strip()}; it needs {needs}") from error
     return tvm_ffi.load_module(path)

@@ -385,6 +385,11 @@ void direct_sum(int64_t handle, TensorView out, Sizes offsets, int64_t begin, in
   });
 }
 
+// Looks whether a rank is gone.
+void check(int64_t handle) {
+  guarded([&] { world_of(handle).exchange->waiter().look_around(); });
+}
+
 void barrier(int64_t handle, int64_t group) {
   guarded([&] { world_of(handle).exchange->barrier(int(group)); });
 }
@@ -489,6 +494,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(empty, weft::empty)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(holds, weft::holds)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(offset_of, weft::offset_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(direct_sum, weft::direct_sum)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(check, weft::check)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(barrier, weft::barrier)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce, weft::all_reduce)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce_, weft::all_reduce_)

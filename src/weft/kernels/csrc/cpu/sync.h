@@ -98,6 +98,12 @@ struct Waiter {
     sleep(line, wanted, rank);
   }
 
+  // Throws where a rank is known, or now seen, to be gone.
+  void look_around() {
+    mark_the_dead();
+    check_lost();
+  }
+
   void check_lost() const {
     if (const int32_t gone = lost->load(std::memory_order_relaxed)) throw PeerLostError(gone - 1);
   }
@@ -124,18 +130,25 @@ struct Waiter {
   }
 
   void look_for_the_dead(Line& line, uint32_t wanted, int rank) {
-    const auto lose = [&](int r) {
-      int32_t none = 0;
-      lost->compare_exchange_strong(none, r + 1);
-    };
-    const int ended = ::poll(peers.data(), peers.size(), 0);
-    const uint32_t gone = left->load(std::memory_order_seq_cst);  // after the poll: a rank leaves before it ends
-    for (size_t r = 0; ended > 0 && r < peers.size(); ++r)
-      if (peers[r].fd >= 0 && (peers[r].revents & POLLIN) && !(gone >> r & 1)) lose(int(r));
+    const uint32_t gone = mark_the_dead();
     // It may have published before it went.
     if (reached(line.phase.load(std::memory_order_seq_cst), wanted)) return;
     if (gone >> rank & 1) lose(rank);
     check_lost();
+  }
+
+  // Those that left are none of the lost, unless somebody waits for them: gives them, a bit each.
+  uint32_t mark_the_dead() {
+    const int ended = ::poll(peers.data(), peers.size(), 0);
+    const uint32_t gone = left->load(std::memory_order_seq_cst);  // after the poll: a rank leaves before it ends
+    for (size_t r = 0; ended > 0 && r < peers.size(); ++r)
+      if (peers[r].fd >= 0 && (peers[r].revents & POLLIN) && !(gone >> r & 1)) lose(int(r));
+    return gone;
+  }
+
+  void lose(int rank) {
+    int32_t none = 0;
+    lost->compare_exchange_strong(none, rank + 1);
   }
 };
 

@@ -1,0 +1,199 @@
+"""Peer memory: GPUs of one host, on Weft's own CUDA kernels over NVLink (`weft/kernels/csrc/cuda`).
+
+Every edge is one kernel with no barrier: data is stored straight into the readers' memory and is its own flag. Small
+calls take one hop, larger sums two. Calls are queued on torch's current stream and can be captured in a CUDA graph;
+with row counts in device memory, one graph serves every count up to the tensors' size.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm.shm import ShmTransport
+from weft.comm.transport import CommError, CommTimeout, Epilogue, PeerLost, Ranks, Sizes
+from weft.kernels.build import KernelError, cuda_kernels
+from weft.place.edges import COLLECTIVES, REDUCTIONS
+from weft.place.spec import GROUP_NAMES, Mesh
+
+MAX_RANKS = 8
+TOO_MANY_ROWS = 0x80000000
+Counts = Sizes | Tensor
+"""Rows of each rank: numbers, or int32 in device memory, read when the kernel runs."""
+
+
+class PeerTransport:
+    """One GPU of a host; see `weft.comm.transport.Transport` for what each method gives.
+
+    path: where the ranks meet, as for ShmTransport, which carries what the hosts say to each other. device: this
+    rank's. With counts in device memory, tensors have room for the most rows there may be.
+    inbox_bytes: largest result of a call; three such inboxes a group are taken once. timeout_s: of a kernel's wait;
+    past it the kernel ends, and `check`, or the next call, raises PeerLost or CommTimeout. one_hop_bytes: larger sums
+    take two hops. blocks: of a kernel that moves up to 128 KiB; larger ones take up to four times as many.
+
+    Sums take float32, bfloat16 and float16, in rank order and float32, the same bits on every rank.
+    """
+
+    name = "peer"
+    kinds = frozenset(COLLECTIVES)
+    epilogues = frozenset(REDUCTIONS)
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        path: Path | str,
+        device: torch.device,
+        *,
+        inbox_bytes: int = 16 << 20,
+        timeout_s: float = 10.0,
+        one_hop_bytes: int = 128 << 10,
+        blocks: int = 24,
+    ):
+        if mesh.world > MAX_RANKS:
+            raise CommError(f"peer takes at most {MAX_RANKS} ranks, not {mesh.world}")
+        self.rank, self.device, self._world = rank, device, tuple(range(mesh.world))
+        every = dict.fromkeys(p for name in GROUP_NAMES for p in mesh.partitions[name])
+        groups = [self._world, *(g for g in every if g != self._world)]
+        self._ids = {g: i for i, g in enumerate(groups)}
+        self._one_hop_bytes, self._blocks, self._timeout_s = one_hop_bytes, blocks, timeout_s
+        self._host = ShmTransport(mesh, rank, path, timeout_s=120.0)
+        self._nothing = torch.empty(0, dtype=torch.int32)
+        self._kernels = kernels = cuda_kernels()
+        with torch.cuda.device(device):
+            self._handle = kernels.create(rank, [list(g) for g in groups], inbox_bytes, int(timeout_s * 1e9))
+            mine = torch.empty(1, 64, dtype=torch.uint8)
+            kernels.export_handle(self._handle, mine)
+            kernels.connect(self._handle, self._host.all_gatherv(mine, self._world, (1,) * mesh.world))
+        self._inbox_bytes = int(kernels.inbox_bytes(self._handle))
+        self._host.barrier(self._world)
+
+    def close(self) -> None:
+        """Leaves the world once every rank does: none may free memory that another still writes to."""
+        if self._handle:
+            torch.cuda.synchronize(self.device)
+            self._host.barrier(self._world)
+            self._kernels.destroy(self._handle)
+            self._host.close()
+        self._handle = 0
+
+    def check(self) -> None:
+        """Raises what kernels that have run met: PeerLost, CommTimeout, or rows beyond a tensor's size."""
+        code = self._kernels.error(self._handle)
+        if not code:
+            return
+        if code == TOO_MANY_ROWS:
+            raise CommError(f"rank {self.rank}: the counts in device memory ask for more rows than the tensors hold")
+        deadline = time.monotonic() + 1.0  # a process that ends takes a moment to be gone
+        while time.monotonic() < deadline:
+            self._host.check()
+            time.sleep(0.02)
+        raise CommTimeout(f"rank {self.rank}: a kernel waited {self._timeout_s:g} s for rank {code - 1} of its group")
+
+    def empty(self, *shape: int, like: Tensor) -> Tensor:
+        return like.new_empty(shape)
+
+    def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
+        n = len(group)
+        return self._run(group, (1, n, 0, -1, 0), x, x.shape[0], (x.shape[0],), epilogue=epilogue, sums=True)
+
+    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Counts, epilogue: Epilogue | None = None) -> Tensor:
+        rows = _rows(x, sizes, group.index(self.rank))
+        return self._run(group, (len(group), 1, 1, -1, 0), x, rows, sizes, epilogue=epilogue)
+
+    def all_gatherv(self, x: Tensor, group: Ranks, sizes: Counts) -> Tensor:
+        rows = len(group) * x.shape[0] if isinstance(sizes, Tensor) else sum(sizes)
+        return self._run(group, (len(group), 1, 0, -1, 0), x, rows, sizes)
+
+    def all_to_allv(self, x: Tensor, group: Ranks, send: Sizes, receive: Sizes) -> Tensor:
+        return self._run(group, (len(group), 1, 0, -1, 1), x, sum(receive), send, received=receive)
+
+    def broadcast(self, x: Tensor, group: Ranks, root: int) -> Tensor:
+        return self._run(group, (1, len(group), 0, group.index(root), 0), x, x.shape[0], (x.shape[0],))
+
+    def barrier(self, group: Ranks) -> None:
+        torch.cuda.synchronize(self.device)
+        self._host.barrier(group)
+
+    def all_reduce_all_gatherv(
+        self, x: Tensor, reduce: Ranks, gather: Ranks, sizes: Counts, epilogue: Epilogue | None = None
+    ) -> Tensor:
+        rows = len(gather) * x.shape[0] if isinstance(sizes, Tensor) else sum(sizes)
+        edge = (len(gather), len(reduce), 0, -1, 0)
+        return self._run(self._world, edge, x, rows, sizes, epilogue=epilogue, sums=True)
+
+    def reduce_scatterv_all_reduce(
+        self, x: Tensor, scatter: Ranks, reduce: Ranks, sizes: Counts, epilogue: Epilogue | None = None
+    ) -> Tensor:
+        rows = _rows(x, sizes, scatter.index(self.rank))
+        edge = (len(scatter), len(reduce), 1, -1, 0)
+        return self._run(self._world, edge, x, rows, sizes, epilogue=epilogue, sums=len(reduce) > 1)
+
+    def _run(
+        self,
+        group: Ranks,
+        edge: tuple[int, ...],
+        x: Tensor,
+        rows: int,
+        counts: Counts,
+        received: Sizes = (),
+        epilogue: Epilogue | None = None,
+        sums: bool = False,
+    ) -> Tensor:
+        """edge: segments, span, scatter, root, exchange (`peer.cuh`). rows: of the result. sums: two hops may pay."""
+        self.check()
+        x, n = x.contiguous(), len(group)
+        row_bytes = x.shape[1:].numel() * x.element_size()
+        largest = max(rows, x.shape[0]) * row_bytes
+        two_hops = sums and n > 2 and largest > self._one_hop_bytes
+        # A lane holds what a rank gets from another: a segment, or its share of one.
+        lane = largest if isinstance(counts, Tensor) else max((*counts, *received)) * row_bytes
+        need = 2 * largest + 32 * n * n if two_hops else (lane + 16) * n
+        if row_bytes % 16:
+            need *= 16  # units hold as little as an element
+        if need > self._inbox_bytes:
+            raise CommError(
+                f"rank {self.rank}: peer has inboxes of {self._inbox_bytes} bytes; this call takes inbox_bytes={need}"
+            )
+        both = None
+        out = x.new_empty(rows, *x.shape[1:])
+        residual = weight = residual_out = self._nothing
+        if epilogue is not None:
+            both = x.new_empty(2, rows, *x.shape[1:])
+            residual_out, out = both[0], both[1]
+            residual, weight = epilogue.residual.contiguous(), epilogue.weight.contiguous()
+        blocks = self._grid(largest, rows if epilogue is not None else None)
+        arguments: tuple[Any, ...] = (
+            (() if isinstance(counts, Tensor) else counts),
+            received,
+            counts if isinstance(counts, Tensor) else self._nothing,
+            residual,
+            residual_out,
+            weight,
+            epilogue.eps if epilogue else 0.0,
+            int(two_hops),
+            blocks,
+            torch.cuda.current_stream(self.device).cuda_stream,
+        )
+        try:
+            self._kernels.run(self._handle, self._ids[group], edge, x, out, *arguments)
+        except KernelError as error:
+            raise CommError(f"rank {self.rank}: {error}") from error
+        return out if both is None else both
+
+    def _grid(self, largest: int, normed_rows: int | None) -> int:
+        most = self._blocks if largest <= 128 << 10 else 4 * self._blocks
+        wanted = normed_rows if normed_rows is not None else -(-largest // (512 * 16))
+        return max(1, min(most, wanted))
+
+
+def _rows(x: Tensor, sizes: Counts, mine: int) -> int:
+    """Rows of this rank's result: its own number, or as many as there may be."""
+    return x.shape[0] if isinstance(sizes, Tensor) else sizes[mine]
+
+
+__all__ = ["PeerLost", "PeerTransport"]

@@ -1,4 +1,4 @@
-// The transport's calls in small, for programs without Python: the parts of each kind, laid out as shm.cc lays them out.
+// The transport's calls in small, for programs without Python: the parts of each kind, laid out as in shm.cc.
 #pragma once
 
 #include <sys/syscall.h>

@@ -51,7 +51,9 @@ struct Dawdle : NoProbe {
 };
 
 // An integer, so that sums are exact.
-float value(uint32_t call, int rank, int64_t i) { return float((call * 7 + uint32_t(rank) * 31 + uint32_t(i) * 3) & 63); }
+float value(uint32_t call, int rank, int64_t i) {
+  return float((call * 7 + uint32_t(rank) * 31 + uint32_t(i) * 3) & 63);
+}
 
 Shape draw(Random& random, int groups) {
   Shape s;

@@ -1,0 +1,67 @@
+"""The row kernels of every instruction set against the scalar ones; AArch64's under emulation, where there is one."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from comm.builds import Fault, compile_all, run
+
+CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+FAULTS = {
+    "forgets the tail": [Fault("rows.inl", r"for \(; i < count; \+\+i\) one\(i\);", "")],
+    "forgets the norm's tail": [Fault("rows.inl", r"tail \+= rounded", "tail = rounded")],
+    "rounds ties up": [Fault(f"vec_{isa}.inl", "0x7fff", "0x8000") for isa in ("avx2", "avx512", "neon")],
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    faulty = {name: ("compare.cc", ["-O1"], faults) for name, faults in FAULTS.items()}
+    return compile_all(tmp_path_factory.mktemp("native"), faulty | {"right": ("compare.cc", ["-O3"], [])})
+
+
+def test_every_instruction_set(built: dict[str, Path]) -> None:
+    done = run(built["right"], 60)
+    assert done.returncode == 0, done.stdout
+    known = {"x86_64": {"scalar", "avx2", "avx512"}, "aarch64": {"scalar", "neon"}}.get(platform.machine(), {"scalar"})
+    assert "scalar" in done.stdout.split() and set(done.stdout.split()) <= known
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_compared_shows(fault: str, built: dict[str, Path]) -> None:
+    if run(built["right"], 1).stdout.split() == ["scalar"]:
+        pytest.skip("this CPU has none but the scalar kernels")
+    done = run(built[fault], 60)
+    assert done.returncode == 1 and " not " in done.stdout, done.stdout
+
+
+@pytest.mark.skipif(
+    platform.machine() == "aarch64" or not (shutil.which(CROSS) and shutil.which(EMULATOR)),
+    reason=f"needs {CROSS} and {EMULATOR}: on Debian, apt-get install g++-aarch64-linux-gnu qemu-user",
+)
+def test_aarch64(tmp_path: Path) -> None:
+    quick = ["-O1", "-static"]
+    programs = compile_all(
+        tmp_path,
+        {
+            "compare": ("compare.cc", ["-O3", "-static"], ()),
+            "broken": ("compare.cc", quick, FAULTS["rounds ties up"]),
+            "stress": ("stress.cc", quick, ()),
+        },
+        compiler=CROSS,
+    )
+
+    def emulated(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [EMULATOR, str(programs[name]), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    done = emulated("compare", 20)
+    assert done.returncode == 0 and done.stdout.split() == ["scalar", "neon"], done.stdout
+    assert "neon: sum of" in emulated("broken", 20).stdout
+    done = emulated("stress", 3, 20_000, 1, 1)
+    assert done.returncode == 0, done.stderr

@@ -49,8 +49,8 @@ def test_readme_holds_the_two_commands() -> None:
 def test_readme_command(command: str) -> None:
     done = weft(*shlex.split(command)[1:])
     assert done.returncode == 0, done.stderr
-    wanted = {"plan": "saving", "generate": "The answer is", "eval": "exact match", "bench": "shm"}[shlex.split(command)[1]]
-    assert wanted in done.stdout
+    wanted = {"plan": "saving", "generate": "The answer is", "eval": "exact match", "bench": "shm"}
+    assert wanted[shlex.split(command)[1]] in done.stdout
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("weft serve")])

@@ -20,6 +20,7 @@ ORDER = (
     "assets",
     "engine",
     "evals",
+    "bench",
     "server",
     "cli",
 )

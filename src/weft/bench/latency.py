@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from transformers import Qwen2MoeConfig
 
 from weft.attention.batch import Batch, SeqRows
-from weft.bench.ranks import Report
+from weft.bench.ranks import Report, every_core
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
@@ -82,7 +83,8 @@ def measure(rank: int, directory: Path, report: Report, request: Request) -> Non
     patient = ShmTransport(mesh, rank, directory / "patient", spins=0)  # see bench/collectives.py
     opened: dict[str, Transport] = {"shm": shm}
     if "gloo" in request.transports:
-        opened["gloo"] = TorchDistTransport(mesh, rank, f"file://{directory}/gloo")
+        with every_core():
+            opened["gloo"] = TorchDistTransport(mesh, rank, f"file://{directory}/gloo")
     dtype, cpu = DTYPES[request.dtype], torch.device("cpu")
     if request.model is None:
         model = build_model(from_transformers(RANDOM), mesh, rank, dtype, cpu, shm.empty)
@@ -107,10 +109,11 @@ def measure(rank: int, directory: Path, report: Report, request: Request) -> Non
             for _ in range(1 + request.answer - 1):
                 positions = list(range(at, at + len(tokens)))
                 batch = Batch.build(tokens, positions, [SeqRows(len(tokens), at, list(range(pages)), True)], PAGE)
-                patient.barrier(group)
-                began = time.perf_counter()
-                logits = runner.forward(batch, (len(tokens),))
-                steps.append((time.perf_counter() - began) * 1e3)
+                with every_core() if name == "gloo" else nullcontext():
+                    patient.barrier(group)
+                    began = time.perf_counter()
+                    logits = runner.forward(batch, (len(tokens),))
+                    steps.append((time.perf_counter() - began) * 1e3)
                 at += len(tokens)
                 tokens = [int(logits[-1].argmax())]
             took = torch.tensor([[steps[0], statistics.median(steps[1:])]]).double()

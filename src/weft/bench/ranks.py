@@ -7,6 +7,7 @@ import queue
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,17 @@ import torch.multiprocessing as mp
 from weft.comm.transport import CommError
 
 Report = Callable[[Any], None]
+
+
+@contextmanager
+def every_core() -> Iterator[None]:
+    """Frees this thread, and those that it starts, from its one core: gloo's threads starve beside a caller there."""
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, mine)
 
 
 def run_ranks(world: int, work: Callable[..., None], *args: Any) -> Iterator[Any]:

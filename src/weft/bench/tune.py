@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from weft.bench.collectives import mesh_of, time_phases
-from weft.bench.ranks import Report
+from weft.bench.ranks import Report, every_core
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Epilogue, Transport, carry_out
@@ -82,7 +83,8 @@ def price(
     patient = ShmTransport(mesh, rank, directory / "patient", spins=0)  # see bench/collectives.py
     opened: list[Transport] = [shm] if "shm" in names else []
     if "gloo" in names:
-        opened.append(TorchDistTransport(mesh, rank, f"file://{directory}/gloo"))
+        with every_core():
+            opened.append(TorchDistTransport(mesh, rank, f"file://{directory}/gloo"))
     group = tuple(range(world))
     edges: dict[tuple[str, int], Edge] = {}
     for edge in (e for found in legal_edges(mesh).values() for e in found if e.moves):
@@ -111,7 +113,8 @@ def _edge_us(
     times: list[float] = []
     for _ in range(ROUNDS):
         call = partial(carry_out, edge, x, mesh, transport, counts)
-        times += time_phases(meeting, group, x, fresh, [call], BUDGET_S)[0]
+        with every_core() if isinstance(transport, TorchDistTransport) else nullcontext():
+            times += time_phases(meeting, group, x, fresh, [call], BUDGET_S)[0]
     took = torch.tensor([[statistics.median(times) * 1e6]]).double()
     return float(meeting.all_gatherv(took, group, (1,) * len(group)).max())
 

@@ -3,98 +3,149 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from weft.bench.collectives import EDGES, FLOOR, MIXED, Case, Timing, measure
+from weft.bench import collectives as cpu
+from weft.bench import cuda as gpu
 from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
 from weft.cli.command import UserError
+from weft.comm.peer import PeerTuning
 from weft.comm.shm import ShmTuning
 from weft.place.cost import host_table, read_tuning
 
+OURS = ("shm", "peer")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True)
 class Command:
-    """Time every edge of transport shm beside gloo, DeepSpeed and the machine's copy bandwidth, in one run.
+    """Time every edge of Weft's own transport beside its peers, in one run: shm on CPUs, peer on GPUs.
 
-    Each figure is the median over calls, the whole call from Python, of the slowest rank; inputs are rewritten before
+    CPU figures are the median over calls, the whole call from Python, of the slowest rank; inputs are rewritten before
     each call. `shm` takes an input that lies anywhere, `zero copy` one in the shared arena, as in the engine. `floor`
-    is what reading, adding and writing the same bytes takes with no protocol. Compare ratios: hosts are noisy.
+    is what reading, adding and writing the same bytes takes with no protocol. GPU figures are the median over replays
+    of a CUDA graph of 20 calls. Compare ratios: hosts are noisy.
 
     Examples:
-      weft bench collectives                                        everything: some minutes
+      weft bench collectives                                        everything on CPUs: some minutes
       weft bench collectives --ranks 2 --sizes 1K 64K 1M --edges all_reduce
       weft bench collectives --peers gloo deepspeed --json results.json
+      weft bench collectives --device cuda --hidden 7168 --rows 1 64 1024 --json gpu.json
     """
 
-    device: Literal["cpu"] = "cpu"
-    """Where the ranks are."""
-    ranks: tuple[int, ...] = (2, 4)
-    """Numbers of ranks; a process each. With four or more, the mixed edges are measured too."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the ranks are: processes on this machine's cores, or one on each of its GPUs."""
+    ranks: tuple[int, ...] = ()
+    """Numbers of ranks; left out, 2 and 4, or all GPUs. With four or more, the mixed edges are measured too."""
     sizes: tuple[str, ...] = ("1K", "4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M")
-    """Bytes of the exchange."""
-    dtypes: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
-    edges: tuple[str, ...] = EDGES
+    """Bytes of the exchange, on CPUs."""
+    hidden: tuple[int, ...] = (4096, 7168)
+    """Elements of a row, on GPUs."""
+    rows: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
+    """Rows that a rank puts in (gathers, all_reduce) or gets (scatters), on GPUs."""
+    dtypes: tuple[Literal["bf16", "fp32"], ...] = ()
+    """Left out, both on CPUs, bf16 on GPUs."""
+    edges: tuple[str, ...] = ()
     """Which exchanges; left out, all."""
-    peers: tuple[Literal["gloo", "deepspeed"], ...] = ("gloo",)
-    """Whom to compare with. deepspeed must be installed: README says how."""
+    peers: tuple[Literal["gloo", "deepspeed", "nccl", "window", "symm"], ...] = ()
+    """Whom to compare with. On CPUs gloo and deepspeed, which must be installed: README says how; on GPUs NCCL,
+    NCCL over registered windows, and torch's symmetric memory. Left out, all but deepspeed."""
     json: Path | None = None
     """Write the figures, and what they were measured on, to this file."""
 
     def run(self) -> int:
         """Prints a table; writes JSON where asked. Raises UserError."""
-        if unknown := set(self.edges) - set(EDGES):
-            raise UserError(f"no edge {min(unknown)!r}; one of {', '.join(EDGES)}")
-        if min(self.ranks) < 2:
-            raise UserError(f"--ranks {min(self.ranks)}: a collective takes two ranks or more")
-        sizes = [parse_size(s) for s in self.sizes]
-        tuning = ShmTuning(**read_tuning(host_table())) if host_table().is_file() else ShmTuning()
+        if self.json is not None and not (self.json.parent.is_dir() and os.access(self.json.parent, os.W_OK)):
+            raise UserError(f"cannot write {self.json}: choose a --json file in a folder that exists")
+        work = self._on_gpus() if self.device == "cuda" else self._on_cpus()
         console = Console(stderr=True)
-        timings: list[Timing] = []
+        timings: list[Any] = []
         try:
             with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-                for ranks in self.ranks:
-                    cases = self._cases(ranks, sizes)
-                    task = bar.add_task(f"{ranks} ranks", total=len(cases))
-                    for timing in run_ranks(ranks, measure, cases, list(self.peers), tuning):
+                for ranks, cases, results in work:
+                    task = bar.add_task(f"{ranks} ranks", total=cases)
+                    for timing in results:
                         timings.append(timing)
                         print(line(timing), flush=True)
                         bar.advance(task)
         finally:
             if self.json is not None:  # also what an interrupted run has found so far
-                head = {"what": "weft bench collectives --device cpu", "host": describe_host(), "tuning": str(tuning)}
+                head = {"what": f"weft bench collectives --device {self.device}", "host": describe_host()}
                 rows = [json.dumps(t.row()) for t in timings]
                 head_text = json.dumps(head, indent=1).removesuffix("\n}")
                 self.json.write_text(f'{head_text},\n "rows": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n")
         return 0
 
-    def _cases(self, ranks: int, sizes: list[int]) -> list[Case]:
-        mixed = ranks >= 4 and ranks % 2 == 0
-        return [
-            Case(ranks, edge, dtype, size)
-            for edge in self.edges
-            if mixed or edge not in MIXED
-            for dtype in (self.dtypes if edge != "barrier" else self.dtypes[:1])
-            for size in (sizes if edge != "barrier" else sizes[:1])
-        ]
+    def _on_cpus(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
+        peers = self._peers(("gloo",), ("gloo", "deepspeed"))
+        edges = self._edges(cpu.EDGES)
+        sizes = [parse_size(s) for s in self.sizes]
+        dtypes = self.dtypes or ("bf16", "fp32")
+        tuning = ShmTuning(**read_tuning(host_table(), "shm_tuning"))
+        for ranks in self._ranks((2, 4)):
+            mixed = ranks >= 4 and ranks % 2 == 0
+            cases = [
+                cpu.Case(ranks, edge, dtype, size)
+                for edge in edges
+                if mixed or edge not in cpu.MIXED
+                for dtype in (dtypes if edge != "barrier" else dtypes[:1])
+                for size in (sizes if edge != "barrier" else sizes[:1])
+            ]
+            yield ranks, len(cases), run_ranks(ranks, cpu.measure, cases, peers, tuning)
+
+    def _on_gpus(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
+        have = torch.cuda.device_count()
+        if have < 2:
+            raise UserError(f"--device cuda takes two GPUs or more; this machine has {have}")
+        peers = self._peers(("nccl", "window", "symm"), ("nccl", "window", "symm"))
+        edges = self._edges((*gpu.EDGES, *gpu.RAGGED))
+        for ranks in self._ranks((have,)):
+            if ranks > have:
+                raise UserError(f"--ranks {ranks}: this machine has {have} GPUs")
+            mixed = ranks >= 4 and ranks % 2 == 0
+            cases = [
+                gpu.Case(ranks, edge, dtype, hidden, rows)
+                for edge in edges
+                if mixed or not edge.startswith(gpu.MIXED)
+                for dtype in self.dtypes or ("bf16",)
+                for hidden in self.hidden
+                for rows in self.rows
+            ]
+            tunings = {"peer": PeerTuning(**read_tuning(host_table(), "peer_tuning"))}
+            yield ranks, len(cases), run_ranks(ranks, gpu.measure, cases, tunings, peers)
+
+    def _ranks(self, default: tuple[int, ...]) -> tuple[int, ...]:
+        if min(self.ranks, default=2) < 2:
+            raise UserError(f"--ranks {min(self.ranks)}: a collective takes two ranks or more")
+        return self.ranks or default
+
+    def _edges(self, known: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := set(self.edges) - set(known):
+            raise UserError(f"no edge {min(unknown)!r}; one of {', '.join(known)}")
+        return self.edges or known
+
+    def _peers(self, default: tuple[str, ...], known: tuple[str, ...]) -> list[str]:
+        if unknown := set(self.peers) - set(known):
+            raise UserError(f"--peers {min(unknown)} does not run on --device {self.device}; one of {', '.join(known)}")
+        return list(self.peers or default)
 
 
-def line(timing: Timing) -> str:
+def line(timing: Any) -> str:
     """One row of the table: the case, each carrier's µs, and how many times as long the peers and the floor take."""
-    case, best = timing.case, min(us for name, us in timing.us.items() if name.startswith("shm"))
+    best = min(us for name, us in timing.us.items() if name.startswith(OURS))
     cells = [
-        f"{name} {us:.1f}" + ("" if name.startswith("shm") else f" ({us / best:.2f}×)")
-        for name, us in timing.us.items()
+        f"{name} {us:.1f}" + ("" if name.startswith(OURS) else f" ({us / best:.2f}×)") for name, us in timing.us.items()
     ]
-    order = sorted(cells, key=lambda c: c.startswith(FLOOR))
-    return f"{case.ranks} ranks  {case.edge:26} {case.dtype} {show_size(case.bytes):>5}  " + "  ".join(order)
+    return f"{timing.case}  " + "  ".join(sorted(cells, key=lambda c: c.startswith(cpu.FLOOR)))
 
 
 def parse_size(text: str) -> int:
@@ -103,8 +154,3 @@ def parse_size(text: str) -> int:
     if not number.isdigit() or not (size := int(number) * UNITS.get(unit, 1)) or size % 16:
         raise UserError(f"size {text!r} is not a number of bytes such as 1K, 64K or 4M, in multiples of 16")
     return size
-
-
-def show_size(size: int) -> str:
-    """65536 → `64K`."""
-    return next((f"{size // n}{u}" for u, n in reversed(UNITS.items()) if size % n == 0), str(size))

@@ -52,7 +52,7 @@ class Command:
         """Prints medians and ratios. Raises UserError, LayoutError."""
         if self.input < 1 or self.output < 2 or self.rounds < 1:
             raise UserError("--input and --rounds must be 1 or more, --output 2 or more")
-        tuning = ShmTuning(**read_tuning(host_table())) if host_table().is_file() else ShmTuning()
+        tuning = ShmTuning(**read_tuning(host_table(), "shm_tuning"))
         mesh = Mesh(1, self.tp, 1, self.tp)
         request = Request(
             self.model, mesh, self.dtype, self.input, self.output, self.rounds, self.transports, tuning, "cpu"

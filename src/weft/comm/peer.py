@@ -8,8 +8,10 @@ with row counts in device memory, one graph serves every count up to the tensors
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +23,59 @@ from weft.place.edges import COLLECTIVES, REDUCTIONS
 from weft.place.spec import GROUP_NAMES, Mesh
 
 MAX_RANKS = 8
+UNIT_BYTES = 16
 TOO_MANY_ROWS = 0x80000000
 Counts = Sizes | Tensor
 """Rows of each rank: numbers, or int32 in device memory, read when the kernel runs."""
+
+
+class Host(Protocol):
+    """What a rank's host needs of its peers: see ShmTransport."""
+
+    def barrier(self, group: Ranks) -> None:
+        """Returns once every rank's host is here; raises CommError."""
+        ...
+
+    def check(self) -> None:
+        """Raises PeerLost."""
+        ...
+
+    def close(self) -> None:
+        """Leaves."""
+        ...
+
+
+@dataclass(frozen=True)
+class PeerTuning:
+    """What depends on the machine. Sizes are bytes of a call's larger tensor.
+
+    one_hop_bytes: larger sums take two hops. few_bytes: up to here at most `blocks` blocks of `threads` threads;
+    beyond, wide_blocks of wide_threads. push_blocks, sum_blocks, write_blocks: that do only so, at the same time, from
+    split_bytes on. cluster: blocks that may share a row to be normalised, a power of two up to 8. early: 1: a call's
+    blocks take their places before the kernel before it ends (programmatic dependent launch).
+    """
+
+    one_hop_bytes: int = 256 << 10
+    few_bytes: int = 128 << 10
+    blocks: int = 24
+    threads: int = 256
+    wide_blocks: int = 128
+    wide_threads: int = 480
+    split_bytes: int = 4 << 20
+    push_blocks: int = 32
+    sum_blocks: int = 32
+    write_blocks: int = 64
+    cluster: int = 4
+    early: int = 1
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """blocks: that push, sum and write; the last alone: that many do all. cluster: of blocks that share a row."""
+
+    blocks: tuple[int, int, int]
+    threads: int
+    cluster: int = 1
 
 
 class PeerTransport:
@@ -32,8 +84,7 @@ class PeerTransport:
     path: where the ranks meet, as for ShmTransport, which carries what the hosts say to each other. device: this
     rank's. With counts in device memory, tensors have room for the most rows there may be.
     inbox_bytes: largest result of a call; three such inboxes a group are taken once. timeout_s: of a kernel's wait;
-    past it the kernel ends, and `check`, or the next call, raises PeerLost or CommTimeout. one_hop_bytes: larger sums
-    take two hops. blocks: of a kernel that moves up to 128 KiB; larger ones take up to four times as many.
+    past it the kernel ends, and `check`, or the next call, raises PeerLost or CommTimeout.
 
     Sums take float32, bfloat16 and float16, in rank order and float32, the same bits on every rank.
     """
@@ -51,8 +102,7 @@ class PeerTransport:
         *,
         inbox_bytes: int = 16 << 20,
         timeout_s: float = 10.0,
-        one_hop_bytes: int = 128 << 10,
-        blocks: int = 24,
+        tuning: PeerTuning | None = None,
     ):
         if mesh.world > MAX_RANKS:
             raise CommError(f"peer takes at most {MAX_RANKS} ranks, not {mesh.world}")
@@ -60,24 +110,33 @@ class PeerTransport:
         every = dict.fromkeys(p for name in GROUP_NAMES for p in mesh.partitions[name])
         groups = [self._world, *(g for g in every if g != self._world)]
         self._ids = {g: i for i, g in enumerate(groups)}
-        self._one_hop_bytes, self._blocks, self._timeout_s = one_hop_bytes, blocks, timeout_s
-        self._host = ShmTransport(mesh, rank, path, timeout_s=120.0)
+        self._tuning, self._timeout_s = tuning or PeerTuning(), timeout_s
         self._nothing = torch.empty(0, dtype=torch.int32)
-        self._kernels = kernels = cuda_kernels()
+        self._kernels = cuda_kernels()
         with torch.cuda.device(device):
-            self._handle = kernels.create(rank, [list(g) for g in groups], inbox_bytes, int(timeout_s * 1e9))
-            mine = torch.empty(1, 64, dtype=torch.uint8)
-            kernels.export_handle(self._handle, mine)
-            kernels.connect(self._handle, self._host.all_gatherv(mine, self._world, (1,) * mesh.world))
-        self._inbox_bytes = int(kernels.inbox_bytes(self._handle))
+            self._handle = self._kernels.create(rank, [list(g) for g in groups], inbox_bytes, int(timeout_s * 1e9))
+            self._host = self._connect(mesh, path)
+        self._inbox_bytes = int(self._kernels.inbox_bytes(self._handle))
         self._host.barrier(self._world)
 
+    def _connect(self, mesh: Mesh, path: Path | str) -> Host:
+        """Maps every rank's memory into this process; what the hosts can say to each other from then on."""
+        host = ShmTransport(mesh, self.rank, path, timeout_s=120.0)
+        mine = torch.empty(1, 64, dtype=torch.uint8)
+        self._kernels.export_handle(self._handle, mine)
+        self._kernels.connect(self._handle, host.all_gatherv(mine, self._world, (1,) * mesh.world))
+        return host
+
     def close(self) -> None:
-        """Leaves the world once every rank does: none may free memory that another still writes to."""
+        """Leaves the world once every rank does: none may free memory that another still writes to.
+
+        After a lost peer nothing is freed: the end of the process does that.
+        """
         if self._handle:
             torch.cuda.synchronize(self.device)
-            self._host.barrier(self._world)
-            self._kernels.destroy(self._handle)
+            with suppress(CommError):
+                self._host.barrier(self._world)
+                self._kernels.destroy(self._handle)
             self._host.close()
         self._handle = 0
 
@@ -149,12 +208,12 @@ class PeerTransport:
         x, n = x.contiguous(), len(group)
         row_bytes = x.shape[1:].numel() * x.element_size()
         largest = max(rows, x.shape[0]) * row_bytes
-        two_hops = sums and n > 2 and largest > self._one_hop_bytes
+        two_hops = sums and n > 2 and largest > self._tuning.one_hop_bytes
         # A lane holds what a rank gets from another: a segment, or its share of one.
         lane = largest if isinstance(counts, Tensor) else max((*counts, *received)) * row_bytes
-        need = 2 * largest + 32 * n * n if two_hops else (lane + 16) * n
-        if row_bytes % 16:
-            need *= 16  # units hold as little as an element
+        need = 2 * largest + 32 * n * n if two_hops else (lane + UNIT_BYTES) * n
+        if row_bytes % UNIT_BYTES:
+            need *= UNIT_BYTES  # units hold as little as an element
         if need > self._inbox_bytes:
             raise CommError(
                 f"rank {self.rank}: peer has inboxes of {self._inbox_bytes} bytes; this call takes inbox_bytes={need}"
@@ -166,7 +225,7 @@ class PeerTransport:
             both = x.new_empty(2, rows, *x.shape[1:])
             residual_out, out = both[0], both[1]
             residual, weight = epilogue.residual.contiguous(), epilogue.weight.contiguous()
-        blocks = self._grid(largest, rows if epilogue is not None else None)
+        launch = self._launch(largest, two_hops, rows if epilogue is not None else 0, row_bytes)
         arguments: tuple[Any, ...] = (
             (() if isinstance(counts, Tensor) else counts),
             received,
@@ -176,7 +235,10 @@ class PeerTransport:
             weight,
             epilogue.eps if epilogue else 0.0,
             int(two_hops),
-            blocks,
+            launch.blocks,
+            launch.cluster,
+            launch.threads,
+            self._tuning.early,
             torch.cuda.current_stream(self.device).cuda_stream,
         )
         try:
@@ -185,10 +247,25 @@ class PeerTransport:
             raise CommError(f"rank {self.rank}: {error}") from error
         return out if both is None else both
 
-    def _grid(self, largest: int, normed_rows: int | None) -> int:
-        most = self._blocks if largest <= 128 << 10 else 4 * self._blocks
-        wanted = normed_rows if normed_rows is not None else -(-largest // (512 * 16))
-        return max(1, min(most, wanted))
+    def _launch(self, largest: int, two_hops: bool, normed_rows: int, row_bytes: int) -> _Launch:
+        """normed_rows: 0 without an epilogue."""
+        t = self._tuning
+        if largest >= t.split_bytes:
+            if two_hops:
+                return _Launch((t.push_blocks, t.sum_blocks, t.write_blocks), t.wide_threads)
+            return _Launch((t.push_blocks, 0, t.sum_blocks + t.write_blocks), t.wide_threads)
+        few = largest <= t.few_bytes
+        most, threads = (t.blocks, t.threads) if few else (t.wide_blocks, t.wide_threads)
+        wanted = max(1, min(most, -(-largest // (threads * UNIT_BYTES))))
+        if not normed_rows:
+            return _Launch((0, 0, wanted), threads)
+        units = -(-row_bytes // UNIT_BYTES)
+        cluster = t.cluster
+        while cluster > 1 and (cluster * normed_rows > most or units < 32 * cluster):
+            cluster //= 2
+        runs = -(-units // (32 * cluster))
+        blocks = min(most, max(wanted, normed_rows * cluster)) // cluster * cluster
+        return _Launch((0, 0, blocks), min(t.wide_threads, 32 * runs), cluster)
 
 
 def _rows(x: Tensor, sizes: Counts, mine: int) -> int:

@@ -152,9 +152,9 @@ def read_table(path: Path) -> Costs:
     return Costs(str(path), by_transport)
 
 
-def read_tuning(path: Path) -> dict[str, int]:
-    """The sizes that `weft tune` found best for transport shm on this host; empty where it did not look."""
-    return dict(json.loads(path.read_text()).get("shm_tuning", {}))
+def read_tuning(path: Path, key: str) -> dict[str, int]:
+    """What `weft tune` found best for a transport: key shm_tuning or peer_tuning; empty if it did not look."""
+    return dict(json.loads(path.read_text()).get(key, {})) if path.is_file() else {}
 
 
 def host_table() -> Path:

@@ -5,6 +5,7 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -35,15 +36,41 @@ struct World {
   char* base = nullptr;
   std::vector<char*> mapped;  // of each rank; [rank] is base
   std::vector<GroupMemory> groups;
-  int64_t inbox_bytes = 0, limit_ns = 0;
+  int64_t inbox_bytes = 0, limit_cycles = 0;
   int rank = 0;
+  bool imported = false;  // from other processes
   uint32_t *error_host = nullptr, *error_device = nullptr;
 };
+
+template <class T>
+auto kernel_for(bool whole, int ranks) {
+  return !whole ? exchange<T, false, kMaxRanks>
+         : ranks <= 2 ? exchange<T, true, 2>
+         : ranks <= 4 ? exchange<T, true, 4>
+                      : exchange<T, true, kMaxRanks>;
+}
+
+// Loads every kernel now: the first launch may come within a graph's capture, where loading is not allowed.
+template <class T>
+void load() {
+  cudaFuncAttributes attributes;
+  for (const int ranks : {2, 4, kMaxRanks})
+    for (const bool whole : {false, true}) check(cudaFuncGetAttributes(&attributes, kernel_for<T>(whole, ranks)), "load");
+}
 
 World& world_of(int64_t handle) { return *reinterpret_cast<World*>(handle); }
 
 int64_t group_bytes(int64_t inbox_bytes) { return kRotations * inbox_bytes; }
 int64_t state_offset(int64_t groups, int64_t inbox_bytes) { return groups * group_bytes(inbox_bytes); }
+
+void place_groups(World& w) {
+  for (size_t g = 0; g < w.groups.size(); ++g) {
+    GroupMemory& group = w.groups[g];
+    for (size_t i = 0; i < group.ranks.size(); ++i)
+      group.inbox[i] = w.mapped[size_t(group.ranks[i])] + int64_t(g) * group_bytes(w.inbox_bytes);
+    group.state = reinterpret_cast<State*>(w.base + state_offset(int64_t(w.groups.size()), w.inbox_bytes)) + g;
+  }
+}
 
 }  // namespace
 
@@ -53,7 +80,10 @@ int64_t create(int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, int64_t inb
   w->rank = int(rank);
   constexpr int64_t kStep = int64_t(kUnit) * 2 * 840;  // lanes of 1 to 8 ranks, and half of them, are whole units
   w->inbox_bytes = (inbox_bytes + kStep - 1) / kStep * kStep;
-  w->limit_ns = limit_ns;
+  int device = 0, khz = 0;
+  check(cudaGetDevice(&device), "device");
+  check(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, device), "device");
+  w->limit_cycles = limit_ns / 1000000 * khz;
   for (const auto& group : groups) {
     GroupMemory g;
     for (const int64_t r : group) {
@@ -63,6 +93,7 @@ int64_t create(int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, int64_t inb
     if (g.ranks.size() > kMaxRanks) TVM_FFI_THROW(WeftCallError) << "at most 8 ranks share peer memory";
     w->groups.push_back(std::move(g));
   }
+  load<float>(), load<__nv_bfloat16>(), load<__half>();
   const int64_t states = state_offset(int64_t(w->groups.size()), w->inbox_bytes);
   check(cudaMalloc(&w->base, size_t(states + int64_t(w->groups.size() * sizeof(State)))), "no memory for the arena");
   check(cudaMemset(w->base, 0xff, size_t(states)), "fill");
@@ -84,6 +115,7 @@ void export_handle(int64_t handle, TensorView out) {
 // handles: [ranks, 64] bytes on the CPU, of every rank in order.
 void connect(int64_t handle, TensorView handles) {
   World& w = world_of(handle);
+  w.imported = true;
   for (int64_t r = 0; r < handles.size(0); ++r) {
     void* base = w.base;
     if (r != w.rank) {
@@ -93,18 +125,20 @@ void connect(int64_t handle, TensorView handles) {
     }
     w.mapped.push_back(static_cast<char*>(base));
   }
-  for (size_t g = 0; g < w.groups.size(); ++g) {
-    GroupMemory& group = w.groups[g];
-    for (size_t i = 0; i < group.ranks.size(); ++i)
-      group.inbox[i] = w.mapped[size_t(group.ranks[i])] + int64_t(g) * group_bytes(w.inbox_bytes);
-    group.state = reinterpret_cast<State*>(w.base + state_offset(int64_t(w.groups.size()), w.inbox_bytes)) + g;
-  }
+  place_groups(w);
+}
+
+// The same for ranks that all live in this process, on one device or on peers: handles of every rank in order.
+void connect_here(int64_t handle, Sizes handles) {
+  World& w = world_of(handle);
+  for (const int64_t other : handles) w.mapped.push_back(world_of(other).base);
+  place_groups(w);
 }
 
 void destroy(int64_t handle) {
   World& w = world_of(handle);
   cudaDeviceSynchronize();
-  for (size_t r = 0; r < w.mapped.size(); ++r)
+  for (size_t r = 0; r < w.mapped.size() && w.imported; ++r)
     if (int(r) != w.rank) cudaIpcCloseMemHandle(w.mapped[r]);
   cudaFree(w.base);
   cudaFreeHost(w.error_host);
@@ -121,46 +155,71 @@ void clear_error(int64_t handle) { *reinterpret_cast<volatile uint32_t*>(world_o
 int64_t inbox_bytes(int64_t handle) { return world_of(handle).inbox_bytes; }
 
 // edge: {segments, span, scatter, root, exchange}. counts, received: rows; device_counts: int32 [segments] on the device,
-// or empty. residual, residual_out, weight: empty without an epilogue. stream: a cudaStream_t.
+// or empty. residual, residual_out, weight: empty without an epilogue. blocks: {push, sum, write}; without the first all
+// blocks do all work. cluster: blocks that share a row to be normalised. threads: workers of a block. early: blocks may
+// take their places before the kernel before this one ends. stream: a cudaStream_t.
 void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out, Sizes counts, Sizes received,
          TensorView device_counts, TensorView residual, TensorView residual_out, TensorView weight, double eps,
-         int64_t two_hops, int64_t blocks, int64_t stream) {
+         int64_t two_hops, Sizes blocks, int64_t cluster, int64_t threads, int64_t early, int64_t stream) {
   World& w = world_of(handle);
   const GroupMemory& g = w.groups[size_t(group)];
   Call c;
-  c.edge = Edge{int(edge[0]), int(edge[1]), int(edge[2]), int(edge[3]), int(edge[4])};
+  c.segments = int(edge[0]), c.span = int(edge[1]), c.scatter = int(edge[2]), c.root = int(edge[3]);
+  c.exchange = int(edge[4]), c.two_hops = int(two_hops);
   c.n = int(g.ranks.size()), c.me = g.me;
+  c.sum_span = c.exchange || c.root >= 0 ? 1 : c.scatter ? c.n : c.span;
   c.x = static_cast<const char*>(x.data_ptr()), c.out = static_cast<char*>(out.data_ptr());
   const DLDataType t = x.dtype();
   int64_t width = 1;
   for (int i = 1; i < x.ndim(); ++i) width *= x.size(i);
-  c.row_bytes = width * t.bits / 8;
+  c.row_bytes = uint32_t(width * t.bits / 8), c.row_units = (c.row_bytes + kUnit - 1) / kUnit;
   if (weight.size(0)) {
     c.residual = static_cast<const char*>(residual.data_ptr());
     c.residual_out = static_cast<char*>(residual_out.data_ptr());
     c.weight = static_cast<const char*>(weight.data_ptr());
     c.eps = float(eps);
-    if ((c.row_bytes + kUnit - 1) / kUnit > kMaxUnitsHeld * kThreads)
-      TVM_FFI_THROW(WeftCallError) << "the norm epilogue takes rows of at most " << kMaxUnitsHeld * kThreads * kUnit << " bytes";
+    const int64_t most = std::min(kMaxUnitsHeld * threads * cluster, int64_t(kMaxRuns) * 32);
+    if (c.row_units > most)
+      TVM_FFI_THROW(WeftCallError) << "the norm epilogue takes rows of at most " << most * kUnit << " bytes";
   }
-  if (device_counts.size(0))
-    c.device_counts = static_cast<const int32_t*>(device_counts.data_ptr());
+  if (device_counts.size(0)) c.device_counts = static_cast<const int32_t*>(device_counts.data_ptr());
   c.x_rows = x.size(0), c.out_rows = out.size(0);
-  for (size_t i = 0; i < counts.size(); ++i) c.counts[i] = int32_t(counts[i]);
-  for (size_t i = 0; i < received.size(); ++i) c.received[i] = int32_t(received[i]);
   for (int i = 0; i < c.n; ++i) c.inbox[i] = g.inbox[i];
-  c.inbox_units = w.inbox_bytes / kUnit;
-  c.state = g.state, c.error = w.error_device, c.limit_ns = w.limit_ns, c.two_hops = int(two_hops);
+  if (!c.device_counts) {
+    int32_t begin[kMaxRanks + 1] = {}, arrive[kMaxRanks + 1] = {};
+    for (size_t i = 0; i < counts.size(); ++i) begin[i + 1] = begin[i] + int32_t(counts[i]);
+    for (size_t i = 0; i < received.size(); ++i) arrive[i + 1] = arrive[i] + int32_t(received[i]);
+    for (int i = 0; i < c.n; ++i) lay_out(c, begin, arrive, i, c.lanes);
+  }
+  c.inbox_units = uint32_t(w.inbox_bytes / kUnit);
+  c.lane_units[0] = c.inbox_units / c.n, c.lane_units[1] = c.inbox_units / (2 * c.n);
+  c.state = g.state, c.error = w.error_device, c.limit_cycles = w.limit_cycles;
+  const int push = int(blocks[0]), sum = int(blocks[1]), write = int(blocks[2]), total = push + sum + write;
+  c.push = c.sum = c.write = Blocks{0, total};
+  c.cluster = int(cluster);
+  if (push) c.push = Blocks{0, push}, c.sum = Blocks{push, sum}, c.write = Blocks{push + sum, write};
   const auto at = reinterpret_cast<cudaStream_t>(stream);
   const auto aligned = [](const char* p) { return reinterpret_cast<uintptr_t>(p) % kUnit == 0; };
   const bool whole = c.row_bytes % kUnit == 0 && aligned(c.x) && aligned(c.out) && aligned(c.residual) &&
                      aligned(c.residual_out) && aligned(c.weight);
   const auto launch = [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    if (whole)
-      exchange<T, true><<<int(blocks), kThreads, 0, at>>>(c);
-    else
-      exchange<T, false><<<int(blocks), kThreads, 0, at>>>(c);
+    cudaLaunchAttribute attributes[2];
+    int used = 0;
+    if (early) {
+      attributes[used].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[used++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+      attributes[used].id = cudaLaunchAttributeClusterDimension;
+      attributes[used].val.clusterDim.x = unsigned(cluster);
+      attributes[used].val.clusterDim.y = attributes[used].val.clusterDim.z = 1;
+      ++used;
+    }
+    cudaLaunchConfig_t config{};
+    config.gridDim = unsigned(total), config.blockDim = unsigned(threads) + kKeepers, config.stream = at;
+    config.attrs = attributes, config.numAttrs = used;
+    check(cudaLaunchKernelEx(&config, kernel_for<T>(whole, c.n), c), "launch");
   };
   if (t.code == kDLFloat && t.bits == 32)
     launch(static_cast<float*>(nullptr));
@@ -170,7 +229,6 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
     launch(static_cast<__half*>(nullptr));
   else
     TVM_FFI_THROW(WeftCallError) << "peer memory takes float32, bfloat16 or float16, not " << ffi::DLDataTypeToString(t);
-  check(cudaGetLastError(), "launch");
 }
 
 }  // namespace weft
@@ -178,6 +236,7 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(create, weft::create)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(export_handle, weft::export_handle)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(connect, weft::connect)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(connect_here, weft::connect_here)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(destroy, weft::destroy)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(error, weft::error)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(clear_error, weft::clear_error)

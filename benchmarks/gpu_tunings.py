@@ -1,0 +1,53 @@
+"""What the numbers of PeerTuning are worth on this host: edges and sizes by tuning. Needs two GPUs or more.
+
+python benchmarks/gpu_tunings.py [--rows 1 16 64 256 1024] [--hidden 7168]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from weft.bench.cuda import Case, measure
+from weft.bench.ranks import run_ranks
+from weft.comm.peer import PeerTuning
+
+NEVER = 1 << 40
+TUNINGS = {
+    "peer": PeerTuning(),
+    "8 blocks": PeerTuning(blocks=8),
+    "16 blocks": PeerTuning(blocks=16),
+    "128 threads": PeerTuning(threads=128),
+    "480 threads": PeerTuning(threads=480),
+    "64 wide": PeerTuning(wide_blocks=64),
+    "256 threads wide": PeerTuning(wide_threads=256),
+    "late": PeerTuning(early=0),
+    "one hop": PeerTuning(one_hop_bytes=NEVER),
+    "two hops": PeerTuning(one_hop_bytes=0),
+    "two, no split": PeerTuning(one_hop_bytes=0, split_bytes=NEVER),
+    "two, split": PeerTuning(one_hop_bytes=0, split_bytes=1 << 20),
+    "two, 16-48-64": PeerTuning(one_hop_bytes=0, split_bytes=1 << 20, push_blocks=16, sum_blocks=48, write_blocks=64),
+    "two, 48-48-32": PeerTuning(one_hop_bytes=0, split_bytes=1 << 20, push_blocks=48, sum_blocks=48, write_blocks=32),
+}
+
+
+def main() -> None:
+    """Prints a line a case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256, 1024])
+    parser.add_argument(
+        "--edges", nargs="+", default=["all_reduce", "all_reduce+norm", "all_gatherv", "reduce_scatterv"]
+    )
+    options = parser.parse_args()
+    world = torch.cuda.device_count()
+    cases = [Case(world, edge, "bf16", options.hidden, rows) for edge in options.edges for rows in options.rows]
+    for timing in run_ranks(world, measure, cases, TUNINGS, []):
+        best = min(timing.us, key=timing.us.__getitem__)
+        cells = "  ".join(f"{name} {us:.2f}" for name, us in timing.us.items())
+        print(f"{timing.case} best {best}:  {cells}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""Times every edge of transport peer on the GPUs of this host beside its peers, in one run.
+
+A figure is µs a call: the median over replays of a CUDA graph of CALLS calls, the slowest rank's; inputs take turns, so
+that no call finds its own in a cache. Before it is timed, peer's result is compared with NCCL's, gathered in float32.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.bench.gpu_peers import Call, Nccl, NcclWindow, SymmetricMemory
+from weft.bench.ranks import Report
+from weft.comm.peer import PeerTransport, PeerTuning
+from weft.comm.transport import CommError, Epilogue, finish
+from weft.place.spec import Mesh
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SUMS = ("all_reduce", "reduce_scatterv", "all_reduce+all_gatherv", "reduce_scatterv+all_reduce")
+MIXED = SUMS[2:]
+EDGES = (*SUMS, "all_gatherv", "all_to_allv", "broadcast", *(f"{edge}+norm" for edge in SUMS))
+RAGGED = ("reduce_scatterv ragged", "all_gatherv ragged")
+CALLS, REPLAYS, WARM = 20, 30, 5
+TURNS = 4  # inputs
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+
+
+@dataclass(frozen=True)
+class Case:
+    """rows: what a rank puts in (gathers, all_reduce, all_to_all from each) or gets (scatters), of `hidden` elements.
+
+    The mixed edges run on half the ranks' DP groups of two; ragged ones draw skewed sizes with the same mean.
+    """
+
+    ranks: int
+    edge: str
+    dtype: str
+    hidden: int
+    rows: int
+
+    def __str__(self) -> str:
+        return f"{self.ranks} GPUs  {self.edge:31} {self.dtype} {self.hidden:5} × {self.rows:<5}"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each rank; of each DP group for the mixed edges."""
+        if self.edge.endswith("ragged"):  # 7/4, 5/4, 3/4, 1/4 of the mean, and again
+            return tuple(max(1, self.rows * (7 - 2 * (i % 4)) // 4) for i in range(self.ranks))
+        return (self.rows,) * (self.ranks // 2 if self.edge.startswith(MIXED) else self.ranks)
+
+    @property
+    def inputs(self) -> int:
+        """Rows of a rank's input; ragged gathers have room for the most."""
+        if self.edge == "all_gatherv ragged":
+            return max(self.sizes)
+        scatters = self.edge.startswith(("reduce_scatterv", "all_to_allv"))
+        return sum(self.sizes) if scatters else self.rows
+
+
+@dataclass(frozen=True)
+class Timing:
+    """us: median µs of a call, by carrier."""
+
+    case: Case
+    us: dict[str, float]
+
+    def row(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self.case) | {"us": {name: round(us, 2) for name, us in self.us.items()}}
+
+
+def mesh_of(world: int) -> Mesh:
+    """Two ranks an attention group where there are four or more: so that the mixed edges have something to mix."""
+    return Mesh(world // 2, 2, world, 1) if world >= 4 and world % 2 == 0 else Mesh(1, world, world, 1)
+
+
+def measure(
+    rank: int,
+    directory: Path,
+    report: Report,
+    cases: list[Case],
+    tunings: dict[str, PeerTuning],
+    others: list[str],
+) -> None:
+    """A rank's part of the cases; rank 0 reports a Timing for each. tunings: of peer, by the name it is to have."""
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # NCCL has threads of its own
+    world, device = cases[0].ranks, torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    mesh = mesh_of(world)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{directory}/nccl", rank=rank, world_size=world, device_id=device
+    )
+    most = max(c.inputs * c.hidden * DTYPES[c.dtype].itemsize for c in cases)
+    inbox_bytes = 2 * (world + 1) * most + (1 << 20)
+    arena_bytes = 2 * (TURNS + 1) * (most + 4096)
+    nccl = Nccl(mesh, rank)
+    peers: list[Any] = []
+    if "nccl" in others:
+        peers.append(nccl)
+    if "window" in others:
+        peers.append(NcclWindow(mesh, rank, device, world * arena_bytes))
+    if "symm" in others:
+        peers += [SymmetricMemory(shots, rank, device, arena_bytes) for shots in ("one", "two")]
+    ours = {
+        name: PeerTransport(
+            mesh, rank, directory / name.replace(" ", "-"), device, inbox_bytes=inbox_bytes, tuning=tuning
+        )
+        for name, tuning in tunings.items()
+    }
+    for case in cases:
+        us = _measure(case, mesh, rank, device, ours, peers, nccl)
+        for peer in ours.values():
+            peer.check()
+        torch.cuda.empty_cache()
+        if rank == 0:
+            report(Timing(case, us))
+    for peer in ours.values():
+        peer.close()
+    dist.destroy_process_group()
+
+
+def _measure(
+    case: Case,
+    mesh: Mesh,
+    rank: int,
+    device: torch.device,
+    ours: dict[str, PeerTransport],
+    peers: Sequence[Any],
+    nccl: Nccl,
+) -> dict[str, float]:
+    dtype, plain = DTYPES[case.dtype], case.edge.removesuffix("+norm").removesuffix(" ragged")
+    ragged = case.edge.endswith("ragged")
+    xs = [torch.randn(case.inputs, case.hidden, device=device).to(dtype) for _ in range(TURNS)]
+    rows = _out_rows(case, mesh, rank)
+    norm = None
+    if case.edge.endswith("+norm"):
+        torch.manual_seed(7)  # the same on every rank
+        weight = torch.randn(case.hidden, device=device).to(dtype)
+        norm = Epilogue(torch.randn(rows, case.hidden, device=device).to(dtype), weight, 1e-6)
+    counts = torch.tensor(case.sizes, dtype=torch.int32, device=device) if ragged else case.sizes
+    us: dict[str, float] = {}
+    expected = _expected(case, plain, xs[0], mesh, rank)
+    for name, peer in ours.items():
+        calls = [partial(_peer_call, peer, mesh, plain, x, counts, norm) for x in xs]
+        _check(case, name, calls[0](), expected, norm)
+        us[name] = _graph_us(calls)
+    mine = case.sizes[rank] if ragged else 0
+    given = [x[:mine] for x in xs] if case.edge == "all_gatherv ragged" else xs
+    for other in peers:
+        theirs: list[Call] = other.calls(plain, given, case.sizes)
+        if not theirs:
+            continue
+        if norm is not None:
+            theirs = [partial(_then_norm, call, norm) for call in theirs]
+        us[other.name] = _graph_us(theirs)
+        if other is nccl:
+            us["nccl eager"] = _eager_us(theirs)
+    return us
+
+
+def _peer_call(
+    peer: PeerTransport, mesh: Mesh, edge: str, x: Tensor, sizes: Any, norm: Epilogue | None = None
+) -> Tensor:
+    group, tp, dp = tuple(range(mesh.world)), mesh.peers("attn_tp", peer.rank), mesh.peers("attn_dp", peer.rank)
+    if edge == "all_reduce":
+        return peer.all_reduce(x, group, norm)
+    if edge == "reduce_scatterv":
+        return peer.reduce_scatterv(x, group, sizes, norm)
+    if edge == "all_gatherv":
+        return peer.all_gatherv(x, group, sizes)
+    if edge == "all_to_allv":
+        return peer.all_to_allv(x, group, sizes, sizes)
+    if edge == "broadcast":
+        return peer.broadcast(x, group, 0)
+    if edge == MIXED[0]:
+        return peer.all_reduce_all_gatherv(x, tp, dp, sizes, norm)
+    return peer.reduce_scatterv_all_reduce(x, dp, tp, sizes, norm)
+
+
+def _then_norm(call: Call, norm: Epilogue) -> None:
+    """What an engine does after a bare exchange: an addition, and torch's RMSNorm."""
+    call()
+    torch.nn.functional.rms_norm(norm.residual + norm.residual, norm.weight.shape, norm.weight, norm.eps)
+
+
+def _out_rows(case: Case, mesh: Mesh, rank: int) -> int:
+    plain = case.edge.removesuffix("+norm").removesuffix(" ragged")
+    if plain in ("all_gatherv", "all_to_allv", MIXED[0]):
+        return sum(case.sizes)
+    if plain == MIXED[1]:
+        return case.sizes[mesh.group_of(rank)]
+    return case.sizes[rank] if plain == "reduce_scatterv" else case.rows
+
+
+def _expected(case: Case, plain: str, x: Tensor, mesh: Mesh, rank: int) -> Tensor:
+    """The definition, from every rank's input in float32."""
+    every = torch.empty(mesh.world * x.shape[0], case.hidden, device=x.device)
+    dist.all_gather_into_tensor(every, x.float())
+    inputs, sizes = every.view(mesh.world, x.shape[0], case.hidden), case.sizes
+    if plain == "all_reduce":
+        return inputs.sum(0)
+    if plain == "broadcast":
+        return inputs[0]
+    if plain == "reduce_scatterv":
+        return inputs.sum(0).split(sizes)[rank]
+    if plain == "all_gatherv":
+        return torch.cat([inputs[r, :n] for r, n in enumerate(sizes)])
+    if plain == "all_to_allv":
+        return torch.cat([inputs[r].split(sizes)[rank] for r in range(mesh.world)])
+    if plain == MIXED[0]:
+        return torch.cat([inputs[list(p)].sum(0) for p in mesh.partitions["attn_tp"]])
+    return inputs.sum(0).split(sizes)[mesh.group_of(rank)]
+
+
+def _check(case: Case, name: str, got: Tensor, expected: Tensor, norm: Epilogue | None) -> None:
+    if norm is not None:
+        expected, got = finish(expected.to(norm.residual.dtype), norm)[1].float(), got[1]
+    got = got[: expected.shape[0]].float()
+    error = float((got - expected).norm() / expected.norm())
+    if not error <= TOLERANCE[DTYPES[case.dtype]]:
+        raise CommError(f"{name} gave a wrong result for {case}: relative error {error:.1e}")
+
+
+def _graph_us(calls: Sequence[Callable[[], object]]) -> float:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        stream.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(CALLS):
+                calls[i % len(calls)]()
+        times = [_events_us(stream, graph.replay) / CALLS for _ in range(WARM + REPLAYS)]
+    return _slowest(statistics.median(times[WARM:]))
+
+
+def _eager_us(calls: Sequence[Callable[[], object]]) -> float:
+    def run() -> None:
+        for i in range(CALLS):
+            calls[i % len(calls)]()
+
+    stream = torch.cuda.current_stream()
+    return _slowest(statistics.median([_events_us(stream, run) / CALLS for _ in range(WARM + REPLAYS)][WARM:]))
+
+
+def _events_us(stream: torch.cuda.Stream, run: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record(stream)
+    run()
+    end.record(stream)
+    stream.synchronize()
+    return float(start.elapsed_time(end) * 1e3)
+
+
+def _slowest(us: float) -> float:
+    took = torch.tensor([us], device="cuda")
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took)

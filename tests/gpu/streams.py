@@ -1,0 +1,78 @@
+"""Ranks as threads of one process that share one GPU, a stream each: the kernels run side by side, on real hardware."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.comm.peer import PeerTransport, PeerTuning
+from weft.comm.transport import Ranks
+from weft.place.spec import Mesh
+
+
+class Threads:
+    """The hosts' side of a world of threads."""
+
+    def __init__(self, world: int):
+        self.handles: dict[int, int] = {}
+        self.meeting = threading.Barrier(world)
+
+    def barrier(self, group: Ranks) -> None:
+        self.meeting.wait(60)
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class StreamTransport(PeerTransport):
+    """A rank of a world of threads."""
+
+    def __init__(self, mesh: Mesh, rank: int, threads: Threads, **options: Any):
+        self._threads = threads
+        super().__init__(mesh, rank, "", torch.device("cuda", 0), **options)
+
+    def _connect(self, mesh: Mesh, path: Path | str) -> Threads:
+        self._threads.handles[self.rank] = self._handle
+        self._threads.meeting.wait(60)
+        self._kernels.connect_here(self._handle, [self._threads.handles[r] for r in range(mesh.world)])
+        return self._threads
+
+
+def run_streams(mesh: Mesh, work: Callable[..., None], **options: Any) -> None:
+    """Runs `work(transport, mesh, device)` in a thread a rank, on a stream of its own. Raises the first error.
+
+    A GPU holds only so many waiting kernels: eight blocks a rank, no more, leave room for all.
+    """
+    threads, errors = Threads(mesh.world), []
+    tuning = replace(options.pop("tuning", PeerTuning()), blocks=8, wide_blocks=8)
+    if tuning.push_blocks + tuning.sum_blocks + tuning.write_blocks > 8:
+        tuning = replace(tuning, split_bytes=1 << 40)
+
+    def main(rank: int) -> None:
+        try:
+            torch.cuda.set_device(0)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                transport = StreamTransport(mesh, rank, threads, tuning=tuning, **options)
+                work(transport, mesh, torch.device("cuda", 0))
+                torch.cuda.current_stream().synchronize()
+                transport.check()
+                transport.close()
+        except BaseException as error:
+            errors.append(error)
+            threads.meeting.abort()
+
+    ranks = [threading.Thread(target=main, args=(rank,)) for rank in range(mesh.world)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])

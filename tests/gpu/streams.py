@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+# A kernel that is loaded when first used may wait for those that run, and they for what its thread would launch next.
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import torch
 
@@ -52,15 +55,13 @@ def run_streams(mesh: Mesh, work: Callable[..., None], **options: Any) -> None:
     A GPU holds only so many waiting kernels: eight blocks a rank, no more, leave room for all.
     """
     threads, errors = Threads(mesh.world), []
-    tuning = replace(options.pop("tuning", PeerTuning()), blocks=8, wide_blocks=8)
-    if tuning.push_blocks + tuning.sum_blocks + tuning.write_blocks > 8:
-        tuning = replace(tuning, split_bytes=1 << 40)
+    few = PeerTuning(blocks=8, wide_blocks=8, split_bytes=1 << 40)
 
     def main(rank: int) -> None:
         try:
             torch.cuda.set_device(0)
             with torch.cuda.stream(torch.cuda.Stream()):
-                transport = StreamTransport(mesh, rank, threads, tuning=tuning, **options)
+                transport = StreamTransport(mesh, rank, threads, tuning=few, **options)
                 work(transport, mesh, torch.device("cuda", 0))
                 torch.cuda.current_stream().synchronize()
                 transport.check()

@@ -1,4 +1,4 @@
-"""torchdist over NCCL, a process a GPU: the oracle matrix, and a model's logits on GPUs."""
+"""torchdist over NCCL, a process a GPU: the oracle matrix; and a model's logits on GPUs, by NCCL and by peer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from support import small_model
 
 from comm.oracle import check_calls, check_edges
 from weft.attention.batch import Batch, SeqRows
+from weft.comm.nccl_window import NcclWindowTransport
+from weft.comm.peer import PeerTransport
 from weft.comm.torchdist import TorchDistTransport
+from weft.comm.transport import CommError
 from weft.models.load import load_config, load_model
 from weft.models.runner import ModelRunner
 from weft.place.cost import costs
@@ -32,12 +35,16 @@ def rank_main(rank: int, mesh: Mesh, directory: str, prompts: list[list[int]]) -
         calls += check_edges(transport, mesh, tuple(counts), torch.float64, device)
     assert calls > 0
     model = load_model(Path(directory) / "model", load_config(Path(directory) / "model"), mesh, rank, device=device)
-    runner = ModelRunner(model, mesh, rank, [transport], num_pages=4, page_size=4, costs=costs("h200-nvlink"))
+    peer = PeerTransport(mesh, rank, f"{directory}/peer", torch.device(device))
     prompt = prompts[mesh.group_of(rank)]
     seqs = [SeqRows(len(prompt), 0, [1, 0, 2], True)] if prompt else []
     batch = Batch.build(prompt, range(len(prompt)), seqs, 4, device)
-    logits = runner.forward(batch, tuple(len(p) for p in prompts[: mesh.attn_dp]))
-    torch.save(logits.cpu(), f"{directory}/{rank}.pt")
+    for carrier in (transport, peer):
+        runner = ModelRunner(model, mesh, rank, [carrier], num_pages=4, page_size=4, costs=costs("h200-nvlink"))
+        logits = runner.forward(batch, tuple(len(p) for p in prompts[: mesh.attn_dp]))
+        torch.save(logits.cpu(), f"{directory}/{type(carrier).__name__}-{rank}.pt")
+    peer.check()
+    peer.close()
     transport.close()
 
 
@@ -50,5 +57,22 @@ def test_calls_edges_and_logits(mesh: Mesh, tmp_path: Path) -> None:
         prompt = prompts[mesh.group_of(rank)]
         with torch.no_grad():
             wanted = model(torch.tensor([prompt])).logits[0, -1]
-        got = torch.load(tmp_path / f"{rank}.pt")[0]
-        assert (got - wanted).norm() / wanted.norm() <= 1e-4  # float32 on both, other kernels
+        for carrier in ("TorchDistTransport", "PeerTransport"):
+            got = torch.load(tmp_path / f"{carrier}-{rank}.pt")[0]
+            assert (got - wanted).norm() / wanted.norm() <= 1e-4, carrier  # float32 on both, other kernels
+
+
+def window_main(rank: int, mesh: Mesh, directory: str) -> None:
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    transport = NcclWindowTransport(mesh, rank, f"file://{directory}/window", device)
+    assert check_calls(transport, mesh, (torch.float32, torch.bfloat16), str(device)) > 0
+    x = torch.ones(4, 8, device=device)
+    with pytest.raises(CommError, match="arena_bytes"):
+        transport.all_reduce(x.expand(1 << 22, 4, 8).reshape(-1, 8), tuple(range(mesh.world)))
+    transport.close()
+
+
+@pytest.mark.parametrize("mesh", MESHES[-1:], ids=str)
+def test_windows(mesh: Mesh, tmp_path: Path) -> None:
+    mp.spawn(window_main, (mesh, str(tmp_path)), nprocs=mesh.world)

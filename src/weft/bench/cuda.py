@@ -21,6 +21,7 @@ from torch import Tensor
 from weft.bench.gpu_peers import Call, Nccl, NcclWindow, SymmetricMemory
 from weft.bench.ranks import Report
 from weft.comm.peer import PeerTransport, PeerTuning
+from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError, Epilogue, finish
 from weft.place.spec import Mesh
 
@@ -83,6 +84,34 @@ def mesh_of(world: int) -> Mesh:
     return Mesh(world // 2, 2, world, 1) if world >= 4 and world % 2 == 0 else Mesh(1, world, world, 1)
 
 
+@dataclass
+class World:
+    """A rank's end of a measurement: torch.distributed over NCCL, by which the ranks agree, and transport peer."""
+
+    mesh: Mesh
+    rank: int
+    device: torch.device
+    torchdist: TorchDistTransport
+    peer: PeerTransport
+
+    @classmethod
+    def open(cls, rank: int, world: int, directory: Path, inbox_bytes: int) -> World:
+        """Collective."""
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # NCCL has threads of its own
+        device, mesh = torch.device("cuda", rank), mesh_of(world)
+        torch.cuda.set_device(device)
+        torchdist = TorchDistTransport(mesh, rank, f"file://{directory}/nccl", backend="nccl")
+        dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects with the first call
+        peer = PeerTransport(mesh, rank, directory / "peer", device, inbox_bytes=inbox_bytes)
+        return cls(mesh, rank, device, torchdist, peer)
+
+    def close(self) -> None:
+        """Collective."""
+        self.peer.check()
+        self.peer.close()
+        self.torchdist.close()
+
+
 def measure(
     rank: int,
     directory: Path,
@@ -92,79 +121,56 @@ def measure(
     others: list[str],
 ) -> None:
     """A rank's part of the cases; rank 0 reports a Timing for each. tunings: of peer, by the name it is to have."""
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # NCCL has threads of its own
-    world, device = cases[0].ranks, torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    mesh = mesh_of(world)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{directory}/nccl", rank=rank, world_size=world, device_id=device
-    )
+    world = cases[0].ranks
     most = max(c.inputs * c.hidden * DTYPES[c.dtype].itemsize for c in cases)
-    inbox_bytes = 2 * (world + 1) * most + (1 << 20)
+    here = World.open(rank, world, directory, 2 * (world + 1) * most + (1 << 20))
     arena_bytes = 2 * (TURNS + 1) * (most + 4096)
-    nccl = Nccl(mesh, rank)
-    peers: list[Any] = []
-    if "nccl" in others:
-        peers.append(nccl)
+    peers: list[Any] = [Nccl(here.mesh, rank)] if "nccl" in others else []
     if "window" in others:
-        peers.append(NcclWindow(mesh, rank, device, world * arena_bytes))
+        peers.append(NcclWindow(here.mesh, rank, here.device, world * arena_bytes))
     if "symm" in others:
-        peers += [SymmetricMemory(shots, rank, device, arena_bytes) for shots in ("one", "two")]
-    ours = {
-        name: PeerTransport(
-            mesh, rank, directory / name.replace(" ", "-"), device, inbox_bytes=inbox_bytes, tuning=tuning
-        )
-        for name, tuning in tunings.items()
-    }
+        peers += [SymmetricMemory(shots, rank, here.device, arena_bytes) for shots in ("one", "two")]
     for case in cases:
-        us = _measure(case, mesh, rank, device, ours, peers, nccl)
-        for peer in ours.values():
-            peer.check()
+        us = _measure(case, here, tunings, peers)
+        here.peer.check()
         torch.cuda.empty_cache()
         if rank == 0:
             report(Timing(case, us))
-    for peer in ours.values():
-        peer.close()
-    dist.destroy_process_group()
+    here.close()
 
 
-def _measure(
-    case: Case,
-    mesh: Mesh,
-    rank: int,
-    device: torch.device,
-    ours: dict[str, PeerTransport],
-    peers: Sequence[Any],
-    nccl: Nccl,
-) -> dict[str, float]:
+def _measure(case: Case, here: World, tunings: dict[str, PeerTuning], peers: Sequence[Any]) -> dict[str, float]:
+    mesh, rank, device = here.mesh, here.rank, here.device
     dtype, plain = DTYPES[case.dtype], case.edge.removesuffix("+norm").removesuffix(" ragged")
     ragged = case.edge.endswith("ragged")
     xs = [torch.randn(case.inputs, case.hidden, device=device).to(dtype) for _ in range(TURNS)]
-    rows = _out_rows(case, mesh, rank)
-    norm = None
-    if case.edge.endswith("+norm"):
-        torch.manual_seed(7)  # the same on every rank
-        weight = torch.randn(case.hidden, device=device).to(dtype)
-        norm = Epilogue(torch.randn(rows, case.hidden, device=device).to(dtype), weight, 1e-6)
+    norm = _epilogue(case, mesh, rank, device) if case.edge.endswith("+norm") else None
     counts = torch.tensor(case.sizes, dtype=torch.int32, device=device) if ragged else case.sizes
     us: dict[str, float] = {}
     expected = _expected(case, plain, xs[0], mesh, rank)
-    for name, peer in ours.items():
-        calls = [partial(_peer_call, peer, mesh, plain, x, counts, norm) for x in xs]
+    for name, tuning in tunings.items():
+        here.peer.tuning = tuning
+        calls = [partial(_peer_call, here.peer, mesh, plain, x, counts, norm) for x in xs]
         _check(case, name, calls[0](), expected, norm)
-        us[name] = _graph_us(calls)
-    mine = case.sizes[rank] if ragged else 0
-    given = [x[:mine] for x in xs] if case.edge == "all_gatherv ragged" else xs
+        us[name] = graph_us(calls)
+    given = [x[: case.sizes[rank]] for x in xs] if case.edge == "all_gatherv ragged" else xs
     for other in peers:
         theirs: list[Call] = other.calls(plain, given, case.sizes)
         if not theirs:
             continue
         if norm is not None:
             theirs = [partial(_then_norm, call, norm) for call in theirs]
-        us[other.name] = _graph_us(theirs)
-        if other is nccl:
+        us[other.name] = graph_us(theirs)
+        if type(other) is Nccl:
             us["nccl eager"] = _eager_us(theirs)
     return us
+
+
+def _epilogue(case: Case, mesh: Mesh, rank: int, device: torch.device) -> Epilogue:
+    torch.manual_seed(7)  # the same on every rank
+    dtype = DTYPES[case.dtype]
+    weight = torch.randn(case.hidden, device=device).to(dtype)
+    return Epilogue(torch.randn(_out_rows(case, mesh, rank), case.hidden, device=device).to(dtype), weight, 1e-6)
 
 
 def _peer_call(
@@ -230,7 +236,8 @@ def _check(case: Case, name: str, got: Tensor, expected: Tensor, norm: Epilogue 
         raise CommError(f"{name} gave a wrong result for {case}: relative error {error:.1e}")
 
 
-def _graph_us(calls: Sequence[Callable[[], object]]) -> float:
+def graph_us(calls: Sequence[Callable[[], object]]) -> float:
+    """µs a call of a captured graph that makes them in turn: the median, the slowest rank's. Collective."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:

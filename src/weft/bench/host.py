@@ -12,13 +12,17 @@ import torch
 
 
 def describe_host() -> dict[str, str | int]:
-    """CPU, cores, memory and versions, for the head of every result."""
+    """CPU, cores, memory, GPUs and versions, for the head of every result."""
     cpu = next(
         (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),
     )
     memory = next((line.split()[1] for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), "0")
-    return {
+    try:
+        weft = metadata.version("weft")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        weft = "source"
+    host: dict[str, str | int] = {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
@@ -26,8 +30,13 @@ def describe_host() -> dict[str, str | int]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "weft": metadata.version("weft"),
+        "weft": weft,
     }
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        host |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
+        host |= {"cuda": torch.version.cuda or "", "nccl": nccl}
+    return host
 
 
 def _lines(path: str) -> list[str]:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
 from weft.bench.tune import find_sizes, price, price_locals
+from weft.bench.tune_gpu import measure_gpus
 from weft.cli.command import UserError
 from weft.comm.shm import MAX_RANKS
 from weft.place.cost import host_table
 
 SIZES = [1 << p for p in range(12, 25, 2)]
+GPU_SIZES = [1 << p for p in range(13, 27)]
 
 
 @dataclass(frozen=True)
@@ -28,40 +33,73 @@ class Command:
     makes of it. Run it while the machine is idle, with as many ranks as will be served with.
 
     Examples:
-      weft tune                        2 and 4 ranks, all transports: about a minute
+      weft tune                        2 and 4 ranks on CPUs, all transports: about a minute
       weft tune --ranks 8 --out eight.json
+      weft tune --device cuda --out gpus.json
     """
 
-    ranks: tuple[int, ...] = (2, 4)
-    """Numbers of ranks to measure."""
-    transports: tuple[Literal["shm", "gloo"], ...] = ("shm", "gloo")
-    """What to measure; the engine's --transport auto needs both."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What to measure: ranks on CPUs, or one on each GPU."""
+    ranks: tuple[int, ...] = ()
+    """Numbers of ranks to measure; left out, 2 and 4, or all GPUs."""
+    transports: tuple[Literal["shm", "gloo", "peer", "nccl"], ...] = ()
+    """What to measure; left out, shm and gloo, or peer and nccl: the engine's --transport auto needs both."""
     out: Path | None = None
     """Where to write the table; left out, where the engine looks for it."""
 
     def run(self) -> int:
         """Writes the table and says where. Raises UserError."""
-        if not all(2 <= n <= MAX_RANKS for n in self.ranks):
-            raise UserError(f"--ranks takes numbers from 2 to {MAX_RANKS}")
         out = self.out or host_table()
-        console = Console(stderr=True)
-        transports: dict[str, list[dict[str, Any]]] = {}
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("sizes for shm", total=None)
-            [tuning] = list(run_ranks(min(self.ranks), find_sizes, min(self.ranks)))
-            [points] = list(run_ranks(1, price_locals, SIZES))
-            for world in sorted(self.ranks):
-                bar.update(task, description=f"{world} ranks")
-                for row in run_ranks(world, price, world, list(self.transports), SIZES, tuning):
-                    transports.setdefault(row.pop("transport"), []).append(row)
-        table = {"host": describe_host(), "shm_tuning": tuning, "transports": transports} | points
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(table, indent=1) + "\n")
+            if out.is_dir() or not os.access(out.parent, os.W_OK):
+                raise PermissionError(f"{out.parent} is not writable, or {out.name} a folder")
         except OSError as error:
             raise UserError(f"cannot write {out}: {error}; choose another with --out") from error
-        rows = sum(len(found) for found in transports.values())
-        print(
-            f"{out}: {rows} times of {', '.join(transports)}; shm takes two hops above {tuning['two_hop_bytes']} bytes"
-        )
+        gpus = torch.cuda.device_count() if self.device == "cuda" else 0
+        if self.device == "cuda" and gpus < 2:
+            raise UserError(f"--device cuda takes two GPUs or more; this machine has {gpus}")
+        known, most = (("peer", "nccl"), gpus) if gpus else (("shm", "gloo"), MAX_RANKS)
+        if unknown := set(self.transports) - set(known):
+            raise UserError(f"--transports {min(unknown)} does not run on --device {self.device}")
+        ranks = sorted(self.ranks or ((gpus,) if gpus else (2, 4)))
+        if not all(2 <= n <= most for n in ranks):
+            raise UserError(f"--ranks takes numbers from 2 to {most}")
+        table = self._measure(ranks, list(self.transports or known))
+        out.write_text(json.dumps(table, indent=1) + "\n")
+        found = table["transports"]
+        print(f"{out}: {sum(map(len, found.values()))} times of {', '.join(found)}")
         return 0
+
+    def _measure(self, ranks: list[int], names: list[str]) -> dict[str, Any]:
+        console = Console(stderr=True)
+        prices: dict[str, list[dict[str, Any]]] = {}
+        table: dict[str, Any] = {"host": describe_host(), "transports": prices}
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("tuning", total=None)
+            found = self._on_gpus(ranks, names) if self.device == "cuda" else self._on_cpus(ranks, names)
+            for world, what, value in found:
+                bar.update(task, description=f"{world} ranks")
+                if what == "price":
+                    prices.setdefault(value.pop("transport"), []).append(value)
+                else:
+                    table[what] = value
+        return table
+
+    @staticmethod
+    def _on_cpus(ranks: list[int], names: list[str]) -> Iterator[tuple[int, str, Any]]:
+        [tuning] = list(run_ranks(min(ranks), find_sizes, min(ranks)))
+        yield min(ranks), "shm_tuning", tuning
+        [points] = list(run_ranks(1, price_locals, SIZES))
+        for kind, found in points.items():
+            yield 1, kind, found
+        for world in ranks:
+            for row in run_ranks(world, price, world, names, SIZES, tuning):
+                yield world, "price", row
+
+    @staticmethod
+    def _on_gpus(ranks: list[int], names: list[str]) -> Iterator[tuple[int, str, Any]]:
+        names = [{"nccl": "torchdist/nccl"}.get(name, name) for name in names]
+        for world in ranks:  # the widest comes last, and its tuning stays
+            for what, value in run_ranks(world, measure_gpus, world, names, GPU_SIZES):
+                yield world, what, value

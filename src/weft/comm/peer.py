@@ -84,7 +84,8 @@ class PeerTransport:
     path: where the ranks meet, as for ShmTransport, which carries what the hosts say to each other. device: this
     rank's. With counts in device memory, tensors have room for the most rows there may be.
     inbox_bytes: largest result of a call; three such inboxes a group are taken once. timeout_s: of a kernel's wait;
-    past it the kernel ends, and `check`, or the next call, raises PeerLost or CommTimeout.
+    past it the kernel ends, and `check`, or the next call, raises PeerLost or CommTimeout. tuning: an attribute, which
+    may be changed between calls, on every rank alike.
 
     Sums take float32, bfloat16 and float16, in rank order and float32, the same bits on every rank.
     """
@@ -106,25 +107,25 @@ class PeerTransport:
     ):
         if mesh.world > MAX_RANKS:
             raise CommError(f"peer takes at most {MAX_RANKS} ranks, not {mesh.world}")
-        self.rank, self.device, self._world = rank, device, tuple(range(mesh.world))
+        self.rank, self.device, self.world = rank, device, tuple(range(mesh.world))
         every = dict.fromkeys(p for name in GROUP_NAMES for p in mesh.partitions[name])
-        groups = [self._world, *(g for g in every if g != self._world)]
+        groups = [self.world, *(g for g in every if g != self.world)]
         self._ids = {g: i for i, g in enumerate(groups)}
-        self._tuning, self._timeout_s = tuning or PeerTuning(), timeout_s
+        self.tuning, self._timeout_s = tuning or PeerTuning(), timeout_s
         self._nothing = torch.empty(0, dtype=torch.int32)
         self._kernels = cuda_kernels()
         with torch.cuda.device(device):
             self._handle = self._kernels.create(rank, [list(g) for g in groups], inbox_bytes, int(timeout_s * 1e9))
             self._host = self._connect(mesh, path)
         self._inbox_bytes = int(self._kernels.inbox_bytes(self._handle))
-        self._host.barrier(self._world)
+        self._host.barrier(self.world)
 
     def _connect(self, mesh: Mesh, path: Path | str) -> Host:
         """Maps every rank's memory into this process; what the hosts can say to each other from then on."""
         host = ShmTransport(mesh, self.rank, path, timeout_s=120.0)
         mine = torch.empty(1, 64, dtype=torch.uint8)
         self._kernels.export_handle(self._handle, mine)
-        self._kernels.connect(self._handle, host.all_gatherv(mine, self._world, (1,) * mesh.world))
+        self._kernels.connect(self._handle, host.all_gatherv(mine, self.world, (1,) * mesh.world))
         return host
 
     def close(self) -> None:
@@ -135,7 +136,7 @@ class PeerTransport:
         if self._handle:
             torch.cuda.synchronize(self.device)
             with suppress(CommError):
-                self._host.barrier(self._world)
+                self._host.barrier(self.world)
                 self._kernels.destroy(self._handle)
             self._host.close()
         self._handle = 0
@@ -183,14 +184,14 @@ class PeerTransport:
     ) -> Tensor:
         rows = len(gather) * x.shape[0] if isinstance(sizes, Tensor) else sum(sizes)
         edge = (len(gather), len(reduce), 0, -1, 0)
-        return self._run(self._world, edge, x, rows, sizes, epilogue=epilogue, sums=True)
+        return self._run(self.world, edge, x, rows, sizes, epilogue=epilogue, sums=True)
 
     def reduce_scatterv_all_reduce(
         self, x: Tensor, scatter: Ranks, reduce: Ranks, sizes: Counts, epilogue: Epilogue | None = None
     ) -> Tensor:
         rows = _rows(x, sizes, scatter.index(self.rank))
         edge = (len(scatter), len(reduce), 1, -1, 0)
-        return self._run(self._world, edge, x, rows, sizes, epilogue=epilogue, sums=len(reduce) > 1)
+        return self._run(self.world, edge, x, rows, sizes, epilogue=epilogue, sums=len(reduce) > 1)
 
     def _run(
         self,
@@ -208,7 +209,7 @@ class PeerTransport:
         x, n = x.contiguous(), len(group)
         row_bytes = x.shape[1:].numel() * x.element_size()
         largest = max(rows, x.shape[0]) * row_bytes
-        two_hops = sums and n > 2 and largest > self._tuning.one_hop_bytes
+        two_hops = sums and n > 2 and largest > self.tuning.one_hop_bytes
         # A lane holds what a rank gets from another: a segment, or its share of one.
         lane = largest if isinstance(counts, Tensor) else max((*counts, *received)) * row_bytes
         need = 2 * largest + 32 * n * n if two_hops else (lane + UNIT_BYTES) * n
@@ -238,7 +239,7 @@ class PeerTransport:
             launch.blocks,
             launch.cluster,
             launch.threads,
-            self._tuning.early,
+            self.tuning.early,
             torch.cuda.current_stream(self.device).cuda_stream,
         )
         try:
@@ -249,7 +250,7 @@ class PeerTransport:
 
     def _launch(self, largest: int, two_hops: bool, normed_rows: int, row_bytes: int) -> _Launch:
         """normed_rows: 0 without an epilogue."""
-        t = self._tuning
+        t = self.tuning
         if largest >= t.split_bytes:
             if two_hops:
                 return _Launch((t.push_blocks, t.sum_blocks, t.write_blocks), t.wide_threads)

@@ -1,0 +1,104 @@
+"""Measures the GPUs of this host: what every edge costs on every transport, and which PeerTuning suits them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from weft.bench.cuda import World, graph_us
+from weft.bench.ranks import Report
+from weft.comm.peer import PeerTuning
+from weft.comm.transport import Epilogue, Transport, carry_out
+from weft.place.edges import Edge, legal_edges, rows_received
+
+WIDTH, DTYPE = 4096, torch.bfloat16
+ROW_BYTES = WIDTH * DTYPE.itemsize
+NEVER = 1 << 40
+SMALL, MIDDLE, LARGE = (1 << 13, 1 << 16), (1 << 19, 1 << 21), (1 << 24, 1 << 26)
+
+
+def measure_gpus(rank: int, directory: Path, report: Report, world: int, names: list[str], sizes: list[int]) -> None:
+    """A rank's part. Rank 0 reports a pair a finding: ("peer_tuning", PeerTuning as a dictionary), ("local" and
+    "epilogue", µs by bytes touched), and for each edge ("price", a row of transport, kind, ranks, world, bytes, us).
+    """
+    here = World.open(rank, world, directory, 3 * max(*sizes, LARGE[-1]))
+    here.peer.tuning = _find_tuning(here)
+    if rank == 0:
+        report(("peer_tuning", asdict(here.peer.tuning)))
+    for kind, points in _price_locals(here, sizes).items():
+        if rank == 0:
+            report((kind, points))
+    opened: list[Transport] = [t for t in (here.peer, here.torchdist) if t.name in names]
+    edges: dict[tuple[str, int], Edge] = {}
+    for edge in (e for found in legal_edges(here.mesh).values() for e in found if e.moves):
+        edges.setdefault((edge.kind, here.mesh.size(edge.group)), edge)
+    for (kind, ranks), edge in edges.items():
+        for size in sizes:
+            counts = (max(1, size // ROW_BYTES // here.mesh.attn_dp),) * here.mesh.attn_dp
+            moved = max(rows_received(edge, here.mesh, r, counts) for r in range(world)) * ROW_BYTES
+            for transport in opened:
+                if kind not in transport.kinds:
+                    continue
+                rows = here.mesh.row_count(edge.src.rows, rank, counts)
+                xs = [torch.ones(rows, WIDTH, dtype=DTYPE, device=here.device) for _ in range(4)]
+                us = graph_us([partial(carry_out, edge, x, here.mesh, transport, counts) for x in xs])
+                if rank == 0:
+                    row = {"kind": kind, "ranks": ranks, "world": world, "bytes": moved, "us": round(us, 2)}
+                    report(("price", {"transport": transport.name} | row))
+    here.close()
+
+
+def _find_tuning(here: World) -> PeerTuning:
+    """The PeerTuning for this host, by all_reduce: a number at a time, each with those found before.
+
+    Thresholds are the largest size at which the simpler way wins.
+    """
+    group, weight = here.peer.world, torch.ones(WIDTH, device=here.device, dtype=DTYPE)
+
+    def us(tuning: PeerTuning, size: int, norm: bool = False) -> float:
+        here.peer.tuning = tuning
+        xs = [torch.ones(size // ROW_BYTES, WIDTH, device=here.device, dtype=DTYPE) for _ in range(4)]
+        epilogue = Epilogue(torch.ones_like(xs[0]), weight, 1e-6) if norm else None
+        return graph_us([partial(here.peer.all_reduce, x, group, epilogue) for x in xs])
+
+    def best(tuning: PeerTuning, field: str, choices: Sequence[int], sizes: Sequence[int], norm: bool) -> PeerTuning:
+        found = [replace(tuning, **{field: value}) for value in choices]
+        return min(found, key=lambda t: sum(us(t, size, norm) / size**0.25 for size in sizes))
+
+    def threshold(low: PeerTuning, high: PeerTuning, sizes: Sequence[int]) -> int:
+        return max((size for size in sizes if us(low, size) <= us(high, size)), default=0)
+
+    tuning = best(PeerTuning(one_hop_bytes=NEVER, split_bytes=NEVER), "threads", (128, 256, 480), SMALL, False)
+    tuning = best(tuning, "cluster", (1, 2, 4, 8), SMALL[:1], True)
+    two = replace(tuning, one_hop_bytes=0)
+    two = best(two, "wide_threads", (256, 480), MIDDLE, False)
+    two = best(two, "wide_blocks", (64, 96, 128), MIDDLE, False)
+    one_hop = threshold(replace(two, one_hop_bytes=NEVER), two, [1 << p for p in range(14, 22)])
+    split = replace(two, split_bytes=0)
+    shapes = ((32, 32, 64), (16, 48, 64), (48, 48, 32), (24, 40, 64))
+    split = min(
+        (replace(split, push_blocks=p, sum_blocks=s, write_blocks=w) for p, s, w in shapes),
+        key=lambda t: sum(us(t, size) / size for size in LARGE),
+    )
+    unsplit = threshold(two, split, [1 << p for p in range(20, 27)])
+    return replace(split, one_hop_bytes=one_hop, split_bytes=NEVER if unsplit == LARGE[-1] else unsplit + 1)
+
+
+def _price_locals(here: World, sizes: list[int]) -> dict[str, list[tuple[int, float]]]:
+    """What a rank's own steps cost, as points (bytes touched, µs): local kernels, and epilogues."""
+    points: dict[str, list[tuple[int, float]]] = {"local": [], "epilogue": []}
+    group = here.peer.world
+    for size in sizes:
+        rows = max(1, size // ROW_BYTES)
+        a, b = (torch.ones(rows, WIDTH, dtype=DTYPE, device=here.device) for _ in range(2))
+        epilogue = Epilogue(b, torch.ones(WIDTH, dtype=DTYPE, device=here.device), 1e-6)
+        plain = graph_us([partial(here.peer.all_reduce, a, group)])
+        fused = graph_us([partial(here.peer.all_reduce, a, group, epilogue)])
+        size = rows * ROW_BYTES
+        points["local"].append((3 * size, round(graph_us([partial(torch.add, a, b)]), 2)))
+        points["epilogue"].append((4 * size, round(max(0.1, fused - plain), 2)))
+    return points

@@ -1,0 +1,68 @@
+"""NCCL on memory that every rank has registered as a symmetric window: a kernel with no handshake for small calls.
+
+NCCL's own kernels (2.27 and later, NVIDIA's user guide, "Window registration"); torch.distributed makes the calls.
+Inputs are copied into the window and results out of it. In a captured CUDA graph these kernels have been seen to race
+(NCCL 2.28), so capture is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.torchdist import TorchDistTransport
+from weft.comm.transport import CommError, Epilogue, Ranks, Sizes
+from weft.place.spec import Mesh
+
+
+class NcclWindowTransport(TorchDistTransport):
+    """As TorchDistTransport over NCCL; equal rows go through the window, ragged ones as NCCL does them otherwise.
+
+    arena_bytes: of the window, half for inputs, half for results; taken and registered once. Raises CommError for
+    calls that need more.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, init_method: str, device: torch.device, *, arena_bytes: int = 256 << 20):
+        super().__init__(mesh, rank, init_method, backend="nccl")
+        self.name = "nccl_window"
+        groups = [dist.group.WORLD, *self._groups.values()]
+        for group in groups:  # a window belongs to a communicator, and that comes with the first call
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        backends: list[Any] = [g._get_backend(device) for g in groups if g is not None]
+        self._pool = torch.cuda.MemPool(backends[0].mem_allocator)
+        with torch.cuda.use_mem_pool(self._pool):
+            self._arena = torch.empty(2, arena_bytes // 2, dtype=torch.uint8, device=device)
+        for backend in backends:
+            backend.register_mem_pool(self._pool, symm=True)
+
+    def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
+        self._refuse(epilogue)
+        own = self._window(0, x.shape[0], x).copy_(x)
+        self._call("all_reduce", group, lambda g: dist.all_reduce(own, group=g))
+        return own.clone()
+
+    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
+        if len(set(sizes)) > 1:
+            return super().reduce_scatterv(x, group, sizes, epilogue)
+        self._refuse(epilogue)
+        own, out = self._window(0, x.shape[0], x).copy_(x), self._window(1, sizes[0], x)
+        self._call("reduce_scatterv", group, lambda g: dist.reduce_scatter_tensor(out, own, group=g))
+        return out.clone()
+
+    def all_gatherv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
+        if len(set(sizes)) > 1:
+            return super().all_gatherv(x, group, sizes)
+        own, out = self._window(0, x.shape[0], x).copy_(x), self._window(1, sum(sizes), x)
+        self._call("all_gatherv", group, lambda g: dist.all_gather_into_tensor(out, own, group=g))
+        return out.clone()
+
+    def _window(self, half: int, rows: int, like: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            raise CommError(f"{self.name} is not captured in CUDA graphs: NCCL's window kernels race there")
+        size = rows * like.shape[1:].numel() * like.element_size()
+        if size > self._arena.shape[1]:
+            raise CommError(f"{self.name} has arena_bytes={self._arena.numel()}; this call takes {2 * size}")
+        return self._arena[half, :size].view(like.dtype).view(rows, *like.shape[1:])

@@ -10,6 +10,7 @@ from typing import Any
 
 # A kernel that is loaded when first used may wait for those that run, and they for what its thread would launch next.
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import torch
 

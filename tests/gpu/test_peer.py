@@ -66,7 +66,7 @@ def everything(transport: PeerTransport, mesh: Mesh, device: torch.device) -> No
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_call_edge_and_epilogue(mesh: Mesh, tmp_path: Path) -> None:
-    run_gpus(mesh, tmp_path, everything)
+    run_gpus(mesh, tmp_path, everything, inbox_bytes=64 << 20)
 
 
 def replay(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
@@ -119,6 +119,7 @@ def replay(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             step()
+    transport.barrier(group)  # a capture waits for the GPU's other streams, of ranks that would wait for this one
     for turn in range(TURNS):
         k = turn * 17 % cases
         counts.copy_(sizes[k])

@@ -57,26 +57,24 @@ def _find_tuning(here: World) -> PeerTuning:
 
     Thresholds are the largest size at which the simpler way wins.
     """
-    group, weight = here.peer.world, torch.ones(WIDTH, device=here.device, dtype=DTYPE)
+    group = here.peer.world
 
-    def us(tuning: PeerTuning, size: int, norm: bool = False) -> float:
+    def us(tuning: PeerTuning, size: int) -> float:
         here.peer.tuning = tuning
         xs = [torch.ones(size // ROW_BYTES, WIDTH, device=here.device, dtype=DTYPE) for _ in range(4)]
-        epilogue = Epilogue(torch.ones_like(xs[0]), weight, 1e-6) if norm else None
-        return graph_us([partial(here.peer.all_reduce, x, group, epilogue) for x in xs])
+        return graph_us([partial(here.peer.all_reduce, x, group) for x in xs])
 
-    def best(tuning: PeerTuning, field: str, choices: Sequence[int], sizes: Sequence[int], norm: bool) -> PeerTuning:
+    def best(tuning: PeerTuning, field: str, choices: Sequence[int], sizes: Sequence[int]) -> PeerTuning:
         found = [replace(tuning, **{field: value}) for value in choices]
-        return min(found, key=lambda t: sum(us(t, size, norm) / size**0.25 for size in sizes))
+        return min(found, key=lambda t: sum(us(t, size) / size**0.25 for size in sizes))
 
     def threshold(low: PeerTuning, high: PeerTuning, sizes: Sequence[int]) -> int:
         return max((size for size in sizes if us(low, size) <= us(high, size)), default=0)
 
-    tuning = best(PeerTuning(one_hop_bytes=NEVER, split_bytes=NEVER), "threads", (128, 256, 480), SMALL, False)
-    tuning = best(tuning, "cluster", (1, 2, 4, 8), SMALL[:1], True)
+    tuning = best(PeerTuning(one_hop_bytes=NEVER, split_bytes=NEVER), "threads", (128, 256, 480), SMALL)
     two = replace(tuning, one_hop_bytes=0)
-    two = best(two, "wide_threads", (256, 480), MIDDLE, False)
-    two = best(two, "wide_blocks", (64, 96, 128), MIDDLE, False)
+    two = best(two, "wide_threads", (256, 480), MIDDLE)
+    two = best(two, "wide_blocks", (64, 96, 128), MIDDLE)
     one_hop = threshold(replace(two, one_hop_bytes=NEVER), two, [1 << p for p in range(14, 22)])
     split = replace(two, split_bytes=0)
     shapes = ((32, 32, 64), (16, 48, 64), (48, 48, 32), (24, 40, 64))

@@ -51,8 +51,8 @@ class PeerTuning:
 
     one_hop_bytes: larger sums take two hops. few_bytes: up to here at most `blocks` blocks of `threads` threads;
     beyond, wide_blocks of wide_threads. push_blocks, sum_blocks, write_blocks: that do only so, at the same time, from
-    split_bytes on. cluster: blocks that may share a row to be normalised, a power of two up to 8. early: 1: a call's
-    blocks take their places before the kernel before it ends (programmatic dependent launch).
+    split_bytes on. early: 1: a call's blocks take their places before the kernel before it ends (programmatic
+    dependent launch).
     """
 
     one_hop_bytes: int = 256 << 10
@@ -65,17 +65,15 @@ class PeerTuning:
     push_blocks: int = 32
     sum_blocks: int = 32
     write_blocks: int = 64
-    cluster: int = 4
     early: int = 1
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """blocks: that push, sum and write; the last alone: that many do all. cluster: of blocks that share a row."""
+    """blocks: that push, sum and write; the last alone: that many do all. threads: of a block, that work."""
 
     blocks: tuple[int, int, int]
     threads: int
-    cluster: int = 1
 
 
 class PeerTransport:
@@ -204,7 +202,7 @@ class PeerTransport:
         epilogue: Epilogue | None = None,
         sums: bool = False,
     ) -> Tensor:
-        """edge: segments, span, scatter, root, exchange (`peer.cuh`). rows: of the result. sums: two hops may pay."""
+        """edge: segments, span, scatter, root, exchange (`call.h`). rows: of the result. sums: two hops may pay."""
         self.check()
         x, n = x.contiguous(), len(group)
         row_bytes = x.shape[1:].numel() * x.element_size()
@@ -237,7 +235,6 @@ class PeerTransport:
             epilogue.eps if epilogue else 0.0,
             int(two_hops),
             launch.blocks,
-            launch.cluster,
             launch.threads,
             self.tuning.early,
             torch.cuda.current_stream(self.device).cuda_stream,
@@ -260,13 +257,10 @@ class PeerTransport:
         wanted = max(1, min(most, -(-largest // (threads * UNIT_BYTES))))
         if not normed_rows:
             return _Launch((0, 0, wanted), threads)
-        units = -(-row_bytes // UNIT_BYTES)
-        cluster = t.cluster
-        while cluster > 1 and (cluster * normed_rows > most or units < 32 * cluster):
-            cluster //= 2
-        runs = -(-units // (32 * cluster))
-        blocks = min(most, max(wanted, normed_rows * cluster)) // cluster * cluster
-        return _Launch((0, 0, blocks), min(t.wide_threads, 32 * runs), cluster)
+        runs = -(-row_bytes // (32 * UNIT_BYTES))  # of units, one a thread of a warp
+        if 32 * runs > t.wide_threads:
+            runs = -(-runs // 2)
+        return _Launch((0, 0, min(most, max(wanted, normed_rows))), min(t.wide_threads, 32 * runs))
 
 
 def _rows(x: Tensor, sizes: Counts, mine: int) -> int:

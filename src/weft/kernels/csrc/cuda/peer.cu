@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "peer.cuh"
+#include "exchange.cuh"
 
 namespace ffi = tvm::ffi;
 using ffi::TensorView;
@@ -42,12 +42,22 @@ struct World {
   uint32_t *error_host = nullptr, *error_device = nullptr;
 };
 
+using Kernels = void (*)(Call);
+
+template <class T, bool kWhole, int N>
+Kernels kernel_of(Way way, bool norm) {
+  if (way == Way::kGather) return exchange<float, kWhole, N, Way::kGather, false>;  // of whatever type
+  if constexpr (N > 2)
+    if (way == Way::kTwoHops)
+      return norm ? exchange<T, kWhole, N, Way::kTwoHops, true> : exchange<T, kWhole, N, Way::kTwoHops, false>;
+  return norm ? exchange<T, kWhole, N, Way::kSum, true> : exchange<T, kWhole, N, Way::kSum, false>;
+}
 template <class T>
-auto kernel_for(bool whole, int ranks) {
-  return !whole ? exchange<T, false, kMaxRanks>
-         : ranks <= 2 ? exchange<T, true, 2>
-         : ranks <= 4 ? exchange<T, true, 4>
-                      : exchange<T, true, kMaxRanks>;
+Kernels kernel_for(bool whole, int ranks, Way way, bool norm) {
+  return !whole ? kernel_of<T, false, kMaxRanks>(way, norm)
+         : ranks <= 2 ? kernel_of<T, true, 2>(way, norm)
+         : ranks <= 4 ? kernel_of<T, true, 4>(way, norm)
+                      : kernel_of<T, true, kMaxRanks>(way, norm);
 }
 
 // Loads every kernel now: the first launch may come within a graph's capture, where loading is not allowed.
@@ -55,7 +65,11 @@ template <class T>
 void load() {
   cudaFuncAttributes attributes;
   for (const int ranks : {2, 4, kMaxRanks})
-    for (const bool whole : {false, true}) check(cudaFuncGetAttributes(&attributes, kernel_for<T>(whole, ranks)), "load");
+    for (const bool whole : {false, true})
+      for (const Way way : {Way::kGather, Way::kSum, Way::kTwoHops})
+        for (const bool norm : {false, true})
+          check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel_for<T>(whole, ranks, way, norm))),
+                "load");
 }
 
 World& world_of(int64_t handle) { return *reinterpret_cast<World*>(handle); }
@@ -156,18 +170,23 @@ int64_t inbox_bytes(int64_t handle) { return world_of(handle).inbox_bytes; }
 
 // edge: {segments, span, scatter, root, exchange}. counts, received: rows; device_counts: int32 [segments] on the device,
 // or empty. residual, residual_out, weight: empty without an epilogue. blocks: {push, sum, write}; without the first all
-// blocks do all work. cluster: blocks that share a row to be normalised. threads: workers of a block. early: blocks may
+// blocks do all work. threads: workers of a block. early: blocks may
 // take their places before the kernel before this one ends. stream: a cudaStream_t.
 void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out, Sizes counts, Sizes received,
          TensorView device_counts, TensorView residual, TensorView residual_out, TensorView weight, double eps,
-         int64_t two_hops, Sizes blocks, int64_t cluster, int64_t threads, int64_t early, int64_t stream) {
+         int64_t two_hops, Sizes blocks, int64_t threads, int64_t early, int64_t stream) {
   World& w = world_of(handle);
   const GroupMemory& g = w.groups[size_t(group)];
   Call c;
   c.segments = int(edge[0]), c.span = int(edge[1]), c.scatter = int(edge[2]), c.root = int(edge[3]);
-  c.exchange = int(edge[4]), c.two_hops = int(two_hops);
+  c.exchange = int(edge[4]);
   c.n = int(g.ranks.size()), c.me = g.me;
-  c.sum_span = c.exchange || c.root >= 0 ? 1 : c.scatter ? c.n : c.span;
+  const int summed = c.exchange || c.root >= 0 ? 1 : c.scatter ? c.n : c.span;  // consecutive ranks
+  const Way way = two_hops ? Way::kTwoHops : summed == 1 ? Way::kGather : Way::kSum;
+  for (int i = 0; i < c.n; ++i) {
+    if (i % summed == 0) c.begins_sum |= 1u << i;
+    if (i % summed == summed - 1) c.ends_sum |= 1u << i;
+  }
   c.x = static_cast<const char*>(x.data_ptr()), c.out = static_cast<char*>(out.data_ptr());
   const DLDataType t = x.dtype();
   int64_t width = 1;
@@ -178,25 +197,31 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
     c.residual_out = static_cast<char*>(residual_out.data_ptr());
     c.weight = static_cast<const char*>(weight.data_ptr());
     c.eps = float(eps);
-    const int64_t most = std::min(kMaxUnitsHeld * threads * cluster, int64_t(kMaxRuns) * 32);
-    if (c.row_units > most)
-      TVM_FFI_THROW(WeftCallError) << "the norm epilogue takes rows of at most " << most * kUnit << " bytes";
+    if (c.row_units > kMaxRuns * 32)
+      TVM_FFI_THROW(WeftCallError) << "the norm epilogue takes rows of at most " << kMaxRuns * 32 * kUnit << " bytes";
   }
   if (device_counts.size(0)) c.device_counts = static_cast<const int32_t*>(device_counts.data_ptr());
   c.x_rows = x.size(0), c.out_rows = out.size(0);
   for (int i = 0; i < c.n; ++i) c.inbox[i] = g.inbox[i];
   if (!c.device_counts) {
-    int32_t begin[kMaxRanks + 1] = {}, arrive[kMaxRanks + 1] = {};
-    for (size_t i = 0; i < counts.size(); ++i) begin[i + 1] = begin[i] + int32_t(counts[i]);
-    for (size_t i = 0; i < received.size(); ++i) arrive[i + 1] = arrive[i] + int32_t(received[i]);
-    for (int i = 0; i < c.n; ++i) lay_out(c, begin, arrive, i, c.lanes);
+    Segment at[kMaxRanks], arrives[kMaxRanks] = {};
+    uint32_t all = 0, arrived = 0;
+    for (size_t i = 0; i < counts.size(); all += at[i++].units) at[i] = {all, uint32_t(counts[i]) * c.row_units};
+    for (size_t i = 0; i < received.size(); arrived += arrives[i++].units)
+      arrives[i] = {arrived, uint32_t(received[i]) * c.row_units};
+    for (int s = 0; s < c.segments; ++s) c.lanes.begin[s + 1] = at[s].begin + at[s].units;
+    const auto lay = two_hops ? lay_out<true> : lay_out<false>;
+    for (int i = 0; i < c.n; ++i) {
+      lay(c, i, at[i / c.span], at[c.me / c.span], c.exchange ? arrived : all, arrives[i], c.lanes);
+      c.lanes.most_to_send = std::max(c.lanes.most_to_send, c.lanes.send[i]);
+      c.lanes.most_to_receive = std::max(c.lanes.most_to_receive, c.lanes.receive[i]);
+    }
   }
   c.inbox_units = uint32_t(w.inbox_bytes / kUnit);
   c.lane_units[0] = c.inbox_units / c.n, c.lane_units[1] = c.inbox_units / (2 * c.n);
   c.state = g.state, c.error = w.error_device, c.limit_cycles = w.limit_cycles;
   const int push = int(blocks[0]), sum = int(blocks[1]), write = int(blocks[2]), total = push + sum + write;
   c.push = c.sum = c.write = Blocks{0, total};
-  c.cluster = int(cluster);
   if (push) c.push = Blocks{0, push}, c.sum = Blocks{push, sum}, c.write = Blocks{push + sum, write};
   const auto at = reinterpret_cast<cudaStream_t>(stream);
   const auto aligned = [](const char* p) { return reinterpret_cast<uintptr_t>(p) % kUnit == 0; };
@@ -204,22 +229,13 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
                      aligned(c.residual_out) && aligned(c.weight);
   const auto launch = [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    cudaLaunchAttribute attributes[2];
-    int used = 0;
-    if (early) {
-      attributes[used].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attributes[used++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (cluster > 1) {
-      attributes[used].id = cudaLaunchAttributeClusterDimension;
-      attributes[used].val.clusterDim.x = unsigned(cluster);
-      attributes[used].val.clusterDim.y = attributes[used].val.clusterDim.z = 1;
-      ++used;
-    }
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = unsigned(total), config.blockDim = unsigned(threads) + kKeepers, config.stream = at;
-    config.attrs = attributes, config.numAttrs = used;
-    check(cudaLaunchKernelEx(&config, kernel_for<T>(whole, c.n), c), "launch");
+    config.attrs = &attribute, config.numAttrs = early ? 1 : 0;
+    check(cudaLaunchKernelEx(&config, kernel_for<T>(whole, c.n, way, weight.size(0) != 0), c), "launch");
   };
   if (t.code == kDLFloat && t.bits == 32)
     launch(static_cast<float*>(nullptr));

@@ -1,0 +1,100 @@
+// One call of an edge: who sends what to whom, and where things are. Laid out on the host, or from counts on the device.
+#pragma once
+
+#include <cstdint>
+
+namespace weft {
+
+constexpr int kMaxRanks = 8, kRotations = 3;
+constexpr uint32_t kTooManyRows = 0x80000000u;
+
+// A rank's memory of a group, on its own device: what the next call must know.
+struct alignas(16) State {
+  uint32_t epoch, used_lane[kRotations];  // units that the call in this rotation may have filled, of a lane
+  uint32_t blocks_begun, used_sum[kRotations];  // and of the sums
+};
+
+// The blocks of a kernel that do one kind of work.
+struct Blocks {
+  int first = 0, count = 0;
+};
+
+// Who sends what, in units.
+struct Lanes {
+  uint32_t send[kMaxRanks] = {};       // that this rank stores into each other rank's lane; 0: a token
+  uint32_t from[kMaxRanks] = {};       // where in x they begin; this rank's own term begins at from[me]
+  uint32_t receive[kMaxRanks] = {};    // that each rank has in this one's lane
+  uint32_t to[kMaxRanks] = {};         // one hop: where in the result they go
+  uint32_t begin[kMaxRanks + 1] = {};  // of each segment
+  uint32_t part = 0, part_from = 0, part_to = 0;  // two hops: of its segment that this rank sums; in x, in the result
+  uint32_t out = 0;                               // of the result
+  uint32_t most_to_send = 0, most_to_receive = 0;
+};
+
+struct Call {
+  // How the edge cuts rows into segments, and who takes part in each.
+  int segments = 0;  // of counts
+  int span = 0;      // ranks that share a segment: they hold it (gathers), or want it (scatters)
+  int scatter = 0;   // 1: a reader gets its own segment, summed over all ranks; 0: all segments, each over its span
+  int root = -1;     // broadcast: the only source
+  int exchange = 0;  // all_to_all: segments are what this rank sends, arrive what it gets
+  uint32_t begins_sum = 0, ends_sum = 0;  // one hop: a bit a rank, whose term is the first or the last of a sum
+
+  int n = 0, me = 0;
+  const char* x = nullptr;
+  char* out = nullptr;           // [rows, width]; with an epilogue the normalised rows
+  char* residual_out = nullptr;  // epilogue or null
+  const char *residual = nullptr, *weight = nullptr;
+  float eps = 0;
+  uint32_t row_bytes = 0, row_units = 0;
+  const int32_t* device_counts = nullptr;  // rows of each segment, in device memory: then `lanes` is not used
+  int64_t x_rows = 0, out_rows = 0;        // that the tensors have room for; what device counts ask for may be less
+  char* inbox[kMaxRanks] = {};             // of each rank, in this rank's address space
+  uint32_t inbox_units = 0;                // of one rotation
+  uint32_t lane_units[2] = {};             // a rank's part of it, with one hop and with two: these leave half to sums
+  State* state = nullptr;
+  uint32_t* error = nullptr;  // host memory: 1 + the rank that was waited for in vain
+  int64_t limit_cycles = 0;
+  Blocks push, sum, write;
+  Lanes lanes;
+};
+
+// Units of a segment.
+struct Segment {
+  uint32_t begin, units;
+};
+
+// Fills what concerns rank i but the segments' begins. its: rank i's segment; mine: this rank's; all: units of all
+// segments; arrives: what rank i sends to this one, in all_to_all.
+template <bool kTwoHops>
+__host__ __device__ inline void lay_out(const Call& c, int i, Segment its, Segment mine, uint32_t all, Segment arrives,
+                                        Lanes& l) {
+  if constexpr (kTwoHops) {
+    const auto part = [&](Segment s, int place) {
+      const uint32_t each = (s.units + c.span - 1) / c.span, begin = each * place < s.units ? each * place : s.units;
+      return Segment{begin, place == c.span - 1 || begin + each > s.units ? s.units - begin : each};
+    };
+    const bool shares = c.scatter || i / c.span == c.me / c.span;
+    const Segment its_part = part(its, i % c.span), my_part = part(mine, c.me % c.span);
+    l.send[i] = shares && i != c.me ? its_part.units : 0;
+    l.receive[i] = shares ? my_part.units : 0;
+    l.from[i] = (c.scatter ? its.begin : 0) + its_part.begin;
+    if (i == c.me)
+      l.part = my_part.units, l.part_from = l.from[i], l.part_to = (c.scatter ? 0 : mine.begin) + my_part.begin;
+  } else {
+    if (c.root >= 0) {
+      l.send[i] = c.me == c.root ? its.units : 0;
+      l.receive[i] = i == c.root ? its.units : 0;
+    } else if (c.exchange) {
+      l.send[i] = its.units, l.from[i] = its.begin, l.receive[i] = arrives.units, l.to[i] = arrives.begin;
+    } else if (c.scatter) {
+      l.send[i] = its.units, l.from[i] = its.begin, l.receive[i] = mine.units;
+    } else {
+      l.send[i] = mine.units, l.receive[i] = its.units, l.to[i] = its.begin;
+    }
+    if (i == c.me) l.send[i] = 0;
+  }
+  if (i == c.me) l.out = c.scatter ? mine.units : all;
+}
+
+}  // namespace weft

@@ -21,6 +21,7 @@ TUNINGS = {
     "64 wide": PeerTuning(wide_blocks=64),
     "256 threads wide": PeerTuning(wide_threads=256),
     "late": PeerTuning(early=0),
+    **{f"cluster {n}": PeerTuning(cluster=n) for n in (1, 2, 8)},
     "one hop": PeerTuning(one_hop_bytes=NEVER),
     "two hops": PeerTuning(one_hop_bytes=0),
     "two, no split": PeerTuning(one_hop_bytes=0, split_bytes=NEVER),

@@ -51,8 +51,8 @@ class PeerTuning:
 
     one_hop_bytes: larger sums take two hops. few_bytes: up to here at most `blocks` blocks of `threads` threads;
     beyond, wide_blocks of wide_threads. push_blocks, sum_blocks, write_blocks: that do only so, at the same time, from
-    split_bytes on. early: 1: a call's blocks take their places before the kernel before it ends (programmatic
-    dependent launch).
+    split_bytes on. cluster: blocks that may share a row to be normalised, a power of two up to 8. early: 1: a call's
+    blocks take their places before the kernel before it ends (programmatic dependent launch).
     """
 
     one_hop_bytes: int = 256 << 10
@@ -65,15 +65,17 @@ class PeerTuning:
     push_blocks: int = 32
     sum_blocks: int = 32
     write_blocks: int = 64
+    cluster: int = 4
     early: int = 1
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """blocks: that push, sum and write; the last alone: that many do all. threads: of a block, that work."""
+    """blocks: that push, sum and write; the last alone: that many do all. cluster: of blocks that share a row."""
 
     blocks: tuple[int, int, int]
     threads: int
+    cluster: int = 1
 
 
 class PeerTransport:
@@ -235,6 +237,7 @@ class PeerTransport:
             epilogue.eps if epilogue else 0.0,
             int(two_hops),
             launch.blocks,
+            launch.cluster,
             launch.threads,
             self.tuning.early,
             torch.cuda.current_stream(self.device).cuda_stream,
@@ -257,10 +260,15 @@ class PeerTransport:
         wanted = max(1, min(most, -(-largest // (threads * UNIT_BYTES))))
         if not normed_rows:
             return _Launch((0, 0, wanted), threads)
-        runs = -(-row_bytes // (32 * UNIT_BYTES))  # of units, one a thread of a warp
+        units = -(-row_bytes // UNIT_BYTES)
+        cluster = t.cluster
+        while cluster > 1 and (cluster * normed_rows > most or units < 64 * cluster):
+            cluster //= 2
+        runs = -(-units // (32 * cluster))  # of units, one a thread of a warp
         if 32 * runs > t.wide_threads:
             runs = -(-runs // 2)
-        return _Launch((0, 0, min(most, max(wanted, normed_rows))), min(t.wide_threads, 32 * runs))
+        blocks = min(most, max(wanted, normed_rows * cluster)) // cluster * cluster
+        return _Launch((0, 0, blocks), min(t.wide_threads, 32 * runs), cluster)
 
 
 def _rows(x: Tensor, sizes: Counts, mine: int) -> int:

@@ -24,8 +24,7 @@ struct Lanes {
   uint32_t send[kMaxRanks] = {};       // that this rank stores into each other rank's lane; 0: a token
   uint32_t from[kMaxRanks] = {};       // where in x they begin; this rank's own term begins at from[me]
   uint32_t receive[kMaxRanks] = {};    // that each rank has in this one's lane
-  uint32_t to[kMaxRanks] = {};         // one hop: where in the result they go
-  uint32_t begin[kMaxRanks + 1] = {};  // of each segment
+  uint32_t begin[kMaxRanks + 1] = {};  // of each segment of the result; the last again for those beyond
   uint32_t part = 0, part_from = 0, part_to = 0;  // two hops: of its segment that this rank sums; in x, in the result
   uint32_t out = 0;                               // of the result
   uint32_t most_to_send = 0, most_to_receive = 0;
@@ -38,7 +37,6 @@ struct Call {
   int scatter = 0;   // 1: a reader gets its own segment, summed over all ranks; 0: all segments, each over its span
   int root = -1;     // broadcast: the only source
   int exchange = 0;  // all_to_all: segments are what this rank sends, arrive what it gets
-  uint32_t begins_sum = 0, ends_sum = 0;  // one hop: a bit a rank, whose term is the first or the last of a sum
 
   int n = 0, me = 0;
   const char* x = nullptr;
@@ -56,6 +54,7 @@ struct Call {
   uint32_t* error = nullptr;  // host memory: 1 + the rank that was waited for in vain
   int64_t limit_cycles = 0;
   Blocks push, sum, write;
+  uint32_t cluster = 1;  // blocks that share a row to be normalised
   Lanes lanes;
 };
 
@@ -65,9 +64,9 @@ struct Segment {
 };
 
 // Fills what concerns rank i but the segments' begins. its: rank i's segment; mine: this rank's; all: units of all
-// segments; arrives: what rank i sends to this one, in all_to_all.
+// segments; arrives: units that rank i sends to this one, in all_to_all.
 template <bool kTwoHops>
-__host__ __device__ inline void lay_out(const Call& c, int i, Segment its, Segment mine, uint32_t all, Segment arrives,
+__host__ __device__ inline void lay_out(const Call& c, int i, Segment its, Segment mine, uint32_t all, uint32_t arrives,
                                         Lanes& l) {
   if constexpr (kTwoHops) {
     const auto part = [&](Segment s, int place) {
@@ -86,11 +85,11 @@ __host__ __device__ inline void lay_out(const Call& c, int i, Segment its, Segme
       l.send[i] = c.me == c.root ? its.units : 0;
       l.receive[i] = i == c.root ? its.units : 0;
     } else if (c.exchange) {
-      l.send[i] = its.units, l.from[i] = its.begin, l.receive[i] = arrives.units, l.to[i] = arrives.begin;
+      l.send[i] = its.units, l.from[i] = its.begin, l.receive[i] = arrives;
     } else if (c.scatter) {
       l.send[i] = its.units, l.from[i] = its.begin, l.receive[i] = mine.units;
     } else {
-      l.send[i] = mine.units, l.receive[i] = its.units, l.to[i] = its.begin;
+      l.send[i] = mine.units, l.receive[i] = its.units;
     }
     if (i == c.me) l.send[i] = 0;
   }

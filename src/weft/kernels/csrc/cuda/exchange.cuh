@@ -34,11 +34,14 @@ __device__ inline void arrive(int barrier, uint32_t threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Times are in 2¹⁶ cycles. Not inlined: it is rarely run, and would only part what is.
-__device__ __noinline__ bool gives_up(uint32_t* error, uint32_t begun, uint32_t limit, int rank) {
-  if (!*reinterpret_cast<volatile uint32_t*>(error) && uint32_t(clock64() >> 16) - begun <= limit) return false;
+// After many polls in vain: when this wait began (`began`, or now if that is 0), or -1 to give up, since another thread
+// did, or the time is over. Not inlined: it is rarely run, and would only part what is.
+__device__ __noinline__ int64_t wait_on(uint32_t* error, int64_t began, int64_t limit, int rank) {
+  const int64_t now = clock64();
+  if (!began) return now;
+  if (!*reinterpret_cast<volatile uint32_t*>(error) && now - began <= limit) return began;
   atomicCAS_system(error, 0u, uint32_t(rank + 1));
-  return true;
+  return -1;
 }
 
 // N: at least as many as ranks.
@@ -49,22 +52,7 @@ struct Kernel {
   const Lanes& l;
   const uint32_t me = uint32_t(c.me), lane_bytes = c.lane_units[kWay == Way::kTwoHops] * kUnit;
   const uint32_t row_units = c.row_units, row_bytes = kWhole ? row_units * kUnit : c.row_bytes;
-  const char* const x = c.x;
-  char* const out = c.out;
-  char* inbox[N];  // of each rank; once `turn` has run, of this call
-  char* mine;      // this rank's
-
-  __device__ Kernel(const Call& call, const Lanes& lanes) : c(call), l(lanes) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) inbox[i] = call.inbox[i];
-    mine = call.inbox[call.me];
-  }
-  __device__ void turn(uint32_t rotation) {
-    const int64_t offset = int64_t(rotation) * c.inbox_units * kUnit;
-#pragma unroll
-    for (int i = 0; i < N; ++i) inbox[i] += offset;
-    mine += offset;
-  }
+  int64_t rotation = 0;  // bytes from an inbox of the first rotation to this call's
 
   __device__ Unit load(const char* base, uint32_t unit) const {
     return load_local<kWhole>(base, unit, row_units, row_bytes);
@@ -73,9 +61,11 @@ struct Kernel {
     store_local<kWhole>(base, unit, u, row_units, row_bytes);
   }
 
-  // Unit of the lane that rank `of` fills of an inbox. Sums of the second hop lie behind all, as in the result.
-  __device__ int64_t lane(uint32_t of, uint32_t unit) const { return int64_t(of) * lane_bytes + int64_t(unit) * kUnit; }
-  __device__ int64_t sum_place(uint32_t unit) const { return lane(c.n, unit); }
+  // Where in an inbox unit u of the lane of rank `of` lies. Sums of the second hop lie behind all, as in the result.
+  __device__ int64_t lane(uint32_t of, uint32_t u) const {
+    return rotation + int64_t(of) * lane_bytes + int64_t(u) * kUnit;
+  }
+  __device__ int64_t sum_place(uint32_t u) const { return lane(c.n, u); }
 
   __device__ static bool has(Blocks b) { return int(blockIdx.x) >= b.first && int(blockIdx.x) < b.first + b.count; }
   __device__ static uint32_t workers() { return blockDim.x - kKeepers; }
@@ -84,102 +74,102 @@ struct Kernel {
 
   // --- waiting ------------------------------------------------------------------------------------------------
 
-  // Polls K units of this rank's inbox until all wanted have arrived, all loads in flight at once. rank(k): whose.
-  template <int K, class Wanted, class Place, class Rank>
-  __device__ void await(Unit (&got)[K], Wanted wanted, Place place, Rank rank) const {
-    const uint32_t begun = uint32_t(clock64() >> 16);
-    for (uint32_t spins = 0;; ++spins) {
+  // Polls K units, `stride` bytes apart, until those with their bit in `wanted` have arrived, all loads in flight at
+  // once. first: the rank that is waited for first.
+  template <int K>
+  __device__ void await(Unit (&got)[K], uint32_t wanted, const char* place, uint32_t stride, int first) const {
+    int64_t began = 0;
+    for (uint32_t spins = 1;; ++spins) {
 #pragma unroll
       for (int k = 0; k < K; ++k)
-        if (wanted(k)) got[k] = load_polled(mine + place(k));
-      int missing = -1;
+        if (wanted >> k & 1) got[k] = load_polled(place + int64_t(k) * stride);
+      bool all = true;
 #pragma unroll
-      for (int k = 0; k < K; ++k)
-        if (wanted(k) && !arrived(got[k])) missing = k;
-      if (missing < 0) return;
-      if (spins % 1024 == 1023 && gives_up(c.error, begun, uint32_t(c.limit_cycles >> 16), rank(missing))) return;
+      for (int k = 0; k < K; ++k) all &= !(wanted >> k & 1) | arrived(got[k]);
+      if (all) return;
+      if (spins % 1024 == 0) {
+        int missing = 0;
+#pragma unroll
+        for (int k = K - 1; k >= 0; --k)
+          if (wanted >> k & 1 && !arrived(got[k])) missing = k;
+        began = wait_on(c.error, began, c.limit_cycles, first + missing);
+        if (began < 0) return;
+      }
     }
   }
-  // M sums in rank order over ranks first … last - 1 of what lies in their lanes; `own` are this rank's terms.
-  template <int M>
-  __device__ void reduce(int first, int last, const uint32_t (&unit)[M], const bool (&wanted)[M], const Unit (&own)[M],
-                         Unit (&sum)[M]) const {
-    Unit got[M * N];
-    await(
-        got, [&](int k) { return wanted[k / N] && k % N >= first && k % N < last && k % N != me; },
-        [&](int k) { return lane(k % N, unit[k / N]); }, [](int k) { return k % N; });
+
+  // The sum, in rank order, over ranks first … last - 1 of their unit u; of this rank's own, it is x's unit `own` + u.
+  __device__ Unit sum(int first, int last, uint32_t own, uint32_t u) const {
+    const uint32_t ranks = (1u << last) - (1u << first), wanted = ranks & ~(1u << me);
+    Unit got[N];
 #pragma unroll
-    for (int m = 0; m < M; ++m) {
-      float total[E::count];
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if (i < first || i >= last) continue;
-        float f[E::count];
-        E::widen(choose(i == me, own[m], got[m * N + i]), f);
-#pragma unroll
-        for (int k = 0; k < E::count; ++k) total[k] = i == first ? f[k] : total[k] + f[k];
-      }
-      sum[m] = E::narrow(total);
+    for (int i = 0; i < N; ++i) {
+      got[i] = E::nothing();
+      if (i == me && ranks >> i & 1) got[i] = load(c.x, own + u);
     }
+    await(got, wanted, c.inbox[me] + lane(0, u), lane_bytes, 0);
+    float total[E::count];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      float f[E::count];
+      E::widen(got[i], f);
+#pragma unroll
+      for (int k = 0; k < E::count; ++k) total[k] = i == 0 ? f[k] : total[k] + f[k];
+    }
+    return E::narrow(total);
   }
 
   // --- pushing ------------------------------------------------------------------------------------------------
 
-  // What this thread sends to each rank as its u-th.
-  __device__ void load_to_send(uint32_t u, Unit (&v)[N]) const {
+  struct Send {
+    uint32_t units[N], from[N];
+    Unit first[N];  // what this thread sends first
+  };
+  __device__ void load_to_send(uint32_t u, Send& s) const {
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      if (u < l.send[i]) v[i] = load(x, l.from[i] + u);
+      if (u < s.units[i]) s.first[i] = load(c.x, s.from[i] + u);
   }
-  // v: what `load_to_send` gave for the first.
-  __device__ void push(Unit (&v)[N]) const {
-    const uint32_t most = l.most_to_send, by = step(c.push);
+  __device__ void begin_to_send(Send& s) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) s.units[i] = l.send[i], s.from[i] = l.from[i];
+    load_to_send(start(c.push), s);
+  }
+  __device__ void push(Send& s) const {
+    const uint32_t most = l.most_to_send, by = step(c.push), begin = start(c.push);
 #pragma unroll 1
-    for (uint32_t u = start(c.push); u < most;) {
+    for (uint32_t u = begin; u < most;) {
       const int64_t at = lane(me, u);
 #pragma unroll
       for (int i = 0; i < N; ++i)
-        if (u < l.send[i]) store_far(inbox[i] + at, v[i]);
+        if (u < s.units[i]) store_far(c.inbox[i] + at, s.first[i]);
       u += by;
-      if (u < most) load_to_send(u, v);
+      if (u < most) load_to_send(u, s);
     }
-    const uint32_t r = start(c.push);  // tokens for those who get nothing
-    if (r >= c.n || r == me || l.send[r] != 0) return;
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (i == r) store_far(inbox[i] + lane(me, 0), Unit{});
+    // Tokens for those who get nothing.
+    if (begin < c.n && begin != me && l.send[begin] == 0) store_far(c.inbox[begin] + lane(me, 0), Unit{});
   }
 
   __device__ void await_tokens() const {
     const uint32_t r = start(c.write);
-    if (r >= c.n || r == me || l.receive[r] != 0) return;
     Unit token[1];
-    await(
-        token, [](int) { return true; }, [&](int) { return lane(r, 0); }, [&](int) { return r; });
+    if (r < c.n && r != me && l.receive[r] == 0) await(token, 1, c.inbox[me] + lane(r, 0), 0, int(r));
   }
 
   // --- summing and writing --------------------------------------------------------------------------------------
 
   // Two hops: sums this rank's part and pushes it to its readers, itself among them.
   __device__ void sum_part() const {
-    const uint32_t units = l.part, part_from = l.part_from, part_to = l.part_to, by = step(c.sum);
-    const int group = c.me / c.span * c.span;
-    const int first = c.scatter ? 0 : group, last = c.scatter ? c.n : group + c.span;
-    const int to_first = c.scatter ? group : 0, to_last = c.scatter ? group + c.span : c.n;
+    const uint32_t units = l.part, from = l.part_from, to = l.part_to;
+    const int group = c.me / c.span * c.span, end = group + c.span;
+    const int first = c.scatter ? 0 : group, last = c.scatter ? c.n : end;
+    const uint32_t readers = c.scatter ? (1u << end) - (1u << group) : (1u << c.n) - 1;
 #pragma unroll 1
-    for (uint32_t u = start(c.sum); u < units; u += 2 * by) {
-      const uint32_t unit[2] = {u, u + by};
-      const bool wanted[2] = {true, u + by < units};
-      Unit own[2], sum[2];
+    for (uint32_t u = start(c.sum); u < units; u += step(c.sum)) {
+      const Unit total = sum(first, last, from, u);
 #pragma unroll
-      for (int m = 0; m < 2; ++m)
-        if (wanted[m]) own[m] = load(x, part_from + unit[m]);
-      reduce(first, last, unit, wanted, own, sum);
-#pragma unroll
-      for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int i = 0; i < N; ++i)
-          if (wanted[m] && i >= to_first && i < to_last) store_far(inbox[i] + sum_place(part_to + unit[m]), sum[m]);
+      for (int i = 0; i < N; ++i)
+        if (readers >> i & 1) store_far(c.inbox[i] + sum_place(to + u), total);
     }
   }
 
@@ -187,150 +177,136 @@ struct Kernel {
     const uint32_t units = l.out, by = step(c.write);
 #pragma unroll 1
     for (uint32_t u = start(c.write); u < units; u += kInFlight * by) {
+      uint32_t wanted = 0;
+#pragma unroll
+      for (int k = 0; k < kInFlight; ++k) wanted |= uint32_t(u + k * by < units) << k;
       Unit got[kInFlight];
-      await(
-          got, [&](int k) { return u + k * by < units; }, [&](int k) { return sum_place(u + k * by); },
-          [&](int) { return me; });
+      await(got, wanted, c.inbox[me] + sum_place(u), by * kUnit, int(me));
 #pragma unroll
       for (int k = 0; k < kInFlight; ++k)
-        if (u + k * by < units) store(out, u + k * by, got[k]);
+        if (wanted >> k & 1) store(c.out, u + k * by, got[k]);
     }
   }
 
-  // One hop: every lane's unit u at once, summed over each run of ranks.
-  __device__ void write_lanes() const {
-    const uint32_t most = l.most_to_receive, by = step(c.write), begins = c.begins_sum, ends = c.ends_sum;
-#pragma unroll 1
-    for (uint32_t u = start(c.write); u < most; u += by) {
-      Unit got[N], own{};
-      if (u < l.receive[me]) own = load(x, l.from[me] + u);
-      await(
-          got, [&](int i) { return i != me && u < l.receive[i]; }, [&](int i) { return lane(i, u); },
-          [](int i) { return i; });
-      float total[E::count];
+  // The segment of the result in which unit u lies: empty ones hold none.
+  __device__ int segment_of(uint32_t u) const {
+    int segment = 0;
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if (u >= l.receive[i]) continue;
-        const Unit term = choose(i == me, own, got[i]);
-        if constexpr (kWay == Way::kGather) {
-          store(out, l.to[i] + u, term);
-        } else {
-          float f[E::count];
-          E::widen(term, f);
-#pragma unroll
-          for (int k = 0; k < E::count; ++k) total[k] = begins >> i & 1 ? f[k] : total[k] + f[k];
-          if (ends >> i & 1) store(out, l.to[i] + u, E::narrow(total));
-        }
-      }
-    }
+    for (int s = 1; s < N; ++s) segment += u >= l.begin[s];
+    return segment;
   }
 
-  // Units of the result, for one row of it: `segment` is that row's among gathered ones.
-  __device__ void values(int segment, const uint32_t (&unit)[2], const bool (&wanted)[2], Unit (&value)[2]) const {
+  // A unit of the result.
+  __device__ Unit value(uint32_t unit) const {
+    Unit got[1];
     if constexpr (kWay == Way::kTwoHops) {
-      await(
-          value, [&](int m) { return wanted[m]; }, [&](int m) { return sum_place(unit[m]); }, [&](int) { return me; });
-    } else {
-      const int first = c.scatter ? 0 : segment * c.span, last = c.scatter ? c.n : first + c.span;
-      const uint32_t base = c.scatter ? 0 : l.begin[segment];
-      uint32_t u[2];
-      Unit own[2];
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        u[m] = unit[m] - base;
-        if (wanted[m] && me >= first && me < last) own[m] = load(x, l.from[me] + u[m]);
-      }
-      reduce(first, last, u, wanted, own, value);
+      await(got, 1, c.inbox[me] + sum_place(unit), 0, int(me));
+      return got[0];
     }
+    const int segment = c.scatter ? 0 : segment_of(unit);
+    const uint32_t u = unit - (c.scatter ? 0 : l.begin[segment]);
+    if constexpr (kWay == Way::kGather) {
+      const uint32_t rank = c.root < 0 ? segment : c.root;
+      if (rank == me) return load(c.x, l.from[me] + u);
+      await(got, 1, c.inbox[me] + lane(rank, u), 0, int(rank));
+      return got[0];
+    }
+    const int first = c.scatter ? 0 : segment * c.span, last = c.scatter ? c.n : first + c.span;
+    return sum(first, last, l.from[me], u);
   }
 
-  // What the epilogue needs of a row besides its sum: this thread's units k and k + workers().
+  __device__ void write() const {
+    const uint32_t units = l.out;
+#pragma unroll 1
+    for (uint32_t u = start(c.write); u < units; u += step(c.write)) store(c.out, u, value(u));
+  }
+
+  // A cluster's blocks share a row; how many threads these have, and this one's place among them.
+  __device__ uint32_t step_in_row() const { return c.cluster * workers(); }
+  __device__ uint32_t start_in_row() const { return blockIdx.x % c.cluster * workers() + threadIdx.x; }
+  __device__ uint32_t first_row() const { return (blockIdx.x - c.write.first) / c.cluster; }
+
+  // What the epilogue needs of a row besides its sum: this thread's unit k.
   struct Row {
-    Unit residual[2], weight[2];
+    Unit residual, weight;
   };
   __device__ void load_row(uint32_t row, uint32_t k, Row& r) const {
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-      if (k + m * workers() < row_units) {
-        r.residual[m] = load(c.residual, row * row_units + k + m * workers());
-        r.weight[m] = load(c.weight, k + m * workers());
-      }
+    if (k >= row_units || row * row_units >= l.out) return;
+    r.residual = load(c.residual, row * row_units + k);
+    r.weight = load(c.weight, k);
   }
 
-  // residual_out = residual + value; out = weight · round(residual_out / √(mean of squares + eps)): a row a block.
+  // Puts a warp's value at this place of every block of the cluster, a lane each.
+  __device__ void share(float* place, float value) const {
+    if (threadIdx.x % 32 >= c.cluster) return;
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(there)
+        : "r"(uint32_t(__cvta_generic_to_shared(place))), "r"(threadIdx.x % 32));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+  }
+  __device__ static float over_warp(float value) {
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(~0u, value, mask);
+    return value;
+  }
+
+  // residual_out = residual + value; out = weight · round(residual_out / √(mean of squares + eps)): a row a cluster.
   // Squares are summed by runs of 32 units, then over runs: the same bits however many threads share a row.
-  // r: loaded for the block's first row. Of rows that take more than two units a thread, the rest is read again.
+  // r: loaded for the first row. Where a row has more than a unit a thread, the others are read again.
   __device__ void write_normed(Row& r) const {
     __shared__ float runs[2][kMaxRuns];
-    const uint32_t units = l.out, by = workers(), lane = threadIdx.x % 32;
+    const uint32_t units = l.out, by = step_in_row(), start = start_in_row(), lane = threadIdx.x % 32;
     const int width = int(row_bytes / sizeof(T)), used = int(row_units + 31) / 32;
-    const bool more = row_units > 2 * by;
-    int segment = 0, turn = 0;
+    const bool more = row_units > by;
+    int turn = 0;
+    if (c.cluster > 1) asm volatile("barrier.cluster.wait;" ::: "memory");  // every block of it has begun
 #pragma unroll 1
-    for (uint32_t row = blockIdx.x - c.write.first; row * row_units < units; turn ^= 1) {
+    for (uint32_t row = first_row(); row * row_units < units; turn ^= 1) {
       const uint32_t begin = row * row_units;
-      if (!c.scatter)
-        while (begin >= l.begin[segment + 1]) ++segment;
 #pragma unroll 1
-      for (uint32_t at = threadIdx.x; at - lane < row_units; at += 2 * by) {  // for the whole warp
-        const uint32_t k[2] = {at, at + by}, unit[2] = {begin + k[0], begin + k[1]};
-        const bool wanted[2] = {k[0] < row_units, k[1] < row_units};
-        if (at >= 2 * by) load_row(row, at, r);
-        Unit delta[2];
-        values(segment, unit, wanted, delta);
-        float squares[2] = {0, 0};
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          if (!wanted[m]) continue;
+      for (uint32_t k = start; k - lane < row_units; k += by) {  // for the whole warp
+        float squares = 0;
+        if (k >= by) load_row(row, k, r);
+        if (k < row_units) {
           float f[E::count], d[E::count];
-          E::widen(r.residual[m], f), E::widen(delta[m], d);
+          E::widen(value(begin + k), d), E::widen(r.residual, f);
 #pragma unroll
           for (int i = 0; i < E::count; ++i) f[i] += d[i];
-          r.residual[m] = E::narrow(f);
-          store(c.residual_out, unit[m], r.residual[m]);
-          E::widen(r.residual[m], f);
+          r.residual = E::narrow(f);
+          store(c.residual_out, begin + k, r.residual);
+          E::widen(r.residual, f);
 #pragma unroll
           for (int i = 0; i < E::count; ++i)
-            if (kWhole || int(k[m]) * E::count + i < width) squares[m] += f[i] * f[i];
+            if (kWhole || int(k) * E::count + i < width) squares += f[i] * f[i];
         }
-#pragma unroll
-        for (int mask = 16; mask; mask /= 2)
-#pragma unroll
-          for (int m = 0; m < 2; ++m) squares[m] += __shfl_xor_sync(~0u, squares[m], mask);
-#pragma unroll
-        for (int m = 0; m < 2; ++m)
-          if (lane == 0 && wanted[m]) runs[turn][k[m] / 32] = squares[m];
+        share(&runs[turn][k / 32], over_warp(squares));
       }
-      meet(2, workers());  // two turns' sums lie apart: none writes what another still reads
+      // Two turns' sums lie apart: none writes what another still reads.
+      if (c.cluster > 1)
+        asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
+      else
+        meet(2, workers());
       float total = 0;
 #pragma unroll
       for (int i = 0; i < kMaxRuns / 32; ++i)
         if (int(lane) + 32 * i < used) total += runs[turn][lane + 32 * i];
-#pragma unroll
-      for (int mask = 16; mask; mask /= 2) total += __shfl_xor_sync(~0u, total, mask);
-      const float scale = rsqrtf(total / float(width) + c.eps);
+      const float scale = rsqrtf(over_warp(total) / float(width) + c.eps);
 #pragma unroll 1
-      for (uint32_t at = threadIdx.x; at < row_units; at += 2 * by) {
-        if (more) load_row(row, at, r);
+      for (uint32_t k = start; k < row_units; k += by) {
+        if (more) r.residual = load(c.residual_out, begin + k), r.weight = load(c.weight, k);
+        float f[E::count], w[E::count];
+        E::widen(r.residual, f);
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          const uint32_t k = at + m * by;
-          if (k >= row_units) continue;
-          if (more) r.residual[m] = load(c.residual_out, begin + k);
-          float f[E::count], w[E::count];
-          E::widen(r.weight[m], w);
-          E::widen(r.residual[m], f);
+        for (int i = 0; i < E::count; ++i) f[i] *= scale;
+        const Unit rounded = E::narrow(f);
+        E::widen(rounded, f), E::widen(r.weight, w);
 #pragma unroll
-          for (int i = 0; i < E::count; ++i) f[i] *= scale;
-          const Unit rounded = E::narrow(f);
-          E::widen(rounded, f);
-#pragma unroll
-          for (int i = 0; i < E::count; ++i) f[i] *= w[i];
-          store(out, begin + k, E::narrow(f));
-        }
+        for (int i = 0; i < E::count; ++i) f[i] *= w[i];
+        store(c.out, begin + k, E::narrow(f));
       }
-      row += c.write.count;
-      if (row * row_units < units) load_row(row, threadIdx.x, r);
+      row += c.write.count / c.cluster;
+      load_row(row, start, r);
     }
   }
 
@@ -378,7 +354,7 @@ __device__ inline void read_counts(const Call& c, uint32_t count, int its, int m
   const uint32_t row_units = sane ? c.row_units : 0, end = total * row_units, size = count * row_units;
   const Segment my_segment{__shfl_sync(~0u, end - size, mine), my_rows * row_units};
   const Segment its_segment{__shfl_sync(~0u, end - size, its), __shfl_sync(~0u, size, its)};
-  if (i < kMaxRanks) l.begin[i + 1] = end;
+  if (i < kMaxRanks) l.begin[i + 1] = c.scatter ? my_segment.units : end;
   if (i < c.n) lay_out<kTwoHops>(c, i, its_segment, my_segment, all * row_units, {}, l);
   __syncwarp();
   const uint32_t most_to_send = __reduce_max_sync(~0u, i < c.n ? l.send[i] : 0);
@@ -399,10 +375,12 @@ __global__ void __launch_bounds__(kWorkers + kKeepers, 1) exchange(const __grid_
 #pragma unroll
   for (size_t k = 0; k < (sizeof(Call) - sizeof(Lanes)) / 4; k += 8) touch += reinterpret_cast<const uint32_t*>(&c)[k];
   if (threadIdx.x == 0) *const_cast<volatile uint32_t*>(&touched) = touch;
-  Kernel<T, kWhole, N, kWay, kNorm> kernel(c, lanes);
+  Kernel<T, kWhole, N, kWay, kNorm> kernel{c, lanes};
   const bool worker = threadIdx.x < kernel.workers(), pushes = kernel.has(c.push) && worker;
   const int its = c.device_counts ? int(threadIdx.x) / c.span : 0, mine = c.device_counts ? c.me / c.span : 0;
   __syncthreads();
+  if constexpr (kNorm)
+    if (c.cluster > 1) asm volatile("barrier.cluster.arrive;" ::: "memory");
 
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -414,21 +392,20 @@ __global__ void __launch_bounds__(kWorkers + kKeepers, 1) exchange(const __grid_
                                          mine, lanes);
     __syncthreads();
   }
-  Unit first[N];  // loaded while the state is on its way, as is the row
+  typename Kernel<T, kWhole, N, kWay, kNorm>::Send send;  // loaded while the state is on its way, as is the row
   typename Kernel<T, kWhole, N, kWay, kNorm>::Row row;
-  if (pushes) kernel.load_to_send(kernel.start(c.push), first);
+  if (pushes) kernel.begin_to_send(send);
   if constexpr (kNorm)
-    if (worker && kernel.has(c.write) && (blockIdx.x - c.write.first) * kernel.row_units < lanes.out)
-      kernel.load_row(blockIdx.x - c.write.first, threadIdx.x, row);
+    if (worker && kernel.has(c.write)) kernel.load_row(kernel.first_row(), kernel.start_in_row(), row);
   const uint32_t epoch = state.w[0], before = (epoch + kRotations - 1) % kRotations;
-  kernel.turn(epoch % kRotations);
+  kernel.rotation = int64_t(epoch % kRotations) * c.inbox_units * kUnit;
   if (!worker) {
     meet(1, blockDim.x);  // every thread of the block has read the state
     if (threadIdx.x == kernel.workers() && (gridDim.x == 1 || atomicAdd(&c.state->blocks_begun, 1) == gridDim.x - 1))
       kernel.hand_on(epoch);
     return;
   }
-  if (pushes) kernel.push(first);
+  if (pushes) kernel.push(send);
   arrive(1, blockDim.x);
   const auto of_before = [&](const Unit& u) { return before == 0 ? u.w[1] : before == 1 ? u.w[2] : u.w[3]; };
   kernel.refill(before, of_before(state), of_before(sums));  // while the data travels
@@ -441,7 +418,7 @@ __global__ void __launch_bounds__(kWorkers + kKeepers, 1) exchange(const __grid_
   else if constexpr (kWay == Way::kTwoHops)
     kernel.write_sums();
   else
-    kernel.write_lanes();
+    kernel.write();
 }
 
 }  // namespace weft

@@ -170,11 +170,12 @@ int64_t inbox_bytes(int64_t handle) { return world_of(handle).inbox_bytes; }
 
 // edge: {segments, span, scatter, root, exchange}. counts, received: rows; device_counts: int32 [segments] on the device,
 // or empty. residual, residual_out, weight: empty without an epilogue. blocks: {push, sum, write}; without the first all
-// blocks do all work. threads: workers of a block. early: blocks may
+// blocks do all work. cluster: blocks that share a row to be normalised. threads:
+// workers of a block. early: blocks may
 // take their places before the kernel before this one ends. stream: a cudaStream_t.
 void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out, Sizes counts, Sizes received,
          TensorView device_counts, TensorView residual, TensorView residual_out, TensorView weight, double eps,
-         int64_t two_hops, Sizes blocks, int64_t threads, int64_t early, int64_t stream) {
+         int64_t two_hops, Sizes blocks, int64_t cluster, int64_t threads, int64_t early, int64_t stream) {
   World& w = world_of(handle);
   const GroupMemory& g = w.groups[size_t(group)];
   Call c;
@@ -183,10 +184,6 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
   c.n = int(g.ranks.size()), c.me = g.me;
   const int summed = c.exchange || c.root >= 0 ? 1 : c.scatter ? c.n : c.span;  // consecutive ranks
   const Way way = two_hops ? Way::kTwoHops : summed == 1 ? Way::kGather : Way::kSum;
-  for (int i = 0; i < c.n; ++i) {
-    if (i % summed == 0) c.begins_sum |= 1u << i;
-    if (i % summed == summed - 1) c.ends_sum |= 1u << i;
-  }
   c.x = static_cast<const char*>(x.data_ptr()), c.out = static_cast<char*>(out.data_ptr());
   const DLDataType t = x.dtype();
   int64_t width = 1;
@@ -204,15 +201,15 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
   c.x_rows = x.size(0), c.out_rows = out.size(0);
   for (int i = 0; i < c.n; ++i) c.inbox[i] = g.inbox[i];
   if (!c.device_counts) {
-    Segment at[kMaxRanks], arrives[kMaxRanks] = {};
-    uint32_t all = 0, arrived = 0;
+    Segment at[kMaxRanks];
+    uint32_t arrives[kMaxRanks] = {}, all = 0, out = 0;
     for (size_t i = 0; i < counts.size(); all += at[i++].units) at[i] = {all, uint32_t(counts[i]) * c.row_units};
-    for (size_t i = 0; i < received.size(); arrived += arrives[i++].units)
-      arrives[i] = {arrived, uint32_t(received[i]) * c.row_units};
-    for (int s = 0; s < c.segments; ++s) c.lanes.begin[s + 1] = at[s].begin + at[s].units;
+    for (size_t i = 0; i < received.size(); ++i) arrives[i] = uint32_t(received[i]) * c.row_units;
+    for (int s = 0; s < kMaxRanks; c.lanes.begin[++s] = out)
+      out += c.exchange ? arrives[s] : c.scatter ? (s ? 0 : at[c.me / c.span].units) : s < c.segments ? at[s].units : 0;
     const auto lay = two_hops ? lay_out<true> : lay_out<false>;
     for (int i = 0; i < c.n; ++i) {
-      lay(c, i, at[i / c.span], at[c.me / c.span], c.exchange ? arrived : all, arrives[i], c.lanes);
+      lay(c, i, at[i / c.span], at[c.me / c.span], out, arrives[i], c.lanes);
       c.lanes.most_to_send = std::max(c.lanes.most_to_send, c.lanes.send[i]);
       c.lanes.most_to_receive = std::max(c.lanes.most_to_receive, c.lanes.receive[i]);
     }
@@ -222,6 +219,7 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
   c.state = g.state, c.error = w.error_device, c.limit_cycles = w.limit_cycles;
   const int push = int(blocks[0]), sum = int(blocks[1]), write = int(blocks[2]), total = push + sum + write;
   c.push = c.sum = c.write = Blocks{0, total};
+  c.cluster = uint32_t(cluster);
   if (push) c.push = Blocks{0, push}, c.sum = Blocks{push, sum}, c.write = Blocks{push + sum, write};
   const auto at = reinterpret_cast<cudaStream_t>(stream);
   const auto aligned = [](const char* p) { return reinterpret_cast<uintptr_t>(p) % kUnit == 0; };
@@ -229,12 +227,15 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
                      aligned(c.residual_out) && aligned(c.weight);
   const auto launch = [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = early != 0;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = unsigned(cluster);
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = unsigned(total), config.blockDim = unsigned(threads) + kKeepers, config.stream = at;
-    config.attrs = &attribute, config.numAttrs = early ? 1 : 0;
+    config.attrs = attributes, config.numAttrs = cluster > 1 ? 2 : 1;
     check(cudaLaunchKernelEx(&config, kernel_for<T>(whole, c.n, way, weight.size(0) != 0), c), "launch");
   };
   if (t.code == kDLFloat && t.bits == 32)

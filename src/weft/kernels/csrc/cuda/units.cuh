@@ -24,26 +24,24 @@ __device__ inline Unit load_polled(const char* p) {
                : "memory");
   return u;
 }
+__device__ inline uint32_t no_sentinel(uint32_t w) {
+  asm("min.u32 %0, %0, 0xfffffffe;" : "+r"(w));  // the compiler would make two instructions of it
+  return w;
+}
 __device__ inline void store_far(char* p, const Unit& u) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(min(u.w[0], kSentinel - 1)),
-               "r"(min(u.w[1], kSentinel - 1)), "r"(min(u.w[2], kSentinel - 1)), "r"(min(u.w[3], kSentinel - 1))
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(no_sentinel(u.w[0])),
+               "r"(no_sentinel(u.w[1])), "r"(no_sentinel(u.w[2])), "r"(no_sentinel(u.w[3]))
                : "memory");
 }
 __device__ inline bool arrived(const Unit& u) {
-  return u.w[0] != kSentinel && u.w[1] != kSentinel && u.w[2] != kSentinel && u.w[3] != kSentinel;
+  return u.w[0] != kSentinel & u.w[1] != kSentinel & u.w[2] != kSentinel & u.w[3] != kSentinel;
 }
-// By value: `?:` on units would choose an address, and so keep them in memory.
-__device__ inline Unit choose(bool first, Unit a, Unit b) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) a.w[i] = first ? a.w[i] : b.w[i];
-  return a;
-}
-
 template <class T>
-struct Elements;  // of a unit, as floats
+struct Elements;  // of a unit, as floats. nothing: negative zeros, which change no sum
 template <>
 struct Elements<float> {
   static constexpr int count = 4;
+  __device__ static Unit nothing() { return {{0x80000000u, 0x80000000u, 0x80000000u, 0x80000000u}}; }
   __device__ static void widen(const Unit& u, float* f) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) f[i] = __uint_as_float(u.w[i]);
@@ -58,6 +56,7 @@ struct Elements<float> {
 template <>
 struct Elements<__nv_bfloat16> {
   static constexpr int count = 8;
+  __device__ static Unit nothing() { return {{0x80008000u, 0x80008000u, 0x80008000u, 0x80008000u}}; }
   __device__ static void widen(const Unit& u, float* f) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -78,6 +77,7 @@ struct Elements<__nv_bfloat16> {
 template <>
 struct Elements<__half> {
   static constexpr int count = 8;
+  __device__ static Unit nothing() { return {{0x80008000u, 0x80008000u, 0x80008000u, 0x80008000u}}; }
   __device__ static void widen(const Unit& u, float* f) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -16,18 +16,18 @@ from weft.comm.peer import PeerTuning
 NEVER = 1 << 40
 TUNINGS = {
     "peer": PeerTuning(),
-    "128 threads": PeerTuning(threads=128),
-    "480 threads": PeerTuning(threads=480),
+    "64 threads": PeerTuning(threads=64),
+    "256 threads": PeerTuning(threads=256),
     "64 wide": PeerTuning(wide_blocks=64),
     "256 threads wide": PeerTuning(wide_threads=256),
     "late": PeerTuning(early=0),
     **{f"cluster {n}": PeerTuning(cluster=n) for n in (1, 2, 8)},
     "one hop": PeerTuning(one_hop_bytes=NEVER),
     "two hops": PeerTuning(one_hop_bytes=0),
-    "two, no split": PeerTuning(one_hop_bytes=0, split_bytes=NEVER),
-    "split": PeerTuning(split_bytes=1 << 20),
-    "split 16-48-64": PeerTuning(split_bytes=1 << 20, push_blocks=16, sum_blocks=48, write_blocks=64),
-    "split 48-48-32": PeerTuning(split_bytes=1 << 20, push_blocks=48, sum_blocks=48, write_blocks=32),
+    "no split": PeerTuning(split_bytes=NEVER),
+    "split": PeerTuning(split_bytes=1 << 20, split_sums_bytes=1 << 20),
+    "split 16-48-64": PeerTuning(1 << 18, split_bytes=1 << 20, push_blocks=16, sum_blocks=48, write_blocks=64),
+    "split 64-32-32": PeerTuning(1 << 18, split_bytes=1 << 20, push_blocks=64, sum_blocks=32, write_blocks=32),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def test_calls_edges_and_logits(mesh: Mesh, tmp_path: Path) -> None:
 
 
 def window_main(rank: int, mesh: Mesh, directory: str) -> None:
+    faulthandler.dump_traceback_later(40, exit=True)  # where it waits, if it does
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     transport = NcclWindowTransport(mesh, rank, f"file://{directory}/window", device)
@@ -71,6 +73,7 @@ def window_main(rank: int, mesh: Mesh, directory: str) -> None:
     with pytest.raises(CommError, match="arena_bytes"):
         transport.all_reduce(x.expand(1 << 22, 4, 8).reshape(-1, 8), tuple(range(mesh.world)))
     transport.close()
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("mesh", MESHES[-1:], ids=str)

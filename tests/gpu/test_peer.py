@@ -31,7 +31,9 @@ NEVER = 1 << 40
 HOPS = {
     "one hop": PeerTuning(one_hop_bytes=NEVER),
     "two hops": PeerTuning(one_hop_bytes=0),
-    "split": PeerTuning(one_hop_bytes=0, split_bytes=0, push_blocks=2, sum_blocks=1, write_blocks=3, wide_threads=128),
+    "split": PeerTuning(
+        0, split_bytes=0, split_sums_bytes=0, push_blocks=2, sum_blocks=1, write_blocks=3, wide_threads=128
+    ),
 }
 
 
@@ -39,7 +41,8 @@ def rank_main(rank: int, mesh: Mesh, directory: str, options: dict[str, Any], wo
     device = torch.device("cuda", rank % GPUS)
     torch.cuda.set_device(device)
     transport = PeerTransport(mesh, rank, f"{directory}/peer", device, **options)
-    work(transport, mesh, device)
+    with torch.cuda.stream(torch.cuda.Stream()):  # the default one cannot be captured
+        work(transport, mesh, device)
     transport.check()
     transport.close()
 

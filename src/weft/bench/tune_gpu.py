@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from weft.place.edges import Edge, legal_edges, rows_received
 WIDTH, DTYPE = 4096, torch.bfloat16
 ROW_BYTES = WIDTH * DTYPE.itemsize
 NEVER = 1 << 40
+Measured = Callable[[PeerTuning, int], float]  # µs by bytes
 SMALL, MIDDLE, LARGE = (1 << 13, 1 << 16), (1 << 19, 1 << 21), (1 << 24, 1 << 26)
 
 
@@ -53,37 +54,58 @@ def measure_gpus(rank: int, directory: Path, report: Report, world: int, names: 
 
 
 def _find_tuning(here: World) -> PeerTuning:
-    """The PeerTuning for this host, by all_reduce: a number at a time, each with those found before.
+    """The PeerTuning for this host: a number at a time, each with those found before.
 
-    Thresholds are the largest size at which the simpler way wins.
+    Found by all_reduce, and what concerns large calls in one hop by all_gatherv.
     """
-    group = here.peer.world
+    peer, group = here.peer, here.peer.world
+    n = len(group)
 
-    def us(tuning: PeerTuning, size: int) -> float:
-        here.peer.tuning = tuning
-        xs = [torch.ones(size // ROW_BYTES, WIDTH, device=here.device, dtype=DTYPE) for _ in range(4)]
-        return graph_us([partial(here.peer.all_reduce, x, group) for x in xs])
+    def tensors(size: int) -> list[torch.Tensor]:
+        return [torch.ones(size // ROW_BYTES, WIDTH, device=here.device, dtype=DTYPE) for _ in range(4)]
 
-    def best(tuning: PeerTuning, field: str, choices: Sequence[int], sizes: Sequence[int]) -> PeerTuning:
-        found = [replace(tuning, **{field: value}) for value in choices]
+    def sum_us(tuning: PeerTuning, size: int) -> float:
+        peer.tuning = tuning
+        return graph_us([partial(peer.all_reduce, x, group) for x in tensors(size)])
+
+    def gather_us(tuning: PeerTuning, size: int) -> float:
+        peer.tuning = tuning
+        return graph_us([partial(peer.all_gatherv, x, group, (x.shape[0],) * n) for x in tensors(size // n)])
+
+    def best(found: Sequence[PeerTuning], us: Measured, sizes: Sequence[int]) -> PeerTuning:
         return min(found, key=lambda t: sum(us(t, size) / size**0.25 for size in sizes))
 
-    def threshold(low: PeerTuning, high: PeerTuning, sizes: Sequence[int]) -> int:
-        return max((size for size in sizes if us(low, size) <= us(high, size)), default=0)
+    def threshold(low: PeerTuning, high: PeerTuning, us: Measured, sizes: Sequence[int]) -> int:
+        """The largest size at which `low` wins; NEVER if it is the last."""
+        found = max((size for size in sizes if us(low, size) <= us(high, size)), default=0)
+        return NEVER if found == sizes[-1] else found
 
-    tuning = best(PeerTuning(one_hop_bytes=NEVER, split_bytes=NEVER), "threads", (128, 256, 480), SMALL)
-    two = replace(tuning, one_hop_bytes=0)
-    two = best(two, "wide_threads", (256, 480), MIDDLE)
-    two = best(two, "wide_blocks", (64, 96, 128), MIDDLE)
-    one_hop = threshold(replace(two, one_hop_bytes=NEVER), two, [1 << p for p in range(14, 22)])
-    split = replace(two, split_bytes=0)
-    shapes = ((32, 32, 64), (16, 48, 64), (48, 48, 32), (24, 40, 64))
-    split = min(
-        (replace(split, push_blocks=p, sum_blocks=s, write_blocks=w) for p, s, w in shapes),
-        key=lambda t: sum(us(t, size) / size for size in LARGE),
+    one = PeerTuning(one_hop_bytes=NEVER, split_bytes=NEVER, split_sums_bytes=NEVER)
+    one = best([replace(one, threads=t) for t in (64, 128, 256)], sum_us, SMALL)
+    two = replace(one, one_hop_bytes=0)
+    two = best([replace(two, wide_threads=t, wide_blocks=b) for t in (256, 480) for b in (64, 128)], sum_us, MIDDLE)
+    two = best([replace(two, cluster=c) for c in (2, 4, 8)], partial(_norm_us, here), SMALL)
+    one = replace(two, one_hop_bytes=NEVER)
+    hops = threshold(one, two, sum_us, [1 << p for p in range(14, 22)])
+    shapes = [(32, 32, 64), (16, 48, 64), (64, 32, 32), (24, 40, 64)]
+    split = [replace(two, split_bytes=0, push_blocks=p, sum_blocks=s, write_blocks=w) for p, s, w in shapes]
+    found = best(split, gather_us, LARGE)
+    unsplit = threshold(one, found, gather_us, [1 << p for p in range(18, 27)])
+    sums = replace(found, split_sums_bytes=0)
+    unsplit_sums = threshold(two, sums, sum_us, [1 << p for p in range(20, 27)])
+    return replace(
+        found,
+        one_hop_bytes=hops * (n - 1) * (n - 2) // n,
+        split_bytes=unsplit + 1,
+        split_sums_bytes=unsplit_sums + 1,
     )
-    unsplit = threshold(two, split, [1 << p for p in range(20, 27)])
-    return replace(split, one_hop_bytes=one_hop, split_bytes=NEVER if unsplit == LARGE[-1] else unsplit + 1)
+
+
+def _norm_us(here: World, tuning: PeerTuning, size: int) -> float:
+    here.peer.tuning = tuning
+    xs = [torch.ones(size // ROW_BYTES, WIDTH, device=here.device, dtype=DTYPE) for _ in range(4)]
+    epilogue = Epilogue(torch.ones_like(xs[0]), torch.ones(WIDTH, device=here.device, dtype=DTYPE), 1e-6)
+    return graph_us([partial(here.peer.all_reduce, x, here.peer.world, epilogue) for x in xs])
 
 
 def _price_locals(here: World, sizes: list[int]) -> dict[str, list[tuple[int, float]]]:

@@ -19,8 +19,9 @@ from weft.place.spec import Mesh
 
 
 class NcclWindowTransport(TorchDistTransport):
-    """As TorchDistTransport over NCCL; equal rows go through the window, ragged ones as NCCL does them otherwise.
+    """As TorchDistTransport over NCCL, but calls of all ranks with equal rows go through the window.
 
+    A window belongs to one communicator, of all ranks; smaller groups and ragged rows take NCCL's other kernels.
     arena_bytes: of the window, half for inputs, half for results; taken and registered once. Raises CommError for
     calls that need more.
     """
@@ -28,24 +29,25 @@ class NcclWindowTransport(TorchDistTransport):
     def __init__(self, mesh: Mesh, rank: int, init_method: str, device: torch.device, *, arena_bytes: int = 256 << 20):
         super().__init__(mesh, rank, init_method, backend="nccl")
         self.name = "nccl_window"
-        groups = [dist.group.WORLD, *self._groups.values()]
-        for group in groups:  # a window belongs to a communicator, and that comes with the first call
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
-        backends: list[Any] = [g._get_backend(device) for g in groups if g is not None]
-        self._pool = torch.cuda.MemPool(backends[0].mem_allocator)
+        world = self._groups[self._world]
+        assert world is not None
+        dist.all_reduce(torch.zeros(1, device=device), group=world)  # a communicator comes with its first call
+        backend: Any = world._get_backend(device)
+        self._pool = torch.cuda.MemPool(backend.mem_allocator)
         with torch.cuda.use_mem_pool(self._pool):
             self._arena = torch.empty(2, arena_bytes // 2, dtype=torch.uint8, device=device)
-        for backend in backends:
-            backend.register_mem_pool(self._pool, symm=True)
+        backend.register_mem_pool(self._pool, symm=True)
 
     def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
+        if group != self._world:
+            return super().all_reduce(x, group, epilogue)
         self._refuse(epilogue)
         own = self._window(0, x.shape[0], x).copy_(x)
         self._call("all_reduce", group, lambda g: dist.all_reduce(own, group=g))
         return own.clone()
 
     def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
-        if len(set(sizes)) > 1:
+        if group != self._world or len(set(sizes)) > 1:
             return super().reduce_scatterv(x, group, sizes, epilogue)
         self._refuse(epilogue)
         own, out = self._window(0, x.shape[0], x).copy_(x), self._window(1, sizes[0], x)
@@ -53,7 +55,7 @@ class NcclWindowTransport(TorchDistTransport):
         return out.clone()
 
     def all_gatherv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
-        if len(set(sizes)) > 1:
+        if group != self._world or len(set(sizes)) > 1:
             return super().all_gatherv(x, group, sizes)
         own, out = self._window(0, x.shape[0], x).copy_(x), self._window(1, sum(sizes), x)
         self._call("all_gatherv", group, lambda g: dist.all_gather_into_tensor(out, own, group=g))

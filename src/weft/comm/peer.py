@@ -49,19 +49,21 @@ class Host(Protocol):
 class PeerTuning:
     """What depends on the machine. Sizes are bytes of a call's larger tensor.
 
-    one_hop_bytes: larger sums take two hops. few_bytes: up to here at most `blocks` blocks of `threads` threads;
-    beyond, wide_blocks of wide_threads. push_blocks, sum_blocks, write_blocks: that do only so, at the same time, from
-    split_bytes on. cluster: blocks that may share a row to be normalised, a power of two up to 8. early: 1: a call's
-    blocks take their places before the kernel before it ends (programmatic dependent launch).
+    one_hop_bytes: sums take two hops where that spares a rank more bytes of what it receives. few_bytes: up to here at
+    most `blocks` blocks of `threads` threads; beyond, wide_blocks of wide_threads. push_blocks, sum_blocks,
+    write_blocks: that do only so, at the same time, from split_bytes on, in two hops from split_sums_bytes on.
+    cluster: blocks that may share a row to be normalised, a power of two up to 8. early: 1: a call's blocks take their
+    places before the kernel before it ends (programmatic dependent launch).
     """
 
-    one_hop_bytes: int = 256 << 10
+    one_hop_bytes: int = 384 << 10
     few_bytes: int = 128 << 10
     blocks: int = 24
-    threads: int = 256
+    threads: int = 128
     wide_blocks: int = 128
     wide_threads: int = 480
     split_bytes: int = 4 << 20
+    split_sums_bytes: int = 1 << 40
     push_blocks: int = 32
     sum_blocks: int = 32
     write_blocks: int = 64
@@ -83,7 +85,7 @@ class PeerTransport:
 
     path: where the ranks meet, as for ShmTransport, which carries what the hosts say to each other. device: this
     rank's. With counts in device memory, tensors have room for the most rows there may be.
-    inbox_bytes: largest result of a call; three such inboxes a group are taken once. timeout_s: of a kernel's wait;
+    inbox_bytes: largest result of a call; two such inboxes a group are taken once. timeout_s: of a kernel's wait;
     past it the kernel ends, and `check`, or the next call, raises PeerLost or CommTimeout. tuning: an attribute, which
     may be changed between calls, on every rank alike.
 
@@ -209,10 +211,10 @@ class PeerTransport:
         x, n = x.contiguous(), len(group)
         row_bytes = x.shape[1:].numel() * x.element_size()
         largest = max(rows, x.shape[0]) * row_bytes
-        two_hops = sums and n > 2 and largest > self.tuning.one_hop_bytes
-        # A lane holds what a rank gets from another: a segment, or its share of one.
-        lane = largest if isinstance(counts, Tensor) else max((*counts, *received)) * row_bytes
-        need = 2 * largest + 32 * n * n if two_hops else (lane + UNIT_BYTES) * n
+        # The most that a rank gets from another in one hop.
+        segment = (x.shape[0] if isinstance(counts, Tensor) else max((*counts, *received))) * row_bytes
+        two_hops = sums and n > 2 and _spared_by_two_hops(edge, n, segment) > self.tuning.one_hop_bytes
+        need = 2 * largest + 32 * n * n if two_hops else (segment + UNIT_BYTES) * n
         if row_bytes % UNIT_BYTES:
             need *= UNIT_BYTES  # units hold as little as an element
         if need > self._inbox_bytes:
@@ -251,7 +253,7 @@ class PeerTransport:
     def _launch(self, largest: int, two_hops: bool, normed_rows: int, row_bytes: int) -> _Launch:
         """normed_rows: 0 without an epilogue."""
         t = self.tuning
-        if largest >= t.split_bytes:
+        if largest >= (t.split_sums_bytes if two_hops else t.split_bytes):
             if two_hops:
                 return _Launch((t.push_blocks, t.sum_blocks, t.write_blocks), t.wide_threads)
             return _Launch((t.push_blocks, 0, t.sum_blocks + t.write_blocks), t.wide_threads)
@@ -269,6 +271,14 @@ class PeerTransport:
             runs = -(-runs // 2)
         blocks = min(most, max(wanted, normed_rows * cluster)) // cluster * cluster
         return _Launch((0, 0, blocks), min(t.wide_threads, 32 * runs), cluster)
+
+
+def _spared_by_two_hops(edge: tuple[int, ...], ranks: int, segment: int) -> float:
+    """Bytes of `segment`s that a rank receives less if segments are summed in parts. edge: see `_run`."""
+    segments, span, scatter = edge[:3]
+    second = span - 1 if scatter else segments * span - 1  # parts of summed segments
+    first = ranks - 1 if scatter else span - 1  # parts of terms
+    return segment * (ranks - 1 - (first + second) / span)
 
 
 def _rows(x: Tensor, sizes: Counts, mine: int) -> int:

@@ -5,13 +5,13 @@
 
 namespace weft {
 
-constexpr int kMaxRanks = 8, kRotations = 3;
+constexpr int kMaxRanks = 8, kRotations = 2;
 constexpr uint32_t kTooManyRows = 0x80000000u;
 
-// A rank's memory of a group, on its own device: what the next call must know.
+// A rank's memory of a group, on its own device.
 struct alignas(16) State {
-  uint32_t epoch, used_lane[kRotations];  // units that the call in this rotation may have filled, of a lane
-  uint32_t blocks_begun, used_sum[kRotations];  // and of the sums
+  uint32_t epoch;         // calls so far
+  uint32_t blocks_begun;  // of this one
 };
 
 // The blocks of a kernel that do one kind of work.
@@ -27,7 +27,7 @@ struct Lanes {
   uint32_t begin[kMaxRanks + 1] = {};  // of each segment of the result; the last again for those beyond
   uint32_t part = 0, part_from = 0, part_to = 0;  // two hops: of its segment that this rank sums; in x, in the result
   uint32_t out = 0;                               // of the result
-  uint32_t most_to_send = 0, most_to_receive = 0;
+  uint32_t most_to_send = 0;
 };
 
 struct Call {
@@ -54,7 +54,7 @@ struct Call {
   uint32_t* error = nullptr;  // host memory: 1 + the rank that was waited for in vain
   int64_t limit_cycles = 0;
   Blocks push, sum, write;
-  uint32_t cluster = 1;  // blocks that share a row to be normalised
+  uint32_t log2_cluster = 0;  // of blocks that share a row to be normalised
   Lanes lanes;
 };
 

@@ -1,10 +1,10 @@
 // Collectives over peer memory in one kernel: every edge, ragged, no barrier.
 //
-// Data is its own flag. Every rank owns an inbox for each group, filled with a sentinel; peers store into it, and a
-// reader polls each 16-byte unit until none of its words is the sentinel. Three inboxes take turns: a call uses one and
-// refills the one of the call before. That is safe because every call brings every rank a unit from every other, a
-// token where there is no data: a peer stores into an inbox two calls after its refill began, and it gets there only by
-// what this rank sent in the call between, a later kernel.
+// Data is its own flag. Every rank owns an inbox for each group, filled with a sentinel; peers store into it; the one
+// thread that wants a 16-byte unit polls it until none of its words is the sentinel, and puts the sentinel back. Two
+// inboxes take turns. That is safe because every call brings every rank a unit from every other, a token where there is
+// no data: a peer stores into an inbox again two calls later, and gets there only by what this rank sent in the call
+// between, a later kernel.
 //
 // One hop: sources push to every reader, which sums in rank order. Two hops: sources push each part to its owner, which
 // sums and pushes the sum. Counts may live in device memory: one captured graph then serves them all. In large calls
@@ -33,6 +33,10 @@ __device__ inline void meet(int barrier, uint32_t threads) {
 __device__ inline void arrive(int barrier, uint32_t threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+
+// Sums of squares that the blocks of a cluster tell each other, by turn and run: the row's number lies in the upper
+// half, 0 for none yet, the sum in the lower.
+using Runs = uint64_t[2][kMaxRuns];
 
 // After many polls in vain: when this wait began (`began`, or now if that is 0), or -1 to give up, since another thread
 // did, or the time is over. Not inlined: it is rarely run, and would only part what is.
@@ -75,9 +79,9 @@ struct Kernel {
   // --- waiting ------------------------------------------------------------------------------------------------
 
   // Polls K units, `stride` bytes apart, until those with their bit in `wanted` have arrived, all loads in flight at
-  // once. first: the rank that is waited for first.
+  // once, and empties them. first: the rank that is waited for first.
   template <int K>
-  __device__ void await(Unit (&got)[K], uint32_t wanted, const char* place, uint32_t stride, int first) const {
+  __device__ void await(Unit (&got)[K], uint32_t wanted, char* place, uint32_t stride, int first) const {
     int64_t began = 0;
     for (uint32_t spins = 1;; ++spins) {
 #pragma unroll
@@ -86,16 +90,19 @@ struct Kernel {
       bool all = true;
 #pragma unroll
       for (int k = 0; k < K; ++k) all &= !(wanted >> k & 1) | arrived(got[k]);
-      if (all) return;
+      if (all) break;
       if (spins % 1024 == 0) {
         int missing = 0;
 #pragma unroll
         for (int k = K - 1; k >= 0; --k)
           if (wanted >> k & 1 && !arrived(got[k])) missing = k;
         began = wait_on(c.error, began, c.limit_cycles, first + missing);
-        if (began < 0) return;
+        if (began < 0) break;
       }
     }
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (wanted >> k & 1) *reinterpret_cast<uint4*>(place + int64_t(k) * stride) = make_uint4(~0u, ~0u, ~0u, ~0u);
   }
 
   // The sum, in rank order, over ranks first … last - 1 of their unit u; of this rank's own, it is x's unit `own` + u.
@@ -222,9 +229,18 @@ struct Kernel {
   }
 
   // A cluster's blocks share a row; how many threads these have, and this one's place among them.
-  __device__ uint32_t step_in_row() const { return c.cluster * workers(); }
-  __device__ uint32_t start_in_row() const { return blockIdx.x % c.cluster * workers() + threadIdx.x; }
-  __device__ uint32_t first_row() const { return (blockIdx.x - c.write.first) / c.cluster; }
+  __device__ uint32_t cluster() const { return 1u << c.log2_cluster; }
+  __device__ uint32_t step_in_row() const { return workers() << c.log2_cluster; }
+  __device__ uint32_t start_in_row() const { return (blockIdx.x & cluster() - 1) * workers() + threadIdx.x; }
+  __device__ uint32_t first_row() const { return (blockIdx.x - c.write.first) >> c.log2_cluster; }
+
+  // Who tells another block something must know that it has begun. Not sooner than what was pushed: waiting takes time.
+  __device__ void arrive_at_cluster() const {
+    if (c.log2_cluster) asm volatile("barrier.cluster.arrive;" ::: "memory");
+  }
+  __device__ void await_cluster() const {
+    if (c.log2_cluster) asm volatile("barrier.cluster.wait;" ::: "memory");
+  }
 
   // What the epilogue needs of a row besides its sum: this thread's unit k.
   struct Row {
@@ -236,14 +252,21 @@ struct Kernel {
     r.weight = load(c.weight, k);
   }
 
-  // Puts a warp's value at this place of every block of the cluster, a lane each.
-  __device__ void share(float* place, float value) const {
-    if (threadIdx.x % 32 >= c.cluster) return;
+  // Tells a warp's value to every block of the cluster that has part in the row, a lane each. The value is its own flag,
+  // as it is between ranks: a barrier would wait until what was pushed has come to its readers.
+  __device__ void share(uint64_t* place, float value, uint32_t row) const {
+    const uint32_t block = threadIdx.x % 32;
+    if (block >= cluster() || block * workers() >= row_units) return;
     uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(there)
-        : "r"(uint32_t(__cvta_generic_to_shared(place))), "r"(threadIdx.x % 32));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(uint32_t(__cvta_generic_to_shared(place))), "r"(block));
+    asm volatile("st.shared::cluster.v2.b32 [%0], {%1, %2};" ::"r"(there), "f"(value), "r"(row) : "memory");
+  }
+  __device__ static float shared_value(const uint64_t* place, uint32_t row) {
+    uint64_t v;
+    do {
+      v = *reinterpret_cast<const volatile uint64_t*>(place);
+    } while (v >> 32 != row);
+    return __uint_as_float(uint32_t(v));
   }
   __device__ static float over_warp(float value) {
 #pragma unroll
@@ -254,15 +277,15 @@ struct Kernel {
   // residual_out = residual + value; out = weight · round(residual_out / √(mean of squares + eps)): a row a cluster.
   // Squares are summed by runs of 32 units, then over runs: the same bits however many threads share a row.
   // r: loaded for the first row. Where a row has more than a unit a thread, the others are read again.
-  __device__ void write_normed(Row& r) const {
-    __shared__ float runs[2][kMaxRuns];
+  __device__ void write_normed(Row& r, Runs& runs) const {
     const uint32_t units = l.out, by = step_in_row(), start = start_in_row(), lane = threadIdx.x % 32;
     const int width = int(row_bytes / sizeof(T)), used = int(row_units + 31) / 32;
     const bool more = row_units > by;
-    int turn = 0;
-    if (c.cluster > 1) asm volatile("barrier.cluster.wait;" ::: "memory");  // every block of it has begun
+    if (start - lane >= row_units) return;               // the whole warp: it has no part in any row
 #pragma unroll 1
-    for (uint32_t row = first_row(); row * row_units < units; turn ^= 1) {
+    for (uint32_t row = first_row(), count = 1; row * row_units < units; ++count) {
+      // Two turns' sums lie apart: none writes what another still reads, for who reads a turn's takes part in the next.
+      uint64_t* const shared = runs[count % 2];
       const uint32_t begin = row * row_units;
 #pragma unroll 1
       for (uint32_t k = start; k - lane < row_units; k += by) {  // for the whole warp
@@ -280,17 +303,12 @@ struct Kernel {
           for (int i = 0; i < E::count; ++i)
             if (kWhole || int(k) * E::count + i < width) squares += f[i] * f[i];
         }
-        share(&runs[turn][k / 32], over_warp(squares));
+        share(&shared[k / 32], over_warp(squares), count);
       }
-      // Two turns' sums lie apart: none writes what another still reads.
-      if (c.cluster > 1)
-        asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
-      else
-        meet(2, workers());
       float total = 0;
 #pragma unroll
       for (int i = 0; i < kMaxRuns / 32; ++i)
-        if (int(lane) + 32 * i < used) total += runs[turn][lane + 32 * i];
+        if (int(lane) + 32 * i < used) total += shared_value(&shared[lane + 32 * i], count);
       const float scale = rsqrtf(over_warp(total) / float(width) + c.eps);
 #pragma unroll 1
       for (uint32_t k = start; k < row_units; k += by) {
@@ -305,31 +323,9 @@ struct Kernel {
         for (int i = 0; i < E::count; ++i) f[i] *= w[i];
         store(c.out, begin + k, E::narrow(f));
       }
-      row += c.write.count / c.cluster;
+      row += c.write.count >> c.log2_cluster;
       load_row(row, start, r);
     }
-  }
-
-  // --- what the next calls need --------------------------------------------------------------------------------
-
-  __device__ static void fill(char* base, uint32_t units) {
-    const uint4 empty = make_uint4(kSentinel, kSentinel, kSentinel, kSentinel);
-#pragma unroll 1
-    for (uint32_t u = blockIdx.x * workers() + threadIdx.x; u < units; u += gridDim.x * workers())
-      reinterpret_cast<uint4*>(base)[u] = empty;
-  }
-  __device__ void refill(uint32_t before, uint32_t used_lane, uint32_t used_sum) const {
-    char* old = c.inbox[me] + int64_t(before) * c.inbox_units * kUnit;
-    const int64_t old_lane_bytes = int64_t(c.lane_units[used_sum != 0]) * kUnit;
-#pragma unroll 1
-    for (int i = 0; i < c.n; ++i, old += old_lane_bytes) fill(old, used_lane);
-    fill(old, used_sum);
-  }
-  __device__ void hand_on(uint32_t epoch) const {
-    c.state->used_lane[epoch % kRotations] = max(1u, l.most_to_receive);  // at least a token
-    c.state->used_sum[epoch % kRotations] = kWay == Way::kTwoHops ? max(1u, l.out) : 0;
-    c.state->blocks_begun = 0;
-    c.state->epoch = epoch + 1;
   }
 };
 
@@ -358,11 +354,10 @@ __device__ inline void read_counts(const Call& c, uint32_t count, int its, int m
   if (i < c.n) lay_out<kTwoHops>(c, i, its_segment, my_segment, all * row_units, {}, l);
   __syncwarp();
   const uint32_t most_to_send = __reduce_max_sync(~0u, i < c.n ? l.send[i] : 0);
-  const uint32_t most_to_receive = __reduce_max_sync(~0u, i < c.n ? l.receive[i] : 0);
-  if (i == 0) l.most_to_send = most_to_send, l.most_to_receive = most_to_receive;
+  if (i == 0) l.most_to_send = most_to_send;
 }
 
-// A block's last warp keeps the books, so that no worker waits for it: once every block has read the group's state, it
+// A block's last warp keeps the books, so that no worker waits for it: once every block has read the group's epoch, it
 // writes the next call's. The next kernel may take its place at once (programmatic dependent launch), but waits for
 // this one's end: what it sends tells its peers that.
 template <class T, bool kWhole, int N, Way kWay, bool kNorm>
@@ -378,43 +373,43 @@ __global__ void __launch_bounds__(kWorkers + kKeepers, 1) exchange(const __grid_
   Kernel<T, kWhole, N, kWay, kNorm> kernel{c, lanes};
   const bool worker = threadIdx.x < kernel.workers(), pushes = kernel.has(c.push) && worker;
   const int its = c.device_counts ? int(threadIdx.x) / c.span : 0, mine = c.device_counts ? c.me / c.span : 0;
-  __syncthreads();
+  __shared__ Runs runs;  // none without kNorm
   if constexpr (kNorm)
-    if (c.cluster > 1) asm volatile("barrier.cluster.arrive;" ::: "memory");
+    for (uint32_t k = threadIdx.x; k < 2 * kMaxRuns; k += blockDim.x) runs[k / kMaxRuns][k % kMaxRuns] = 0;
+  __syncthreads();
+  if constexpr (kNorm) kernel.arrive_at_cluster();
 
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  const char* at = reinterpret_cast<const char*>(c.state);
-  const Unit state = load_polled(at), sums = load_polled(at + kUnit);
+  const uint32_t epoch = *reinterpret_cast<volatile uint32_t*>(&c.state->epoch);
   if (c.device_counts) {
     if (threadIdx.x < 32)
       read_counts<kWay == Way::kTwoHops>(c, threadIdx.x < c.segments ? uint32_t(c.device_counts[threadIdx.x]) : 0, its,
                                          mine, lanes);
     __syncthreads();
   }
-  typename Kernel<T, kWhole, N, kWay, kNorm>::Send send;  // loaded while the state is on its way, as is the row
+  typename Kernel<T, kWhole, N, kWay, kNorm>::Send send;  // loaded while the epoch is on its way, as is the row
   typename Kernel<T, kWhole, N, kWay, kNorm>::Row row;
   if (pushes) kernel.begin_to_send(send);
   if constexpr (kNorm)
     if (worker && kernel.has(c.write)) kernel.load_row(kernel.first_row(), kernel.start_in_row(), row);
-  const uint32_t epoch = state.w[0], before = (epoch + kRotations - 1) % kRotations;
   kernel.rotation = int64_t(epoch % kRotations) * c.inbox_units * kUnit;
   if (!worker) {
-    meet(1, blockDim.x);  // every thread of the block has read the state
+    meet(1, blockDim.x);  // every thread of the block has read the epoch
     if (threadIdx.x == kernel.workers() && (gridDim.x == 1 || atomicAdd(&c.state->blocks_begun, 1) == gridDim.x - 1))
-      kernel.hand_on(epoch);
+      c.state->blocks_begun = 0, c.state->epoch = epoch + 1;
+    if constexpr (kNorm) kernel.await_cluster();
     return;
   }
   if (pushes) kernel.push(send);
   arrive(1, blockDim.x);
-  const auto of_before = [&](const Unit& u) { return before == 0 ? u.w[1] : before == 1 ? u.w[2] : u.w[3]; };
-  kernel.refill(before, of_before(state), of_before(sums));  // while the data travels
   if constexpr (kWay == Way::kTwoHops)
     if (kernel.has(c.sum)) kernel.sum_part();
+  if constexpr (kNorm) kernel.await_cluster();
   if (!kernel.has(c.write)) return;
   kernel.await_tokens();
   if constexpr (kNorm)
-    kernel.write_normed(row);
+    kernel.write_normed(row, runs);
   else if constexpr (kWay == Way::kTwoHops)
     kernel.write_sums();
   else

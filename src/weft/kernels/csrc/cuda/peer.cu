@@ -211,7 +211,6 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
     for (int i = 0; i < c.n; ++i) {
       lay(c, i, at[i / c.span], at[c.me / c.span], out, arrives[i], c.lanes);
       c.lanes.most_to_send = std::max(c.lanes.most_to_send, c.lanes.send[i]);
-      c.lanes.most_to_receive = std::max(c.lanes.most_to_receive, c.lanes.receive[i]);
     }
   }
   c.inbox_units = uint32_t(w.inbox_bytes / kUnit);
@@ -219,7 +218,7 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
   c.state = g.state, c.error = w.error_device, c.limit_cycles = w.limit_cycles;
   const int push = int(blocks[0]), sum = int(blocks[1]), write = int(blocks[2]), total = push + sum + write;
   c.push = c.sum = c.write = Blocks{0, total};
-  c.cluster = uint32_t(cluster);
+  while (1 << c.log2_cluster < cluster) ++c.log2_cluster;
   if (push) c.push = Blocks{0, push}, c.sum = Blocks{push, sum}, c.write = Blocks{push + sum, write};
   const auto at = reinterpret_cast<cudaStream_t>(stream);
   const auto aligned = [](const char* p) { return reinterpret_cast<uintptr_t>(p) % kUnit == 0; };

@@ -234,12 +234,9 @@ struct Kernel {
   __device__ uint32_t start_in_row() const { return (blockIdx.x & cluster() - 1) * workers() + threadIdx.x; }
   __device__ uint32_t first_row() const { return (blockIdx.x - c.write.first) >> c.log2_cluster; }
 
-  // Who tells another block something must know that it has begun. Not sooner than what was pushed: waiting takes time.
-  __device__ void arrive_at_cluster() const {
-    if (c.log2_cluster) asm volatile("barrier.cluster.arrive;" ::: "memory");
-  }
-  __device__ void await_cluster() const {
-    if (c.log2_cluster) asm volatile("barrier.cluster.wait;" ::: "memory");
+  // Who tells another block something must know that it has begun. Early: later, this would wait for what was pushed.
+  __device__ void meet_cluster() const {
+    if (c.log2_cluster) asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
   }
 
   // What the epilogue needs of a row besides its sum: this thread's unit k.
@@ -377,7 +374,7 @@ __global__ void __launch_bounds__(kWorkers + kKeepers, 1) exchange(const __grid_
   if constexpr (kNorm)
     for (uint32_t k = threadIdx.x; k < 2 * kMaxRuns; k += blockDim.x) runs[k / kMaxRuns][k % kMaxRuns] = 0;
   __syncthreads();
-  if constexpr (kNorm) kernel.arrive_at_cluster();
+  if constexpr (kNorm) kernel.meet_cluster();
 
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -398,14 +395,12 @@ __global__ void __launch_bounds__(kWorkers + kKeepers, 1) exchange(const __grid_
     meet(1, blockDim.x);  // every thread of the block has read the epoch
     if (threadIdx.x == kernel.workers() && (gridDim.x == 1 || atomicAdd(&c.state->blocks_begun, 1) == gridDim.x - 1))
       c.state->blocks_begun = 0, c.state->epoch = epoch + 1;
-    if constexpr (kNorm) kernel.await_cluster();
     return;
   }
   if (pushes) kernel.push(send);
   arrive(1, blockDim.x);
   if constexpr (kWay == Way::kTwoHops)
     if (kernel.has(c.sum)) kernel.sum_part();
-  if constexpr (kNorm) kernel.await_cluster();
   if (!kernel.has(c.write)) return;
   kernel.await_tokens();
   if constexpr (kNorm)

@@ -259,6 +259,8 @@ class PeerTransport:
             return _Launch((t.push_blocks, 0, t.sum_blocks + t.write_blocks), t.wide_threads)
         few = largest <= t.few_bytes
         most, threads = (t.blocks, t.threads) if few else (t.wide_blocks, t.wide_threads)
+        if few:  # a unit a thread
+            threads = min(t.wide_threads, max(threads, -(-largest // (32 * UNIT_BYTES * most)) * 32))
         wanted = max(1, min(most, -(-largest // (threads * UNIT_BYTES))))
         if not normed_rows:
             return _Launch((0, 0, wanted), threads)

@@ -43,7 +43,7 @@ struct Call {
   char* out = nullptr;           // [rows, width]; with an epilogue the normalised rows
   char* residual_out = nullptr;  // epilogue or null
   const char *residual = nullptr, *weight = nullptr;
-  float eps = 0;
+  float eps = 0, inverse_width = 0;
   uint32_t row_bytes = 0, row_units = 0;
   const int32_t* device_counts = nullptr;  // rows of each segment, in device memory: then `lanes` is not used
   int64_t x_rows = 0, out_rows = 0;        // that the tensors have room for; what device counts ask for may be less

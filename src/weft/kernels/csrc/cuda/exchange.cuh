@@ -78,15 +78,17 @@ struct Kernel {
 
   // --- waiting ------------------------------------------------------------------------------------------------
 
-  // Polls K units, `stride` bytes apart, until those with their bit in `wanted` have arrived, all loads in flight at
-  // once, and empties them. first: the rank that is waited for first.
-  template <int K>
-  __device__ void await(Unit (&got)[K], uint32_t wanted, char* place, uint32_t stride, int first) const {
+  // Polls K places until those with their bit in `wanted` have arrived, all loads in flight at once, and empties them.
+  // rank(k): who is waited for.
+  template <int K, class Rank>
+  __device__ void await(Unit (&got)[K], uint32_t wanted, char* (&place)[K], Rank rank) const {
+#pragma unroll
+    for (int k = 0; k < K; ++k) asm volatile("" : "+l"(place[k]));  // the compiler would work them out again, each time
     int64_t began = 0;
     for (uint32_t spins = 1;; ++spins) {
 #pragma unroll
       for (int k = 0; k < K; ++k)
-        if (wanted >> k & 1) got[k] = load_polled(place + int64_t(k) * stride);
+        if (wanted >> k & 1) got[k] = load_polled(place[k]);
       bool all = true;
 #pragma unroll
       for (int k = 0; k < K; ++k) all &= !(wanted >> k & 1) | arrived(got[k]);
@@ -95,26 +97,35 @@ struct Kernel {
         int missing = 0;
 #pragma unroll
         for (int k = K - 1; k >= 0; --k)
-          if (wanted >> k & 1 && !arrived(got[k])) missing = k;
-        began = wait_on(c.error, began, c.limit_cycles, first + missing);
+          if (wanted >> k & 1 && !arrived(got[k])) missing = rank(k);
+        began = wait_on(c.error, began, c.limit_cycles, missing);
         if (began < 0) break;
       }
     }
 #pragma unroll
     for (int k = 0; k < K; ++k)
-      if (wanted >> k & 1) *reinterpret_cast<uint4*>(place + int64_t(k) * stride) = make_uint4(~0u, ~0u, ~0u, ~0u);
+      if (wanted >> k & 1) *reinterpret_cast<uint4*>(place[k]) = make_uint4(~0u, ~0u, ~0u, ~0u);
+  }
+  __device__ Unit await_one(char* at, int rank) const {
+    Unit got[1];
+    char* place[1] = {at};
+    await(got, 1, place, [&](int) { return rank; });
+    return got[0];
   }
 
   // The sum, in rank order, over ranks first … last - 1 of their unit u; of this rank's own, it is x's unit `own` + u.
   __device__ Unit sum(int first, int last, uint32_t own, uint32_t u) const {
     const uint32_t ranks = (1u << last) - (1u << first), wanted = ranks & ~(1u << me);
     Unit got[N];
+    char* place[N];
+    place[0] = c.inbox[me] + lane(0, u);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
+      if (i) place[i] = place[i - 1] + lane_bytes;
       got[i] = E::nothing();
       if (i == me && ranks >> i & 1) got[i] = load(c.x, own + u);
     }
-    await(got, wanted, c.inbox[me] + lane(0, u), lane_bytes, 0);
+    await(got, wanted, place, [](int i) { return i; });
     float total[E::count];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -159,8 +170,7 @@ struct Kernel {
 
   __device__ void await_tokens() const {
     const uint32_t r = start(c.write);
-    Unit token[1];
-    if (r < c.n && r != me && l.receive[r] == 0) await(token, 1, c.inbox[me] + lane(r, 0), 0, int(r));
+    if (r < c.n && r != me && l.receive[r] == 0) await_one(c.inbox[me] + lane(r, 0), int(r));
   }
 
   // --- summing and writing --------------------------------------------------------------------------------------
@@ -180,21 +190,6 @@ struct Kernel {
     }
   }
 
-  __device__ void write_sums() const {
-    const uint32_t units = l.out, by = step(c.write);
-#pragma unroll 1
-    for (uint32_t u = start(c.write); u < units; u += kInFlight * by) {
-      uint32_t wanted = 0;
-#pragma unroll
-      for (int k = 0; k < kInFlight; ++k) wanted |= uint32_t(u + k * by < units) << k;
-      Unit got[kInFlight];
-      await(got, wanted, c.inbox[me] + sum_place(u), by * kUnit, int(me));
-#pragma unroll
-      for (int k = 0; k < kInFlight; ++k)
-        if (wanted >> k & 1) store(c.out, u + k * by, got[k]);
-    }
-  }
-
   // The segment of the result in which unit u lies: empty ones hold none.
   __device__ int segment_of(uint32_t u) const {
     int segment = 0;
@@ -203,29 +198,55 @@ struct Kernel {
     return segment;
   }
 
+  // Where a unit of the result lies in this rank's inbox, where it is not summed first: null if it is this rank's own.
+  __device__ char* place_of(uint32_t unit, int& rank) const {
+    rank = int(me);
+    if constexpr (kWay == Way::kTwoHops) return c.inbox[me] + sum_place(unit);
+    const int segment = segment_of(unit);
+    rank = c.root < 0 ? segment : c.root;
+    return rank == me ? nullptr : c.inbox[me] + lane(uint32_t(rank), unit - l.begin[segment]);
+  }
+  __device__ Unit load_own(uint32_t unit) const { return load(c.x, l.from[me] + unit - l.begin[segment_of(unit)]); }
+
   // A unit of the result.
   __device__ Unit value(uint32_t unit) const {
-    Unit got[1];
-    if constexpr (kWay == Way::kTwoHops) {
-      await(got, 1, c.inbox[me] + sum_place(unit), 0, int(me));
-      return got[0];
+    if constexpr (kWay == Way::kSum) {
+      const int segment = c.scatter ? 0 : segment_of(unit);
+      const int first = c.scatter ? 0 : segment * c.span, last = c.scatter ? c.n : first + c.span;
+      return sum(first, last, l.from[me], unit - (c.scatter ? 0 : l.begin[segment]));
     }
-    const int segment = c.scatter ? 0 : segment_of(unit);
-    const uint32_t u = unit - (c.scatter ? 0 : l.begin[segment]);
-    if constexpr (kWay == Way::kGather) {
-      const uint32_t rank = c.root < 0 ? segment : c.root;
-      if (rank == me) return load(c.x, l.from[me] + u);
-      await(got, 1, c.inbox[me] + lane(rank, u), 0, int(rank));
-      return got[0];
-    }
-    const int first = c.scatter ? 0 : segment * c.span, last = c.scatter ? c.n : first + c.span;
-    return sum(first, last, l.from[me], u);
+    int rank;
+    char* place = place_of(unit, rank);
+    return place ? await_one(place, rank) : load_own(unit);
   }
 
   __device__ void write() const {
-    const uint32_t units = l.out;
+    const uint32_t units = l.out, by = step(c.write);
+    uint32_t u = start(c.write);
+    if constexpr (kWay != Way::kSum) {
 #pragma unroll 1
-    for (uint32_t u = start(c.write); u < units; u += step(c.write)) store(c.out, u, value(u));
+      for (; u + by < units; u += kInFlight * by) {  // more than one left for this thread
+        Unit got[kInFlight];
+        char* place[kInFlight];
+        int rank[kInFlight];
+        uint32_t wanted = 0;
+#pragma unroll
+        for (int k = 0; k < kInFlight; ++k) {
+          if (u + k * by >= units) continue;
+          place[k] = place_of(u + k * by, rank[k]);
+          if (place[k])
+            wanted |= 1u << k;
+          else
+            got[k] = load_own(u + k * by);
+        }
+        await(got, wanted, place, [&](int k) { return rank[k]; });
+#pragma unroll
+        for (int k = 0; k < kInFlight; ++k)
+          if (u + k * by < units) store(c.out, u + k * by, got[k]);
+      }
+    }
+#pragma unroll 1
+    for (; u < units; u += by) store(c.out, u, value(u));
   }
 
   // A cluster's blocks share a row; how many threads these have, and this one's place among them.
@@ -254,6 +275,10 @@ struct Kernel {
   __device__ void share(uint64_t* place, float value, uint32_t row) const {
     const uint32_t block = threadIdx.x % 32;
     if (block >= cluster() || block * workers() >= row_units) return;
+    if (block == (blockIdx.x & cluster() - 1)) {
+      *const_cast<volatile uint64_t*>(place) = uint64_t(row) << 32 | __float_as_uint(value);
+      return;
+    }
     uint32_t there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(uint32_t(__cvta_generic_to_shared(place))), "r"(block));
     asm volatile("st.shared::cluster.v2.b32 [%0], {%1, %2};" ::"r"(there), "f"(value), "r"(row) : "memory");
@@ -269,6 +294,18 @@ struct Kernel {
 #pragma unroll
     for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(~0u, value, mask);
     return value;
+  }
+
+  __device__ static Unit normed(const Row& r, float scale) {
+    float f[E::count], w[E::count];
+    E::widen(r.residual, f);
+#pragma unroll
+    for (int i = 0; i < E::count; ++i) f[i] *= scale;
+    const Unit rounded = E::narrow(f);
+    E::widen(rounded, f), E::widen(r.weight, w);
+#pragma unroll
+    for (int i = 0; i < E::count; ++i) f[i] *= w[i];
+    return E::narrow(f);
   }
 
   // residual_out = residual + value; out = weight · round(residual_out / √(mean of squares + eps)): a row a cluster.
@@ -306,19 +343,15 @@ struct Kernel {
 #pragma unroll
       for (int i = 0; i < kMaxRuns / 32; ++i)
         if (int(lane) + 32 * i < used) total += shared_value(&shared[lane + 32 * i], count);
-      const float scale = rsqrtf(over_warp(total) / float(width) + c.eps);
+      const float scale = rsqrtf(over_warp(total) * c.inverse_width + c.eps);
+      if (!more) {
+        if (start < row_units) store(c.out, begin + start, normed(r, scale));
+      } else {
 #pragma unroll 1
-      for (uint32_t k = start; k < row_units; k += by) {
-        if (more) r.residual = load(c.residual_out, begin + k), r.weight = load(c.weight, k);
-        float f[E::count], w[E::count];
-        E::widen(r.residual, f);
-#pragma unroll
-        for (int i = 0; i < E::count; ++i) f[i] *= scale;
-        const Unit rounded = E::narrow(f);
-        E::widen(rounded, f), E::widen(r.weight, w);
-#pragma unroll
-        for (int i = 0; i < E::count; ++i) f[i] *= w[i];
-        store(c.out, begin + k, E::narrow(f));
+        for (uint32_t k = start; k < row_units; k += by) {
+          r.residual = load(c.residual_out, begin + k), r.weight = load(c.weight, k);
+          store(c.out, begin + k, normed(r, scale));
+        }
       }
       row += c.write.count >> c.log2_cluster;
       load_row(row, start, r);
@@ -405,8 +438,6 @@ __global__ void __launch_bounds__(kWorkers + kKeepers, 1) exchange(const __grid_
   kernel.await_tokens();
   if constexpr (kNorm)
     kernel.write_normed(row, runs);
-  else if constexpr (kWay == Way::kTwoHops)
-    kernel.write_sums();
   else
     kernel.write();
 }

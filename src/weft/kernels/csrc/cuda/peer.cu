@@ -193,7 +193,7 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
     c.residual = static_cast<const char*>(residual.data_ptr());
     c.residual_out = static_cast<char*>(residual_out.data_ptr());
     c.weight = static_cast<const char*>(weight.data_ptr());
-    c.eps = float(eps);
+    c.eps = float(eps), c.inverse_width = 1.0f / float(width);
     if (c.row_units > kMaxRuns * 32)
       TVM_FFI_THROW(WeftCallError) << "the norm epilogue takes rows of at most " << kMaxRuns * 32 * kUnit << " bytes";
   }

@@ -69,7 +69,7 @@ def everything(transport: PeerTransport, mesh: Mesh, device: torch.device) -> No
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_call_edge_and_epilogue(mesh: Mesh, tmp_path: Path) -> None:
-    run_gpus(mesh, tmp_path, everything, inbox_bytes=64 << 20)
+    run_gpus(mesh, tmp_path, everything, max_bytes=32 << 20)
 
 
 def replay(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
@@ -164,7 +164,7 @@ def test_a_wait_in_vain_ends(tmp_path: Path) -> None:
 
 def refuse(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
     group = tuple(range(mesh.world))
-    with pytest.raises(CommError, match="inbox_bytes="):
+    with pytest.raises(CommError, match="max_bytes="):
         transport.all_reduce(torch.ones(1 << 20, 16, device=device), group)
     with pytest.raises(CommError, match="not int32"):
         transport.all_reduce(torch.ones(4, 64, device=device, dtype=torch.int32), group)

@@ -54,6 +54,7 @@ class Recording:
     def __init__(self, transport: ReferenceTransport, kinds: frozenset[str]):
         self._transport, self.kinds, self.calls = transport, kinds, Counter()
         self.epilogues: frozenset[str] = frozenset()
+        self.max_bytes = None
         self.name, self.rank = transport.name, transport.rank
 
     def __getattr__(self, name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -294,3 +295,18 @@ def test_bytes_are_those_of_the_bandwidth_optimal_algorithms() -> None:
     assert received["all_gatherv", "OWN", "WORLD"] == 8
     assert received["all_reduce+all_gatherv", "GROUP", "WORLD"] == 4 + 8
     assert received["reduce_scatterv+all_reduce", "WORLD", "GROUP"] == 4 * 3 + 4
+
+
+def test_what_no_transport_has_room_for_is_refused_with_the_number_that_would_do() -> None:
+    mesh = Mesh(2, 2, 2, 2)
+    whole, owing = mesh.placement(Rows.WORLD), mesh.placement(Rows.WORLD, "world")
+    reads = (Read("layers.0.norm", whole, (mesh.placement(Rows.GROUP),)), Read("layers.1.norm", whole, (owing,)))
+    cost = PRESETS["h200-nvlink"]
+    every = frozenset(COLLECTIVES)
+    small, large = Offer("small", every, frozenset(), cost, 4 * 8 * WIDTH), Offer("large", every, frozenset(), cost)
+    chain = Chain(reads, WIDTH, 8)
+    assert Planner(mesh, chain, [small]).plan((2, 2)).us < math.inf
+    with pytest.raises(LayoutError, match=rf"8 tokens a group.*small carries.*max_bytes={2 * 8 * 8 * WIDTH}"):
+        Planner(mesh, chain, [small]).plan((8, 8))
+    used = {step.transport for _, step, _ in Planner(mesh, chain, [small, large]).plan((8, 8)).moves()}
+    assert used == {"large"}

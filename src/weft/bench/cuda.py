@@ -95,14 +95,14 @@ class World:
     peer: PeerTransport
 
     @classmethod
-    def open(cls, rank: int, world: int, directory: Path, inbox_bytes: int) -> World:
+    def open(cls, rank: int, world: int, directory: Path, max_bytes: int) -> World:
         """Collective."""
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # NCCL has threads of its own
         device, mesh = torch.device("cuda", rank), mesh_of(world)
         torch.cuda.set_device(device)
         torchdist = TorchDistTransport(mesh, rank, f"file://{directory}/nccl", backend="nccl")
         dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects with the first call
-        peer = PeerTransport(mesh, rank, directory / "peer", device, inbox_bytes=inbox_bytes)
+        peer = PeerTransport(mesh, rank, directory / "peer", device, max_bytes=max_bytes)
         return cls(mesh, rank, device, torchdist, peer)
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ def measure(
     """A rank's part of the cases; rank 0 reports a Timing for each. tunings: of peer, by the name it is to have."""
     world = cases[0].ranks
     most = max(c.inputs * c.hidden * DTYPES[c.dtype].itemsize for c in cases)
-    here = World.open(rank, world, directory, 2 * (world + 1) * most + (1 << 20))
+    here = World.open(rank, world, directory, (world + 1) * most)
     arena_bytes = 2 * (TURNS + 1) * (most + 4096)
     peers: list[Any] = [Nccl(here.mesh, rank)] if "nccl" in others else []
     if "window" in others:

@@ -26,7 +26,7 @@ def measure_gpus(rank: int, directory: Path, report: Report, world: int, names: 
     """A rank's part. Rank 0 reports a pair a finding: ("peer_tuning", PeerTuning as a dictionary), ("local" and
     "epilogue", µs by bytes touched), and for each edge ("price", a row of transport, kind, ranks, world, bytes, us).
     """
-    here = World.open(rank, world, directory, 3 * max(*sizes, LARGE[-1]))
+    here = World.open(rank, world, directory, 2 * world * max(*sizes, LARGE[-1]))
     here.peer.tuning = _find_tuning(here)
     if rank == 0:
         report(("peer_tuning", asdict(here.peer.tuning)))

@@ -85,9 +85,9 @@ class PeerTransport:
 
     path: where the ranks meet, as for ShmTransport, which carries what the hosts say to each other. device: this
     rank's. With counts in device memory, tensors have room for the most rows there may be.
-    inbox_bytes: largest result of a call; two such inboxes a group are taken once. timeout_s: of a kernel's wait;
-    past it the kernel ends, and `check`, or the next call, raises PeerLost or CommTimeout. tuning: an attribute, which
-    may be changed between calls, on every rank alike.
+    max_bytes: of the larger of a call's input and result; four times as much is taken once a group. timeout_s: of a
+    kernel's wait; past it the kernel ends, and `check`, or the next call, raises PeerLost or CommTimeout. tuning: an
+    attribute, which may be changed between calls, on every rank alike.
 
     Sums take float32, bfloat16 and float16, in rank order and float32, the same bits on every rank.
     """
@@ -103,7 +103,7 @@ class PeerTransport:
         path: Path | str,
         device: torch.device,
         *,
-        inbox_bytes: int = 16 << 20,
+        max_bytes: int = 8 << 20,
         timeout_s: float = 10.0,
         tuning: PeerTuning | None = None,
     ):
@@ -117,8 +117,11 @@ class PeerTransport:
         self._nothing = torch.empty(0, dtype=torch.int32)
         self._kernels = cuda_kernels()
         with torch.cuda.device(device):
+            # Two hops take the terms' parts and the sums, each as large as the whole at most.
+            inbox_bytes = 2 * max_bytes + 32 * MAX_RANKS**2
             self._handle = self._kernels.create(rank, [list(g) for g in groups], inbox_bytes, int(timeout_s * 1e9))
             self._host = self._connect(mesh, path)
+        self.max_bytes: int | None = max_bytes
         self._inbox_bytes = int(self._kernels.inbox_bytes(self._handle))
         self._host.barrier(self.world)
 
@@ -219,7 +222,7 @@ class PeerTransport:
             need *= UNIT_BYTES  # units hold as little as an element
         if need > self._inbox_bytes:
             raise CommError(
-                f"rank {self.rank}: peer has inboxes of {self._inbox_bytes} bytes; this call takes inbox_bytes={need}"
+                f"rank {self.rank}: peer has max_bytes={self.max_bytes}; this call takes max_bytes={need // 2 + 1}"
             )
         both = None
         out = x.new_empty(rows, *x.shape[1:])

@@ -93,6 +93,7 @@ class ReferenceTransport:
     name = "reference"
     kinds = frozenset(COLLECTIVES)
     epilogues = frozenset(REDUCTIONS)
+    max_bytes: int | None = None
 
     def __init__(self, world: ReferenceWorld, rank: int):
         self._world, self.rank = world, rank

@@ -57,6 +57,7 @@ class ShmTransport:
 
     kinds = frozenset(COLLECTIVES)
     epilogues = frozenset(REDUCTIONS)
+    max_bytes: int | None = None
     name = "shm"
 
     def __init__(

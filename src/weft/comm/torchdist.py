@@ -34,6 +34,7 @@ class TorchDistTransport:
     """
 
     epilogues: frozenset[str] = frozenset()
+    max_bytes: int | None = None
 
     def __init__(
         self,

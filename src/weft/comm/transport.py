@@ -67,14 +67,16 @@ class Transport(Protocol):
     """One rank's end. Tensors are `[rows, width]`, contiguous; inputs are left as they are, results are new tensors.
 
     name: as plans and reports print it. kinds: the planned edges on offer (`weft.place.edges`); epilogues: those of
-    them that take an epilogue, and then give `[2, rows, width]` as `finish` says. What a transport lacks it says here,
-    at plan time, and never falls back on its own. All methods raise CommError.
+    them that take an epilogue, and then give `[2, rows, width]` as `finish` says. max_bytes: of the larger of a call's
+    input and result; None: any. What a transport lacks it says here, at plan time, and never falls back on its own. All
+    methods raise CommError.
     """
 
     name: str
     rank: int
     kinds: frozenset[str]
     epilogues: frozenset[str]
+    max_bytes: int | None
 
     def close(self) -> None:
         """Leaves the world; the transport is of no use after."""

@@ -59,7 +59,7 @@ class ModelRunner:
         self.model, self.mesh, self.rank = model, mesh, rank
         self.transports = {t.name: t for t in transports}
         costs = costs or load_costs("cpu")
-        offers = [Offer(t.name, t.kinds, t.epilogues, costs.of(t.name, mesh.world)) for t in transports]
+        offers = [Offer(t.name, t.kinds, t.epilogues, costs.of(t.name, mesh.world), t.max_bytes) for t in transports]
         self.planner = plan_model(config, mesh, weight.dtype, offers)
         kv_heads = model.kv_heads.stop - model.kv_heads.start
         self.cache = KVCache(

@@ -33,12 +33,16 @@ class Cost(Protocol):
 
 @dataclass(frozen=True)
 class Offer:
-    """What a transport can do, and at what cost. epilogues: the kinds that take residual add and norm."""
+    """What a transport can do, and at what cost.
+
+    epilogues: the kinds that take residual add and norm. max_bytes: of a call's largest tensor; None: any.
+    """
 
     transport: str
     kinds: frozenset[str]
     epilogues: frozenset[str]
     cost: Cost
+    max_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -18,7 +19,7 @@ from typing import Literal
 
 from weft.place.cost import Offer
 from weft.place.edges import Edge, legal_edges, rows_received
-from weft.place.spec import Mesh, Placement, PlacementError, Rows
+from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
 
 Counts = tuple[int, ...]
 RESIDUAL, NORMED = "residual", "normed"
@@ -124,7 +125,8 @@ class Planner:
     """Plans a chain on a mesh with the edges that transports offer; each edge goes to the cheapest that has it.
 
     Slices need no offer; local steps cost what the first offer says. Plans are cached by `bucket`. Raises
-    PlacementError, naming the block, where no legal steps lead to what a block asks for.
+    PlacementError, naming the block, where no legal steps lead to what a block asks for; LayoutError where a step's
+    tensors are larger than any transport carries.
     """
 
     def __init__(self, mesh: Mesh, chain: Chain, offers: Sequence[Offer]):
@@ -167,23 +169,29 @@ class Planner:
     # --- costs ------------------------------------------------------------------------------------------------
 
     def _price(self, edge: Edge, counts: Counts) -> tuple[float, str]:
-        """µs, and the transport that takes so long."""
+        """µs, and the transport that takes so long; infinite where none has room."""
         if not edge.moves:
             return 0.0, "local"
         size, moved = self.mesh.size(edge.group), self.bytes_received(edge, counts)
-        return min((o.cost.collective_us(edge.kind, size, moved), o.transport) for o in self._having(edge))
+        times = ((o.cost.collective_us(edge.kind, size, moved), o.transport) for o in self._able(edge, counts))
+        return min(times, default=(math.inf, "nobody"))
 
     def _price_finish(self, edge: Edge, counts: Counts) -> tuple[float, str] | None:
         size, moved = self.mesh.size(edge.group), self.bytes_received(edge, counts)
         touched = 4 * self._most_bytes(edge.dst.rows, counts)  # reads delta and residual, writes residual and norm
-        able = [o for o in self.offers if edge.kind in o.epilogues]
+        able = [o for o in self._able(edge, counts) if edge.kind in o.epilogues]
         times = [
             (o.cost.collective_us(edge.kind, size, moved) + o.cost.epilogue_us(touched), o.transport) for o in able
         ]
         return min(times, default=None)
 
-    def _having(self, edge: Edge) -> list[Offer]:
-        return [o for o in self.offers if edge.kind in o.kinds]
+    def _able(self, edge: Edge, counts: Counts) -> list[Offer]:
+        """Who carries the edge out: has it, and room for it."""
+        needed = self._needed_bytes(edge, counts)
+        return [o for o in self.offers if edge.kind in o.kinds and (o.max_bytes is None or needed <= o.max_bytes)]
+
+    def _needed_bytes(self, edge: Edge, counts: Counts) -> int:
+        return max(self._most_bytes(p.rows, counts) for p in (edge.src, edge.dst))
 
     def _local_us(self, rows: Rows, touches: int, counts: Counts) -> float:
         return self.offers[0].cost.local_us(touches * self._most_bytes(rows, counts))
@@ -282,7 +290,18 @@ class Planner:
                 raise PlacementError(f"{read.site}: no legal steps lead from what was added, {added}, to {read.target}")
             best = reached
         us, plans = min(best.values(), key=lambda b: b[0])
-        return Plan(self.mesh, self.chain, counts, plans, us)
+        plan = Plan(self.mesh, self.chain, counts, plans, us)
+        if us == math.inf:
+            self._refuse(plan)
+        return plan
+
+    def _refuse(self, plan: Plan) -> None:
+        needed = max(self._needed_bytes(edge, plan.counts) for _, step, edge in plan.moves() if step.us == math.inf)
+        room = ", ".join(f"{o.transport} carries at most max_bytes={o.max_bytes}" for o in self.offers)
+        raise LayoutError(
+            f"steps of {max(plan.counts)} tokens a group exchange tensors of {needed} bytes, but {room}: "
+            f"build it with max_bytes={needed}, or plan for fewer tokens"
+        )
 
     # --- the naive plan's single hops -------------------------------------------------------------------------
 

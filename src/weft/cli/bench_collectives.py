@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ from weft.bench import collectives as cpu
 from weft.bench import cuda as gpu
 from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
-from weft.cli.command import UserError
+from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.comm.peer import PeerTuning
-from weft.comm.shm import ShmTuning
+from weft.comm.shm import MAX_RANKS, ShmTuning
 from weft.place.cost import host_table, read_tuning
 
 OURS = ("shm", "peer")
@@ -64,8 +63,9 @@ class Command:
 
     def run(self) -> int:
         """Prints a table; writes JSON where asked. Raises UserError."""
-        if self.json is not None and not (self.json.parent.is_dir() and os.access(self.json.parent, os.W_OK)):
-            raise UserError(f"cannot write {self.json}: choose a --json file in a folder that exists")
+        if self.json is not None:
+            check_writable(self.json, "--json")
+        stop_on_sigterm()
         work = self._on_gpus() if self.device == "cuda" else self._on_cpus()
         console = Console(stderr=True)
         timings: list[Any] = []
@@ -91,7 +91,7 @@ class Command:
         sizes = [parse_size(s) for s in self.sizes]
         dtypes = self.dtypes or ("bf16", "fp32")
         tuning = ShmTuning(**read_tuning(host_table(), "shm_tuning"))
-        for ranks in self._ranks((2, 4)):
+        for ranks in self._ranks((2, 4), MAX_RANKS):
             mixed = ranks >= 4 and ranks % 2 == 0
             cases = [
                 cpu.Case(ranks, edge, dtype, size)
@@ -108,9 +108,7 @@ class Command:
             raise UserError(f"--device cuda takes two GPUs or more; this machine has {have}")
         peers = self._peers(("nccl", "window", "symm"), ("nccl", "window", "symm"))
         edges = self._edges((*gpu.EDGES, *gpu.RAGGED))
-        for ranks in self._ranks((have,)):
-            if ranks > have:
-                raise UserError(f"--ranks {ranks}: this machine has {have} GPUs")
+        for ranks in self._ranks((have,), have):
             mixed = ranks >= 4 and ranks % 2 == 0
             cases = [
                 gpu.Case(ranks, edge, dtype, hidden, rows)
@@ -123,9 +121,9 @@ class Command:
             tunings = {"peer": PeerTuning(**read_tuning(host_table(), "peer_tuning"))}
             yield ranks, len(cases), run_ranks(ranks, gpu.measure, cases, tunings, peers)
 
-    def _ranks(self, default: tuple[int, ...]) -> tuple[int, ...]:
-        if min(self.ranks, default=2) < 2:
-            raise UserError(f"--ranks {min(self.ranks)}: a collective takes two ranks or more")
+    def _ranks(self, default: tuple[int, ...], most: int) -> tuple[int, ...]:
+        if not all(2 <= n <= most for n in self.ranks):
+            raise UserError(f"--ranks takes numbers from 2 to {most}")
         return self.ranks or default
 
     def _edges(self, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from weft.bench.host import describe_host
 from weft.bench.latency import Latency, Request, measure, parameters
 from weft.bench.ranks import run_ranks
-from weft.cli.command import UserError
+from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.comm.shm import ShmTuning
 from weft.place.cost import host_table, read_tuning
 from weft.place.spec import Mesh
@@ -52,8 +52,13 @@ class Command:
         """Prints medians and ratios. Raises UserError, LayoutError."""
         if self.input < 1 or self.output < 2 or self.rounds < 1:
             raise UserError("--input and --rounds must be 1 or more, --output 2 or more")
+        if not self.transports:
+            raise UserError("--transports takes gloo, shm or both")
+        if self.json is not None:
+            check_writable(self.json, "--json")
         tuning = ShmTuning(**read_tuning(host_table(), "shm_tuning"))
         mesh = Mesh(1, self.tp, 1, self.tp)
+        stop_on_sigterm()
         request = Request(
             self.model, mesh, self.dtype, self.input, self.output, self.rounds, self.transports, tuning, "cpu"
         )

@@ -65,6 +65,17 @@ def parse(command: type[T], name: str, arguments: list[str]) -> T:
     return tyro.cli(command, prog=f"weft {name}", args=arguments, description=description)
 
 
+def check_writable(path: Path, option: str) -> None:
+    """Before anything is measured for it. Raises UserError, and leaves no file behind."""
+    new = not path.exists()
+    try:
+        path.open("a").close()  # a folder, a file or a system that is read-only: only trying tells, for root too
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another file with {option}") from error
+
+
 def engine_config(model: Path | None, layout: Layout, **options: Any) -> Any:
     """The EngineConfig of a command's options; None means the default. Raises UserError, LayoutError."""
     from weft.engine.config import EngineConfig

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
 from weft.bench.tune import find_sizes, price, price_locals
 from weft.bench.tune_gpu import measure_gpus
-from weft.cli.command import UserError
+from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.comm.shm import MAX_RANKS
 from weft.place.cost import host_table
 
@@ -52,10 +51,9 @@ class Command:
         out = self.out or host_table()
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            if out.is_dir() or not os.access(out.parent, os.W_OK):
-                raise PermissionError(f"{out.parent} is not writable, or {out.name} a folder")
         except OSError as error:
-            raise UserError(f"cannot write {out}: {error}; choose another with --out") from error
+            raise UserError(f"cannot write {out}: {error}; choose another file with --out") from error
+        check_writable(out, "--out")
         gpus = torch.cuda.device_count() if self.device == "cuda" else 0
         if self.device == "cuda" and gpus < 2:
             raise UserError(f"--device cuda takes two GPUs or more; this machine has {gpus}")
@@ -65,6 +63,7 @@ class Command:
         ranks = sorted(self.ranks or ((gpus,) if gpus else (2, 4)))
         if not all(2 <= n <= most for n in ranks):
             raise UserError(f"--ranks takes numbers from 2 to {most}")
+        stop_on_sigterm()
         table = self._measure(ranks, list(self.transports or known))
         out.write_text(json.dumps(table, indent=1) + "\n")
         found = table["transports"]

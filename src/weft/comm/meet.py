@@ -8,13 +8,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from weft.comm.transport import CommError
+
+MOST_HELLO = 1 << 16
 
 
 def meet(path: Path, world: int, rank: int, terms: object, size: Callable[[], int], timeout_s: float) -> Meeting:
@@ -84,15 +87,14 @@ def _host(path: Path, world: int, terms: str, size: int, deadline: float) -> Mee
         peers: dict[int, socket.socket] = {}
         pids = {0: os.getpid()}
         try:
-            while len(peers) < world - 1:
-                _limit(door, deadline)
-                peer = on_error.enter_context(door.accept()[0])
-                hello = json.loads(_read(peer, deadline))
-                if hello["terms"] != terms:
-                    raise CommError(
-                        f"rank {hello['rank']} has another layout or other sizes than rank 0: {hello['terms']}"
-                    )
-                peers[hello["rank"]], pids[hello["rank"]] = peer, hello["pid"]
+            for peer, rank, pid, theirs in _callers(door, on_error, deadline) if world > 1 else ():
+                if theirs != terms:
+                    raise CommError(f"rank {rank} has another layout or other sizes than rank 0: {theirs}")
+                if not 0 < rank < world or rank in peers:
+                    raise CommError(f"two processes call themselves rank {rank}")
+                peers[rank], pids[rank] = peer, pid
+                if len(peers) == world - 1:
+                    break
         finally:
             with suppress(FileNotFoundError):
                 path.unlink()
@@ -107,6 +109,32 @@ def _host(path: Path, world: int, terms: str, size: int, deadline: float) -> Mee
     return Meeting(fd, everyone, 0, list(peers.values()), deadline)
 
 
+def _callers(
+    door: socket.socket, on_error: ExitStack, deadline: float
+) -> Iterator[tuple[socket.socket, int, int, str]]:
+    """Who comes, with rank, process and terms. Who says something else is sent off; who says nothing keeps no one."""
+    texts: dict[socket.socket, bytes] = {}
+    while True:
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError
+        for heard in select.select([door, *texts], [], [], left)[0]:
+            if heard is door:
+                texts[on_error.enter_context(door.accept()[0])] = b""
+                continue
+            try:
+                more = heard.recv(65536)
+                texts[heard] += more
+                if more and not texts[heard].endswith(b"\n") and len(texts[heard]) < MOST_HELLO:
+                    continue
+                hello = json.loads(texts.pop(heard))
+                caller = heard, int(hello["rank"]), int(hello["pid"]), str(hello["terms"])
+            except (OSError, ValueError, KeyError, TypeError):
+                texts.pop(heard, None)
+                heard.close()
+            else:
+                yield caller
+
+
 def _join(path: Path, rank: int, terms: str, deadline: float) -> Meeting:
     with ExitStack() as on_error:
         door = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -115,7 +143,7 @@ def _join(path: Path, rank: int, terms: str, deadline: float) -> Meeting:
             try:
                 door.connect(str(path))
                 break
-            except (FileNotFoundError, ConnectionRefusedError):
+            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):  # not there, or a queue before it
                 time.sleep(0.01)
         door.sendall(json.dumps({"rank": rank, "pid": os.getpid(), "terms": terms}).encode() + b"\n")
         _limit(door, deadline)
@@ -130,13 +158,6 @@ def _limit(s: socket.socket, deadline: float) -> None:
     if (left := deadline - time.monotonic()) <= 0:
         raise TimeoutError
     s.settimeout(left)
-
-
-def _read(peer: socket.socket, deadline: float) -> bytes:
-    text = b""
-    while not text.endswith(b"\n"):
-        text += _expect(peer, deadline, 65536)
-    return text
 
 
 def _expect(peer: socket.socket, deadline: float, most: int) -> bytes:

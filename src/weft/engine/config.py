@@ -11,6 +11,9 @@ from weft.assets import embedded_model_dir
 from weft.place.spec import Mesh
 
 
+MOST_CORES = 1 << 16  # a slip of the finger must not fill memory
+
+
 class EngineError(RuntimeError):
     """The engine cannot start or go on: one line that names the rank and the cause."""
 
@@ -111,6 +114,9 @@ class EngineConfig:
 
 
 def _run(text: str) -> range:
-    """`4-7` or `4`. Raises ValueError."""
-    first, _, last = text.partition("-")
-    return range(int(first), int(last or first) + 1)
+    """`4-7` or `4`: one core at least. Raises ValueError."""
+    first, to, last = text.partition("-")
+    run = range(int(first), int(last if to else first) + 1)
+    if not run or run[-1] >= MOST_CORES:
+        raise ValueError
+    return run

@@ -156,7 +156,10 @@ class ProcessExecutor(Executor):
         (self._directory / "config.json").write_text(json.dumps(self.config.to_dict()))
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.bind(f"ipc://{self._directory}/from")
+        try:
+            self._inbox.bind(f"ipc://{self._directory}/from")
+        except zmq.ZMQError as error:  # the path of a socket is short; TMPDIR may be long
+            raise EngineError(f"no sockets in {self._directory}: {error.strerror}; set TMPDIR to another") from error
         for rank in range(self.mesh.world):
             outbox = self._context.socket(zmq.PUSH)
             # The rank binds and this end connects: a PUSH socket that binds blocks once its only peer is dead.

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import socket
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -141,24 +142,38 @@ def read_table(path: Path) -> Costs:
     """The table that `weft tune` wrote. Raises LayoutError where it is none."""
     try:
         table = json.loads(path.read_text())
-        local = tuple((float(b), float(us)) for b, us in table["local"])
-        epilogue = tuple((float(b), float(us)) for b, us in table["epilogue"])
+        local, epilogue = _points(table["local"]), _points(table["epilogue"])
         by_transport: dict[str, dict[int, Cost]] = {}
         for transport, rows in table["transports"].items():
             for world in {row["world"] for row in rows}:
                 us: dict[tuple[str, int], list[tuple[float, float]]] = {}
                 for row in (r for r in rows if r["world"] == world):
                     us.setdefault((row["kind"], row["ranks"]), []).append((float(row["bytes"]), float(row["us"])))
-                points = {key: tuple(sorted(found)) for key, found in us.items()}
+                points = {key: _points(found) for key, found in us.items()}
                 by_transport.setdefault(transport, {})[world] = Table(str(path), points, local, epilogue)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise LayoutError(f"{path} is no table of weft tune: {type(error).__name__}: {error}") from error
     return Costs(str(path), by_transport)
 
 
+def _points(pairs: Iterable[Sequence[float]]) -> tuple[tuple[float, float], ...]:
+    found = tuple(sorted((float(size), float(us)) for size, us in pairs))
+    if not found or not all(size > 0 and us >= 0 for size, us in found):
+        raise ValueError("times are missing, or not above 0 bytes and µs")
+    return found
+
+
 def read_tuning(path: Path, key: str) -> dict[str, int]:
-    """What `weft tune` found best for a transport: key shm_tuning or peer_tuning; empty if it did not look."""
-    return dict(json.loads(path.read_text()).get(key, {})) if path.is_file() else {}
+    """What `weft tune` found best for a transport: key shm_tuning or peer_tuning; empty if it did not look.
+
+    Raises LayoutError where the file is no table.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()).get(key, {}))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise LayoutError(f"{path} is no table of weft tune: {type(error).__name__}: {error}") from error
 
 
 def host_table() -> Path:

@@ -1,0 +1,25 @@
+"""The CUDA kernels compile, where there is nvcc: a syntax error need not wait for a GPU."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from tvm_ffi import libinfo
+
+from weft.kernels.build import CSRC
+
+NVCC = shutil.which("nvcc")
+
+
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc, of CUDA 12 or later")
+def test_the_kernels_compile(tmp_path: Path) -> None:
+    flags = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xcicc", "-O1"]  # little optimised: sooner
+    command = [str(NVCC), *flags, f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
+    source, cubin = CSRC / "cuda" / "peer.cu", tmp_path / "peer.cubin"
+    done = subprocess.run([*command, "-cubin", "-o", str(cubin), str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for kernel in (b"exchangeIf", b"13__nv_bfloat16Lb1ELi4ELNS_3WayE2ELb1E", b"6__halfLb0ELi8E"):
+        assert kernel in cubin.read_bytes()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import select
+import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -113,26 +113,33 @@ def _callers(
     door: socket.socket, on_error: ExitStack, deadline: float
 ) -> Iterator[tuple[socket.socket, int, int, str]]:
     """Who comes, with rank, process and terms. Who says something else is sent off; who says nothing keeps no one."""
-    texts: dict[socket.socket, bytes] = {}
-    while True:
-        if (left := deadline - time.monotonic()) <= 0:
+    with selectors.DefaultSelector() as ears:
+        ears.register(door, selectors.EVENT_READ)
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                for key, _ in ears.select(left):
+                    if key.fileobj is door:
+                        new = on_error.enter_context(door.accept()[0])
+                        ears.register(new, selectors.EVENT_READ, (new, bytearray()))
+                        continue
+                    caller, text = key.data
+                    try:
+                        text += (more := caller.recv(65536))
+                        if more and not text.endswith(b"\n") and len(text) < MOST_HELLO:
+                            continue
+                        hello = json.loads(text)
+                        said = int(hello["rank"]), int(hello["pid"]), str(hello["terms"])
+                    except (OSError, ValueError, KeyError, TypeError):
+                        ears.unregister(caller)
+                        caller.close()
+                        continue
+                    ears.unregister(caller)
+                    yield caller, *said
             raise TimeoutError
-        for heard in select.select([door, *texts], [], [], left)[0]:
-            if heard is door:
-                texts[on_error.enter_context(door.accept()[0])] = b""
-                continue
-            try:
-                more = heard.recv(65536)
-                texts[heard] += more
-                if more and not texts[heard].endswith(b"\n") and len(texts[heard]) < MOST_HELLO:
-                    continue
-                hello = json.loads(texts.pop(heard))
-                caller = heard, int(hello["rank"]), int(hello["pid"]), str(hello["terms"])
-            except (OSError, ValueError, KeyError, TypeError):
-                texts.pop(heard, None)
-                heard.close()
-            else:
-                yield caller
+        finally:
+            for key in ears.get_map().values():
+                if key.data:
+                    key.data[0].close()
 
 
 def _join(path: Path, rank: int, terms: str, deadline: float) -> Meeting:

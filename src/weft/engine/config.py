@@ -10,7 +10,6 @@ from typing import Any, Literal
 from weft.assets import embedded_model_dir
 from weft.place.spec import Mesh
 
-
 MOST_CORES = 1 << 16  # a slip of the finger must not fill memory
 
 

@@ -78,7 +78,7 @@ class Command:
                         print(line(timing), flush=True)
                         bar.advance(task)
         finally:
-            if self.json is not None:  # also what an interrupted run has found so far
+            if self.json is not None and timings:  # also what an interrupted run has found so far
                 head = {"what": f"weft bench collectives --device {self.device}", "host": describe_host()}
                 rows = [json.dumps(t.row()) for t in timings]
                 head_text = json.dumps(head, indent=1).removesuffix("\n}")

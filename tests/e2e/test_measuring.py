@@ -1,0 +1,161 @@
+"""The commands that measure, as a user runs them: help, what they refuse before measuring, and one small run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from weft.cli import bench_collectives, bench_latency, main, tune
+
+MODULES = {"bench collectives": bench_collectives, "bench latency": bench_latency, "tune": tune}
+FILES = {"bench collectives": "--json", "bench latency": "--json", "tune": "--out"}
+
+
+def measured(*args: Any) -> NoReturn:
+    raise AssertionError("something was measured")
+
+
+@pytest.fixture(autouse=True)
+def no_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the host was tuned to is no matter."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in MODULES.values():
+        monkeypatch.setattr(module, "run_ranks", measured)
+
+
+def weft(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr. In this process: each of its own would import torch for a second."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            code = main.main(list(arguments))
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+    return code, out.getvalue(), err.getvalue()
+
+
+def refused(*arguments: str) -> str:
+    """The one line that says why."""
+    code, out, err = weft(*arguments)
+    assert code == 2 and not out and err.startswith("weft: ") and err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize("command, module", MODULES.items())
+def test_help_teaches(command: str, module: ModuleType) -> None:
+    code, out, _ = weft(*command.split(), "--help")
+    examples = out.split("Examples:")[1].split("options")[0]
+    assert code == 0 and examples.count(f"weft {command}") >= 2
+    assert FILES[command] in examples and FILES[command] in out.split("options")[1]
+
+
+@pytest.mark.usefixtures("no_ranks")
+@pytest.mark.parametrize("command", MODULES)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(command: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "x.json", Path("/proc/x.json"), Path("/proc/none/x.json")):
+        text = refused(*command.split(), FILES[command], str(path))
+        assert f"cannot write {path}: " in text and f"with {FILES[command]}" in text
+
+
+@pytest.mark.usefixtures("no_ranks")
+@pytest.mark.parametrize("command", MODULES)
+def test_what_was_measured_before_stays_until_there_is_more(command: str, tmp_path: Path) -> None:
+    """Looking whether the file can be written neither empties it nor leaves one behind."""
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("figures")
+    for path in (old, new):
+        with pytest.raises(AssertionError, match="something was measured"):
+            weft(*command.split(), FILES[command], str(path))
+    assert old.read_text() == "figures" and not new.exists()
+
+
+BAD = [
+    ("bench collectives --edges nope", "no edge 'nope'; one of all_reduce, reduce_scatterv, "),
+    ("bench collectives --peers nccl", "--peers nccl does not run on --device cpu; one of gloo, deepspeed"),
+    ("bench collectives --sizes 17", "size '17' is not a number of bytes such as 1K"),
+    ("bench collectives --ranks 1", "--ranks takes numbers from 2 to 16"),
+    ("bench collectives --ranks 2 99", "--ranks takes numbers from 2 to 16"),
+    ("bench latency --tp 0", "attn_tp is 0"),
+    ("bench latency --output 1", "--output 2 or more"),
+    ("bench latency --transports", "--transports takes gloo, shm or both"),
+    ("tune --ranks 1", "--ranks takes numbers from 2 to 16"),
+    ("tune --ranks 2 17", "--ranks takes numbers from 2 to 16"),
+    ("tune --transports peer", "--transports peer does not run on --device cpu"),
+    ("bench collectives --device cuda", "--device cuda takes two GPUs or more; this machine has 0"),
+    ("tune --device cuda", "--device cuda takes two GPUs or more; this machine has 0"),
+]
+
+
+@pytest.mark.usefixtures("no_ranks")
+@pytest.mark.parametrize("arguments, text", BAD, ids=[b[0] for b in BAD])
+def test_bad_input_ends_in_one_line(arguments: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    path = tmp_path / "x.json"
+    assert text in refused(*arguments.split(), FILES[arguments.split(" --")[0]], str(path))
+    assert not path.exists()
+
+
+@pytest.mark.usefixtures("no_ranks")
+def test_words_that_are_no_choice() -> None:
+    for arguments in ("bench collectives --peers nope", "bench latency --transports nope", "tune --transports nope"):
+        code, out, err = weft(*arguments.split())
+        assert code == 2 and not out and "'nope'" in err and "'gloo'" in err and "Traceback" not in err
+
+
+@pytest.mark.usefixtures("no_ranks")
+def test_a_table_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "weft").mkdir()
+    tune.host_table().write_text("{")
+    for command in ("bench collectives", "bench latency"):
+        assert "is no table of weft tune" in refused(*command.split())
+
+
+def test_a_small_run(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    words = "bench collectives --ranks 2 --sizes 1K --edges all_reduce --dtypes fp32 --peers gloo --json"
+    command = [sys.executable, "-m", "weft.cli.main", *words.split(), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 ranks  all_reduce") and done.stdout.count("\n") == 1
+    found = json.loads(path.read_text())
+    assert found["what"] == "weft bench collectives --device cpu"
+    assert found["host"]["cores"] == os.cpu_count() and {"cpu", "kernel", "torch", "weft"} <= set(found["host"])
+    [row] = found["rows"]
+    assert row | {"us": 0} == {"ranks": 2, "edge": "all_reduce", "dtype": "fp32", "bytes": 1024, "us": 0}
+    assert set(row["us"]) == {"shm", "shm zero copy", "shm in place", "gloo"} and min(row["us"].values()) > 0
+
+
+def test_who_is_ended_takes_the_ranks_along(tmp_path: Path) -> None:
+    words = ["bench", "collectives", "--ranks", "2"]
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "weft.cli.main", *words], env=dict(os.environ) | {"TMPDIR": str(tmp_path)}
+    )
+    deadline = time.monotonic() + 60
+    children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children")
+    while len(ranks := children.read_text().split()) < 3 and time.monotonic() < deadline:  # and what tracks resources
+        time.sleep(0.02)
+    assert len(ranks) == 3 and list(tmp_path.glob("weft-bench-*"))
+    bench.terminate()
+    assert bench.wait(timeout=30) == 130
+    while (left := [r for r in ranks if Path(f"/proc/{r}").exists()]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left and not list(tmp_path.glob("weft-bench-*"))

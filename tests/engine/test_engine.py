@@ -6,6 +6,7 @@ import os
 import queue
 import random
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,17 @@ def test_a_start_that_cannot_be_ends_in_one_line(model_dir: Path, tmp_path: Path
         Engine(config(model_dir, executor=executor, attn_tp=3, ep=3))
     with pytest.raises(LayoutError, match="must be the number of ranks"):
         config(model_dir, attn_tp=2)
+
+
+def test_a_folder_too_deep_for_sockets_ends_in_one_line(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("deep" * 30)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(EngineError, match=r"no sockets in .*deep/weft-.*; set TMPDIR") as error:
+        Engine(config(model_dir, executor="process"))
+    assert "\n" not in str(error.value) and not list(deep.iterdir())
 
 
 def test_a_killed_rank_ends_every_request_and_leaves_nothing(model_dir: Path) -> None:

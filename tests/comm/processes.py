@@ -37,8 +37,12 @@ def rank_main(
 def run_processes(
     name: str, mesh: Mesh, directory: Path, work: Callable[..., Any], *args: Any, **options: Any
 ) -> list[Any]:
-    """Runs `work(transport, mesh, *args)` in a process a rank; gives what each returned. name: shm or gloo."""
-    mp.spawn(rank_main, (name, mesh, str(directory), options, work, *args), nprocs=mesh.world)
+    """Runs `work(transport, mesh, *args)` in a process a rank; gives what each returned. name: shm or gloo.
+
+    Forked, so that none has to import torch: that takes longer than most tests.
+    """
+    arguments = (name, mesh, str(directory), options, work, *args)
+    mp.start_processes(rank_main, arguments, nprocs=mesh.world, start_method="fork")
     return [torch.load(directory / f"{rank}.pt") for rank in range(mesh.world)]
 
 

@@ -162,7 +162,15 @@ int main(int argc, char** argv) {
       for (size_t g = 0; g < test.layout.groups.size(); ++g) arena.line(r, int(g)).phase = uint32_t(FIRST_PHASE) - 1;
   }
   std::vector<std::thread> threads;
-  for (int r = 0; r < world; ++r) threads.emplace_back([&test, r] { test.rank_main(r); });
+  for (int r = 0; r < world; ++r)
+    threads.emplace_back([&test, r] {
+      try {
+        test.rank_main(r);
+      } catch (const std::exception& error) {  // what a rank says it calls may be overwritten as well
+        std::fprintf(stderr, "wrong result: rank %d: %s\n", r, error.what());
+        std::exit(1);
+      }
+    });
   for (std::thread& thread : threads) thread.join();
   std::printf("%u calls of %d ranks\n", test.calls, world);
   return 0;

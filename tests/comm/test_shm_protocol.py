@@ -70,10 +70,14 @@ def test_no_races(ranks: int, calls: int, delays: int, built: dict[str, Path]) -
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_race_detector_finds(fault: str, built: dict[str, Path]) -> None:
-    done = run(built[fault], 3, 20_000, 2, 1)
-    if CANNOT_START in done.stderr:
-        pytest.skip("the race detector cannot start in this kernel's address space")
-    assert done.returncode and "data race" in done.stderr, done.stderr
+    for seed in (2, 3, 4):  # a wrong result may come first, and end the run
+        done = run(built[fault], 3, 20_000, seed, 1)
+        if CANNOT_START in done.stderr:
+            pytest.skip("the race detector cannot start in this kernel's address space")
+        assert done.returncode, "neither a race nor a wrong result"
+        if "data race" in done.stderr:
+            return
+    raise AssertionError(done.stderr)
 
 
 @pytest.mark.parametrize("fault", ["has one slot", "does not wait at the end"])

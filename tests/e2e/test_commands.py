@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from e2e.here import weft_here
+
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
@@ -139,9 +141,9 @@ BAD = [
 
 @pytest.mark.parametrize("arguments, text", BAD, ids=[b[1] for b in BAD])
 def test_bad_input_ends_in_one_line(arguments: list[str], text: str) -> None:
-    done = weft(*arguments)
-    assert done.returncode == 2, done.stderr
-    assert text in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("weft: ")
+    code, _, err = weft_here(*arguments)
+    assert code == 2, err
+    assert text in err and err.count("\n") == 1 and err.startswith("weft: ")
 
 
 def test_a_port_that_is_taken(free_port: int) -> None:
@@ -158,8 +160,8 @@ def test_a_port_that_is_taken(free_port: int) -> None:
 
 @pytest.mark.parametrize("command", ["serve", "generate", "eval", "plan", "demo"])
 def test_help_teaches(command: str) -> None:
-    done = weft(command, "--help")
-    assert done.returncode == 0 and "Example" in done.stdout and f"weft {command}" in done.stdout
+    code, out, _ = weft_here(command, "--help")
+    assert code == 0 and "Example" in out and f"weft {command}" in out
 
 
 def test_a_reader_that_leaves_early() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +14,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from weft.cli import bench_collectives, bench_latency, main, tune
+from e2e.here import weft_here
+from weft.cli import bench_collectives, bench_latency, tune
 
 MODULES = {"bench collectives": bench_collectives, "bench latency": bench_latency, "tune": tune}
 FILES = {"bench collectives": "--json", "bench latency": "--json", "tune": "--out"}
@@ -39,29 +37,16 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "run_ranks", measured)
 
 
-def weft(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr. In this process: each of its own would import torch for a second."""
-    handler = signal.getsignal(signal.SIGTERM)
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        try:
-            code = main.main(list(arguments))
-        except SystemExit as end:
-            code = int(end.code or 0)
-        finally:
-            signal.signal(signal.SIGTERM, handler)
-    return code, out.getvalue(), err.getvalue()
-
-
 def refused(*arguments: str) -> str:
     """The one line that says why."""
-    code, out, err = weft(*arguments)
+    code, out, err = weft_here(*arguments)
     assert code == 2 and not out and err.startswith("weft: ") and err.count("\n") == 1, err
     return err
 
 
 @pytest.mark.parametrize("command, module", MODULES.items())
 def test_help_teaches(command: str, module: ModuleType) -> None:
-    code, out, _ = weft(*command.split(), "--help")
+    code, out, _ = weft_here(*command.split(), "--help")
     examples = out.split("Examples:")[1].split("options")[0]
     assert code == 0 and examples.count(f"weft {command}") >= 2
     assert FILES[command] in examples and FILES[command] in out.split("options")[1]
@@ -84,7 +69,7 @@ def test_what_was_measured_before_stays_until_there_is_more(command: str, tmp_pa
     old.write_text("figures")
     for path in (old, new):
         with pytest.raises(AssertionError, match="something was measured"):
-            weft(*command.split(), FILES[command], str(path))
+            weft_here(*command.split(), FILES[command], str(path))
     assert old.read_text() == "figures" and not new.exists()
 
 
@@ -117,7 +102,7 @@ def test_bad_input_ends_in_one_line(arguments: str, text: str, monkeypatch: pyte
 @pytest.mark.usefixtures("no_ranks")
 def test_words_that_are_no_choice() -> None:
     for arguments in ("bench collectives --peers nope", "bench latency --transports nope", "tune --transports nope"):
-        code, out, err = weft(*arguments.split())
+        code, out, err = weft_here(*arguments.split())
         assert code == 2 and not out and "'nope'" in err and "'gloo'" in err and "Traceback" not in err
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from weft.models.moe import grouped, one_by_one
+from weft.models.layers import Builder
+from weft.models.moe import Experts, grouped, one_by_one
+from weft.place.spec import LayoutError, Mesh
 
 
 @pytest.mark.parametrize("way", [grouped, one_by_one])
@@ -28,3 +30,11 @@ def test_experts_elsewhere_add_nothing(way, tokens: int) -> None:
                 gate, up = (gate_up[e - 3].double() @ x[t].double()).chunk(2)
                 wanted[t] += p * (down[e - 3].double() @ (F.silu(gate) * up))
     assert torch.allclose(out.double(), wanted, atol=1e-4)
+
+
+def test_sizes_that_gpus_do_not_take_are_refused_when_built() -> None:
+    builder = Builder(Mesh(1, 4, 1, 4), 0, torch.bfloat16, torch.device("cuda"))
+    with pytest.raises(
+        LayoutError, match=r"experts: 12 inner features a rank .* multiples of 8; choose a smaller moe_tp"
+    ):
+        Experts(builder, "experts", 4, 64, 48)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from weft.hidden import Hidden
 from weft.models.layers import Builder, ColumnLinear, Layer, Linear, Out, RowLinear, Source
-from weft.place.spec import PlacementError, Rows
+from weft.place.spec import LayoutError, PlacementError, Rows
 
 
 class GatedMLP(Layer):
@@ -27,14 +27,20 @@ class GatedMLP(Layer):
 class Experts(Layer):
     """Routed experts: whole experts over `ep`, their inner features over `moe_tp`; owes a sum over both, the world.
 
-    x: complete `[T, width]`; probability `[T, k]` and expert int64 `[T, k]` from the router.
+    x: complete `[T, width]`; probability `[T, k]` and expert int64 `[T, k]` from the router. Building raises
+    LayoutError where the split leaves sizes that torch's grouped product does not take.
     """
 
     def __init__(self, b: Builder, path: str, experts: int, width: int, inner: int):
         super().__init__(path)
         mine = b.share(f"{path} (experts)", experts, "ep")
         cut = b.share(f"{path} (inner features)", inner, "moe_tp")
-        size = cut.stop - cut.start
+        size, step = cut.stop - cut.start, 16 // b.dtype.itemsize
+        if b.device.type == "cuda" and (size % step or width % step):
+            raise LayoutError(
+                f"{path}: {size} inner features a rank and {width} wide, but grouped products on GPUs take multiples "
+                f"of {step}; choose a smaller moe_tp"
+            )
         self.first, self.workspace = mine.start, b.workspace
         self.gate_up = b.empty(mine.stop - mine.start, 2 * size, width)
         self.down = b.empty(mine.stop - mine.start, width, size)

@@ -21,6 +21,7 @@ WORLD = tuple(range(3))
 WIDTH = 64
 # Small enough that calls of a few rows take every path.
 TUNING = ShmTuning(slot_bytes=8192, two_hop_bytes=4096, zero_copy_bytes=2048, chunk_bytes=8192)
+LATE = "heard too late: after"
 KILLS, EARLY_KILLS = 50, 15
 
 
@@ -87,7 +88,7 @@ def expect_lost(outcome: Outcome | None, rank: int, since: float, within_s: floa
     """That a survivor raised PeerLost of that rank in time; gives how long it took."""
     assert outcome is not None and outcome.classes[0] == "PeerLost", outcome
     assert outcome.lost == rank and f"rank {rank} is gone" in outcome.error, outcome
-    assert outcome.at - since < within_s, f"after {outcome.at - since:.2f} s"
+    assert outcome.at - since < within_s, f"{LATE} {outcome.at - since:.2f} s"
     assert not outcome.mapped
     return outcome.at - since
 

@@ -171,10 +171,10 @@ def test_a_reader_that_leaves_early() -> None:
 
 
 def test_json_is_json() -> None:
-    plans = json.loads(weft("plan", "--layout", "2x2", "--tokens", "1,64", "--json").stdout)
+    plans = json.loads(weft_here("plan", "--layout", "2x2", "--tokens", "1,64", "--json")[1])
     assert [p["counts"] for p in plans] == [[1, 1], [64, 64]]
     assert plans[0]["plan"]["us"] <= plans[0]["naive"]["us"]
-    lines = weft("generate", "--prompt", "a", "b", "--max-tokens", "3", "--json").stdout.splitlines()
+    lines = weft_here("generate", "--prompt", "a", "b", "--max-tokens", "3", "--json")[1].splitlines()
     assert [json.loads(line)["prompt"] for line in lines] == ["a", "b"]
 
 

@@ -57,6 +57,11 @@ def come(pool: ThreadPoolExecutor, path: Path, rank: int, timeout_s: float = 10,
     return pool.submit(meet, path, world, rank, ["terms"], lambda: 4096, timeout_s)
 
 
+def expect_sent_off(stranger: socket.socket) -> None:
+    stranger.settimeout(5)
+    assert stranger.recv(1) == b""
+
+
 def expect_met(*coming: Future[Meeting]) -> None:
     met = [c.result(5) for c in coming]
     assert len({os.fstat(m.fd).st_ino for m in met}) == 1  # the same segment
@@ -73,8 +78,7 @@ def test_who_sends_rubbish_is_sent_off(
     host = come(pool, path, 0)
     stranger = call(path, strangers, text)
     stranger.shutdown(socket.SHUT_WR)
-    stranger.settimeout(5)
-    assert stranger.recv(1) == b""
+    expect_sent_off(stranger)
     expect_met(host, come(pool, path, 1))
 
 
@@ -82,8 +86,7 @@ def test_who_never_ends_a_line_is_sent_off(tmp_path: Path, pool: ThreadPoolExecu
     path = tmp_path / "door"
     host = come(pool, path, 0)
     stranger = call(path, strangers, b"x" * (1 << 16))
-    stranger.settimeout(5)
-    assert stranger.recv(1) == b""
+    expect_sent_off(stranger)
     expect_met(host, come(pool, path, 1))
 
 
@@ -93,9 +96,8 @@ def test_who_says_nothing_keeps_no_one(tmp_path: Path, pool: ThreadPoolExecutor,
     silent = [call(path, strangers, text) for text in (b"", b'{"rank": ', b"")]
     expect_met(host, come(pool, path, 1))
     for stranger in silent:  # none is left hanging
-        stranger.settimeout(5)
         with suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
+            expect_sent_off(stranger)
 
 
 def test_strangers_alone_are_no_meeting(tmp_path: Path, pool: ThreadPoolExecutor, strangers: ExitStack) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from tvm_ffi import libinfo
 
-from weft.kernels.build import CSRC
+from weft.kernels.build import CSRC, CUDA_FLAGS
 
 NVCC = shutil.which("nvcc")
 
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc, of CUDA 12 or later")
 def test_the_kernels_compile(tmp_path: Path) -> None:
-    flags = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xcicc", "-O1"]  # little optimised: sooner
+    flags = ["-std=c++17", *CUDA_FLAGS, "-Xcicc", "-O1"]  # little optimised: sooner
     command = [str(NVCC), *flags, f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
     source, cubin = CSRC / "cuda" / "peer.cu", tmp_path / "peer.cubin"
     done = subprocess.run([*command, "-cubin", "-o", str(cubin), str(source)], capture_output=True, text=True)

@@ -24,6 +24,7 @@ from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.transport import Epilogue, finish
 from weft.place.spec import Mesh
 
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MIXED = ("all_reduce+all_gatherv", "reduce_scatterv+all_reduce")
 EDGES = (
@@ -244,5 +245,4 @@ def _floors(
 
 def show_size(size: int) -> str:
     """65536 → `64K`."""
-    units = {"G": 1 << 30, "M": 1 << 20, "K": 1 << 10}
-    return next((f"{size // n}{u}" for u, n in units.items() if size % n == 0), str(size))
+    return next((f"{size // n}{u}" for u, n in reversed(UNITS.items()) if size % n == 0), str(size))

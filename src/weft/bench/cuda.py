@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.bench.collectives import DTYPES, MIXED
 from weft.bench.gpu_peers import Call, Nccl, NcclWindow, SymmetricMemory
 from weft.bench.ranks import Report
 from weft.comm.peer import PeerTransport, PeerTuning
@@ -25,9 +26,7 @@ from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError, Epilogue, finish
 from weft.place.spec import Mesh
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SUMS = ("all_reduce", "reduce_scatterv", "all_reduce+all_gatherv", "reduce_scatterv+all_reduce")
-MIXED = SUMS[2:]
+SUMS = ("all_reduce", "reduce_scatterv", *MIXED)
 EDGES = (*SUMS, "all_gatherv", "all_to_allv", "broadcast", *(f"{edge}+norm" for edge in SUMS))
 RAGGED = ("reduce_scatterv ragged", "all_gatherv ragged")
 CALLS, REPLAYS, WARM = 20, 30, 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -74,6 +74,22 @@ def find_sizes(rank: int, directory: Path, report: Report, world: int) -> None:
         shm.close()
 
 
+def edges_to_price(
+    mesh: Mesh, sizes: list[int], row_bytes: int
+) -> Iterator[tuple[Edge, tuple[int, ...], dict[str, str | float]]]:
+    """An edge of each kind and number of ranks at each size in bytes, with the counts that make it so large and the
+    table's row but for its time.
+    """
+    edges: dict[tuple[str, int], Edge] = {}
+    for edge in (e for found in legal_edges(mesh).values() for e in found if e.moves):
+        edges.setdefault((edge.kind, mesh.size(edge.group)), edge)
+    for (kind, ranks), edge in edges.items():
+        for size in sizes:
+            counts = (max(1, size // row_bytes // mesh.attn_dp),) * mesh.attn_dp
+            moved = max(rows_received(edge, mesh, r, counts) for r in range(mesh.world)) * row_bytes
+            yield edge, counts, {"kind": kind, "ranks": ranks, "world": mesh.world, "bytes": moved}
+
+
 def price(
     rank: int, directory: Path, report: Report, world: int, names: list[str], sizes: list[int], tuning: dict[str, int]
 ) -> None:
@@ -86,21 +102,14 @@ def price(
         with every_core():
             opened.append(TorchDistTransport(mesh, rank, f"file://{directory}/gloo"))
     group = tuple(range(world))
-    edges: dict[tuple[str, int], Edge] = {}
-    for edge in (e for found in legal_edges(mesh).values() for e in found if e.moves):
-        edges.setdefault((edge.kind, mesh.size(edge.group)), edge)
     gc.disable()
-    for (kind, ranks), edge in edges.items():
-        for size in sizes:
-            counts = (max(1, size // ROW_BYTES // mesh.attn_dp),) * mesh.attn_dp
-            moved = max(rows_received(edge, mesh, r, counts) for r in range(world)) * ROW_BYTES
-            for transport in opened:
-                if kind in transport.kinds:
-                    us = _edge_us(shm if transport is shm else patient, transport, edge, mesh, counts, group)
-                    if rank == 0:
-                        row = {"kind": kind, "ranks": ranks, "world": world, "bytes": moved, "us": round(us, 2)}
-                        report({"transport": transport.name} | row)
-            gc.collect()
+    for edge, counts, row in edges_to_price(mesh, sizes, ROW_BYTES):
+        for transport in opened:
+            if edge.kind in transport.kinds:
+                us = _edge_us(shm if transport is shm else patient, transport, edge, mesh, counts, group)
+                if rank == 0:
+                    report({"transport": transport.name} | row | {"us": round(us, 2)})
+        gc.collect()
     for transport in {id(t): t for t in (*opened, patient, shm)}.values():
         transport.close()
 

@@ -11,9 +11,9 @@ import torch
 
 from weft.bench.cuda import World, graph_us
 from weft.bench.ranks import Report
+from weft.bench.tune import edges_to_price
 from weft.comm.peer import PeerTuning
 from weft.comm.transport import Epilogue, Transport, carry_out
-from weft.place.edges import Edge, legal_edges, rows_received
 
 WIDTH, DTYPE = 4096, torch.bfloat16
 ROW_BYTES = WIDTH * DTYPE.itemsize
@@ -34,22 +34,15 @@ def measure_gpus(rank: int, directory: Path, report: Report, world: int, names: 
         if rank == 0:
             report((kind, points))
     opened: list[Transport] = [t for t in (here.peer, here.torchdist) if t.name in names]
-    edges: dict[tuple[str, int], Edge] = {}
-    for edge in (e for found in legal_edges(here.mesh).values() for e in found if e.moves):
-        edges.setdefault((edge.kind, here.mesh.size(edge.group)), edge)
-    for (kind, ranks), edge in edges.items():
-        for size in sizes:
-            counts = (max(1, size // ROW_BYTES // here.mesh.attn_dp),) * here.mesh.attn_dp
-            moved = max(rows_received(edge, here.mesh, r, counts) for r in range(world)) * ROW_BYTES
-            for transport in opened:
-                if kind not in transport.kinds:
-                    continue
-                rows = here.mesh.row_count(edge.src.rows, rank, counts)
-                xs = [torch.ones(rows, WIDTH, dtype=DTYPE, device=here.device) for _ in range(4)]
-                us = graph_us([partial(carry_out, edge, x, here.mesh, transport, counts) for x in xs])
-                if rank == 0:
-                    row = {"kind": kind, "ranks": ranks, "world": world, "bytes": moved, "us": round(us, 2)}
-                    report(("price", {"transport": transport.name} | row))
+    for edge, counts, row in edges_to_price(here.mesh, sizes, ROW_BYTES):
+        for transport in opened:
+            if edge.kind not in transport.kinds:
+                continue
+            rows = here.mesh.row_count(edge.src.rows, rank, counts)
+            xs = [torch.ones(rows, WIDTH, dtype=DTYPE, device=here.device) for _ in range(4)]
+            us = graph_us([partial(carry_out, edge, x, here.mesh, transport, counts) for x in xs])
+            if rank == 0:
+                report(("price", {"transport": transport.name} | row | {"us": round(us, 2)}))
     here.close()
 
 
@@ -64,9 +57,13 @@ def _find_tuning(here: World) -> PeerTuning:
     def tensors(size: int) -> list[torch.Tensor]:
         return [torch.ones(size // ROW_BYTES, WIDTH, device=here.device, dtype=DTYPE) for _ in range(4)]
 
-    def sum_us(tuning: PeerTuning, size: int) -> float:
+    def sum_us(tuning: PeerTuning, size: int, epilogue: Epilogue | None = None) -> float:
         peer.tuning = tuning
-        return graph_us([partial(peer.all_reduce, x, group) for x in tensors(size)])
+        return graph_us([partial(peer.all_reduce, x, group, epilogue) for x in tensors(size)])
+
+    def norm_us(tuning: PeerTuning, size: int) -> float:
+        residual, weight = tensors(size)[0], tensors(ROW_BYTES)[0][0]
+        return sum_us(tuning, size, Epilogue(residual, weight, 1e-6))
 
     def gather_us(tuning: PeerTuning, size: int) -> float:
         peer.tuning = tuning
@@ -84,7 +81,7 @@ def _find_tuning(here: World) -> PeerTuning:
     one = best([replace(one, threads=t) for t in (64, 128, 256)], sum_us, SMALL)
     two = replace(one, one_hop_bytes=0)
     two = best([replace(two, wide_threads=t, wide_blocks=b) for t in (256, 480) for b in (64, 128)], sum_us, MIDDLE)
-    two = best([replace(two, cluster=c) for c in (2, 4, 8)], partial(_norm_us, here), SMALL)
+    two = best([replace(two, cluster=c) for c in (2, 4, 8)], norm_us, SMALL)
     one = replace(two, one_hop_bytes=NEVER)
     hops = threshold(one, two, sum_us, [1 << p for p in range(14, 22)])
     shapes = [(32, 32, 64), (16, 48, 64), (64, 32, 32), (24, 40, 64)]
@@ -99,13 +96,6 @@ def _find_tuning(here: World) -> PeerTuning:
         split_bytes=unsplit + 1,
         split_sums_bytes=unsplit_sums + 1,
     )
-
-
-def _norm_us(here: World, tuning: PeerTuning, size: int) -> float:
-    here.peer.tuning = tuning
-    xs = [torch.ones(size // ROW_BYTES, WIDTH, device=here.device, dtype=DTYPE) for _ in range(4)]
-    epilogue = Epilogue(torch.ones_like(xs[0]), torch.ones(WIDTH, device=here.device, dtype=DTYPE), 1e-6)
-    return graph_us([partial(here.peer.all_reduce, x, here.peer.world, epilogue) for x in xs])
 
 
 def _price_locals(here: World, sizes: list[int]) -> dict[str, list[tuple[int, float]]]:

@@ -22,7 +22,6 @@ from weft.comm.shm import MAX_RANKS, ShmTuning
 from weft.place.cost import host_table, read_tuning
 
 OURS = ("shm", "peer")
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class Command:
             cases = [
                 gpu.Case(ranks, edge, dtype, hidden, rows)
                 for edge in edges
-                if mixed or not edge.startswith(gpu.MIXED)
+                if mixed or not edge.startswith(cpu.MIXED)
                 for dtype in self.dtypes or ("bf16",)
                 for hidden in self.hidden
                 for rows in self.rows
@@ -148,7 +147,7 @@ def line(timing: Any) -> str:
 
 def parse_size(text: str) -> int:
     """`64K` → 65536. Raises UserError."""
-    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in UNITS else (text, "")
-    if not number.isdigit() or not (size := int(number) * UNITS.get(unit, 1)) or size % 16:
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in cpu.UNITS else (text, "")
+    if not number.isdigit() or not (size := int(number) * cpu.UNITS.get(unit, 1)) or size % 16:
         raise UserError(f"size {text!r} is not a number of bytes such as 1K, 64K or 4M, in multiples of 16")
     return size

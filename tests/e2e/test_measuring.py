@@ -106,6 +106,19 @@ def test_words_that_are_no_choice() -> None:
         assert code == 2 and not out and "'nope'" in err and "'gloo'" in err and "Traceback" not in err
 
 
+def test_flashinfer_is_compared_with_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(bench_collectives, "run_ranks", lambda *args: iter(given.append(args[-1]) or ()))
+    command = ["bench", "collectives", "--device", "cuda"]
+    for installed in (True, False):
+        monkeypatch.setattr(bench_collectives, "has_flashinfer", lambda installed=installed: installed)
+        assert weft_here(*command)[0] == 0
+    assert given == [["nccl", "window", "symm", "flashinfer"], ["nccl", "window", "symm"]]
+    wanted = refused(*command, "--peers", "flashinfer").split()[-1]
+    assert f'bench-gpu = ["{wanted}"]' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+
+
 @pytest.mark.usefixtures("no_ranks")
 def test_a_table_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "weft").mkdir()

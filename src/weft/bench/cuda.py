@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.bench.collectives import DTYPES, MIXED
-from weft.bench.gpu_peers import Call, Nccl, NcclWindow, SymmetricMemory
+from weft.bench.gpu_peers import Nccl, NcclWindow, Peer, SymmetricMemory, TrtLlm, VllmCustom, flashinfer_peers
 from weft.bench.ranks import Report
 from weft.comm.peer import PeerTransport, PeerTuning
 from weft.comm.torchdist import TorchDistTransport
@@ -121,10 +121,16 @@ def measure(
 ) -> None:
     """A rank's part of the cases; rank 0 reports a Timing for each. tunings: of peer, by the name it is to have."""
     world = cases[0].ranks
-    most = max(c.inputs * c.hidden * DTYPES[c.dtype].itemsize for c in cases)
+    sizes = [(c.edge, c.inputs * c.hidden * DTYPES[c.dtype].itemsize) for c in cases]
+    most = max(size for _, size in sizes)
     here = World.open(rank, world, directory, (world + 1) * most)
     arena_bytes = 2 * (TURNS + 1) * (most + 4096)
-    peers: list[Any] = [Nccl(here.mesh, rank)] if "nccl" in others else []
+    peers: list[Peer] = []
+    reduced = [size for edge, size in sizes if edge.removesuffix("+norm") == "all_reduce"]
+    if "flashinfer" in others and reduced:  # first: their results are checked, and NCCL works in place
+        peers += flashinfer_peers(world, rank, here.device, max(reduced), TURNS)
+    if "nccl" in others:
+        peers.append(Nccl(here.mesh, rank))
     if "window" in others:
         peers.append(NcclWindow(here.mesh, rank, here.device, world * arena_bytes))
     if "symm" in others:
@@ -138,7 +144,7 @@ def measure(
     here.close()
 
 
-def _measure(case: Case, here: World, tunings: dict[str, PeerTuning], peers: Sequence[Any]) -> dict[str, float]:
+def _measure(case: Case, here: World, tunings: dict[str, PeerTuning], peers: Sequence[Peer]) -> dict[str, float]:
     mesh, rank, device = here.mesh, here.rank, here.device
     dtype, plain = DTYPES[case.dtype], case.edge.removesuffix("+norm").removesuffix(" ragged")
     ragged = case.edge.endswith("ragged")
@@ -154,12 +160,12 @@ def _measure(case: Case, here: World, tunings: dict[str, PeerTuning], peers: Seq
         us[name] = graph_us(calls)
     given = [x[: case.sizes[rank]] for x in xs] if case.edge == "all_gatherv ragged" else xs
     for other in peers:
-        theirs: list[Call] = other.calls(plain, given, case.sizes)
+        theirs = other.calls(plain, given, case.sizes, norm)
         if not theirs:
             continue
-        if norm is not None:
-            theirs = [partial(_then_norm, call, norm) for call in theirs]
-        us[other.name] = graph_us(theirs)
+        if isinstance(other, TrtLlm | VllmCustom) and isinstance(got := theirs[0](), Tensor):
+            _check(case, other.name, got, expected, norm)
+        us[other.name] = graph_us(theirs, other.captured)
         if type(other) is Nccl:
             us["nccl eager"] = _eager_us(theirs)
     return us
@@ -189,12 +195,6 @@ def _peer_call(
     if edge == MIXED[0]:
         return peer.all_reduce_all_gatherv(x, tp, dp, sizes, norm)
     return peer.reduce_scatterv_all_reduce(x, dp, tp, sizes, norm)
-
-
-def _then_norm(call: Call, norm: Epilogue) -> None:
-    """What an engine does after a bare exchange: an addition, and torch's RMSNorm."""
-    call()
-    torch.nn.functional.rms_norm(norm.residual + norm.residual, norm.weight.shape, norm.weight, norm.eps)
 
 
 def _out_rows(case: Case, mesh: Mesh, rank: int) -> int:
@@ -235,8 +235,11 @@ def _check(case: Case, name: str, got: Tensor, expected: Tensor, norm: Epilogue 
         raise CommError(f"{name} gave a wrong result for {case}: relative error {error:.1e}")
 
 
-def graph_us(calls: Sequence[Callable[[], object]]) -> float:
-    """µs a call of a captured graph that makes them in turn: the median, the slowest rank's. Collective."""
+def graph_us(calls: Sequence[Callable[[], object]], captured: Callable[[], None] | None = None) -> float:
+    """µs a call of a captured graph that makes them in turn: the median, the slowest rank's. Collective.
+
+    captured: what is to be done before the graph is replayed.
+    """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -247,6 +250,8 @@ def graph_us(calls: Sequence[Callable[[], object]]) -> float:
         with torch.cuda.graph(graph, stream=stream):
             for i in range(CALLS):
                 calls[i % len(calls)]()
+        if captured is not None:
+            captured()
         times = [_events_us(stream, graph.replay) / CALLS for _ in range(WARM + REPLAYS)]
     return _slowest(statistics.median(times[WARM:]))
 

@@ -1,21 +1,54 @@
-"""The same exchanges on GPUs as others do them: NCCL, NCCL over registered windows, torch's symmetric memory."""
+"""The same exchanges on GPUs as others do them.
+
+NCCL, NCCL over registered windows, torch's symmetric memory, and FlashInfer's kernels: TensorRT-LLM's and vLLM's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.transport import CommError, Epilogue
 from weft.place.spec import Mesh
 
 Call = Callable[[], object]
+INSTALL_FLASHINFER = "pip install flashinfer-python==0.7.2.post1"  # as the extra bench-gpu has it
 
 
-class Nccl:
+class Peer:
+    """Another carrier of the same exchanges. name: as tables have it."""
+
+    name: str
+
+    def calls(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int], norm: Epilogue | None = None) -> list[Call]:
+        """A call for each input, which goes on to norm where one is given; none where the peer does not serve the case.
+
+        sizes: rows of each rank, or of each DP group for the mixed edges.
+        """
+        bare = self.bare(edge, xs, sizes)
+        return bare if norm is None else [partial(_then_norm, call, norm) for call in bare]
+
+    def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Call]:
+        """The same with no norm."""
+        raise NotImplementedError
+
+    def captured(self) -> None:
+        """What it has to do once its calls are in a graph, before the first replay. Collective."""
+
+
+def _then_norm(call: Call, norm: Epilogue) -> None:
+    """What an engine does after a bare exchange: an addition, and torch's RMSNorm."""
+    call()
+    torch.nn.functional.rms_norm(norm.residual + norm.residual, norm.weight.shape, norm.weight, norm.eps)
+
+
+class Nccl(Peer):
     """torch.distributed's calls over NCCL, in the compositions that engines use where it has no call of its own."""
 
     name = "nccl"
@@ -28,8 +61,8 @@ class Nccl:
                 if rank in ranks:
                     self._groups[name] = group
 
-    def calls(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Call]:
-        """A call for each input. sizes: rows of each rank, or of each DP group for the mixed edges."""
+    def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Call]:
+        """For every edge."""
         return [self._call(edge, x, sizes) for x in xs]
 
     def empty(self, like: Tensor, rows: int) -> Tensor:
@@ -87,7 +120,7 @@ class NcclWindow(Nccl):
         backend.register_mem_pool(self._pool, symm=True)
         self._used = 0
 
-    def calls(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Call]:
+    def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Call]:
         """None for what windows do not serve."""
         if edge not in ("all_reduce", "all_gatherv", "reduce_scatterv") or len(set(sizes)) != 1:
             return []
@@ -100,7 +133,7 @@ class NcclWindow(Nccl):
         return self._arena[begin : begin + size].view(like.dtype).view(rows, like.shape[1])
 
 
-class SymmetricMemory:
+class SymmetricMemory(Peer):
     """torch's kernels over symmetric memory: one- and two-shot all_reduce, with no multicast."""
 
     def __init__(self, shots: str, rank: int, device: torch.device, arena_bytes: int):
@@ -111,7 +144,7 @@ class SymmetricMemory:
         self._arena = symm.empty(arena_bytes // 2, dtype=torch.bfloat16, device=device)
         symm.rendezvous(self._arena, self._group)
 
-    def calls(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Call]:
+    def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Call]:
         """Only all_reduce, on a copy in symmetric memory."""
         if edge != "all_reduce" or xs[0].dtype != self._arena.dtype:
             return []
@@ -124,3 +157,147 @@ class SymmetricMemory:
             else:
                 found.append(partial(torch.ops.symm_mem.two_shot_all_reduce_, mine, "sum", self._group))
         return found
+
+
+def has_flashinfer() -> bool:
+    """Whether it is installed."""
+    return find_spec("flashinfer") is not None
+
+
+def flashinfer_peers(world: int, rank: int, device: torch.device, most: int, inputs: int) -> list[Peer]:
+    """Those of FlashInfer's that run on so many ranks. most: bytes of the largest all_reduce, of `inputs` in turn.
+
+    Collective. Raises CommError where it does not load. Its kernels are compiled when first used: it takes minutes.
+    """
+    try:
+        import flashinfer.comm as comm
+    except ImportError as error:
+        raise CommError(f"FlashInfer does not load ({error}): {INSTALL_FLASHINFER}") from error
+    peers: list[Peer] = []
+    if world in (2, 4, 8, 16):
+        workspace = TrtLlmWorkspace(comm, world, rank, device, most)
+        peers += [TrtLlm(shots, workspace) for shots in ("one", "two")]
+    if world in (2, 4, 6, 8):
+        peers.append(VllmCustom(comm, world, rank, device, most, inputs))
+    return peers
+
+
+class _Shared:
+    """Memory of every rank, zeroed: plain allocations that the others map through CUDA IPC handles. Collective.
+
+    pointers: to each rank's; mine: this rank's.
+    """
+
+    def __init__(self, comm: Any, rank: int, device: torch.device, size: int):
+        self.pointers: list[int] = comm.create_shared_buffer(size)
+        data = {"data": (self.pointers[rank], False), "shape": (size,), "typestr": "|u1", "version": 3}
+        self.__cuda_array_interface__ = data
+        self.mine = torch.as_tensor(self, device=device).zero_()
+
+
+class TrtLlmWorkspace:
+    """What TensorRT-LLM's kernels meet in, for bf16 inputs of up to `most` bytes; laid out as they expect it.
+
+    FlashInfer's own constructors take symmetric memory for it, and with that, unless told not to, an NVLink multicast
+    object, which they have no use for. This takes plain memory.
+
+    lamport_bytes: of each of the three buffers that one-shot calls take turns in.
+    """
+
+    def __init__(self, comm: Any, world: int, rank: int, device: torch.device, most: int):
+        self.comm, self.world, self.rank = comm, world, rank
+        self.lamport_bytes = min(world * most, 1 << 29)  # the kernel multiplies it by up to 2, in an int
+        two_shot = _Shared(comm, rank, device, 2 * most)
+        flags = _Shared(comm, rank, device, world * 256 * 4)
+        lamport = _Shared(comm, rank, device, 3 * self.lamport_bytes)
+        comm.trtllm_lamport_initialize(lamport.pointers[rank], 3 * self.lamport_bytes // 2, torch.float16)
+        # Blocks that have come; the flag of two-shot calls; which of the three; the bytes of each; what to clear.
+        state = torch.tensor([0, 0, 0, self.lamport_bytes, 0], dtype=torch.int32, device=device)
+        self._kept = (two_shot, flags, lamport, state)
+        pointers = [*two_shot.pointers, *flags.pointers, *lamport.pointers, state.data_ptr()]
+        self.pointers = torch.tensor(pointers, dtype=torch.int64, device=device)
+        torch.cuda.synchronize()
+        dist.barrier()
+
+
+class TrtLlm(Peer):
+    """TensorRT-LLM's all_reduce, with the norm in the same kernel, as FlashInfer launches it. shots: one or two."""
+
+    def __init__(self, shots: str, workspace: TrtLlmWorkspace):
+        self.name, self._one, self._space = f"trtllm {shots}-shot", shots == "one", workspace
+
+    def calls(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int], norm: Epilogue | None = None) -> list[Call]:
+        """Only all_reduce, of bf16; one shot up to what the workspace holds, two with more rows than ranks."""
+        x, space = xs[0], self._space
+        fits = space.world * x.nbytes <= space.lamport_bytes if self._one else x.shape[0] > space.world
+        if edge != "all_reduce" or x.dtype != torch.bfloat16 or not fits:
+            return []
+        return [partial(self._call, x, x.new_empty(2 if norm else 1, *x.shape), norm) for x in xs]
+
+    def _call(self, x: Tensor, out: Tensor, norm: Epilogue | None) -> Tensor:
+        space, patterns = self._space, self._space.comm.AllReduceFusionPattern
+        space.comm.trtllm_allreduce_fusion(
+            allreduce_in=x,
+            world_size=space.world,
+            world_rank=space.rank,
+            token_num=x.shape[0],
+            hidden_dim=x.shape[1],
+            workspace_ptrs=space.pointers,
+            launch_with_pdl=True,
+            trigger_completion_at_end=True,  # like fp32_acc, as FlashInfer's allreduce_fusion has it
+            fp32_acc=False,
+            pattern_code=patterns.kARResidualRMSNorm if norm else patterns.kAllReduce,
+            use_oneshot=self._one,
+            allreduce_out=None if norm else out,
+            residual_in=norm.residual if norm else None,
+            residual_out=out[0] if norm else None,
+            norm_out=out[1] if norm else None,
+            quant_out=None,
+            scale_out=None,
+            rms_gamma=norm.weight if norm else None,
+            rms_eps=norm.eps if norm else None,
+            scale_factor=None,
+            layout_code=None,
+        )
+        return out if norm else out[0]
+
+
+class VllmCustom(Peer):
+    """vLLM's custom all_reduce, as FlashInfer has it, on inputs in registered memory, as in vLLM's graphs."""
+
+    name = "vllm custom"
+    BLOCKS = 36  # what vLLM launches, and the most
+
+    def __init__(self, comm: Any, world: int, rank: int, device: torch.device, most: int, inputs: int):
+        self._comm, self._world = comm, world
+        self._most = -(-most // 256) * 256
+        self._signals = _Shared(comm, rank, device, comm.vllm_meta_size() + self._most)
+        self._inputs = _Shared(comm, rank, device, inputs * self._most)
+        self._pointers = torch.empty(8 << 20, dtype=torch.uint8, device=device)  # 64 bytes a registered input
+        torch.cuda.synchronize()
+        dist.barrier()
+        self._handle = comm.vllm_init_custom_ar(self._signals.pointers, self._pointers, rank, True)
+
+    def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Call]:
+        """Only all_reduce, on copies."""
+        if edge != "all_reduce":
+            return []
+        found: list[Call] = []
+        for i, x in enumerate(xs):
+            begin = i * self._most
+            mine = self._inputs.mine[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
+            mine.copy_(x)
+            self._comm.vllm_register_buffer(self._handle, [pointer + begin for pointer in self._inputs.pointers])
+            found.append(partial(self._call, mine, torch.empty_like(x)))
+        return found
+
+    def _call(self, x: Tensor, out: Tensor) -> Tensor:
+        self._comm.vllm_all_reduce(self._handle, x, out, 0, 0, self.BLOCKS)  # no staging copy: x is registered
+        return out
+
+    def captured(self) -> None:
+        """Tells the kernels in the graph where each other's inputs are."""
+        everyones: list[Any] = [None] * self._world
+        dist.all_gather_object(everyones, self._comm.vllm_get_graph_buffer_ipc_meta(self._handle))
+        handles, offsets = zip(*everyones, strict=True)
+        self._comm.vllm_register_graph_buffers(self._handle, list(handles), list(offsets))

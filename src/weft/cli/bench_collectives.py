@@ -14,6 +14,7 @@ from rich.progress import Progress
 
 from weft.bench import collectives as cpu
 from weft.bench import cuda as gpu
+from weft.bench.gpu_peers import INSTALL_FLASHINFER, has_flashinfer
 from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
@@ -54,9 +55,10 @@ class Command:
     """Left out, both on CPUs, bf16 on GPUs."""
     edges: tuple[str, ...] = ()
     """Which exchanges; left out, all."""
-    peers: tuple[Literal["gloo", "deepspeed", "nccl", "window", "symm"], ...] = ()
+    peers: tuple[Literal["gloo", "deepspeed", "nccl", "window", "symm", "flashinfer"], ...] = ()
     """Whom to compare with. On CPUs gloo and deepspeed, which must be installed: README says how; on GPUs NCCL,
-    NCCL over registered windows, and torch's symmetric memory. Left out, all but deepspeed."""
+    NCCL over registered windows, torch's symmetric memory, and FlashInfer's kernels (TensorRT-LLM's and vLLM's), which
+    must be installed. Left out, all but deepspeed, and FlashInfer's where they are installed."""
     json: Path | None = None
     """Write the figures, and what they were measured on, to this file."""
 
@@ -102,10 +104,12 @@ class Command:
             yield ranks, len(cases), run_ranks(ranks, cpu.measure, cases, peers, tuning)
 
     def _on_gpus(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
-        have = torch.cuda.device_count()
+        have, known = torch.cuda.device_count(), ("nccl", "window", "symm", "flashinfer")
         if have < 2:
             raise UserError(f"--device cuda takes two GPUs or more; this machine has {have}")
-        peers = self._peers(("nccl", "window", "symm"), ("nccl", "window", "symm"))
+        peers = self._peers(known if has_flashinfer() else known[:-1], known)
+        if "flashinfer" in peers and not has_flashinfer():
+            raise UserError(f"--peers flashinfer takes FlashInfer, which is not installed: {INSTALL_FLASHINFER}")
         edges = self._edges((*gpu.EDGES, *gpu.RAGGED))
         for ranks in self._ranks((have,), have):
             mixed = ranks >= 4 and ranks % 2 == 0

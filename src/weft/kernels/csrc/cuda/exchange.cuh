@@ -75,11 +75,14 @@ struct Kernel {
   __device__ static uint32_t workers() { return blockDim.x - kKeepers; }
   __device__ static uint32_t start(Blocks b) { return (blockIdx.x - b.first) * workers() + threadIdx.x; }
   __device__ static uint32_t step(Blocks b) { return b.count * workers(); }
+  // Of the units that a warp's threads have at a time. Loops that wait end for whole warps.
+  __device__ static uint32_t first_of_warp(uint32_t u) { return u - threadIdx.x % 32; }
 
   // --- waiting ------------------------------------------------------------------------------------------------
 
   // Polls K places until those with their bit in `wanted` have arrived, all loads in flight at once, and empties them.
-  // rank(k): who is waited for.
+  // rank(k): who is waited for. By whole warps, which leave the loop as one: a warp that falls apart in it takes half a
+  // microsecond to come together.
   template <int K, class Rank>
   __device__ void await(Unit (&got)[K], uint32_t wanted, char* (&place)[K], Rank rank) const {
 #pragma unroll
@@ -92,30 +95,25 @@ struct Kernel {
       bool all = true;
 #pragma unroll
       for (int k = 0; k < K; ++k) all &= !(wanted >> k & 1) | arrived(got[k]);
-      if (all) break;
+      if (__all_sync(~0u, all)) break;
       if (spins % 1024 == 0) {
         int missing = 0;
 #pragma unroll
         for (int k = K - 1; k >= 0; --k)
           if (wanted >> k & 1 && !arrived(got[k])) missing = rank(k);
-        began = wait_on(c.error, began, c.limit_cycles, missing);
-        if (began < 0) break;
+        if (!all) began = wait_on(c.error, began, c.limit_cycles, missing);
+        if (__any_sync(~0u, began < 0)) break;
       }
     }
 #pragma unroll
     for (int k = 0; k < K; ++k)
       if (wanted >> k & 1) *reinterpret_cast<uint4*>(place[k]) = make_uint4(~0u, ~0u, ~0u, ~0u);
   }
-  __device__ Unit await_one(char* at, int rank) const {
-    Unit got[1];
-    char* place[1] = {at};
-    await(got, 1, place, [&](int) { return rank; });
-    return got[0];
-  }
 
   // The sum, in rank order, over ranks first … last - 1 of their unit u; of this rank's own, it is x's unit `own` + u.
-  __device__ Unit sum(int first, int last, uint32_t own, uint32_t u) const {
-    const uint32_t ranks = (1u << last) - (1u << first), wanted = ranks & ~(1u << me);
+  // mine: else this thread only comes along with its warp.
+  __device__ Unit sum(bool mine, int first, int last, uint32_t own, uint32_t u) const {
+    const uint32_t ranks = mine ? (1u << last) - (1u << first) : 0, wanted = ranks & ~(1u << me);
     Unit got[N];
     char* place[N];
     place[0] = c.inbox[me] + lane(0, u);
@@ -170,7 +168,12 @@ struct Kernel {
 
   __device__ void await_tokens() const {
     const uint32_t r = start(c.write);
-    if (r < c.n && r != me && l.receive[r] == 0) await_one(c.inbox[me] + lane(r, 0), int(r));
+    if (r >= 32) return;
+    const bool none = r < c.n && r != me && l.receive[r] == 0;
+    if (!__any_sync(~0u, none)) return;
+    Unit token[1];
+    char* place[1] = {c.inbox[me] + lane(r, 0)};
+    await(token, none, place, [&](int) { return int(r); });
   }
 
   // --- summing and writing --------------------------------------------------------------------------------------
@@ -182,11 +185,11 @@ struct Kernel {
     const int first = c.scatter ? 0 : group, last = c.scatter ? c.n : end;
     const uint32_t readers = c.scatter ? (1u << end) - (1u << group) : (1u << c.n) - 1;
 #pragma unroll 1
-    for (uint32_t u = start(c.sum); u < units; u += step(c.sum)) {
-      const Unit total = sum(first, last, from, u);
+    for (uint32_t u = start(c.sum); first_of_warp(u) < units; u += step(c.sum)) {
+      const Unit total = sum(u < units, first, last, from, u);
 #pragma unroll
       for (int i = 0; i < N; ++i)
-        if (readers >> i & 1) store_far(c.inbox[i] + sum_place(to + u), total);
+        if (u < units && readers >> i & 1) store_far(c.inbox[i] + sum_place(to + u), total);
     }
   }
 
@@ -208,16 +211,19 @@ struct Kernel {
   }
   __device__ Unit load_own(uint32_t unit) const { return load(c.x, l.from[me] + unit - l.begin[segment_of(unit)]); }
 
-  // A unit of the result.
-  __device__ Unit value(uint32_t unit) const {
+  // A unit of the result. mine: as for `sum`.
+  __device__ Unit value(bool mine, uint32_t unit) const {
     if constexpr (kWay == Way::kSum) {
       const int segment = c.scatter ? 0 : segment_of(unit);
       const int first = c.scatter ? 0 : segment * c.span, last = c.scatter ? c.n : first + c.span;
-      return sum(first, last, l.from[me], unit - (c.scatter ? 0 : l.begin[segment]));
+      return sum(mine, first, last, l.from[me], unit - (c.scatter ? 0 : l.begin[segment]));
     }
     int rank;
-    char* place = place_of(unit, rank);
-    return place ? await_one(place, rank) : load_own(unit);
+    Unit got[1];
+    char* place[1] = {place_of(unit, rank)};
+    if (mine && !place[0]) got[0] = load_own(unit);
+    await(got, mine && place[0], place, [&](int) { return rank; });
+    return got[0];
   }
 
   __device__ void write() const {
@@ -225,7 +231,7 @@ struct Kernel {
     uint32_t u = start(c.write);
     if constexpr (kWay != Way::kSum) {
 #pragma unroll 1
-      for (; u + by < units; u += kInFlight * by) {  // more than one left for this thread
+      for (; first_of_warp(u) + by < units; u += kInFlight * by) {  // more than one left for some of its threads
         Unit got[kInFlight];
         char* place[kInFlight];
         int rank[kInFlight];
@@ -246,7 +252,10 @@ struct Kernel {
       }
     }
 #pragma unroll 1
-    for (; u < units; u += by) store(c.out, u, value(u));
+    for (; first_of_warp(u) < units; u += by) {
+      const Unit result = value(u < units, u);
+      if (u < units) store(c.out, u, result);
+    }
   }
 
   // A cluster's blocks share a row; how many threads these have, and this one's place among them.
@@ -283,17 +292,29 @@ struct Kernel {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(uint32_t(__cvta_generic_to_shared(place))), "r"(block));
     asm volatile("st.shared::cluster.v2.b32 [%0], {%1, %2};" ::"r"(there), "f"(value), "r"(row) : "memory");
   }
-  __device__ static float shared_value(const uint64_t* place, uint32_t row) {
-    uint64_t v;
-    do {
-      v = *reinterpret_cast<const volatile uint64_t*>(place);
-    } while (v >> 32 != row);
-    return __uint_as_float(uint32_t(v));
-  }
   __device__ static float over_warp(float value) {
 #pragma unroll
     for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(~0u, value, mask);
     return value;
+  }
+  // The sum of what was shared about a row in `used` runs: a warp's, which leaves the loop as one, as in `await`.
+  __device__ static float shared_total(const uint64_t* runs, int used, uint32_t row) {
+    const int lane = int(threadIdx.x % 32);
+    uint64_t v[kMaxRuns / 32];
+    bool all;
+    do {
+      all = true;
+#pragma unroll
+      for (int i = 0; i < kMaxRuns / 32; ++i) {
+        v[i] = uint64_t(row) << 32;
+        if (lane + 32 * i < used) v[i] = *reinterpret_cast<const volatile uint64_t*>(runs + lane + 32 * i);
+        all &= v[i] >> 32 == row;
+      }
+    } while (!__all_sync(~0u, all));
+    float total = 0;
+#pragma unroll
+    for (int i = 0; i < kMaxRuns / 32; ++i) total += __uint_as_float(uint32_t(v[i]));
+    return over_warp(total);
   }
 
   __device__ static Unit normed(const Row& r, float scale) {
@@ -312,22 +333,24 @@ struct Kernel {
   // Squares are summed by runs of 32 units, then over runs: the same bits however many threads share a row.
   // r: loaded for the first row. Where a row has more than a unit a thread, the others are read again.
   __device__ void write_normed(Row& r, Runs& runs) const {
-    const uint32_t units = l.out, by = step_in_row(), start = start_in_row(), lane = threadIdx.x % 32;
+    const uint32_t units = l.out, by = step_in_row(), start = start_in_row();
     const int width = int(row_bytes / sizeof(T)), used = int(row_units + 31) / 32;
     const bool more = row_units > by;
-    if (start - lane >= row_units) return;               // the whole warp: it has no part in any row
+    if (first_of_warp(start) >= row_units) return;  // no part in any row
 #pragma unroll 1
     for (uint32_t row = first_row(), count = 1; row * row_units < units; ++count) {
       // Two turns' sums lie apart: none writes what another still reads, for who reads a turn's takes part in the next.
       uint64_t* const shared = runs[count % 2];
       const uint32_t begin = row * row_units;
 #pragma unroll 1
-      for (uint32_t k = start; k - lane < row_units; k += by) {  // for the whole warp
+      for (uint32_t k = start; first_of_warp(k) < row_units; k += by) {
+        const bool mine = k < row_units;
         float squares = 0;
         if (k >= by) load_row(row, k, r);
-        if (k < row_units) {
+        const Unit sum = value(mine, begin + k);
+        if (mine) {
           float f[E::count], d[E::count];
-          E::widen(value(begin + k), d), E::widen(r.residual, f);
+          E::widen(sum, d), E::widen(r.residual, f);
 #pragma unroll
           for (int i = 0; i < E::count; ++i) f[i] += d[i];
           r.residual = E::narrow(f);
@@ -339,11 +362,7 @@ struct Kernel {
         }
         share(&shared[k / 32], over_warp(squares), count);
       }
-      float total = 0;
-#pragma unroll
-      for (int i = 0; i < kMaxRuns / 32; ++i)
-        if (int(lane) + 32 * i < used) total += shared_value(&shared[lane + 32 * i], count);
-      const float scale = rsqrtf(over_warp(total) * c.inverse_width + c.eps);
+      const float scale = rsqrtf(shared_total(shared, used, count) * c.inverse_width + c.eps);
       if (!more) {
         if (start < row_units) store(c.out, begin + start, normed(r, scale));
       } else {

@@ -24,7 +24,9 @@ struct Lanes {
   uint32_t send[kMaxRanks] = {};       // that this rank stores into each other rank's lane; 0: a token
   uint32_t from[kMaxRanks] = {};       // where in x they begin; this rank's own term begins at from[me]
   uint32_t receive[kMaxRanks] = {};    // that each rank has in this one's lane
-  uint32_t begin[kMaxRanks + 1] = {};  // of each segment of the result; the last again for those beyond
+  // Of each rank's strip of the result, beyond the last rank the result's end. A strip is what a rank brings: its segment
+  // if nothing is summed, the part that it sums with two hops; with one, the first rank of a sum stands for all.
+  uint32_t begin[kMaxRanks + 1] = {};
   uint32_t part = 0, part_from = 0, part_to = 0;  // two hops: of its segment that this rank sums; in x, in the result
   uint32_t out = 0;                               // of the result
   uint32_t most_to_send = 0;
@@ -63,10 +65,10 @@ struct Segment {
   uint32_t begin, units;
 };
 
-// Fills what concerns rank i but the segments' begins. its: rank i's segment; mine: this rank's; all: units of all
-// segments; arrives: units that rank i sends to this one, in all_to_all.
+// Fills what concerns rank i. its: rank i's segment; mine: this rank's; all: units of all segments; arrives: what rank i
+// sends to this one, as it lies in the result, in all_to_all.
 template <bool kTwoHops>
-__host__ __device__ inline void lay_out(const Call& c, int i, Segment its, Segment mine, uint32_t all, uint32_t arrives,
+__host__ __device__ inline void lay_out(const Call& c, int i, Segment its, Segment mine, uint32_t all, Segment arrives,
                                         Lanes& l) {
   if constexpr (kTwoHops) {
     const auto part = [&](Segment s, int place) {
@@ -78,18 +80,21 @@ __host__ __device__ inline void lay_out(const Call& c, int i, Segment its, Segme
     l.send[i] = shares && i != c.me ? its_part.units : 0;
     l.receive[i] = shares ? my_part.units : 0;
     l.from[i] = (c.scatter ? its.begin : 0) + its_part.begin;
+    const bool of_mine = i / c.span == c.me / c.span;
+    l.begin[i] = !c.scatter ? its.begin + its_part.begin : of_mine ? its_part.begin : i < c.me ? 0 : mine.units;
     if (i == c.me)
       l.part = my_part.units, l.part_from = l.from[i], l.part_to = (c.scatter ? 0 : mine.begin) + my_part.begin;
   } else {
     if (c.root >= 0) {
       l.send[i] = c.me == c.root ? its.units : 0;
       l.receive[i] = i == c.root ? its.units : 0;
+      l.begin[i] = i <= c.root ? 0 : its.units;
     } else if (c.exchange) {
-      l.send[i] = its.units, l.from[i] = its.begin, l.receive[i] = arrives;
+      l.send[i] = its.units, l.from[i] = its.begin, l.receive[i] = arrives.units, l.begin[i] = arrives.begin;
     } else if (c.scatter) {
-      l.send[i] = its.units, l.from[i] = its.begin, l.receive[i] = mine.units;
+      l.send[i] = its.units, l.from[i] = its.begin, l.receive[i] = mine.units, l.begin[i] = i ? mine.units : 0;
     } else {
-      l.send[i] = mine.units, l.receive[i] = its.units;
+      l.send[i] = mine.units, l.receive[i] = its.units, l.begin[i] = its.begin + (i % c.span ? its.units : 0);
     }
     if (i == c.me) l.send[i] = 0;
   }

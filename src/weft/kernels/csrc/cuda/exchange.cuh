@@ -56,6 +56,7 @@ struct Kernel {
   const Lanes& l;
   const uint32_t me = uint32_t(c.me), lane_bytes = c.lane_units[kWay == Way::kTwoHops] * kUnit;
   const uint32_t row_units = c.row_units, row_bytes = kWhole ? row_units * kUnit : c.row_bytes;
+  static constexpr bool kTogether = kNorm || kWay == Way::kTwoHops;
   int64_t rotation = 0;  // bytes from an inbox of the first rotation to this call's
 
   __device__ Unit load(const char* base, uint32_t unit) const {
@@ -81,9 +82,9 @@ struct Kernel {
   // --- waiting ------------------------------------------------------------------------------------------------
 
   // Polls K places until those with their bit in `wanted` have arrived, all loads in flight at once, and empties them.
-  // rank(k): who is waited for. By whole warps, which leave the loop as one: a warp that falls apart in it takes half a
-  // microsecond to come together.
-  template <int K, class Rank>
+  // rank(k): who is waited for. kTogether: a warp leaves the loop as one. If it falls apart there, what its threads do
+  // together next takes half a microsecond more; if they go on alone, to leave one by one is quicker.
+  template <bool kTogether, int K, class Rank>
   __device__ void await(Unit (&got)[K], uint32_t wanted, char* (&place)[K], Rank rank) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) asm volatile("" : "+l"(place[k]));  // the compiler would work them out again, each time
@@ -95,14 +96,14 @@ struct Kernel {
       bool all = true;
 #pragma unroll
       for (int k = 0; k < K; ++k) all &= !(wanted >> k & 1) | arrived(got[k]);
-      if (__all_sync(~0u, all)) break;
+      if (kTogether ? __all_sync(~0u, all) : all) break;
       if (spins % 1024 == 0) {
         int missing = 0;
 #pragma unroll
         for (int k = K - 1; k >= 0; --k)
           if (wanted >> k & 1 && !arrived(got[k])) missing = rank(k);
         if (!all) began = wait_on(c.error, began, c.limit_cycles, missing);
-        if (__any_sync(~0u, began < 0)) break;
+        if (kTogether ? __any_sync(~0u, began < 0) : began < 0) break;
       }
     }
 #pragma unroll
@@ -121,9 +122,11 @@ struct Kernel {
     for (int i = 0; i < N; ++i) {
       if (i) place[i] = place[i - 1] + lane_bytes;
       got[i] = E::nothing();
-      if (i == me && ranks >> i & 1) got[i] = load(c.x, own + u);
+      uint32_t self = me;
+      asm volatile("" : "+r"(self));  // the compiler would make one load of all, to got[me] in local memory
+      if (i == self && ranks >> i & 1) got[i] = load(c.x, own + u);
     }
-    await(got, wanted, place, [](int i) { return i; });
+    await<kTogether>(got, wanted, place, [](int i) { return i; });
     float total[E::count];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -146,10 +149,16 @@ struct Kernel {
     for (int i = 0; i < N; ++i)
       if (u < s.units[i]) s.first[i] = load(c.x, s.from[i] + u);
   }
-  __device__ void begin_to_send(Send& s) const {
+  // guess: before the counts are known. Gathers send from the first row on, however many there are.
+  __device__ void begin_to_send(bool guess, Send& s) const {
+    const uint32_t room = uint32_t(c.x_rows) * row_units;
 #pragma unroll
-    for (int i = 0; i < N; ++i) s.units[i] = l.send[i], s.from[i] = l.from[i];
+    for (int i = 0; i < N; ++i) s.units[i] = guess ? room : l.send[i], s.from[i] = guess ? 0 : l.from[i];
     load_to_send(start(c.push), s);
+  }
+  __device__ void correct(Send& s) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) s.units[i] = l.send[i];
   }
   __device__ void push(Send& s) const {
     const uint32_t most = l.most_to_send, by = step(c.push), begin = start(c.push);
@@ -173,7 +182,7 @@ struct Kernel {
     if (!__any_sync(~0u, none)) return;
     Unit token[1];
     char* place[1] = {c.inbox[me] + lane(r, 0)};
-    await(token, none, place, [&](int) { return int(r); });
+    await<true>(token, none, place, [&](int) { return int(r); });
   }
 
   // --- summing and writing --------------------------------------------------------------------------------------
@@ -193,66 +202,63 @@ struct Kernel {
     }
   }
 
-  // The segment of the result in which unit u lies: empty ones hold none.
-  __device__ int segment_of(uint32_t u) const {
-    int segment = 0;
+  // The rank in whose strip unit u of the result lies.
+  __device__ int strip_of(uint32_t u) const {
+    int rank = 0;
 #pragma unroll
-    for (int s = 1; s < N; ++s) segment += u >= l.begin[s];
-    return segment;
+    for (int i = 1; i < N; ++i) rank += u >= l.begin[i];
+    return rank;
   }
-
-  // Where a unit of the result lies in this rank's inbox, where it is not summed first: null if it is this rank's own.
-  __device__ char* place_of(uint32_t unit, int& rank) const {
-    rank = int(me);
-    if constexpr (kWay == Way::kTwoHops) return c.inbox[me] + sum_place(unit);
-    const int segment = segment_of(unit);
-    rank = c.root < 0 ? segment : c.root;
-    return rank == me ? nullptr : c.inbox[me] + lane(uint32_t(rank), unit - l.begin[segment]);
+  // Where unit u of a rank's strip lies in this rank's inbox, where it is not summed first.
+  __device__ char* place_of(uint32_t rank, uint32_t u, uint32_t begin) const {
+    return c.inbox[me] + (kWay == Way::kTwoHops ? sum_place(begin + u) : lane(rank, u));
   }
-  __device__ Unit load_own(uint32_t unit) const { return load(c.x, l.from[me] + unit - l.begin[segment_of(unit)]); }
+  __device__ bool is_own(uint32_t rank) const { return kWay == Way::kGather && rank == me; }
 
   // A unit of the result. mine: as for `sum`.
   __device__ Unit value(bool mine, uint32_t unit) const {
-    if constexpr (kWay == Way::kSum) {
-      const int segment = c.scatter ? 0 : segment_of(unit);
-      const int first = c.scatter ? 0 : segment * c.span, last = c.scatter ? c.n : first + c.span;
-      return sum(mine, first, last, l.from[me], unit - (c.scatter ? 0 : l.begin[segment]));
-    }
-    int rank;
+    const int rank = strip_of(unit);
+    const uint32_t begin = l.begin[rank], u = unit - begin;
+    if constexpr (kWay == Way::kSum) return sum(mine, rank, c.scatter ? c.n : rank + c.span, l.from[me], u);
     Unit got[1];
-    char* place[1] = {place_of(unit, rank)};
-    if (mine && !place[0]) got[0] = load_own(unit);
-    await(got, mine && place[0], place, [&](int) { return rank; });
+    char* place[1] = {place_of(rank, u, begin)};
+    if (mine && is_own(rank)) got[0] = load(c.x, l.from[me] + u);
+    await<kTogether>(got, mine && !is_own(rank), place, [&](int) { return rank; });
     return got[0];
+  }
+
+  // All strips at once, since all arrive at once: what waited for one would find the others there.
+  __device__ void write_strips() const {
+    constexpr int kEach = N < kInFlight ? kInFlight / N : 1, kUnits = N * kEach;
+    const uint32_t by = step(c.write), own = l.from[me];
+    uint32_t begin[N], units[N], most = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) begin[i] = l.begin[i], units[i] = l.begin[i + 1] - begin[i], most = max(most, units[i]);
+#pragma unroll 1
+    for (uint32_t u = start(c.write); first_of_warp(u) < most; u += kEach * by) {
+      Unit got[kUnits];
+      char* place[kUnits];
+      uint32_t wanted = 0;
+#pragma unroll
+      for (int k = 0; k < kUnits; ++k) {
+        const uint32_t i = k % N, at = u + k / N * by;
+        place[k] = place_of(i, at, begin[i]);
+        if (at < units[i] && is_own(i)) got[k] = load(c.x, own + at);
+        if (at < units[i] && !is_own(i)) wanted |= 1u << k;
+      }
+      await<true>(got, wanted, place, [](int k) { return k % N; });
+#pragma unroll
+      for (int k = 0; k < kUnits; ++k)
+        if (const uint32_t i = k % N, at = u + k / N * by; at < units[i]) store(c.out, begin[i] + at, got[k]);
+    }
   }
 
   __device__ void write() const {
     const uint32_t units = l.out, by = step(c.write);
-    uint32_t u = start(c.write);
-    if constexpr (kWay != Way::kSum) {
+    if constexpr (kWay != Way::kSum)
+      if (units > by) return write_strips();
 #pragma unroll 1
-      for (; first_of_warp(u) + by < units; u += kInFlight * by) {  // more than one left for some of its threads
-        Unit got[kInFlight];
-        char* place[kInFlight];
-        int rank[kInFlight];
-        uint32_t wanted = 0;
-#pragma unroll
-        for (int k = 0; k < kInFlight; ++k) {
-          if (u + k * by >= units) continue;
-          place[k] = place_of(u + k * by, rank[k]);
-          if (place[k])
-            wanted |= 1u << k;
-          else
-            got[k] = load_own(u + k * by);
-        }
-        await(got, wanted, place, [&](int k) { return rank[k]; });
-#pragma unroll
-        for (int k = 0; k < kInFlight; ++k)
-          if (u + k * by < units) store(c.out, u + k * by, got[k]);
-      }
-    }
-#pragma unroll 1
-    for (; first_of_warp(u) < units; u += by) {
+    for (uint32_t u = start(c.write); first_of_warp(u) < units; u += by) {
       const Unit result = value(u < units, u);
       if (u < units) store(c.out, u, result);
     }
@@ -399,8 +405,10 @@ __device__ inline void read_counts(const Call& c, uint32_t count, int its, int m
   const uint32_t row_units = sane ? c.row_units : 0, end = total * row_units, size = count * row_units;
   const Segment my_segment{__shfl_sync(~0u, end - size, mine), my_rows * row_units};
   const Segment its_segment{__shfl_sync(~0u, end - size, its), __shfl_sync(~0u, size, its)};
-  if (i < kMaxRanks) l.begin[i + 1] = c.scatter ? my_segment.units : end;
-  if (i < c.n) lay_out<kTwoHops>(c, i, its_segment, my_segment, all * row_units, {}, l);
+  if (i < c.n)
+    lay_out<kTwoHops>(c, i, its_segment, my_segment, all * row_units, {}, l);
+  else if (i <= kMaxRanks)
+    l.begin[i] = c.scatter ? my_segment.units : all * row_units;
   __syncwarp();
   const uint32_t most_to_send = __reduce_max_sync(~0u, i < c.n ? l.send[i] : 0);
   if (i == 0) l.most_to_send = most_to_send;
@@ -410,7 +418,7 @@ __device__ inline void read_counts(const Call& c, uint32_t count, int its, int m
 // writes the next call's. The next kernel may take its place at once (programmatic dependent launch), but waits for
 // this one's end: what it sends tells its peers that.
 template <class T, bool kWhole, int N, Way kWay, bool kNorm>
-__global__ void __launch_bounds__(kWorkers + kKeepers, 1) exchange(const __grid_constant__ Call c) {
+__global__ void __launch_bounds__(kWorkers + kKeepers, N <= 4 ? 2 : 1) exchange(const __grid_constant__ Call c) {
   __shared__ Lanes lanes;
   __shared__ uint32_t touched;
   for (uint32_t k = threadIdx.x; k < sizeof(Lanes) / 4; k += blockDim.x)
@@ -431,15 +439,20 @@ __global__ void __launch_bounds__(kWorkers + kKeepers, 1) exchange(const __grid_
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const uint32_t epoch = *reinterpret_cast<volatile uint32_t*>(&c.state->epoch);
+  typename Kernel<T, kWhole, N, kWay, kNorm>::Send send;  // loaded while the epoch is on its way, as is the row
+  const bool guess = kWay != Way::kTwoHops && c.device_counts && !c.scatter;
+  if (guess && pushes) kernel.begin_to_send(true, send);
   if (c.device_counts) {
     if (threadIdx.x < 32)
       read_counts<kWay == Way::kTwoHops>(c, threadIdx.x < c.segments ? uint32_t(c.device_counts[threadIdx.x]) : 0, its,
                                          mine, lanes);
     __syncthreads();
   }
-  typename Kernel<T, kWhole, N, kWay, kNorm>::Send send;  // loaded while the epoch is on its way, as is the row
   typename Kernel<T, kWhole, N, kWay, kNorm>::Row row;
-  if (pushes) kernel.begin_to_send(send);
+  if (guess)
+    kernel.correct(send);
+  else if (pushes)
+    kernel.begin_to_send(false, send);
   if constexpr (kNorm)
     if (worker && kernel.has(c.write)) kernel.load_row(kernel.first_row(), kernel.start_in_row(), row);
   kernel.rotation = int64_t(epoch % kRotations) * c.inbox_units * kUnit;

@@ -201,17 +201,17 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
   c.x_rows = x.size(0), c.out_rows = out.size(0);
   for (int i = 0; i < c.n; ++i) c.inbox[i] = g.inbox[i];
   if (!c.device_counts) {
-    Segment at[kMaxRanks];
-    uint32_t arrives[kMaxRanks] = {}, all = 0, out = 0;
+    Segment at[kMaxRanks], arrives[kMaxRanks] = {};
+    uint32_t all = 0, arriving = 0;
     for (size_t i = 0; i < counts.size(); all += at[i++].units) at[i] = {all, uint32_t(counts[i]) * c.row_units};
-    for (size_t i = 0; i < received.size(); ++i) arrives[i] = uint32_t(received[i]) * c.row_units;
-    for (int s = 0; s < kMaxRanks; c.lanes.begin[++s] = out)
-      out += c.exchange ? arrives[s] : c.scatter ? (s ? 0 : at[c.me / c.span].units) : s < c.segments ? at[s].units : 0;
+    for (size_t i = 0; i < received.size(); arriving += arrives[i++].units)
+      arrives[i] = {arriving, uint32_t(received[i]) * c.row_units};
     const auto lay = two_hops ? lay_out<true> : lay_out<false>;
     for (int i = 0; i < c.n; ++i) {
-      lay(c, i, at[i / c.span], at[c.me / c.span], out, arrives[i], c.lanes);
+      lay(c, i, at[i / c.span], at[c.me / c.span], c.exchange ? arriving : all, arrives[i], c.lanes);
       c.lanes.most_to_send = std::max(c.lanes.most_to_send, c.lanes.send[i]);
     }
+    std::fill(c.lanes.begin + c.n, c.lanes.begin + kMaxRanks + 1, c.lanes.out);
   }
   c.inbox_units = uint32_t(w.inbox_bytes / kUnit);
   c.lane_units[0] = c.inbox_units / c.n, c.lane_units[1] = c.inbox_units / (2 * c.n);

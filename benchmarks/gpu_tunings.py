@@ -21,13 +21,16 @@ TUNINGS = {
     "64 wide": PeerTuning(wide_blocks=64),
     "256 threads wide": PeerTuning(wide_threads=256),
     "late": PeerTuning(early=0),
-    **{f"cluster {n}": PeerTuning(cluster=n) for n in (1, 2, 8)},
+    **{f"cluster {n}": PeerTuning(cluster=n) for n in (1, 2, 4)},
     "one hop": PeerTuning(one_hop_bytes=NEVER),
     "two hops": PeerTuning(one_hop_bytes=0),
-    "no split": PeerTuning(split_bytes=NEVER),
+    "no split": PeerTuning(split_bytes=NEVER, split_sums_bytes=NEVER),
     "split": PeerTuning(split_bytes=1 << 20, split_sums_bytes=1 << 20),
-    "split 16-48-64": PeerTuning(1 << 18, split_bytes=1 << 20, push_blocks=16, sum_blocks=48, write_blocks=64),
-    "split 64-32-32": PeerTuning(1 << 18, split_bytes=1 << 20, push_blocks=64, sum_blocks=32, write_blocks=32),
+    "16 push": PeerTuning(push_blocks=16, write_blocks=112),
+    "64 push": PeerTuning(push_blocks=64, write_blocks=192),
+    "sums 24-56-48": PeerTuning(sums_push_blocks=24, sums_blocks=56, sums_write_blocks=48),
+    "sums 64-64-128": PeerTuning(sums_push_blocks=64, sums_blocks=64, sums_write_blocks=128),
+    "128 to a norm": PeerTuning(norm_blocks=128),
 }
 
 

@@ -32,7 +32,15 @@ HOPS = {
     "one hop": PeerTuning(one_hop_bytes=NEVER),
     "two hops": PeerTuning(one_hop_bytes=0),
     "split": PeerTuning(
-        0, split_bytes=0, split_sums_bytes=0, push_blocks=2, sum_blocks=1, write_blocks=3, wide_threads=128
+        one_hop_bytes=0,
+        wide_threads=128,
+        split_bytes=0,
+        push_blocks=2,
+        write_blocks=4,
+        split_sums_bytes=0,
+        sums_push_blocks=2,
+        sums_blocks=1,
+        sums_write_blocks=3,
     ),
 }
 
@@ -58,7 +66,7 @@ def run_gpus(mesh: Mesh, directory: Path, work: Callable[..., None], **options: 
 def everything(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
     few = mesh.world > GPUS  # blocks: all ranks' kernels share a GPU
     for name, tuning in HOPS.items():
-        transport.tuning = replace(tuning, blocks=8, wide_blocks=8) if few else tuning
+        transport.tuning = replace(tuning, blocks=8, wide_blocks=8, norm_blocks=8) if few else tuning
         check_calls(transport, mesh, SUMMED if name == "one hop" else SUMMED[1:2], str(device))
         for counts in counts_of(mesh):
             check_edges(transport, mesh, counts, torch.float32, str(device))

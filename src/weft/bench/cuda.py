@@ -235,11 +235,22 @@ def _check(case: Case, name: str, got: Tensor, expected: Tensor, norm: Epilogue 
         raise CommError(f"{name} gave a wrong result for {case}: relative error {error:.1e}")
 
 
+Graph = tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]
+
+
 def graph_us(calls: Sequence[Callable[[], object]], captured: Callable[[], None] | None = None) -> float:
     """µs a call of a captured graph that makes them in turn: the median, the slowest rank's. Collective.
 
     captured: what is to be done before the graph is replayed.
     """
+    graph = capture(calls)
+    if captured is not None:
+        captured()
+    return replays_us(graph)
+
+
+def capture(calls: Sequence[Callable[[], object]]) -> Graph:
+    """A graph of CALLS calls, these in turn, and its stream. Collective."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -250,8 +261,13 @@ def graph_us(calls: Sequence[Callable[[], object]], captured: Callable[[], None]
         with torch.cuda.graph(graph, stream=stream):
             for i in range(CALLS):
                 calls[i % len(calls)]()
-        if captured is not None:
-            captured()
+    return graph, stream
+
+
+def replays_us(captured: Graph) -> float:
+    """µs a call of it: the median over replays, the slowest rank's. Collective."""
+    graph, stream = captured
+    with torch.cuda.stream(stream):
         times = [_events_us(stream, graph.replay) / CALLS for _ in range(WARM + REPLAYS)]
     return _slowest(statistics.median(times[WARM:]))
 

@@ -12,7 +12,7 @@ import torch
 from weft.bench.cuda import World, graph_us
 from weft.bench.ranks import Report
 from weft.bench.tune import edges_to_price
-from weft.comm.peer import PeerTuning
+from weft.comm.peer import PeerTuning, spared_by_two_hops
 from weft.comm.transport import Epilogue, Transport, carry_out
 
 WIDTH, DTYPE = 4096, torch.bfloat16
@@ -49,10 +49,10 @@ def measure_gpus(rank: int, directory: Path, report: Report, world: int, names: 
 def _find_tuning(here: World) -> PeerTuning:
     """The PeerTuning for this host: a number at a time, each with those found before.
 
-    Found by all_reduce, and what concerns large calls in one hop by all_gatherv.
+    Found by all_reduce; what concerns large calls in one hop by all_gatherv. Two hops must pay for the mixed edge too.
     """
-    peer, group = here.peer, here.peer.world
-    n = len(group)
+    peer, group, mesh = here.peer, here.peer.world, here.mesh
+    n, dp, tp = len(group), here.mesh.peers("attn_dp", here.rank), here.mesh.peers("attn_tp", here.rank)
 
     def tensors(size: int) -> list[torch.Tensor]:
         return [torch.ones(size // ROW_BYTES, WIDTH, device=here.device, dtype=DTYPE) for _ in range(4)]
@@ -69,6 +69,11 @@ def _find_tuning(here: World) -> PeerTuning:
         peer.tuning = tuning
         return graph_us([partial(peer.all_gatherv, x, group, (x.shape[0],) * n) for x in tensors(size // n)])
 
+    def mixed_us(tuning: PeerTuning, size: int) -> float:
+        peer.tuning = tuning
+        sizes = (size // ROW_BYTES // mesh.attn_dp,) * mesh.attn_dp
+        return graph_us([partial(peer.reduce_scatterv_all_reduce, x, dp, tp, sizes) for x in tensors(size)])
+
     def best(found: Sequence[PeerTuning], us: Measured, sizes: Sequence[int]) -> PeerTuning:
         return min(found, key=lambda t: sum(us(t, size) / size**0.25 for size in sizes))
 
@@ -82,20 +87,26 @@ def _find_tuning(here: World) -> PeerTuning:
     two = replace(one, one_hop_bytes=0)
     two = best([replace(two, wide_threads=t, wide_blocks=b) for t in (256, 480) for b in (64, 128)], sum_us, MIDDLE)
     two = best([replace(two, cluster=c) for c in (2, 4, 8)], norm_us, SMALL)
-    one = replace(two, one_hop_bytes=NEVER)
-    hops = threshold(one, two, sum_us, [1 << p for p in range(14, 22)])
-    shapes = [(32, 32, 64), (16, 48, 64), (64, 32, 32), (24, 40, 64)]
-    split = [replace(two, split_bytes=0, push_blocks=p, sum_blocks=s, write_blocks=w) for p, s, w in shapes]
-    found = best(split, gather_us, LARGE)
+    two = best([replace(two, norm_blocks=b) for b in (128, 256)], norm_us, MIDDLE)
+    one, sizes = replace(two, one_hop_bytes=NEVER), [1 << p for p in range(15, 22)]
+    hops = spared_by_two_hops((1, n, 0), n, threshold(one, two, sum_us, sizes))
+    if mesh.attn_dp > 1 and mesh.attn_tp > 1:
+        segment = threshold(one, two, mixed_us, sizes) // mesh.attn_dp
+        hops = max(hops, spared_by_two_hops((mesh.attn_dp, mesh.attn_tp, 1), n, segment))
+    copies = [replace(two, split_bytes=0, push_blocks=p, write_blocks=w) for p, w in ((32, 96), (16, 112), (64, 192))]
+    found = best(copies, gather_us, LARGE)
     unsplit = threshold(one, found, gather_us, [1 << p for p in range(18, 27)])
-    sums = replace(found, split_sums_bytes=0)
-    unsplit_sums = threshold(two, sums, sum_us, [1 << p for p in range(20, 27)])
-    return replace(
-        found,
-        one_hop_bytes=hops * (n - 1) * (n - 2) // n,
-        split_bytes=unsplit + 1,
-        split_sums_bytes=unsplit_sums + 1,
+    shapes = ((64, 112, 88), (24, 56, 48), (32, 64, 32), (64, 64, 128))
+    sums = best(
+        [
+            replace(found, split_sums_bytes=0, sums_push_blocks=p, sums_blocks=s, sums_write_blocks=w)
+            for p, s, w in shapes
+        ],
+        sum_us,
+        LARGE,
     )
+    unsplit_sums = threshold(two, sums, sum_us, [1 << p for p in range(20, 27)])
+    return replace(sums, one_hop_bytes=int(hops), split_bytes=unsplit + 1, split_sums_bytes=unsplit_sums + 1)
 
 
 def _price_locals(here: World, sizes: list[int]) -> dict[str, list[tuple[int, float]]]:

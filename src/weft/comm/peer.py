@@ -50,10 +50,11 @@ class PeerTuning:
     """What depends on the machine. Sizes are bytes of a call's larger tensor.
 
     one_hop_bytes: sums take two hops where that spares a rank more bytes of what it receives. few_bytes: up to here at
-    most `blocks` blocks of `threads` threads; beyond, wide_blocks of wide_threads. push_blocks, sum_blocks,
-    write_blocks: that do only so, at the same time, from split_bytes on, in two hops from split_sums_bytes on.
-    cluster: blocks that may share a row to be normalised, a power of two up to 8. early: 1: a call's blocks take their
-    places before the kernel before it ends (programmatic dependent launch).
+    most `blocks` blocks of `threads` threads; beyond, wide_blocks of wide_threads, norm_blocks where rows are
+    normalised: as many of them as the GPU holds at a time. split_bytes: from here on push_blocks only push, while
+    write_blocks sum or write. split_sums_bytes: the same for two hops, with sums_push_blocks, sums_blocks and
+    sums_write_blocks. cluster: blocks that may share a row to be normalised, a power of two up to 8. early: 1: a call's
+    blocks take their places before the kernel before it ends (programmatic dependent launch).
     """
 
     one_hop_bytes: int = 384 << 10
@@ -62,12 +63,15 @@ class PeerTuning:
     threads: int = 128
     wide_blocks: int = 128
     wide_threads: int = 480
-    split_bytes: int = 4 << 20
-    split_sums_bytes: int = 1 << 40
+    norm_blocks: int = 256
+    split_bytes: int = 2 << 20
     push_blocks: int = 32
-    sum_blocks: int = 32
-    write_blocks: int = 64
-    cluster: int = 4
+    write_blocks: int = 96
+    split_sums_bytes: int = 8 << 20
+    sums_push_blocks: int = 64
+    sums_blocks: int = 112
+    sums_write_blocks: int = 88
+    cluster: int = 8
     early: int = 1
 
 
@@ -216,7 +220,7 @@ class PeerTransport:
         largest = max(rows, x.shape[0]) * row_bytes
         # The most that a rank gets from another in one hop.
         segment = (x.shape[0] if isinstance(counts, Tensor) else max((*counts, *received))) * row_bytes
-        two_hops = sums and n > 2 and _spared_by_two_hops(edge, n, segment) > self.tuning.one_hop_bytes
+        two_hops = sums and n > 2 and spared_by_two_hops(edge, n, segment) > self.tuning.one_hop_bytes
         need = 2 * largest + 32 * n * n if two_hops else (segment + UNIT_BYTES) * n
         if row_bytes % UNIT_BYTES:
             need *= UNIT_BYTES  # units hold as little as an element
@@ -256,12 +260,13 @@ class PeerTransport:
     def _launch(self, largest: int, two_hops: bool, normed_rows: int, row_bytes: int) -> _Launch:
         """normed_rows: 0 without an epilogue."""
         t = self.tuning
-        if largest >= (t.split_sums_bytes if two_hops else t.split_bytes):
-            if two_hops:
-                return _Launch((t.push_blocks, t.sum_blocks, t.write_blocks), t.wide_threads)
-            return _Launch((t.push_blocks, 0, t.sum_blocks + t.write_blocks), t.wide_threads)
+        if two_hops and largest >= t.split_sums_bytes and not normed_rows:
+            return _Launch((t.sums_push_blocks, t.sums_blocks, t.sums_write_blocks), t.wide_threads)
+        if not two_hops and largest >= t.split_bytes and not normed_rows:
+            return _Launch((t.push_blocks, 0, t.write_blocks), t.wide_threads)
         few = largest <= t.few_bytes
-        most, threads = (t.blocks, t.threads) if few else (t.wide_blocks, t.wide_threads)
+        wide = t.norm_blocks if normed_rows else t.wide_blocks
+        most, threads = (t.blocks, t.threads) if few else (wide, t.wide_threads)
         if few:  # a unit a thread
             threads = min(t.wide_threads, max(threads, -(-largest // (32 * UNIT_BYTES * most)) * 32))
         wanted = max(1, min(most, -(-largest // (threads * UNIT_BYTES))))
@@ -278,8 +283,11 @@ class PeerTransport:
         return _Launch((0, 0, blocks), min(t.wide_threads, 32 * runs), cluster)
 
 
-def _spared_by_two_hops(edge: tuple[int, ...], ranks: int, segment: int) -> float:
-    """Bytes of `segment`s that a rank receives less if segments are summed in parts. edge: see `_run`."""
+def spared_by_two_hops(edge: tuple[int, ...], ranks: int, segment: int) -> float:
+    """Bytes that a rank receives less of segments of so many if they are summed in parts.
+
+    edge: segments, span, scatter, … as in `call.h`.
+    """
     segments, span, scatter = edge[:3]
     second = span - 1 if scatter else segments * span - 1  # parts of summed segments
     first = ranks - 1 if scatter else span - 1  # parts of terms

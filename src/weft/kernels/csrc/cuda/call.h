@@ -29,7 +29,6 @@ struct Lanes {
   uint32_t begin[kMaxRanks + 1] = {};
   uint32_t part = 0, part_from = 0, part_to = 0;  // two hops: of its segment that this rank sums; in x, in the result
   uint32_t out = 0;                               // of the result
-  uint32_t most_to_send = 0;
 };
 
 struct Call {
@@ -48,7 +47,8 @@ struct Call {
   float eps = 0, inverse_width = 0;
   uint32_t row_bytes = 0, row_units = 0;
   const int32_t* device_counts = nullptr;  // rows of each segment, in device memory: then `lanes` is not used
-  int64_t x_rows = 0, out_rows = 0;        // that the tensors have room for; what device counts ask for may be less
+  uint32_t x_units = 0;                    // that x has room for; what device counts ask for may be less
+  uint32_t most_rows = 0, most_mine = 0, most_in_all = 0;  // that there is room for: of a segment, this rank's, all
   char* inbox[kMaxRanks] = {};             // of each rank, in this rank's address space
   uint32_t inbox_units = 0;                // of one rotation
   uint32_t lane_units[2] = {};             // a rank's part of it, with one hop and with two: these leave half to sums
@@ -65,40 +65,54 @@ struct Segment {
   uint32_t begin, units;
 };
 
-// Fills what concerns rank i. its: rank i's segment; mine: this rank's; all: units of all segments; arrives: what rank i
-// sends to this one, as it lies in the result, in all_to_all.
+// What concerns rank i, as in Lanes.
+struct Lane {
+  uint32_t send, from, receive, begin;
+  uint32_t part, part_to;  // two hops: what it sums of its segment, and where that lies in this rank's result
+};
+
+// A rank among those that share a segment.
+struct Place {
+  int segment, place;
+};
+__host__ __device__ inline Place where_is(const Call& c, int rank) { return {rank / c.span, rank % c.span}; }
+
+// i, me: where rank i and this one are; its: rank i's segment; mine: this rank's; arrives: what rank i sends to this one,
+// as it lies in the result, in all_to_all.
 template <bool kTwoHops>
-__host__ __device__ inline void lay_out(const Call& c, int i, Segment its, Segment mine, uint32_t all, Segment arrives,
-                                        Lanes& l) {
+__host__ __device__ inline Lane lane_of(const Call& c, int i, Place at, Place me, Segment its, Segment mine,
+                                        Segment arrives) {
+  Lane l{};
   if constexpr (kTwoHops) {
     const auto part = [&](Segment s, int place) {
       const uint32_t each = (s.units + c.span - 1) / c.span, begin = each * place < s.units ? each * place : s.units;
       return Segment{begin, place == c.span - 1 || begin + each > s.units ? s.units - begin : each};
     };
-    const bool shares = c.scatter || i / c.span == c.me / c.span;
-    const Segment its_part = part(its, i % c.span), my_part = part(mine, c.me % c.span);
-    l.send[i] = shares && i != c.me ? its_part.units : 0;
-    l.receive[i] = shares ? my_part.units : 0;
-    l.from[i] = (c.scatter ? its.begin : 0) + its_part.begin;
-    const bool of_mine = i / c.span == c.me / c.span;
-    l.begin[i] = !c.scatter ? its.begin + its_part.begin : of_mine ? its_part.begin : i < c.me ? 0 : mine.units;
-    if (i == c.me)
-      l.part = my_part.units, l.part_from = l.from[i], l.part_to = (c.scatter ? 0 : mine.begin) + my_part.begin;
+    const bool of_mine = at.segment == me.segment, shares = c.scatter || of_mine;
+    const Segment its_part = part(its, at.place), my_part = part(mine, me.place);
+    l.send = shares ? its_part.units : 0;
+    l.receive = shares ? my_part.units : 0;
+    l.from = (c.scatter ? its.begin : 0) + its_part.begin;
+    l.begin = !c.scatter ? its.begin + its_part.begin : of_mine ? its_part.begin : i < c.me ? 0 : mine.units;
+    l.part = its_part.units, l.part_to = (c.scatter ? 0 : its.begin) + its_part.begin;
+  } else if (c.root >= 0) {
+    l.send = c.me == c.root ? its.units : 0;
+    l.receive = i == c.root ? its.units : 0;
+    l.begin = i <= c.root ? 0 : its.units;
+  } else if (c.exchange) {
+    l.send = its.units, l.from = its.begin, l.receive = arrives.units, l.begin = arrives.begin;
+  } else if (c.scatter) {
+    l.send = its.units, l.from = its.begin, l.receive = mine.units, l.begin = i ? mine.units : 0;
   } else {
-    if (c.root >= 0) {
-      l.send[i] = c.me == c.root ? its.units : 0;
-      l.receive[i] = i == c.root ? its.units : 0;
-      l.begin[i] = i <= c.root ? 0 : its.units;
-    } else if (c.exchange) {
-      l.send[i] = its.units, l.from[i] = its.begin, l.receive[i] = arrives.units, l.begin[i] = arrives.begin;
-    } else if (c.scatter) {
-      l.send[i] = its.units, l.from[i] = its.begin, l.receive[i] = mine.units, l.begin[i] = i ? mine.units : 0;
-    } else {
-      l.send[i] = mine.units, l.receive[i] = its.units, l.begin[i] = its.begin + (i % c.span ? its.units : 0);
-    }
-    if (i == c.me) l.send[i] = 0;
+    l.send = mine.units, l.receive = its.units, l.begin = its.begin + (at.place ? its.units : 0);
   }
-  if (i == c.me) l.out = c.scatter ? mine.units : all;
+  if (i == c.me) l.send = 0;
+  return l;
+}
+
+__host__ __device__ inline void put(const Call& c, int i, const Lane& lane, Lanes& l) {
+  l.send[i] = lane.send, l.from[i] = lane.from, l.receive[i] = lane.receive, l.begin[i] = lane.begin;
+  if (i == c.me) l.part = lane.part, l.part_from = lane.from, l.part_to = lane.part_to;
 }
 
 }  // namespace weft

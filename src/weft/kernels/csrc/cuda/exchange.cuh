@@ -48,6 +48,11 @@ __device__ __noinline__ int64_t wait_on(uint32_t* error, int64_t began, int64_t 
   return -1;
 }
 
+// Whether counts in device memory fit the tensors and the inbox.
+__device__ inline bool fit(const Call& c, uint32_t most, uint32_t mine, uint32_t all) {
+  return most <= c.most_rows && mine <= c.most_mine && all <= c.most_in_all;
+}
+
 // N: at least as many as ranks.
 template <class T, bool kWhole, int N, Way kWay, bool kNorm>
 struct Kernel {
@@ -149,21 +154,42 @@ struct Kernel {
     for (int i = 0; i < N; ++i)
       if (u < s.units[i]) s.first[i] = load(c.x, s.from[i] + u);
   }
-  // guess: before the counts are known. Gathers send from the first row on, however many there are.
-  __device__ void begin_to_send(bool guess, Send& s) const {
-    const uint32_t room = uint32_t(c.x_rows) * row_units;
+  __device__ void begin_to_send(Send& s) const {
 #pragma unroll
-    for (int i = 0; i < N; ++i) s.units[i] = guess ? room : l.send[i], s.from[i] = guess ? 0 : l.from[i];
+    for (int i = 0; i < N; ++i) s.units[i] = l.send[i], s.from[i] = l.from[i];
     load_to_send(start(c.push), s);
   }
-  __device__ void correct(Send& s) const {
+  // One hop, counts in device memory: each thread reads them for itself, while the keepers lay out the rest.
+  // segments: of each rank, four bits each.
+  __device__ void begin_by_counts(uint32_t segments, Send& s) const {
+    uint32_t rows[N], mine = 0, most = 0, all = 0, begin = 0;
 #pragma unroll
-    for (int i = 0; i < N; ++i) s.units[i] = l.send[i];
+    for (int i = 0; i < N; ++i) rows[i] = i < c.n ? uint32_t(c.device_counts[segments >> 4 * i & 15]) : 0;
+    if (!c.scatter) {  // from the first row on, however many there are
+#pragma unroll
+      for (int i = 0; i < N; ++i) s.units[i] = c.x_units, s.from[i] = 0;
+      load_to_send(start(c.push), s);
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (i == 0 || (segments >> 4 * i & 15) != (segments >> 4 * (i - 1) & 15)) begin = all, all += rows[i];
+      if (c.scatter) s.from[i] = begin * row_units;
+      if (i == me) mine = rows[i];
+      most = max(most, rows[i]);
+    }
+    const bool fits = fit(c, most, mine, all);
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      s.units[i] = fits && i < c.n && i != me ? (c.scatter ? rows[i] : mine) * row_units : 0;
+    if (c.scatter) load_to_send(start(c.push), s);
   }
   __device__ void push(Send& s) const {
-    const uint32_t most = l.most_to_send, by = step(c.push), begin = start(c.push);
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) most = max(most, s.units[i]);
+    const uint32_t by = step(c.push);
 #pragma unroll 1
-    for (uint32_t u = begin; u < most;) {
+    for (uint32_t u = start(c.push); u < most;) {
       const int64_t at = lane(me, u);
 #pragma unroll
       for (int i = 0; i < N; ++i)
@@ -171,8 +197,11 @@ struct Kernel {
       u += by;
       if (u < most) load_to_send(u, s);
     }
-    // Tokens for those who get nothing.
-    if (begin < c.n && begin != me && l.send[begin] == 0) store_far(c.inbox[begin] + lane(me, 0), Unit{});
+  }
+  // For those who get nothing.
+  __device__ void push_tokens() const {
+    const uint32_t r = start(c.push);
+    if (r < c.n && r != me && l.send[r] == 0) store_far(c.inbox[r] + lane(me, 0), Unit{});
   }
 
   __device__ void await_tokens() const {
@@ -384,11 +413,11 @@ struct Kernel {
   }
 };
 
-// Lanes from counts in device memory, by the block's first warp; all empty if they do not fit the tensors and the inbox.
-// A lane of the warp holds a segment first, then a rank. its: rank i's segment, in lane i; mine: this rank's.
+// Lanes from counts in device memory, by the keepers; all empty if they do not fit the tensors and the inbox.
+// A thread holds a segment's count first, then a rank, which is where `at` says; me: where this rank is.
 template <bool kTwoHops>
-__device__ inline void read_counts(const Call& c, uint32_t count, int its, int mine, Lanes& l) {
-  const int i = int(threadIdx.x);
+__device__ inline void read_counts(const Call& c, int i, Place at, Place me, Lanes& l) {
+  const uint32_t count = i < c.segments ? uint32_t(c.device_counts[i]) : 0;
   uint32_t total = count;  // of segments up to this one
 #pragma unroll
   for (int by = 1; by < kMaxRanks; by *= 2) {
@@ -396,26 +425,21 @@ __device__ inline void read_counts(const Call& c, uint32_t count, int its, int m
     if (i >= by) total += before;
   }
   const uint32_t most = __reduce_max_sync(~0u, count), all = __shfl_sync(~0u, total, c.segments - 1);
-  const uint32_t my_rows = __shfl_sync(~0u, count, mine);
-  const uint64_t units = uint64_t(most) * c.row_units, room = c.lane_units[kTwoHops];
-  const bool fits = c.scatter ? all <= c.x_rows && my_rows <= c.out_rows : all <= c.out_rows && my_rows <= c.x_rows;
-  const bool sane = most < 1u << 28 && fits && units <= (kTwoHops ? room * c.span : room) &&
-                    (!kTwoHops || uint64_t(all) * c.row_units <= c.inbox_units / 2);
-  if (!sane && i == 0) atomicCAS_system(c.error, 0u, kTooManyRows);
-  const uint32_t row_units = sane ? c.row_units : 0, end = total * row_units, size = count * row_units;
-  const Segment my_segment{__shfl_sync(~0u, end - size, mine), my_rows * row_units};
-  const Segment its_segment{__shfl_sync(~0u, end - size, its), __shfl_sync(~0u, size, its)};
-  if (i < c.n)
-    lay_out<kTwoHops>(c, i, its_segment, my_segment, all * row_units, {}, l);
-  else if (i <= kMaxRanks)
-    l.begin[i] = c.scatter ? my_segment.units : all * row_units;
-  __syncwarp();
-  const uint32_t most_to_send = __reduce_max_sync(~0u, i < c.n ? l.send[i] : 0);
-  if (i == 0) l.most_to_send = most_to_send;
+  const uint32_t my_rows = __shfl_sync(~0u, count, me.segment);
+  const bool fits = fit(c, most, my_rows, all);
+  if (!fits && i == 0) atomicCAS_system(c.error, 0u, kTooManyRows);
+  const uint32_t row_units = fits ? c.row_units : 0, size = count * row_units, begin = total * row_units - size;
+  const Segment mine{__shfl_sync(~0u, begin, me.segment), my_rows * row_units};
+  const Segment its{__shfl_sync(~0u, begin, at.segment), __shfl_sync(~0u, size, at.segment)};
+  const uint32_t out = c.scatter ? mine.units : all * row_units;
+  const Lane lane = lane_of<kTwoHops>(c, i, at, me, its, mine, {});
+  if (i < c.n) put(c, i, lane, l);
+  if (i >= c.n && i <= kMaxRanks) l.begin[i] = out;
+  if (i == 0) l.out = out;
 }
 
-// A block's last warp keeps the books, so that no worker waits for it: once every block has read the group's epoch, it
-// writes the next call's. The next kernel may take its place at once (programmatic dependent launch), but waits for
+// A block's last warp keeps the books, so that no worker waits for it: it lays out what counts in device memory ask for,
+// and once every block has read the group's epoch, it writes the next call's. The next kernel may take its place at once (programmatic dependent launch), but waits for
 // this one's end: what it sends tells its peers that.
 template <class T, bool kWhole, int N, Way kWay, bool kNorm>
 __global__ void __launch_bounds__(kWorkers + kKeepers, N <= 4 ? 2 : 1) exchange(const __grid_constant__ Call c) {
@@ -429,7 +453,13 @@ __global__ void __launch_bounds__(kWorkers + kKeepers, N <= 4 ? 2 : 1) exchange(
   if (threadIdx.x == 0) *const_cast<volatile uint32_t*>(&touched) = touch;
   Kernel<T, kWhole, N, kWay, kNorm> kernel{c, lanes};
   const bool worker = threadIdx.x < kernel.workers(), pushes = kernel.has(c.push) && worker;
-  const int its = c.device_counts ? int(threadIdx.x) / c.span : 0, mine = c.device_counts ? c.me / c.span : 0;
+  // Counts in device memory: what is to be sent by two hops waits until all is laid out, by one hop it does not.
+  const bool early = kWay != Way::kTwoHops && c.device_counts, late = kWay == Way::kTwoHops && c.device_counts;
+  const int keeper = int(threadIdx.x - kernel.workers());
+  const Place at = c.device_counts && !worker ? where_is(c, keeper) : Place{}, here = where_is(c, c.me);
+  uint32_t segments = 0;
+  if (early)
+    for (int i = 0; i < c.n; ++i) segments |= uint32_t(i / c.span) << 4 * i;
   __shared__ Runs runs;  // none without kNorm
   if constexpr (kNorm)
     for (uint32_t k = threadIdx.x; k < 2 * kMaxRuns; k += blockDim.x) runs[k / kMaxRuns][k % kMaxRuns] = 0;
@@ -439,30 +469,30 @@ __global__ void __launch_bounds__(kWorkers + kKeepers, N <= 4 ? 2 : 1) exchange(
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const uint32_t epoch = *reinterpret_cast<volatile uint32_t*>(&c.state->epoch);
+  if (c.device_counts && !worker) read_counts<kWay == Way::kTwoHops>(c, keeper, at, here, lanes);
+  if (late) __syncthreads();
   typename Kernel<T, kWhole, N, kWay, kNorm>::Send send;  // loaded while the epoch is on its way, as is the row
-  const bool guess = kWay != Way::kTwoHops && c.device_counts && !c.scatter;
-  if (guess && pushes) kernel.begin_to_send(true, send);
-  if (c.device_counts) {
-    if (threadIdx.x < 32)
-      read_counts<kWay == Way::kTwoHops>(c, threadIdx.x < c.segments ? uint32_t(c.device_counts[threadIdx.x]) : 0, its,
-                                         mine, lanes);
-    __syncthreads();
-  }
   typename Kernel<T, kWhole, N, kWay, kNorm>::Row row;
-  if (guess)
-    kernel.correct(send);
-  else if (pushes)
-    kernel.begin_to_send(false, send);
-  if constexpr (kNorm)
-    if (worker && kernel.has(c.write)) kernel.load_row(kernel.first_row(), kernel.start_in_row(), row);
+  if (pushes && early) {
+    if constexpr (kWay != Way::kTwoHops) kernel.begin_by_counts(segments, send);
+  } else if (pushes) {
+    kernel.begin_to_send(send);
+  }
+  const bool normalises = kNorm && worker && kernel.has(c.write);
+  if (normalises && !early) kernel.load_row(kernel.first_row(), kernel.start_in_row(), row);
   kernel.rotation = int64_t(epoch % kRotations) * c.inbox_units * kUnit;
+  if (pushes) kernel.push(send);
+  if (early) {
+    __syncthreads();
+    if (normalises) kernel.load_row(kernel.first_row(), kernel.start_in_row(), row);
+  }
   if (!worker) {
     meet(1, blockDim.x);  // every thread of the block has read the epoch
-    if (threadIdx.x == kernel.workers() && (gridDim.x == 1 || atomicAdd(&c.state->blocks_begun, 1) == gridDim.x - 1))
+    if (keeper == 0 && (gridDim.x == 1 || atomicAdd(&c.state->blocks_begun, 1) == gridDim.x - 1))
       c.state->blocks_begun = 0, c.state->epoch = epoch + 1;
     return;
   }
-  if (pushes) kernel.push(send);
+  if (pushes) kernel.push_tokens();
   arrive(1, blockDim.x);
   if constexpr (kWay == Way::kTwoHops)
     if (kernel.has(c.sum)) kernel.sum_part();

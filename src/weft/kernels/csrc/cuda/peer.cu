@@ -7,8 +7,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "exchange.cuh"
@@ -31,6 +33,8 @@ struct GroupMemory {
   State* state = nullptr;
 };
 
+using Kernels = void (*)(Call);
+
 // A rank's arena: for each group kRotations inboxes, then a State for each group.
 struct World {
   char* base = nullptr;
@@ -40,9 +44,8 @@ struct World {
   int rank = 0;
   bool imported = false;  // from other processes
   uint32_t *error_host = nullptr, *error_device = nullptr;
+  std::map<std::tuple<Kernels, int, int>, int> resident;  // blocks of a kernel, of so many threads, in such clusters
 };
-
-using Kernels = void (*)(Call);
 
 template <class T, bool kWhole, int N>
 Kernels kernel_of(Way way, bool norm) {
@@ -84,6 +87,26 @@ void place_groups(World& w) {
       group.inbox[i] = w.mapped[size_t(group.ranks[i])] + int64_t(g) * group_bytes(w.inbox_bytes);
     group.state = reinterpret_cast<State*>(w.base + state_offset(int64_t(w.groups.size()), w.inbox_bytes)) + g;
   }
+}
+
+// How many blocks the device holds at a time. Blocks that push and then wait must all be among them: one that came only
+// after another's end might be what that waits for, by way of a peer.
+int resident(World& w, const cudaLaunchConfig_t& config, Kernels kernel, int cluster) {
+  const int threads = int(config.blockDim.x);
+  const auto [found, fresh] = w.resident.try_emplace({kernel, threads, cluster}, 0);
+  if (fresh) {
+    int device = 0, processors = 0, blocks = 0;
+    if (cluster > 1) {
+      check(cudaOccupancyMaxActiveClusters(&blocks, kernel, &config), "occupancy");
+      found->second = blocks * cluster;
+    } else {
+      check(cudaGetDevice(&device), "device");
+      check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "device");
+      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, 0), "occupancy");
+      found->second = blocks * processors;
+    }
+  }
+  return found->second;
 }
 
 }  // namespace
@@ -198,28 +221,36 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
       TVM_FFI_THROW(WeftCallError) << "the norm epilogue takes rows of at most " << kMaxRuns * 32 * kUnit << " bytes";
   }
   if (device_counts.size(0)) c.device_counts = static_cast<const int32_t*>(device_counts.data_ptr());
-  c.x_rows = x.size(0), c.out_rows = out.size(0);
   for (int i = 0; i < c.n; ++i) c.inbox[i] = g.inbox[i];
   if (!c.device_counts) {
-    Segment at[kMaxRanks], arrives[kMaxRanks] = {};
+    Segment segments[kMaxRanks], arrives[kMaxRanks] = {};
     uint32_t all = 0, arriving = 0;
-    for (size_t i = 0; i < counts.size(); all += at[i++].units) at[i] = {all, uint32_t(counts[i]) * c.row_units};
+    for (size_t i = 0; i < counts.size(); all += segments[i++].units)
+      segments[i] = {all, uint32_t(counts[i]) * c.row_units};
     for (size_t i = 0; i < received.size(); arriving += arrives[i++].units)
       arrives[i] = {arriving, uint32_t(received[i]) * c.row_units};
-    const auto lay = two_hops ? lay_out<true> : lay_out<false>;
+    const auto lay = two_hops ? lane_of<true> : lane_of<false>;
+    const Place me = where_is(c, c.me);
     for (int i = 0; i < c.n; ++i) {
-      lay(c, i, at[i / c.span], at[c.me / c.span], c.exchange ? arriving : all, arrives[i], c.lanes);
-      c.lanes.most_to_send = std::max(c.lanes.most_to_send, c.lanes.send[i]);
+      const Place at = where_is(c, i);
+      const Lane lane = lay(c, i, at, me, segments[at.segment], segments[me.segment], arrives[i]);
+      put(c, i, lane, c.lanes);
     }
+    c.lanes.out = c.exchange ? arriving : c.scatter ? segments[me.segment].units : all;
     std::fill(c.lanes.begin + c.n, c.lanes.begin + kMaxRanks + 1, c.lanes.out);
   }
   c.inbox_units = uint32_t(w.inbox_bytes / kUnit);
   c.lane_units[0] = c.inbox_units / c.n, c.lane_units[1] = c.inbox_units / (2 * c.n);
+  const int64_t x_rows = x.size(0), out_rows = out.size(0), units = std::max(1u, c.row_units);
+  const int64_t in_a_lane = c.lane_units[two_hops != 0] / units;
+  const int64_t in_sums = two_hops ? c.inbox_units / 2 / units : INT32_MAX;
+  c.x_units = uint32_t(x_rows * c.row_units);
+  c.most_rows = uint32_t(std::min<int64_t>(1 << 28, two_hops ? in_a_lane * c.span : in_a_lane));
+  c.most_mine = uint32_t(c.scatter ? out_rows : x_rows);
+  c.most_in_all = uint32_t(std::min(c.scatter ? x_rows : out_rows, in_sums));
   c.state = g.state, c.error = w.error_device, c.limit_cycles = w.limit_cycles;
-  const int push = int(blocks[0]), sum = int(blocks[1]), write = int(blocks[2]), total = push + sum + write;
-  c.push = c.sum = c.write = Blocks{0, total};
+  const int push = int(blocks[0]), sum = int(blocks[1]), write = int(blocks[2]);
   while (1 << c.log2_cluster < cluster) ++c.log2_cluster;
-  if (push) c.push = Blocks{0, push}, c.sum = Blocks{push, sum}, c.write = Blocks{push + sum, write};
   const auto at = reinterpret_cast<cudaStream_t>(stream);
   const auto aligned = [](const char* p) { return reinterpret_cast<uintptr_t>(p) % kUnit == 0; };
   const bool whole = c.row_bytes % kUnit == 0 && aligned(c.x) && aligned(c.out) && aligned(c.residual) &&
@@ -233,9 +264,16 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
     attributes[1].val.clusterDim.x = unsigned(cluster);
     attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = unsigned(total), config.blockDim = unsigned(threads) + kKeepers, config.stream = at;
+    config.gridDim = unsigned(push + sum + write), config.blockDim = unsigned(threads) + kKeepers, config.stream = at;
     config.attrs = attributes, config.numAttrs = cluster > 1 ? 2 : 1;
-    check(cudaLaunchKernelEx(&config, kernel_for<T>(whole, c.n, way, weight.size(0) != 0), c), "launch");
+    const Kernels kernel = kernel_for<T>(whole, c.n, way, weight.size(0) != 0);
+    if (push) {
+      c.push = Blocks{0, push}, c.sum = Blocks{push, sum}, c.write = Blocks{push + sum, write};
+    } else {
+      config.gridDim = unsigned(std::min(write, resident(w, config, kernel, int(cluster))));
+      c.push = c.sum = c.write = Blocks{0, int(config.gridDim.x)};
+    }
+    check(cudaLaunchKernelEx(&config, kernel, c), "launch");
   };
   if (t.code == kDLFloat && t.bits == 32)
     launch(static_cast<float*>(nullptr));

@@ -11,7 +11,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from weft.comm.transport import Epilogue, Ranks, Sizes, Transport, carry_out, finish
+from weft.comm.transport import Epilogue, Quantised, Ranks, Sizes, Transport, carry_out, finish
 from weft.place.edges import legal_edges
 from weft.place.spec import GROUP_NAMES, Mesh
 
@@ -118,15 +118,25 @@ def check_epilogues(
             x = draw(calls, rank, rows[0], width, dtype, device)
             residual = draw(calls + 500, 63, rows[1], width, dtype, device)
             weight = draw(calls + 900, 63, 1, width, dtype, device)[0]
-            epilogue = Epilogue(residual.clone(), weight, 1e-6)
+            eight = torch.full((rows[1], width), float("nan"), device=device).to(torch.float8_e4m3fn)
+            quantised = Quantised(eight, torch.tensor([0.003], device=device)) if calls % 2 else None  # some saturate
+            epilogue = Epilogue(residual.clone(), weight, 1e-6, quantised)
             got = carry_out(edge, x, mesh, transport, counts, epilogue)
-            wanted = finish(carry_out(edge, x, mesh, transport, counts), epilogue)
+            before = eight.view(torch.uint8).clone()
+            wanted = finish(carry_out(edge, x, mesh, transport, counts), Epilogue(residual, weight, 1e-6))
             what = f"rank {rank}: {edge}, {counts}, width {width}, {dtype}"
             assert got.shape == (2, rows[1], width), what
             # A plain call of another size may sum in another order: one unit in the last place.
             close(got[0], wanted[0], f"residual, {what}")
             close(got[1], wanted[1], f"norm, {what}")
             assert torch.equal(epilogue.residual, residual), f"the residual was changed, {what}"
+            if quantised:
+                exact = (got[1].double() / quantised.scale.double()).clamp(-448, 448)
+                error = (eight.double() - exact).abs()
+                assert (error <= exact.abs() / 16 + 2**-10).all(), f"eight bits, {what}"
+                # By the same definition, bit for bit.
+                quantised.fill(got[1])
+                assert torch.equal(eight.view(torch.uint8), before), f"eight bits, {what}"
     return calls
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +98,19 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
             costs(str(path))
 
 
+@dataclass(frozen=True)
+class Tuning:
+    bytes: int = 1
+
+
 def test_tuning(tmp_path: Path) -> None:
-    path = Path(write(tmp_path, table(shm_tuning={"two_hop_bytes": 8})))
-    assert read_tuning(path, "shm_tuning") == {"two_hop_bytes": 8}
-    assert read_tuning(path, "peer_tuning") == read_tuning(tmp_path / "none.json", "shm_tuning") == {}
-    for content in ('{"shm', [], {"shm_tuning": 5}):
-        with pytest.raises(LayoutError, match=r"table\.json is no table of weft tune: "):
-            read_tuning(Path(write(tmp_path, content)), "shm_tuning")
+    path = Path(write(tmp_path, table(shm_tuning={"bytes": 8})))
+    assert read_tuning(path, "shm_tuning", Tuning) == Tuning(8)
+    for found in (read_tuning(path, "peer_tuning", Tuning), read_tuning(tmp_path / "none.json", "shm_tuning", Tuning)):
+        assert found == Tuning()
+    for content in ('{"shm', [], {"shm_tuning": 5}, {"shm_tuning": {"words": 8}}):
+        with pytest.raises(LayoutError, match=r"table\.json is no table of weft tune, or of another version's .*: "):
+            read_tuning(Path(write(tmp_path, content)), "shm_tuning", Tuning)
 
 
 def test_where_the_host_keeps_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

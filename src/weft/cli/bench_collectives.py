@@ -91,7 +91,7 @@ class Command:
         edges = self._edges(cpu.EDGES)
         sizes = [parse_size(s) for s in self.sizes]
         dtypes = self.dtypes or ("bf16", "fp32")
-        tuning = ShmTuning(**read_tuning(host_table(), "shm_tuning"))
+        tuning = read_tuning(host_table(), "shm_tuning", ShmTuning)
         for ranks in self._ranks((2, 4), MAX_RANKS):
             mixed = ranks >= 4 and ranks % 2 == 0
             cases = [
@@ -121,7 +121,7 @@ class Command:
                 for hidden in self.hidden
                 for rows in self.rows
             ]
-            tunings = {"peer": PeerTuning(**read_tuning(host_table(), "peer_tuning"))}
+            tunings = {"peer": read_tuning(host_table(), "peer_tuning", PeerTuning)}
             yield ranks, len(cases), run_ranks(ranks, gpu.measure, cases, tunings, peers)
 
     def _ranks(self, default: tuple[int, ...], most: int) -> tuple[int, ...]:

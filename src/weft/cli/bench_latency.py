@@ -56,7 +56,7 @@ class Command:
             raise UserError("--transports takes gloo, shm or both")
         if self.json is not None:
             check_writable(self.json, "--json")
-        tuning = ShmTuning(**read_tuning(host_table(), "shm_tuning"))
+        tuning = read_tuning(host_table(), "shm_tuning", ShmTuning)
         mesh = Mesh(1, self.tp, 1, self.tp)
         stop_on_sigterm()
         request = Request(

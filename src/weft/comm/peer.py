@@ -230,11 +230,16 @@ class PeerTransport:
             )
         both = None
         out = x.new_empty(rows, *x.shape[1:])
-        residual = weight = residual_out = self._nothing
+        residual = weight = residual_out = quantised = scale = self._nothing
         if epilogue is not None:
             both = x.new_empty(2, rows, *x.shape[1:])
             residual_out, out = both[0], both[1]
             residual, weight = epilogue.residual.contiguous(), epilogue.weight.contiguous()
+            if epilogue.quantised is not None:
+                quantised, scale = epilogue.quantised.out, epilogue.quantised.scale
+                if quantised.shape != out.shape or not quantised.is_contiguous():
+                    raise CommError(f"rank {self.rank}: the quantised rows must be {tuple(out.shape)}, contiguous")
+                quantised = quantised.view(torch.uint8)
         launch = self._launch(largest, two_hops, rows if epilogue is not None else 0, row_bytes)
         arguments: tuple[Any, ...] = (
             (() if isinstance(counts, Tensor) else counts),
@@ -243,6 +248,8 @@ class PeerTransport:
             residual,
             residual_out,
             weight,
+            quantised,
+            scale,
             epilogue.eps if epilogue else 0.0,
             int(two_hops),
             launch.blocks,

@@ -201,7 +201,10 @@ class ShmTransport:
         if epilogue is None:
             return self._call(what, group, self._ids[group], x, *sizes)
         residual, weight = epilogue.residual.contiguous(), epilogue.weight.contiguous()
-        return self._call(f"{what}_norm", group, self._ids[group], x, *sizes, residual, weight, epilogue.eps)
+        out = self._call(f"{what}_norm", group, self._ids[group], x, *sizes, residual, weight, epilogue.eps)
+        if epilogue.quantised is not None:
+            epilogue.quantised.fill(out[1])
+        return out
 
     def _call(self, what: str, group: Ranks, *arguments: object) -> Any:
         try:

@@ -40,6 +40,22 @@ class CommTimeout(CommError):
 
 
 @dataclass(frozen=True, slots=True)
+class Quantised:
+    """Where an epilogue puts its normalised rows in eight bits too, for a product that takes them so.
+
+    out: float8_e4m3fn `[rows, width]` (OCP 8-bit floating point, E4M3); scale: float32 `[1]`, of every element.
+    """
+
+    out: Tensor
+    scale: Tensor
+
+    def fill(self, normed: Tensor) -> None:
+        """out = normed / scale, saturated, rounded to even."""
+        most = torch.finfo(torch.float8_e4m3fn).max
+        self.out.copy_((normed.float() / self.scale).clamp(-most, most))
+
+
+@dataclass(frozen=True, slots=True)
 class Epilogue:
     """What a reduction goes on to do with its rows while they are at hand: residual add, then RMSNorm.
 
@@ -49,6 +65,7 @@ class Epilogue:
     residual: Tensor
     weight: Tensor
     eps: float
+    quantised: Quantised | None = None
 
 
 def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
@@ -60,7 +77,10 @@ def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
     residual = epilogue.residual + delta
     wide = residual.to(torch.promote_types(residual.dtype, torch.float32))
     normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epilogue.eps)).to(delta.dtype)
-    return torch.stack((residual, epilogue.weight * normed))
+    normed = epilogue.weight * normed
+    if epilogue.quantised is not None:
+        epilogue.quantised.fill(normed)
+    return torch.stack((residual, normed))
 
 
 class Transport(Protocol):

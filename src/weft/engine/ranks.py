@@ -30,7 +30,7 @@ def open_transports(config: EngineConfig, rank: int, directory: Path) -> list[Tr
                 directory / "shm",
                 timeout_s=config.step_timeout_s,
                 arena_bytes=_arena_bytes(config),
-                tuning=ShmTuning(**read_tuning(table, "shm_tuning")) if table else None,
+                tuning=read_tuning(table, "shm_tuning", ShmTuning) if table else None,
             )
         )
     if config.transport != "shm":

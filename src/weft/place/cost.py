@@ -14,9 +14,11 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from weft.place.spec import LayoutError
+
+T = TypeVar("T")
 
 
 class Cost(Protocol):
@@ -163,17 +165,19 @@ def _points(pairs: Iterable[Sequence[float]]) -> tuple[tuple[float, float], ...]
     return found
 
 
-def read_tuning(path: Path, key: str) -> dict[str, int]:
-    """What `weft tune` found best for a transport: key shm_tuning or peer_tuning; empty if it did not look.
+def read_tuning(path: Path, key: str, kind: type[T]) -> T:
+    """What `weft tune` found best for a transport: key shm_tuning or peer_tuning; what `kind` is by default if it did
+    not look.
 
-    Raises LayoutError where the file is no table.
+    Raises LayoutError where the file is no table, or one of another version.
     """
     if not path.is_file():
-        return {}
+        return kind()
     try:
-        return dict(json.loads(path.read_text()).get(key, {}))
+        return kind(**json.loads(path.read_text()).get(key, {}))
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise LayoutError(f"{path} is no table of weft tune: {type(error).__name__}: {error}") from error
+        wrong = f"{path} is no table of weft tune, or of another version's (weft tune writes a new one)"
+        raise LayoutError(f"{wrong}: {type(error).__name__}: {error}") from error
 
 
 def host_table() -> Path:

@@ -44,6 +44,8 @@ struct Call {
   char* out = nullptr;           // [rows, width]; with an epilogue the normalised rows
   char* residual_out = nullptr;  // epilogue or null
   const char *residual = nullptr, *weight = nullptr;
+  char* quantised = nullptr;  // the normalised rows in eight bits, divided by *scale; or null
+  const float* scale = nullptr;
   float eps = 0, inverse_width = 0;
   uint32_t row_bytes = 0, row_units = 0;
   const int32_t* device_counts = nullptr;  // rows of each segment, in device memory: then `lanes` is not used

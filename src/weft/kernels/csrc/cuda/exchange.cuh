@@ -307,11 +307,13 @@ struct Kernel {
   // What the epilogue needs of a row besides its sum: this thread's unit k.
   struct Row {
     Unit residual, weight;
+    float scale;  // of quantised rows
   };
   __device__ void load_row(uint32_t row, uint32_t k, Row& r) const {
     if (k >= row_units || row * row_units >= l.out) return;
     r.residual = load(c.residual, row * row_units + k);
     r.weight = load(c.weight, k);
+    if (c.quantised) r.scale = *c.scale;
   }
 
   // Tells a warp's value to every block of the cluster that has part in the row, a lane each. The value is its own flag,
@@ -364,6 +366,26 @@ struct Kernel {
     return E::narrow(f);
   }
 
+  // A unit of a normalised row in eight bits (OCP FP8 E4M3), saturated.
+  __device__ void quantise(uint32_t row, uint32_t k, const Unit& unit, float scale) const {
+    float f[E::count];
+    uint8_t q[E::count];
+    E::widen(unit, f);
+#pragma unroll
+    for (int i = 0; i < E::count; ++i) q[i] = __nv_cvt_float_to_fp8(__fdiv_rn(f[i], scale), __NV_SATFINITE, __NV_E4M3);
+    const uint32_t width = row_bytes / sizeof(T), at = k * E::count;
+    char* out = c.quantised + int64_t(row) * width + at;
+    if constexpr (kWhole) {
+#pragma unroll
+      for (int i = 0; i < E::count; i += 4)
+        *reinterpret_cast<uint32_t*>(out + i) = q[i] | q[i + 1] << 8 | q[i + 2] << 16 | uint32_t(q[i + 3]) << 24;
+    } else {
+#pragma unroll
+      for (int i = 0; i < E::count; ++i)
+        if (at + i < width) out[i] = char(q[i]);
+    }
+  }
+
   // residual_out = residual + value; out = weight · round(residual_out / √(mean of squares + eps)): a row a cluster.
   // Squares are summed by runs of 32 units, then over runs: the same bits however many threads share a row.
   // r: loaded for the first row. Where a row has more than a unit a thread, the others are read again.
@@ -398,14 +420,12 @@ struct Kernel {
         share(&shared[k / 32], over_warp(squares), count);
       }
       const float scale = rsqrtf(shared_total(shared, used, count) * c.inverse_width + c.eps);
-      if (!more) {
-        if (start < row_units) store(c.out, begin + start, normed(r, scale));
-      } else {
 #pragma unroll 1
-        for (uint32_t k = start; k < row_units; k += by) {
-          r.residual = load(c.residual_out, begin + k), r.weight = load(c.weight, k);
-          store(c.out, begin + k, normed(r, scale));
-        }
+      for (uint32_t k = start; k < row_units; k += by) {
+        if (more) r.residual = load(c.residual_out, begin + k), r.weight = load(c.weight, k);
+        const Unit result = normed(r, scale);
+        store(c.out, begin + k, result);
+        if (c.quantised) quantise(row, k, result, r.scale);
       }
       row += c.write.count >> c.log2_cluster;
       load_row(row, start, r);

@@ -192,13 +192,13 @@ void clear_error(int64_t handle) { *reinterpret_cast<volatile uint32_t*>(world_o
 int64_t inbox_bytes(int64_t handle) { return world_of(handle).inbox_bytes; }
 
 // edge: {segments, span, scatter, root, exchange}. counts, received: rows; device_counts: int32 [segments] on the device,
-// or empty. residual, residual_out, weight: empty without an epilogue. blocks: {push, sum, write}; without the first all
+// or empty. residual, residual_out, weight: empty without an epilogue; quantised, scale: with one, too. blocks: {push, sum, write}; without the first all
 // blocks do all work. cluster: blocks that share a row to be normalised. threads:
 // workers of a block. early: blocks may
 // take their places before the kernel before this one ends. stream: a cudaStream_t.
 void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out, Sizes counts, Sizes received,
-         TensorView device_counts, TensorView residual, TensorView residual_out, TensorView weight, double eps,
-         int64_t two_hops, Sizes blocks, int64_t cluster, int64_t threads, int64_t early, int64_t stream) {
+         TensorView device_counts, TensorView residual, TensorView residual_out, TensorView weight,
+         TensorView quantised, TensorView scale, double eps, int64_t two_hops, Sizes blocks, int64_t cluster, int64_t threads, int64_t early, int64_t stream) {
   World& w = world_of(handle);
   const GroupMemory& g = w.groups[size_t(group)];
   Call c;
@@ -216,6 +216,10 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
     c.residual = static_cast<const char*>(residual.data_ptr());
     c.residual_out = static_cast<char*>(residual_out.data_ptr());
     c.weight = static_cast<const char*>(weight.data_ptr());
+    if (scale.size(0)) {
+      c.quantised = static_cast<char*>(quantised.data_ptr());
+      c.scale = static_cast<const float*>(scale.data_ptr());
+    }
     c.eps = float(eps), c.inverse_width = 1.0f / float(width);
     if (c.row_units > kMaxRuns * 32)
       TVM_FFI_THROW(WeftCallError) << "the norm epilogue takes rows of at most " << kMaxRuns * 32 * kUnit << " bytes";
@@ -254,7 +258,7 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
   const auto at = reinterpret_cast<cudaStream_t>(stream);
   const auto aligned = [](const char* p) { return reinterpret_cast<uintptr_t>(p) % kUnit == 0; };
   const bool whole = c.row_bytes % kUnit == 0 && aligned(c.x) && aligned(c.out) && aligned(c.residual) &&
-                     aligned(c.residual_out) && aligned(c.weight);
+                     aligned(c.residual_out) && aligned(c.weight) && aligned(c.quantised);
   const auto launch = [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     cudaLaunchAttribute attributes[2];

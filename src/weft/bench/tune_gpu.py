@@ -86,7 +86,6 @@ def _find_tuning(here: World) -> PeerTuning:
     one = best([replace(one, threads=t) for t in (64, 128, 256)], sum_us, SMALL)
     two = replace(one, one_hop_bytes=0)
     two = best([replace(two, wide_threads=t, wide_blocks=b) for t in (256, 480) for b in (64, 128)], sum_us, MIDDLE)
-    two = best([replace(two, cluster=c) for c in (2, 4, 8)], norm_us, SMALL)
     two = best([replace(two, norm_blocks=b) for b in (128, 256)], norm_us, MIDDLE)
     one, sizes = replace(two, one_hop_bytes=NEVER), [1 << p for p in range(15, 22)]
     hops = spared_by_two_hops((1, n, 0), n, threshold(one, two, sum_us, sizes))

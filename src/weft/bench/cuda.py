@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ EDGES = (*SUMS, "all_gatherv", "all_to_allv", "broadcast", *(f"{edge}+norm" for 
 RAGGED = ("reduce_scatterv ragged", "all_gatherv ragged")
 CALLS, REPLAYS, WARM = 20, 30, 5
 TURNS = 4  # inputs
+LIMIT_S = 40.0  # of a carrier in a case: less than the minute after which NCCL ends a rank that waits
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 
@@ -160,15 +164,33 @@ def _measure(case: Case, here: World, tunings: dict[str, PeerTuning], peers: Seq
         us[name] = graph_us(calls)
     given = [x[: case.sizes[rank]] for x in xs] if case.edge == "all_gatherv ragged" else xs
     for other in peers:
-        theirs = other.calls(plain, given, case.sizes, norm)
-        if not theirs:
-            continue
-        if isinstance(other, TrtLlm | VllmCustom) and isinstance(got := theirs[0](), Tensor):
-            _check(case, other.name, got, expected, norm)
-        us[other.name] = graph_us(theirs, other.captured)
-        if type(other) is Nccl:
-            us["nccl eager"] = _eager_us(theirs)
+        with _limited(f"rank {rank}: {other.name}, {case}"):
+            theirs = other.calls(plain, given, case.sizes, norm)
+            if not theirs:
+                continue
+            if isinstance(other, TrtLlm | VllmCustom) and isinstance(got := theirs[0](), Tensor):
+                _check(case, other.name, got, expected, norm)
+            us[other.name] = graph_us(theirs, other.captured)
+            if type(other) is Nccl:
+                us["nccl eager"] = _eager_us(theirs)
     return us
+
+
+@contextmanager
+def _limited(what: str) -> Iterator[None]:
+    """Ends the process with a line that says `what` did not end: a kernel that waits for ever raises nothing."""
+
+    def end() -> None:
+        print(f"{what}: no end after {LIMIT_S:.0f} s", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = Timer(LIMIT_S, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _epilogue(case: Case, mesh: Mesh, rank: int, device: torch.device) -> Epilogue:
@@ -250,8 +272,9 @@ def graph_us(calls: Sequence[Callable[[], object]], captured: Callable[[], None]
 
 
 def capture(calls: Sequence[Callable[[], object]]) -> Graph:
-    """A graph of CALLS calls, these in turn, and its stream. Collective."""
+    """A graph of CALLS calls, these in turn, and its stream, which comes after the current one. Collective."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # vLLM's calls must not meet on a GPU: a rank may wait for ever
     with torch.cuda.stream(stream):
         for call in calls:
             call()

@@ -76,7 +76,7 @@ class PeerTuning:
 
 
 @dataclass(frozen=True)
-class _Launch:
+class Launch:
     """blocks: that push, sum and write; the last alone: that many do all. cluster: of blocks that share a row."""
 
     blocks: tuple[int, int, int]
@@ -240,7 +240,7 @@ class PeerTransport:
                 if quantised.shape != out.shape or not quantised.is_contiguous():
                     raise CommError(f"rank {self.rank}: the quantised rows must be {tuple(out.shape)}, contiguous")
                 quantised = quantised.view(torch.uint8)
-        launch = self._launch(largest, two_hops, rows if epilogue is not None else 0, row_bytes)
+        launch = launch_of(self.tuning, largest, two_hops, rows if epilogue is not None else 0, row_bytes)
         arguments: tuple[Any, ...] = (
             (() if isinstance(counts, Tensor) else counts),
             received,
@@ -264,30 +264,30 @@ class PeerTransport:
             raise CommError(f"rank {self.rank}: {error}") from error
         return out if both is None else both
 
-    def _launch(self, largest: int, two_hops: bool, normed_rows: int, row_bytes: int) -> _Launch:
-        """normed_rows: 0 without an epilogue."""
-        t = self.tuning
-        if two_hops and largest >= t.split_sums_bytes and not normed_rows:
-            return _Launch((t.sums_push_blocks, t.sums_blocks, t.sums_write_blocks), t.wide_threads)
-        if not two_hops and largest >= t.split_bytes and not normed_rows:
-            return _Launch((t.push_blocks, 0, t.write_blocks), t.wide_threads)
-        few = largest <= t.few_bytes
-        wide = t.norm_blocks if normed_rows else t.wide_blocks
-        most, threads = (t.blocks, t.threads) if few else (wide, t.wide_threads)
-        if few:  # a unit a thread
-            threads = min(t.wide_threads, max(threads, -(-largest // (32 * UNIT_BYTES * most)) * 32))
-        wanted = max(1, min(most, -(-largest // (threads * UNIT_BYTES))))
-        if not normed_rows:
-            return _Launch((0, 0, wanted), threads)
-        units = -(-row_bytes // UNIT_BYTES)
-        cluster = t.cluster
-        while cluster > 1 and (cluster * normed_rows > most or units < 64 * cluster):
-            cluster //= 2
-        runs = -(-units // (32 * cluster))  # of units, one a thread of a warp
-        if 32 * runs > t.wide_threads:
-            runs = -(-runs // 2)
-        blocks = min(most, max(wanted, normed_rows * cluster)) // cluster * cluster
-        return _Launch((0, 0, blocks), min(t.wide_threads, 32 * runs), cluster)
+
+def launch_of(t: PeerTuning, largest: int, two_hops: bool, normed_rows: int, row_bytes: int) -> Launch:
+    """largest: bytes of the larger of input and result. normed_rows: 0 without an epilogue."""
+    if two_hops and largest >= t.split_sums_bytes and not normed_rows:
+        return Launch((t.sums_push_blocks, t.sums_blocks, t.sums_write_blocks), t.wide_threads)
+    if not two_hops and largest >= t.split_bytes and not normed_rows:
+        return Launch((t.push_blocks, 0, t.write_blocks), t.wide_threads)
+    few = largest <= t.few_bytes
+    wide = t.norm_blocks if normed_rows else t.wide_blocks
+    most, threads = (t.blocks, t.threads) if few else (wide, t.wide_threads)
+    if few:  # a unit a thread
+        threads = min(t.wide_threads, max(threads, -(-largest // (32 * UNIT_BYTES * most)) * 32))
+    wanted = max(1, min(most, -(-largest // (threads * UNIT_BYTES))))
+    if not normed_rows:
+        return Launch((0, 0, wanted), threads)
+    units = -(-row_bytes // UNIT_BYTES)
+    cluster = t.cluster
+    while cluster > 1 and (cluster * normed_rows > most or units < 64 * cluster):
+        cluster //= 2
+    runs = -(-units // (32 * cluster))  # of units, one a thread of a warp
+    if 32 * runs > t.wide_threads:
+        runs = -(-runs // 2)
+    blocks = min(most, max(wanted, normed_rows * cluster)) // cluster * cluster
+    return Launch((0, 0, blocks), min(t.wide_threads, 32 * runs), cluster)
 
 
 def spared_by_two_hops(edge: tuple[int, ...], ranks: int, segment: int) -> float:

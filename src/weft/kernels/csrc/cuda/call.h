@@ -1,7 +1,14 @@
 // One call of an edge: who sends what to whom, and where things are. Laid out on the host, or from counts on the device.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
+
+#ifndef __CUDACC__  // what is laid out can be tested without CUDA
+#define __host__
+#define __device__
+#endif
 
 namespace weft {
 
@@ -115,6 +122,31 @@ __host__ __device__ inline Lane lane_of(const Call& c, int i, Place at, Place me
 __host__ __device__ inline void put(const Call& c, int i, const Lane& lane, Lanes& l) {
   l.send[i] = lane.send, l.from[i] = lane.from, l.receive[i] = lane.receive, l.begin[i] = lane.begin;
   if (i == c.me) l.part = lane.part, l.part_from = lane.from, l.part_to = lane.part_to;
+}
+
+// Fills c.lanes. counts: rows of each segment; received: of each rank's, in all_to_all.
+inline void lay_out(Call& c, const std::vector<int64_t>& counts, const std::vector<int64_t>& received, bool two_hops) {
+  const auto in_turn = [&](const std::vector<int64_t>& rows) {
+    std::vector<Segment> segments;
+    uint32_t begin = 0;
+    for (const int64_t n : rows) {
+      segments.push_back({begin, uint32_t(n) * c.row_units});
+      begin += segments.back().units;
+    }
+    return segments;
+  };
+  const auto end = [](const std::vector<Segment>& s) { return s.empty() ? 0 : s.back().begin + s.back().units; };
+  const std::vector<Segment> segments = in_turn(counts), arrive = in_turn(received);
+  const auto lane = two_hops ? lane_of<true> : lane_of<false>;
+  const Place me = where_is(c, c.me);
+  const Segment mine = segments[size_t(me.segment)];
+  for (int i = 0; i < c.n; ++i) {
+    const Place at = where_is(c, i);
+    const Segment arrives = c.exchange ? arrive[size_t(i)] : Segment{};
+    put(c, i, lane(c, i, at, me, segments[size_t(at.segment)], mine, arrives), c.lanes);
+  }
+  c.lanes.out = c.exchange ? end(arrive) : c.scatter ? mine.units : end(segments);
+  std::fill(c.lanes.begin + c.n, c.lanes.begin + kMaxRanks + 1, c.lanes.out);
 }
 
 }  // namespace weft

@@ -192,13 +192,13 @@ void clear_error(int64_t handle) { *reinterpret_cast<volatile uint32_t*>(world_o
 int64_t inbox_bytes(int64_t handle) { return world_of(handle).inbox_bytes; }
 
 // edge: {segments, span, scatter, root, exchange}. counts, received: rows; device_counts: int32 [segments] on the device,
-// or empty. residual, residual_out, weight: empty without an epilogue; quantised, scale: with one, too. blocks: {push, sum, write}; without the first all
-// blocks do all work. cluster: blocks that share a row to be normalised. threads:
-// workers of a block. early: blocks may
-// take their places before the kernel before this one ends. stream: a cudaStream_t.
+// or empty. residual, residual_out, weight: empty without an epilogue; quantised, scale: with one, too. blocks: {push,
+// sum, write}; without the first all blocks do all work. cluster: blocks that share a row to be normalised. threads:
+// workers of a block. early: blocks may take their places before the kernel before this one ends. stream: a cudaStream_t.
 void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out, Sizes counts, Sizes received,
          TensorView device_counts, TensorView residual, TensorView residual_out, TensorView weight,
-         TensorView quantised, TensorView scale, double eps, int64_t two_hops, Sizes blocks, int64_t cluster, int64_t threads, int64_t early, int64_t stream) {
+         TensorView quantised, TensorView scale, double eps, int64_t two_hops, Sizes blocks, int64_t cluster,
+         int64_t threads, int64_t early, int64_t stream) {
   World& w = world_of(handle);
   const GroupMemory& g = w.groups[size_t(group)];
   Call c;
@@ -226,23 +226,7 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
   }
   if (device_counts.size(0)) c.device_counts = static_cast<const int32_t*>(device_counts.data_ptr());
   for (int i = 0; i < c.n; ++i) c.inbox[i] = g.inbox[i];
-  if (!c.device_counts) {
-    Segment segments[kMaxRanks], arrives[kMaxRanks] = {};
-    uint32_t all = 0, arriving = 0;
-    for (size_t i = 0; i < counts.size(); all += segments[i++].units)
-      segments[i] = {all, uint32_t(counts[i]) * c.row_units};
-    for (size_t i = 0; i < received.size(); arriving += arrives[i++].units)
-      arrives[i] = {arriving, uint32_t(received[i]) * c.row_units};
-    const auto lay = two_hops ? lane_of<true> : lane_of<false>;
-    const Place me = where_is(c, c.me);
-    for (int i = 0; i < c.n; ++i) {
-      const Place at = where_is(c, i);
-      const Lane lane = lay(c, i, at, me, segments[at.segment], segments[me.segment], arrives[i]);
-      put(c, i, lane, c.lanes);
-    }
-    c.lanes.out = c.exchange ? arriving : c.scatter ? segments[me.segment].units : all;
-    std::fill(c.lanes.begin + c.n, c.lanes.begin + kMaxRanks + 1, c.lanes.out);
-  }
+  if (!c.device_counts) lay_out(c, {counts.begin(), counts.end()}, {received.begin(), received.end()}, two_hops != 0);
   c.inbox_units = uint32_t(w.inbox_bytes / kUnit);
   c.lane_units[0] = c.inbox_units / c.n, c.lane_units[1] = c.inbox_units / (2 * c.n);
   const int64_t x_rows = x.size(0), out_rows = out.size(0), units = std::max(1u, c.row_units);

@@ -1,0 +1,32 @@
+"""How many blocks and threads a call takes: no GPU needed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from weft.comm.peer import UNIT_BYTES, PeerTuning, launch_of
+
+ROW_BYTES = (2, 16, 4096, 8192, 14336, 65536)
+ROWS = (1, 2, 3, 4, 7, 8, 16, 33, 64, 256, 1024, 5000)
+
+
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+def test_blocks_and_threads(cluster: int) -> None:
+    t = PeerTuning(cluster=cluster)
+    for row_bytes, rows, two_hops, norm in itertools.product(ROW_BYTES, ROWS, (False, True), (False, True)):
+        size = rows * row_bytes
+        found = launch_of(t, size, two_hops, rows if norm else 0, row_bytes)
+        what = f"{rows} rows of {row_bytes} bytes, two hops {two_hops}, norm {norm}: {found}"
+        push, add, write = found.blocks
+        assert write > 0 and (push > 0) >= (add > 0), what
+        assert 32 <= found.threads <= t.wide_threads and found.threads % 32 == 0, what
+        assert found.cluster in (1, 2, 4, 8) and found.cluster <= cluster, what
+        assert push % found.cluster == 0 and write % found.cluster == 0, what
+        if size <= 128 << 10:
+            assert push + add + write <= 24, f"leaves too little to others: {what}"
+        if norm:
+            assert push == 0, what
+            units = -(-row_bytes // UNIT_BYTES)
+            assert found.cluster == 1 or units >= 64 * found.cluster, f"blocks with next to nothing: {what}"

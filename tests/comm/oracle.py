@@ -105,11 +105,16 @@ def check_calls(
 
 
 def check_epilogues(
-    transport: Transport, mesh: Mesh, dtypes: tuple[torch.dtype, ...], device: str = "cpu", scale: int = 1
+    transport: Transport,
+    mesh: Mesh,
+    dtypes: tuple[torch.dtype, ...],
+    device: str = "cpu",
+    scale: int = 1,
+    widths: tuple[int, ...] = (8, 33, 200),
 ) -> int:
     """Every reduction that takes an epilogue, against the plain reduction and `finish`, on ragged rows."""
     rank, calls = transport.rank, 0
-    for counts, width, dtype in itertools.product(counts_of(mesh, scale), (8, 33, 200), dtypes):
+    for counts, width, dtype in itertools.product(counts_of(mesh, scale), widths, dtypes):
         for edge in itertools.chain.from_iterable(legal_edges(mesh).values()):
             if edge.kind not in transport.epilogues or edge.dst.owes:
                 continue

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from weft.comm.peer import UNIT_BYTES, inbox_bytes_for
 from weft.kernels.build import CSRC
 
 MAX_RANKS = 8
@@ -73,8 +74,14 @@ def play(lanes: list[Lanes], edge: Edge, xs: list[Units], two: bool) -> list[Uni
                 assert len(inbox[me][r]) == lanes[r].send[me] == lanes[me].receive[r], "sent and awaited"
         assert lanes[me].send[me] == 0
 
+    read: set[tuple[int, int, int]] = set()
+
     def term(me: int, r: int, own: int, u: int) -> int:
-        return xs[me][own + u] if r == me else inbox[me][r][u]
+        if r == me:
+            return xs[me][own + u]
+        assert (me, r, u) not in read, "a unit is read twice"
+        read.add((me, r, u))
+        return inbox[me][r][u]
 
     results: list[Units] = []
     if two:
@@ -89,7 +96,9 @@ def play(lanes: list[Lanes], edge: Edge, xs: list[Units], two: bool) -> list[Uni
         for me in range(n):
             for u in range(lanes[me].out):
                 assert sums[me][u][1] == strip_of(lanes[me], n, u), "a strip is whose sums it holds"
+            assert set(sums[me]) == set(range(lanes[me].out)), "sums that nobody reads"
             results.append([sums[me][u][0] for u in range(lanes[me].out)])
+        check_read(lanes, read)
         return results
     summed = 1 if edge[3] >= 0 or edge[4] else n if scatter else span
     for me in range(n):
@@ -102,7 +111,15 @@ def play(lanes: list[Lanes], edge: Edge, xs: list[Units], two: bool) -> list[Uni
                 last = n if scatter else first + span
                 out.append(sum(term(me, i, own, u - begin[first]) for i in range(first, last)))
         results.append(out)
+    check_read(lanes, read)
     return results
+
+
+def check_read(lanes: list[Lanes], read: set[tuple[int, int, int]]) -> None:
+    """All that came was read, and with that taken out of the inbox."""
+    n = len(lanes)
+    came = {(me, r, u) for me in range(n) for r in range(n) if r != me for u in range(lanes[me].receive[r])}
+    assert came == read
 
 
 def strip_of(lanes: Lanes, n: int, u: int) -> int:
@@ -139,6 +156,12 @@ def test_every_edge_on_every_layout(library: Any, n: int) -> None:
                 xs.append([draw.randrange(1 << 30) for _ in range(rows * row_units)])
                 given, received = (table[me], [table[r][me] for r in range(n)]) if edge[4] else (counts, [])
                 lanes.append(lay_out(library, n, me, edge, row_units, given, received, two))
+            segment = max(x for row in table for x in row) if edge[4] else max(counts)
+            largest = max(max(len(x) for x in xs), *(x.out for x in lanes)) * UNIT_BYTES
+            room = inbox_bytes_for(edge, n, segment * row_units * UNIT_BYTES, largest, two) // UNIT_BYTES
+            for x in lanes:
+                assert max(x.receive) <= room // (2 * n if two else n), f"{name}: a lane overruns, {counts}"
+                assert x.out <= room // 2 or not two, f"{name}: sums overrun, {counts}"
             got = play(lanes, edge, xs, two)
             for me in range(n):
                 wanted = definition(name, edge, xs, [c * row_units for c in counts], me)

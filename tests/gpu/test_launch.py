@@ -8,7 +8,7 @@ import pytest
 
 from weft.comm.peer import UNIT_BYTES, PeerTuning, launch_of
 
-ROW_BYTES = (2, 16, 4096, 8192, 14336, 65536)
+ROW_BYTES = (0, 2, 16, 4096, 8192, 14336, 65536)
 ROWS = (1, 2, 3, 4, 7, 8, 16, 33, 64, 256, 1024, 5000)
 
 

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from comm.oracle import check_calls, check_edges, check_epilogues, counts_of
 from gpu.streams import run_streams
 from weft.comm.peer import PeerTransport, PeerTuning
-from weft.comm.transport import CommError, CommTimeout, PeerLost
+from weft.comm.transport import CommError, CommTimeout, Epilogue, PeerLost
 from weft.place.spec import Mesh
 
 GPUS = torch.cuda.device_count()
@@ -28,6 +28,7 @@ MESHES = [Mesh(1, 2, 2, 1), Mesh(3, 1, 3, 1), Mesh(2, 2, 2, 2), Mesh(1, 4, 4, 1)
 TURNS = 25_000 if GPUS >= 4 else 2_000
 CAPTURES = threading.Lock()
 NEVER = 1 << 40
+WIDE = (1032, 7168, 32768)  # elements of rows that several blocks share, if only so many threads each
 HOPS = {
     "one hop": PeerTuning(one_hop_bytes=NEVER),
     "two hops": PeerTuning(one_hop_bytes=0),
@@ -73,6 +74,9 @@ def everything(transport: PeerTransport, mesh: Mesh, device: torch.device) -> No
         check_epilogues(transport, mesh, SUMMED, str(device))
         check_calls(transport, mesh, (torch.bfloat16,), str(device), scale=67)
         check_epilogues(transport, mesh, (torch.bfloat16,), str(device), scale=31)
+        for cluster in (1, 2, 8):
+            transport.tuning = replace(transport.tuning, cluster=cluster)
+            check_epilogues(transport, mesh, (torch.bfloat16,), str(device), widths=WIDE)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -81,7 +85,7 @@ def test_every_call_edge_and_epilogue(mesh: Mesh, tmp_path: Path) -> None:
 
 
 def replay(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
-    """Five edges in one graph, replayed with other counts and contents each time; every replay is checked, exactly.
+    """Six calls in one graph, replayed with other counts and contents each time; every replay is checked, exactly.
 
     Inputs are small whole numbers, so that sums are exact. Neighbouring turns differ in every row: what is stale shows.
     """
@@ -92,7 +96,8 @@ def replay(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
     sizes[::7, 1] = 0
     sizes[0], sizes[1] = 0, most
     x = torch.randint(-8, 9, (cases, n, n * most, width), generator=generator).bfloat16()
-    wanted = torch.full((cases, 5, n * most, width), float("nan"), dtype=torch.bfloat16)  # NaN: no matter what
+    residual = torch.randint(-8, 9, (n * most, width), generator=generator).bfloat16()
+    wanted = torch.full((cases, 6, n * most, width), float("nan"), dtype=torch.bfloat16)  # NaN: no matter what
     for k in range(cases):
         total, start = int(sizes[k].sum()), int(sizes[k, :rank].sum())
         summed = x[k].float().sum(0).bfloat16()
@@ -107,11 +112,13 @@ def replay(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
         wanted[k, 3, : int(per_group.sum())] = torch.cat(sums)
         before = int(per_group[:mine].sum())
         wanted[k, 4, : per_group[mine]] = summed[before : before + per_group[mine]]
+        wanted[k, 5, : sizes[k, rank]] = wanted[k, 1, : sizes[k, rank]] + residual[: sizes[k, rank]]
     sizes, x, wanted = sizes.to(device, torch.int32), x.to(device), wanted.to(device)
     anything = wanted.isnan()
     counts, group_counts = sizes[0].clone(), sizes[0, : mesh.attn_dp].clone()
     own, every = x[0, rank, :most].clone(), x[0, rank].clone()
     outs = torch.empty_like(wanted[0])
+    epilogue = Epilogue(residual.to(device), torch.ones(width, device=device).bfloat16(), 1e-6)
     bad = torch.zeros((), dtype=torch.int64, device=device)
 
     def step() -> None:
@@ -121,6 +128,7 @@ def replay(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
             transport.all_reduce(every, group),
             transport.all_reduce_all_gatherv(own, tp, dp, group_counts),
             transport.reduce_scatterv_all_reduce(every, dp, tp, group_counts),
+            transport.reduce_scatterv(every, group, counts, epilogue)[0],
         ]
         for out, result in zip(outs, results, strict=True):
             out[: result.shape[0]].copy_(result)
@@ -177,6 +185,14 @@ def refuse(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
     with pytest.raises(CommError, match="not int32"):
         transport.all_reduce(torch.ones(4, 64, device=device, dtype=torch.int32), group)
     counts = torch.full((mesh.world,), 99, dtype=torch.int32, device=device)
+    for wrong in (counts.long(), counts.cpu(), counts[:1]):
+        with pytest.raises(CommError, match=rf"counts in device memory must be torch.int32 \[{mesh.world}\]"):
+            transport.all_gatherv(torch.ones(4, 64, device=device), group, wrong)
+    if mesh.attn_tp > 1 < mesh.attn_dp:  # one group has all rows: its lanes would overrun
+        rows, sizes = transport.max_bytes // 4096, (0,) * (mesh.attn_dp - 1)
+        tp, dp = mesh.peers("attn_tp", transport.rank), mesh.peers("attn_dp", transport.rank)
+        with pytest.raises(CommError, match="max_bytes="):
+            transport.reduce_scatterv_all_reduce(torch.ones(rows, 1024, device=device), dp, tp, (rows, *sizes))
     transport.all_gatherv(torch.ones(4, 64, device=device), group, counts)
     torch.cuda.synchronize()
     with pytest.raises(CommError, match="more rows than the tensors hold"):
@@ -185,7 +201,7 @@ def refuse(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    run_gpus(MESHES[0], tmp_path, refuse)
+    run_gpus(MESHES[2], tmp_path, refuse)
 
 
 def lose_a_peer(rank: int, mesh: Mesh, directory: str) -> None:

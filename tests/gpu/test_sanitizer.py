@@ -14,6 +14,7 @@ import torch
 from comm.oracle import check_calls, check_epilogues
 from gpu.test_peer import GPUS, HOPS
 from weft.comm.peer import PeerTransport
+from weft.comm.transport import Epilogue
 from weft.place.spec import Mesh
 
 SANITIZER = shutil.which("compute-sanitizer")
@@ -38,10 +39,14 @@ def test_nothing_is_found(tool: str, tmp_path: Path) -> None:
         )
         for rank in range(world)
     ]
-    for rank, process in enumerate(ranks):
-        printed = process.communicate(timeout=300)[0]
-        assert process.returncode == 0, f"rank {rank}: {printed[-4000:]}"
-        assert "ERROR SUMMARY: 0 errors" in printed or "0 hazards displayed" in printed, printed[-4000:]
+    try:
+        for rank, process in enumerate(ranks):
+            printed = process.communicate(timeout=300)[0]
+            assert process.returncode == 0, f"rank {rank}: {printed[-4000:]}"
+            assert "ERROR SUMMARY: 0 errors" in printed or "0 hazards displayed" in printed, printed[-4000:]
+    finally:
+        for process in ranks:
+            process.kill()  # those that wait for one that failed
 
 
 def main(rank: int, world: int, path: str) -> None:
@@ -54,8 +59,29 @@ def main(rank: int, world: int, path: str) -> None:
         transport.tuning = tuning
         check_calls(transport, mesh, (torch.bfloat16,), str(device))
         check_epilogues(transport, mesh, (torch.bfloat16,), str(device), scale=3)
+        check_epilogues(transport, mesh, (torch.bfloat16,), str(device), widths=(7168,))
+        counted(transport, mesh, device)
     transport.check()
     transport.close()
+
+
+def counted(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
+    """Every call that takes counts in device memory."""
+    group = tuple(range(mesh.world))
+    dp, tp = mesh.peers("attn_dp", transport.rank), mesh.peers("attn_tp", transport.rank)
+    counts = torch.tensor([2, 0, 3, 1][: mesh.world], dtype=torch.int32, device=device)
+    x = torch.ones(8, 1032, dtype=torch.bfloat16, device=device)
+    norm = Epilogue(x, x[0], 1e-6)
+    transport.all_gatherv(x[:3], group, counts)
+    transport.reduce_scatterv(x, group, counts)
+    transport.reduce_scatterv(x, group, counts, norm)
+    if mesh.attn_dp > 1:
+        for_groups = counts[: mesh.attn_dp].clone()
+        transport.all_reduce_all_gatherv(x[:3], tp, dp, for_groups)
+        transport.reduce_scatterv_all_reduce(x, dp, tp, for_groups)
+        transport.reduce_scatterv_all_reduce(x, dp, tp, for_groups, norm)
+    torch.cuda.synchronize()
+    transport.check()
 
 
 if __name__ == "__main__":

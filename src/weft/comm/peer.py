@@ -53,7 +53,8 @@ class PeerTuning:
     most `blocks` blocks of `threads` threads; beyond, wide_blocks of wide_threads, norm_blocks where rows are
     normalised: as many of them as the GPU holds at a time. split_bytes: from here on push_blocks only push, while
     write_blocks sum or write. split_sums_bytes: the same for two hops, with sums_push_blocks, sums_blocks and
-    sums_write_blocks. cluster: blocks that may share a row to be normalised, a power of two up to 8. early: 1: a call's
+    sums_write_blocks. cluster: blocks that may share a row to be normalised, a power of two up to 8. Threads come in
+    multiples of 32, up to 480. early: 1: a call's
     blocks take their places before the kernel before it ends (programmatic dependent launch).
     """
 
@@ -89,7 +90,8 @@ class PeerTransport:
 
     path: where the ranks meet, as for ShmTransport, which carries what the hosts say to each other. device: this
     rank's. With counts in device memory, tensors have room for the most rows there may be.
-    max_bytes: of the larger of a call's input and result; four times as much is taken once a group. timeout_s: of a
+    max_bytes: of the larger of a call's input and result; four times as much is taken once a group. Each rank has an
+    even share of that, so calls near it in which one rank has most of the rows may be refused. timeout_s: of a
     kernel's wait; past it the kernel ends, and `check`, or the next call, raises PeerLost or CommTimeout. tuning: an
     attribute, which may be changed between calls, on every rank alike.
 
@@ -156,7 +158,9 @@ class PeerTransport:
         if not code:
             return
         if code == TOO_MANY_ROWS:
-            raise CommError(f"rank {self.rank}: the counts in device memory ask for more rows than the tensors hold")
+            raise CommError(
+                f"rank {self.rank}: the counts in device memory ask for more rows than the tensors hold, or an inbox"
+            )
         deadline = time.monotonic() + 1.0  # a process that ends takes a moment to be gone
         while time.monotonic() < deadline:
             self._host.check()
@@ -221,24 +225,27 @@ class PeerTransport:
         # The most that a rank gets from another in one hop.
         segment = (x.shape[0] if isinstance(counts, Tensor) else max((*counts, *received))) * row_bytes
         two_hops = sums and n > 2 and spared_by_two_hops(edge, n, segment) > self.tuning.one_hop_bytes
-        need = 2 * largest + 32 * n * n if two_hops else (segment + UNIT_BYTES) * n
+        on_device = two_hops and isinstance(counts, Tensor)  # where the kernel sees whether they fit
+        need = inbox_bytes_for(edge, n, 0 if on_device else segment, largest, two_hops)
         if row_bytes % UNIT_BYTES:
             need *= UNIT_BYTES  # units hold as little as an element
         if need > self._inbox_bytes:
             raise CommError(
                 f"rank {self.rank}: peer has max_bytes={self.max_bytes}; this call takes max_bytes={need // 2 + 1}"
             )
-        both = None
-        out = x.new_empty(rows, *x.shape[1:])
+        if isinstance(counts, Tensor):
+            self._expect(counts, "counts in device memory", torch.int32, edge[0])
         residual = weight = residual_out = quantised = scale = self._nothing
-        if epilogue is not None:
-            both = x.new_empty(2, rows, *x.shape[1:])
-            residual_out, out = both[0], both[1]
+        if epilogue is None:
+            given = out = x.new_empty(rows, *x.shape[1:])
+        else:
+            given = x.new_empty(2, rows, *x.shape[1:])
+            residual_out, out = given[0], given[1]
             residual, weight = epilogue.residual.contiguous(), epilogue.weight.contiguous()
             if epilogue.quantised is not None:
                 quantised, scale = epilogue.quantised.out, epilogue.quantised.scale
-                if quantised.shape != out.shape or not quantised.is_contiguous():
-                    raise CommError(f"rank {self.rank}: the quantised rows must be {tuple(out.shape)}, contiguous")
+                self._expect(quantised, "quantised rows", torch.float8_e4m3fn, *out.shape)
+                self._expect(scale, "their scale", torch.float32, 1)
                 quantised = quantised.view(torch.uint8)
         launch = launch_of(self.tuning, largest, two_hops, rows if epilogue is not None else 0, row_bytes)
         arguments: tuple[Any, ...] = (
@@ -262,7 +269,21 @@ class PeerTransport:
             self._kernels.run(self._handle, self._ids[group], edge, x, out, *arguments)
         except KernelError as error:
             raise CommError(f"rank {self.rank}: {error}") from error
-        return out if both is None else both
+        return given
+
+    def _expect(self, given: Tensor, what: str, dtype: torch.dtype, *shape: int) -> None:
+        """Raises CommError: a kernel would take whatever lies there."""
+        fits = (
+            given.dtype == dtype
+            and given.shape == shape
+            and given.is_contiguous()
+            and given.device.type == self.device.type
+        )
+        if not fits:
+            raise CommError(
+                f"rank {self.rank}: {what} must be {dtype} {list(shape)}, contiguous, on {self.device.type}; "
+                f"not {given.dtype} {list(given.shape)} on {given.device}"
+            )
 
 
 def launch_of(t: PeerTuning, largest: int, two_hops: bool, normed_rows: int, row_bytes: int) -> Launch:
@@ -283,11 +304,21 @@ def launch_of(t: PeerTuning, largest: int, two_hops: bool, normed_rows: int, row
     cluster = t.cluster
     while cluster > 1 and (cluster * normed_rows > most or units < 64 * cluster):
         cluster //= 2
-    runs = -(-units // (32 * cluster))  # of units, one a thread of a warp
+    runs = max(1, -(-units // (32 * cluster)))  # of units, one a thread of a warp
     if 32 * runs > t.wide_threads:
         runs = -(-runs // 2)
     blocks = min(most, max(wanted, normed_rows * cluster)) // cluster * cluster
     return Launch((0, 0, blocks), min(t.wide_threads, 32 * runs), cluster)
+
+
+def inbox_bytes_for(edge: tuple[int, ...], ranks: int, segment: int, largest: int, two_hops: bool) -> int:
+    """What an inbox must have for segments of up to so many bytes, in tensors of up to `largest`.
+
+    One hop: of each rank as much as any gives. Two: half of it so, in parts; the other half holds the sums.
+    """
+    if two_hops:
+        return 2 * max(largest, edge[0] * segment) + 2 * UNIT_BYTES * ranks**2
+    return (segment + UNIT_BYTES) * ranks
 
 
 def spared_by_two_hops(edge: tuple[int, ...], ranks: int, segment: int) -> float:

@@ -87,9 +87,9 @@ struct Kernel {
   // --- waiting ------------------------------------------------------------------------------------------------
 
   // Polls K places until those with their bit in `wanted` have arrived, all loads in flight at once, and empties them.
-  // rank(k): who is waited for. kTogether: a warp leaves the loop as one. If it falls apart there, what its threads do
+  // rank(k): who is waited for. kWholeWarp: a warp leaves the loop as one. If it falls apart there, what its threads do
   // together next takes half a microsecond more; if they go on alone, to leave one by one is quicker.
-  template <bool kTogether, int K, class Rank>
+  template <bool kWholeWarp, int K, class Rank>
   __device__ void await(Unit (&got)[K], uint32_t wanted, char* (&place)[K], Rank rank) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) asm volatile("" : "+l"(place[k]));  // the compiler would work them out again, each time
@@ -101,14 +101,14 @@ struct Kernel {
       bool all = true;
 #pragma unroll
       for (int k = 0; k < K; ++k) all &= !(wanted >> k & 1) | arrived(got[k]);
-      if (kTogether ? __all_sync(~0u, all) : all) break;
+      if (kWholeWarp ? __all_sync(~0u, all) : all) break;
       if (spins % 1024 == 0) {
         int missing = 0;
 #pragma unroll
         for (int k = K - 1; k >= 0; --k)
           if (wanted >> k & 1 && !arrived(got[k])) missing = rank(k);
         if (!all) began = wait_on(c.error, began, c.limit_cycles, missing);
-        if (kTogether ? __any_sync(~0u, began < 0) : began < 0) break;
+        if (kWholeWarp ? __any_sync(~0u, began < 0) : began < 0) break;
       }
     }
 #pragma unroll
@@ -320,14 +320,15 @@ struct Kernel {
   // as it is between ranks: a barrier would wait until what was pushed has come to its readers.
   __device__ void share(uint64_t* place, float value, uint32_t row) const {
     const uint32_t block = threadIdx.x % 32;
+    const uint64_t both = uint64_t(row) << 32 | __float_as_uint(value);
     if (block >= cluster() || block * workers() >= row_units) return;
     if (block == (blockIdx.x & cluster() - 1)) {
-      *const_cast<volatile uint64_t*>(place) = uint64_t(row) << 32 | __float_as_uint(value);
+      *const_cast<volatile uint64_t*>(place) = both;
       return;
     }
     uint32_t there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(uint32_t(__cvta_generic_to_shared(place))), "r"(block));
-    asm volatile("st.shared::cluster.v2.b32 [%0], {%1, %2};" ::"r"(there), "f"(value), "r"(row) : "memory");
+    asm volatile("st.shared::cluster.b64 [%0], %1;" ::"r"(there), "l"(both) : "memory");
   }
   __device__ static float over_warp(float value) {
 #pragma unroll
@@ -434,7 +435,7 @@ struct Kernel {
 };
 
 // Lanes from counts in device memory, by the keepers; all empty if they do not fit the tensors and the inbox.
-// A thread holds a segment's count first, then a rank, which is where `at` says; me: where this rank is.
+// Thread i holds segment i's count, then stands for rank i, whose place is `at`; me: this rank's.
 template <bool kTwoHops>
 __device__ inline void read_counts(const Call& c, int i, Place at, Place me, Lanes& l) {
   const uint32_t count = i < c.segments ? uint32_t(c.device_counts[i]) : 0;
@@ -473,12 +474,13 @@ __global__ void __launch_bounds__(kWorkers + kKeepers, N <= 4 ? 2 : 1) exchange(
   if (threadIdx.x == 0) *const_cast<volatile uint32_t*>(&touched) = touch;
   Kernel<T, kWhole, N, kWay, kNorm> kernel{c, lanes};
   const bool worker = threadIdx.x < kernel.workers(), pushes = kernel.has(c.push) && worker;
-  // Counts in device memory: what is to be sent by two hops waits until all is laid out, by one hop it does not.
-  const bool early = kWay != Way::kTwoHops && c.device_counts, late = kWay == Way::kTwoHops && c.device_counts;
+  // Counts in device memory: with one hop it is pushed before all is laid out, with two after.
+  const bool pushes_first = kWay != Way::kTwoHops && c.device_counts;
+  const bool lays_out_first = kWay == Way::kTwoHops && c.device_counts;
   const int keeper = int(threadIdx.x - kernel.workers());
   const Place at = c.device_counts && !worker ? where_is(c, keeper) : Place{}, here = where_is(c, c.me);
   uint32_t segments = 0;
-  if (early)
+  if (pushes_first)
     for (int i = 0; i < c.n; ++i) segments |= uint32_t(i / c.span) << 4 * i;
   __shared__ Runs runs;  // none without kNorm
   if constexpr (kNorm)
@@ -490,19 +492,19 @@ __global__ void __launch_bounds__(kWorkers + kKeepers, N <= 4 ? 2 : 1) exchange(
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const uint32_t epoch = *reinterpret_cast<volatile uint32_t*>(&c.state->epoch);
   if (c.device_counts && !worker) read_counts<kWay == Way::kTwoHops>(c, keeper, at, here, lanes);
-  if (late) __syncthreads();
+  if (lays_out_first) __syncthreads();
   typename Kernel<T, kWhole, N, kWay, kNorm>::Send send;  // loaded while the epoch is on its way, as is the row
   typename Kernel<T, kWhole, N, kWay, kNorm>::Row row;
-  if (pushes && early) {
+  if (pushes && pushes_first) {
     if constexpr (kWay != Way::kTwoHops) kernel.begin_by_counts(segments, send);
   } else if (pushes) {
     kernel.begin_to_send(send);
   }
   const bool normalises = kNorm && worker && kernel.has(c.write);
-  if (normalises && !early) kernel.load_row(kernel.first_row(), kernel.start_in_row(), row);
+  if (normalises && !pushes_first) kernel.load_row(kernel.first_row(), kernel.start_in_row(), row);
   kernel.rotation = int64_t(epoch % kRotations) * c.inbox_units * kUnit;
   if (pushes) kernel.push(send);
-  if (early) {
+  if (pushes_first) {
     __syncthreads();
     if (normalises) kernel.load_row(kernel.first_row(), kernel.start_in_row(), row);
   }

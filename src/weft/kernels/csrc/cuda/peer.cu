@@ -92,21 +92,17 @@ void place_groups(World& w) {
 // How many blocks the device holds at a time. Blocks that push and then wait must all be among them: one that came only
 // after another's end might be what that waits for, by way of a peer.
 int resident(World& w, const cudaLaunchConfig_t& config, Kernels kernel, int cluster) {
-  const int threads = int(config.blockDim.x);
-  const auto [found, fresh] = w.resident.try_emplace({kernel, threads, cluster}, 0);
-  if (fresh) {
-    int device = 0, processors = 0, blocks = 0;
-    if (cluster > 1) {
-      check(cudaOccupancyMaxActiveClusters(&blocks, kernel, &config), "occupancy");
-      found->second = blocks * cluster;
-    } else {
-      check(cudaGetDevice(&device), "device");
-      check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "device");
-      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, 0), "occupancy");
-      found->second = blocks * processors;
-    }
+  const std::tuple key{kernel, int(config.blockDim.x), cluster};
+  if (const auto known = w.resident.find(key); known != w.resident.end()) return known->second;
+  int device = 0, processors = 1, blocks = 0;
+  if (cluster > 1) {
+    check(cudaOccupancyMaxActiveClusters(&blocks, kernel, &config), "occupancy");
+  } else {
+    check(cudaGetDevice(&device), "device");
+    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "device");
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, int(config.blockDim.x), 0), "occupancy");
   }
-  return found->second;
+  return w.resident[key] = blocks * (cluster > 1 ? cluster : processors);
 }
 
 }  // namespace
@@ -117,6 +113,7 @@ int64_t create(int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, int64_t inb
   w->rank = int(rank);
   constexpr int64_t kStep = int64_t(kUnit) * 2 * 840;  // lanes of 1 to 8 ranks, and half of them, are whole units
   w->inbox_bytes = (inbox_bytes + kStep - 1) / kStep * kStep;
+  if (w->inbox_bytes >> 33) TVM_FFI_THROW(WeftCallError) << "max_bytes must be less than 4 GiB";
   int device = 0, khz = 0;
   check(cudaGetDevice(&device), "device");
   check(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, device), "device");
@@ -199,6 +196,8 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
          TensorView device_counts, TensorView residual, TensorView residual_out, TensorView weight,
          TensorView quantised, TensorView scale, double eps, int64_t two_hops, Sizes blocks, int64_t cluster,
          int64_t threads, int64_t early, int64_t stream) {
+  if (threads < 32 || threads > kWorkers || threads % 32)
+    TVM_FFI_THROW(WeftCallError) << "a block has a multiple of 32 threads, up to " << kWorkers << ", not " << threads;
   World& w = world_of(handle);
   const GroupMemory& g = w.groups[size_t(group)];
   Call c;
@@ -206,13 +205,14 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
   c.exchange = int(edge[4]);
   c.n = int(g.ranks.size()), c.me = g.me;
   const int summed = c.exchange || c.root >= 0 ? 1 : c.scatter ? c.n : c.span;  // consecutive ranks
-  const Way way = two_hops ? Way::kTwoHops : summed == 1 ? Way::kGather : Way::kSum;
+  const bool norm = weight.size(0) != 0;  // after a sum, be it of one term
+  const Way way = two_hops ? Way::kTwoHops : summed == 1 && !norm ? Way::kGather : Way::kSum;
   c.x = static_cast<const char*>(x.data_ptr()), c.out = static_cast<char*>(out.data_ptr());
   const DLDataType t = x.dtype();
   int64_t width = 1;
   for (int i = 1; i < x.ndim(); ++i) width *= x.size(i);
   c.row_bytes = uint32_t(width * t.bits / 8), c.row_units = (c.row_bytes + kUnit - 1) / kUnit;
-  if (weight.size(0)) {
+  if (norm) {
     c.residual = static_cast<const char*>(residual.data_ptr());
     c.residual_out = static_cast<char*>(residual_out.data_ptr());
     c.weight = static_cast<const char*>(weight.data_ptr());
@@ -254,7 +254,7 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
     cudaLaunchConfig_t config{};
     config.gridDim = unsigned(push + sum + write), config.blockDim = unsigned(threads) + kKeepers, config.stream = at;
     config.attrs = attributes, config.numAttrs = cluster > 1 ? 2 : 1;
-    const Kernels kernel = kernel_for<T>(whole, c.n, way, weight.size(0) != 0);
+    const Kernels kernel = kernel_for<T>(whole, c.n, way, norm);
     if (push) {
       c.push = Blocks{0, push}, c.sum = Blocks{push, sum}, c.write = Blocks{push + sum, write};
     } else {

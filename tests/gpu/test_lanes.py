@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from weft.comm.peer import UNIT_BYTES, inbox_bytes_for
+from comm.builds import FLAGS
+from weft.comm.peer import MAX_RANKS, UNIT_BYTES, inbox_bytes_for
 from weft.kernels.build import CSRC
 
-MAX_RANKS = 8
 Units = list[int]
 Edge = tuple[int, int, int, int, int]  # segments, span, scatter, root, exchange
 
@@ -41,7 +41,7 @@ class Lanes(ctypes.Structure):
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("lanes") / "lanes.so"
     source = Path(__file__).parent / "lanes.cc"
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{CSRC / 'cuda'}", "-shared", "-fPIC"]
+    flags = [*FLAGS, f"-I{CSRC / 'cuda'}", "-shared", "-fPIC"]
     subprocess.run(["g++", *flags, str(source), "-o", str(path)], check=True)
     found = ctypes.CDLL(str(path))
     assert found.max_ranks() == MAX_RANKS

@@ -55,6 +55,11 @@ class Case:
         return f"{self.ranks} GPUs  {self.edge:31} {self.dtype} {self.hidden:5} × {self.rows:<5}"
 
     @property
+    def plain(self) -> str:
+        """The edge with no norm, its sizes left open."""
+        return self.edge.removesuffix("+norm").removesuffix(" ragged")
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Rows of each rank; of each DP group for the mixed edges."""
         if self.edge.endswith("ragged"):  # 7/4, 5/4, 3/4, 1/4 of the mean, and again
@@ -125,12 +130,12 @@ def measure(
 ) -> None:
     """A rank's part of the cases; rank 0 reports a Timing for each. tunings: of peer, by the name it is to have."""
     world = cases[0].ranks
-    sizes = [(c.edge, c.inputs * c.hidden * DTYPES[c.dtype].itemsize) for c in cases]
+    sizes = [(c.plain, c.inputs * c.hidden * DTYPES[c.dtype].itemsize) for c in cases]
     most = max(size for _, size in sizes)
     here = World.open(rank, world, directory, (world + 1) * most)
     arena_bytes = 2 * (TURNS + 1) * (most + 4096)
     peers: list[Peer] = []
-    reduced = [size for edge, size in sizes if edge.removesuffix("+norm") == "all_reduce"]
+    reduced = [size for edge, size in sizes if edge == "all_reduce"]
     if "flashinfer" in others and reduced:  # first: their results are checked, and NCCL works in place
         peers += flashinfer_peers(world, rank, here.device, max(reduced), TURNS)
     if "nccl" in others:
@@ -150,13 +155,13 @@ def measure(
 
 def _measure(case: Case, here: World, tunings: dict[str, PeerTuning], peers: Sequence[Peer]) -> dict[str, float]:
     mesh, rank, device = here.mesh, here.rank, here.device
-    dtype, plain = DTYPES[case.dtype], case.edge.removesuffix("+norm").removesuffix(" ragged")
+    dtype, plain = DTYPES[case.dtype], case.plain
     ragged = case.edge.endswith("ragged")
     xs = [torch.randn(case.inputs, case.hidden, device=device).to(dtype) for _ in range(TURNS)]
     norm = _epilogue(case, mesh, rank, device) if case.edge.endswith("+norm") else None
     counts = torch.tensor(case.sizes, dtype=torch.int32, device=device) if ragged else case.sizes
     us: dict[str, float] = {}
-    expected = _expected(case, plain, xs[0], mesh, rank)
+    expected = _expected(case, xs[0], mesh, rank)
     for name, tuning in tunings.items():
         here.peer.tuning = tuning
         calls = [partial(_peer_call, here.peer, mesh, plain, x, counts, norm) for x in xs]
@@ -220,7 +225,7 @@ def _peer_call(
 
 
 def _out_rows(case: Case, mesh: Mesh, rank: int) -> int:
-    plain = case.edge.removesuffix("+norm").removesuffix(" ragged")
+    plain = case.plain
     if plain in ("all_gatherv", "all_to_allv", MIXED[0]):
         return sum(case.sizes)
     if plain == MIXED[1]:
@@ -228,11 +233,11 @@ def _out_rows(case: Case, mesh: Mesh, rank: int) -> int:
     return case.sizes[rank] if plain == "reduce_scatterv" else case.rows
 
 
-def _expected(case: Case, plain: str, x: Tensor, mesh: Mesh, rank: int) -> Tensor:
+def _expected(case: Case, x: Tensor, mesh: Mesh, rank: int) -> Tensor:
     """The definition, from every rank's input in float32."""
     every = torch.empty(mesh.world * x.shape[0], case.hidden, device=x.device)
     dist.all_gather_into_tensor(every, x.float())
-    inputs, sizes = every.view(mesh.world, x.shape[0], case.hidden), case.sizes
+    plain, inputs, sizes = case.plain, every.view(mesh.world, x.shape[0], case.hidden), case.sizes
     if plain == "all_reduce":
         return inputs.sum(0)
     if plain == "broadcast":

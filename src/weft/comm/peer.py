@@ -54,8 +54,8 @@ class PeerTuning:
     normalised: as many of them as the GPU holds at a time. split_bytes: from here on push_blocks only push, while
     write_blocks sum or write. split_sums_bytes: the same for two hops, with sums_push_blocks, sums_blocks and
     sums_write_blocks. cluster: blocks that may share a row to be normalised, a power of two up to 8. Threads come in
-    multiples of 32, up to 480. early: 1: a call's
-    blocks take their places before the kernel before it ends (programmatic dependent launch).
+    multiples of 32, up to 480. early: 1: a call's blocks take their places before the kernel before it ends
+    (programmatic dependent launch).
     """
 
     one_hop_bytes: int = 384 << 10
@@ -124,7 +124,7 @@ class PeerTransport:
         self._kernels = cuda_kernels()
         with torch.cuda.device(device):
             # Two hops take the terms' parts and the sums, each as large as the whole at most.
-            inbox_bytes = 2 * max_bytes + 32 * MAX_RANKS**2
+            inbox_bytes = inbox_bytes_for((1,), MAX_RANKS, max_bytes, max_bytes, two_hops=True)
             self._handle = self._kernels.create(rank, [list(g) for g in groups], inbox_bytes, int(timeout_s * 1e9))
             self._host = self._connect(mesh, path)
         self.max_bytes: int | None = max_bytes
@@ -288,10 +288,9 @@ class PeerTransport:
 
 def launch_of(t: PeerTuning, largest: int, two_hops: bool, normed_rows: int, row_bytes: int) -> Launch:
     """largest: bytes of the larger of input and result. normed_rows: 0 without an epilogue."""
-    if two_hops and largest >= t.split_sums_bytes and not normed_rows:
-        return Launch((t.sums_push_blocks, t.sums_blocks, t.sums_write_blocks), t.wide_threads)
-    if not two_hops and largest >= t.split_bytes and not normed_rows:
-        return Launch((t.push_blocks, 0, t.write_blocks), t.wide_threads)
+    if not normed_rows and largest >= (t.split_sums_bytes if two_hops else t.split_bytes):
+        sums = (t.sums_push_blocks, t.sums_blocks, t.sums_write_blocks)
+        return Launch(sums if two_hops else (t.push_blocks, 0, t.write_blocks), t.wide_threads)
     few = largest <= t.few_bytes
     wide = t.norm_blocks if normed_rows else t.wide_blocks
     most, threads = (t.blocks, t.threads) if few else (wide, t.wide_threads)

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #ifndef __CUDACC__  // what is laid out can be tested without CUDA
 #define __host__
@@ -124,28 +124,25 @@ __host__ __device__ inline void put(const Call& c, int i, const Lane& lane, Lane
   if (i == c.me) l.part = lane.part, l.part_from = lane.from, l.part_to = lane.part_to;
 }
 
-// Fills c.lanes. counts: rows of each segment; received: of each rank's, in all_to_all.
-inline void lay_out(Call& c, const std::vector<int64_t>& counts, const std::vector<int64_t>& received, bool two_hops) {
-  const auto in_turn = [&](const std::vector<int64_t>& rows) {
-    std::vector<Segment> segments;
+// Fills c.lanes. counts: rows of each segment; received: of each rank's, in all_to_all; at most kMaxRanks of either.
+template <class Rows>
+void lay_out(Call& c, const Rows& counts, const Rows& received, bool two_hops) {
+  const auto in_turn = [&](const Rows& rows, Segment* segments) {  // gives where they end
     uint32_t begin = 0;
-    for (const int64_t n : rows) {
-      segments.push_back({begin, uint32_t(n) * c.row_units});
-      begin += segments.back().units;
-    }
-    return segments;
+    for (size_t i = 0; i < rows.size(); begin += segments[i++].units)
+      segments[i] = {begin, uint32_t(rows[i]) * c.row_units};
+    return begin;
   };
-  const auto end = [](const std::vector<Segment>& s) { return s.empty() ? 0 : s.back().begin + s.back().units; };
-  const std::vector<Segment> segments = in_turn(counts), arrive = in_turn(received);
+  Segment segments[kMaxRanks], arrive[kMaxRanks] = {};
+  const uint32_t all = in_turn(counts, segments), arriving = in_turn(received, arrive);
   const auto lane = two_hops ? lane_of<true> : lane_of<false>;
   const Place me = where_is(c, c.me);
-  const Segment mine = segments[size_t(me.segment)];
+  const Segment mine = segments[me.segment];
   for (int i = 0; i < c.n; ++i) {
     const Place at = where_is(c, i);
-    const Segment arrives = c.exchange ? arrive[size_t(i)] : Segment{};
-    put(c, i, lane(c, i, at, me, segments[size_t(at.segment)], mine, arrives), c.lanes);
+    put(c, i, lane(c, i, at, me, segments[at.segment], mine, arrive[i]), c.lanes);
   }
-  c.lanes.out = c.exchange ? end(arrive) : c.scatter ? mine.units : end(segments);
+  c.lanes.out = c.exchange ? arriving : c.scatter ? mine.units : all;
   std::fill(c.lanes.begin + c.n, c.lanes.begin + kMaxRanks + 1, c.lanes.out);
 }
 

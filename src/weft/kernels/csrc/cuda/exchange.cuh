@@ -14,6 +14,8 @@
 // kernel of its own, parameters are read before the wait for the kernel before, and loops are rolled.
 #pragma once
 
+#include <cuda_fp8.h>
+
 #include "call.h"
 #include "units.cuh"
 
@@ -460,8 +462,8 @@ __device__ inline void read_counts(const Call& c, int i, Place at, Place me, Lan
 }
 
 // A block's last warp keeps the books, so that no worker waits for it: it lays out what counts in device memory ask for,
-// and once every block has read the group's epoch, it writes the next call's. The next kernel may take its place at once (programmatic dependent launch), but waits for
-// this one's end: what it sends tells its peers that.
+// and once every block has read the group's epoch, it writes the next call's. The next kernel may take its place at once
+// (programmatic dependent launch), but waits for this one's end: what it sends tells its peers that.
 template <class T, bool kWhole, int N, Way kWay, bool kNorm>
 __global__ void __launch_bounds__(kWorkers + kKeepers, N <= 4 ? 2 : 1) exchange(const __grid_constant__ Call c) {
   __shared__ Lanes lanes;

@@ -226,16 +226,19 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
   }
   if (device_counts.size(0)) c.device_counts = static_cast<const int32_t*>(device_counts.data_ptr());
   for (int i = 0; i < c.n; ++i) c.inbox[i] = g.inbox[i];
-  if (!c.device_counts) lay_out(c, {counts.begin(), counts.end()}, {received.begin(), received.end()}, two_hops != 0);
   c.inbox_units = uint32_t(w.inbox_bytes / kUnit);
   c.lane_units[0] = c.inbox_units / c.n, c.lane_units[1] = c.inbox_units / (2 * c.n);
-  const int64_t x_rows = x.size(0), out_rows = out.size(0), units = std::max(1u, c.row_units);
-  const int64_t in_a_lane = c.lane_units[two_hops != 0] / units;
-  const int64_t in_sums = two_hops ? c.inbox_units / 2 / units : INT32_MAX;
-  c.x_units = uint32_t(x_rows * c.row_units);
-  c.most_rows = uint32_t(std::min<int64_t>(1 << 28, two_hops ? in_a_lane * c.span : in_a_lane));
-  c.most_mine = uint32_t(c.scatter ? out_rows : x_rows);
-  c.most_in_all = uint32_t(std::min(c.scatter ? x_rows : out_rows, in_sums));
+  if (c.device_counts) {
+    const int64_t x_rows = x.size(0), out_rows = out.size(0), units = std::max(1u, c.row_units);
+    const int64_t in_a_lane = c.lane_units[two_hops != 0] / units;
+    const int64_t in_sums = two_hops ? c.inbox_units / 2 / units : INT32_MAX;
+    c.x_units = uint32_t(x_rows * c.row_units);
+    c.most_rows = uint32_t(std::min<int64_t>(1 << 28, two_hops ? in_a_lane * c.span : in_a_lane));
+    c.most_mine = uint32_t(c.scatter ? out_rows : x_rows);
+    c.most_in_all = uint32_t(std::min(c.scatter ? x_rows : out_rows, in_sums));
+  } else {
+    lay_out(c, counts, received, two_hops != 0);
+  }
   c.state = g.state, c.error = w.error_device, c.limit_cycles = w.limit_cycles;
   const int push = int(blocks[0]), sum = int(blocks[1]), write = int(blocks[2]);
   while (1 << c.log2_cluster < cluster) ++c.log2_cluster;

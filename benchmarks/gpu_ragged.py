@@ -56,7 +56,7 @@ def work(rank: int, directory: Path, report: Any, world: int, options: argparse.
         sizes = draw(world, options.tokens, options.sigma, seed)
         counts.copy_(torch.tensor(sizes, dtype=torch.int32))
         check(here, xs[0], own[0], counts, sizes)
-        found: dict[str, dict[str, float]] = {edge: {PEER: gpu.replays_us(g)} for edge, g in graphs.items()}
+        found: dict[str, dict[str, float]] = {edge: {PEER: gpu.replays_us([g])[0]} for edge, g in graphs.items()}
         mine, most = slice(sum(sizes[:rank]), sum(sizes[: rank + 1])), max(sizes)
         scatter, given = found["reduce_scatterv"], [x[: sizes[rank]] for x in own]
         if min(sizes) > 0:  # torch.distributed has no empty parts there

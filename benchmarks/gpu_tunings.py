@@ -11,7 +11,7 @@ import torch
 
 from weft.bench.cuda import Case, measure
 from weft.bench.ranks import run_ranks
-from weft.comm.peer import PeerTuning
+from weft.comm.peer import PeerTuning, Split
 
 NEVER = 1 << 40
 TUNINGS = {
@@ -24,12 +24,14 @@ TUNINGS = {
     **{f"cluster {n}": PeerTuning(cluster=n) for n in (1, 2, 4)},
     "one hop": PeerTuning(one_hop_bytes=NEVER),
     "two hops": PeerTuning(one_hop_bytes=0),
-    "no split": PeerTuning(split_bytes=NEVER, split_sums_bytes=NEVER),
-    "split": PeerTuning(split_bytes=1 << 20, split_sums_bytes=1 << 20),
-    "16 push": PeerTuning(push_blocks=16, write_blocks=112),
-    "64 push": PeerTuning(push_blocks=64, write_blocks=192),
-    "sums 24-56-48": PeerTuning(sums_push_blocks=24, sums_blocks=56, sums_write_blocks=48),
-    "sums 64-64-128": PeerTuning(sums_push_blocks=64, sums_blocks=64, sums_write_blocks=128),
+    "no split": PeerTuning().split_from(NEVER),
+    "split from 1 MiB": PeerTuning().split_from(1 << 20),
+    "one hop 16-0-112": PeerTuning(split_one_hop=Split(1 << 20, 16, 0, 112, 480)),
+    "one hop 64-0-192": PeerTuning(split_one_hop=Split(1 << 20, 64, 0, 192, 480)),
+    "two hops 64-112-88": PeerTuning(split_two_hops=Split(2 << 20, 64, 112, 88, 480)),
+    "two hops 32-64-32": PeerTuning(split_two_hops=Split(2 << 20, 32, 64, 32, 480)),
+    "norm 64-128-320": PeerTuning(split_two_hops_norm=Split(4 << 20, 64, 128, 320, 224)),
+    "norm 32-64-160": PeerTuning(split_two_hops_norm=Split(4 << 20, 32, 64, 160, 480)),
     "128 to a norm": PeerTuning(norm_blocks=128),
 }
 

@@ -56,7 +56,7 @@ def run_streams(mesh: Mesh, work: Callable[..., None], **options: Any) -> None:
     A GPU holds only so many waiting kernels: eight blocks a rank, no more, leave room for all.
     """
     threads, errors = Threads(mesh.world), []
-    few = PeerTuning(blocks=8, wide_blocks=8, norm_blocks=8, split_bytes=1 << 40, split_sums_bytes=1 << 40)
+    few = PeerTuning(blocks=8, wide_blocks=8, norm_blocks=8).split_from(1 << 40)
 
     def main(rank: int) -> None:
         try:

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 from comm.oracle import check_calls, check_edges, check_epilogues, counts_of
 from gpu.streams import run_streams
-from weft.comm.peer import PeerTransport, PeerTuning
+from weft.comm.peer import PeerTransport, PeerTuning, Split
 from weft.comm.transport import CommError, CommTimeout, Epilogue, PeerLost
 from weft.place.spec import Mesh
 
@@ -29,20 +29,17 @@ TURNS = 25_000 if GPUS >= 4 else 2_000
 CAPTURES = threading.Lock()
 NEVER = 1 << 40
 WIDE = (1032, 7168, 32768)  # elements of rows that several blocks share, if only so many threads each
+SPLIT = PeerTuning(
+    split_one_hop=Split(0, 2, 0, 4, 128),
+    split_two_hops=Split(0, 2, 1, 3, 128),
+    split_one_hop_norm=Split(0, 2, 0, 4, 128),
+    split_two_hops_norm=Split(0, 2, 1, 3, 128),
+)
 HOPS = {
     "one hop": PeerTuning(one_hop_bytes=NEVER),
     "two hops": PeerTuning(one_hop_bytes=0),
-    "split": PeerTuning(
-        one_hop_bytes=0,
-        wide_threads=128,
-        split_bytes=0,
-        push_blocks=2,
-        write_blocks=4,
-        split_sums_bytes=0,
-        sums_push_blocks=2,
-        sums_blocks=1,
-        sums_write_blocks=3,
-    ),
+    "one hop, split": replace(SPLIT, one_hop_bytes=NEVER),
+    "two hops, split": replace(SPLIT, one_hop_bytes=0),
 }
 
 
@@ -178,6 +175,43 @@ def test_a_wait_in_vain_ends(tmp_path: Path) -> None:
     run_gpus(MESHES[0], tmp_path, wait_in_vain, timeout_s=0.5)
 
 
+def fill(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
+    """Calls of exactly max_bytes, in which one rank or group has all rows, each in turn."""
+    n, rank, group = mesh.world, transport.rank, tuple(range(mesh.world))
+    dp, tp = mesh.peers("attn_dp", rank), mesh.peers("attn_tp", rank)
+    rows = int(transport.max_bytes or 0) // 4096
+    base = (torch.arange(rows, device=device)[:, None] * 7 + torch.arange(1024, device=device)) % 13
+    x = base.float() + rank
+    summed, of_groups = (
+        (n * base + n * (n - 1) / 2).float(),
+        [len(p) * base + sum(p) for p in mesh.partitions["attn_tp"]],
+    )
+    for hops in (0, NEVER):
+        transport.tuning = replace(transport.tuning, one_hop_bytes=hops)
+        assert torch.equal(transport.all_reduce(x, group), summed)
+        for one in range(n):
+            sizes = tuple(rows * (r == one) for r in group)
+            mine = slice(0, sizes[rank])
+            assert torch.equal(transport.reduce_scatterv(x, group, sizes), summed[mine])
+            assert torch.equal(transport.all_gatherv(x[mine], group, sizes), base + one)
+            send = tuple(rows * (r == (rank + one) % n) for r in group)
+            receive = tuple(rows * (rank == (r + one) % n) for r in group)
+            assert torch.equal(transport.all_to_allv(x, group, send, receive), base + (rank - one) % n)
+        for one in range(mesh.attn_dp):
+            sizes = tuple(rows * (g == one) for g in range(mesh.attn_dp))
+            mine = slice(0, sizes[mesh.group_of(rank)])
+            for counts in (sizes, torch.tensor(sizes, dtype=torch.int32, device=device)):
+                got = transport.reduce_scatterv_all_reduce(x, dp, tp, counts)
+                assert torch.equal(got[mine], summed[mine])
+            got = transport.all_reduce_all_gatherv(x[mine], tp, dp, sizes)
+            assert torch.equal(got, of_groups[one].float())
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1, 2, 2, 1), Mesh(2, 2, 2, 2), Mesh(4, 2, 8, 1)], ids=str)
+def test_calls_may_be_as_large_as_max_bytes(mesh: Mesh, tmp_path: Path) -> None:
+    run_gpus(mesh, tmp_path, fill, max_bytes=1 << 20)
+
+
 def refuse(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
     group = tuple(range(mesh.world))
     with pytest.raises(CommError, match="max_bytes="):
@@ -188,11 +222,6 @@ def refuse(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
     for wrong in (counts.long(), counts.cpu(), counts[:1]):
         with pytest.raises(CommError, match=rf"counts in device memory must be torch.int32 \[{mesh.world}\]"):
             transport.all_gatherv(torch.ones(4, 64, device=device), group, wrong)
-    if mesh.attn_tp > 1 < mesh.attn_dp:  # one group has all rows: its lanes would overrun
-        rows, sizes = transport.max_bytes // 4096, (0,) * (mesh.attn_dp - 1)
-        tp, dp = mesh.peers("attn_tp", transport.rank), mesh.peers("attn_dp", transport.rank)
-        with pytest.raises(CommError, match="max_bytes="):
-            transport.reduce_scatterv_all_reduce(torch.ones(rows, 1024, device=device), dp, tp, (rows, *sizes))
     transport.all_gatherv(torch.ones(4, 64, device=device), group, counts)
     torch.cuda.synchronize()
     with pytest.raises(CommError, match="more rows than the tensors hold"):

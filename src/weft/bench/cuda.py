@@ -1,7 +1,8 @@
 """Times every edge of transport peer on the GPUs of this host beside its peers, in one run.
 
-A figure is µs a call: the median over replays of a CUDA graph of CALLS calls, the slowest rank's; inputs take turns, so
-that no call finds its own in a cache. Before it is timed, peer's result is compared with NCCL's, gathered in float32.
+A figure is µs a call: the median over replays of a CUDA graph of CALLS calls, the slowest rank's. Inputs take turns, so
+that no call finds its own in a cache; carriers too, so that what disturbs the host for a while disturbs all. Before it
+is timed, peer's result is compared with NCCL's, gathered in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.bench.collectives import DTYPES, MIXED
-from weft.bench.gpu_peers import Nccl, NcclWindow, Peer, SymmetricMemory, TrtLlm, VllmCustom, flashinfer_peers
+from weft.bench.gpu_peers import Nccl, NcclWindow, Peer, SymmetricMemory, flashinfer_peers
 from weft.bench.ranks import Report
 from weft.comm.peer import PeerTransport, PeerTuning
 from weft.comm.torchdist import TorchDistTransport
@@ -32,7 +33,8 @@ from weft.place.spec import Mesh
 SUMS = ("all_reduce", "reduce_scatterv", *MIXED)
 EDGES = (*SUMS, "all_gatherv", "all_to_allv", "broadcast", *(f"{edge}+norm" for edge in SUMS))
 RAGGED = ("reduce_scatterv ragged", "all_gatherv ragged")
-CALLS, REPLAYS, WARM = 20, 30, 5
+CALLS, REPLAYS, WARM = 20, 6, 2  # of a graph; of each turn
+GRAPH_TURNS = 5
 TURNS = 4  # inputs
 LIMIT_S = 40.0  # of a carrier in a case: less than the minute after which NCCL ends a rank that waits
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
@@ -154,31 +156,46 @@ def measure(
 
 
 def _measure(case: Case, here: World, tunings: dict[str, PeerTuning], peers: Sequence[Peer]) -> dict[str, float]:
-    mesh, rank, device = here.mesh, here.rank, here.device
-    dtype, plain = DTYPES[case.dtype], case.plain
-    ragged = case.edge.endswith("ragged")
-    xs = [torch.randn(case.inputs, case.hidden, device=device).to(dtype) for _ in range(TURNS)]
-    norm = _epilogue(case, mesh, rank, device) if case.edge.endswith("+norm") else None
-    counts = torch.tensor(case.sizes, dtype=torch.int32, device=device) if ragged else case.sizes
-    us: dict[str, float] = {}
+    mesh, rank, plain = here.mesh, here.rank, case.plain
+    xs, norm = _inputs(case, here)
+    graphs = {name: _peer_graph(case, here, tuning, xs, norm) for name, tuning in tunings.items()}
+    eager: dict[str, float] = {}
     expected = _expected(case, xs[0], mesh, rank)
-    for name, tuning in tunings.items():
-        here.peer.tuning = tuning
-        calls = [partial(_peer_call, here.peer, mesh, plain, x, counts, norm) for x in xs]
-        _check(case, name, calls[0](), expected, norm)
-        us[name] = graph_us(calls)
     given = [x[: case.sizes[rank]] for x in xs] if case.edge == "all_gatherv ragged" else xs
     for other in peers:
         with _limited(f"rank {rank}: {other.name}, {case}"):
             theirs = other.calls(plain, given, case.sizes, norm)
             if not theirs:
                 continue
-            if isinstance(other, TrtLlm | VllmCustom) and isinstance(got := theirs[0](), Tensor):
+            if other.gives_result and isinstance(got := theirs[0](), Tensor):
                 _check(case, other.name, got, expected, norm)
-            us[other.name] = graph_us(theirs, other.captured)
+            graphs[other.name] = capture(theirs)
+            other.captured()
             if type(other) is Nccl:
-                us["nccl eager"] = _eager_us(theirs)
-    return us
+                eager["nccl eager"] = _eager_us(theirs)
+    with _limited(f"rank {rank}: one of {', '.join(graphs)}, {case}"):
+        return dict(zip(graphs, replays_us([*graphs.values()]), strict=True)) | eager
+
+
+def peer_us(case: Case, here: World, tunings: Sequence[PeerTuning]) -> list[float]:
+    """µs a call of peer, by each tuning. Collective."""
+    xs, norm = _inputs(case, here)
+    return replays_us([_peer_graph(case, here, tuning, xs, norm) for tuning in tunings])
+
+
+def _inputs(case: Case, here: World) -> tuple[list[Tensor], Epilogue | None]:
+    dtype = DTYPES[case.dtype]
+    xs = [torch.randn(case.inputs, case.hidden, device=here.device).to(dtype) for _ in range(TURNS)]
+    return xs, _epilogue(case, here.mesh, here.rank, here.device) if case.edge.endswith("+norm") else None
+
+
+def _peer_graph(case: Case, here: World, tuning: PeerTuning, xs: list[Tensor], norm: Epilogue | None) -> Graph:
+    here.peer.tuning = tuning
+    ragged = case.edge.endswith("ragged")
+    counts = torch.tensor(case.sizes, dtype=torch.int32, device=here.device) if ragged else case.sizes
+    calls = [partial(_peer_call, here.peer, here.mesh, case.plain, x, counts, norm) for x in xs]
+    _check(case, "peer", calls[0](), _expected(case, xs[0], here.mesh, here.rank), norm)
+    return capture(calls)
 
 
 @contextmanager
@@ -262,22 +279,22 @@ def _check(case: Case, name: str, got: Tensor, expected: Tensor, norm: Epilogue 
         raise CommError(f"{name} gave a wrong result for {case}: relative error {error:.1e}")
 
 
-Graph = tuple[torch.cuda.CUDAGraph, torch.cuda.Stream]
+@dataclass(frozen=True)
+class Graph:
+    """A captured graph, the stream to replay it on, and the calls, whose tensors it needs."""
+
+    graph: torch.cuda.CUDAGraph
+    stream: torch.cuda.Stream
+    calls: Sequence[Callable[[], object]]
 
 
-def graph_us(calls: Sequence[Callable[[], object]], captured: Callable[[], None] | None = None) -> float:
-    """µs a call of a captured graph that makes them in turn: the median, the slowest rank's. Collective.
-
-    captured: what is to be done before the graph is replayed.
-    """
-    graph = capture(calls)
-    if captured is not None:
-        captured()
-    return replays_us(graph)
+def graph_us(calls: Sequence[Callable[[], object]]) -> float:
+    """µs a call of a captured graph that makes them in turn: the median, the slowest rank's. Collective."""
+    return replays_us([capture(calls)])[0]
 
 
 def capture(calls: Sequence[Callable[[], object]]) -> Graph:
-    """A graph of CALLS calls, these in turn, and its stream, which comes after the current one. Collective."""
+    """A graph of CALLS calls, these in turn, on a stream that comes after the current one. Collective."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # vLLM's calls must not meet on a GPU: a rank may wait for ever
     with torch.cuda.stream(stream):
@@ -289,15 +306,17 @@ def capture(calls: Sequence[Callable[[], object]]) -> Graph:
         with torch.cuda.graph(graph, stream=stream):
             for i in range(CALLS):
                 calls[i % len(calls)]()
-    return graph, stream
+    return Graph(graph, stream, calls)
 
 
-def replays_us(captured: Graph) -> float:
-    """µs a call of it: the median over replays, the slowest rank's. Collective."""
-    graph, stream = captured
-    with torch.cuda.stream(stream):
-        times = [_events_us(stream, graph.replay) / CALLS for _ in range(WARM + REPLAYS)]
-    return _slowest(statistics.median(times[WARM:]))
+def replays_us(graphs: Sequence[Graph]) -> list[float]:
+    """µs a call of each, taking turns: the median over replays, the slowest rank's. Collective."""
+    times: list[list[float]] = [[] for _ in graphs]
+    for _ in range(GRAPH_TURNS):
+        for g, found in zip(graphs, times, strict=True):
+            with torch.cuda.stream(g.stream):
+                found += [_events_us(g.stream, g.graph.replay) / CALLS for _ in range(WARM + REPLAYS)][WARM:]
+    return _slowest([statistics.median(found) for found in times])
 
 
 def _eager_us(calls: Sequence[Callable[[], object]]) -> float:
@@ -306,7 +325,8 @@ def _eager_us(calls: Sequence[Callable[[], object]]) -> float:
             calls[i % len(calls)]()
 
     stream = torch.cuda.current_stream()
-    return _slowest(statistics.median([_events_us(stream, run) / CALLS for _ in range(WARM + REPLAYS)][WARM:]))
+    times = [_events_us(stream, run) / CALLS for _ in range(WARM + GRAPH_TURNS * REPLAYS)]
+    return _slowest([statistics.median(times[WARM:])])[0]
 
 
 def _events_us(stream: torch.cuda.Stream, run: Callable[[], object]) -> float:
@@ -318,7 +338,7 @@ def _events_us(stream: torch.cuda.Stream, run: Callable[[], object]) -> float:
     return float(start.elapsed_time(end) * 1e3)
 
 
-def _slowest(us: float) -> float:
-    took = torch.tensor([us], device="cuda")
+def _slowest(us: list[float]) -> list[float]:
+    took = torch.tensor(us, device="cuda")
     dist.all_reduce(took, dist.ReduceOp.MAX)
-    return float(took)
+    return took.tolist()

@@ -22,9 +22,10 @@ INSTALL_FLASHINFER = "pip install flashinfer-python==0.7.2.post1"  # as the extr
 
 
 class Peer:
-    """Another carrier of the same exchanges. name: as tables have it."""
+    """Another carrier of the same exchanges. name: as tables have it. gives_result: a bare call returns it."""
 
     name: str
+    gives_result = False
 
     def calls(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int], norm: Epilogue | None = None) -> list[Call]:
         """A call for each input, which goes on to norm where one is given; none where the peer does not serve the case.
@@ -223,6 +224,8 @@ class TrtLlmWorkspace:
 class TrtLlm(Peer):
     """TensorRT-LLM's all_reduce, with the norm in the same kernel, as FlashInfer launches it. shots: one or two."""
 
+    gives_result = True
+
     def __init__(self, shots: str, workspace: TrtLlmWorkspace):
         self.name, self._one, self._space = f"trtllm {shots}-shot", shots == "one", workspace
 
@@ -265,7 +268,7 @@ class TrtLlm(Peer):
 class VllmCustom(Peer):
     """vLLM's custom all_reduce, as FlashInfer has it, on inputs in registered memory, as in vLLM's graphs."""
 
-    name = "vllm custom"
+    name, gives_result = "vllm custom", True
     BLOCKS = 36  # what vLLM launches, and the most
 
     def __init__(self, comm: Any, world: int, rank: int, device: torch.device, most: int, inputs: int):

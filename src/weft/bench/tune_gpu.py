@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from weft.bench.cuda import World, graph_us
+from weft.bench.collectives import DTYPES, MIXED
+from weft.bench.cuda import Case, World, graph_us, peer_us
 from weft.bench.ranks import Report
 from weft.bench.tune import edges_to_price
-from weft.comm.peer import PeerTuning, spared_by_two_hops
+from weft.comm.peer import PeerTuning, Split, spared_by_two_hops
 from weft.comm.transport import Epilogue, Transport, carry_out
 
-WIDTH, DTYPE = 4096, torch.bfloat16
-ROW_BYTES = WIDTH * DTYPE.itemsize
+WIDTH, DTYPE = 4096, "bf16"
+ROW_BYTES = WIDTH * DTYPES[DTYPE].itemsize
 NEVER = 1 << 40
-Measured = Callable[[PeerTuning, int], float]  # µs by bytes
 SMALL, MIDDLE, LARGE = (1 << 13, 1 << 16), (1 << 19, 1 << 21), (1 << 24, 1 << 26)
 
 
@@ -26,7 +27,7 @@ def measure_gpus(rank: int, directory: Path, report: Report, world: int, names: 
     """A rank's part. Rank 0 reports a pair a finding: ("peer_tuning", PeerTuning as a dictionary), ("local" and
     "epilogue", µs by bytes touched), and for each edge ("price", a row of transport, kind, ranks, world, bytes, us).
     """
-    here = World.open(rank, world, directory, 2 * world * max(*sizes, LARGE[-1]))
+    here = World.open(rank, world, directory, world * max(*sizes, LARGE[-1]))
     here.peer.tuning = _find_tuning(here)
     if rank == 0:
         report(("peer_tuning", asdict(here.peer.tuning)))
@@ -39,7 +40,7 @@ def measure_gpus(rank: int, directory: Path, report: Report, world: int, names: 
             if edge.kind not in transport.kinds:
                 continue
             rows = here.mesh.row_count(edge.src.rows, rank, counts)
-            xs = [torch.ones(rows, WIDTH, dtype=DTYPE, device=here.device) for _ in range(4)]
+            xs = [torch.ones(rows, WIDTH, dtype=DTYPES[DTYPE], device=here.device) for _ in range(4)]
             us = graph_us([partial(carry_out, edge, x, here.mesh, transport, counts) for x in xs])
             if rank == 0:
                 report(("price", {"transport": transport.name} | row | {"us": round(us, 2)}))
@@ -47,65 +48,54 @@ def measure_gpus(rank: int, directory: Path, report: Report, world: int, names: 
 
 
 def _find_tuning(here: World) -> PeerTuning:
-    """The PeerTuning for this host: a number at a time, each with those found before.
+    """The PeerTuning for this host: a number at a time, each with those found before."""
+    mesh, world = here.mesh, here.mesh.world
+    mixed = MIXED if mesh.attn_dp > 1 and mesh.attn_tp > 1 else ()
+    copies, sums = ("all_gatherv", "reduce_scatterv"), ("all_reduce", *mixed)
+    normed = tuple(f"{edge}+norm" for edge in sums)
 
-    Found by all_reduce; what concerns large calls in one hop by all_gatherv. Two hops must pay for the mixed edge too.
-    """
-    peer, group, mesh = here.peer, here.peer.world, here.mesh
-    n, dp, tp = len(group), here.mesh.peers("attn_dp", here.rank), here.mesh.peers("attn_tp", here.rank)
+    def us(edge: str, found: Sequence[PeerTuning], size: int) -> list[float]:
+        """size: bytes of the call's larger tensor."""
+        parts = mesh.attn_dp if edge.startswith(MIXED) else world if edge.startswith(copies) else 1
+        return peer_us(Case(world, edge, DTYPE, WIDTH, max(1, size // ROW_BYTES // parts)), here, found)
 
-    def tensors(size: int) -> list[torch.Tensor]:
-        return [torch.ones(size // ROW_BYTES, WIDTH, device=here.device, dtype=DTYPE) for _ in range(4)]
+    def best(found: Sequence[PeerTuning], edges: Sequence[str], sizes: Sequence[int]) -> PeerTuning:
+        """The first that is within a hundredth of the best, in the mean."""
+        times = [us(edge, found, size) for edge in edges for size in sizes]
+        means = [statistics.mean(row[i] / min(row) for row in times) for i in range(len(found))]
+        return next(t for t, mean in zip(found, means, strict=True) if mean <= min(means) + 0.01)
 
-    def sum_us(tuning: PeerTuning, size: int, epilogue: Epilogue | None = None) -> float:
-        peer.tuning = tuning
-        return graph_us([partial(peer.all_reduce, x, group, epilogue) for x in tensors(size)])
-
-    def norm_us(tuning: PeerTuning, size: int) -> float:
-        residual, weight = tensors(size)[0], tensors(ROW_BYTES)[0][0]
-        return sum_us(tuning, size, Epilogue(residual, weight, 1e-6))
-
-    def gather_us(tuning: PeerTuning, size: int) -> float:
-        peer.tuning = tuning
-        return graph_us([partial(peer.all_gatherv, x, group, (x.shape[0],) * n) for x in tensors(size // n)])
-
-    def mixed_us(tuning: PeerTuning, size: int) -> float:
-        peer.tuning = tuning
-        sizes = (size // ROW_BYTES // mesh.attn_dp,) * mesh.attn_dp
-        return graph_us([partial(peer.reduce_scatterv_all_reduce, x, dp, tp, sizes) for x in tensors(size)])
-
-    def best(found: Sequence[PeerTuning], us: Measured, sizes: Sequence[int]) -> PeerTuning:
-        return min(found, key=lambda t: sum(us(t, size) / size**0.25 for size in sizes))
-
-    def threshold(low: PeerTuning, high: PeerTuning, us: Measured, sizes: Sequence[int]) -> int:
+    def threshold(low: PeerTuning, high: PeerTuning, edges: Sequence[str], sizes: Sequence[int]) -> int:
         """The largest size at which `low` wins; NEVER if it is the last."""
-        found = max((size for size in sizes if us(low, size) <= us(high, size)), default=0)
-        return NEVER if found == sizes[-1] else found
+        wins = 0
+        for size in sizes:
+            times = [us(edge, [low, high], size) for edge in edges]
+            if sum(one / other for one, other in times) <= len(edges):
+                wins = size
+        return NEVER if wins == sizes[-1] else wins
 
-    one = PeerTuning(one_hop_bytes=NEVER, split_bytes=NEVER, split_sums_bytes=NEVER)
-    one = best([replace(one, threads=t) for t in (64, 128, 256)], sum_us, SMALL)
+    one = PeerTuning(one_hop_bytes=NEVER).split_from(NEVER)
+    one = best([replace(one, threads=t) for t in (128, 64, 256)], ["all_reduce"], SMALL)
     two = replace(one, one_hop_bytes=0)
-    two = best([replace(two, wide_threads=t, wide_blocks=b) for t in (256, 480) for b in (64, 128)], sum_us, MIDDLE)
-    two = best([replace(two, norm_blocks=b) for b in (128, 256)], norm_us, MIDDLE)
+    wide = [replace(two, wide_threads=t, wide_blocks=b) for t in (480, 256) for b in (128, 64)]
+    two = best(wide, sums, MIDDLE)
+    two = best([replace(two, norm_blocks=b) for b in (256, 128)], normed, MIDDLE)
     one, sizes = replace(two, one_hop_bytes=NEVER), [1 << p for p in range(15, 22)]
-    hops = spared_by_two_hops((1, n, 0), n, threshold(one, two, sum_us, sizes))
-    if mesh.attn_dp > 1 and mesh.attn_tp > 1:
-        segment = threshold(one, two, mixed_us, sizes) // mesh.attn_dp
-        hops = max(hops, spared_by_two_hops((mesh.attn_dp, mesh.attn_tp, 1), n, segment))
-    copies = [replace(two, split_bytes=0, push_blocks=p, write_blocks=w) for p, w in ((32, 96), (16, 112), (64, 192))]
-    found = best(copies, gather_us, LARGE)
-    unsplit = threshold(one, found, gather_us, [1 << p for p in range(18, 27)])
-    shapes = ((64, 112, 88), (24, 56, 48), (32, 64, 32), (64, 64, 128))
-    sums = best(
-        [
-            replace(found, split_sums_bytes=0, sums_push_blocks=p, sums_blocks=s, sums_write_blocks=w)
-            for p, s, w in shapes
-        ],
-        sum_us,
-        LARGE,
-    )
-    unsplit_sums = threshold(two, sums, sum_us, [1 << p for p in range(20, 27)])
-    return replace(sums, one_hop_bytes=int(hops), split_bytes=unsplit + 1, split_sums_bytes=unsplit_sums + 1)
+    hops = spared_by_two_hops((1, world, 0), world, threshold(one, two, ["all_reduce"], sizes))
+    if mixed:
+        segment = threshold(one, two, [MIXED[1]], sizes) // mesh.attn_dp
+        hops = max(hops, spared_by_two_hops((mesh.attn_dp, mesh.attn_tp, 1), world, segment))
+    for name, edges, shapes in (
+        ("split_one_hop", copies, ((32, 0, 96, 480), (16, 0, 112, 480), (64, 0, 192, 480))),
+        ("split_two_hops", sums, ((128, 224, 176, 224), (64, 112, 88, 480), (32, 64, 32, 480), (48, 112, 104, 480))),
+        ("split_one_hop_norm", ["reduce_scatterv+norm"], ((32, 0, 96, 480), (64, 0, 192, 480), (64, 0, 192, 224))),
+        ("split_two_hops_norm", normed, ((64, 96, 368, 224), (64, 128, 320, 224), (32, 64, 160, 480))),
+    ):
+        splits = [replace(two, **{name: Split(0, *shape)}) for shape in shapes]  # type: ignore[arg-type]
+        found = best(splits, edges, LARGE)
+        unsplit = threshold(two, found, edges, [1 << p for p in range(18, 27)])
+        two = replace(two, **{name: replace(getattr(found, name), from_bytes=unsplit + 1)})
+    return replace(two, one_hop_bytes=int(hops))
 
 
 def _price_locals(here: World, sizes: list[int]) -> dict[str, list[tuple[int, float]]]:
@@ -114,8 +104,8 @@ def _price_locals(here: World, sizes: list[int]) -> dict[str, list[tuple[int, fl
     group = here.peer.world
     for size in sizes:
         rows = max(1, size // ROW_BYTES)
-        a, b = (torch.ones(rows, WIDTH, dtype=DTYPE, device=here.device) for _ in range(2))
-        epilogue = Epilogue(b, torch.ones(WIDTH, dtype=DTYPE, device=here.device), 1e-6)
+        a, b = (torch.ones(rows, WIDTH, dtype=DTYPES[DTYPE], device=here.device) for _ in range(2))
+        epilogue = Epilogue(b, torch.ones(WIDTH, dtype=DTYPES[DTYPE], device=here.device), 1e-6)
         plain = graph_us([partial(here.peer.all_reduce, a, group)])
         fused = graph_us([partial(here.peer.all_reduce, a, group, epilogue)])
         size = rows * ROW_BYTES

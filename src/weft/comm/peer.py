@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from weft.place.edges import COLLECTIVES, REDUCTIONS
 from weft.place.spec import GROUP_NAMES, Mesh
 
 MAX_RANKS = 8
-UNIT_BYTES = 16
+UNIT_BYTES, CHUNK_BYTES = 16, 512  # as in call.h
 TOO_MANY_ROWS = 0x80000000
 Counts = Sizes | Tensor
 """Rows of each rank: numbers, or int32 in device memory, read when the kernel runs."""
@@ -46,34 +46,54 @@ class Host(Protocol):
 
 
 @dataclass(frozen=True)
+class Split:
+    """A call of from_bytes or more gives its blocks, of up to `threads` threads, a kind of work each."""
+
+    from_bytes: int
+    push: int
+    sum: int  # none with one hop, where those that write sum
+    write: int
+    threads: int
+
+
+@dataclass(frozen=True)
 class PeerTuning:
     """What depends on the machine. Sizes are bytes of a call's larger tensor.
 
     one_hop_bytes: sums take two hops where that spares a rank more bytes of what it receives. few_bytes: up to here at
     most `blocks` blocks of `threads` threads; beyond, wide_blocks of wide_threads, norm_blocks where rows are
-    normalised: as many of them as the GPU holds at a time. split_bytes: from here on push_blocks only push, while
-    write_blocks sum or write. split_sums_bytes: the same for two hops, with sums_push_blocks, sums_blocks and
-    sums_write_blocks. cluster: blocks that may share a row to be normalised, a power of two up to 8. Threads come in
-    multiples of 32, up to 480. early: 1: a call's blocks take their places before the kernel before it ends
-    (programmatic dependent launch).
+    normalised: as many of them as the GPU holds at a time; all of them do all work. split_…: large calls, by hops and
+    with rows to be normalised or none. cluster: blocks that may share a row to be normalised, a power of two up to 8.
+    Threads come in multiples of 32, up to 480. early: 1: a call's blocks take their places before the kernel before it
+    ends (programmatic dependent launch).
     """
 
-    one_hop_bytes: int = 384 << 10
+    one_hop_bytes: int = 192 << 10
     few_bytes: int = 128 << 10
     blocks: int = 24
     threads: int = 128
     wide_blocks: int = 128
     wide_threads: int = 480
     norm_blocks: int = 256
-    split_bytes: int = 2 << 20
-    push_blocks: int = 32
-    write_blocks: int = 96
-    split_sums_bytes: int = 8 << 20
-    sums_push_blocks: int = 64
-    sums_blocks: int = 112
-    sums_write_blocks: int = 88
+    split_one_hop: Split = Split(1 << 20, 32, 0, 96, 480)
+    split_two_hops: Split = Split(2 << 20, 128, 224, 176, 224)
+    split_one_hop_norm: Split = Split(4 << 20, 32, 0, 96, 480)
+    split_two_hops_norm: Split = Split(6 << 20, 64, 96, 368, 224)
     cluster: int = 8
     early: int = 1
+
+    def __post_init__(self) -> None:
+        """Takes what JSON makes of a Split."""
+        for name in SPLITS:
+            if isinstance(given := getattr(self, name), dict):
+                object.__setattr__(self, name, Split(**given))
+
+    def split_from(self, size: int) -> PeerTuning:
+        """The same, with calls of `size` bytes or more split, whatever the edge."""
+        return replace(self, **{name: replace(getattr(self, name), from_bytes=size) for name in SPLITS})
+
+
+SPLITS = tuple(f.name for f in fields(PeerTuning) if f.type == "Split")
 
 
 @dataclass(frozen=True)
@@ -90,10 +110,10 @@ class PeerTransport:
 
     path: where the ranks meet, as for ShmTransport, which carries what the hosts say to each other. device: this
     rank's. With counts in device memory, tensors have room for the most rows there may be.
-    max_bytes: of the larger of a call's input and result; four times as much is taken once a group. Each rank has an
-    even share of that, so calls near it in which one rank has most of the rows may be refused. timeout_s: of a
-    kernel's wait; past it the kernel ends, and `check`, or the next call, raises PeerLost or CommTimeout. tuning: an
-    attribute, which may be changed between calls, on every rank alike.
+    max_bytes: of the larger of a call's input and result, however uneven the ranks' shares; twice as much is taken at
+    the start for each rank of each group that this one is in. timeout_s: of a kernel's wait; past it the kernel ends,
+    and `check`, or the next call, raises PeerLost or CommTimeout. tuning: an attribute, which may be changed between
+    calls, on every rank alike.
 
     Sums take float32, bfloat16 and float16, in rank order and float32, the same bits on every rank.
     """
@@ -116,19 +136,17 @@ class PeerTransport:
         if mesh.world > MAX_RANKS:
             raise CommError(f"peer takes at most {MAX_RANKS} ranks, not {mesh.world}")
         self.rank, self.device, self.world = rank, device, tuple(range(mesh.world))
-        every = dict.fromkeys(p for name in GROUP_NAMES for p in mesh.partitions[name])
-        groups = [self.world, *(g for g in every if g != self.world)]
-        self._ids = {g: i for i, g in enumerate(groups)}
+        partitions = dict.fromkeys([(self.world,), *(mesh.partitions[name] for name in GROUP_NAMES)])
+        groups = [next(g for g in partition if rank in g) for partition in partitions]  # on every rank in this order
+        self._ids = {g: i for i, g in reversed([*enumerate(groups)])}
         self.tuning, self._timeout_s = tuning or PeerTuning(), timeout_s
         self._nothing = torch.empty(0, dtype=torch.int32)
         self._kernels = cuda_kernels()
         with torch.cuda.device(device):
-            # Two hops take the terms' parts and the sums, each as large as the whole at most.
-            inbox_bytes = inbox_bytes_for((1,), MAX_RANKS, max_bytes, max_bytes, two_hops=True)
-            self._handle = self._kernels.create(rank, [list(g) for g in groups], inbox_bytes, int(timeout_s * 1e9))
+            inboxes = [inbox_bytes(len(g), max_bytes) for g in groups]
+            self._handle = self._kernels.create(rank, [list(g) for g in groups], inboxes, int(timeout_s * 1e9))
             self._host = self._connect(mesh, path)
         self.max_bytes: int | None = max_bytes
-        self._inbox_bytes = int(self._kernels.inbox_bytes(self._handle))
         self._host.barrier(self.world)
 
     def _connect(self, mesh: Mesh, path: Path | str) -> Host:
@@ -220,21 +238,19 @@ class PeerTransport:
         """edge: segments, span, scatter, root, exchange (`call.h`). rows: of the result. sums: two hops may pay."""
         self.check()
         x, n = x.contiguous(), len(group)
-        row_bytes = x.shape[1:].numel() * x.element_size()
+        row_bytes = -(-x.shape[1:].numel() * x.element_size() // UNIT_BYTES) * UNIT_BYTES  # as they travel
         largest = max(rows, x.shape[0]) * row_bytes
-        # The most that a rank gets from another in one hop.
-        segment = (x.shape[0] if isinstance(counts, Tensor) else max((*counts, *received))) * row_bytes
-        two_hops = sums and n > 2 and spared_by_two_hops(edge, n, segment) > self.tuning.one_hop_bytes
-        on_device = two_hops and isinstance(counts, Tensor)  # where the kernel sees whether they fit
-        need = inbox_bytes_for(edge, n, 0 if on_device else segment, largest, two_hops)
-        if row_bytes % UNIT_BYTES:
-            need *= UNIT_BYTES  # units hold as little as an element
-        if need > self._inbox_bytes:
-            raise CommError(
-                f"rank {self.rank}: peer has max_bytes={self.max_bytes}; this call takes max_bytes={need // 2 + 1}"
-            )
+        if self.max_bytes is not None and largest > self.max_bytes:
+            raise CommError(f"rank {self.rank}: peer has max_bytes={self.max_bytes}; this call takes {largest}")
+        host_counts: Sizes = ()
+        device_counts = self._nothing
         if isinstance(counts, Tensor):
+            device_counts = counts
             self._expect(counts, "counts in device memory", torch.int32, edge[0])
+        else:
+            host_counts = counts
+        segment = max((*host_counts, *received), default=x.shape[0]) * row_bytes  # that a rank gets from one in one hop
+        two_hops = sums and n > 2 and spared_by_two_hops(edge, n, segment) > self.tuning.one_hop_bytes
         residual = weight = residual_out = quantised = scale = self._nothing
         if epilogue is None:
             given = out = x.new_empty(rows, *x.shape[1:])
@@ -249,9 +265,9 @@ class PeerTransport:
                 quantised = quantised.view(torch.uint8)
         launch = launch_of(self.tuning, largest, two_hops, rows if epilogue is not None else 0, row_bytes)
         arguments: tuple[Any, ...] = (
-            (() if isinstance(counts, Tensor) else counts),
+            host_counts,
             received,
-            counts if isinstance(counts, Tensor) else self._nothing,
+            device_counts,
             residual,
             residual_out,
             weight,
@@ -288,9 +304,14 @@ class PeerTransport:
 
 def launch_of(t: PeerTuning, largest: int, two_hops: bool, normed_rows: int, row_bytes: int) -> Launch:
     """largest: bytes of the larger of input and result. normed_rows: 0 without an epilogue."""
-    if not normed_rows and largest >= (t.split_sums_bytes if two_hops else t.split_bytes):
-        sums = (t.sums_push_blocks, t.sums_blocks, t.sums_write_blocks)
-        return Launch(sums if two_hops else (t.push_blocks, 0, t.write_blocks), t.wide_threads)
+    if normed_rows:
+        split = t.split_two_hops_norm if two_hops else t.split_one_hop_norm
+    else:
+        split = t.split_two_hops if two_hops else t.split_one_hop
+    units = -(-row_bytes // UNIT_BYTES)
+    if largest >= split.from_bytes:
+        threads = split.threads if not normed_rows else threads_for(units, split.threads)
+        return Launch((split.push, split.sum, split.write), threads)
     few = largest <= t.few_bytes
     wide = t.norm_blocks if normed_rows else t.wide_blocks
     most, threads = (t.blocks, t.threads) if few else (wide, t.wide_threads)
@@ -299,25 +320,27 @@ def launch_of(t: PeerTuning, largest: int, two_hops: bool, normed_rows: int, row
     wanted = max(1, min(most, -(-largest // (threads * UNIT_BYTES))))
     if not normed_rows:
         return Launch((0, 0, wanted), threads)
-    units = -(-row_bytes // UNIT_BYTES)
     cluster = t.cluster
     while cluster > 1 and (cluster * normed_rows > most or units < 64 * cluster):
         cluster //= 2
-    runs = max(1, -(-units // (32 * cluster)))  # of units, one a thread of a warp
-    if 32 * runs > t.wide_threads:
-        runs = -(-runs // 2)
     blocks = min(most, max(wanted, normed_rows * cluster)) // cluster * cluster
-    return Launch((0, 0, blocks), min(t.wide_threads, 32 * runs), cluster)
+    return Launch((0, 0, blocks), threads_for(-(-units // cluster), t.wide_threads), cluster)
 
 
-def inbox_bytes_for(edge: tuple[int, ...], ranks: int, segment: int, largest: int, two_hops: bool) -> int:
-    """What an inbox must have for segments of up to so many bytes, in tensors of up to `largest`.
+def threads_for(units: int, most: int) -> int:
+    """Of a block with so many units of a row, in whole warps: all with equally many, which are a few or one."""
+    warps = max(1, -(-units // 32))
+    turns = -(-32 * warps // most)
+    return 32 * -(-warps // turns)
 
-    One hop: of each rank as much as any gives. Two: half of it so, in parts; the other half holds the sums.
+
+def inbox_bytes(ranks: int, max_bytes: int) -> int:
+    """What an inbox of a group takes, whatever the shares of a call's rows.
+
+    One hop fills a lane a rank, each with max_bytes at most, or a token. Two hops have half of it for parts of what a
+    rank holds or wants, at least two ranks having a part each, and half for the sums. All in whole chunks.
     """
-    if two_hops:
-        return 2 * max(largest, edge[0] * segment) + 2 * UNIT_BYTES * ranks**2
-    return (segment + UNIT_BYTES) * ranks
+    return ranks * (max_bytes + 2 * CHUNK_BYTES)
 
 
 def spared_by_two_hops(edge: tuple[int, ...], ranks: int, segment: int) -> float:

@@ -61,10 +61,10 @@ struct Kernel {
   using E = Elements<T>;
   const Call& c;
   const Lanes& l;
-  const uint32_t me = uint32_t(c.me), lane_bytes = c.lane_units[kWay == Way::kTwoHops] * kUnit;
+  const uint32_t me = uint32_t(c.me);
   const uint32_t row_units = c.row_units, row_bytes = kWhole ? row_units * kUnit : c.row_bytes;
   static constexpr bool kTogether = kNorm || kWay == Way::kTwoHops;
-  int64_t rotation = 0;  // bytes from an inbox of the first rotation to this call's
+  uint32_t turn = 0;  // which inbox is this call's
 
   __device__ Unit load(const char* base, uint32_t unit) const {
     return load_local<kWhole>(base, unit, row_units, row_bytes);
@@ -73,11 +73,9 @@ struct Kernel {
     store_local<kWhole>(base, unit, u, row_units, row_bytes);
   }
 
-  // Where in an inbox unit u of the lane of rank `of` lies. Sums of the second hop lie behind all, as in the result.
-  __device__ int64_t lane(uint32_t of, uint32_t u) const {
-    return rotation + int64_t(of) * lane_bytes + int64_t(u) * kUnit;
-  }
-  __device__ int64_t sum_place(uint32_t u) const { return lane(c.n, u); }
+  // Where in a rank's inboxes unit u of the lane of rank `of` lies, and of the sums, which lie there as in the result.
+  __device__ int64_t lane(uint32_t of, uint32_t u) const { return lane_place(c.n, turn, of, u); }
+  __device__ int64_t sum_place(uint32_t u) const { return weft::sum_place(c.sums_from, turn, u); }
 
   __device__ static bool has(Blocks b) { return int(blockIdx.x) >= b.first && int(blockIdx.x) < b.first + b.count; }
   __device__ static uint32_t workers() { return blockDim.x - kKeepers; }
@@ -127,7 +125,7 @@ struct Kernel {
     place[0] = c.inbox[me] + lane(0, u);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      if (i) place[i] = place[i - 1] + lane_bytes;
+      if (i) place[i] = place[i - 1] + kChunk;
       got[i] = E::nothing();
       uint32_t self = me;
       asm volatile("" : "+r"(self));  // the compiler would make one load of all, to got[me] in local memory
@@ -299,7 +297,29 @@ struct Kernel {
   __device__ uint32_t cluster() const { return 1u << c.log2_cluster; }
   __device__ uint32_t step_in_row() const { return workers() << c.log2_cluster; }
   __device__ uint32_t start_in_row() const { return (blockIdx.x & cluster() - 1) * workers() + threadIdx.x; }
-  __device__ uint32_t first_row() const { return (blockIdx.x - c.write.first) >> c.log2_cluster; }
+  __device__ uint32_t rows_at_a_time() const { return c.write.count >> c.log2_cluster; }
+
+  // The rows of a cluster, one a turn. With two hops the result's strips take turns, since all of them arrive at once.
+  struct Rows {
+    uint32_t turn, strips = 1, each = 0;  // each: rows of a strip, at most
+  };
+  __device__ Rows rows() const {
+    Rows r{(blockIdx.x - c.write.first) >> c.log2_cluster};
+    if constexpr (kWay == Way::kTwoHops) {
+      r.strips = c.scatter ? c.span : c.n;
+      r.each = (l.out / row_units + r.strips - 1) / r.strips;
+    }
+    return r;
+  }
+  // The row of this turn, or of the next that has one; one beyond the result if none has.
+  __device__ uint32_t row_of(Rows& r) const {
+    if constexpr (kWay == Way::kTwoHops) {
+      for (; r.turn < r.strips * r.each; r.turn += rows_at_a_time())
+        if (const uint32_t row = r.turn % r.strips * r.each + r.turn / r.strips; row * row_units < l.out) return row;
+      return r.strips * r.each;
+    }
+    return r.turn;
+  }
 
   // Who tells another block something must know that it has begun. Early: later, this would wait for what was pushed.
   __device__ void meet_cluster() const {
@@ -311,6 +331,10 @@ struct Kernel {
     Unit residual, weight;
     float scale;  // of quantised rows
   };
+  __device__ void load_first_row(Row& r) const {
+    Rows all = rows();
+    load_row(row_of(all), start_in_row(), r);
+  }
   __device__ void load_row(uint32_t row, uint32_t k, Row& r) const {
     if (k >= row_units || row * row_units >= l.out) return;
     r.residual = load(c.residual, row * row_units + k);
@@ -397,8 +421,9 @@ struct Kernel {
     const int width = int(row_bytes / sizeof(T)), used = int(row_units + 31) / 32;
     const bool more = row_units > by;
     if (first_of_warp(start) >= row_units) return;  // no part in any row
+    Rows all = rows();
 #pragma unroll 1
-    for (uint32_t row = first_row(), count = 1; row * row_units < units; ++count) {
+    for (uint32_t row = row_of(all), count = 1; row * row_units < units; ++count) {
       // Two turns' sums lie apart: none writes what another still reads, for who reads a turn's takes part in the next.
       uint64_t* const shared = runs[count % 2];
       const uint32_t begin = row * row_units;
@@ -430,7 +455,8 @@ struct Kernel {
         store(c.out, begin + k, result);
         if (c.quantised) quantise(row, k, result, r.scale);
       }
-      row += c.write.count >> c.log2_cluster;
+      all.turn += rows_at_a_time();
+      row = row_of(all);
       load_row(row, start, r);
     }
   }
@@ -503,12 +529,12 @@ __global__ void __launch_bounds__(kWorkers + kKeepers, N <= 4 ? 2 : 1) exchange(
     kernel.begin_to_send(send);
   }
   const bool normalises = kNorm && worker && kernel.has(c.write);
-  if (normalises && !pushes_first) kernel.load_row(kernel.first_row(), kernel.start_in_row(), row);
-  kernel.rotation = int64_t(epoch % kRotations) * c.inbox_units * kUnit;
+  if (normalises && !pushes_first) kernel.load_first_row(row);
+  kernel.turn = epoch % kRotations;
   if (pushes) kernel.push(send);
   if (pushes_first) {
     __syncthreads();
-    if (normalises) kernel.load_row(kernel.first_row(), kernel.start_in_row(), row);
+    if (normalises) kernel.load_first_row(row);
   }
   if (!worker) {
     meet(1, blockDim.x);  // every thread of the block has read the epoch

@@ -29,18 +29,19 @@ void check(cudaError_t code, const char* what) {
 struct GroupMemory {
   std::vector<int> ranks;
   int me = 0;
+  int64_t offset = 0, bytes = 0;  // of its inboxes, in every rank's arena
   char* inbox[kMaxRanks] = {};
   State* state = nullptr;
 };
 
 using Kernels = void (*)(Call);
 
-// A rank's arena: for each group kRotations inboxes, then a State for each group.
+// A rank's arena: a State for each of its groups, then their inboxes.
 struct World {
   char* base = nullptr;
   std::vector<char*> mapped;  // of each rank; [rank] is base
   std::vector<GroupMemory> groups;
-  int64_t inbox_bytes = 0, limit_cycles = 0;
+  int64_t limit_cycles = 0;
   int rank = 0;
   bool imported = false;  // from other processes
   uint32_t *error_host = nullptr, *error_device = nullptr;
@@ -77,15 +78,12 @@ void load() {
 
 World& world_of(int64_t handle) { return *reinterpret_cast<World*>(handle); }
 
-int64_t group_bytes(int64_t inbox_bytes) { return kRotations * inbox_bytes; }
-int64_t state_offset(int64_t groups, int64_t inbox_bytes) { return groups * group_bytes(inbox_bytes); }
-
 void place_groups(World& w) {
   for (size_t g = 0; g < w.groups.size(); ++g) {
     GroupMemory& group = w.groups[g];
     for (size_t i = 0; i < group.ranks.size(); ++i)
-      group.inbox[i] = w.mapped[size_t(group.ranks[i])] + int64_t(g) * group_bytes(w.inbox_bytes);
-    group.state = reinterpret_cast<State*>(w.base + state_offset(int64_t(w.groups.size()), w.inbox_bytes)) + g;
+      group.inbox[i] = w.mapped[size_t(group.ranks[i])] + group.offset;
+    group.state = reinterpret_cast<State*>(w.base) + g;
   }
 }
 
@@ -107,13 +105,13 @@ int resident(World& w, const cudaLaunchConfig_t& config, Kernels kernel, int clu
 
 }  // namespace
 
-// Allocates this rank's arena on the current device, sentinels in place.
-int64_t create(int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, int64_t inbox_bytes, int64_t limit_ns) {
+// Allocates this rank's arena on the current device, sentinels in place. groups: that it is in, with ranks of their own
+// on other ranks, but as many; inboxes: bytes of one of each group.
+int64_t create(int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, Sizes inboxes, int64_t limit_ns) {
   auto w = std::make_unique<World>();
   w->rank = int(rank);
-  constexpr int64_t kStep = int64_t(kUnit) * 2 * 840;  // lanes of 1 to 8 ranks, and half of them, are whole units
-  w->inbox_bytes = (inbox_bytes + kStep - 1) / kStep * kStep;
-  if (w->inbox_bytes >> 33) TVM_FFI_THROW(WeftCallError) << "max_bytes must be less than 4 GiB";
+  const int64_t of_states = (int64_t(groups.size() * sizeof(State)) + kChunk - 1) / kChunk * kChunk;
+  int64_t bytes = of_states;
   int device = 0, khz = 0;
   check(cudaGetDevice(&device), "device");
   check(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, device), "device");
@@ -125,13 +123,16 @@ int64_t create(int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, int64_t inb
       g.ranks.push_back(int(r));
     }
     if (g.ranks.size() > kMaxRanks) TVM_FFI_THROW(WeftCallError) << "at most 8 ranks share peer memory";
+    g.offset = bytes, g.bytes = kRotations * inboxes[int64_t(w->groups.size())] / kChunk * kChunk;
+    if (g.bytes / kUnit / (kRotations * int64_t(g.ranks.size())) >> 28)
+      TVM_FFI_THROW(WeftCallError) << "max_bytes must be less than 4 GiB";
+    bytes += g.bytes;
     w->groups.push_back(std::move(g));
   }
   load<float>(), load<__nv_bfloat16>(), load<__half>();
-  const int64_t states = state_offset(int64_t(w->groups.size()), w->inbox_bytes);
-  check(cudaMalloc(&w->base, size_t(states + int64_t(w->groups.size() * sizeof(State)))), "no memory for the arena");
-  check(cudaMemset(w->base, 0xff, size_t(states)), "fill");
-  check(cudaMemset(w->base + states, 0, w->groups.size() * sizeof(State)), "fill");
+  check(cudaMalloc(&w->base, size_t(bytes)), "no memory for the arena");
+  check(cudaMemset(w->base, 0xff, size_t(bytes)), "fill");
+  check(cudaMemset(w->base, 0, size_t(of_states)), "fill");
   check(cudaHostAlloc(&w->error_host, sizeof(uint32_t), cudaHostAllocMapped), "no host memory");
   *w->error_host = 0;
   check(cudaHostGetDevicePointer(&w->error_device, w->error_host, 0), "map");
@@ -185,9 +186,6 @@ int64_t error(int64_t handle) { return *reinterpret_cast<volatile uint32_t*>(wor
 // Forgets the error: for tests, which go on after one.
 void clear_error(int64_t handle) { *reinterpret_cast<volatile uint32_t*>(world_of(handle).error_host) = 0; }
 
-// Bytes of an inbox as laid out: one hop gives each of the group's ranks an even share of them, two hops half to sums.
-int64_t inbox_bytes(int64_t handle) { return world_of(handle).inbox_bytes; }
-
 // edge: {segments, span, scatter, root, exchange}. counts, received: rows; device_counts: int32 [segments] on the device,
 // or empty. residual, residual_out, weight: empty without an epilogue; quantised, scale: with one, too. blocks: {push,
 // sum, write}; without the first all blocks do all work. cluster: blocks that share a row to be normalised. threads:
@@ -226,12 +224,11 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
   }
   if (device_counts.size(0)) c.device_counts = static_cast<const int32_t*>(device_counts.data_ptr());
   for (int i = 0; i < c.n; ++i) c.inbox[i] = g.inbox[i];
-  c.inbox_units = uint32_t(w.inbox_bytes / kUnit);
-  c.lane_units[0] = c.inbox_units / c.n, c.lane_units[1] = c.inbox_units / (2 * c.n);
+  const Room room = room_in(g.bytes, c.n, two_hops != 0);
+  c.sums_from = room.sums_from;
   if (c.device_counts) {
     const int64_t x_rows = x.size(0), out_rows = out.size(0), units = std::max(1u, c.row_units);
-    const int64_t in_a_lane = c.lane_units[two_hops != 0] / units;
-    const int64_t in_sums = two_hops ? c.inbox_units / 2 / units : INT32_MAX;
+    const int64_t in_a_lane = room.lane / units, in_sums = two_hops ? room.sums / units : INT32_MAX;
     c.x_units = uint32_t(x_rows * c.row_units);
     c.most_rows = uint32_t(std::min<int64_t>(1 << 28, two_hops ? in_a_lane * c.span : in_a_lane));
     c.most_mine = uint32_t(c.scatter ? out_rows : x_rows);
@@ -285,5 +282,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(connect_here, weft::connect_here)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(destroy, weft::destroy)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(error, weft::error)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(clear_error, weft::clear_error)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(inbox_bytes, weft::inbox_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, weft::run)

@@ -1,6 +1,6 @@
 """Times every edge of transport peer on the GPUs of this host beside its peers, in one run.
 
-A figure is µs a call: the median over replays of a CUDA graph of CALLS calls, the slowest rank's. Inputs take turns, so
+A figure is µs a call: the median over replays of a CUDA graph of many calls, the slowest rank's. Inputs take turns, so
 that no call finds its own in a cache; carriers too, so that what disturbs the host for a while disturbs all. Before it
 is timed, peer's result is compared with NCCL's, gathered in float32.
 """
@@ -33,8 +33,8 @@ from weft.place.spec import Mesh
 SUMS = ("all_reduce", "reduce_scatterv", *MIXED)
 EDGES = (*SUMS, "all_gatherv", "all_to_allv", "broadcast", *(f"{edge}+norm" for edge in SUMS))
 RAGGED = ("reduce_scatterv ragged", "all_gatherv ragged")
-CALLS, REPLAYS, WARM = 20, 6, 2  # of a graph; of each turn
-GRAPH_TURNS = 5
+REPLAYS, WARM, GRAPH_TURNS = 6, 2, 5  # of a graph in each of its turns
+CALLS, SMALL_CALLS, SMALL = 20, 100, 1 << 20  # in a graph; up to so many bytes more, as ranks begin some µs apart
 TURNS = 4  # inputs
 LIMIT_S = 40.0  # of a carrier in a case: less than the minute after which NCCL ends a rank that waits
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
@@ -67,6 +67,11 @@ class Case:
         if self.edge.endswith("ragged"):  # 7/4, 5/4, 3/4, 1/4 of the mean, and again
             return tuple(max(1, self.rows * (7 - 2 * (i % 4)) // 4) for i in range(self.ranks))
         return (self.rows,) * (self.ranks // 2 if self.edge.startswith(MIXED) else self.ranks)
+
+    @property
+    def calls(self) -> int:
+        """In a graph."""
+        return SMALL_CALLS if self.inputs * self.hidden * DTYPES[self.dtype].itemsize <= SMALL else CALLS
 
     @property
     def inputs(self) -> int:
@@ -169,7 +174,7 @@ def _measure(case: Case, here: World, tunings: dict[str, PeerTuning], peers: Seq
                 continue
             if other.gives_result and isinstance(got := theirs[0](), Tensor):
                 _check(case, other.name, got, expected, norm)
-            graphs[other.name] = capture(theirs)
+            graphs[other.name] = capture(theirs, case.calls)
             other.captured()
             if type(other) is Nccl:
                 eager["nccl eager"] = _eager_us(theirs)
@@ -195,7 +200,7 @@ def _peer_graph(case: Case, here: World, tuning: PeerTuning, xs: list[Tensor], n
     counts = torch.tensor(case.sizes, dtype=torch.int32, device=here.device) if ragged else case.sizes
     calls = [partial(_peer_call, here.peer, here.mesh, case.plain, x, counts, norm) for x in xs]
     _check(case, "peer", calls[0](), _expected(case, xs[0], here.mesh, here.rank), norm)
-    return capture(calls)
+    return capture(calls, case.calls)
 
 
 @contextmanager
@@ -281,11 +286,12 @@ def _check(case: Case, name: str, got: Tensor, expected: Tensor, norm: Epilogue 
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured graph, the stream to replay it on, and the calls, whose tensors it needs."""
+    """A captured graph of `count` calls, the stream to replay it on, and the calls, whose tensors it needs."""
 
     graph: torch.cuda.CUDAGraph
     stream: torch.cuda.Stream
     calls: Sequence[Callable[[], object]]
+    count: int
 
 
 def graph_us(calls: Sequence[Callable[[], object]]) -> float:
@@ -293,8 +299,8 @@ def graph_us(calls: Sequence[Callable[[], object]]) -> float:
     return replays_us([capture(calls)])[0]
 
 
-def capture(calls: Sequence[Callable[[], object]]) -> Graph:
-    """A graph of CALLS calls, these in turn, on a stream that comes after the current one. Collective."""
+def capture(calls: Sequence[Callable[[], object]], count: int = CALLS) -> Graph:
+    """A graph of `count` calls, these in turn, on a stream that comes after the current one. Collective."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # vLLM's calls must not meet on a GPU: a rank may wait for ever
     with torch.cuda.stream(stream):
@@ -304,9 +310,9 @@ def capture(calls: Sequence[Callable[[], object]]) -> Graph:
         dist.barrier()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            for i in range(CALLS):
+            for i in range(count):
                 calls[i % len(calls)]()
-    return Graph(graph, stream, calls)
+    return Graph(graph, stream, calls, count)
 
 
 def replays_us(graphs: Sequence[Graph]) -> list[float]:
@@ -315,7 +321,7 @@ def replays_us(graphs: Sequence[Graph]) -> list[float]:
     for _ in range(GRAPH_TURNS):
         for g, found in zip(graphs, times, strict=True):
             with torch.cuda.stream(g.stream):
-                found += [_events_us(g.stream, g.graph.replay) / CALLS for _ in range(WARM + REPLAYS)][WARM:]
+                found += [_events_us(g.stream, g.graph.replay) / g.count for _ in range(WARM + REPLAYS)][WARM:]
     return _slowest([statistics.median(found) for found in times])
 
 

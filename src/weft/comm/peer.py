@@ -23,7 +23,7 @@ from weft.place.edges import COLLECTIVES, REDUCTIONS
 from weft.place.spec import GROUP_NAMES, Mesh
 
 MAX_RANKS = 8
-UNIT_BYTES, CHUNK_BYTES = 16, 512  # as in call.h
+UNIT_BYTES = 16
 TOO_MANY_ROWS = 0x80000000
 Counts = Sizes | Tensor
 """Rows of each rank: numbers, or int32 in device memory, read when the kernel runs."""
@@ -338,9 +338,9 @@ def inbox_bytes(ranks: int, max_bytes: int) -> int:
     """What an inbox of a group takes, whatever the shares of a call's rows.
 
     One hop fills a lane a rank, each with max_bytes at most, or a token. Two hops have half of it for parts of what a
-    rank holds or wants, at least two ranks having a part each, and half for the sums. All in whole chunks.
+    rank holds or wants, which at least two ranks share, and half for the sums.
     """
-    return ranks * (max_bytes + 2 * CHUNK_BYTES)
+    return ranks * (max_bytes + 2 * UNIT_BYTES)
 
 
 def spared_by_two_hops(edge: tuple[int, ...], ranks: int, segment: int) -> float:

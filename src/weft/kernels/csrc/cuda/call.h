@@ -13,8 +13,6 @@
 namespace weft {
 
 constexpr int kMaxRanks = 8, kRotations = 2;
-constexpr int kUnit = 16;                // bytes
-constexpr uint32_t kChunk = 32 * kUnit;  // what a warp stores at a time
 constexpr uint32_t kTooManyRows = 0x80000000u;
 
 // A rank's memory of a group, on its own device.
@@ -60,8 +58,9 @@ struct Call {
   const int32_t* device_counts = nullptr;  // rows of each segment, in device memory: then `lanes` stays empty
   uint32_t x_units = 0;                    // that x has room for; what device counts ask for may be less
   uint32_t most_rows = 0, most_mine = 0, most_in_all = 0;  // that there is room for: of a segment, this rank's, all
-  char* inbox[kMaxRanks] = {};             // both, of each rank, in this rank's address space
-  int64_t sums_from = 0;                   // in them
+  char* inbox[kMaxRanks] = {};             // of each rank, in this rank's address space
+  uint32_t inbox_units = 0;                // of one rotation
+  uint32_t lane_units[2] = {};             // a rank's part of it, with one hop and with two: these leave half to sums
   State* state = nullptr;
   uint32_t* error = nullptr;  // host memory: 1 + the rank that was waited for in vain
   int64_t limit_cycles = 0;
@@ -69,27 +68,6 @@ struct Call {
   uint32_t log2_cluster = 0;  // of blocks that share a row to be normalised
   Lanes lanes;
 };
-
-// A group's memory: kRotations inboxes of a lane a rank, and, with two hops, of the sums. All lanes of both inboxes lie side
-// by side, a chunk of each in turn, so that a small call finds all that it needs within a page: each page more that calls
-// touch costs them address translations.
-struct Room {
-  uint32_t lane, sums;  // units
-  int64_t sums_from;    // bytes
-};
-inline Room room_in(int64_t bytes, int n, bool two_hops) {
-  const int64_t chunks = bytes / kChunk, of_lanes = two_hops ? chunks / 2 : chunks, units = kChunk / kUnit;
-  return {uint32_t(of_lanes / (kRotations * n) * units), uint32_t((chunks - of_lanes) / kRotations * units),
-          of_lanes * kChunk};
-}
-// Where unit u of a lane, or of the sums, lies. turn: which inbox.
-__host__ __device__ inline int64_t lane_place(int n, uint32_t turn, uint32_t rank, uint32_t u) {
-  const uint32_t at = u * uint32_t(kUnit) % kChunk;
-  return int64_t(u / (kChunk / kUnit)) * (kRotations * uint32_t(n) * kChunk) + ((turn * n + rank) * kChunk + at);
-}
-__host__ __device__ inline int64_t sum_place(int64_t sums_from, uint32_t turn, uint32_t u) {
-  return sums_from + lane_place(1, turn, 0, u);
-}
 
 // Units of a segment.
 struct Segment {

@@ -61,10 +61,10 @@ struct Kernel {
   using E = Elements<T>;
   const Call& c;
   const Lanes& l;
-  const uint32_t me = uint32_t(c.me);
+  const uint32_t me = uint32_t(c.me), lane_bytes = c.lane_units[kWay == Way::kTwoHops] * kUnit;
   const uint32_t row_units = c.row_units, row_bytes = kWhole ? row_units * kUnit : c.row_bytes;
   static constexpr bool kTogether = kNorm || kWay == Way::kTwoHops;
-  uint32_t turn = 0;  // which inbox is this call's
+  int64_t rotation = 0;  // bytes from an inbox of the first rotation to this call's
 
   __device__ Unit load(const char* base, uint32_t unit) const {
     return load_local<kWhole>(base, unit, row_units, row_bytes);
@@ -73,9 +73,11 @@ struct Kernel {
     store_local<kWhole>(base, unit, u, row_units, row_bytes);
   }
 
-  // Where in a rank's inboxes unit u of the lane of rank `of` lies, and of the sums, which lie there as in the result.
-  __device__ int64_t lane(uint32_t of, uint32_t u) const { return lane_place(c.n, turn, of, u); }
-  __device__ int64_t sum_place(uint32_t u) const { return weft::sum_place(c.sums_from, turn, u); }
+  // Where in an inbox unit u of the lane of rank `of` lies. Sums of the second hop lie behind all, as in the result.
+  __device__ int64_t lane(uint32_t of, uint32_t u) const {
+    return rotation + int64_t(of) * lane_bytes + int64_t(u) * kUnit;
+  }
+  __device__ int64_t sum_place(uint32_t u) const { return lane(c.n, u); }
 
   __device__ static bool has(Blocks b) { return int(blockIdx.x) >= b.first && int(blockIdx.x) < b.first + b.count; }
   __device__ static uint32_t workers() { return blockDim.x - kKeepers; }
@@ -125,7 +127,7 @@ struct Kernel {
     place[0] = c.inbox[me] + lane(0, u);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      if (i) place[i] = place[i - 1] + kChunk;
+      if (i) place[i] = place[i - 1] + lane_bytes;
       got[i] = E::nothing();
       uint32_t self = me;
       asm volatile("" : "+r"(self));  // the compiler would make one load of all, to got[me] in local memory
@@ -530,7 +532,7 @@ __global__ void __launch_bounds__(kWorkers + kKeepers, N <= 4 ? 2 : 1) exchange(
   }
   const bool normalises = kNorm && worker && kernel.has(c.write);
   if (normalises && !pushes_first) kernel.load_first_row(row);
-  kernel.turn = epoch % kRotations;
+  kernel.rotation = int64_t(epoch % kRotations) * c.inbox_units * kUnit;
   if (pushes) kernel.push(send);
   if (pushes_first) {
     __syncthreads();

@@ -110,7 +110,8 @@ int resident(World& w, const cudaLaunchConfig_t& config, Kernels kernel, int clu
 int64_t create(int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, Sizes inboxes, int64_t limit_ns) {
   auto w = std::make_unique<World>();
   w->rank = int(rank);
-  const int64_t of_states = (int64_t(groups.size() * sizeof(State)) + kChunk - 1) / kChunk * kChunk;
+  constexpr int64_t kLine = 128, kStep = kLine * 2 * 840;  // lanes of 1 to 8 ranks, and half of them: whole cache lines
+  const int64_t of_states = (int64_t(groups.size() * sizeof(State)) + kLine - 1) / kLine * kLine;
   int64_t bytes = of_states;
   int device = 0, khz = 0;
   check(cudaGetDevice(&device), "device");
@@ -123,8 +124,8 @@ int64_t create(int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, Sizes inbox
       g.ranks.push_back(int(r));
     }
     if (g.ranks.size() > kMaxRanks) TVM_FFI_THROW(WeftCallError) << "at most 8 ranks share peer memory";
-    g.offset = bytes, g.bytes = kRotations * inboxes[int64_t(w->groups.size())] / kChunk * kChunk;
-    if (g.bytes / kUnit / (kRotations * int64_t(g.ranks.size())) >> 28)
+    g.offset = bytes, g.bytes = kRotations * ((inboxes[int64_t(w->groups.size())] + kStep - 1) / kStep * kStep);
+    if (g.bytes / (kRotations * int64_t(g.ranks.size())) >> 32)
       TVM_FFI_THROW(WeftCallError) << "max_bytes must be less than 4 GiB";
     bytes += g.bytes;
     w->groups.push_back(std::move(g));
@@ -224,11 +225,12 @@ void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out
   }
   if (device_counts.size(0)) c.device_counts = static_cast<const int32_t*>(device_counts.data_ptr());
   for (int i = 0; i < c.n; ++i) c.inbox[i] = g.inbox[i];
-  const Room room = room_in(g.bytes, c.n, two_hops != 0);
-  c.sums_from = room.sums_from;
+  c.inbox_units = uint32_t(g.bytes / (kRotations * kUnit));
+  c.lane_units[0] = c.inbox_units / c.n, c.lane_units[1] = c.inbox_units / (2 * c.n);
   if (c.device_counts) {
     const int64_t x_rows = x.size(0), out_rows = out.size(0), units = std::max(1u, c.row_units);
-    const int64_t in_a_lane = room.lane / units, in_sums = two_hops ? room.sums / units : INT32_MAX;
+    const int64_t in_a_lane = c.lane_units[two_hops != 0] / units;
+    const int64_t in_sums = two_hops ? c.inbox_units / 2 / units : INT32_MAX;
     c.x_units = uint32_t(x_rows * c.row_units);
     c.most_rows = uint32_t(std::min<int64_t>(1 << 28, two_hops ? in_a_lane * c.span : in_a_lane));
     c.most_mine = uint32_t(c.scatter ? out_rows : x_rows);

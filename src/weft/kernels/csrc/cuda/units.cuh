@@ -6,10 +6,9 @@
 
 #include <cstdint>
 
-#include "call.h"
-
 namespace weft {
 
+constexpr int kUnit = 16;
 // All ones, a NaN of every type: no data yet. Data that holds it is sent as the NaN before it.
 constexpr uint32_t kSentinel = 0xffffffffu;
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.comm.peer import UNIT_BYTES, PeerTuning, Split, launch_of
+from weft.comm.peer import MAX_THREADS, UNIT_BYTES, PeerTuning, Split, launch_of
 from weft.place.cost import read_tuning
 from weft.place.spec import LayoutError
 
@@ -26,7 +26,7 @@ def test_blocks_and_threads(cluster: int) -> None:
         what = f"{rows} rows of {row_bytes} bytes, two hops {two_hops}, norm {norm}: {found}"
         push, add, write = found.blocks
         assert write > 0 and (add > 0) == (push > 0 and two_hops), what
-        assert 32 <= found.threads <= t.wide_threads and found.threads % 32 == 0, what
+        assert 32 <= found.threads <= MAX_THREADS and found.threads % 32 == 0, what
         assert found.cluster in (1, 2, 4, 8) and found.cluster <= cluster, what
         assert push % found.cluster == 0 and write % found.cluster == 0, what
         if size <= 128 << 10:

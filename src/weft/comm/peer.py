@@ -22,7 +22,7 @@ from weft.kernels.build import KernelError, cuda_kernels
 from weft.place.edges import COLLECTIVES, REDUCTIONS
 from weft.place.spec import GROUP_NAMES, Mesh
 
-MAX_RANKS = 8
+MAX_RANKS, MAX_THREADS = 8, 480
 UNIT_BYTES = 16
 TOO_MANY_ROWS = 0x80000000
 Counts = Sizes | Tensor
@@ -61,11 +61,11 @@ class PeerTuning:
     """What depends on the machine. Sizes are bytes of a call's larger tensor.
 
     one_hop_bytes: sums take two hops where that spares a rank more bytes of what it receives. few_bytes: up to here at
-    most `blocks` blocks of `threads` threads; beyond, wide_blocks of wide_threads, norm_blocks where rows are
-    normalised: as many of them as the GPU holds at a time; all of them do all work. split_…: large calls, by hops and
-    with rows to be normalised or none. cluster: blocks that may share a row to be normalised, a power of two up to 8.
-    Threads come in multiples of 32, up to 480. early: 1: a call's blocks take their places before the kernel before it
-    ends (programmatic dependent launch).
+    most `blocks` blocks of `threads` threads or as many more as it takes for a unit each; beyond, wide_blocks of
+    wide_threads; where rows are normalised, norm_blocks. Of these, as many as the GPU holds at a time; all do all work.
+    split_…: large calls, by hops and with rows to be normalised or none. cluster: blocks that may share a row to be
+    normalised, a power of two up to 8. Threads come in multiples of 32, up to MAX_THREADS. early: 1: a call's blocks
+    take their places before the kernel before it ends (programmatic dependent launch).
     """
 
     one_hop_bytes: int = 192 << 10
@@ -316,7 +316,7 @@ def launch_of(t: PeerTuning, largest: int, two_hops: bool, normed_rows: int, row
     wide = t.norm_blocks if normed_rows else t.wide_blocks
     most, threads = (t.blocks, t.threads) if few else (wide, t.wide_threads)
     if few:  # a unit a thread
-        threads = min(t.wide_threads, max(threads, -(-largest // (32 * UNIT_BYTES * most)) * 32))
+        threads = min(MAX_THREADS, max(threads, -(-largest // (32 * UNIT_BYTES * most)) * 32))
     wanted = max(1, min(most, -(-largest // (threads * UNIT_BYTES))))
     if not normed_rows:
         return Launch((0, 0, wanted), threads)
@@ -324,7 +324,7 @@ def launch_of(t: PeerTuning, largest: int, two_hops: bool, normed_rows: int, row
     while cluster > 1 and (cluster * normed_rows > most or units < 64 * cluster):
         cluster //= 2
     blocks = min(most, max(wanted, normed_rows * cluster)) // cluster * cluster
-    return Launch((0, 0, blocks), threads_for(-(-units // cluster), t.wide_threads), cluster)
+    return Launch((0, 0, blocks), threads_for(-(-units // cluster), MAX_THREADS), cluster)
 
 
 def threads_for(units: int, most: int) -> int:

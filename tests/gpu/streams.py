@@ -53,25 +53,35 @@ class StreamTransport(PeerTransport):
 def run_streams(mesh: Mesh, work: Callable[..., None], **options: Any) -> None:
     """Runs `work(transport, mesh, device)` in a thread a rank, on a stream of its own. Raises the first error.
 
-    A GPU holds only so many waiting kernels: eight blocks a rank, no more, leave room for all.
+    A GPU holds only so many waiting kernels: eight blocks a rank, no more, leave room for all, if the next kernel's do
+    not take their places early.
     """
-    threads, errors = Threads(mesh.world), []
-    few = PeerTuning(blocks=8, wide_blocks=8, norm_blocks=8).split_from(1 << 40)
+    few = PeerTuning(blocks=8, wide_blocks=8, norm_blocks=8, early=0).split_from(1 << 40)
+
+    def rank_main(rank: int, threads: Threads) -> None:
+        torch.cuda.set_device(0)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            transport = StreamTransport(mesh, rank, threads, tuning=few, **options)
+            work(transport, mesh, torch.device("cuda", 0))
+            torch.cuda.current_stream().synchronize()
+            transport.check()
+            transport.close()
+
+    run_threads(mesh.world, rank_main)
+
+
+def run_threads(world: int, rank_main: Callable[[int, Threads], None]) -> None:
+    """Runs it in a thread a rank. Raises the first error."""
+    threads, errors = Threads(world), []
 
     def main(rank: int) -> None:
         try:
-            torch.cuda.set_device(0)
-            with torch.cuda.stream(torch.cuda.Stream()):
-                transport = StreamTransport(mesh, rank, threads, tuning=few, **options)
-                work(transport, mesh, torch.device("cuda", 0))
-                torch.cuda.current_stream().synchronize()
-                transport.check()
-                transport.close()
+            rank_main(rank, threads)
         except BaseException as error:
             errors.append(error)
             threads.meeting.abort()
 
-    ranks = [threading.Thread(target=main, args=(rank,)) for rank in range(mesh.world)]
+    ranks = [threading.Thread(target=main, args=(rank,)) for rank in range(world)]
     for thread in ranks:
         thread.start()
     for thread in ranks:

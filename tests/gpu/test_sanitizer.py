@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from comm.oracle import check_calls, check_epilogues
-from gpu.test_peer import GPUS, HOPS
+from gpu.test_peer import GPUS
+from gpu.works import HOPS
 from weft.comm.peer import PeerTransport
 from weft.comm.transport import Epilogue
 from weft.place.spec import Mesh
@@ -55,12 +56,13 @@ def main(rank: int, world: int, path: str) -> None:
     torch.cuda.set_device(device)
     mesh = Mesh(world // 2, 2, world, 1)
     transport = PeerTransport(mesh, rank, path, device, timeout_s=120)
-    for tuning in HOPS.values():
-        transport.tuning = tuning
+    for name in ("one hop", "two hops", "two hops, split"):
+        transport.tuning = HOPS[name]
         check_calls(transport, mesh, (torch.bfloat16,), str(device))
-        check_epilogues(transport, mesh, (torch.bfloat16,), str(device), scale=3)
-        check_epilogues(transport, mesh, (torch.bfloat16,), str(device), widths=(7168,))
+        check_epilogues(transport, mesh, (torch.bfloat16,), str(device), scale=3, widths=(8, 33))
         counted(transport, mesh, device)
+    transport.tuning = HOPS["one hop"]
+    wide(transport, mesh, device)
     transport.check()
     transport.close()
 
@@ -80,6 +82,14 @@ def counted(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
         transport.all_reduce_all_gatherv(x[:3], tp, dp, for_groups)
         transport.reduce_scatterv_all_reduce(x, dp, tp, for_groups)
         transport.reduce_scatterv_all_reduce(x, dp, tp, for_groups, norm)
+    torch.cuda.synchronize()
+    transport.check()
+
+
+def wide(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
+    """Rows that a cluster's blocks share, more of them than clusters."""
+    x = torch.ones(40, 7168, dtype=torch.bfloat16, device=device)
+    transport.all_reduce(x, tuple(range(mesh.world)), Epilogue(x, x[0], 1e-6))
     torch.cuda.synchronize()
     transport.check()
 

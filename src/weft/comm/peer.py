@@ -8,7 +8,7 @@ with row counts in device memory, one graph serves every count up to the tensors
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -141,13 +141,25 @@ class PeerTransport:
         self._ids = {g: i for i, g in reversed([*enumerate(groups)])}
         self.tuning, self._timeout_s = tuning or PeerTuning(), timeout_s
         self._nothing = torch.empty(0, dtype=torch.int32)
-        self._kernels = cuda_kernels()
-        with torch.cuda.device(device):
+        self._kernels = self._load()
+        with self._on_device():
             inboxes = [inbox_bytes(len(g), max_bytes) for g in groups]
             self._handle = self._kernels.create(rank, [list(g) for g in groups], inboxes, int(timeout_s * 1e9))
             self._host = self._connect(mesh, path)
         self.max_bytes: int | None = max_bytes
         self._host.barrier(self.world)
+
+    def _load(self) -> Any:
+        return cuda_kernels()
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device)
+
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def _synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
 
     def _connect(self, mesh: Mesh, path: Path | str) -> Host:
         """Maps every rank's memory into this process; what the hosts can say to each other from then on."""
@@ -163,7 +175,7 @@ class PeerTransport:
         After a lost peer nothing is freed: the end of the process does that.
         """
         if self._handle:
-            torch.cuda.synchronize(self.device)
+            self._synchronize()
             with suppress(CommError):
                 self._host.barrier(self.world)
                 self._kernels.destroy(self._handle)
@@ -207,7 +219,7 @@ class PeerTransport:
         return self._run(group, (1, len(group), 0, group.index(root), 0), x, x.shape[0], (x.shape[0],))
 
     def barrier(self, group: Ranks) -> None:
-        torch.cuda.synchronize(self.device)
+        self._synchronize()
         self._host.barrier(group)
 
     def all_reduce_all_gatherv(
@@ -279,7 +291,7 @@ class PeerTransport:
             launch.cluster,
             launch.threads,
             self.tuning.early,
-            torch.cuda.current_stream(self.device).cuda_stream,
+            self._stream(),
         )
         try:
             self._kernels.run(self._handle, self._ids[group], edge, x, out, *arguments)

@@ -28,14 +28,6 @@ constexpr int kMaxRuns = 128;                 // of 32 units, of a row to be nor
 // kGather: nothing is summed.
 enum class Way { kGather, kSum, kTwoHops };
 
-// Named barriers: of so many threads of the block.
-__device__ inline void meet(int barrier, uint32_t threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ inline void arrive(int barrier, uint32_t threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 // Sums of squares that the blocks of a cluster tell each other, by turn and run: the row's number lies in the upper
 // half, 0 for none yet, the sum in the lower.
 using Runs = uint64_t[2][kMaxRuns];
@@ -323,11 +315,6 @@ struct Kernel {
     return r.turn;
   }
 
-  // Who tells another block something must know that it has begun. Early: later, this would wait for what was pushed.
-  __device__ void meet_cluster() const {
-    if (c.log2_cluster) asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
-  }
-
   // What the epilogue needs of a row besides its sum: this thread's unit k.
   struct Row {
     Unit residual, weight;
@@ -354,9 +341,7 @@ struct Kernel {
       *const_cast<volatile uint64_t*>(place) = both;
       return;
     }
-    uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(uint32_t(__cvta_generic_to_shared(place))), "r"(block));
-    asm volatile("st.shared::cluster.b64 [%0], %1;" ::"r"(there), "l"(both) : "memory");
+    store_in_block(block, place, both);
   }
   __device__ static float over_warp(float value) {
 #pragma unroll
@@ -516,10 +501,11 @@ __global__ void __launch_bounds__(kWorkers + kKeepers, N <= 4 ? 2 : 1) exchange(
   if constexpr (kNorm)
     for (uint32_t k = threadIdx.x; k < 2 * kMaxRuns; k += blockDim.x) runs[k / kMaxRuns][k % kMaxRuns] = 0;
   __syncthreads();
-  if constexpr (kNorm) kernel.meet_cluster();
+  // Who tells another block something must know that it has begun. Later, this would wait for what was pushed.
+  if (kNorm && c.log2_cluster) meet_cluster();
 
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  wait_for_kernel_before();
+  let_next_kernel_begin();
   const uint32_t epoch = *reinterpret_cast<volatile uint32_t*>(&c.state->epoch);
   if (c.device_counts && !worker) read_counts<kWay == Way::kTwoHops>(c, keeper, at, here, lanes);
   if (lays_out_first) __syncthreads();

@@ -6,32 +6,16 @@
 
 #include <cstdint>
 
+#include "ptx.cuh"
+
 namespace weft {
 
-constexpr int kUnit = 16;
 // All ones, a NaN of every type: no data yet. Data that holds it is sent as the NaN before it.
 constexpr uint32_t kSentinel = 0xffffffffu;
 
-struct Unit {
-  uint32_t w[4];
-};
-
-__device__ inline Unit load_polled(const char* p) {
-  Unit u;
-  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(u.w[0]), "=r"(u.w[1]), "=r"(u.w[2]), "=r"(u.w[3])
-               : "l"(p)
-               : "memory");
-  return u;
-}
-__device__ inline uint32_t no_sentinel(uint32_t w) {
-  asm("min.u32 %0, %0, 0xfffffffe;" : "+r"(w));  // the compiler would make two instructions of it
-  return w;
-}
 __device__ inline void store_far(char* p, const Unit& u) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(no_sentinel(u.w[0])),
-               "r"(no_sentinel(u.w[1])), "r"(no_sentinel(u.w[2])), "r"(no_sentinel(u.w[3]))
-               : "memory");
+  constexpr uint32_t most = kSentinel - 1;
+  store_now(p, {at_most(u.w[0], most), at_most(u.w[1], most), at_most(u.w[2], most), at_most(u.w[3], most)});
 }
 __device__ inline bool arrived(const Unit& u) {
   return u.w[0] != kSentinel & u.w[1] != kSentinel & u.w[2] != kSentinel & u.w[3] != kSentinel;

@@ -1,0 +1,66 @@
+"""The kernels of transport peer, emulated on a CPU: every edge on up to eight ranks, divided in every way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from gpu.emulation import run_emulated
+from gpu.works import FEW, NEVER, Step, everything, fill, refuse, replay, wait_in_vain
+from weft.comm.peer import PeerTransport
+from weft.place.spec import Mesh
+
+# Fewer threads are sooner done, and a block that has few takes more turns.
+TUNINGS = {
+    name: replace(tuning, blocks=2, threads=32, wide_blocks=3, wide_threads=64, norm_blocks=4, few_bytes=1 << 10)
+    for name, tuning in FEW.items()
+}
+MESHES = [Mesh(1, 2, 2, 1), Mesh(3, 1, 3, 1), Mesh(2, 2, 2, 2), Mesh(4, 2, 8, 1), Mesh(2, 4, 8, 1)]
+CASES = [(mesh, name) for mesh in MESHES[:3] for name in TUNINGS]
+CASES += [
+    (MESHES[3], "two hops"),
+    (MESHES[3], "one hop, split"),
+    (MESHES[4], "one hop"),
+    (MESHES[4], "two hops, split"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """Of torch's, beside the ranks'."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("mesh", "name"), CASES, ids=str)
+def test_every_call_edge_and_epilogue(mesh: Mesh, name: str) -> None:
+    one = {name: TUNINGS[name]}
+    run_emulated(mesh, partial(everything, tunings=one, large=False), TUNINGS[name], max_bytes=1 << 20)
+
+
+def same(transport: PeerTransport, step: Step) -> Step:
+    return step
+
+
+@pytest.mark.parametrize(("mesh", "name"), CASES, ids=str)
+def test_counts_change_from_call_to_call(mesh: Mesh, name: str) -> None:
+    run_emulated(mesh, partial(replay, turns=12, again=same), TUNINGS[name], max_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_calls_may_be_as_large_as_max_bytes(mesh: Mesh) -> None:
+    run_emulated(mesh, partial(fill, tunings=TUNINGS), FEW["one hop"], max_bytes=1 << 15)
+
+
+def test_a_wait_in_vain_ends() -> None:
+    run_emulated(MESHES[0], wait_in_vain, TUNINGS["one hop"], timeout_s=0.2)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    run_emulated(MESHES[2], refuse, replace(TUNINGS["one hop"], one_hop_bytes=NEVER))

@@ -34,8 +34,11 @@ def weft(*arguments: str, timeout: float = 240, temporary: Path | None = None) -
 
 
 def environment(temporary: Path | None) -> dict[str, str]:
-    """With temporary files in a folder of the test's own, so that what is left behind can be told from others'."""
-    return dict(os.environ) | ({"TMPDIR": str(temporary)} if temporary else {})
+    """With temporary files in a folder of the test's own, so that what is left behind can be told from others'.
+
+    Wide: tables do not break what is looked for into lines.
+    """
+    return dict(os.environ) | {"COLUMNS": "300"} | ({"TMPDIR": str(temporary)} if temporary else {})
 
 
 def test_readme_holds_the_two_commands() -> None:

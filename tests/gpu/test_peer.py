@@ -29,6 +29,7 @@ CAPTURES = threading.Lock()
 
 
 def rank_main(rank: int, mesh: Mesh, directory: str, options: dict[str, Any], work: Callable[..., None]) -> None:
+    os.environ.pop("CUDA_MODULE_LOADING", None)  # gpu.streams sets it for ranks that share a process; it takes seconds
     device = torch.device("cuda", rank % GPUS)
     torch.cuda.set_device(device)
     transport = PeerTransport(mesh, rank, f"{directory}/peer", device, **options)

@@ -132,6 +132,7 @@ BAD = [
     (["plan", "--layout", "2x2,3x1"], "both must be the number of ranks"),
     (["plan", "--layout", "two"], "is not ATTN_DPxATTN_TP,EPxMOE_TP"),
     (["plan", "--cost", "abacus"], "no cost preset 'abacus'"),
+    (["plan", "--layout", "4x4", "--transport", "peer"], "peer takes at most 8 ranks, of one host; this layout has 16"),
     (["plan", "--layout", "1x3"], "do not divide over"),
     (["plan", "--tokens", "few"], "are not whole numbers"),
     (["eval", "--questions", "0"], "questions is 0"),

@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from weft.assets import embedded_model_dir
 from weft.cli.command import ModelDir
+from weft.comm.peer import MAX_RANKS, PeerTransport
 from weft.comm.reference import ReferenceTransport
 from weft.comm.shm import ShmTransport
 from weft.comm.torchdist import KINDS
@@ -23,7 +24,7 @@ from weft.place.spec import LayoutError, Mesh
 
 NOTHING: frozenset[str] = frozenset()
 OFFERS = {f"torchdist/{backend}": (kinds, NOTHING) for backend, kinds in KINDS.items()} | {
-    t.name: (t.kinds, t.epilogues) for t in (ShmTransport, ReferenceTransport)
+    t.name: (t.kinds, t.epilogues) for t in (ShmTransport, PeerTransport, ReferenceTransport)
 }
 
 
@@ -39,6 +40,7 @@ class Command:
       weft plan DIR --layout 4x2,8x1 --cost h200-nvlink --tokens 1,64,4096
       weft plan DIR --layout 2x4,8x1 --transport reference --json
       weft plan DIR --layout 2x2 --transport shm torchdist/gloo --cost cpu
+      weft plan DIR --layout 2x2 --transport peer torchdist/nccl --cost TABLE.json    of weft tune --device cuda
     """
 
     model: ModelDir = None
@@ -49,7 +51,7 @@ class Command:
     """Tokens in each DP group, one plan for each number."""
     cost: str = "h200-nvlink"
     """cpu, cpu-gloo, cpu-shm, h100-nvlink, h200-nvlink, gb200-nvl72, pcie-gen5, or a table FILE.json of weft tune."""
-    transport: tuple[Literal["shm", "torchdist/gloo", "torchdist/nccl", "reference"], ...] = ("torchdist/nccl",)
+    transport: tuple[Literal["shm", "peer", "torchdist/gloo", "torchdist/nccl", "reference"], ...] = ("torchdist/nccl",)
     """Whose edges to plan with, one or more; reference offers every edge there is, the fused ones too."""
     json: bool = False
     """Print one JSON list instead, a plan for each number of tokens, every layer spelled out."""
@@ -62,6 +64,8 @@ class Command:
         dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         model = costs(self.cost)
         mesh = parse_layout(self.layout)
+        if "peer" in self.transport and mesh.world > MAX_RANKS:
+            raise LayoutError(f"peer takes at most {MAX_RANKS} ranks, of one host; this layout has {mesh.world}")
         offers = [Offer(name, *OFFERS[name], model.of(name, mesh.world)) for name in self.transport]
         planner = plan_model(config, mesh, dtype, offers)
         every = [(n,) * planner.mesh.attn_dp for n in parse_tokens(self.tokens)]

@@ -171,6 +171,14 @@ def refuse(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
     for wrong in (counts.long(), counts[:1], *elsewhere):
         with pytest.raises(CommError, match=rf"counts in device memory must be torch.int32 \[{mesh.world}\]"):
             transport.all_gatherv(torch.ones(4, 64, device=device), group, wrong)
+    x = torch.ones(4, 64, device=device)
+    for residual, weight, what in (
+        (x[:3], x[0], "the residual"),
+        (x.half(), x[0], "the residual"),
+        (x, x, "the norm's"),
+    ):
+        with pytest.raises(CommError, match=rf"{what}.* must be torch.float32 \["):
+            transport.all_reduce(x, group, Epilogue(residual, weight, 1e-6))
     with pytest.raises(CommError, match="more rows than the tensors hold"):
         transport.all_gatherv(torch.ones(4, 64, device=device), group, counts)
         transport._synchronize()

@@ -270,6 +270,8 @@ class PeerTransport:
             given = x.new_empty(2, rows, *x.shape[1:])
             residual_out, out = given[0], given[1]
             residual, weight = epilogue.residual.contiguous(), epilogue.weight.contiguous()
+            self._expect(residual, "the residual", x.dtype, *out.shape)
+            self._expect(weight, "the norm's weight", x.dtype, *x.shape[1:])
             if epilogue.quantised is not None:
                 quantised, scale = epilogue.quantised.out, epilogue.quantised.scale
                 self._expect(quantised, "quantised rows", torch.float8_e4m3fn, *out.shape)

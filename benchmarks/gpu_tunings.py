@@ -11,9 +11,8 @@ import torch
 
 from weft.bench.cuda import Case, measure
 from weft.bench.ranks import run_ranks
-from weft.comm.peer import PeerTuning, Split
+from weft.comm.peer import NEVER, PeerTuning, Split
 
-NEVER = 1 << 40
 TUNINGS = {
     "peer": PeerTuning(),
     "64 threads": PeerTuning(threads=64),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import torch
 
-from weft.comm.peer import PeerTransport, PeerTuning
+from weft.comm.peer import NEVER, PeerTransport, PeerTuning
 from weft.comm.transport import Ranks
 from weft.place.spec import Mesh
 
@@ -36,12 +37,12 @@ class Threads:
         pass
 
 
-class StreamTransport(PeerTransport):
-    """A rank of a world of threads."""
+class ThreadTransport(PeerTransport):
+    """A rank of a world of threads, which share a device."""
 
-    def __init__(self, mesh: Mesh, rank: int, threads: Threads, **options: Any):
+    def __init__(self, mesh: Mesh, rank: int, threads: Threads, device: torch.device, **options: Any):
         self._threads = threads
-        super().__init__(mesh, rank, "", torch.device("cuda", 0), **options)
+        super().__init__(mesh, rank, "", device, **options)
 
     def _connect(self, mesh: Mesh, path: Path | str) -> Threads:
         self._threads.handles[self.rank] = self._handle
@@ -50,19 +51,27 @@ class StreamTransport(PeerTransport):
         return self._threads
 
 
-def run_streams(mesh: Mesh, work: Callable[..., None], **options: Any) -> None:
-    """Runs `work(transport, mesh, device)` in a thread a rank, on a stream of its own. Raises the first error.
+def few(tuning: PeerTuning) -> PeerTuning:
+    """The same for ranks that share a GPU, which holds only so many waiting kernels.
 
-    A GPU holds only so many waiting kernels: eight blocks a rank, no more, leave room for all, if the next kernel's do
-    not take their places early.
+    Eight blocks a rank, no more, leave room for all, if the next kernel's do not take their places early. What splits
+    is the caller's: blocks that only wait take places, too.
     """
-    few = PeerTuning(blocks=8, wide_blocks=8, norm_blocks=8, early=0).split_from(1 << 40)
+    return replace(tuning, blocks=8, wide_blocks=8, norm_blocks=8, early=0)
+
+
+def run_streams(mesh: Mesh, work: Callable[..., None], **options: Any) -> None:
+    """Runs `work(transport, mesh, device)` in a thread a rank, on a stream of its own.
+
+    Raises the first error.
+    """
+    tuning = few(PeerTuning().split_from(NEVER))
 
     def rank_main(rank: int, threads: Threads) -> None:
         torch.cuda.set_device(0)
         with torch.cuda.stream(torch.cuda.Stream()):
-            transport = StreamTransport(mesh, rank, threads, tuning=few, **options)
-            work(transport, mesh, torch.device("cuda", 0))
+            transport = ThreadTransport(mesh, rank, threads, torch.device("cuda", 0), tuning=tuning, **options)
+            work(transport, mesh, transport.device)
             torch.cuda.current_stream().synchronize()
             transport.check()
             transport.close()

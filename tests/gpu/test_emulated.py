@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu.emulation import run_emulated
-from gpu.works import FEW, NEVER, Step, everything, fill, refuse, replay, wait_in_vain
+from gpu.works import FEW, Step, everything, fill, refuse, replay, wait_in_vain
 from weft.comm.peer import PeerTransport
 from weft.place.spec import Mesh
 
@@ -58,4 +58,4 @@ def test_a_wait_in_vain_ends() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    run_emulated(MESHES[2], refuse, replace(TUNINGS["one hop"], one_hop_bytes=NEVER))
+    run_emulated(MESHES[2], refuse, TUNINGS["one hop"])

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from comm.oracle import check_calls, check_edges, check_epilogues, counts_of
-from weft.comm.peer import PeerTransport, PeerTuning, Split
+from gpu.streams import few
+from weft.comm.peer import NEVER, PeerTransport, PeerTuning, Split
 from weft.comm.transport import CommError, CommTimeout, Epilogue
 from weft.place.spec import Mesh
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
-NEVER = 1 << 40
 SPLIT = PeerTuning(
     split_one_hop=Split(0, 2, 0, 4, 128),
     split_two_hops=Split(0, 2, 1, 3, 128),
@@ -27,8 +27,8 @@ HOPS = {
     "one hop, split": replace(SPLIT, one_hop_bytes=NEVER),
     "two hops, split": replace(SPLIT, one_hop_bytes=0),
 }
-FEW = {name: replace(tuning, blocks=8, wide_blocks=8, norm_blocks=8, early=0) for name, tuning in HOPS.items()}
-"""For ranks whose kernels share a GPU: of few blocks, and none waits for a place that the next kernel's have."""
+FEW = {name: few(tuning if name.endswith("split") else tuning.split_from(NEVER)) for name, tuning in HOPS.items()}
+"""For ranks whose kernels share a GPU."""
 
 Step = Callable[[], None]
 
@@ -125,10 +125,8 @@ def fill(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings: di
     rows = int(transport.max_bytes or 0) // 4096
     base = (torch.arange(rows, device=device)[:, None] * 7 + torch.arange(1024, device=device)) % 13
     x = base.float() + rank
-    summed, of_groups = (
-        (n * base + n * (n - 1) / 2).float(),
-        [len(p) * base + sum(p) for p in mesh.partitions["attn_tp"]],
-    )
+    summed = (n * base + n * (n - 1) / 2).float()
+    of_groups = [(len(p) * base + sum(p)).float() for p in mesh.partitions["attn_tp"]]
     for tuning in tunings.values():
         transport.tuning = tuning
         assert torch.equal(transport.all_reduce(x, group), summed)
@@ -147,7 +145,7 @@ def fill(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings: di
                 got = transport.reduce_scatterv_all_reduce(x, dp, tp, counts)
                 assert torch.equal(got[mine], summed[mine])
             got = transport.all_reduce_all_gatherv(x[mine], tp, dp, sizes)
-            assert torch.equal(got, of_groups[one].float())
+            assert torch.equal(got, of_groups[one])
 
 
 def wait_in_vain(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:

@@ -71,7 +71,7 @@ class Case:
     @property
     def calls(self) -> int:
         """In a graph."""
-        return SMALL_CALLS if self.inputs * self.hidden * DTYPES[self.dtype].itemsize <= SMALL else CALLS
+        return SMALL_CALLS if self.input_bytes <= SMALL else CALLS
 
     @property
     def inputs(self) -> int:
@@ -80,6 +80,11 @@ class Case:
             return max(self.sizes)
         scatters = self.edge.startswith(("reduce_scatterv", "all_to_allv"))
         return sum(self.sizes) if scatters else self.rows
+
+    @property
+    def input_bytes(self) -> int:
+        """Of a rank."""
+        return self.inputs * self.hidden * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ def measure(
 ) -> None:
     """A rank's part of the cases; rank 0 reports a Timing for each. tunings: of peer, by the name it is to have."""
     world = cases[0].ranks
-    sizes = [(c.plain, c.inputs * c.hidden * DTYPES[c.dtype].itemsize) for c in cases]
+    sizes = [(c.plain, c.input_bytes) for c in cases]
     most = max(size for _, size in sizes)
     here = World.open(rank, world, directory, (world + 1) * most)
     arena_bytes = 2 * (TURNS + 1) * (most + 4096)
@@ -161,19 +166,19 @@ def measure(
 
 
 def _measure(case: Case, here: World, tunings: dict[str, PeerTuning], peers: Sequence[Peer]) -> dict[str, float]:
-    mesh, rank, plain = here.mesh, here.rank, case.plain
-    xs, norm = _inputs(case, here)
-    graphs = {name: _peer_graph(case, here, tuning, xs, norm) for name, tuning in tunings.items()}
+    rank, plain = here.rank, case.plain
+    given = _given(case, here)
+    xs, norm = given.xs, given.norm
+    graphs = {name: _peer_graph(name, case, here, tuning, given) for name, tuning in tunings.items()}
     eager: dict[str, float] = {}
-    expected = _expected(case, xs[0], mesh, rank)
-    given = [x[: case.sizes[rank]] for x in xs] if case.edge == "all_gatherv ragged" else xs
+    own = [x[: case.sizes[rank]] for x in xs] if case.edge == "all_gatherv ragged" else xs
     for other in peers:
         with _limited(f"rank {rank}: {other.name}, {case}"):
-            theirs = other.calls(plain, given, case.sizes, norm)
+            theirs = other.calls(plain, own, case.sizes, norm)
             if not theirs:
                 continue
             if other.gives_result and isinstance(got := theirs[0](), Tensor):
-                _check(case, other.name, got, expected, norm)
+                _check(case, other.name, got, given)
             graphs[other.name] = capture(theirs, case.calls)
             other.captured()
             if type(other) is Nccl:
@@ -184,22 +189,32 @@ def _measure(case: Case, here: World, tunings: dict[str, PeerTuning], peers: Seq
 
 def peer_us(case: Case, here: World, tunings: Sequence[PeerTuning]) -> list[float]:
     """µs a call of peer, by each tuning. Collective."""
-    xs, norm = _inputs(case, here)
-    return replays_us([_peer_graph(case, here, tuning, xs, norm) for tuning in tunings])
+    given = _given(case, here)
+    return replays_us([_peer_graph("peer", case, here, tuning, given) for tuning in tunings])
 
 
-def _inputs(case: Case, here: World) -> tuple[list[Tensor], Epilogue | None]:
+@dataclass(frozen=True)
+class _Given:
+    """What a case is measured with. expected: of a call with the first of xs, without the norm."""
+
+    xs: list[Tensor]
+    norm: Epilogue | None
+    expected: Tensor
+
+
+def _given(case: Case, here: World) -> _Given:
     dtype = DTYPES[case.dtype]
     xs = [torch.randn(case.inputs, case.hidden, device=here.device).to(dtype) for _ in range(TURNS)]
-    return xs, _epilogue(case, here.mesh, here.rank, here.device) if case.edge.endswith("+norm") else None
+    norm = _epilogue(case, here.mesh, here.rank, here.device) if case.edge.endswith("+norm") else None
+    return _Given(xs, norm, _expected(case, xs[0], here.mesh, here.rank))
 
 
-def _peer_graph(case: Case, here: World, tuning: PeerTuning, xs: list[Tensor], norm: Epilogue | None) -> Graph:
+def _peer_graph(name: str, case: Case, here: World, tuning: PeerTuning, given: _Given) -> Graph:
     here.peer.tuning = tuning
     ragged = case.edge.endswith("ragged")
     counts = torch.tensor(case.sizes, dtype=torch.int32, device=here.device) if ragged else case.sizes
-    calls = [partial(_peer_call, here.peer, here.mesh, case.plain, x, counts, norm) for x in xs]
-    _check(case, "peer", calls[0](), _expected(case, xs[0], here.mesh, here.rank), norm)
+    calls = [partial(_peer_call, here.peer, here.mesh, case.plain, x, counts, given.norm) for x in given.xs]
+    _check(case, name, calls[0](), given)
     return capture(calls, case.calls)
 
 
@@ -275,7 +290,8 @@ def _expected(case: Case, x: Tensor, mesh: Mesh, rank: int) -> Tensor:
     return inputs.sum(0).split(sizes)[mesh.group_of(rank)]
 
 
-def _check(case: Case, name: str, got: Tensor, expected: Tensor, norm: Epilogue | None) -> None:
+def _check(case: Case, name: str, got: Tensor, given: _Given) -> None:
+    expected, norm = given.expected, given.norm
     if norm is not None:
         expected, got = finish(expected.to(norm.residual.dtype), norm)[1].float(), got[1]
     got = got[: expected.shape[0]].float()

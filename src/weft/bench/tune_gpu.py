@@ -14,12 +14,11 @@ from weft.bench.collectives import DTYPES, MIXED
 from weft.bench.cuda import Case, World, graph_us, peer_us
 from weft.bench.ranks import Report
 from weft.bench.tune import edges_to_price
-from weft.comm.peer import PeerTuning, Split, spared_by_two_hops
+from weft.comm.peer import NEVER, PeerTuning, Split, spared_by_two_hops
 from weft.comm.transport import Epilogue, Transport, carry_out
 
 WIDTH, DTYPE = 4096, "bf16"
 ROW_BYTES = WIDTH * DTYPES[DTYPE].itemsize
-NEVER = 1 << 40
 SMALL, MIDDLE, LARGE = (1 << 13, 1 << 16), (1 << 19, 1 << 20, 1 << 21), (1 << 24, 1 << 26)
 
 

@@ -25,6 +25,8 @@ from weft.place.spec import GROUP_NAMES, Mesh
 MAX_RANKS, MAX_THREADS = 8, 480
 UNIT_BYTES = 16
 TOO_MANY_ROWS = 0x80000000
+NEVER = 1 << 40
+"""More bytes than any call has."""
 Counts = Sizes | Tensor
 """Rows of each rank: numbers, or int32 in device memory, read when the kernel runs."""
 

@@ -38,27 +38,32 @@ _ERRORS = {"WeftCallError": KernelError, "WeftPeerLost": KernelPeerLost, "WeftTi
 @cache
 def cpu_kernels() -> Any:
     """The module of `csrc/cpu/shm.cc`, a function for each exported name. Raises BuildError."""
-    return _load("weft_cpu", CSRC / "cpu" / "shm.cc", extra_cflags=list(CPU_FLAGS))
+    return load("weft_cpu", CSRC / "cpu" / "shm.cc", extra_cflags=list(CPU_FLAGS))
 
 
 @cache
 def cuda_kernels() -> Any:
     """The module of `csrc/cuda/peer.cu`, for Hopper GPUs. Raises BuildError."""
-    return _load("weft_cuda", CSRC / "cuda" / "peer.cu", extra_cuda_cflags=list(CUDA_FLAGS))
+    return load("weft_cuda", CSRC / "cuda" / "peer.cu", extra_cuda_cflags=list(CUDA_FLAGS))
 
 
-def _load(name: str, source: Path, **options: Any) -> Any:
+def load(name: str, source: Path, *folders: Path, **options: Any) -> Any:
+    """The module of `source`, which includes what lies beside it and in `folders`. Raises BuildError.
+
+    options: flags, as tvm-ffi's `cpp.build` takes them.
+    """
     import tvm_ffi
     from tvm_ffi import cpp
 
     for kind, error_class in _ERRORS.items():
         tvm_ffi.register_error(kind, error_class)
     # tvm-ffi hashes the named file, not what it includes: the includes' hash goes in as a definition.
-    text = b"".join(path.read_bytes() for path in sorted(source.parent.iterdir()))
+    folders = (source.parent, *folders)
+    text = b"".join(path.read_bytes() for folder in folders for path in sorted(folder.iterdir()))
     version = f"-DWEFT_SOURCE=0x{hashlib.sha256(text).hexdigest()[:15]}ull"
     options = {key: [*flags, version] for key, flags in options.items()}
     try:
-        path = cpp.build(name, sources=str(source), extra_include_paths=[str(source.parent)], **options)
+        path = cpp.build(name, sources=str(source), extra_include_paths=[*map(str, folders)], **options)
     except (RuntimeError, OSError) as error:
         lines = [line for line in str(error).splitlines() if "error" in line.lower()] or [str(error)]
         needs = "CUDA's nvcc" if source.suffix == ".cu" else "a C++17 compiler, such as Debian's g++"

@@ -91,10 +91,8 @@ struct Cluster {
 
 struct Block {
   Cluster* cluster = nullptr;
-  unsigned rank_in_cluster = 0;
   Fiber* running = nullptr;
   jmp_buf scheduler;
-  ucontext_t home;
   std::array<Warp, kMaxThreads / 32> warps;
   std::array<Meeting, 16> meetings;
   std::vector<Fiber> fibers;
@@ -124,7 +122,7 @@ inline void enter() {
 inline void run_block(const std::function<void()>& kernel, Index block, Index blocks, unsigned threads, Cluster* cluster,
                       unsigned rank_in_cluster) {
   blockIdx = block, gridDim = blocks, blockDim = {threads};
-  here.cluster = cluster, here.rank_in_cluster = rank_in_cluster, here.kernel = &kernel;
+  here.cluster = cluster, here.kernel = &kernel;
   here.warps = {}, here.meetings = {};
   cluster->anchors[rank_in_cluster] = &anchor;
   if (here.fibers.size() < threads) here.fibers.resize(threads);
@@ -464,12 +462,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 
 #define WEFT_PTX_CUH
 
+#include "call.h"
+
 namespace weft {
 
-constexpr int kUnit = 16;
-struct Unit {
-  uint32_t w[4];
-};
 inline void meet(int barrier, uint32_t threads) { emulated::meet(barrier, threads, true); }
 inline void arrive(int barrier, uint32_t threads) { emulated::meet(barrier, threads, false); }
 inline void wait_for_kernel_before() {}

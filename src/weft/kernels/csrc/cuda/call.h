@@ -14,6 +14,12 @@ namespace weft {
 
 constexpr int kMaxRanks = 8, kRotations = 2;
 constexpr uint32_t kTooManyRows = 0x80000000u;
+constexpr int kUnit = 16;
+
+// What is stored and polled at a time.
+struct Unit {
+  uint32_t w[4];
+};
 
 // A rank's memory of a group, on its own device.
 struct alignas(16) State {

@@ -2,16 +2,9 @@
 #ifndef WEFT_PTX_CUH
 #define WEFT_PTX_CUH
 
-#include <cstdint>
+#include "call.h"
 
 namespace weft {
-
-constexpr int kUnit = 16;
-
-// What is stored and polled at a time.
-struct Unit {
-  uint32_t w[4];
-};
 
 // Named barriers: of so many threads of the block.
 __device__ inline void meet(int barrier, uint32_t threads) {

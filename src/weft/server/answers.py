@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,6 @@ from weft.engine.engine import Engine
 from weft.engine.request import Output, SamplingParams, TokenLogprob
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
-
-LOOK_S = 0.1
-"""How often to look whether the client is still there."""
 
 
 @dataclass
@@ -62,10 +59,10 @@ async def answers(
     refuses, 503 where the engine fails before the first increment.
     """
     loop = asyncio.get_running_loop()
-    increments: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
+    increments: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
     live: dict[int, int] = {}
 
-    def listen(choice: int) -> Any:
+    def listen(choice: int) -> Callable[[Output], None]:
         timer = metrics.timer()
 
         def on_output(output: Output) -> None:  # on the engine's thread
@@ -74,6 +71,12 @@ async def answers(
 
         return on_output
 
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        increments.put_nowait(None)
+
+    watcher = asyncio.create_task(watch())
     try:
         for choice, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
             try:
@@ -84,21 +87,14 @@ async def answers(
                 raise ApiError(400, str(error), code=code) from error
             except EngineError as error:
                 raise ApiError(503, str(error)) from error
-        next_look = loop.time() + LOOK_S
-        while live:
-            if loop.time() >= next_look:
-                next_look = loop.time() + LOOK_S
-                if await request.is_disconnected():
-                    return
-            try:
-                choice, output = await asyncio.wait_for(increments.get(), LOOK_S)
-            except TimeoutError:
-                continue
+        while live and (increment := await increments.get()):
+            choice, output = increment
             if output.finish_reason == "error":
                 raise ApiError(503, engine.error or "the engine failed")
             if output.finish_reason:
                 del live[choice]
             yield choice, output
     finally:
+        watcher.cancel()
         for request_id in live.values():
             engine.cancel(request_id)

@@ -83,7 +83,8 @@ def create_app(engine: Engine, model_name: str, api_key: str | None = None) -> F
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises OSError where the port is taken; port 0 takes a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # The protocol is named because asyncio sets TCP_NODELAY only on connections whose socket says that it is TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -1,0 +1,95 @@
+"""Waiting for increments: woken by what happens, never by a clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weft.engine.request import Output, SamplingParams
+from weft.server.answers import answers
+from weft.server.metrics import Metrics
+
+
+class QuietEngine:
+    """Takes requests and says nothing until it is told to."""
+
+    max_model_len, error = 100, None
+
+    def __init__(self) -> None:
+        self.listeners: dict[int, Callable[[Output], None]] = {}
+        self.cancelled: list[int] = []
+
+    def submit(self, prompt: Any, params: SamplingParams, on_output: Callable[[Output], None]) -> int:
+        self.listeners[len(self.listeners)] = on_output
+        return len(self.listeners) - 1
+
+    def cancel(self, request: int) -> None:
+        self.cancelled.append(request)
+
+
+def output(text: str, reason: Any = None) -> Output:
+    return Output(text, (1,), (), reason, None, 1, 0, 1)
+
+
+async def waiting(engine: Any, gone: asyncio.Event, count: int) -> asyncio.Task[list[str]]:
+    """Requests of `count` choices, all submitted; the task gives the texts that came."""
+
+    async def receive() -> dict[str, str]:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def collect() -> list[str]:
+        request: Any = SimpleNamespace(receive=receive)
+        stream = answers(engine, Metrics(engine), request, [[1]] * count, [SamplingParams()] * count)
+        return [output.text async for _, output in stream]
+
+    task = asyncio.create_task(collect())
+    while len(engine.listeners) < count:
+        await asyncio.sleep(0)
+    return task
+
+
+def test_a_waiting_request_sets_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        engine, timers = QuietEngine(), []
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "call_at", lambda *args, **kwargs: timers.append(args))
+        task = await waiting(engine, asyncio.Event(), 2)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not timers, "a request that waits polls"
+        engine.listeners[0](output("a"))
+        engine.listeners[1](output("b", "stop"))
+        engine.listeners[0](output("c", "stop"))
+        assert await task == ["a", "b", "c"] and not engine.cancelled
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_wakes_its_request() -> None:
+    async def main() -> None:
+        engine, gone = QuietEngine(), asyncio.Event()
+        task = await waiting(engine, gone, 2)
+        engine.listeners[0](output("a", "stop"))
+        await asyncio.sleep(0)
+        gone.set()
+        assert await task == ["a"] and engine.cancelled == [1]
+
+    asyncio.run(main())
+
+
+def test_a_caller_that_stops_leaves_nothing_behind() -> None:
+    async def main() -> None:
+        engine = QuietEngine()
+        task = await waiting(engine, asyncio.Event(), 1)
+        task.cancel()
+        await asyncio.wait([task])
+        assert engine.cancelled == [0]
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1, "a task still waits for the client to leave"
+
+    asyncio.run(main())

@@ -16,8 +16,8 @@ import torch
 from support import run_world, small_config, small_model
 from torch import Tensor
 
+from weft.attention.backend import Backend
 from weft.attention.batch import Batch, SeqRows
-from weft.attention.sdpa import PagedAttention
 from weft.comm.transport import CommError, Transport
 from weft.hidden import Hidden
 from weft.models import runner as runner_module
@@ -163,7 +163,7 @@ def test_the_last_layer_is_never_settled(monkeypatch: pytest.MonkeyPatch) -> Non
     def breaker(model: Qwen) -> None:
         forward = model.forward
 
-        def late(stream: Any, batch: Batch, attention: PagedAttention) -> Tensor:
+        def late(stream: Any, batch: Batch, attention: Backend) -> Tensor:
             logits = forward(stream, batch, attention)
             stream.add(model.layers[2].mlp(Hidden(stream._empty, MESH.placement(WORLD), MESH, "late")))
             return logits

@@ -27,18 +27,23 @@ class SeqRows:
 class Batch:
     """A step of one DP group: T rows in B sequences, S of which are sampled. Zero rows are a legal batch.
 
-    tokens, positions: int64 `[T]`. slots: int64 `[T]`, where each row's key and value go (page · page_size + offset).
-    decodes: the sequences of one row, as (rows `[D]`, slots `[D, longest]`, mask `[D, longest]`), or None.
-    prefills: the others, as (first row, rows, context, slots of every visible token `[context + rows]`).
+    tokens, positions: int64 `[T]`; the rows of a sequence follow one another.
+    pages: int32 `[B, W]`, the page table of each sequence; what lies behind its last token may be any number.
+    lengths: int32 `[B]`, the cached tokens that a sequence's last row sees, its own included. 0: a padding sequence,
+    which has one row, sees nothing and attends to zeros.
+    slots: int64 `[T]`, where each row's key and value are stored (page · page_size + offset); −1: nowhere.
     sample_rows: int64 `[S]`.
+    spans: (rows, context) of each sequence, known to the host; None where every sequence has one row and only the
+    tensors know more, as inside a CUDA graph, whose tensors have the shape of its capacity.
     """
 
     tokens: Tensor
     positions: Tensor
+    pages: Tensor
+    lengths: Tensor
     slots: Tensor
-    decodes: tuple[Tensor, Tensor, Tensor] | None
-    prefills: tuple[tuple[int, int, int, Tensor], ...]
     sample_rows: Tensor
+    spans: tuple[tuple[int, int], ...] | None
 
     @staticmethod
     def build(
@@ -53,36 +58,26 @@ class Batch:
             raise ValueError(f"{len(tokens)} tokens, {len(positions)} positions, {sum(s.rows for s in seqs)} rows")
         offsets = torch.arange(page_size)
         slots: list[Tensor] = []
-        prefills: list[tuple[int, int, int, Tensor]] = []
-        single: list[tuple[int, Tensor]] = []
         sampled: list[int] = []
         first = 0
         for seq in seqs:
             visible = seq.context + seq.rows
             if len(seq.pages) * page_size < visible:
                 raise ValueError(f"{len(seq.pages)} pages of {page_size} do not hold {visible} tokens")
-            seen = (torch.tensor(seq.pages)[:, None] * page_size + offsets).flatten()[:visible]
-            slots.append(seen[seq.context :])
-            if seq.rows == 1:
-                single.append((first, seen))
-            elif seq.rows:
-                prefills.append((first, seq.rows, seq.context, seen.to(device)))
+            pages = torch.tensor(seq.pages[seq.context // page_size : -(-visible // page_size)], dtype=torch.int64)
+            start = seq.context % page_size
+            slots.append((pages[:, None] * page_size + offsets).flatten()[start : start + seq.rows])
             if seq.sample:
                 sampled.append(first + seq.rows - 1)
             first += seq.rows
-        decodes = None
-        if single:
-            lengths = torch.tensor([len(seen) for _, seen in single])
-            padded = torch.nn.utils.rnn.pad_sequence([seen for _, seen in single], batch_first=True)
-            mask = torch.arange(padded.shape[1]) < lengths[:, None]
-            # Pad with a slot that was written: masked or not, attention multiplies it, and 0 · NaN is NaN.
-            padded = torch.where(mask, padded, padded[:, :1])
-            decodes = (torch.tensor([r for r, _ in single]).to(device), padded.to(device), mask.to(device))
+        width = max((len(s.pages) for s in seqs), default=0)
+        table = [[*s.pages, *[0] * (width - len(s.pages))] for s in seqs]
         return Batch(
             torch.tensor(tokens, dtype=torch.int64, device=device),
             torch.tensor(positions, dtype=torch.int64, device=device),
+            torch.tensor(table, dtype=torch.int32, device=device).reshape(len(seqs), width),
+            torch.tensor([s.context + s.rows for s in seqs], dtype=torch.int32, device=device),
             torch.cat(slots).to(device) if slots else torch.empty(0, dtype=torch.int64, device=device),
-            decodes,
-            tuple(prefills),
             torch.tensor(sampled, dtype=torch.int64, device=device),
+            tuple((s.rows, s.context) for s in seqs),
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from weft.attention.backend import Backend
 from weft.attention.batch import Batch
-from weft.attention.sdpa import PagedAttention
 from weft.hidden import Hidden
 from weft.models.config import ModelConfig
 from weft.models.layers import (
@@ -47,14 +47,14 @@ class Attention(Layer):
         self.q_norm = RMSNorm(b, f"{path}.q_norm", c.head_dim, c.rms_norm_eps) if qwen3 else nn.Identity()
         self.k_norm = RMSNorm(b, f"{path}.k_norm", c.head_dim, c.rms_norm_eps) if qwen3 else nn.Identity()
 
-    def forward(self, x: Hidden, rotary: RotaryTable, attention: PagedAttention) -> Hidden:
+    def forward(self, x: Hidden, rotary: RotaryTable, attention: Backend) -> Hidden:
         if x.placement != x.mesh.placement(GROUP):
             raise PlacementError(f"{self.path} needs {x.mesh.placement(GROUP)}, but {x.origin} is {x.placement}")
 
         def attend(qkv: Tensor) -> Tensor:
             q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(self.qkv.sizes, dim=-1))
             q, k = rotary(self.q_norm(q)), rotary(self.k_norm(k))
-            return attention(self.index, q, k, v, self.scale).flatten(1)
+            return attention(self.index, q, k, v, scale=self.scale)[0].flatten(1)
 
         return self.out(self.qkv(x).map(attend, self.path))
 
@@ -82,7 +82,7 @@ class DecoderLayer(Layer):
         else:
             self.mlp = GatedMLP(b, f"{path}.mlp", c.hidden_size, c.intermediate_size)
 
-    def forward(self, stream: Stream | TraceStream, rotary: RotaryTable, attention: PagedAttention) -> None:
+    def forward(self, stream: Stream | TraceStream, rotary: RotaryTable, attention: Backend) -> None:
         stream.add(self.attention(stream.read(self.input_norm, rows=GROUP), rotary, attention))
         stream.add(self.mlp(stream.read(self.post_norm, rows=WORLD)))
 
@@ -103,7 +103,7 @@ class Qwen(Layer):
         self.norm = RMSNorm(b, "model.norm", c.hidden_size, c.rms_norm_eps)
         self.head = None if c.tie_embeddings else Linear(b, "lm_head", c.hidden_size, c.vocab_size)
 
-    def forward(self, stream: Stream | TraceStream, batch: Batch, attention: PagedAttention) -> Tensor:
+    def forward(self, stream: Stream | TraceStream, batch: Batch, attention: Backend) -> Tensor:
         hidden = self.embed(batch.tokens)
         rotary = self.rotary(batch.positions, hidden.value.dtype)
         stream.add(hidden)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.attention.batch import Batch
 from weft.attention.cache import KVCache
-from weft.attention.sdpa import PagedAttention
+from weft.attention.sdpa import SDPA
 from weft.comm.transport import Transport
 from weft.models.config import ModelConfig
 from weft.models.load import build_model
@@ -29,7 +29,9 @@ def trace(config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> Chain:
     model = build_model(config, mesh, 0, dtype, meta)
     stream = TraceStream(mesh, config.hidden_size, dtype, meta)
     batch = Batch.build([], [], [], page_size=1, device=meta)
-    model(stream, batch, PagedAttention(batch, KVCache(0, 0, 1, 0, 0, dtype, meta)))
+    attention = SDPA(KVCache(0, 0, 1, 0, 0, dtype, meta))
+    attention.plan(batch)
+    model(stream, batch, attention)
     return stream.chain()
 
 
@@ -65,6 +67,7 @@ class ModelRunner:
         self.cache = KVCache(
             config.num_layers, num_pages, page_size, kv_heads, config.head_dim, weight.dtype, weight.device
         )
+        self.attention = SDPA(self.cache)
         self._stats, self._naive_stats = Stats(), Stats()
         self._naive = lru_cache(self.planner.naive)
 
@@ -83,7 +86,8 @@ class ModelRunner:
         if len(counts) != self.mesh.attn_dp or len(batch.tokens) != mine:
             raise ValueError(f"{len(batch.tokens)} rows on rank {self.rank}, but the step's counts are {counts}")
         stream = Stream(self.planner.plan(counts), self.planner, self.transports, counts, self._stats)
-        logits: Tensor = self.model(stream, batch, PagedAttention(batch, self.cache))
+        self.attention.plan(batch)
+        logits: Tensor = self.model(stream, batch, self.attention)
         stream.finish()
         for read, step, edge in self._naive(bucket(counts)).moves():
             self._naive_stats.record(read.site, step, self.planner.bytes_received(edge, counts), 0.0)

@@ -1,0 +1,115 @@
+"""What attention over a paged cache means, in float64 and one row at a time; and random steps to try a backend on."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from weft.attention.backend import Backend
+from weft.attention.batch import Batch, SeqRows
+from weft.attention.cache import KVCache
+
+NAN = float("nan")
+
+
+@dataclass
+class Case:
+    """A step of random sequences: the cache holds what came before it, and NaN wherever no token lies."""
+
+    batch: Batch
+    cache: KVCache
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    keys: list[Tensor]
+    """Of each sequence, `[context + rows, kv_heads, dim]`."""
+    values: list[Tensor]
+
+
+def make_case(
+    spans: list[tuple[int, int]], *, seed: int = 0, page: int = 4, heads: int = 4, kv_heads: int = 2, dim: int = 8
+) -> Case:
+    """A case of sequences of (rows, context), in layer 1 of 2, with scores far from even."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    needed = [-(-(rows + context) // page) for rows, context in spans]
+    free = draw.sample(range(sum(needed) + 3), sum(needed))
+    cache = KVCache(2, len(free) + 3, page, kv_heads, dim, torch.float32)
+    cache.keys.fill_(NAN)
+    cache.values.fill_(NAN)
+    seqs, keys, values = [], [], []
+    for (rows, context), count in zip(spans, needed, strict=True):
+        pages = [free.pop() for _ in range(count)]
+        keys.append(3 * normal(context + rows, kv_heads, dim))
+        values.append(normal(context + rows, kv_heads, dim))
+        for at in range(context):
+            slot = pages[at // page] * page + at % page
+            cache.keys[1, slot], cache.values[1, slot] = keys[-1][at], values[-1][at]
+        seqs.append(SeqRows(rows, context, pages, True))
+    total = sum(rows for rows, _ in spans)
+    positions = [p for rows, context in spans for p in range(context, context + rows)]
+    batch = Batch.build(list(range(total)), positions, seqs, page)
+    new = [slice(context, None) for _, context in spans]
+    k, v = (torch.cat([x[at] for x, at in zip(all_, new, strict=True)]) for all_ in (keys, values))
+    return Case(batch, cache, normal(total, heads, dim), k, v, 0.7, keys, values)
+
+
+def padded(case: Case, capacity: int) -> Case:
+    """The same decode step as a CUDA graph would see it: more rows than sequences, and nothing known to the host."""
+    batch, pads = case.batch, capacity - len(case.batch.tokens)
+    assert batch.spans is not None and all(rows == 1 for rows, _ in batch.spans) and pads >= 0
+
+    def longer(x: Tensor, filler: float) -> Tensor:
+        return torch.cat([x, x.new_full((pads, *x.shape[1:]), filler)])
+
+    table = torch.cat([batch.pages, batch.pages.new_full((len(batch.pages), 2), -7)], dim=1)
+    return replace(
+        case,
+        batch=replace(
+            batch,
+            tokens=longer(batch.tokens, 0),
+            positions=longer(batch.positions, 0),
+            pages=longer(table, -1),
+            lengths=longer(batch.lengths, 0),
+            slots=longer(batch.slots, -1),
+            spans=None,
+        ),
+        q=longer(case.q, NAN),
+        k=longer(case.k, NAN),
+        v=longer(case.v, NAN),
+    )
+
+
+def check(backend: Backend, case: Case, spans: list[tuple[int, int]], tolerance: float = 1e-5) -> None:
+    """Runs the step on a backend of the case's cache; AssertionError where a row or the cache is not as defined."""
+    before = case.cache.keys.clone()
+    backend.plan(case.batch)
+    out, lse = backend(1, case.q, case.k, case.v, scale=case.scale, lse=True)
+    alone, none = backend(1, case.q, case.k, case.v, scale=case.scale)
+    assert lse is not None and none is None and torch.equal(alone, out)
+    row = 0
+    for (rows, context), keys, values in zip(spans, case.keys, case.values, strict=True):
+        for i in range(rows):
+            seen = context + i + 1
+            for head in range(case.q.shape[1]):
+                kv = head * keys.shape[1] // case.q.shape[1]
+                scores = case.scale * keys[:seen, kv].double() @ case.q[row, head].double()
+                expected = scores.softmax(0) @ values[:seen, kv].double()
+                assert (out[row, head].double() - expected).norm() <= tolerance * expected.norm()
+                assert abs(lse[row, head].double() - scores.logsumexp(0)) <= tolerance * (1 + scores.abs().max())
+            row += 1
+    assert torch.equal(out[row:], torch.zeros_like(out[row:])), "a padding row's output"
+    assert bool((lse[row:] == -torch.inf).all()), "a padding row sees nothing"
+    new = case.batch.slots[case.batch.slots >= 0]
+    assert torch.equal(case.cache.keys[1, new], case.k[:row]) and torch.equal(case.cache.values[1, new], case.v[:row])
+    old = torch.ones(case.cache.num_pages * case.cache.page_size, dtype=torch.bool)
+    old[new] = False
+    untouched, was = (x[1, : len(old)][old] for x in (case.cache.keys, before))
+    assert torch.equal(untouched.nan_to_num(9e9), was.nan_to_num(9e9)), "a slot that no row owns was written"

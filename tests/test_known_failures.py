@@ -21,11 +21,12 @@ from weft.attention.batch import Batch, SeqRows
 from weft.comm.transport import CommError, Transport
 from weft.hidden import Hidden
 from weft.models import runner as runner_module
-from weft.models.config import ModelConfig, from_transformers
+from weft.models.config import ModelConfig
 from weft.models.layers import Builder, ColumnLinear, Linear, Out, RowLinear
-from weft.models.load import build_model, load_config, load_model
+from weft.models.load import build_model, load_model
 from weft.models.moe import GatedMLP, SparseMoE
 from weft.models.qwen import DecoderLayer, Qwen
+from weft.models.registry import load_config, read_config
 from weft.models.runner import ModelRunner, trace
 from weft.place.cost import PRESETS, Offer
 from weft.place.edges import COLLECTIVES
@@ -37,7 +38,7 @@ MESH = Mesh(2, 2, 2, 2)
 
 
 def config() -> ModelConfig:
-    return from_transformers(small_config("qwen2_moe", 4))
+    return read_config(small_config("qwen2_moe", 4).to_dict())
 
 
 @pytest.fixture(scope="module")

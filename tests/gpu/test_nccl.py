@@ -17,7 +17,8 @@ from weft.comm.nccl_window import NcclWindowTransport
 from weft.comm.peer import PeerTransport
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError
-from weft.models.load import load_config, load_model
+from weft.models.load import load_model
+from weft.models.registry import load_config
 from weft.models.runner import ModelRunner
 from weft.place.cost import costs
 from weft.place.spec import Mesh

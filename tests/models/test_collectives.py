@@ -13,8 +13,8 @@ from support import FAMILIES, run_world, small_config, small_model
 from weft.attention.batch import Batch, SeqRows
 from weft.comm.reference import ReferenceTransport
 from weft.comm.torchdist import KINDS
-from weft.models.config import from_transformers
-from weft.models.load import load_config, load_model
+from weft.models.load import load_model
+from weft.models.registry import load_config, read_config
 from weft.models.runner import ModelRunner, plan_model
 from weft.place.cost import PRESETS, Offer
 from weft.place.spec import Mesh
@@ -42,7 +42,7 @@ EXPECTED = [
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh, kinds, tokens, expected", EXPECTED, ids=str)
 def test_planned_collectives(family: str, mesh: Mesh, kinds: frozenset[str], tokens: int, expected: dict) -> None:
-    config = from_transformers(small_config(family, 4))
+    config = read_config(small_config(family, 4).to_dict())
     planner = plan_model(config, mesh, torch.bfloat16, [Offer("any", kinds, frozenset(), PRESETS["h200-nvlink"])])
     plan = planner.plan((tokens,) * mesh.attn_dp)
     assert Counter(edge.kind for _, _, edge in plan.moves()) == expected

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import small_model
 
-from weft.models.config import ModelError, load_config
+from weft.models.config import ModelError
 from weft.models.load import load_model
+from weft.models.registry import load_config
 from weft.place.spec import LayoutError, Mesh
 
 
@@ -72,10 +73,19 @@ def test_directories_that_cannot_be_served(directory: Path, tmp_path_factory: py
     ):
         load_model(directory, load_config(directory), Mesh(), 0)
     for change, text in (
-        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported .*; supported: 'silu'"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window=True is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "num_hidden_layers"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer type 'sliding_attention' is not supported"),
+        ({"hidden_size": "wide"}, r"not a config of model type 'qwen2_moe': .*'hidden_size' expected int"),
+        ({"n_routed_experts": 8}, r"config\.json: config field 'n_routed_experts' \(value 8\) is not understood"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "'quantization_config' .* is not understood"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
         ({"model_type": "llama"}, "model type 'llama' is not supported; supported: qwen2_moe"),
-        ({"model_type": "no such"}, r"config\.json cannot be read"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "twist": 3}},
+            r"'twist' \(value 3\)",
+        ),
     ):
         before = (directory / "config.json").read_text()
         change_config(directory, **change)

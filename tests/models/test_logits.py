@@ -11,7 +11,8 @@ from support import FAMILIES, run_world, small_model
 
 from weft.attention.batch import Batch, SeqRows
 from weft.comm.transport import Transport
-from weft.models.load import load_config, load_model
+from weft.models.load import load_model
+from weft.models.registry import load_config
 from weft.models.runner import ModelRunner
 from weft.place.spec import Mesh, layouts
 

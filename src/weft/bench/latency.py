@@ -20,8 +20,8 @@ from weft.bench.ranks import Report, every_core
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
-from weft.models.config import from_transformers, load_config
 from weft.models.load import build_model, load_model
+from weft.models.registry import load_config, read_config
 from weft.models.runner import ModelRunner
 from weft.place.cost import costs
 from weft.place.spec import Mesh
@@ -72,7 +72,7 @@ class Latency:
 def parameters() -> int:
     """Of the random model."""
     with torch.device("meta"):
-        model = build_model(from_transformers(RANDOM), Mesh(), 0, torch.bfloat16, torch.device("meta"))
+        model = build_model(read_config(RANDOM.to_dict()), Mesh(), 0, torch.bfloat16, torch.device("meta"))
     return sum(p.numel() for p in model.parameters())
 
 
@@ -87,7 +87,7 @@ def measure(rank: int, directory: Path, report: Report, request: Request) -> Non
             opened["gloo"] = TorchDistTransport(mesh, rank, f"file://{directory}/gloo")
     dtype, cpu = DTYPES[request.dtype], torch.device("cpu")
     if request.model is None:
-        model = build_model(from_transformers(RANDOM), mesh, rank, dtype, cpu, shm.empty)
+        model = build_model(read_config(RANDOM.to_dict()), mesh, rank, dtype, cpu, shm.empty)
         torch.manual_seed(0)
         for name, weight in model.named_parameters():
             weight.data.fill_(1.0) if "norm" in name else weight.data.normal_(0, 0.05)

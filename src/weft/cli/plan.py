@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from transformers.utils import logging as transformers_logging
 
 from weft.assets import embedded_model_dir
@@ -16,7 +15,7 @@ from weft.comm.peer import MAX_RANKS, PeerTransport
 from weft.comm.reference import ReferenceTransport
 from weft.comm.shm import ShmTransport
 from weft.comm.torchdist import KINDS
-from weft.models.config import load_config
+from weft.models.registry import load_config
 from weft.models.runner import plan_model
 from weft.place.cost import Offer, costs
 from weft.place.show import plan_dict, plan_text
@@ -60,14 +59,12 @@ class Command:
         """Prints the plans. Raises LayoutError, ModelError, PlacementError with one line."""
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         config = load_config(self.model or embedded_model_dir())
-        dtype = getattr(config.source, "dtype", None)
-        dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         model = costs(self.cost)
         mesh = parse_layout(self.layout)
         if "peer" in self.transport and mesh.world > MAX_RANKS:
             raise LayoutError(f"peer takes at most {MAX_RANKS} ranks, of one host; this layout has {mesh.world}")
         offers = [Offer(name, *OFFERS[name], model.of(name, mesh.world)) for name in self.transport]
-        planner = plan_model(config, mesh, dtype, offers)
+        planner = plan_model(config, mesh, config.dtype, offers)
         every = [(n,) * planner.mesh.attn_dp for n in parse_tokens(self.tokens)]
         if self.json:
             print(json.dumps([plan_dict(planner, counts) for counts in every], indent=1))

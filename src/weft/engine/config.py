@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.assets import embedded_model_dir
+from weft.models.config import ModelConfig
+from weft.models.registry import load_config, registry
 from weft.place.spec import Mesh
 
 MOST_CORES = 1 << 16  # a slip of the finger must not fill memory
@@ -26,6 +28,7 @@ class EngineConfig:
     max_batch_tokens: rows of one step of a DP group, which cuts long prompts into chunks. max_running: its sequences.
     max_model_len: prompt and answer together; None: what the model allows. prefix_cache: reuse pages of equal prefixes.
     executor: process (one process a rank) or thread (all ranks here, on the reference transport: for tests).
+    plugins: modules or .py files that add model families (`weft.models.registry`).
     transport: of processes: shm (shared memory), gloo, or auto: both, chosen edge by edge by cost. cost: the cost model
     (`weft.place.cost.costs`); auto: this host's table where `weft tune` has written one, else the CPU presets.
     threads: of each rank's process; more ranks use more cores better. cpu_bind: cores of each rank, as `0-3|4-7`; auto:
@@ -52,6 +55,7 @@ class EngineConfig:
     cpu_bind: str | None = None
     seed: int = 0
     step_timeout_s: float = 60.0
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _ = self.mesh
@@ -97,6 +101,10 @@ class EngineConfig:
             raise ValueError(f"cpu_bind {self.cpu_bind!r}: this machine gives no core {min(missing)}, only {here}")
         return cores
 
+    def read_model(self) -> ModelConfig:
+        """The model's config.json, read. Raises ModelError."""
+        return load_config(self.model, registry(self.plugins))
+
     @property
     def num_pages(self) -> int:
         """Pages of the key-value cache of a DP group."""
@@ -109,7 +117,7 @@ class EngineConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
         """The inverse of `to_dict`."""
-        return cls(**values | {"model": Path(values["model"])})
+        return cls(**values | {"model": Path(values["model"]), "plugins": tuple(values["plugins"])})
 
 
 def _run(text: str) -> range:

@@ -22,7 +22,6 @@ from weft.engine.request import FinishReason, Output, SamplingParams, Sequence, 
 from weft.engine.scheduler import Scheduler
 from weft.engine.text import TextStream
 from weft.models.config import ModelError
-from weft.models.load import load_config
 from weft.stream import StepStat
 
 OnOutput = Callable[[Output], None]
@@ -70,7 +69,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float], None] | None = None):
-        self.config, self.model_config = config, load_config(config.model)
+        self.config, self.model_config = config, config.read_model()
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(config.model)
         except (OSError, ValueError) as error:

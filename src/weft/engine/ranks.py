@@ -9,7 +9,6 @@ from weft.comm.shm import MAX_RANKS, ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
 from weft.engine.config import EngineConfig
-from weft.models.config import load_config
 from weft.place.cost import Costs, costs, host_table, read_tuning
 
 
@@ -53,5 +52,5 @@ def _table(config: EngineConfig) -> Path | None:
 
 def _arena_bytes(config: EngineConfig) -> int:
     """Room for a dozen values of the largest step; pages that no step touches take no memory."""
-    width = load_config(config.model).hidden_size
+    width = config.read_model().hidden_size
     return max(1 << 30, 12 * 4 * width * config.max_batch_tokens * config.attn_dp)

@@ -25,7 +25,7 @@ from weft.engine.messages import (
     ToRank,
 )
 from weft.engine.sampler import sample
-from weft.models.load import load_config, load_model
+from weft.models.load import load_model
 from weft.models.runner import ModelRunner
 from weft.place.cost import Costs
 
@@ -48,7 +48,7 @@ class Worker:
 
         model = load_model(
             config.model,
-            load_config(config.model),
+            config.read_model(),
             self.mesh,
             self.rank,
             DTYPES[config.dtype],

@@ -1,32 +1,84 @@
-"""What Weft needs to know of a model, read from a Hugging Face directory."""
+"""What Weft needs to know of a model, and how it is read from config.json without skipping anything."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-ARCHITECTURES = ("qwen2_moe", "qwen3_moe", "qwen3")
-ROPES = ("default", "linear", "yarn", "llama3")
-"""Rotary embeddings whose frequencies do not change with the sequence's length."""
+from weft.models.rotary import ROPES, Rope
+
+if TYPE_CHECKING:
+    from weft.models.layers import Builder
+    from weft.models.qwen import Qwen
+
+HARMLESS = (
+    frozenset({"_name_or_path", "architectures", "auto_map", "model_type", "transformers_version", "id2label"})
+    | {"label2id", "problem_type", "dtype", "torch_dtype", "bos_token_id", "pad_token_id", "chunk_size_feed_forward"}
+    | {"use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"}
+    | {"initializer_range", "attention_dropout", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"}
+    | {"pretraining_tp", "ep_size"}
+)
+"""Fields of any value that do not change the logits: names, what a library returns, training."""
 
 
 class ModelError(ValueError):
     """A model directory that cannot be served: one line with what to do."""
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """architecture: transformers' model_type. Widths in elements; `moe_layers` says which layers have experts.
+class Fields:
+    """The fields of a config.json. A reader asks for those that it understands; `finish` refuses the others.
 
-    source: the transformers configuration, for what only one family needs.
+    A field that is skipped may change what the model computes, and nothing would show it but wrong text.
     """
 
-    architecture: str
+    def __init__(self, values: Mapping[str, Any]):
+        self.family: str = values["model_type"]
+        self._values = values
+        self._read: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field, or the default where it is missing or null."""
+        self._read.add(name)
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def need(self, name: str) -> Any:
+        """The field. Raises ModelError where it is missing or null."""
+        value = self.get(name)
+        if value is None:
+            raise ModelError(f"a config of model type {self.family!r} needs a value for {name!r}")
+        return value
+
+    def only(self, name: str, *supported: Any) -> None:
+        """Reads a field of which some values are supported. A missing field and null are. Raises ModelError."""
+        value = self.get(name)
+        if value is not None and value not in supported:
+            values = ", ".join(map(repr, supported)) or "leaving it out"
+            raise ModelError(f"{name}={value!r} is not supported for model type {self.family!r}; supported: {values}")
+
+    def finish(self) -> None:
+        """Raises ModelError for a field that was not read and is not known to be harmless."""
+        for name, value in self._values.items():
+            if name not in self._read and name not in HARMLESS and value is not None:
+                raise ModelError(
+                    f"config field {name!r} (value {value!r}) is not understood for model type {self.family!r}: it may "
+                    "change what the model computes; remove it if it does not"
+                )
+
+
+@dataclass(frozen=True)
+class ModelConfig(ABC):
+    """What every family has; each adds its own fields.
+
+    family: the model type that the registry knows it by. Widths in elements. max_position: tokens of a sequence, at
+    most. dtype: the checkpoint's. rope: what turns queries and keys.
+    """
+
+    family: str
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -37,76 +89,44 @@ class ModelConfig:
     rms_norm_eps: float
     tie_embeddings: bool
     eos_token_ids: tuple[int, ...]
-    intermediate_size: int
-    num_experts: int
-    experts_per_token: int
-    moe_intermediate_size: int
-    shared_expert_size: int
-    norm_topk_prob: bool
-    moe_layers: frozenset[int]
-    source: Any
+    dtype: torch.dtype
+    rope: Rope
 
-    def rope(self) -> tuple[torch.Tensor, float]:
-        """(inverse frequencies float32 `[head_dim / 2]`, factor on cos and sin), as transformers has them."""
-        kind = self.source.rope_parameters["rope_type"]
-        if kind != "default":
-            inverse, factor = ROPE_INIT_FUNCTIONS[kind](self.source, torch.device("cpu"))
-            return inverse, float(factor)
-        base = self.source.rope_parameters["rope_theta"]
-        return 1.0 / base ** (torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim), 1.0
+    @abstractmethod
+    def build(self, b: Builder) -> Qwen:
+        """The model on one rank, its weights unfilled. Raises LayoutError where it does not divide over the layout."""
 
 
-def load_config(model_dir: Path) -> ModelConfig:
-    """Reads config.json. Raises ModelError for a missing directory or a model that Weft does not know."""
-    if not (model_dir / "config.json").is_file():
-        raise ModelError(f"{model_dir} has no config.json; give the directory of a Hugging Face model")
-    try:
-        source: Any = AutoConfig.from_pretrained(model_dir)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{model_dir / 'config.json'} cannot be read: {str(error).splitlines()[0]}") from error
-    return from_transformers(source)
-
-
-def from_transformers(source: Any) -> ModelConfig:
-    """The same from a transformers configuration."""
-    kind = source.model_type
-    if kind not in ARCHITECTURES:
-        raise ModelError(f"model type {kind!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    sliding = getattr(source, "layer_types", None) or []
-    if any(t != "full_attention" for t in sliding) or (
-        getattr(source, "use_sliding_window", False) and getattr(source, "sliding_window", None)
-    ):
-        raise ModelError(f"{kind} with sliding-window attention is not supported yet; set use_sliding_window to false")
-    rope = source.rope_parameters["rope_type"]
-    if rope not in ROPES:
-        raise ModelError(f"rope type {rope!r} is not supported; supported: {', '.join(ROPES)}")
-    if source.hidden_act != "silu":
-        raise ModelError(f"activation {source.hidden_act!r} is not supported; supported: silu")
-    experts = getattr(source, "num_experts", 0) or getattr(source, "num_local_experts", 0) or 0
-    moe_layers = frozenset(
-        i
-        for i in range(source.num_hidden_layers)
-        if experts and i not in source.mlp_only_layers and (i + 1) % source.decoder_sparse_step == 0
+def common_fields(fields: Fields, head_dim: int, rope_dim: int | None = None) -> dict[str, Any]:
+    """ModelConfig's own fields. rope_dim: how many of a head's elements are turned, if not all. Raises ModelError."""
+    fields.only("hidden_act", "silu")
+    fields.only("is_encoder_decoder", False)
+    eos = fields.get("eos_token_id", ())
+    dtype = fields.get("dtype", fields.get("torch_dtype", "bfloat16"))
+    max_position = fields.need("max_position_embeddings")
+    return dict(
+        family=fields.family,
+        vocab_size=fields.need("vocab_size"),
+        hidden_size=fields.need("hidden_size"),
+        num_layers=fields.need("num_hidden_layers"),
+        num_heads=fields.need("num_attention_heads"),
+        num_kv_heads=fields.get("num_key_value_heads", fields.need("num_attention_heads")),
+        head_dim=head_dim,
+        max_position=max_position,
+        rms_norm_eps=fields.need("rms_norm_eps"),
+        tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+        dtype=dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype)),
+        rope=_rope(fields, rope_dim or head_dim, max_position),
     )
-    eos = source.eos_token_id
-    return ModelConfig(
-        architecture=kind,
-        vocab_size=source.vocab_size,
-        hidden_size=source.hidden_size,
-        num_layers=source.num_hidden_layers,
-        num_heads=source.num_attention_heads,
-        num_kv_heads=source.num_key_value_heads,
-        head_dim=getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads,
-        max_position=source.max_position_embeddings,
-        rms_norm_eps=source.rms_norm_eps,
-        tie_embeddings=bool(source.tie_word_embeddings),
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,),
-        intermediate_size=source.intermediate_size,
-        num_experts=experts,
-        experts_per_token=getattr(source, "num_experts_per_tok", 0),
-        moe_intermediate_size=getattr(source, "moe_intermediate_size", 0),
-        shared_expert_size=getattr(source, "shared_expert_intermediate_size", 0) or 0,
-        norm_topk_prob=bool(getattr(source, "norm_topk_prob", False)),
-        moe_layers=moe_layers,
-        source=source,
-    )
+
+
+def _rope(fields: Fields, dim: int, max_position: int) -> Rope:
+    parameters = dict(fields.need("rope_parameters"))
+    kind = parameters.get("rope_type", "default")
+    if kind not in ROPES:
+        raise ModelError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPES)}")
+    for name, value in parameters.items():
+        if name not in ROPES[kind] and value is not None and (name, value) != ("partial_rotary_factor", 1.0):
+            raise ModelError(f"rope type {kind!r}: parameter {name!r} (value {value!r}) is not understood")
+    return Rope(parameters, dim, max_position)

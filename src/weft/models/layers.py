@@ -200,30 +200,3 @@ class Embedding(Layer):
     def forward(self, tokens: Tensor) -> Hidden:
         value = F.embedding(tokens, self.weight)
         return Hidden(value, self.mesh.placement(Rows.GROUP), self.mesh, self.path)
-
-
-class Rotary(nn.Module):
-    """Rotary position embedding (arXiv 2104.09864), the half-split form that Hugging Face checkpoints use."""
-
-    def __init__(self, inverse: Tensor, factor: float, device: torch.device):
-        super().__init__()
-        self.inverse, self.factor = inverse.to(device), factor
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
-        """cos and sin for int64 positions `[T]`."""
-        angles = positions[:, None].float() * self.inverse
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return RotaryTable((angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype))
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryTable:
-    """cos, sin: `[T, 1, head_dim]`."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Turns x `[T, heads, head_dim]`."""
-        left, right = x.chunk(2, dim=-1)
-        return x * self.cos + torch.cat((-right, left), dim=-1) * self.sin

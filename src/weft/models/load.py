@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from weft.models.config import ModelConfig, ModelError, load_config
+from weft.models.config import ModelConfig, ModelError
 from weft.models.layers import Builder, Layer, Source, Workspace, torch_empty
 from weft.models.qwen import Qwen
 from weft.place.spec import Mesh
-
-__all__ = ["build_model", "load_config", "load_model"]
 
 Progress = Callable[[int, int], None]
 
@@ -35,7 +33,7 @@ def build_model(
 
     Raises LayoutError where the model's heads, experts or features do not divide over the layout.
     """
-    return Qwen(Builder(mesh, rank, dtype, device, workspace), config)
+    return config.build(Builder(mesh, rank, dtype, device, workspace))
 
 
 def load_model(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from weft.attention.backend import Backend
 from weft.attention.batch import Batch
 from weft.hidden import Hidden
-from weft.models.config import ModelConfig
+from weft.models.config import Fields, ModelConfig, ModelError, common_fields
 from weft.models.layers import (
     Builder,
     ColumnLinear,
@@ -17,22 +19,71 @@ from weft.models.layers import (
     Linear,
     Out,
     RMSNorm,
-    Rotary,
-    RotaryTable,
     RowLinear,
 )
 from weft.models.moe import GatedMLP, SparseMoE
+from weft.models.rotary import Rotary, RotaryTable
 from weft.place.spec import PlacementError
 from weft.stream import GROUP, WORLD, Stream, TraceStream
+
+
+@dataclass(frozen=True)
+class QwenConfig(ModelConfig):
+    """Widths in elements. bias: of query, key and value; output_bias: of attention's output; head_norms: queries and
+    keys are normalised head by head. moe_layers: which layers have experts instead of an MLP. shared_expert_size: 0
+    where there is none. renormalise: the chosen experts' probabilities are made to sum to one.
+    """
+
+    bias: bool
+    output_bias: bool
+    head_norms: bool
+    intermediate_size: int
+    moe_layers: frozenset[int]
+    num_experts: int
+    experts_per_token: int
+    moe_intermediate_size: int
+    shared_expert_size: int
+    renormalise: bool
+
+    def build(self, b: Builder) -> Qwen:
+        return Qwen(b, self)
+
+
+def read(fields: Fields) -> QwenConfig:
+    """Reads the config of all three; `_moe` in the name of the family says that it has experts. Raises ModelError."""
+    fields.only("use_sliding_window", False)
+    fields.get("sliding_window"), fields.get("max_window_layers")  # of no effect without use_sliding_window
+    layers = range(fields.need("num_hidden_layers"))
+    for kind in fields.get("layer_types", ()):
+        if kind != "full_attention":
+            raise ModelError(f"layer type {kind!r} is not supported for {fields.family!r}; supported: full_attention")
+    qwen3, moe = not fields.family.startswith("qwen2"), fields.family.endswith("_moe")
+    bias = bool(fields.get("attention_bias" if qwen3 else "qkv_bias", not qwen3))
+    common = common_fields(
+        fields, fields.get("head_dim", fields.need("hidden_size") // fields.need("num_attention_heads"))
+    )
+    dense = fields.get("mlp_only_layers", ()) if moe else layers
+    every = fields.get("decoder_sparse_step", 1) if moe else 1
+    return QwenConfig(
+        **common,
+        bias=bias,
+        output_bias=bias and qwen3,
+        head_norms=qwen3,
+        intermediate_size=fields.need("intermediate_size"),
+        moe_layers=frozenset(i for i in layers if i not in dense and (i + 1) % every == 0),
+        num_experts=fields.need("num_local_experts" if qwen3 else "num_experts") if moe else 0,
+        experts_per_token=fields.need("num_experts_per_tok") if moe else 0,
+        moe_intermediate_size=fields.need("moe_intermediate_size") if moe else 0,
+        shared_expert_size=0 if qwen3 else fields.need("shared_expert_intermediate_size"),
+        renormalise=bool(fields.get("norm_topk_prob", False)) if moe else False,
+    )
 
 
 class Attention(Layer):
     """Grouped-query attention, heads split over attn_tp; Qwen3 normalises each head's query and key."""
 
-    def __init__(self, b: Builder, path: str, c: ModelConfig, index: int):
+    def __init__(self, b: Builder, path: str, c: QwenConfig, index: int):
         super().__init__(path)
-        qwen3 = c.architecture != "qwen2_moe"
-        bias = bool(c.source.attention_bias if qwen3 else c.source.qkv_bias)
         self.index, self.head_dim, self.scale = index, c.head_dim, c.head_dim**-0.5
         kv_features = c.num_kv_heads * c.head_dim
         outs = [
@@ -40,12 +91,13 @@ class Attention(Layer):
             Out(f"{path}.k_proj", kv_features, unit=c.head_dim, replicate=True),
             Out(f"{path}.v_proj", kv_features, unit=c.head_dim, replicate=True),
         ]
-        self.qkv = ColumnLinear(b, f"{path}.qkv", c.hidden_size, outs, over="attn_tp", bias=bias)
+        self.qkv = ColumnLinear(b, f"{path}.qkv", c.hidden_size, outs, over="attn_tp", bias=c.bias)
         inputs = c.num_heads * c.head_dim
-        out_bias = bias and qwen3
-        self.out = RowLinear(b, f"{path}.o_proj", inputs, c.hidden_size, over="attn_tp", unit=c.head_dim, bias=out_bias)
-        self.q_norm = RMSNorm(b, f"{path}.q_norm", c.head_dim, c.rms_norm_eps) if qwen3 else nn.Identity()
-        self.k_norm = RMSNorm(b, f"{path}.k_norm", c.head_dim, c.rms_norm_eps) if qwen3 else nn.Identity()
+        self.out = RowLinear(
+            b, f"{path}.o_proj", inputs, c.hidden_size, over="attn_tp", unit=c.head_dim, bias=c.output_bias
+        )
+        self.q_norm = RMSNorm(b, f"{path}.q_norm", c.head_dim, c.rms_norm_eps) if c.head_norms else nn.Identity()
+        self.k_norm = RMSNorm(b, f"{path}.k_norm", c.head_dim, c.rms_norm_eps) if c.head_norms else nn.Identity()
 
     def forward(self, x: Hidden, rotary: RotaryTable, attention: Backend) -> Hidden:
         if x.placement != x.mesh.placement(GROUP):
@@ -62,7 +114,7 @@ class Attention(Layer):
 class DecoderLayer(Layer):
     """Attention on the DP group's tokens, then experts (or an MLP) on everyone's."""
 
-    def __init__(self, b: Builder, path: str, c: ModelConfig, index: int):
+    def __init__(self, b: Builder, path: str, c: QwenConfig, index: int):
         super().__init__(path)
         self.input_norm = RMSNorm(b, f"{path}.input_layernorm", c.hidden_size, c.rms_norm_eps)
         self.attention = Attention(b, f"{path}.self_attn", c, index)
@@ -77,7 +129,7 @@ class DecoderLayer(Layer):
                 k=c.experts_per_token,
                 inner=c.moe_intermediate_size,
                 shared=c.shared_expert_size,
-                renormalise=c.norm_topk_prob,
+                renormalise=c.renormalise,
             )
         else:
             self.mlp = GatedMLP(b, f"{path}.mlp", c.hidden_size, c.intermediate_size)
@@ -93,11 +145,11 @@ class Qwen(Layer):
     kv_heads: the key-value heads that this rank holds.
     """
 
-    def __init__(self, b: Builder, c: ModelConfig):
+    def __init__(self, b: Builder, c: QwenConfig):
         super().__init__("model")
         self.config = c
         self.embed = Embedding(b, "model.embed_tokens", c.vocab_size, c.hidden_size)
-        self.rotary = Rotary(*c.rope(), b.device)
+        self.rotary = Rotary(c.rope, b.device)
         self.layers = nn.ModuleList(DecoderLayer(b, f"model.layers.{i}", c, i) for i in range(c.num_layers))
         self.kv_heads = b.share("key-value heads", c.num_kv_heads, "attn_tp", replicate=True)
         self.norm = RMSNorm(b, "model.norm", c.hidden_size, c.rms_norm_eps)

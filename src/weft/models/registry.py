@@ -1,0 +1,98 @@
+"""Which model families there are: a line each, and those that plugins add."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from weft.models import qwen
+from weft.models.config import Fields, ModelConfig, ModelError
+
+Registry = Mapping[str, Callable[[Fields], ModelConfig]]
+"""For each model type of config.json the reader of its fields. The config that it gives builds the family's model."""
+
+FAMILIES: Registry = MappingProxyType(
+    {
+        "qwen2_moe": qwen.read,
+        "qwen3_moe": qwen.read,
+        "qwen3": qwen.read,
+    }
+)
+
+
+def registry(plugins: Sequence[str] = ()) -> Registry:
+    """The families of Weft and of plugins: importable modules, or .py files, that define `FAMILIES` of this form.
+
+    A plugin runs as it is: name only what you trust. Raises ModelError for one that is missing or defines nothing.
+    """
+    known = dict(FAMILIES)
+    for name in plugins:
+        families = getattr(_module(name), "FAMILIES", None)
+        if not isinstance(families, Mapping):
+            raise ModelError(f"plugin {name} defines no FAMILIES, a dict from model type to the reader of its config")
+        known |= families
+    return known
+
+
+def load_config(
+    model_dir: Path, families: Registry = FAMILIES, overrides: Mapping[str, Any] = MappingProxyType({})
+) -> ModelConfig:
+    """Reads config.json. overrides: fields that take another value, such as fewer layers.
+
+    Raises ModelError for a missing directory, a model type that is not among the families, or a field that the family
+    does not understand.
+    """
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{model_dir} has no config.json; give the directory of a Hugging Face model")
+    try:
+        values = json.loads(path.read_text()) | overrides
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    try:
+        return read_config(values, families)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> ModelConfig:
+    """The same from config.json's values. transformers fills in defaults and old names of the types that it knows."""
+    kind = str(values.get("model_type"))
+    if kind not in families:
+        raise ModelError(f"model type {kind!r} is not supported; supported: {', '.join(families)}")
+    if kind in CONFIG_MAPPING:
+        try:
+            values = CONFIG_MAPPING[kind].from_dict(dict(values)).to_dict()
+        except Exception as error:  # its checks raise errors of many classes; all say that a field is wrong
+            raise ModelError(f"not a config of model type {kind!r}: {' '.join(str(error).split())}") from error
+    fields = Fields(values)
+    config = families[kind](fields)
+    fields.finish()
+    return config
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        if not name.endswith(".py"):
+            return importlib.import_module(name)
+        path = str(Path(name).resolve())  # also the module's name: files of one name in two folders are two modules
+        if path not in sys.modules:
+            spec = importlib.util.spec_from_file_location(path, path)
+            assert spec is not None and spec.loader is not None
+            sys.modules[path] = importlib.util.module_from_spec(spec)  # before it runs: its dataclasses look there
+            try:
+                spec.loader.exec_module(sys.modules[path])
+            except BaseException:
+                del sys.modules[path]
+                raise
+        return sys.modules[path]
+    except (ImportError, OSError) as error:
+        raise ModelError(f"plugin {name} cannot be imported: {error}; give a module's name or a .py file") from error

@@ -46,7 +46,7 @@ class Command:
 
         if self.questions < 1:
             raise UserError(f"questions is {self.questions}; it must be 1 or more")
-        config = engine_config(self.model, self.layout)
+        config = engine_config(self.model, self.layout, max_waiting=self.questions)
         problems = word_problems.generate("heldout", self.questions, self.seed)
         params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
         with start_engine(config) as engine:

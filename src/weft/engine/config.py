@@ -12,11 +12,29 @@ from weft.models.config import ModelConfig
 from weft.models.registry import load_config, registry
 from weft.place.spec import Mesh
 
+ABOVE_ZERO = (
+    "page_size",
+    "kv_tokens",
+    "max_batch_tokens",
+    "max_running",
+    "max_waiting",
+    "max_choices",
+    "threads",
+    "step_timeout_s",
+)
 MOST_CORES = 1 << 16  # a slip of the finger must not fill memory
 
 
 class EngineError(RuntimeError):
     """The engine cannot start or go on: one line that names the rank and the cause."""
+
+
+class QueueFull(EngineError):
+    """Too many requests are here already. retry_after_s: when there may be room again, as far as can be told."""
+
+    def __init__(self, here: int, retry_after_s: float):
+        super().__init__(f"{here} requests wait or run already; try again in {retry_after_s:.0f} s")
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True)
@@ -26,6 +44,8 @@ class EngineConfig:
     attn_dp, attn_tp, ep, moe_tp: the layout (`weft.place.spec.Mesh`). dtype auto: float32 on CPUs.
     page_size: tokens a page of the key-value cache. kv_tokens: its size, for each DP group.
     max_batch_tokens: rows of one step of a DP group, which cuts long prompts into chunks. max_running: its sequences.
+    max_waiting: requests that may wait for a place, of all groups together; more are refused. max_choices: answers to
+    one request of a client, its prompts times its choices.
     max_model_len: prompt and answer together; None: what the model allows. prefix_cache: reuse pages of equal prefixes.
     executor: process (one process a rank) or thread (all ranks here, on the reference transport: for tests).
     plugins: modules or .py files that add model families (`weft.models.registry`).
@@ -46,6 +66,8 @@ class EngineConfig:
     kv_tokens: int = 65536
     max_batch_tokens: int = 2048
     max_running: int = 64
+    max_waiting: int = 1024
+    max_choices: int = 256
     max_model_len: int | None = None
     prefix_cache: bool = True
     executor: Literal["process", "thread"] = "process"
@@ -61,7 +83,7 @@ class EngineConfig:
         _ = self.mesh
         if self.cpu_bind is not None:
             _ = self.cores
-        for name in ("page_size", "kv_tokens", "max_batch_tokens", "max_running", "threads", "step_timeout_s"):
+        for name in ABOVE_ZERO:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.kv_tokens < self.page_size:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Output:
     """One increment of an answer. text: newly final text; stop strings and what may become one never appear.
 
     finish_reason: set on the last. stop_reason: the stop string or token that matched. The counts are totals so far.
+    error: why an answer ended before its time: with "error", "timeout", and "abort" where it was not its client who
+    wanted that. queue_s: seconds that it waited for a place in the batch.
     """
 
     text: str
@@ -70,6 +73,8 @@ class Output:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    error: str | None = None
+    queue_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -78,6 +83,8 @@ class Sequence:
 
     tokens: the prompt and what was drawn so far. computed: how many of them have keys and values in `pages`; the rest
     are rows still to run. cached: prompt tokens that came from the prefix cache when it was first admitted.
+    client: whose turn it takes in the queue. arrived, admitted, deadline: seconds of `time.monotonic`; admitted is None
+    until it first gets a place in the batch, deadline is None where it may take any time.
     """
 
     request: int
@@ -91,6 +98,10 @@ class Sequence:
     computed: int = 0
     cached: int | None = None
     pages: list[int] = field(default_factory=list)
+    client: str = ""
+    arrived: float = field(default_factory=time.monotonic)
+    admitted: float | None = None
+    deadline: float | None = None
 
     @property
     def left(self) -> int:
@@ -101,3 +112,12 @@ class Sequence:
     def drawn(self) -> int:
         """Tokens drawn so far."""
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds that it waited for its first place in the batch, so far."""
+        return (time.monotonic() if self.admitted is None else self.admitted) - self.arrived
+
+    def forget_pages(self) -> None:
+        """All its keys and values are lost: every token needs a row again. Its pages are not given back."""
+        self.computed, self.pages = 0, []

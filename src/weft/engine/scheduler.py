@@ -4,7 +4,7 @@ Policy, in this order, within `max_batch_tokens` rows a step:
 1. running sequences that need one row (they answer), oldest first;
 2. running sequences that still read their prompt, oldest first, cut to what is left (chunked prefill: Sarathi-Serve,
    arXiv 2403.02310);
-3. waiting ones, first come first served, while the whole prompt's pages can be had.
+3. waiting ones, clients taking turns (`weft.engine.waiting`), while the whole prompt's pages can be had.
 When a running sequence needs a page and none is to be had, the newest running one gives up its pages and waits again,
 at the head of the queue; it will be computed anew. The oldest always goes on, so nobody starves.
 
@@ -15,12 +15,13 @@ it alone holds until they are full and inserted into the tree.
 
 from __future__ import annotations
 
-from collections import deque
+import time
 
 from weft.engine.messages import GroupRows, Part, Sampling
 from weft.engine.pages import PagePool
 from weft.engine.prefix import PrefixTree
 from weft.engine.request import Sequence
+from weft.engine.waiting import WaitingQueue
 
 
 class Scheduler:
@@ -35,7 +36,7 @@ class Scheduler:
         self.page_size, self.max_batch_tokens, self.max_running = page_size, max_batch_tokens, max_running
         self.pool = PagePool(num_pages)
         self.tree = PrefixTree(self.pool, page_size) if prefix_cache else None
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._step: list[tuple[Sequence, int]] = []
@@ -44,13 +45,13 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. ValueError where it could never fit in the cache."""
-        most = len(sequence.tokens) + sequence.max_tokens
+        most = sequence.prompt_tokens + sequence.max_tokens
         if self._pages_for(most) > self.pool.total:
             raise ValueError(
                 f"prompt and answer may take {most} tokens, but the key-value cache of a group holds "
                 f"{self.pool.total * self.page_size}; ask for fewer or start with a larger kv_tokens"
             )
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is; its pages are free, or the tree's, at once."""
@@ -67,8 +68,11 @@ class Scheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Rows that are still to run for what is here, were nothing more drawn: the wait of a newcomer."""
-        return sum(s.left for s in self.waiting) + sum(s.left for s in self.running)
+        """Rows that are still to run for what is here, were nothing more drawn: the wait of a newcomer.
+
+        Asked for every newcomer, so it must not take longer the more wait.
+        """
+        return self.waiting.rows + sum(s.left for s in self.running)
 
     @property
     def used_pages(self) -> int:
@@ -86,10 +90,8 @@ class Scheduler:
                 break
             if sequence in self.running and self._grow(sequence):  # an earlier one may have taken its pages
                 budget -= self._plan_rows(sequence, budget)
-        while self.waiting and budget and len(self.running) < self.max_running and self._admit(self.waiting[0]):
-            sequence = self.waiting.popleft()
-            self.running.append(sequence)
-            budget -= self._plan_rows(sequence, budget)
+        while budget and len(self.running) < self.max_running and (admitted := self._admit()):
+            budget -= self._plan_rows(admitted, budget)
         tokens: list[int] = []
         parts: list[Part] = []
         for sequence, rows in self._step:
@@ -149,24 +151,34 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Gives a waiting sequence the cached pages of its prefix and new ones for the rest of its tokens."""
+    def _admit(self) -> Sequence | None:
+        """Gives the next waiting sequence the cached pages of its prefix and new ones for the rest of its tokens.
+
+        None where nobody waits, or there are too few pages for the one whose turn it is.
+        """
+        if not self.waiting:
+            return None
+        sequence = self.waiting.first()
         shared = self.tree.match(sequence.tokens[: len(sequence.tokens) - 1]) if self.tree else []
         fresh = self._take(self._pages_for(len(sequence.tokens)) - len(shared))
         if fresh is None:
             self.pool.release(shared)
-            return False
+            return None
+        self.waiting.take()
+        self.running.append(sequence)
         sequence.pages = shared + fresh
         sequence.computed = len(shared) * self.page_size
         if sequence.cached is None:
             sequence.cached = min(sequence.computed, sequence.prompt_tokens)
-        return True
+        if sequence.admitted is None:
+            sequence.admitted = time.monotonic()
+        return sequence
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
         self.running.remove(sequence)
         self._give_up_pages(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
 
     def _give_up_pages(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)

@@ -1,0 +1,115 @@
+"""One answer as it grows: from drawn tokens to the increments that its listener gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from weft.engine.messages import Drawn
+from weft.engine.request import FinishReason, Output, SamplingParams, Sequence, TokenLogprob
+from weft.engine.scheduler import Scheduler
+from weft.engine.text import TextStream
+from weft.models.config import ModelConfig
+
+OnOutput = Callable[[Output], None]
+
+
+@dataclass(eq=False)
+class Answer:
+    """A request that runs or waits. eos: tokens that end the text without being named as its stop reason.
+
+    scheduler: of the DP group that it was given to; None until then.
+    """
+
+    sequence: Sequence
+    text: TextStream
+    eos: frozenset[int]
+    scheduler: Scheduler | None = None
+
+    def accept(self, drawn: Drawn) -> Output:
+        """Takes one drawn token: the increment that comes of it, with a finish_reason where the answer ends."""
+        sequence, params = self.sequence, self.sequence.params
+        sequence.tokens.append(drawn.token)
+        enough = sequence.drawn >= params.min_tokens
+        if enough and drawn.token in sequence.end_ids:
+            return self._output(self.text.flush(), drawn, "stop", None if drawn.token in self.eos else drawn.token)
+        text, stop = self.text.push(drawn.token, check_stop=enough)
+        if stop is not None:
+            return self._output(text, drawn, "stop", stop)
+        if sequence.drawn >= sequence.max_tokens:
+            return self._output(text + self.text.flush(), drawn, "length")
+        return self._output(text, drawn)
+
+    def end(self, reason: FinishReason, error: str | None = None) -> Output:
+        """The last increment of an answer that ends without another token."""
+        return self._output(self.text.flush(), reason=reason, error=error)
+
+    def _output(
+        self,
+        text: str,
+        drawn: Drawn | None = None,
+        reason: FinishReason | None = None,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+    ) -> Output:
+        s = self.sequence
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if drawn is not None and drawn.logprob is not None:
+            logprobs = (TokenLogprob(drawn.token, drawn.logprob, drawn.top),)
+        return Output(
+            text=text,
+            token_ids=() if drawn is None else (drawn.token,),
+            logprobs=logprobs,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            prompt_tokens=s.prompt_tokens,
+            cached_tokens=s.cached or 0,
+            completion_tokens=s.drawn,
+            error=error,
+            queue_s=s.queue_s,
+        )
+
+
+def prepare(
+    prompt: Seq[int],
+    params: SamplingParams,
+    on_output: OnOutput,
+    seed: int,
+    model: ModelConfig,
+    context: int,
+    tokenizer: Any,
+) -> Answer:
+    """The answer to a request, before its first token and without a number.
+
+    seed: for a request that brings none. context: tokens that prompt and answer may have together. Raises ValueError
+    for a prompt that is empty, too long or holds unknown tokens.
+    """
+    tokens, vocabulary = list(prompt), model.vocab_size
+    if not tokens:
+        raise ValueError("the prompt is empty; give at least one token")
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise ValueError(f"prompt tokens must be between 0 and {vocabulary - 1}")
+    if any(not 0 <= token < vocabulary for token in params.stop_token_ids):
+        raise ValueError(f"stop_token_ids must be between 0 and {vocabulary - 1}")
+    most = context - len(tokens)
+    if most < 1:
+        raise ValueError(f"the prompt has {len(tokens)} tokens; at most {context - 1} fit with the answer's first")
+    if params.max_tokens is not None and params.max_tokens > most:
+        raise ValueError(
+            f"the prompt's {len(tokens)} tokens and max_tokens={params.max_tokens} exceed the context of "
+            f"{context} tokens; ask for at most {most}"
+        )
+    eos = frozenset(model.eos_token_ids)
+    sequence = Sequence(
+        request=0,
+        tokens=tokens,
+        prompt_tokens=len(tokens),
+        params=params,
+        seed=seed if params.seed is None else params.seed & (2**62 - 1),
+        max_tokens=most if params.max_tokens is None else params.max_tokens,
+        end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos),
+        on_output=on_output,
+    )
+    return Answer(sequence, TextStream(tokenizer, params.stop), eos)

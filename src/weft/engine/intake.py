@@ -1,0 +1,109 @@
+"""What other threads hand to the engine's: requests, a bounded number of them, and commands, which come first."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+from weft.engine.answer import Answer
+from weft.engine.config import EngineError, QueueFull
+
+Command = Callable[[], None]
+RATE_OVER = 64
+"""Requests that ended last, by whose times the wait of one that is refused is estimated."""
+MOST_RETRY_S = 60.0
+
+
+class Intake:
+    """Thread-safe. most: requests that may be here, waiting or running; more are refused."""
+
+    def __init__(self, most: int):
+        self._most = most
+        self._changed = threading.Condition()
+        self._commands: deque[Command] = deque()
+        self._newcomers: OrderedDict[int, Answer] = OrderedDict()
+        self._ends: deque[float] = deque(maxlen=RATE_OVER)
+        self._closed: str | None = None
+        self._open = True
+        self.here = self.refused = 0
+        """Requests that have been taken in and not ended; how many were refused for want of room, so far."""
+
+    def put(self, command: Command) -> bool:
+        """Hands over a command; False where none is taken any more. One that is taken will run."""
+        with self._changed:
+            if self._open:
+                self._commands.append(command)
+                self._changed.notify()
+            return self._open
+
+    def add(self, newcomers: Sequence[Answer]) -> None:
+        """Hands over requests, all or none. Raises QueueFull, EngineError where no more are taken."""
+        with self._changed:
+            if self._closed is not None:
+                raise EngineError(self._closed)
+            over = self.here + len(newcomers) - self._most
+            if over > 0:
+                self.refused += len(newcomers)
+                raise QueueFull(self.here, self._retry_after_s(over))
+            self.here += len(newcomers)
+            self._newcomers.update((a.sequence.request, a) for a in newcomers)
+            self._changed.notify()
+
+    def withdraw(self, request: int) -> Answer | None:
+        """Takes out a request that has not been taken by `newcomers`; None where it has, or is not known."""
+        with self._changed:
+            return self._newcomers.pop(request, None)
+
+    def ended(self) -> None:
+        """One request less is here."""
+        with self._changed:
+            self.here -= 1
+            self._ends.append(time.monotonic())
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for a command or a newcomer; False where none came."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._commands or self._newcomers), timeout_s)
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """Waits until another request may come; False where none may yet."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.here < self._most, timeout_s)
+
+    def wait_until_empty(self, timeout_s: float) -> bool:
+        """Waits until no request is here; False where some still are."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.here == 0, timeout_s)
+
+    def commands(self) -> list[Command]:
+        """All commands that are here, taken out."""
+        with self._changed:
+            commands = list(self._commands)
+            self._commands.clear()
+            return commands
+
+    def newcomers(self, most: int) -> list[Answer]:
+        """Up to so many requests, taken out, first come first."""
+        with self._changed:
+            return [self._newcomers.popitem(last=False)[1] for _ in range(min(most, len(self._newcomers)))]
+
+    def refuse(self, why: str) -> None:
+        """From now on every newcomer is refused with this line; commands are still taken. The first line stays."""
+        with self._changed:
+            self._closed = self._closed or why
+
+    def close(self) -> bool:
+        """Takes nothing more, provided that nothing is left to run; False where something is."""
+        with self._changed:
+            self._open = bool(self._commands or self._newcomers)
+            return not self._open
+
+    def _retry_after_s(self, over: int) -> float:
+        """When so many more will have ended, if requests go on ending as they did."""
+        if len(self._ends) < 2:
+            return 1.0
+        each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return min(max(1.0, over * each), MOST_RETRY_S)

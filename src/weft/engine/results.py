@@ -1,0 +1,61 @@
+"""What callers get from the engine besides increments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.engine.messages import Stat
+from weft.engine.request import FinishReason, Output, TokenLogprob
+from weft.stream import StepStat
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot. running, waiting: requests. kv_used, kv_total: pages of each DP group. The rest are totals so far.
+
+    rejected: requests for which there was no room. timeouts: requests that ended by their deadline. queue_seconds:
+    spent by all requests until their first place in a batch.
+    """
+
+    running: int
+    waiting: int
+    kv_used: tuple[int, ...]
+    kv_total: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    preemptions: int
+    steps: int
+    rejected: int
+    timeouts: int
+    queue_seconds: float
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason
+    cached_tokens: int
+
+
+def whole(outputs: Sequence[Output]) -> GenerationResult:
+    """An answer from all its increments."""
+    reason = outputs[-1].finish_reason
+    assert reason is not None
+    return GenerationResult(
+        "".join(o.text for o in outputs),
+        tuple(t for o in outputs for t in o.token_ids),
+        tuple(p for o in outputs for p in o.logprobs),
+        reason,
+        outputs[-1].cached_tokens,
+    )
+
+
+def step_stats(stats: tuple[Stat, ...]) -> list[StepStat]:
+    """From the wire."""
+    return [StepStat(s.site, s.step, s.group, s.count, s.bytes, s.seconds) for s in stats]

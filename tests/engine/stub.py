@@ -1,0 +1,122 @@
+"""An engine whose ranks are a fake device in this process: each token depends on all that its request's pages hold.
+
+So a test of the engine's loop needs no model, decides when a step runs, and sees any wrong page, lost token or token
+drawn twice in the answer itself.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.fake import FakeDevice
+from engine.fake import answer as expected_answer
+from weft.engine.config import EngineConfig, EngineError
+from weft.engine.engine import Engine
+from weft.engine.executor import Executor
+from weft.engine.messages import Drawn, Result, Step
+from weft.engine.request import Output, SamplingParams
+
+WAIT_S = 30.0
+
+
+class StubExecutor(Executor):
+    """All ranks. started: how many times in this world; `fail` is asked before and after each step has run."""
+
+    def __init__(self, config: EngineConfig, world: World):
+        super().__init__(config)
+        self.world = world
+        self.devices = [FakeDevice(config.num_pages, config.page_size) for _ in range(config.attn_dp)]
+
+    def start(self, *arguments: Any, **options: Any) -> None:
+        self.world.starts += 1
+        if self.world.fail(self, "start"):
+            raise EngineError("rank 1 failed: no start today")
+
+    def step(self, step: Step) -> list[Result]:
+        assert self.world.go.wait(WAIT_S)
+        self.world.steps.append(step)
+        if self.world.fail(self, "before"):
+            raise EngineError("rank 1 was killed by signal 9")
+        drawn = [device.run(rows) for device, rows in zip(self.devices, step.groups, strict=True)]
+        if self.world.fail(self, "after"):
+            raise EngineError("rank 2 was killed by signal 9")
+        return [Result(step.number, g, tuple(Drawn(*d) for d in tokens)) for g, tokens in enumerate(drawn)]
+
+    def check(self) -> None:
+        if self.world.fail(self, "idle"):
+            raise EngineError("rank 3 was killed by signal 9")
+
+    def close(self) -> None:
+        self.world.closes += 1
+
+    def _launch(self) -> None: ...
+    def _send(self, rank: int, message: Any) -> None: ...
+    def _receive(self, timeout_s: float) -> None: ...
+    def _dead(self, *, killed: bool = False) -> None: ...
+
+
+class World:
+    """What a test sees and decides. go: steps run while it is set. fail(executor, when): whether a rank dies there."""
+
+    def __init__(self, model_dir: Path, monkeypatch: pytest.MonkeyPatch):
+        self.go = threading.Event()
+        self.go.set()
+        self.steps: list[Step] = []
+        self.starts = self.closes = 0
+        self.fail: Callable[[StubExecutor, str], bool] = lambda executor, when: False
+        self._model_dir = model_dir
+        monkeypatch.setattr("weft.engine.engine.make_executor", lambda config: StubExecutor(config, self))
+
+    def engine(self, **changes: Any) -> Engine:
+        values = dict(kv_tokens=512, page_size=4, max_batch_tokens=16, max_running=8)
+        return Engine(EngineConfig(**dict(model=self._model_dir) | values | changes))
+
+
+class Client:
+    """Submits requests, and keeps what comes of them."""
+
+    def __init__(self, engine: Engine, name: str = ""):
+        self.engine, self.name = engine, name
+        self.outputs: dict[int, list[Output]] = {}
+        self.prompts: dict[int, list[int]] = {}
+        self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.at: list[int] = []
+
+    def listen(self, at: int) -> Callable[[Output], None]:
+        self.outputs[at] = []
+
+        def on_output(output: Output) -> None:
+            self.outputs[at].append(output)
+            if output.finish_reason:
+                self.ended.put(at)
+
+        return on_output
+
+    def ask(self, prompt: list[int], max_tokens: int, **options: Any) -> int:
+        """Queues a request; gives its place here."""
+        at = len(self.outputs)
+        self.prompts[at] = prompt
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        self.at.append(self.engine.submit(prompt, params, self.listen(at), client=self.name, **options))
+        return at
+
+    def wait(self, count: int) -> list[int]:
+        """Which requests ended, in that order."""
+        return [self.ended.get(timeout=WAIT_S) for _ in range(count)]
+
+    def last(self, at: int) -> Output:
+        return self.outputs[at][-1]
+
+    def tokens(self, at: int) -> list[int]:
+        return [token for output in self.outputs[at] for token in output.token_ids]
+
+    def check_whole(self, at: int, max_tokens: int) -> None:
+        """The answer is what the request gets alone, every token once."""
+        assert self.last(at).finish_reason == "length", self.last(at)
+        assert self.tokens(at) == expected_answer(self.prompts[at], max_tokens)

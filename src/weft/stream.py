@@ -20,9 +20,10 @@ from torch import Tensor
 
 from weft.comm.transport import Epilogue, Transport, carry_out
 from weft.hidden import Hidden
-from weft.place.plan import NORMED, RESIDUAL, Chain, Counts, Plan, Planner, Read, Step
+from weft.place.plan import Chain, Counts, Plan, Planner, Read
 from weft.place.show import fold
 from weft.place.spec import Mesh, Placement, PlacementError, Rows
+from weft.place.step import NORMED, RESIDUAL, Step
 
 OWN, GROUP, WORLD = Rows.OWN, Rows.GROUP, Rows.WORLD
 

@@ -3,26 +3,25 @@
 A model is a `Chain`: its reads in order, each with the deltas added before it. To serve a read, the deltas' debts are
 settled, the residual is brought up to date, normalised, and delivered on the rows that the block asked for. The norm
 works on single rows, so it may run before the last gather. Between two reads only one thing is left to remember, which
-rows of the residual a rank holds; so the cheapest plan is a shortest path: Dijkstra inside a read, then dynamic
-programming over the chain with the residual's rows as the state.
+rows of the residual a rank holds; so the cheapest plan is a shortest path: dynamic programming over the chain with the
+residual's rows as the state. `weft.place.search` finds what each read costs.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import Literal
 
 from weft.place.cost import Offer
 from weft.place.edges import Edge, legal_edges, rows_received
+from weft.place.search import Graph, Sums
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
+from weft.place.step import NORMED, Step
 
 Counts = tuple[int, ...]
-RESIDUAL, NORMED = "residual", "normed"
+"""Tokens of each DP group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,38 +40,6 @@ class Chain:
     reads: tuple[Read, ...]
     width: int
     element_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step of a read.
-
-    move:   send `operand` (a delta's index, "residual" or "normed") along `edge`.
-    merge:  add delta `into + n` to the equal-placed delta `into`: `operand` is the dropped one.
-    absorb: add the complete delta `operand` to the residual (the first delta becomes the residual).
-    norm:   normalise the residual.
-    finish: move, absorb and norm in one call of a transport: the edge with its epilogue.
-
-    transport: who carries the edge out.
-    """
-
-    op: Literal["move", "merge", "absorb", "norm", "finish"]
-    operand: int | str = RESIDUAL
-    edge: Edge | None = None
-    into: int = 0
-    rows: Rows = Rows.OWN
-    us: float = 0.0
-    transport: str = "local"
-
-    def __str__(self) -> str:
-        if self.edge is not None:
-            what = self.operand if isinstance(self.operand, str) else f"delta {self.operand}"
-            epilogue = " + residual + norm" if self.op == "finish" else ""
-            by = f" by {self.transport}" if self.edge.moves else ""
-            return f"{self.edge}{epilogue} [{what}]{by}"
-        if self.op == "norm":
-            return f"norm on {self.rows.name}"
-        return f"{self.op} delta {self.operand} on {self.rows.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +70,6 @@ class Plan:
                     yield read_plan.read, step, step.edge
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """Inside a read: rows of the residual (None: not begun), unsettled deltas, rows of the normalised value."""
-
-    residual: Rows | None
-    pending: tuple[Placement, ...]
-    normed: Placement | None = None
-
-
 def bucket(counts: Counts) -> Counts:
     """The counts that a plan is made for: every group as full as the fullest, rounded up to a power of two.
 
@@ -132,12 +90,15 @@ class Planner:
     def __init__(self, mesh: Mesh, chain: Chain, offers: Sequence[Offer]):
         self.mesh, self.chain, self.offers = mesh, chain, tuple(offers)
         kinds = frozenset().union(*(o.kinds for o in offers))
-        self.edges = {
-            src: tuple(e for e in edges if not e.moves or e.kind in kinds) for src, edges in legal_edges(mesh).items()
-        }
-        self._plan = cache(self._make)
-        self._settle = cache(self._search)
-        self._edge_us, self._finish_us = cache(self._price), cache(self._price_finish)
+        self._home = {rows: mesh.placement(rows) for rows in Rows}
+        every = [*self._home.values(), *(delta for read in chain.reads for delta in read.deltas)]
+        every += [p for edges in legal_edges(mesh).values() for edge in edges for p in (edge.src, edge.dst)]
+        self._placements = tuple(dict.fromkeys(every))
+        self._edges = [
+            [e for e in legal_edges(mesh).get(at, ()) if not e.moves or e.kind in kinds] for at in self._placements
+        ]
+        self._plan, self._naive = cache(self._make), cache(self._make_naive)
+        self._graph, self._sums, self._served = cache(self._make_graph), cache(self._find_sums), cache(self._serve)
         self.bytes_received = lru_cache(1 << 16)(self._bytes_received)
 
     def plan(self, counts: Counts) -> Plan:
@@ -145,25 +106,42 @@ class Planner:
         return self._plan(bucket(counts))
 
     def naive(self, counts: Counts) -> Plan:
-        """What engines do by default: all-reduce every debt, slice to the group, add, norm, gather what is asked."""
-        counts = bucket(counts)
-        mesh, residual, reads = self.mesh, mesh_rows(self.mesh, Rows.GROUP), []
+        """What engines do by default: all-reduce every debt, slice to the group, add, norm, gather what is asked.
+
+        Only for comparison, so it never fails: an edge that no transport offers takes for ever, by `nobody`.
+        """
+        return self._naive(bucket(counts))
+
+    def _make_naive(self, counts: Counts) -> Plan:
+        home, reads = self._home[Rows.GROUP], []
         for index, read in enumerate(self.chain.reads):
             steps: list[Step] = []
             for i, delta in enumerate(read.deltas):
-                steps += self._route(i, delta, mesh.placement(residual), counts)
-            state = _State(None if index == 0 else residual, tuple(mesh.placement(residual) for _ in read.deltas))
-            while state.pending:
-                step, state = next(self._absorb(state, counts))
-                steps.append(step)
-            steps.append(self._norm(residual, counts))
-            steps += self._route(NORMED, mesh.placement(residual), read.target, counts)
-            reads.append(ReadPlan(read, tuple(steps), residual, sum(s.us for s in steps)))
-        return Plan(mesh, self.chain, counts, tuple(reads), sum(r.us for r in reads))
+                steps += self._route(i, delta, home, counts)
+            for i in range(len(read.deltas)):
+                us = self._local_us(home.rows, 3, counts) if index or i else 0.0
+                steps.append(Step("absorb", 0, rows=home.rows, us=us))
+            steps += [self._norm(home.rows, counts), *self._route(NORMED, home, read.target, counts)]
+            reads.append(ReadPlan(read, tuple(steps), home.rows, sum(s.us for s in steps)))
+        return Plan(self.mesh, self.chain, counts, tuple(reads), sum(r.us for r in reads))
+
+    def _route(self, operand: int | str, src: Placement, dst: Placement, counts: Counts) -> list[Step]:
+        """All-reduce the debt whole, then slice or gather."""
+        steps: list[Step] = []
+        while src != dst:
+            wanted = self._home[src.rows] if src.owes else dst
+            edge = next(e for e in legal_edges(self.mesh)[src] if e.dst == wanted)
+            steps.append(self._move(operand, edge, counts))
+            src = wanted
+        return steps
 
     def _bytes_received(self, edge: Edge, counts: Counts) -> float:
-        """Bytes that the busiest rank receives."""
-        rows = max(rows_received(edge, self.mesh, r, counts) for r in range(self.mesh.world))
+        """Bytes that the busiest rank receives.
+
+        What a rank receives is linear in its own group's tokens, so it is a rank of the fullest or the emptiest group.
+        """
+        ranks = {self.mesh.leader(counts.index(n)) for n in (min(counts), max(counts))}
+        rows = max(rows_received(edge, self.mesh, r, counts) for r in ranks)
         return rows * self.chain.width * self.chain.element_bytes
 
     # --- costs ------------------------------------------------------------------------------------------------
@@ -200,88 +178,47 @@ class Planner:
         most = max(self.mesh.row_count(rows, r, counts) for r in range(self.mesh.world))
         return most * self.chain.width * self.chain.element_bytes
 
-    # --- moves out of a state ---------------------------------------------------------------------------------
-
-    def _moves(self, state: _State, counts: Counts) -> Iterator[tuple[Step, _State]]:
-        if state.normed is not None:
-            for step, at in self._hops(NORMED, state.normed, counts):
-                yield step, replace(state, normed=at)
-            return
-        for i, delta in enumerate(state.pending):
-            for step, at in self._hops(i, delta, counts):
-                yield step, replace(state, pending=(*state.pending[:i], at, *state.pending[i + 1 :]))
-        for i, j in itertools.combinations(range(len(state.pending)), 2):
-            if state.pending[i] == state.pending[j]:
-                rows = state.pending[i].rows
-                merged = (*state.pending[:j], *state.pending[j + 1 :])
-                yield (
-                    Step("merge", j, into=i, rows=rows, us=self._local_us(rows, 3, counts)),
-                    replace(state, pending=merged),
-                )
-        if state.residual is not None:
-            for step, at in self._hops(RESIDUAL, self.mesh.placement(state.residual), counts):
-                yield step, replace(state, residual=at.rows)
-            if not state.pending:
-                yield self._norm(state.residual, counts), replace(state, normed=self.mesh.placement(state.residual))
-        yield from self._absorb(state, counts)
-        yield from self._finish(state, counts)
-
-    def _hops(self, operand: int | str, at: Placement, counts: Counts) -> Iterator[tuple[Step, Placement]]:
-        for edge in self.edges.get(at, ()):
-            us, transport = self._edge_us(edge, counts)
-            yield Step("move", operand, edge, us=us, transport=transport), edge.dst
-
-    def _finish(self, state: _State, counts: Counts) -> Iterator[tuple[Step, _State]]:
-        """The last delta's debt, the residual add and the norm in one step."""
-        if state.residual is None or len(state.pending) != 1:
-            return
-        done = self.mesh.placement(state.residual)
-        for edge in self.edges.get(state.pending[0], ()):
-            if edge.dst != done or (best := self._finish_us(edge, counts)) is None:
-                continue
-            step = Step("finish", 0, edge, rows=state.residual, us=best[0], transport=best[1])
-            yield step, _State(state.residual, (), done)
-
-    def _absorb(self, state: _State, counts: Counts) -> Iterator[tuple[Step, _State]]:
-        for i, delta in enumerate(state.pending):
-            if delta.owes is None and state.residual in (None, delta.rows):
-                us = 0.0 if state.residual is None else self._local_us(delta.rows, 3, counts)
-                left = (*state.pending[:i], *state.pending[i + 1 :])
-                yield Step("absorb", i, rows=delta.rows, us=us), _State(delta.rows, left)
+    def _move(self, operand: int | str, edge: Edge, counts: Counts) -> Step:
+        us, transport = self._price(edge, counts)
+        return Step("move", operand, edge, us=us, transport=transport)
 
     def _norm(self, rows: Rows, counts: Counts) -> Step:
         return Step("norm", rows=rows, us=self._local_us(rows, 2, counts))
 
     # --- search -----------------------------------------------------------------------------------------------
 
-    def _search(
+    def _make_graph(self, counts: Counts) -> Graph:
+        number = {at: i for i, at in enumerate(self._placements)}
+        moves = [[(number[e.dst], self._move(0, e, counts)) for e in edges] for edges in self._edges]
+        finishes: list[list[tuple[int, Step]]] = [[] for _ in moves]
+        for found, edges in zip(finishes, self._edges, strict=True):
+            for edge in edges:
+                if edge.dst.owes is None and (best := self._price_finish(edge, counts)):
+                    step = Step("finish", 0, edge, rows=edge.dst.rows, us=best[0], transport=best[1])
+                    found.append((number[edge.dst], step))
+        adds = [(at.rows, self._local_us(at.rows, 3, counts)) for at in self._placements]
+        merge, absorb = (tuple(Step(op, 0, rows=rows, us=us) for rows, us in adds) for op in ("merge", "absorb"))
+        norm = tuple(self._norm(at.rows, counts) for at in self._placements)
+        return Graph(self._placements, tuple(map(tuple, moves)), tuple(map(tuple, finishes)), merge, absorb, norm)
+
+    def _find_sums(self, deltas: tuple[Placement, ...], counts: Counts) -> Sums:
+        return Sums([self._placements.index(delta) for delta in deltas], self._graph(counts))
+
+    def _serve(
         self, residual: Rows | None, deltas: tuple[Placement, ...], target: Placement, counts: Counts
     ) -> dict[Rows, tuple[float, tuple[Step, ...]]]:
-        """Cheapest way to serve a read, for each rows of the residual that may remain (Dijkstra)."""
-        order = itertools.count()
-        start = _State(residual, deltas)
-        heap: list[tuple[float, int, int, _State, tuple[Step, ...]]] = [(0.0, 0, next(order), start, ())]
-        done: set[_State] = set()
-        found: dict[Rows, tuple[float, tuple[Step, ...]]] = {}
-        while heap:
-            us, length, _, state, steps = heapq.heappop(heap)
-            if state in done:
-                continue
-            done.add(state)
-            if state.normed == target and state.residual is not None:
-                found.setdefault(state.residual, (us, steps))
-                continue
-            for step, reached in self._moves(state, counts):
-                if reached not in done:
-                    heapq.heappush(heap, (us + step.us, length + 1, next(order), reached, (*steps, step)))
-        return found
+        """Cheapest way to serve a read, for each rows of the residual that may remain."""
+        sums, wanted = self._sums(deltas, counts), self._placements.index(target)
+        before = None if residual is None else self._placements.index(self._home[residual])
+        ways = {self._placements[at].rows: found.get(wanted) for at, found in sums.serve(before).items()}
+        return {rows: (way.us, sums.steps(way)) for rows, way in ways.items() if way}
 
     def _make(self, counts: Counts) -> Plan:
         best: dict[Rows | None, tuple[float, tuple[ReadPlan, ...]]] = {None: (0.0, ())}
         for read in self.chain.reads:
             reached: dict[Rows | None, tuple[float, tuple[ReadPlan, ...]]] = {}
             for residual, (us, plans) in best.items():
-                options = self._settle(residual, read.deltas, read.target, counts)
+                options = self._served(residual, read.deltas, read.target, counts)
                 for rows, (more_us, steps) in options.items():
                     if rows not in reached or us + more_us < reached[rows][0]:
                         reached[rows] = (us + more_us, (*plans, ReadPlan(read, steps, rows, more_us)))
@@ -302,24 +239,3 @@ class Planner:
             f"steps of {max(plan.counts)} tokens a group exchange tensors of {needed} bytes, but {room}: "
             f"build it with max_bytes={needed}, or plan for fewer tokens"
         )
-
-    # --- the naive plan's single hops -------------------------------------------------------------------------
-
-    def _route(self, operand: int | str, src: Placement, dst: Placement, counts: Counts) -> list[Step]:
-        """All-reduce the debt whole, then slice or gather."""
-        steps: list[Step] = []
-        while src != dst:
-            options = [e for e in self.edges.get(src, ()) if e.kind in ("slice", "all_reduce", "all_gatherv")]
-            wanted = self.mesh.placement(src.rows) if src.owes else dst
-            edge = next((e for e in options if e.dst == wanted), None)
-            if edge is None:
-                raise PlacementError(f"no single step leads from {src} to {wanted}")
-            us, transport = self._edge_us(edge, counts)
-            steps.append(Step("move", operand, edge, us=us, transport=transport))
-            src = edge.dst
-        return steps
-
-
-def mesh_rows(mesh: Mesh, rows: Rows) -> Rows:
-    """Normalised rows."""
-    return mesh.placement(rows).rows

@@ -122,15 +122,17 @@ class Mesh:
             first.setdefault(self.partitions[name], name)
         return {n: first[p] if len(p[0]) > 1 else None for n, p in self.partitions.items()}
 
+    @cached_property
+    def _peers(self) -> dict[str, dict[int, tuple[int, ...]]]:
+        return {name: {rank: p for p in found for rank in p} for name, found in self.partitions.items()}
+
     def canonical(self, group: str | None) -> str | None:
         """The one name of a group's partition; None for groups of a single rank. KeyError for an unknown name."""
         return None if group is None else self._canonical[group]
 
     def peers(self, group: str | None, rank: int) -> tuple[int, ...]:
         """The ranks of `rank`'s group, ascending, itself included."""
-        if group is None:
-            return (rank,)
-        return next(p for p in self.partitions[group] if rank in p)
+        return (rank,) if group is None else self._peers[group][rank]
 
     def size(self, group: str | None) -> int:
         """Ranks in one group."""
@@ -181,20 +183,18 @@ class Mesh:
 
         OWN rows are the group's rows cut into attn_tp runs whose lengths differ by at most one, longer ones first.
         """
-        if rows is Rows.WORLD:
-            return 0, sum(counts)
-        group = self.group_of(rank)
-        start, n = sum(counts[:group]), counts[group]
-        if rows is Rows.GROUP:
-            return start, start + n
-        place, (least, more) = rank % self.attn_tp, divmod(n, self.attn_tp)
-        own = start + place * least + min(place, more)
-        return own, own + least + (place < more)
+        start = 0 if rows is Rows.WORLD else sum(counts[: self.group_of(rank)])
+        if rows is Rows.OWN:
+            place, (least, more) = rank % self.attn_tp, divmod(counts[self.group_of(rank)], self.attn_tp)
+            start += place * least + min(place, more)
+        return start, start + self.row_count(rows, rank, counts)
 
     def row_count(self, rows: Rows, rank: int, counts: tuple[int, ...]) -> int:
         """Number of rows a rank holds."""
-        start, stop = self.row_range(rows, rank, counts)
-        return stop - start
+        if rows is Rows.WORLD:
+            return sum(counts)
+        n = counts[self.group_of(rank)]
+        return n if rows is Rows.GROUP else (n + self.attn_tp - 1 - rank % self.attn_tp) // self.attn_tp
 
     def segment_sizes(self, rows: Rows, group: str, rank: int, counts: tuple[int, ...]) -> tuple[int, ...]:
         """Rows of each peer in `group`, in rank order: the segment sizes of a gather to, or scatter from, them."""

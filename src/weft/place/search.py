@@ -1,0 +1,177 @@
+"""The cheapest steps that serve one read, found exactly.
+
+Steps on different values commute, so a plan is known by which deltas are summed, where, before the residual takes them
+up. The cheapest sum of a set of deltas in some placement is either moved there, or joined there from the sums of two
+smaller sets: the Steiner trees of Dreyfus and Wagner (doi:10.1002/net.3230010302). The residual takes up such sums
+between moves of its own, and the last of them perhaps in a `finish`. That is exact for all costs that are not negative,
+and takes time in 3ⁿ for n deltas of different placements; equal ones count by their number only.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from weft.place.spec import Placement
+from weft.place.step import NORMED, RESIDUAL, Step
+
+Deltas = tuple[int, ...]
+"""Some of a read's deltas: how many of each placement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Every step that may be taken, priced; placements go by their number.
+
+    moves, finishes: by the number that they start from, each with the number where it ends. merge, absorb, norm: on
+    each placement's rows.
+    """
+
+    placements: tuple[Placement, ...]
+    moves: tuple[tuple[tuple[int, Step], ...], ...]
+    finishes: tuple[tuple[tuple[int, Step], ...], ...]
+    merge: tuple[Step, ...]
+    absorb: tuple[Step, ...]
+    norm: tuple[Step, ...]
+
+
+class Way(NamedTuple):
+    """The cheapest way found to a value: its last step, and the ways to what that step works on.
+
+    us, length: of all steps together; of equally quick ways the one of fewer steps is taken. given: the number of the
+    placement of the delta that it begins with, where it has no step; -1 for the residual.
+    """
+
+    us: float
+    length: int
+    step: Step | None = None
+    after: tuple[Way, ...] = ()
+    given: int = -1
+
+
+Ways = dict[int, Way]
+"""The cheapest way to a value in each placement where there is one."""
+
+
+def _within(of: Deltas) -> Iterator[Deltas]:
+    """Every set of deltas within `of`; a set comes after those that it contains."""
+    return itertools.product(*(range(n + 1) for n in of))
+
+
+def _improve(ways: Ways, at: int, step: Step, *after: Way) -> None:
+    """Takes the way of `step` after these ways, where it is better than what was found."""
+    us, length = step.us, 1
+    for way in after:
+        us, length = us + way.us, length + way.length
+    found = ways.get(at)
+    if found is None or us < found.us or (us == found.us and length < found.length):
+        ways[at] = Way(us, length, step, after)
+
+
+def _spread(begin: Ways, graph: Graph) -> Ways:
+    """The cheapest ways to all placements that moves lead to (Dijkstra)."""
+    best, done = dict(begin), set[int]()
+    heap = [(way.us, way.length, at) for at, way in best.items()]
+    heapq.heapify(heap)
+    while heap:
+        at = heapq.heappop(heap)[2]
+        if at in done:
+            continue
+        done.add(at)
+        for to, step in graph.moves[at]:
+            if to not in done:
+                before = best.get(to)
+                _improve(best, to, step, best[at])
+                if best[to] is not before:
+                    heapq.heappush(heap, (best[to].us, best[to].length, to))
+    return best
+
+
+class Sums:
+    """The cheapest way to the sum of each set of a read's deltas, in each placement. deltas: numbers of placements."""
+
+    def __init__(self, deltas: Sequence[int], graph: Graph):
+        kinds = tuple(dict.fromkeys(deltas))
+        self.deltas, self.graph = tuple(deltas), graph
+        self.all: Deltas = tuple(self.deltas.count(kind) for kind in kinds)
+        self.parts = {
+            chosen: [(part, tuple(map(operator.sub, chosen, part))) for part in _within(chosen) if any(part)]
+            for chosen in _within(self.all)
+        }
+        self.ways: dict[Deltas, Ways] = {}
+        for chosen, parts in self.parts.items():
+            found: Ways = {}
+            if sum(chosen) == 1:
+                given = kinds[chosen.index(1)]
+                found[given] = Way(0.0, 0, given=given)
+            for part, rest in parts:
+                if part <= rest:
+                    theirs = self.ways[rest]
+                    for at, way in self.ways[part].items():
+                        if at in theirs:
+                            _improve(found, at, graph.merge[at], way, theirs[at])
+            self.ways[chosen] = _spread(found, graph)
+
+    def serve(self, residual: int | None) -> dict[int, Ways]:
+        """By the placement of the residual that stays: the cheapest ways to its normalised value, in each placement.
+
+        residual: its placement before; None where the first delta becomes the residual.
+        """
+        graph = self.graph
+        taken: dict[Deltas, Ways] = {}  # the residual, once it has taken up a set of deltas
+        for chosen, parts in self.parts.items():
+            found: Ways = {}
+            if residual is not None and not parts:
+                found[residual] = Way(0.0, 0)
+            if residual is None and parts:
+                for at, delta in self.ways[chosen].items():
+                    if graph.placements[at].owes is None:
+                        _improve(found, at, replace(graph.absorb[at], us=0.0), delta)
+            for part, before in parts:
+                deltas = self.ways[part]
+                for at, kept in taken[before].items():
+                    if at in deltas:
+                        _improve(found, at, graph.absorb[at], kept, deltas[at])
+            taken[chosen] = _spread(found, graph)
+        normed: Ways = {}
+        for at, kept in taken[self.all].items():
+            _improve(normed, at, graph.norm[at], kept)
+        for part, before in self.parts[self.all]:
+            for src, delta in self.ways[part].items():
+                for at, step in graph.finishes[src]:
+                    if at in taken[before]:
+                        _improve(normed, at, step, taken[before][at], delta)
+        return {at: _spread({at: way}, graph) for at, way in normed.items()}
+
+    def steps(self, way: Way) -> tuple[Step, ...]:
+        """A way of `serve` in order, with the indices that deltas have by then."""
+        live = list(range(len(self.deltas)))
+        unused = list(live)
+        written: list[Step] = []
+
+        def write(way: Way) -> int | str:
+            """Writes the way; gives what it is the value of: a delta by its number in the read, RESIDUAL or NORMED."""
+            if way.step is None:
+                if way.given < 0:
+                    return RESIDUAL
+                return unused.pop(next(i for i, n in enumerate(unused) if self.deltas[n] == way.given))
+            step, values = way.step, [write(before) for before in way.after]
+            value = values[-1]
+            if isinstance(value, str):  # moved or normalised
+                written.append(replace(step, operand=value))
+                return NORMED if step.op == "norm" else value
+            if step.op == "merge":
+                first, value = sorted(v for v in values if isinstance(v, int))
+                step = replace(step, into=live.index(first))
+            written.append(replace(step, operand=live.index(value)))
+            if step.op == "move":
+                return value
+            live.remove(value)
+            return first if step.op == "merge" else NORMED if step.op == "finish" else RESIDUAL
+
+        write(way)
+        return tuple(written)

@@ -1,0 +1,187 @@
+"""The planner against every plan there is, on worlds of up to 6 ranks; and that it would be found out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from place.exhaustive import Machine, least, price, world
+from weft.place.cost import AlphaBeta
+from weft.place.edges import legal_edges
+from weft.place.plan import Chain, Planner, Read
+from weft.place.spec import GROUP_NAMES, LayoutError, Mesh, Placement, PlacementError, Rows, layouts
+
+WIDTH, ELEMENT_BYTES = 6, 8
+BASIC = frozenset({"all_reduce", "reduce_scatterv", "all_gatherv"})
+ALL = BASIC | {"all_reduce+all_gatherv", "reduce_scatterv+all_reduce"}
+FIXED = settings(
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+Problem = tuple[Mesh, Chain, list[Machine], int]
+
+
+def placements(mesh: Mesh) -> list[Placement]:
+    found = {}
+    for rows, owes in itertools.product(Rows, (None, *GROUP_NAMES)):
+        try:
+            found[mesh.placement(rows, owes)] = None
+        except PlacementError:
+            continue
+    return list(found)
+
+
+@st.composite
+def machines(draw: st.DrawFn, name: str) -> Machine:
+    return Machine(
+        name,
+        kinds=draw(st.sampled_from([ALL, ALL, BASIC, ALL - {"all_reduce"}, frozenset({"all_gatherv", "all_reduce"})])),
+        fused=draw(st.booleans()),
+        call_us=draw(st.floats(0.1, 300)),
+        doubling_us=draw(st.floats(0, 50)),
+        bytes_us=draw(st.floats(1, 1e4)),
+        local_us=draw(st.floats(0, 50)),
+        local_bytes_us=draw(st.floats(1, 1e4)),
+        room=draw(st.sampled_from([None, None, 64, 256, 1024, 4096])),
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """A mesh, a chain of 1 or 2 reads of up to 3 deltas, equal ones too, a transport or two, a bucket of tokens."""
+    mesh = draw(st.sampled_from(layouts(6)))
+    legal = placements(mesh)
+    complete = [p for p in legal if p.owes is None]
+    reads = []
+    for i in range(draw(st.integers(1, 2))):
+        deltas = draw(st.lists(st.sampled_from(legal), min_size=int(i == 0), max_size=3))
+        if i == 0:  # a stream begins with the embedding
+            deltas[0] = draw(st.sampled_from(complete))
+        reads.append(Read(f"layers.{i}.norm", draw(st.sampled_from(complete)), tuple(deltas)))
+    offered = [draw(machines(name)) for name in draw(st.sampled_from([["one"], ["one", "two"]]))]
+    return mesh, Chain(tuple(reads), WIDTH, ELEMENT_BYTES), offered, draw(st.sampled_from([1, 2, 8, 64]))
+
+
+def check(problem: Problem) -> None:
+    """The plan is legal, takes what it says, and nothing takes less; what is refused cannot be."""
+    mesh, chain, offered, tokens = problem
+    best = least(mesh, chain, offered, tokens)
+    planner = Planner(mesh, chain, [m.offer() for m in offered])
+    try:
+        plan = planner.plan((tokens,) * mesh.attn_dp)
+    except (LayoutError, PlacementError):
+        assert best == math.inf
+        return
+    assert plan.us == pytest.approx(best)
+    assert price(plan, offered) == pytest.approx(plan.us)
+
+
+@given(problems())
+@settings(max_examples=150, deadline=None)
+def test_no_plan_is_cheaper(problem: Problem) -> None:
+    check(problem)
+
+
+@pytest.mark.parametrize("mesh", layouts(6), ids=str)
+def test_the_legal_steps_are_those_of_the_algebra(mesh: Mesh) -> None:
+    w = world(mesh)
+    theirs = {(e.kind, w.value(e.src), w.value(e.dst)) for edges in legal_edges(mesh).values() for e in edges}
+    assert theirs == {(h.kind, h.src, h.dst) for hops in w.hops.values() for h in hops}
+
+
+def free_epilogues(m: pytest.MonkeyPatch) -> None:
+    m.setattr(AlphaBeta, "epilogue_us", lambda *_: 0.0)
+
+
+def no_epilogue_priced(m: pytest.MonkeyPatch) -> None:
+    def priced(self: Planner, edge: Any, counts: Any) -> Any:
+        able = [o for o in self._able(edge, counts) if edge.kind in o.epilogues]
+        return self._price(edge, counts) if able else None
+
+    m.setattr(Planner, "_price_finish", priced)
+
+
+def another_offers_local_steps(m: pytest.MonkeyPatch) -> None:
+    def local_us(self: Planner, rows: Rows, touches: int, counts: tuple[int, ...]) -> float:
+        return self.offers[-1].cost.local_us(touches * self._most_bytes(rows, counts))
+
+    m.setattr(Planner, "_local_us", local_us)
+
+
+def cheapest_offers_local_steps(m: pytest.MonkeyPatch) -> None:
+    def local_us(self: Planner, rows: Rows, touches: int, counts: tuple[int, ...]) -> float:
+        return min(o.cost.local_us(touches * self._most_bytes(rows, counts)) for o in self.offers)
+
+    m.setattr(Planner, "_local_us", local_us)
+
+
+def room_for_the_result_only(m: pytest.MonkeyPatch) -> None:
+    m.setattr(Planner, "_needed_bytes", lambda self, edge, counts: self._most_bytes(edge.dst.rows, counts))
+
+
+def room_for_the_source_only(m: pytest.MonkeyPatch) -> None:
+    m.setattr(Planner, "_needed_bytes", lambda self, edge, counts: self._most_bytes(edge.src.rows, counts))
+
+
+def adding_is_free(m: pytest.MonkeyPatch) -> None:
+    true = Planner._local_us
+    m.setattr(Planner, "_local_us", lambda self, rows, touches, counts: touches != 3 and true(self, rows, 2, counts))
+
+
+def bytes_of_the_first_rank(m: pytest.MonkeyPatch) -> None:
+    true = Planner._most_bytes
+    m.setattr(Planner, "_most_bytes", lambda self, rows, counts: true(self, rows, counts) // self.mesh.attn_dp)
+
+
+PLANTED = [
+    free_epilogues,
+    no_epilogue_priced,
+    another_offers_local_steps,
+    cheapest_offers_local_steps,
+    room_for_the_result_only,
+    room_for_the_source_only,
+    adding_is_free,
+    bytes_of_the_first_rank,
+]
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+
+    @given(problems())
+    @settings(FIXED, max_examples=500)
+    def some_problem(problem: Problem) -> None:
+        check(problem)
+
+    with pytest.raises(AssertionError):
+        some_problem()
+
+
+def test_many_deltas_are_planned() -> None:
+    """A read of every placement that a mesh has, and one of many equal deltas: no search of all orders would end."""
+    mesh = Mesh(2, 4, 4, 2)
+    every, whole = placements(mesh), mesh.placement(Rows.WORLD)
+    assert len(every) > 8
+    machine = Machine("one", ALL, True, 2.0, 0.5, 1e4, 4.0, 8e3)
+    for deltas in (tuple(every[:8]), (every[-1],) * 40):
+        chain = Chain((Read("embed", whole, (whole,)), Read("norm", whole, deltas)), WIDTH, ELEMENT_BYTES)
+        plan = Planner(mesh, chain, [machine.offer()]).plan((64, 64))
+        assert price(plan, [machine]) == pytest.approx(plan.us)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 1, 2, 1), Mesh(1, 2, 1, 2), Mesh(2, 2, 2, 2)], ids=str)
+def test_four_deltas_as_cheap_as_can_be(mesh: Mesh) -> None:
+    legal, machine = placements(mesh), Machine("one", ALL, True, 2.0, 0.5, 1e2, 4.0, 50.0)
+    for deltas in ((legal[-1],) * 4, tuple((legal * 2)[:4])):
+        chain = Chain((Read("embed", legal[0], (legal[0],)), Read("norm", legal[0], deltas)), WIDTH, ELEMENT_BYTES)
+        check((mesh, chain, [machine], 64))

@@ -119,8 +119,8 @@ class Stats:
     def __init__(self) -> None:
         self._by_step: dict[tuple[str, object], StepStat] = {}
 
-    def record(self, site: str, step: Step, bytes_moved: float, seconds: float) -> None:
-        """Counts one call."""
+    def record(self, site: str, step: Step, bytes_moved: float, seconds: float, calls: int = 1) -> None:
+        """Counts a call, or several that moved as much and took as long each."""
         assert step.edge is not None
         site = fold(site)
         operand = step.operand if isinstance(step.operand, str) else "delta"
@@ -128,9 +128,9 @@ class Stats:
         stat = self._by_step.get(key)
         if stat is None:
             stat = self._by_step[key] = StepStat(site, str(step), step.edge.group or "")
-        stat.count += 1
-        stat.bytes += int(bytes_moved)
-        stat.seconds += seconds
+        stat.count += calls
+        stat.bytes += calls * int(bytes_moved)
+        stat.seconds += calls * seconds
 
     def table(self) -> list[StepStat]:
         """The totals so far."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from weft.models.load import build_model
 from weft.models.qwen import Qwen
 from weft.place.cost import Costs, Offer
 from weft.place.cost import costs as load_costs
-from weft.place.plan import Chain, Counts, Plan, Planner, bucket
+from weft.place.plan import Chain, Counts, Plan, Planner
 from weft.place.show import plan_text
 from weft.place.spec import Mesh
 from weft.stream import Stats, StepStat, Stream, TraceStream
@@ -69,7 +69,7 @@ class ModelRunner:
         )
         self.attention = SDPA(self.cache)
         self._stats, self._naive_stats = Stats(), Stats()
-        self._naive = lru_cache(self.planner.naive)
+        self._steps: Counter[Counts] = Counter()  # taken since the naive plan's totals were last worked out
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -89,8 +89,9 @@ class ModelRunner:
         self.attention.plan(batch)
         logits: Tensor = self.model(stream, batch, self.attention)
         stream.finish()
-        for read, step, edge in self._naive(bucket(counts)).moves():
-            self._naive_stats.record(read.site, step, self.planner.bytes_received(edge, counts), 0.0)
+        self._steps[counts] += 1
+        if len(self._steps) == 4096:  # so that they take no more room with every step
+            self.naive_report()
         return logits
 
     def plan(self, tokens_per_group: int) -> Plan:
@@ -103,6 +104,10 @@ class ModelRunner:
 
     def naive_report(self) -> list[StepStat]:
         """What the naive plan would have moved for the same steps; seconds are 0."""
+        for counts, times in self._steps.items():
+            for read, step, edge in self.planner.naive(counts).moves():
+                self._naive_stats.record(read.site, step, self.planner.bytes_received(edge, counts), 0.0, times)
+        self._steps.clear()
         return self._naive_stats.table()
 
     def plan_text(self, tokens_per_group: int) -> str:

@@ -52,10 +52,11 @@ def test_a_plugin_adds_a_family(homemade: Path) -> None:
 
 def test_a_plugin_refuses_fields_by_its_own_rules(homemade: Path) -> None:
     families = registry([str(homemade / "family.py")])
+    values = json.loads((homemade / "config.json").read_text())
     with pytest.raises(ModelError, match="flavour='sour' is not supported for model type 'homemade'; supported: 'pl"):
-        load_config(homemade, families, {"flavour": "sour"})
+        read_config(values | {"flavour": "sour"}, families)
     with pytest.raises(ModelError, match=r"'colour' \(value 'red'\) is not understood"):
-        load_config(homemade, families, {"colour": "red"})
+        read_config(values | {"colour": "red"}, families)
 
 
 @pytest.mark.parametrize("plugin", ["no.such.module", "no/such/file.py", "json"])

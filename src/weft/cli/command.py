@@ -33,7 +33,7 @@ class UserError(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks are laid out: attn-dp × attn-tp = ep × moe-tp = the number of ranks."""
+    """How the ranks are laid out (attn-dp × attn-tp = ep × moe-tp = the number of ranks), and what model they run."""
 
     attn_dp: int = 1
     """Data-parallel groups of the attention, each with requests of its own."""
@@ -47,6 +47,14 @@ class Layout:
     """Between the ranks: shared memory, gloo, or whichever costs less, step by step."""
     cost: str = "auto"
     """Cost model of the planner: auto (this host's table, once weft tune wrote one), a preset, or FILE.json."""
+    plugins: tuple[str, ...] = ()
+    """Python modules or .py files that add model families; they run, so name only what you trust."""
+    preset: str | None = None
+    """A published config in place of MODEL_DIR, such as qwen3-30b-a3b, to be run with --load-format dummy."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy makes weights up, to measure a shape; auto reads the directory's safetensors."""
+    num_layers: int | None = None
+    """Only the model's first so many layers."""
     cpu_bind: str | None = None
     """Cores of each rank, such as 0-3|4-7, or auto to deal them out; left out, ranks are not bound."""
 
@@ -55,7 +63,8 @@ class Layout:
         ep = self.attn_dp if self.ep is None else self.ep
         moe_tp = self.attn_tp if self.moe_tp is None else self.moe_tp
         return {"attn_dp": self.attn_dp, "attn_tp": self.attn_tp, "ep": ep, "moe_tp": moe_tp} | {
-            name: getattr(self, name) for name in ("transport", "cost", "cpu_bind")
+            name: getattr(self, name)
+            for name in ("transport", "cost", "plugins", "load_format", "num_layers", "cpu_bind")
         }
 
 
@@ -78,12 +87,17 @@ def check_writable(path: Path, option: str) -> None:
 
 def engine_config(model: Path | None, layout: Layout, **options: Any) -> Any:
     """The EngineConfig of a command's options; None means the default. Raises UserError, LayoutError."""
+    from weft.assets import preset_dir
     from weft.engine.config import EngineConfig
 
     values: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
-    if model is not None:
-        values["model"] = model
+    if model is not None and layout.preset is not None:
+        raise UserError(f"give {model} or --preset {layout.preset}, not both")
     try:
+        if layout.preset is not None:
+            values["model"] = preset_dir(layout.preset)
+        elif model is not None:
+            values["model"] = model
         return EngineConfig(**(values | layout.values()))
     except ValueError as error:
         raise UserError(str(error)) from error

@@ -49,6 +49,8 @@ class EngineConfig:
     max_model_len: prompt and answer together; None: what the model allows. prefix_cache: reuse pages of equal prefixes.
     executor: process (one process a rank) or thread (all ranks here, on the reference transport: for tests).
     plugins: modules or .py files that add model families (`weft.models.registry`).
+    load_format auto: the directory's safetensors; dummy: made-up weights (`weft.models.load.dummy_model`), of which the
+    text means nothing, so the tokenizer is the embedded model's. num_layers: only the model's first so many layers.
     transport: of processes: shm (shared memory), gloo, or auto: both, chosen edge by edge by cost. cost: the cost model
     (`weft.place.cost.costs`); auto: this host's table where `weft tune` has written one, else the CPU presets.
     threads: of each rank's process; more ranks use more cores better. cpu_bind: cores of each rank, as `0-3|4-7`; auto:
@@ -78,6 +80,8 @@ class EngineConfig:
     seed: int = 0
     step_timeout_s: float = 60.0
     plugins: tuple[str, ...] = ()
+    load_format: Literal["auto", "dummy"] = "auto"
+    num_layers: int | None = None
 
     def __post_init__(self) -> None:
         _ = self.mesh
@@ -86,6 +90,8 @@ class EngineConfig:
         for name in ABOVE_ZERO:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.num_layers is not None and self.num_layers <= 0:
+            raise ValueError(f"num_layers is {self.num_layers}; it must be above 0")
         if self.kv_tokens < self.page_size:
             raise ValueError(f"kv_tokens={self.kv_tokens} is less than one page of {self.page_size} tokens")
         if self.max_batch_tokens < self.max_running:
@@ -125,7 +131,12 @@ class EngineConfig:
 
     def read_model(self) -> ModelConfig:
         """The model's config.json, read. Raises ModelError."""
-        return load_config(self.model, registry(self.plugins))
+        return load_config(self.model, registry(self.plugins), self.num_layers)
+
+    @property
+    def tokenizer(self) -> Path:
+        """The directory of the tokenizer."""
+        return self.model if self.load_format == "auto" else embedded_model_dir()
 
     @property
     def num_pages(self) -> int:

@@ -45,9 +45,9 @@ class Engine:
     def __init__(self, config: EngineConfig, progress: Callable[[str, float], None] | None = None):
         self.config, self.model_config = config, config.read_model()
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(config.model)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(config.tokenizer)
         except (OSError, ValueError) as error:
-            raise ModelError(f"{config.model} has no usable tokenizer: {str(error).splitlines()[0]}") from error
+            raise ModelError(f"{config.tokenizer} has no usable tokenizer: {str(error).splitlines()[0]}") from error
         self.max_model_len = min(config.max_model_len or self.model_config.max_position, self.model_config.max_position)
         self.error: str | None = None
         self._executor: Executor = make_executor(config)

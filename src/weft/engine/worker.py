@@ -25,7 +25,7 @@ from weft.engine.messages import (
     ToRank,
 )
 from weft.engine.sampler import sample
-from weft.models.load import load_model
+from weft.models.load import dummy_model, load_model
 from weft.models.runner import ModelRunner
 from weft.place.cost import Costs
 
@@ -46,16 +46,11 @@ class Worker:
                 shown = percent
                 send(Progress(self.rank, done, total))
 
-        model = load_model(
-            config.model,
-            config.read_model(),
-            self.mesh,
-            self.rank,
-            DTYPES[config.dtype],
-            "cpu",
-            progress,
-            workspace=transports[0].empty,
-        )
+        model_config, dtype, empty = config.read_model(), DTYPES[config.dtype], transports[0].empty
+        if config.load_format == "dummy":
+            model = dummy_model(model_config, self.mesh, self.rank, dtype, "cpu", progress, empty)
+        else:
+            model = load_model(config.model, model_config, self.mesh, self.rank, dtype, "cpu", progress, empty)
         self.runner = ModelRunner(model, self.mesh, self.rank, transports, config.num_pages, config.page_size, costs)
 
     def step(self, step: Step) -> Result | None:

@@ -1,9 +1,10 @@
-"""Checkpoints: each rank reads its own slices from safetensors, straight into its weights."""
+"""Weights: each rank reads its own slices of a checkpoint, or makes them up, straight into its parameters."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from weft.models.config import ModelConfig, ModelError
-from weft.models.layers import Builder, Layer, Source, Workspace, torch_empty
+from weft.models.layers import Builder, Layer, RMSNorm, Source, Workspace, torch_empty
 from weft.models.qwen import Qwen
 from weft.place.spec import Mesh
 
 Progress = Callable[[int, int], None]
+DUMMY_BLOCK = 1 << 24
+"""Elements that `dummy_model` makes at a time: its temporaries take 20 bytes for each."""
 
 
 def build_model(
@@ -51,17 +54,11 @@ def load_model(
     Raises ModelError for missing or misshapen tensors, LayoutError as `build_model`.
     """
     model = build_model(config, mesh, rank, dtype, torch.device(device), workspace)
-    jobs = [
-        (getattr(layer, attribute), source)
-        for layer in model.modules()
-        if isinstance(layer, Layer)
-        for attribute, sources in layer.sources.items()
-        for source in sources
-    ]
+    jobs = list(_jobs(model))
     files = _tensor_files(model_dir)
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
-        for done, (weight, source) in enumerate(jobs):
+        for done, (_, weight, source) in enumerate(jobs):
             path = files.get(source.name)
             if path is None:
                 raise ModelError(f"{model_dir} has no tensor {source.name}; is the download complete?")
@@ -71,6 +68,64 @@ def load_model(
             if progress:
                 progress(done + 1, len(jobs))
     return model
+
+
+def dummy_model(
+    config: ModelConfig,
+    mesh: Mesh,
+    rank: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    workspace: Workspace = torch_empty,
+) -> Qwen:
+    """The model of one rank with made-up weights, for measuring a shape whose checkpoint is not there.
+
+    A weight's value is a hash of its tensor's name and its place there, so that every layout, rank and device has
+    parts of one and the same model, and no rank makes more than its part. Matrices are uniform with a standard
+    deviation of 1 / √inputs, other vectors within ± 0.1, the weights of norms 1. progress, workspace: as `load_model`.
+    Raises LayoutError as `build_model`.
+    """
+    model = build_model(config, mesh, rank, dtype, torch.device(device), workspace)
+    jobs = list(_jobs(model))
+    for done, (layer, weight, source) in enumerate(jobs):
+        part = weight.data[source.at]
+        if isinstance(layer, RMSNorm):
+            part.fill_(1.0)
+        else:
+            _make_up(part, source)
+        if progress:
+            progress(done + 1, len(jobs))
+    return model
+
+
+def _jobs(model: Layer) -> Iterator[tuple[Layer, torch.Tensor, Source]]:
+    """Every weight with a source of it."""
+    for layer in model.modules():
+        if isinstance(layer, Layer):
+            for attribute, sources in layer.sources.items():
+                for source in sources:
+                    yield layer, getattr(layer, attribute), source
+
+
+def _make_up(part: torch.Tensor, source: Source) -> None:
+    """Fills a slice of a tensor with hashes of the whole tensor's indices."""
+    width = source.shape[-1]
+    bound = (3 / width) ** 0.5 if len(source.shape) > 1 else 0.1
+    seed = int.from_bytes(hashlib.blake2b(source.name.encode(), digest_size=8).digest(), "little", signed=True)
+    takes = (*source.take, *[slice(None)] * (len(source.shape) - len(source.take)))
+    starts = [take.indices(size)[0] for take, size in zip(takes, source.shape, strict=True)]
+    columns = torch.arange(part.shape[-1], device=part.device) + starts[-1]
+    row = torch.zeros(1, dtype=torch.int64, device=part.device)  # each row's number among all of the whole tensor's
+    for start, size, whole in zip(starts[:-1], part.shape[:-1], source.shape[:-1], strict=True):
+        row = (row[:, None] * whole + torch.arange(start, start + size, device=part.device)).flatten()
+    flat = part.view(-1, part.shape[-1])
+    step = max(1, DUMMY_BLOCK // flat.shape[1])
+    for rows, out in zip(row.split(step), flat.split(step), strict=True):
+        # Two rounds of multiply and shift (as in SplitMix64) in integers that wrap: the same bits on every device.
+        value = rows[:, None] * width + columns
+        value.add_(seed).mul_(-0x61C8864680B583EB).bitwise_xor_(value >> 29).mul_(-0x40A7B892E31B1A47)
+        out.copy_((value >> 40).float().mul_(bound / (1 << 23)))
 
 
 def _open(path: Path) -> Any:

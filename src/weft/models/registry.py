@@ -42,10 +42,8 @@ def registry(plugins: Sequence[str] = ()) -> Registry:
     return known
 
 
-def load_config(
-    model_dir: Path, families: Registry = FAMILIES, overrides: Mapping[str, Any] = MappingProxyType({})
-) -> ModelConfig:
-    """Reads config.json. overrides: fields that take another value, such as fewer layers.
+def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int | None = None) -> ModelConfig:
+    """Reads config.json. num_layers: of a model with the first so many layers only.
 
     Raises ModelError for a missing directory, a model type that is not among the families, or a field that the family
     does not understand.
@@ -54,10 +52,16 @@ def load_config(
     if not path.is_file():
         raise ModelError(f"{model_dir} has no config.json; give the directory of a Hugging Face model")
     try:
-        values = json.loads(path.read_text()) | overrides
+        values: dict[str, Any] = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     try:
+        if num_layers is not None:
+            if num_layers > values.get("num_hidden_layers", 0):
+                raise ModelError(f"{num_layers} layers were asked for; there are {values.get('num_hidden_layers')}")
+            values["num_hidden_layers"] = num_layers
+            if "layer_types" in values:
+                values["layer_types"] = values["layer_types"][:num_layers]
         return read_config(values, families)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error

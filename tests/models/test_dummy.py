@@ -1,0 +1,93 @@
+"""Made-up weights: parts of one model whatever the layout, and sane as a model's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import FAMILIES, small_config
+
+from weft.assets import embedded_model_dir, preset_dir, preset_names
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.request import SamplingParams
+from weft.models import load
+from weft.models.config import ModelError
+from weft.models.load import build_model, dummy_model
+from weft.models.registry import load_config, read_config
+from weft.place.spec import Mesh
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_hold_parts_of_the_same_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config(small_config(family, 4).to_dict())
+    whole = dummy_model(config, Mesh(), 0)
+    monkeypatch.setattr(load, "DUMMY_BLOCK", 7)  # rows are made in blocks: their borders must not show
+    mesh = Mesh(2, 2, 2, 2)
+    ranks = [dummy_model(config, mesh, r) for r in range(4)]
+    for layer, index in ((0, 3), (2, 0)):
+        experts = [r.layers[layer].mlp.experts for r in ranks] if family != "qwen3" else []
+        for e, expert in enumerate(experts):
+            full = whole.layers[layer].mlp.experts
+            mine = slice(4 * (e // 2), 4 * (e // 2) + 4)
+            cut = slice(8 * (e % 2), 8 * (e % 2) + 8)
+            gate, up = full.gate_up[mine].chunk(2, dim=1)
+            assert torch.equal(expert.gate_up, torch.cat((gate[:, cut], up[:, cut]), dim=1))
+            assert torch.equal(expert.down, full.down[mine][..., cut])
+        out = whole.layers[layer].attention.out.weight
+        half = out.shape[1] // 2
+        for r in (0, index):
+            part = ranks[r].layers[layer].attention.out.weight
+            assert torch.equal(part, out[:, half * (r % 2) : half * (r % 2) + half])
+    assert all(torch.equal(r.embed.weight, whole.embed.weight) for r in ranks)
+
+
+def test_values_are_spread_and_unlike() -> None:
+    config = read_config(small_config("qwen2_moe", 4).to_dict() | {"vocab_size": 5000, "hidden_size": 64})
+    model = dummy_model(config, Mesh(), 0)
+    seen: list[torch.Tensor] = []
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            assert (weight == 1).all()
+        elif weight.dim() > 1 and weight.numel() > 2000:
+            values = weight.double().flatten() * weight.shape[-1] ** 0.5
+            assert abs(values.mean()) < 0.1 and abs(values.std() - 1) < 0.05 and values.abs().max() <= 3**0.5, name
+            assert values.unique().numel() > 0.99 * values.numel()
+            assert all(abs((values[:2000] * other).mean()) < 0.1 for other in seen), name  # 4.5 standard errors
+            seen.append(values[:2000])
+    assert len(seen) > 10
+    again = dict(dummy_model(config, Mesh(), 0, torch.bfloat16).named_parameters())
+    assert all(torch.equal(again[name], weight.bfloat16()) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize("name, billions", [("qwen3-30b-a3b", 30.5), ("qwen3-235b-a22b", 235.1)])
+def test_presets_have_the_published_number_of_parameters(name: str, billions: float) -> None:
+    config = load_config(preset_dir(name))
+    model = build_model(config, Mesh(), 0, torch.bfloat16, torch.device("meta"))
+    assert abs(sum(p.numel() for p in model.parameters()) / 1e9 - billions) < 0.05
+
+
+def test_fewer_layers() -> None:
+    embedded = load_config(embedded_model_dir(), num_layers=2)
+    assert embedded == replace(load_config(embedded_model_dir()), num_layers=2, moe_layers=frozenset({0, 1}))
+    with pytest.raises(ModelError, match="5 layers were asked for; there are 4"):
+        load_config(embedded_model_dir(), num_layers=5)
+
+
+def test_the_engine_serves_made_up_weights() -> None:
+    """The same text from two layouts, though no rank has ever seen a checkpoint."""
+    model = EngineConfig(executor="thread", load_format="dummy", num_layers=2, kv_tokens=256)
+    assert replace(model, model=preset_dir("qwen3-30b-a3b")).tokenizer == embedded_model_dir()
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    answers = []
+    for layout in ({}, {"attn_dp": 2, "attn_tp": 2, "ep": 4}):
+        with Engine(replace(model, **layout)) as engine:
+            answers.append([result.token_ids for result in engine.generate([[5, 6, 7], [8]], params)])
+    assert answers[0] == answers[1] and len(set(answers[0][0])) > 1
+
+
+def test_every_preset_is_readable() -> None:
+    assert {"qwen3-30b-a3b", "qwen3-235b-a22b"} <= set(preset_names())
+    for name in preset_names():
+        assert load_config(preset_dir(name), num_layers=2).num_layers == 2

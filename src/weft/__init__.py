@@ -1,1 +1,3 @@
 """Weft: placements, planned collectives, and a serving engine for parallel LLM inference."""
+
+__version__ = "0.1.0"

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvicorn
 from support import small_model
 from transformers import AutoTokenizer
 
 from engine.conftest import byte_tokenizer
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.server.app import bind, create_app
+from weft.engine.request import Output, SamplingParams
+from weft.server.answers import Intake
+from weft.server.app import create_app
+from weft.server.metrics import Metrics
+from weft.server.options import Options
+from weft.server.run import Server, bind
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -33,13 +40,46 @@ def chat_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+class QuietEngine:
+    """Takes requests and says nothing until it is told to."""
+
+    max_model_len, error, healthy = 100, None, True
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self.tokenizer = tokenizer
+        self.listeners: dict[int, Callable[[Output], None]] = {}
+        self.cancelled: list[int] = []
+
+    def submit(self, prompt: Any, params: SamplingParams, on_output: Callable[[Output], None]) -> int:
+        self.listeners[len(self.listeners)] = on_output
+        return len(self.listeners) - 1
+
+    def say(self, output: Output, request: int = 0) -> None:
+        """As the engine's thread would, once the request is there."""
+        while request not in self.listeners:
+            time.sleep(0.01)
+        self.listeners[request](output)
+
+    def cancel(self, request: int) -> None:
+        self.cancelled.append(request)
+
+
+def output(text: str, reason: Any = None) -> Output:
+    return Output(text, (1,), (), reason, None, 1, 0, 1)
+
+
 @dataclass
 class Served:
     """A running server and ways to talk to it."""
 
     engine: Engine
-    url: str
+    server: Server
+    address: tuple[str, int]
     key: str | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address[0]}:{self.address[1]}"
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0)
@@ -47,18 +87,30 @@ class Served:
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=30)
 
+    def socket(self) -> socket.socket:
+        """For what no client would send."""
+        return socket.create_connection(self.address, timeout=30)
 
-def serve(engine: Engine, key: str | None = None) -> Iterator[Served]:
+
+def serve(engine: Any, **options: Any) -> Iterator[Served]:
     listener = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_app(engine, "small", key), log_level="warning"))
+    chosen = Options(**options)
+    intake = Intake(engine, Metrics(engine))
+    server = Server(create_app(intake, "small", chosen), intake, chosen)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        yield Served(engine, f"http://127.0.0.1:{listener.getsockname()[1]}", key)
+        yield Served(engine, server, listener.getsockname(), chosen.api_key)
     finally:
-        server.should_exit = True
+        server.stop()
+        server.stop()
         thread.join()
         listener.close()
+
+
+@pytest.fixture
+def quiet(chat_model_dir: Path) -> QuietEngine:
+    return QuietEngine(AutoTokenizer.from_pretrained(chat_model_dir))
 
 
 @pytest.fixture(scope="session")
@@ -76,4 +128,4 @@ def served(engine: Engine) -> Iterator[Served]:
 
 @pytest.fixture
 def locked(engine: Engine) -> Iterator[Served]:
-    yield from serve(engine, key="secret")
+    yield from serve(engine, api_key="secret")

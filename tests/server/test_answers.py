@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from weft.engine.request import Output, SamplingParams
-from weft.server.answers import answers
+from server.conftest import QuietEngine, output
+from weft.engine.request import SamplingParams
+from weft.server.answers import Intake
 from weft.server.metrics import Metrics
-
-
-class QuietEngine:
-    """Takes requests and says nothing until it is told to."""
-
-    max_model_len, error = 100, None
-
-    def __init__(self) -> None:
-        self.listeners: dict[int, Callable[[Output], None]] = {}
-        self.cancelled: list[int] = []
-
-    def submit(self, prompt: Any, params: SamplingParams, on_output: Callable[[Output], None]) -> int:
-        self.listeners[len(self.listeners)] = on_output
-        return len(self.listeners) - 1
-
-    def cancel(self, request: int) -> None:
-        self.cancelled.append(request)
-
-
-def output(text: str, reason: Any = None) -> Output:
-    return Output(text, (1,), (), reason, None, 1, 0, 1)
 
 
 async def waiting(engine: Any, gone: asyncio.Event, count: int) -> asyncio.Task[list[str]]:
@@ -44,7 +23,7 @@ async def waiting(engine: Any, gone: asyncio.Event, count: int) -> asyncio.Task[
 
     async def collect() -> list[str]:
         request: Any = SimpleNamespace(receive=receive)
-        stream = answers(engine, Metrics(engine), request, [[1]] * count, [SamplingParams()] * count)
+        stream = Intake(engine, Metrics(engine)).answers(request, [[1]] * count, [SamplingParams()] * count)
         return [output.text async for _, output in stream]
 
     task = asyncio.create_task(collect())

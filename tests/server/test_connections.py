@@ -1,11 +1,62 @@
-"""Connections: what clients send late, half or never, and how many there may be."""
+"""Connections: what clients send late, half or never, how many there may be, and what is refused unread."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
-from weft.server.app import bind
+import pytest
+
+from server.conftest import QuietEngine, Served, output, serve
+from weft.engine.engine import Engine
+from weft.server.options import Options
+from weft.server.run import Server, bind
+
+
+@pytest.fixture
+def strict(engine: Engine) -> Iterator[Served]:
+    """Small limits and short time-outs."""
+    yield from serve(
+        engine,
+        api_key="secret",
+        max_body_bytes=1000,
+        max_connections=8,
+        header_timeout_s=0.5,
+        body_timeout_s=0.5,
+        idle_timeout_s=0.5,
+    )
+
+
+def received(connection: socket.socket) -> bytes:
+    """All until the server closes."""
+    got = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(65536):
+            got += piece
+    return got
+
+
+def head(path: str, length: int | str, key: str = "secret") -> bytes:
+    size = f"Content-Length: {length}" if isinstance(length, int) else f"Transfer-Encoding: {length}"
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Authorization: Bearer {key}", size]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def received_until(connection: socket.socket, end: bytes) -> bytes:
+    got = b""
+    while end not in got:
+        piece = connection.recv(65536)
+        assert piece, got
+        got += piece
+    return got
 
 
 def test_accepted_connections_send_at_once() -> None:
@@ -25,3 +76,208 @@ def test_accepted_connections_send_at_once() -> None:
                 return await delay
 
     assert asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /health HTTP/1.1\r\nHos",
+        head("/v1/completions", 500) + b"{",
+        b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /he",
+    ],
+    ids=["nothing", "half a header", "half a body", "a request and no other", "a request and half of another"],
+)
+def test_who_sends_no_more_is_closed(strict: Served, sent: bytes) -> None:
+    with strict.socket() as connection:
+        connection.sendall(sent)
+        received(connection)  # ends, because the server closes
+
+
+@pytest.mark.parametrize("begin", [b"GET /health HTTP/1.1\r\n", head("/v1/completions", 900)], ids=["header", "body"])
+def test_who_sends_drop_by_drop_is_closed(strict: Served, begin: bytes) -> None:
+    with strict.socket() as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(begin)
+        for _ in range(600):
+            connection.sendall(b"x")
+            time.sleep(0.02)
+        pytest.fail("still open after 12 seconds")
+
+
+def test_half_sent_requests_keep_nobody_out(engine: Engine) -> None:
+    for served in serve(engine, max_connections=8, header_timeout_s=1000):
+        held = [served.socket() for _ in range(40)]
+        for connection in held:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"GET /health HTTP/1.1\r\nHos")
+        with served.http() as http:
+            assert http.get("/health").status_code == 200
+        for connection in held:
+            connection.close()
+
+
+@contextlib.contextmanager
+def serve_app(app: Any, **options: Any) -> Iterator[tuple[str, int]]:
+    """Any ASGI application behind the server's connections."""
+    listener = bind("127.0.0.1", 0)
+    intake: Any = SimpleNamespace(live=0, close=lambda: None)
+    server = Server(app, intake, Options(**options))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield listener.getsockname()
+    server.stop()
+    thread.join()
+    listener.close()
+
+
+async def begin(send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+
+
+def test_connections_with_requests_are_not_given_up() -> None:
+    async def hold(scope: Any, receive: Any, send: Any) -> None:
+        await begin(send)
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    def ask() -> tuple[socket.socket, bytes]:
+        connection = socket.create_connection(address, timeout=30)
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        return connection, connection.recv(1000)
+
+    with serve_app(hold, max_connections=2) as address, contextlib.ExitStack() as stack:
+        answers = []
+        for _ in range(3):
+            connection, answer = ask()
+            stack.enter_context(connection)
+            answers.append(answer[:12])
+        assert answers == [b"HTTP/1.1 200", b"HTTP/1.1 200", b"HTTP/1.1 503"]
+
+
+def test_who_reads_nothing_is_closed() -> None:
+    ended = threading.Event()
+
+    async def pour(scope: Any, receive: Any, send: Any) -> None:
+        await begin(send)
+        watcher = asyncio.ensure_future(gone(receive))
+        while not watcher.done():
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+            await asyncio.sleep(0)
+        ended.set()
+
+    async def gone(receive: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    with serve_app(pour, stall_timeout_s=0.2) as address, socket.create_connection(address) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert ended.wait(30)
+
+
+FEW_DESCRIPTORS = """
+import resource, types
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+from weft.server import log, run
+from weft.server.options import Options
+async def app(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+log.configure("text")
+intake = types.SimpleNamespace(live=0, close=lambda: None)
+listener = run.bind("127.0.0.1", 0)
+print(listener.getsockname()[1], flush=True)
+run.Server(app, intake, Options()).run(sockets=[listener])
+"""
+
+
+def test_more_clients_than_descriptors() -> None:
+    command = [sys.executable, "-c", FEW_DESCRIPTORS]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert server.stdout and server.stderr
+    address = ("127.0.0.1", int(server.stdout.readline()))
+    held = []
+    for _ in range(300):
+        held.append(socket.create_connection(address, timeout=30))
+        with contextlib.suppress(ConnectionError):
+            held[-1].sendall(b"GET / HTTP/1.1\r\nHos")
+    with socket.create_connection(address, timeout=30) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+    for connection in held:
+        connection.close()
+    server.terminate()
+    _, log = server.communicate(timeout=30)
+    assert server.returncode == 0 and len(log.splitlines()) < 20, log[:2000]
+
+
+def test_a_body_too_large_is_refused_unread(strict: Served) -> None:
+    with strict.socket() as connection:
+        connection.sendall(head("/v1/completions", 1001))
+        assert received_until(connection, b"larger than 1000 bytes").startswith(b"HTTP/1.1 413")
+    with strict.socket() as connection:
+        connection.sendall(head("/v1/completions", "chunked") + b"400\r\n" + b" " * 1024 + b"\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413")
+
+
+def test_the_key_is_checked_before_the_body_is_read(strict: Served) -> None:
+    with strict.socket() as connection:
+        connection.sendall(head("/v1/completions", 900, key="wrong") + b"{")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 401")
+    with strict.http() as http:
+        for scheme in ("bearer", "BEARER", "Bearer "):
+            assert http.get("/v1/models", headers={"Authorization": f"{scheme} secret"}).status_code == 200
+        for header in ("secret", "Basic secret", "Bearer", "Bearer secret2"):
+            assert http.get("/v1/models", headers={"Authorization": header}).status_code == 401
+
+
+def test_a_request_keeps_its_id(strict: Served) -> None:
+    with strict.http() as http:
+        assert http.get("/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
+        made = [http.get("/v1/models").headers["x-request-id"] for _ in range(2)]  # refused, and still named
+        assert made[0] != made[1] and all(made)
+        assert http.get("/health", headers={"X-Request-Id": "a b\x01"}).headers["x-request-id"] != "a b\x01"
+        assert http.head("/health").status_code == 200
+
+
+def test_web_pages_that_may_call(engine: Engine) -> None:
+    ask = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    for served in serve(engine, api_key="secret", cors_origins=("https://page.example",)):
+        with served.http() as http:
+            allowed = http.options("/v1/completions", headers=ask)
+            assert allowed.headers["access-control-allow-origin"] == "https://page.example"
+            assert "access-control-allow-origin" not in http.get("/health", headers={"Origin": "https://b"}).headers
+
+
+STREAM = b'{"prompt": "abc", "stream": true}'
+
+
+def test_a_server_that_leaves_ends_what_runs(quiet: QuietEngine) -> None:
+    for served in serve(quiet, drain_s=0):
+        with served.socket() as connection:
+            connection.sendall(head("/v1/completions", len(STREAM)) + STREAM)
+            quiet.say(output("begun"))
+            begun = received_until(connection, b"data: {")
+            served.server.stop()
+            whole = begun + received(connection)
+        events = [line for line in whole.split(b"\r\n") if line.startswith(b"data: ")]
+        assert events[-1].strip() == b"data: [DONE]" and b"shutting down" in events[-2]
+        assert quiet.cancelled == [0]
+
+
+def test_a_server_that_drains_lets_requests_end(quiet: QuietEngine) -> None:
+    for served in serve(quiet, drain_s=1000):
+        with served.socket() as connection, served.http() as http:
+            connection.sendall(head("/v1/completions", len(STREAM)) + STREAM)
+            quiet.say(output("begun"))
+            received_until(connection, b"data: {")
+            served.server.stop()
+            while (answer := http.get("/health")).status_code == 200:
+                pass
+            assert answer.json() == {"status": "draining"}
+            refused = http.post("/v1/completions", json={"prompt": "a"})
+            assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+            quiet.say(output("ended", "stop"))
+            end = received_until(connection, b"[DONE]")
+        assert b"ended" in end and b"shutting down" not in end and not quiet.cancelled

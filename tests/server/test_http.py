@@ -185,7 +185,7 @@ def test_the_key_is_asked_for(locked: Served) -> None:
         assert http.get("/health").status_code == http.get("/metrics").status_code == 200
         assert http.get("/v1/models").status_code == 401
         assert http.post(C, json={"prompt": "a"}).status_code == http.get("/weft/report").status_code == 401
-        assert http.get("/openapi.json").status_code == http.get("/docs").status_code == 404
+        assert http.get("/openapi.json").status_code == http.get("/docs").status_code == 401
         assert (
             http.get("/v1/models", headers={"Authorization": "Bearer wrong"}).json()["error"]["code"]
             == "invalid_api_key"

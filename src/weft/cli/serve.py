@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -31,7 +32,17 @@ class Command:
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
     api_key: str | None = None
-    """Clients must send it as a Bearer token."""
+    """Clients must send it as a Bearer token; left out, what WEFT_API_KEY holds, as others can read command lines."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages that may call the server from a browser, such as https://app.example; * for all."""
+    max_body_mb: int = 32
+    """Largest request, in MiB."""
+    max_connections: int = 4096
+    """Connections at once; those without a request give way to newcomers."""
+    drain_s: float = 30.0
+    """After SIGTERM or Ctrl-C: how long requests that run may go on."""
+    log_format: Literal["text", "json"] = "text"
+    """Of the log on stderr."""
     served_model_name: str | None = None
     """The model's name for clients; left out, its directory's name."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -51,8 +62,21 @@ class Command:
 
     def run(self) -> int:
         """Serves. Raises UserError, LayoutError, ModelError, EngineError."""
-        from weft.server import app
+        from weft.server import app, log, run
+        from weft.server.answers import Intake
+        from weft.server.metrics import Metrics
+        from weft.server.options import Options
 
+        try:
+            options = Options(
+                api_key=self.api_key or os.environ.get("WEFT_API_KEY") or None,
+                cors_origins=self.cors_origins,
+                max_body_bytes=self.max_body_mb * 2**20,
+                max_connections=self.max_connections,
+                drain_s=self.drain_s,
+            )
+        except ValueError as error:
+            raise UserError(str(error)) from error
         config = engine_config(
             self.model,
             self.layout,
@@ -65,7 +89,7 @@ class Command:
             executor=self.executor,
         )
         try:
-            listener = app.bind(self.host, self.port)
+            listener = run.bind(self.host, self.port)
         except OSError as error:
             raise UserError(str(error)) from error
         stop_on_sigterm()  # also while the ranks still load
@@ -73,5 +97,7 @@ class Command:
         with listener, start_engine(config) as engine:
             host, port = listener.getsockname()[:2]
             print(f"serving {name} on http://{host}:{port} ({config.mesh}); Ctrl-C stops", file=sys.stderr, flush=True)
-            app.run(app.create_app(engine, name, self.api_key), listener)
+            log.configure(self.log_format)
+            intake = Intake(engine, Metrics(engine))
+            run.Server(app.create_app(intake, name, options), intake, options).run(sockets=[listener])
         return 0

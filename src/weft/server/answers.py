@@ -1,8 +1,9 @@
-"""From an HTTP request to the engine and back: choices, increments, and a client that goes away."""
+"""From an HTTP request to the engine and back: choices, increments, a client that goes away, a server that leaves."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,9 @@ from weft.engine.engine import Engine
 from weft.engine.request import Output, SamplingParams, TokenLogprob
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
+
+RETRY_S = 5
+"""When to try again what a server that leaves refuses: by then another may have its place."""
 
 
 @dataclass
@@ -46,55 +50,84 @@ def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[s
     }
 
 
-async def answers(
-    engine: Engine,
-    metrics: Metrics,
-    request: Request,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-) -> AsyncGenerator[tuple[int, Output], None]:
-    """(choice, increment) as they come, until every choice has ended; one choice for each prompt and params.
+class Intake:
+    """Takes requests to the engine, and knows those that run. Lives on the event loop."""
 
-    Cancels what still runs when the client is gone or the caller stops. ApiError: 400 for a prompt that the engine
-    refuses, 503 where the engine fails before the first increment.
-    """
-    loop = asyncio.get_running_loop()
-    increments: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
-    live: dict[int, int] = {}
+    def __init__(self, engine: Engine, metrics: Metrics):
+        self.engine, self.metrics = engine, metrics
+        self.closed = False
+        self._live: set[asyncio.Queue[Any]] = set()
 
-    def listen(choice: int) -> Callable[[Output], None]:
-        timer = metrics.timer()
+    @property
+    def live(self) -> int:
+        """Requests that run."""
+        return len(self._live)
 
-        def on_output(output: Output) -> None:  # on the engine's thread
-            timer.observe(len(output.token_ids))
-            loop.call_soon_threadsafe(increments.put_nowait, (choice, output))
+    def close(self) -> None:
+        """Refuses newcomers from now on."""
+        self.closed = True
 
-        return on_output
+    def end_all(self) -> None:
+        """Ends what runs: each gets the error of a server that leaves."""
+        for increments in self._live:
+            increments.put_nowait(self._leaving())
 
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        increments.put_nowait(None)
+    def _leaving(self) -> ApiError:
+        message = "the server is shutting down; try again"
+        return ApiError(503, message, code="shutting_down", headers={"Retry-After": str(RETRY_S)})
 
-    watcher = asyncio.create_task(watch())
-    try:
-        for choice, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                live[choice] = engine.submit(prompt, how, listen(choice))
-            except ValueError as error:
-                too_long = len(prompt) + (how.max_tokens or 1) > engine.max_model_len
-                code = "context_length_exceeded" if too_long else None
-                raise ApiError(400, str(error), code=code) from error
-            except EngineError as error:
-                raise ApiError(503, str(error)) from error
-        while live and (increment := await increments.get()):
-            choice, output = increment
-            if output.finish_reason == "error":
-                raise ApiError(503, engine.error or "the engine failed")
-            if output.finish_reason:
-                del live[choice]
-            yield choice, output
-    finally:
-        watcher.cancel()
-        for request_id in live.values():
-            engine.cancel(request_id)
+    async def answers(
+        self, request: Request, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> AsyncGenerator[tuple[int, Output], None]:
+        """(choice, increment) as they come, until every choice has ended; one choice for each prompt and params.
+
+        Cancels what still runs when the client is gone or the caller stops. ApiError: 400 for a prompt that the engine
+        refuses, 503 where the engine fails or the server leaves.
+        """
+        if self.closed:
+            raise self._leaving()
+        engine, loop = self.engine, asyncio.get_running_loop()
+        increments: asyncio.Queue[tuple[int, Output] | ApiError | None] = asyncio.Queue()
+        running: dict[int, int] = {}
+
+        def listen(choice: int) -> Callable[[Output], None]:
+            timer = self.metrics.timer()
+
+            def on_output(output: Output) -> None:  # on the engine's thread
+                timer.observe(len(output.token_ids))
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and all who waited
+                    loop.call_soon_threadsafe(increments.put_nowait, (choice, output))
+
+            return on_output
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            increments.put_nowait(None)
+
+        watcher = asyncio.create_task(watch())
+        self._live.add(increments)
+        try:
+            for choice, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
+                try:
+                    running[choice] = engine.submit(prompt, how, listen(choice))
+                except ValueError as error:
+                    too_long = len(prompt) + (how.max_tokens or 1) > engine.max_model_len
+                    code = "context_length_exceeded" if too_long else None
+                    raise ApiError(400, str(error), code=code) from error
+                except EngineError as error:
+                    raise ApiError(503, str(error)) from error
+            while running and (increment := await increments.get()):
+                if isinstance(increment, ApiError):
+                    raise increment
+                choice, output = increment
+                if output.finish_reason == "error":
+                    raise ApiError(503, engine.error or "the engine failed")
+                if output.finish_reason:
+                    del running[choice]
+                yield choice, output
+        finally:
+            watcher.cancel()
+            self._live.discard(increments)
+            for request_id in running.values():
+                engine.cancel(request_id)

@@ -18,9 +18,8 @@ from jinja2 import TemplateError
 from weft.engine.engine import Engine
 from weft.engine.request import Output, SamplingParams
 from weft.server import render
-from weft.server.answers import Choice, answers, usage
+from weft.server.answers import Choice, Intake, usage
 from weft.server.errors import ApiError, unknown_model
-from weft.server.metrics import Metrics
 from weft.server.protocol import ChatRequest, CommonRequest, CompletionRequest
 
 
@@ -28,9 +27,13 @@ from weft.server.protocol import ChatRequest, CommonRequest, CompletionRequest
 class Service:
     """Answers both endpoints for one engine and the one model name that it serves."""
 
-    engine: Engine
-    metrics: Metrics
+    intake: Intake
     model_name: str
+
+    @property
+    def engine(self) -> Engine:
+        """What answers."""
+        return self.intake.engine
 
     def router(self) -> APIRouter:
         """The two routes."""
@@ -106,7 +109,7 @@ class Service:
         each = [replace(params, seed=None if params.seed is None else params.seed + i) for i in range(body.n)]
         jobs = [(prompt, how) for prompt in prompts for how in each]
         head = {"id": f"{style.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model_name}
-        stream = answers(self.engine, self.metrics, request, [p for p, _ in jobs], [how for _, how in jobs])
+        stream = self.intake.answers(request, [p for p, _ in jobs], [how for _, how in jobs])
         choices = [Choice() for _ in jobs]
         if body.stream:
             # Fetch the first increment before the headers go out: a refusal must still be an HTTP status.

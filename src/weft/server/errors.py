@@ -15,15 +15,24 @@ from weft.engine.config import EngineError
 class ApiError(Exception):
     """A request that is refused: an HTTP status and one line; param: the parameter at fault."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers
 
     def response(self) -> JSONResponse:
         """The error as a response."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         body = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return JSONResponse({"error": body}, status_code=self.status)
+        return JSONResponse({"error": body}, status_code=self.status, headers=self.headers)
 
 
 def unknown_model(asked: str, served: str) -> ApiError:

@@ -1,0 +1,96 @@
+"""Connections that cannot hold the server up: each must send its request, and read its response, in time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+from typing import Any, ClassVar
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from weft.server.options import Options
+
+ACCEPTED_AT_ONCE = 16
+"""Connections that asyncio accepts before any other code runs."""
+SPARE_DESCRIPTORS = 5 * ACCEPTED_AT_ONCE
+"""Left free: asyncio takes four turns from accepting a connection to closing the one that gave way to it."""
+REFUSED = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
+
+
+class Connection(H11Protocol):
+    """uvicorn's HTTP/1.1 with time-outs, and a cap: a newcomer takes the place of the connection that has been
+    without a request for longest, and is refused with 503 only where every connection has one."""
+
+    options: ClassVar[Options]
+    most: ClassVar[int]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._awaited: object = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+        self._since = self.loop.time()
+
+    @property
+    def has_request(self) -> bool:
+        """Whether a request's headers are here, and its response is not yet complete."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_request()
+        if len(self.connections) > self.most:
+            others = [c for c in self.connections if isinstance(c, Connection) and c is not self and not c.has_request]
+            if not others:
+                transport.write(REFUSED)
+            leaver = min(others, key=lambda c: c._since, default=self)
+            leaver.connections.discard(leaver)  # what leaves does not count, though it hears of it a moment later
+            leaver.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._timer, self._stalled, self.timeout_keep_alive_task):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_request()
+
+    def on_response_complete(self) -> None:
+        self._since = self.loop.time()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self.options.stall_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+
+    def _watch_request(self) -> None:
+        """One timer for the headers, then one for the body; none while a whole request is here."""
+        state = self.conn.their_state
+        if state is self._awaited:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._awaited, self._timer = state, None
+        if state in (h11.IDLE, h11.SEND_BODY):
+            headers = state is h11.IDLE
+            wait = self.options.header_timeout_s if headers else self.options.body_timeout_s
+            self._timer = self.loop.call_later(wait, self.transport.close if headers else self.transport.abort)
+
+
+def connection_class(options: Options) -> type[Connection]:
+    """A `Connection` with these options. Raises the process's own limit of open files as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    free = hard - len(os.listdir("/proc/self/fd")) - SPARE_DESCRIPTORS
+    most = options.max_connections if hard == resource.RLIM_INFINITY else min(options.max_connections, max(1, free))
+    return type("Connection", (Connection,), {"options": options, "most": most})

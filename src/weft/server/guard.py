@@ -1,0 +1,67 @@
+"""What every request passes before it is read: its id, its key, and the size of its body."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.server.errors import ApiError
+from weft.server.options import Options
+
+OPEN_PATHS = ("/health", "/metrics")
+"""Paths that need no API key: probes and scrapers have none."""
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+"""What is taken as a client's own request id, and so may stand in a log."""
+
+
+class Guard:
+    """An ASGI middleware around the whole application. The client's X-Request-Id, or a new one, comes back to it."""
+
+    def __init__(self, app: ASGIApp, options: Options):
+        self._app, self._options = app, options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def reply(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        if refusal := self._refusal(scope["path"], headers):
+            return await refusal.response()(scope, receive, reply)
+        left = self._options.max_body_bytes
+
+        async def limited() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise HTTPException(413, self._too_large().message)
+            return message
+
+        await self._app(scope, limited, reply)
+
+    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+        """Why a request is not even read."""
+        key = self._options.api_key
+        if key is not None and path not in OPEN_PATHS:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not secrets.compare_digest(given.strip().encode(), key.encode()):
+                message = "wrong or missing API key; send it as 'Authorization: Bearer KEY'"
+                return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        length = headers.get("content-length", "")
+        return self._too_large() if length.isdigit() and int(length) > self._options.max_body_bytes else None
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the request is larger than {self._options.max_body_bytes} bytes, the limit here")

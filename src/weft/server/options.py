@@ -1,0 +1,33 @@
+"""What the one who starts the server decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the HTTP side; ValueError in one line for a value out of range. The time-outs are in seconds.
+
+    api_key: clients must send it as a Bearer token. cors_origins: web pages that may call, "*" for all. max_body_bytes:
+    of a request. max_connections: at once; fewer where the process may not open so many files. header_timeout_s,
+    body_timeout_s: for a request to arrive. idle_timeout_s: a kept connection without a request. stall_timeout_s: a
+    client that reads nothing of its response. drain_s: how long requests may go on after SIGTERM.
+    """
+
+    api_key: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 32 * 2**20
+    max_connections: int = 4096
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 120.0
+    idle_timeout_s: float = 60.0
+    stall_timeout_s: float = 120.0
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and value <= 0 and name != "drain_s":
+                raise ValueError(f"{name} is {value}; it must be above 0")
+        if self.drain_s < 0:
+            raise ValueError(f"drain_s is {self.drain_s}; it must be 0 or more")

@@ -1,0 +1,98 @@
+"""Listening, serving, and ending well: requests may go on for a while, then each is told that the server leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from types import FrameType
+from typing import Protocol
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from weft.server.connections import ACCEPTED_AT_ONCE, connection_class
+from weft.server.options import Options
+
+QUEUED_BY_KERNEL = 2048
+"""Connections that may wait to be accepted."""
+FAREWELL_S = 2.0
+"""For clients to take their last bytes."""
+
+
+class Running(Protocol):
+    """What the server waits for before it leaves; see `weft.server.answers.Intake`."""
+
+    @property
+    def live(self) -> int: ...
+    def close(self) -> None: ...
+    def end_all(self) -> None: ...
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; clients wait until it is served. Raises OSError where the port is taken; port 0 takes a free
+    one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The protocol is named because asyncio sets TCP_NODELAY only on connections whose socket says that it is TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(QUEUED_BY_KERNEL)  # from now on the port is taken, though it may be long until requests are
+    except (OSError, OverflowError) as error:
+        listener.close()
+        why = error.strerror if isinstance(error, OSError) else "no such port"
+        raise OSError(f"{host}:{port} cannot be listened on ({why}); choose another with --host or --port") from error
+    return listener
+
+
+class Server(uvicorn.Server):
+    """Serves until SIGINT or SIGTERM, or until `stop`. A second signal ends the requests that still run at once."""
+
+    def __init__(self, app: ASGIApp, intake: Running, options: Options):
+        config = uvicorn.Config(
+            app,
+            http=connection_class(options),
+            timeout_keep_alive=options.idle_timeout_s,  # type: ignore[arg-type]  # it takes fractions too
+            timeout_graceful_shutdown=2 * FAREWELL_S,  # type: ignore[arg-type]
+            backlog=ACCEPTED_AT_ONCE,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+        )
+        super().__init__(config)
+        self._intake, self._drain_s = intake, options.drain_s
+        self._stops = 0
+        self._deadline: float | None = None
+
+    def stop(self) -> None:
+        """As SIGTERM does; on any thread."""
+        self._stops += 1
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.stop()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(QUEUED_BY_KERNEL)  # asyncio has set it to the number that it accepts at once
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._stops:
+            now = time.monotonic()
+            if self._deadline is None:
+                self._deadline = now + self._drain_s
+                self._intake.close()
+            if self._intake.live and (now >= self._deadline or self._stops > 1):
+                self._intake.end_all()
+            self.should_exit = not self._intake.live
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        def abort() -> None:  # who does not read its last bytes
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+
+        timer = asyncio.get_running_loop().call_later(FAREWELL_S, abort)
+        await super().shutdown(sockets)
+        timer.cancel()

@@ -26,7 +26,7 @@ KILLS, EARLY_KILLS = 50, 15
 
 
 def connect(rank: int, folder: Path, mesh: Mesh = MESH, timeout_s: float = 20.0) -> ShmTransport:
-    return ShmTransport(mesh, rank, folder / "meet", timeout_s=timeout_s, arena_bytes=16 << 20, tuning=TUNING)
+    return ShmTransport(mesh, rank, folder / "meet", timeout_s=timeout_s, block_bytes=1 << 20, tuning=TUNING)
 
 
 def random_call(transport: ShmTransport, draw: random.Random) -> None:

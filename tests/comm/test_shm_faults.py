@@ -162,7 +162,7 @@ def out_of_step(transport: ShmTransport, mesh: Mesh, usual: str, other: str) -> 
 def test_ranks_that_make_different_calls(usual: str, tmp_path: Path) -> None:
     for other in OTHER:
         if other != f"usual {usual}":
-            run_threads(MESH, tmp_path, out_of_step, usual, other, tuning=SMALL, timeout_s=5, arena_bytes=1 << 20)
+            run_threads(MESH, tmp_path, out_of_step, usual, other, tuning=SMALL, timeout_s=5)
 
 
 def uneven(transport: ShmTransport, mesh: Mesh, sent: int) -> str:
@@ -191,11 +191,10 @@ def alone(path: Path, **options: Any) -> ShmTransport:
 
 
 def test_an_arena_that_is_full(tmp_path: Path) -> None:
-    transport = alone(tmp_path / "meet", arena_bytes=1 << 20)
+    transport = alone(tmp_path / "meet", blocks=4, block_bytes=1 << 20)
     kept = [transport.all_reduce(ones(1000), (0,)) for _ in range(4)]
-    text = error_of(lambda: transport.all_reduce(ones(1000), (0,)))
-    assert "the arena of 1 MiB a rank is full" in text and "larger arena_bytes" in text
-    assert "larger arena_bytes" in error_of(lambda: transport.empty(1 << 40, 1 << 10, like=ones()))
+    assert "give the transport more blocks" in error_of(lambda: transport.all_reduce(ones(1000), (0,)))
+    assert "larger block_bytes" in error_of(lambda: transport.empty(1 << 40, 1 << 10, like=ones()))
     del kept[0]
     assert torch.equal(transport.all_reduce(ones(1000), (0,)), ones(1000))
     transport.close()
@@ -222,7 +221,7 @@ def churn(transport: ShmTransport, mesh: Mesh, rounds: int) -> None:
 
 
 def test_memory_is_used_again(tmp_path: Path) -> None:
-    run_threads(Mesh(1, 2, 2, 1), tmp_path, churn, 10_000, arena_bytes=16 << 20)
+    run_threads(Mesh(1, 2, 2, 1), tmp_path, churn, 2_000, blocks=6, block_bytes=1 << 20)
 
 
 def leaves_results(transport: ShmTransport, mesh: Mesh) -> list[Tensor]:
@@ -253,13 +252,13 @@ def test_stale_files_at_the_meeting_place(tmp_path: Path) -> None:
 def test_sizes_that_are_no_whole_pages(tmp_path: Path) -> None:
     """Counters that straddle cache lines are no longer atomic, and streamed stores to odd places end the process."""
     tuning = replace(SMALL, slot_bytes=10_001, stream_slot_bytes=0, stream_out_bytes=0)
-    run_threads(MESH, tmp_path, strided, tuning=tuning, arena_bytes=1_000_003)
+    run_threads(MESH, tmp_path, strided, tuning=tuning, block_bytes=100_003)
 
 
 def test_ranks_with_other_sizes_do_not_meet(tmp_path: Path) -> None:
     def meets(transport: ShmTransport, mesh: Mesh) -> None:
         text = error_of(
-            lambda: ShmTransport(mesh, transport.rank, tmp_path / "b", timeout_s=2, arena_bytes=size(transport))
+            lambda: ShmTransport(mesh, transport.rank, tmp_path / "b", timeout_s=2, block_bytes=size(transport))
         )
         assert ("another layout or other sizes", "turned this rank away")[transport.rank] in text
 

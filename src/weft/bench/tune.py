@@ -95,7 +95,7 @@ def price(
 ) -> None:
     """A rank's part of pricing every edge; rank 0 reports a row for each: transport, kind, ranks, world, bytes, us."""
     mesh = mesh_of(world)
-    shm = ShmTransport(mesh, rank, directory / "shm", tuning=ShmTuning(**tuning), arena_bytes=4 << 30)
+    shm = ShmTransport(mesh, rank, directory / "shm", tuning=ShmTuning(**tuning), block_bytes=2 * max(sizes))
     patient = ShmTransport(mesh, rank, directory / "patient", spins=0)  # see bench/collectives.py
     opened: list[Transport] = [shm] if "shm" in names else []
     if "gloo" in names:
@@ -130,7 +130,7 @@ def _edge_us(
 
 def price_locals(rank: int, directory: Path, report: Report, sizes: list[int]) -> None:
     """What a rank's own steps cost, for one rank: reports {"local": points, "epilogue": points} by bytes touched."""
-    shm = ShmTransport(Mesh(1, 1, 1, 1), rank, directory / "shm", arena_bytes=4 << 30)
+    shm = ShmTransport(Mesh(1, 1, 1, 1), rank, directory / "shm", block_bytes=2 * max(sizes))
     points: dict[str, Any] = {"local": [], "epilogue": []}
     for size in sizes:
         rows = max(1, size // ROW_BYTES)

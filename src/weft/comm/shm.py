@@ -46,10 +46,11 @@ class ShmTransport:
     """One rank of a world on one host; see `weft.comm.transport.Transport` for what each method gives.
 
     path: of the socket at which the ranks meet, in a folder of this user. Building one is collective. timeout_s: of the
-    meeting and of each call. arena_bytes: limit of the tensors that a rank holds in shared memory; untouched pages take
-    none. tuning: the host's; None: the defaults. spins: reads of a peer's flag before a rank gives up its core; None:
-    many where each rank has a core. isa: auto, or one of scalar, avx2, avx512, neon. Sums take float32, bfloat16,
-    float16 and float64; anything may be moved.
+    meeting and of each call. blocks, block_bytes: results, and what `empty` gives, take a block of shared memory each;
+    so many tensors of a rank may be alive at once, and none may be larger. Untouched pages take no memory. tuning: the
+    host's; None: the defaults. spins: reads of a peer's flag before a rank gives up its core; None: many where each
+    rank has a core. isa: auto, or one of scalar, avx2, avx512, neon. Sums take float32, bfloat16, float16 and float64;
+    anything may be moved.
 
     Raises CommError where the ranks do not meet; calls raise PeerLost within a second of a rank's end, CommTimeout,
     and CommError for what cannot be done, on every rank that sees it.
@@ -57,7 +58,6 @@ class ShmTransport:
 
     kinds = frozenset(COLLECTIVES)
     epilogues = frozenset(REDUCTIONS)
-    max_bytes: int | None = None
     name = "shm"
 
     def __init__(
@@ -67,7 +67,8 @@ class ShmTransport:
         path: Path | str,
         *,
         timeout_s: float = 60.0,
-        arena_bytes: int = 1 << 30,
+        blocks: int = 64,
+        block_bytes: int = 128 << 20,
         tuning: ShmTuning | None = None,
         spins: int | None = None,
         isa: str = "auto",
@@ -75,6 +76,7 @@ class ShmTransport:
         if mesh.world > MAX_RANKS:
             raise CommError(f"shm takes at most {MAX_RANKS} ranks, not {mesh.world}")
         self.rank, self._world = rank, tuple(range(mesh.world))
+        self.max_bytes: int | None = block_bytes // 2  # an epilogue's result holds the residual and its norm
         every = dict.fromkeys(p for name in GROUP_NAMES for p in mesh.partitions[name])
         groups = [self._world, *(g for g in every if g != self._world)]
         self._ids = {g: i for i, g in enumerate(groups)}
@@ -84,13 +86,13 @@ class ShmTransport:
         spins = (20 if crowded else 2000) if spins is None else spins
         tuning = tuning or ShmTuning()
         slot_bytes, *sizes = astuple(tuning)
-        terms = [mesh.world, groups, arena_bytes, slot_bytes, sizes]
+        terms = [mesh.world, groups, blocks, block_bytes, slot_bytes, sizes]
         meeting = meet(
             Path(path),
             mesh.world,
             rank,
             terms,
-            lambda: kernels.arena_bytes(mesh.world, len(groups), slot_bytes, arena_bytes),
+            lambda: kernels.arena_bytes(mesh.world, len(groups), slot_bytes, blocks, block_bytes),
             timeout_s,
         )
         self._handle = 0
@@ -103,7 +105,8 @@ class ShmTransport:
                 rank,
                 [list(g) for g in groups],
                 slot_bytes,
-                arena_bytes,
+                blocks,
+                block_bytes,
                 self._pidfds,
                 spins,
                 YIELDS,
@@ -148,8 +151,16 @@ class ShmTransport:
         """
         self._call("direct_sum", (), out, offsets, begin, count)
 
+    @property
+    def peak_blocks(self) -> int:
+        """The most blocks that this rank had in use at once; the others were never touched."""
+        return int(self._kernels.peak_blocks(self._handle))
+
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """An unfilled tensor in the arena: as an input, it is read where it lies. Raises CommError when full."""
+        """An unfilled tensor in the arena: as an input, it is read where it lies.
+
+        Raises CommError where it is larger than a block, or no block is free.
+        """
         return self._call("empty", (), shape, like)
 
     def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:

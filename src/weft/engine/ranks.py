@@ -8,7 +8,9 @@ from pathlib import Path
 from weft.comm.shm import MAX_RANKS, ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
+from weft.engine.arena import arena_need, available_bytes, check_memory
 from weft.engine.config import EngineConfig
+from weft.engine.worker import DTYPES
 from weft.place.cost import Costs, costs, host_table, read_tuning
 
 
@@ -22,13 +24,16 @@ def open_transports(config: EngineConfig, rank: int, directory: Path) -> list[Tr
     opened: list[Transport] = []
     if config.transport == "shm" or (config.transport == "auto" and config.mesh.world <= MAX_RANKS):
         table = _table(config)
+        need = arena_need(config, config.read_model(), DTYPES[config.dtype])
+        check_memory(config, need, available_bytes())
         opened.append(
             ShmTransport(
                 config.mesh,
                 rank,
                 directory / "shm",
                 timeout_s=config.step_timeout_s,
-                arena_bytes=_arena_bytes(config),
+                blocks=need.blocks,
+                block_bytes=need.block_bytes,
                 tuning=read_tuning(table, "shm_tuning", ShmTuning) if table else None,
             )
         )
@@ -48,9 +53,3 @@ def _table(config: EngineConfig) -> Path | None:
     if config.cost == "auto":
         return host_table() if host_table().is_file() else None
     return Path(config.cost) if config.cost.endswith(".json") else None
-
-
-def _arena_bytes(config: EngineConfig) -> int:
-    """Room for a dozen values of the largest step; pages that no step touches take no memory."""
-    width = config.read_model().hidden_size
-    return max(1 << 30, 12 * 4 * width * config.max_batch_tokens * config.attn_dp)

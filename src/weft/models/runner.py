@@ -13,6 +13,7 @@ from weft.attention.cache import KVCache
 from weft.attention.sdpa import SDPA
 from weft.comm.transport import Transport
 from weft.models.config import ModelConfig
+from weft.models.layers import Workspace, torch_empty
 from weft.models.load import build_model
 from weft.models.qwen import Qwen
 from weft.place.cost import Costs, Offer
@@ -23,10 +24,13 @@ from weft.place.spec import Mesh
 from weft.stream import Stats, StepStat, Stream, TraceStream
 
 
-def trace(config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> Chain:
-    """The model's chain of reads and adds, from a run on zero rows with weights on the `meta` device."""
+def trace(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, workspace: Workspace = torch_empty) -> Chain:
+    """The model's chain of reads and adds, from a run on zero rows with weights on the `meta` device.
+
+    workspace: sees every tensor that the layers take from it on the way.
+    """
     meta = torch.device("meta")
-    model = build_model(config, mesh, 0, dtype, meta)
+    model = build_model(config, mesh, 0, dtype, meta, workspace)
     stream = TraceStream(mesh, config.hidden_size, dtype, meta)
     batch = Batch.build([], [], [], page_size=1, device=meta)
     attention = SDPA(KVCache(0, 0, 1, 0, 0, dtype, meta))

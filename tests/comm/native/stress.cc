@@ -97,7 +97,7 @@ struct Test {
     exchange.probe.on = delays;
     Random random{seed};
     const size_t room = kMost * kMaxRanks * sizeof(float);
-    auto* home = static_cast<float*>(arena->heap().take(int64_t(room)));
+    auto* home = static_cast<float*>(arena->pool().take(int64_t(room)));
     std::vector<float> away(kMost * kMaxRanks);
     for (uint32_t k = 0; k < calls; ++k) {
       const Shape s = draw(random, int(layout.groups.size()));
@@ -120,7 +120,7 @@ struct Test {
       // In two hops peers read the result, so it must lie in the arena.
       const bool over_input = s.over_input && (in_arena || !s.two_hops);
       const int64_t bytes = parts.result * int64_t(sizeof(float));
-      float* out = over_input ? x : static_cast<float*>(arena->heap().take(bytes));
+      float* out = over_input ? x : static_cast<float*>(arena->pool().take(bytes));
       if (!over_input)
         for (int64_t i = 0; i < parts.result; ++i) out[i] = kUntouched;
       make(exchange, s, parts, x, out, k * 2 + 1);
@@ -133,7 +133,7 @@ struct Test {
         }
       for (int64_t i = 0; !over_input && i < parts.input; ++i)
         if (x[i] != value(k, rank, i)) fail("changed input", k, s, rank, i, x[i], value(k, rank, i));
-      if (!over_input) arena->heap().give(out, bytes);
+      if (!over_input) arena->pool().give(out);
     }
   }
 };
@@ -149,7 +149,8 @@ int main(int argc, char** argv) {
   test.delays = std::atoi(argv[4]);
   test.layout.world = world;
   test.layout.slot_bytes = 2048;
-  test.layout.heap_bytes = 4 << 20;
+  test.layout.blocks = 2;
+  test.layout.block_bytes = kMost * kMaxRanks * int64_t(sizeof(float));
   Ranks all;
   for (int r = 0; r < world; ++r) all.push_back(r);
   test.layout.groups = {all};

@@ -77,7 +77,7 @@ std::string rank_main(int rank, int fd, const Layout& layout, const std::vector<
   waiter.lost = &arena->header().lost;
   Exchange<Recorder> exchange(arena, rows_for("scalar"), waiter);
   exchange.probe.arena = arena.get();
-  auto* buffers = static_cast<char*>(arena->heap().take(2 * kBuffer));
+  auto* buffers = static_cast<char*>(arena->pool().take(2 * kBuffer));
   std::vector<float> away(kBuffer / sizeof(float));
   int next = 0;
   for (size_t k = 0; k <= calls.size(); ++k) {
@@ -110,7 +110,8 @@ int main(int argc, char** argv) {
   Layout layout;
   layout.world = std::atoi(argv[1]);
   layout.slot_bytes = kSlot;
-  layout.heap_bytes = 4 * kBuffer;
+  layout.blocks = 1;
+  layout.block_bytes = 2 * kBuffer;
   layout.groups = {layout.world == 2 ? Ranks{0, 1} : Ranks{0, 1, 2}, {0, 1}};
   if (layout.world == 3) layout.groups.push_back({1, 2});
   const int fd = shared_memory(layout);

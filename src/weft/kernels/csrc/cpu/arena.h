@@ -1,7 +1,7 @@
-// The shared segment: a header, then for each rank its lines, its staging slots, and a heap for tensors.
+// The shared segment: a header, then for each rank its lines, its staging slots, and its pool of blocks for tensors.
 //
 // Each rank writes only its own region, so that the first touch puts the pages on its NUMA node. Pages that nobody
-// touches take no memory: the heap's size is a limit, not a cost.
+// touches take no memory: the pool's size is a limit, not a cost.
 #pragma once
 
 #include <errno.h>
@@ -28,57 +28,65 @@ using Ranks = std::vector<int>;
 
 struct Layout {
   int world = 0;
-  int64_t slot_bytes = 0, heap_bytes = 0;
+  int64_t slot_bytes = 0, blocks = 0, block_bytes = 0;
   std::vector<Ranks> groups;
 
   // Whole pages: counters that straddle cache lines are not atomic, and streamed stores need aligned places.
   static int64_t pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
   int64_t lines_bytes() const { return int64_t(kMaxGroups * sizeof(Line)); }
   int64_t slots_bytes() const { return 2 * pages(slot_bytes) * int64_t(groups.size()); }
-  int64_t region_bytes() const { return lines_bytes() + slots_bytes() + pages(heap_bytes); }
+  // Blocks that began at the same place of a page would compete for the same sets of the cache: each begins 13 lines
+  // after where the one before it does, so that 64 blocks begin at 64 places.
+  int64_t block_stride() const { return pages(block_bytes) + 13 * 64; }
+  int64_t region_bytes() const { return lines_bytes() + slots_bytes() + pages(blocks * block_stride()); }
   int64_t bytes() const { return int64_t(sizeof(Header)) + region_bytes() * world; }
   int64_t region(int rank) const { return int64_t(sizeof(Header)) + region_bytes() * rank; }
 };
 
-// Blocks of a region, by size class: four classes for each doubling. A freed block serves its class again.
-class Heap {
+// A rank's memory for tensors: blocks of one size, one for each tensor.
+//
+// Blocks of one size cannot fragment. Whatever sizes come in whatever order, there is room for a tensor while fewer than
+// `blocks` are alive, so a caller that knows how many it holds at once and how large they are never meets a full pool.
+// The block freed last is taken first: it is the likeliest to be in the cache, and blocks that are never needed are
+// never touched and take no memory.
+class Pool {
  public:
-  Heap(char* base, int64_t bytes) : base_(base), bytes_(bytes) {}
+  Pool(char* base, int64_t blocks, int64_t block_bytes, int64_t stride)
+      : base_(base), block_bytes_(block_bytes), stride_(stride), blocks_(size_t(blocks)), free_(size_t(blocks)) {
+    for (size_t i = 0; i < blocks_; ++i) free_[i] = base + stride * int64_t(blocks_ - 1 - i);
+  }
 
-  void* take(int64_t wanted) {
+  void* take(int64_t bytes) {
+    if (bytes > block_bytes_)
+      throw CallError("a tensor of " + std::to_string(bytes) + " bytes does not fit a block of the arena, which has " +
+                      std::to_string(block_bytes_) + "; give the transport larger block_bytes");
     std::lock_guard<std::mutex> hold(mutex_);
-    const auto [size, index] = size_class(wanted);
-    auto& free = free_[index];
-    if (!free.empty()) {
-      void* block = free.back();
-      free.pop_back();
-      return block;
-    }
-    if (used_ + size > bytes_)
-      throw CallError("the arena of " + std::to_string(bytes_ >> 20) + " MiB a rank is full: " +
-                      std::to_string(wanted) + " bytes more were asked for; give the transport a larger arena_bytes");
-    void* block = base_ + used_;
-    used_ += size;
+    if (free_.empty())
+      throw CallError("all " + std::to_string(blocks_) + " blocks of this rank's arena hold tensors that are still " +
+                      "alive; give the transport more blocks");
+    void* block = free_.back();
+    free_.pop_back();
+    peak_ = std::max(peak_, blocks_ - free_.size());
     return block;
   }
-  void give(void* block, int64_t wanted) {
+  void give(void* block) {
     std::lock_guard<std::mutex> hold(mutex_);
-    free_[size_class(wanted).second].push_back(block);
+    free_.push_back(static_cast<char*>(block));
   }
-  bool holds(const void* p) const { return p >= base_ && p < base_ + bytes_; }
+  bool holds(const void* p) const { return p >= base_ && p < base_ + stride_ * int64_t(blocks_); }
+
+  // The most blocks that were in use at once; no other block was ever touched.
+  size_t peak() {
+    std::lock_guard<std::mutex> hold(mutex_);
+    return peak_;
+  }
 
  private:
-  // 64, 128, 192, 256, then 5, 6, 7 and 8 times 64, 128, 256, …
-  static std::pair<int64_t, size_t> size_class(int64_t wanted) {
-    const int64_t lines = std::max<int64_t>(1, (wanted + 63) / 64);
-    const int doubling = lines <= 4 ? 0 : 61 - __builtin_clzll(uint64_t(lines - 1));
-    const int64_t steps = ((lines - 1) >> doubling) + 1;
-    return {(steps << doubling) * 64, size_t(4 * doubling + steps - 1)};
-  }
   char* base_;
-  int64_t bytes_, used_ = 0;
+  int64_t block_bytes_, stride_;
+  size_t blocks_, peak_ = 0;
   std::mutex mutex_;
-  std::vector<void*> free_[4 * 64];
+  std::vector<char*> free_;
 };
 
 // One rank's mapping of the segment. Tensors in it keep it mapped.
@@ -88,8 +96,8 @@ class Arena {
     void* base = mmap(nullptr, size_t(layout_.bytes()), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (base == MAP_FAILED) throw CallError("cannot map the shared arena of " + std::to_string(layout_.bytes()) + " bytes");
     base_ = static_cast<char*>(base);
-    heap_ = std::make_unique<Heap>(base_ + layout_.region(rank) + layout_.lines_bytes() + layout_.slots_bytes(),
-                                   layout_.heap_bytes);
+    pool_ = std::make_unique<Pool>(base_ + layout_.region(rank) + layout_.lines_bytes() + layout_.slots_bytes(),
+                                   layout_.blocks, layout_.block_bytes, layout_.block_stride());
     touch(base_ + layout_.region(rank), layout_.lines_bytes());
     for (size_t g = 0; g < layout_.groups.size(); ++g)
       if (std::count(layout_.groups[g].begin(), layout_.groups[g].end(), rank))
@@ -100,7 +108,7 @@ class Arena {
 
   const Layout& layout() const { return layout_; }
   int rank() const { return rank_; }
-  Heap& heap() { return *heap_; }
+  Pool& pool() { return *pool_; }
   Header& header() { return *reinterpret_cast<Header*>(base_); }
   Line& line(int rank, int group) { return reinterpret_cast<Line*>(base_ + layout_.region(rank))[group]; }
   char* slot(int rank, int group, uint32_t phase) {
@@ -125,7 +133,7 @@ class Arena {
   Layout layout_;
   int rank_;
   char* base_ = nullptr;
-  std::unique_ptr<Heap> heap_;
+  std::unique_ptr<Pool> pool_;
 };
 
 }  // namespace weft

@@ -169,7 +169,7 @@ class Exchange {
       for (const Part& part : *c.parts)
         if (part.sources >> me & 1) bytes += part.length * c.element;
       // In one hop, a result over the input would change it under the peers' eyes.
-      return bytes >= e.tuning.zero_copy_bytes && e.arena_->heap().holds(c.x) && (c.two_hops || c.out != c.x);
+      return bytes >= e.tuning.zero_copy_bytes && e.arena_->pool().holds(c.x) && (c.two_hops || c.out != c.x);
     }
 
     void agree() {

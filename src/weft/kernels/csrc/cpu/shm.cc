@@ -27,20 +27,17 @@ struct World {
   std::vector<Part> parts;  // of the call under way
 };
 
-struct HeapBlock {
+// A tensor's memory. It keeps the segment mapped, so that tensors outlive their transport.
+struct PoolBlock {
   std::shared_ptr<Arena> arena;
-  int64_t bytes = 0;
-  void AllocData(DLTensor* tensor) {
-    bytes = int64_t(ffi::GetDataSize(*tensor));
-    tensor->data = arena->heap().take(bytes);
-  }
-  void FreeData(DLTensor* tensor) { arena->heap().give(tensor->data, bytes); }
+  void AllocData(DLTensor* tensor) { tensor->data = arena->pool().take(int64_t(ffi::GetDataSize(*tensor))); }
+  void FreeData(DLTensor* tensor) { arena->pool().give(tensor->data); }
 };
 
 World& world_of(int64_t handle) { return *reinterpret_cast<World*>(handle); }
 
 ffi::Tensor new_tensor(World& w, ffi::ShapeView shape, DLDataType dtype) {
-  return ffi::Tensor::FromNDAlloc(HeapBlock{w.exchange->shared_arena()}, shape, dtype, DLDevice{kDLCPU, 0});
+  return ffi::Tensor::FromNDAlloc(PoolBlock{w.exchange->shared_arena()}, shape, dtype, DLDevice{kDLCPU, 0});
 }
 
 // The errors of a call as Python sees them.
@@ -220,7 +217,7 @@ void all_reduce_in_place(int64_t handle, int64_t group, TensorView x) {
   lay_out_all_reduce(s, x, false);
   const int64_t bytes = elements(x) * s.call.element;
   s.call.bytes = bytes;
-  if (!s.call.two_hops || w.exchange->arena().heap().holds(x.data_ptr())) {
+  if (!s.call.two_hops || w.exchange->arena().pool().holds(x.data_ptr())) {
     s.call.out = static_cast<char*>(x.data_ptr());
     return w.exchange->run(s.call);
   }
@@ -316,13 +313,14 @@ MaybeNorm norm_of(TensorView residual, TensorView weight) { return std::make_pai
 // groups: every group of the world, the same list on every rank. pidfds: of each rank's process, -1 for none.
 // tuning: the numbers of Tuning, in order.
 int64_t create(int64_t fd, int64_t world, int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, int64_t slot_bytes,
-               int64_t heap_bytes, Sizes pidfds, int64_t spins, int64_t yields, double timeout_s, Sizes tuning,
-               ffi::String isa) {
+               int64_t blocks, int64_t block_bytes, Sizes pidfds, int64_t spins, int64_t yields, double timeout_s,
+               Sizes tuning, ffi::String isa) {
   return guarded([&] {
     Layout layout;
     layout.world = int(world);
     layout.slot_bytes = slot_bytes;
-    layout.heap_bytes = heap_bytes;
+    layout.blocks = blocks;
+    layout.block_bytes = block_bytes;
     for (const auto& group : groups) layout.groups.emplace_back(group.begin(), group.end());
     if (world > kMaxRanks || int(layout.groups.size()) > kMaxGroups)
       throw CallError("at most 16 ranks and 64 groups share an arena");
@@ -343,11 +341,12 @@ int64_t create(int64_t fd, int64_t world, int64_t rank, ffi::Array<ffi::Array<in
 }
 
 // Bytes that the segment of such a world takes; sparse.
-int64_t arena_bytes(int64_t world, int64_t groups, int64_t slot_bytes, int64_t heap_bytes) {
+int64_t arena_bytes(int64_t world, int64_t groups, int64_t slot_bytes, int64_t blocks, int64_t block_bytes) {
   Layout layout;
   layout.world = int(world);
   layout.slot_bytes = slot_bytes;
-  layout.heap_bytes = heap_bytes;
+  layout.blocks = blocks;
+  layout.block_bytes = block_bytes;
   layout.groups.resize(size_t(groups));
   return layout.bytes();
 }
@@ -364,7 +363,8 @@ ffi::Tensor empty(int64_t handle, Sizes shape, TensorView like) {
   });
 }
 
-bool holds(int64_t handle, TensorView x) { return world_of(handle).exchange->arena().heap().holds(x.data_ptr()); }
+// The most blocks of this rank's pool that were in use at once.
+int64_t peak_blocks(int64_t handle) { return int64_t(world_of(handle).exchange->arena().pool().peak()); }
 
 // For benchmarks: the same reads, sums and writes as a collective's, from tensors at known places in the arena, with no
 // word said between the ranks. What a collective takes beyond this is its protocol.
@@ -491,7 +491,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(arena_bytes, weft::arena_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(destroy, weft::destroy)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(isa, weft::isa)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(empty, weft::empty)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(holds, weft::holds)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(peak_blocks, weft::peak_blocks)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(offset_of, weft::offset_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(direct_sum, weft::direct_sum)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(check, weft::check)

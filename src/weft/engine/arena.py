@@ -1,0 +1,107 @@
+"""How much shared memory a rank's steps can need, whatever traffic comes, and whether this machine has it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from weft.engine.config import EngineConfig
+from weft.models.config import ModelConfig
+from weft.models.runner import trace
+from weft.place.plan import bucket
+from weft.place.spec import LayoutError
+
+
+@dataclass(frozen=True)
+class ArenaNeed:
+    """Of one rank: how many tensors are alive at once in the worst step, and the bytes of the largest."""
+
+    blocks: int
+    block_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Of a rank whose every block holds the largest tensor."""
+        return self.blocks * self.block_bytes
+
+
+class Ledger:
+    """A workspace that counts how many of its tensors are alive at once. most: the largest count so far."""
+
+    def __init__(self) -> None:
+        self._alive = self.most = 0
+
+    def empty(self, *shape: int, like: Tensor) -> Tensor:
+        """An unfilled tensor of like's dtype and device. It counts until its storage is freed: views keep it alive."""
+        out = like.new_empty(shape)
+        self._alive += 1
+        self.most = max(self.most, self._alive)
+        weakref.finalize(out.untyped_storage(), self._free)
+        return out
+
+    def _free(self) -> None:
+        self._alive -= 1
+
+
+def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> ArenaNeed:
+    """What any step of this configuration takes at most, whatever plan it follows. Raises LayoutError.
+
+    Alive at once are the residual, what was last read, the blocks' sums or the deltas made of them, and while a
+    collective runs with an epilogue its plain result and its residual and norm together. The last is also the largest:
+    two values of every group's rows, as many as a plan can be made for.
+    """
+    ledger = Ledger()
+    chain = trace(model, config.mesh, dtype, ledger.empty)
+    deltas = max(ledger.most, *(len(read.deltas) for read in chain.reads))
+    rows = sum(bucket((config.max_batch_tokens,) * config.attn_dp))
+    return ArenaNeed(blocks=4 + deltas, block_bytes=2 * rows * chain.width * chain.element_bytes)
+
+
+def check_memory(config: EngineConfig, need: ArenaNeed, available: int) -> None:
+    """Raises LayoutError, in one line that says what would fit, where the ranks' arenas may outgrow this machine."""
+    total = config.mesh.world * need.bytes
+    if total <= available:
+        return
+    fits = config.max_batch_tokens * available // total
+    fits = 1 << (fits.bit_length() - 1) if fits else 0  # plans are made for powers of two
+    advice = f"max_batch_tokens={fits}" + (f" with max_running={fits}" if fits < config.max_running else "")
+    raise LayoutError(
+        f"steps of {config.max_batch_tokens} tokens a group take up to {-(-total >> 20)} MiB of shared memory on "
+        f"{config.mesh.world} ranks, but {available >> 20} MiB are free here; "
+        + (f"{advice} would fit" if fits else "no max_batch_tokens would fit")
+    )
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this process may still take: what the machine has, or less where a control group limits it.
+
+    Reads Linux's /proc/meminfo and the files of cgroup v2 and v1; a group's file cache that can be dropped is free.
+    """
+    meminfo = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    found = [int(meminfo["MemAvailable"].split()[0]) << 10]
+    for line in (proc / "self" / "cgroup").read_text().split():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = root / path.strip("/")
+        found += [_left(folder, *names) for folder in (group, *group.parents) if folder.is_relative_to(root)]
+    return max(0, min(found))
+
+
+def _left(group: Path, limit: str, usage: str, reclaimable: str) -> int:
+    """Bytes that a control group leaves; very many where it sets no limit."""
+    try:
+        most = (group / limit).read_text().strip()
+        used = int((group / usage).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return 1 << 62
+    return 1 << 62 if most == "max" else int(most) - used + int(stat.get(reclaimable, 0))

@@ -54,9 +54,9 @@ def cases(t: TorchDistTransport, mesh: Mesh, rows: int) -> dict[str, tuple[Calla
     return {
         "all_reduce over attn_tp": (lambda: t.all_reduce(group, tp), lambda: reduced(group, groups[tp])),
         "all_reduce over world": (lambda: t.all_reduce(whole, world), lambda: reduced(whole)),
-        "all_reduce+all_gatherv": (lambda: t.all_reduce_all_gatherv(group, tp, dp, sizes), reduce_then_gather),
+        "all_reduce+all_gatherv": (lambda: t.all_reduce_all_gatherv(group, world, sizes), reduce_then_gather),
         "reduce_scatterv+all_reduce": (
-            lambda: t.reduce_scatterv_all_reduce(whole, dp, tp, sizes),
+            lambda: t.reduce_scatterv_all_reduce(whole, world, sizes),
             lambda: reduced(whole)[start : start + rows],
         ),
     }

@@ -20,6 +20,11 @@ from transformers import (
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
 
 T = TypeVar("T")
+BASIC = frozenset(("all_reduce", "reduce_scatterv", "all_gatherv"))
+"""The planned exchanges that NCCL has a call for."""
+SUMS = frozenset(("all_reduce", "reduce_scatterv", "all_reduce+all_gatherv", "reduce_scatterv+all_reduce"))
+EVERY = BASIC | SUMS
+"""Every planned exchange."""
 FAMILIES = ("qwen2_moe", "qwen3_moe", "qwen3")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import run_world, small_config, small_model
+from support import EVERY, run_world, small_config, small_model
 from torch import Tensor
 
 from weft.attention.backend import Backend
@@ -29,7 +29,6 @@ from weft.models.qwen import DecoderLayer, Qwen
 from weft.models.registry import load_config, read_config
 from weft.models.runner import ModelRunner, trace
 from weft.place.cost import PRESETS, Offer
-from weft.place.edges import COLLECTIVES
 from weft.place.plan import Planner
 from weft.place.spec import Mesh, PlacementError, Rows
 from weft.stream import GROUP, WORLD, Stats, Stream, TraceStream
@@ -133,7 +132,7 @@ def test_a_dense_layer_in_a_sparse_model_that_reduces_by_itself(monkeypatch: pyt
 
     monkeypatch.setattr(runner_module, "build_model", lambda *a: (m := build_model(*a), breaker(m))[0])
     chain = trace(config(), MESH, torch.float32)
-    planner = Planner(MESH, chain, [Offer("any", frozenset(COLLECTIVES), frozenset(), PRESETS["cpu-gloo"])])
+    planner = Planner(MESH, chain, [Offer("any", EVERY, frozenset(), PRESETS["cpu-gloo"])])
     after_dense = next(r for r in planner.plan((4, 4)).reads if r.read.site == "model.layers.2.input_layernorm")
     assert not [s for s in after_dense.steps if s.edge and "reduce" in s.edge.kind]
 
@@ -301,7 +300,7 @@ def test_a_replicated_shared_expert_declared_partial() -> None:
 
         tracer = TraceStream(mesh, 4, torch.float32, torch.device("cpu"))
         forward(tracer, 0)
-        planner = Planner(mesh, tracer.chain(), [Offer("any", transport.kinds, frozenset(), PRESETS["cpu-gloo"])])
+        planner = Planner(mesh, tracer.chain(), [Offer("any", EVERY, frozenset(), PRESETS["cpu-gloo"])])
         forward(Stream(planner.plan((3,)), planner, {"any": transport}, (3,), Stats()), 3)
 
     with raises("layers.3.mlp.shared_expert", "owes sum over world", "replicated, but declared partial"):

@@ -116,7 +116,7 @@ def check_epilogues(
     rank, calls = transport.rank, 0
     for counts, width, dtype in itertools.product(counts_of(mesh, scale), widths, dtypes):
         for edge in itertools.chain.from_iterable(legal_edges(mesh).values()):
-            if edge.kind not in transport.epilogues or edge.dst.owes:
+            if edge.exchange is None or not transport.offers(edge.exchange, True) or edge.dst.owes:
                 continue
             calls += 1
             rows = [mesh.row_count(p.rows, rank, counts) for p in (edge.src, edge.dst)]
@@ -169,7 +169,7 @@ def check_edges(
     """Every legal edge on offer, from a value that means the same on every rank. Gives their number."""
     rank, edges = transport.rank, 0
     for edge in itertools.chain.from_iterable(legal_edges(mesh).values()):
-        if edge.moves and edge.kind not in transport.kinds:
+        if edge.exchange and not transport.offers(edge.exchange):
             continue
         edges += 1
         whole, part = whole_and_part(mesh, rank, edge.src.owes, sum(counts), edges, device)

@@ -103,11 +103,11 @@ def commands() -> list[str]:
 def test_readme_model_traces_and_plans() -> None:
     """The code block in README, on a layout where every step matters."""
     import torch
+    from support import EVERY
 
     from weft.hidden import Hidden
     from weft.models.layers import Builder
     from weft.place.cost import Offer, costs
-    from weft.place.edges import COLLECTIVES
     from weft.place.plan import Planner
     from weft.place.spec import Mesh, Rows
     from weft.stream import TraceStream
@@ -121,7 +121,7 @@ def test_readme_model_traces_and_plans() -> None:
     stream.add(Hidden(torch.empty(0, 16, device="meta"), mesh.placement(Rows.GROUP), mesh, "embed"))
     layer(stream)
     stream.read(layer.input_norm, rows=Rows.GROUP)
-    offers = [Offer("any", frozenset(COLLECTIVES), frozenset(), costs("h200-nvlink").of("any", 4))]
+    offers = [Offer("any", EVERY, frozenset(), costs("h200-nvlink").of("any", 4))]
     plan = Planner(mesh, stream.chain(), offers).plan((4, 4))
     assert sum(1 for _ in plan.moves()) == 3
 

@@ -70,7 +70,6 @@ def main(rank: int, world: int, path: str) -> None:
 def counted(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
     """Every call that takes counts in device memory."""
     group = tuple(range(mesh.world))
-    dp, tp = mesh.peers("attn_dp", transport.rank), mesh.peers("attn_tp", transport.rank)
     counts = torch.tensor([2, 0, 3, 1][: mesh.world], dtype=torch.int32, device=device)
     x = torch.ones(8, 1032, dtype=torch.bfloat16, device=device)
     norm = Epilogue(x, x[0], 1e-6)
@@ -79,9 +78,9 @@ def counted(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
     transport.reduce_scatterv(x, group, counts, norm)
     if mesh.attn_dp > 1:
         for_groups = counts[: mesh.attn_dp].clone()
-        transport.all_reduce_all_gatherv(x[:3], tp, dp, for_groups)
-        transport.reduce_scatterv_all_reduce(x, dp, tp, for_groups)
-        transport.reduce_scatterv_all_reduce(x, dp, tp, for_groups, norm)
+        transport.all_reduce_all_gatherv(x[:3], group, for_groups)
+        transport.reduce_scatterv_all_reduce(x, group, for_groups)
+        transport.reduce_scatterv_all_reduce(x, group, for_groups, norm)
     torch.cuda.synchronize()
     transport.check()
 

@@ -60,7 +60,6 @@ def replay(
     sums are exact. Neighbouring turns differ in every row: what is stale shows.
     """
     n, rank, group, most, width, cases = mesh.world, transport.rank, tuple(range(mesh.world)), 8, 256, 61
-    dp, tp = mesh.peers("attn_dp", rank), mesh.peers("attn_tp", rank)
     generator = torch.Generator().manual_seed(11)
     sizes = torch.randint(0, most + 1, (cases, n), generator=generator)
     sizes[::7, 1] = 0
@@ -96,8 +95,8 @@ def replay(
             transport.all_gatherv(own, group, counts),
             transport.reduce_scatterv(every, group, counts),
             transport.all_reduce(every, group),
-            transport.all_reduce_all_gatherv(own, tp, dp, group_counts),
-            transport.reduce_scatterv_all_reduce(every, dp, tp, group_counts),
+            transport.all_reduce_all_gatherv(own, group, group_counts),
+            transport.reduce_scatterv_all_reduce(every, group, group_counts),
             transport.reduce_scatterv(every, group, counts, epilogue)[0],
         ]
         for out, result in zip(outs, results, strict=True):
@@ -121,7 +120,6 @@ def replay(
 def fill(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings: dict[str, PeerTuning]) -> None:
     """Calls of exactly max_bytes, in which one rank or group has all rows, each in turn."""
     n, rank, group = mesh.world, transport.rank, tuple(range(mesh.world))
-    dp, tp = mesh.peers("attn_dp", rank), mesh.peers("attn_tp", rank)
     rows = int(transport.max_bytes or 0) // 4096
     base = (torch.arange(rows, device=device)[:, None] * 7 + torch.arange(1024, device=device)) % 13
     x = base.float() + rank
@@ -142,9 +140,9 @@ def fill(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings: di
             sizes = tuple(rows * (g == one) for g in range(mesh.attn_dp))
             mine = slice(0, sizes[mesh.group_of(rank)])
             for counts in (sizes, torch.tensor(sizes, dtype=torch.int32, device=device)):
-                got = transport.reduce_scatterv_all_reduce(x, dp, tp, counts)
+                got = transport.reduce_scatterv_all_reduce(x, group, counts)
                 assert torch.equal(got[mine], summed[mine])
-            got = transport.all_reduce_all_gatherv(x[mine], tp, dp, sizes)
+            got = transport.all_reduce_all_gatherv(x[mine], group, sizes)
             assert torch.equal(got, of_groups[one])
 
 

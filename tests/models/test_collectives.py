@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from support import FAMILIES, run_world, small_config, small_model
+from support import BASIC, EVERY, FAMILIES, run_world, small_config, small_model
 
 from weft.attention.batch import Batch, SeqRows
 from weft.comm.reference import ReferenceTransport
-from weft.comm.torchdist import KINDS
 from weft.models.load import load_model
 from weft.models.registry import load_config, read_config
 from weft.models.runner import ModelRunner, plan_model
 from weft.place.cost import PRESETS, Offer
+from weft.place.exchange import Exchange
 from weft.place.spec import Mesh
 
 LAYERS = 3
 AR, RS, AG = "all_reduce", "reduce_scatterv", "all_gatherv"
-BASIC, ALL = KINDS["nccl"], ReferenceTransport.kinds
+ALL = EVERY
 
 # (mesh, edges on offer, tokens a group) → collectives of a three-layer model, on the H200 cost model.
 EXPECTED = [
@@ -49,23 +49,19 @@ def test_planned_collectives(family: str, mesh: Mesh, kinds: frozenset[str], tok
 
 
 class Recording:
-    """A reference transport that writes down its calls."""
+    """A reference transport that offers `kinds`, without epilogues, and writes down its calls."""
 
     def __init__(self, transport: ReferenceTransport, kinds: frozenset[str]):
-        self._transport, self.kinds, self.calls = transport, kinds, Counter()
-        self.epilogues: frozenset[str] = frozenset()
-        self.max_bytes = None
-        self.name, self.rank = transport.name, transport.rank
+        self._transport, self._kinds, self.calls = transport, kinds, Counter()
+        self.name, self.rank, self.max_bytes = transport.name, transport.rank, None
 
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._transport, name)
+    def offers(self, exchange: Exchange, epilogue: bool = False) -> bool:
+        return exchange.kind in self._kinds and not epilogue
 
-        def record(x: torch.Tensor, *args: Any) -> torch.Tensor:
-            out = call(x, *args)
-            self.calls[name, x.shape[0], out.shape[0]] += 1
-            return out
-
-        return record
+    def exchange(self, x: torch.Tensor, exchange: Exchange, *args: Any) -> torch.Tensor:
+        out = self._transport.exchange(x, exchange, *args)
+        self.calls[exchange.kind, x.shape[0], out.shape[0]] += 1
+        return out
 
 
 def test_what_runs_is_what_was_planned(tmp_path: Path) -> None:

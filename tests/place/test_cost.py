@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from weft.place.cost import PRESETS, Offer, costs, host_table, read_tuning
-from weft.place.edges import ALL_GATHERV, ALL_REDUCE, REDUCE_SCATTERV
 from weft.place.plan import Chain, Plan, Planner, Read
 from weft.place.spec import LayoutError, Mesh, Rows
 
+ALL_REDUCE, REDUCE_SCATTERV, ALL_GATHERV = "all_reduce", "reduce_scatterv", "all_gatherv"
 BASIC = frozenset((ALL_REDUCE, REDUCE_SCATTERV, ALL_GATHERV))
 
 

@@ -9,20 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import run_world
+from support import BASIC, EVERY, SUMS, run_world
 
 from weft.comm.transport import Transport
 from weft.hidden import Hidden
 from weft.place.cost import PRESETS, AlphaBeta, Offer
-from weft.place.edges import (
-    ALL_GATHERV,
-    ALL_REDUCE,
-    COLLECTIVES,
-    REDUCE_SCATTERV,
-    REDUCTIONS,
-    legal_edges,
-    rows_received,
-)
+from weft.place.edges import legal_edges, rows_received
 from weft.place.plan import Chain, Plan, Planner, Read
 from weft.place.spec import GROUP_NAMES, LayoutError, Mesh, Placement, PlacementError, Rows, layouts
 from weft.place.step import NORMED, RESIDUAL
@@ -42,17 +34,16 @@ costs = st.one_of(
         mem_gb_s=st.floats(0.1, 5000),
     ),
 )
-BASIC = frozenset((ALL_REDUCE, REDUCE_SCATTERV, ALL_GATHERV))
 
 
 @st.composite
 def offers(draw: st.DrawFn) -> list[Offer]:
     """One transport or two, each with all edges or the basic ones, with epilogues or without."""
-    kinds = st.sampled_from([frozenset(COLLECTIVES), BASIC])
+    kinds = st.sampled_from([EVERY, BASIC])
     made = []
     for name in draw(st.sampled_from([["one"], ["one", "two"]])):
         offered = draw(kinds)
-        epilogues = draw(st.sampled_from([frozenset(), offered & frozenset(REDUCTIONS)]))
+        epilogues = draw(st.sampled_from([frozenset(), offered & SUMS]))
         made.append(Offer(name, offered, epilogues, draw(costs)))
     return made
 
@@ -264,7 +255,7 @@ def test_what_no_transport_has_room_for_is_refused_with_the_number_that_would_do
     whole, owing = mesh.placement(Rows.WORLD), mesh.placement(Rows.WORLD, "world")
     reads = (Read("layers.0.norm", whole, (mesh.placement(Rows.GROUP),)), Read("layers.1.norm", whole, (owing,)))
     cost = PRESETS["h200-nvlink"]
-    every = frozenset(COLLECTIVES)
+    every = EVERY
     small, large = Offer("small", every, frozenset(), cost, 4 * 8 * WIDTH), Offer("large", every, frozenset(), cost)
     chain = Chain(reads, WIDTH, 8)
     assert Planner(mesh, chain, [small]).plan((2, 2)).us < math.inf

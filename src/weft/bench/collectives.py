@@ -105,7 +105,6 @@ def _case(shm: ShmTransport, patient: ShmTransport, mesh: Mesh, others: list[Glo
     held = {"all_gatherv": shares[rank], MIXED[0]: per_group[mesh.group_of(rank)]}.get(case.edge, rows)
     fresh = torch.randn(held, width).to(dtype)
     private, arena = fresh.clone(), shm.empty(held, width, like=fresh)
-    tp_peers, dp_peers = mesh.peers("attn_tp", rank), mesh.peers("attn_dp", rank)
     epilogue = Epilogue(torch.randn(rows, width).to(dtype), torch.randn(width).to(dtype), 1e-6)
     turns = [shares[rank:] + shares[:rank]]  # rank i sends shares[(i + j) mod n] rows to rank j
     receive = tuple(shares[(i + rank) % n] for i in range(n))
@@ -118,8 +117,8 @@ def _case(shm: ShmTransport, patient: ShmTransport, mesh: Mesh, others: list[Glo
             "all_to_allv": lambda: shm.all_to_allv(x, group, turns[0], receive),
             "broadcast": lambda: shm.broadcast(x, group, 0),
             "barrier": lambda: shm.barrier(group),
-            MIXED[0]: lambda: shm.all_reduce_all_gatherv(x, tp_peers, dp_peers, per_group),
-            MIXED[1]: lambda: shm.reduce_scatterv_all_reduce(x, dp_peers, tp_peers, per_group),
+            MIXED[0]: lambda: shm.all_reduce_all_gatherv(x, group, per_group),
+            MIXED[1]: lambda: shm.reduce_scatterv_all_reduce(x, group, per_group),
             "all_reduce+norm": lambda: shm.all_reduce(x, group, epilogue),
         }[case.edge]
 

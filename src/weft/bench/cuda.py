@@ -245,7 +245,7 @@ def _epilogue(case: Case, mesh: Mesh, rank: int, device: torch.device) -> Epilog
 def _peer_call(
     peer: PeerTransport, mesh: Mesh, edge: str, x: Tensor, sizes: Any, norm: Epilogue | None = None
 ) -> Tensor:
-    group, tp, dp = tuple(range(mesh.world)), mesh.peers("attn_tp", peer.rank), mesh.peers("attn_dp", peer.rank)
+    group = tuple(range(mesh.world))
     if edge == "all_reduce":
         return peer.all_reduce(x, group, norm)
     if edge == "reduce_scatterv":
@@ -253,12 +253,12 @@ def _peer_call(
     if edge == "all_gatherv":
         return peer.all_gatherv(x, group, sizes)
     if edge == "all_to_allv":
-        return peer.all_to_allv(x, group, sizes, sizes)
+        return peer.all_to_allv(x, group, tuple(sizes), tuple(sizes))
     if edge == "broadcast":
         return peer.broadcast(x, group, 0)
     if edge == MIXED[0]:
-        return peer.all_reduce_all_gatherv(x, tp, dp, sizes, norm)
-    return peer.reduce_scatterv_all_reduce(x, dp, tp, sizes, norm)
+        return peer.all_reduce_all_gatherv(x, group, sizes, norm)
+    return peer.reduce_scatterv_all_reduce(x, group, sizes, norm)
 
 
 def _out_rows(case: Case, mesh: Mesh, rank: int) -> int:

@@ -105,7 +105,7 @@ def price(
     gc.disable()
     for edge, counts, row in edges_to_price(mesh, sizes, ROW_BYTES):
         for transport in opened:
-            if edge.kind in transport.kinds:
+            if edge.exchange and transport.offers(edge.exchange):
                 us = _edge_us(shm if transport is shm else patient, transport, edge, mesh, counts, group)
                 if rank == 0:
                     report({"transport": transport.name} | row | {"us": round(us, 2)})

@@ -36,7 +36,7 @@ def measure_gpus(rank: int, directory: Path, report: Report, world: int, names: 
     opened: list[Transport] = [t for t in (here.peer, here.torchdist) if t.name in names]
     for edge, counts, row in edges_to_price(here.mesh, sizes, ROW_BYTES):
         for transport in opened:
-            if edge.kind not in transport.kinds:
+            if edge.exchange is None or not transport.offers(edge.exchange):
                 continue
             rows = here.mesh.row_count(edge.src.rows, rank, counts)
             xs = [torch.ones(rows, WIDTH, dtype=DTYPES[DTYPE], device=here.device) for _ in range(4)]

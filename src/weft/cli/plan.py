@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from transformers.utils import logging as transformers_logging
 
 from weft.assets import embedded_model_dir
 from weft.cli.command import ModelDir
+from weft.comm import torchdist
 from weft.comm.peer import MAX_RANKS, PeerTransport
 from weft.comm.reference import ReferenceTransport
 from weft.comm.shm import ShmTransport
-from weft.comm.torchdist import KINDS
+from weft.comm.transport import offer_of
 from weft.models.registry import load_config
 from weft.models.runner import plan_model
-from weft.place.cost import Offer, costs
+from weft.place.cost import costs
+from weft.place.exchange import Exchange
 from weft.place.show import plan_dict, plan_text
 from weft.place.spec import LayoutError, Mesh
 
-NOTHING: frozenset[str] = frozenset()
-OFFERS = {f"torchdist/{backend}": (kinds, NOTHING) for backend, kinds in KINDS.items()} | {
-    t.name: (t.kinds, t.epilogues) for t in (ShmTransport, PeerTransport, ReferenceTransport)
+OFFERS: dict[str, Callable[[Exchange, bool], bool]] = {
+    "torchdist/gloo": partial(torchdist.offers, "gloo"),
+    "torchdist/nccl": partial(torchdist.offers, "nccl"),
+    "shm": ShmTransport.offers,
+    "peer": PeerTransport.offers,
+    "reference": ReferenceTransport.offers,
 }
 
 
@@ -63,7 +70,7 @@ class Command:
         mesh = parse_layout(self.layout)
         if "peer" in self.transport and mesh.world > MAX_RANKS:
             raise LayoutError(f"peer takes at most {MAX_RANKS} ranks, of one host; this layout has {mesh.world}")
-        offers = [Offer(name, *OFFERS[name], model.of(name, mesh.world)) for name in self.transport]
+        offers = [offer_of(name, OFFERS[name], mesh, model.of(name, mesh.world), None) for name in self.transport]
         planner = plan_model(config, mesh, config.dtype, offers)
         every = [(n,) * planner.mesh.attn_dp for n in parse_tokens(self.tokens)]
         if self.json:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.torchdist import TorchDistTransport
-from weft.comm.transport import CommError, Epilogue, Ranks, Sizes
+from weft.comm.transport import CommError, Ranks, Sizes
 from weft.place.spec import Mesh
 
 
@@ -28,7 +28,7 @@ class NcclWindowTransport(TorchDistTransport):
 
     def __init__(self, mesh: Mesh, rank: int, init_method: str, device: torch.device, *, arena_bytes: int = 256 << 20):
         super().__init__(mesh, rank, init_method, backend="nccl")
-        self.name = "nccl_window"
+        self.name, self._world = "nccl_window", tuple(range(mesh.world))
         world = self._groups[self._world]
         assert world is not None
         dist.all_reduce(torch.zeros(1, device=device), group=world)  # a communicator comes with its first call
@@ -38,27 +38,16 @@ class NcclWindowTransport(TorchDistTransport):
             self._arena = torch.empty(2, arena_bytes // 2, dtype=torch.uint8, device=device)
         backend.register_mem_pool(self._pool, symm=True)
 
-    def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
-        if group != self._world:
-            return super().all_reduce(x, group, epilogue)
-        self._refuse(epilogue)
+    def _nccl(self, x: Tensor, kind: str, group: Ranks, sizes: Sizes, place: int) -> Tensor:
+        if group != self._world or kind == "all_to_allv" or len(set(sizes)) > 1:
+            return super()._nccl(x, kind, group, sizes, place)
         own = self._window(0, x.shape[0], x).copy_(x)
-        self._call("all_reduce", group, lambda g: dist.all_reduce(own, group=g))
-        return own.clone()
-
-    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
-        if group != self._world or len(set(sizes)) > 1:
-            return super().reduce_scatterv(x, group, sizes, epilogue)
-        self._refuse(epilogue)
-        own, out = self._window(0, x.shape[0], x).copy_(x), self._window(1, sizes[0], x)
-        self._call("reduce_scatterv", group, lambda g: dist.reduce_scatter_tensor(out, own, group=g))
-        return out.clone()
-
-    def all_gatherv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
-        if group != self._world or len(set(sizes)) > 1:
-            return super().all_gatherv(x, group, sizes)
-        own, out = self._window(0, x.shape[0], x).copy_(x), self._window(1, sum(sizes), x)
-        self._call("all_gatherv", group, lambda g: dist.all_gather_into_tensor(out, own, group=g))
+        if kind == "all_reduce":
+            self._call(kind, group, lambda g: dist.all_reduce(own, group=g))
+            return own.clone()
+        out = self._window(1, sizes[0] if kind == "reduce_scatterv" else sum(sizes), x)
+        call = dist.reduce_scatter_tensor if kind == "reduce_scatterv" else dist.all_gather_into_tensor
+        self._call(kind, group, lambda g: call(out, own, group=g))
         return out.clone()
 
     def _window(self, half: int, rows: int, like: Tensor) -> Tensor:

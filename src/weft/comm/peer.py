@@ -17,9 +17,19 @@ import torch
 from torch import Tensor
 
 from weft.comm.shm import ShmTransport
-from weft.comm.transport import CommError, CommTimeout, Epilogue, PeerLost, Ranks, Sizes
+from weft.comm.transport import (
+    CommError,
+    CommTimeout,
+    Epilogue,
+    NamedCalls,
+    PeerLost,
+    Ranks,
+    Sizes,
+    check_call,
+    place_in,
+)
 from weft.kernels.build import KernelError, cuda_kernels
-from weft.place.edges import COLLECTIVES, REDUCTIONS
+from weft.place.exchange import Exchange, result_rows
 from weft.place.spec import GROUP_NAMES, Mesh
 
 MAX_RANKS, MAX_THREADS = 8, 480
@@ -107,7 +117,7 @@ class Launch:
     cluster: int = 1
 
 
-class PeerTransport:
+class PeerTransport(NamedCalls):
     """One GPU of a host; see `weft.comm.transport.Transport` for what each method gives.
 
     path: where the ranks meet, as for ShmTransport, which carries what the hosts say to each other. device: this
@@ -121,8 +131,6 @@ class PeerTransport:
     """
 
     name = "peer"
-    kinds = frozenset(COLLECTIVES)
-    epilogues = frozenset(REDUCTIONS)
 
     def __init__(
         self,
@@ -171,6 +179,10 @@ class PeerTransport:
         self._kernels.connect(self._handle, host.all_gatherv(mine, self.world, (1,) * mesh.world))
         return host
 
+    @staticmethod
+    def offers(exchange: Exchange, epilogue: bool = False) -> bool:
+        return exchange.combine == "sum" or (exchange.combine == "none" and not epilogue)
+
     def close(self) -> None:
         """Leaves the world once every rank does: none may free memory that another still writes to.
 
@@ -202,41 +214,27 @@ class PeerTransport:
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         return like.new_empty(shape)
 
-    def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
-        n = len(group)
-        return self._run(group, (1, n, 0, -1, 0), x, x.shape[0], (x.shape[0],), epilogue=epilogue, sums=True)
-
-    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Counts, epilogue: Epilogue | None = None) -> Tensor:
-        rows = _rows(x, sizes, group.index(self.rank))
-        return self._run(group, (len(group), 1, 1, -1, 0), x, rows, sizes, epilogue=epilogue)
-
-    def all_gatherv(self, x: Tensor, group: Ranks, sizes: Counts) -> Tensor:
-        rows = len(group) * x.shape[0] if isinstance(sizes, Tensor) else sum(sizes)
-        return self._run(group, (len(group), 1, 0, -1, 0), x, rows, sizes)
-
-    def all_to_allv(self, x: Tensor, group: Ranks, send: Sizes, receive: Sizes) -> Tensor:
-        return self._run(group, (len(group), 1, 0, -1, 1), x, sum(receive), send, received=receive)
-
-    def broadcast(self, x: Tensor, group: Ranks, root: int) -> Tensor:
-        return self._run(group, (1, len(group), 0, group.index(root), 0), x, x.shape[0], (x.shape[0],))
+    def exchange(
+        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Counts, epilogue: Epilogue | None = None
+    ) -> Tensor:
+        """sizes may be int32 `[segments]` in device memory; the result then has room for the most rows there may be."""
+        if isinstance(sizes, Tensor):
+            place, gathers = place_in(group, self.rank), exchange.direction == "gather"
+            rows = exchange.segments * x.shape[0] if gathers else x.shape[0]
+        else:
+            place = check_call(self, x, exchange, group, sizes, epilogue)
+            rows = result_rows(exchange, sizes, place)
+        if exchange.direction == "permute":
+            n, known = len(group), tuple(sizes)
+            edge = (n, 1, 0, -1, 1)
+            return self._run(group, edge, x, rows, known[place * n : (place + 1) * n], received=known[place::n])
+        edge = (exchange.segments, exchange.span, int(exchange.direction == "scatter"), -1, 0)
+        shared = exchange.combine == "sum" and exchange.span > 1
+        return self._run(group, edge, x, rows, sizes, epilogue=epilogue, sums=shared)
 
     def barrier(self, group: Ranks) -> None:
         self._synchronize()
         self._host.barrier(group)
-
-    def all_reduce_all_gatherv(
-        self, x: Tensor, reduce: Ranks, gather: Ranks, sizes: Counts, epilogue: Epilogue | None = None
-    ) -> Tensor:
-        rows = len(gather) * x.shape[0] if isinstance(sizes, Tensor) else sum(sizes)
-        edge = (len(gather), len(reduce), 0, -1, 0)
-        return self._run(self.world, edge, x, rows, sizes, epilogue=epilogue, sums=True)
-
-    def reduce_scatterv_all_reduce(
-        self, x: Tensor, scatter: Ranks, reduce: Ranks, sizes: Counts, epilogue: Epilogue | None = None
-    ) -> Tensor:
-        rows = _rows(x, sizes, scatter.index(self.rank))
-        edge = (len(scatter), len(reduce), 1, -1, 0)
-        return self._run(self.world, edge, x, rows, sizes, epilogue=epilogue, sums=len(reduce) > 1)
 
     def _run(
         self,
@@ -368,11 +366,6 @@ def spared_by_two_hops(edge: tuple[int, ...], ranks: int, segment: int) -> float
     second = span - 1 if scatter else segments * span - 1  # parts of summed segments
     first = ranks - 1 if scatter else span - 1  # parts of terms
     return segment * (ranks - 1 - (first + second) / span)
-
-
-def _rows(x: Tensor, sizes: Counts, mine: int) -> int:
-    """Rows of this rank's result: its own number, or as many as there may be."""
-    return x.shape[0] if isinstance(sizes, Tensor) else sizes[mine]
 
 
 __all__ = ["PeerLost", "PeerTransport"]

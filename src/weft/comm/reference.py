@@ -1,4 +1,4 @@
-"""The oracle: N emulated ranks in one process, one thread each, every edge in plain torch.
+"""The oracle: N emulated ranks in one process, one thread each, every exchange in plain torch.
 
 Sums are taken in float64 in rank order and rounded once. Every call is checked: the ranks of a group must make the same
 call with fitting shapes, or all of them raise instead of hanging.
@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from weft.comm.transport import CommError, Epilogue, Ranks, Sizes, finish
-from weft.place.edges import COLLECTIVES, REDUCTIONS
+from weft.comm.transport import CommError, Epilogue, NamedCalls, Ranks, Sizes, check_call, finish, place_in
+from weft.place.exchange import Exchange, parts
 from weft.place.spec import PlacementError
 
 T = TypeVar("T")
@@ -55,8 +55,7 @@ class ReferenceWorld:
 
     def meet(self, rank: int, group: Ranks, call: Hashable, value: T, work: Callable[[list[T]], Tensor]) -> Tensor:
         """Shows a value to the group, waits for all, and returns `work` on every rank's value in rank order."""
-        if rank not in group:
-            raise CommError(f"rank {rank} called {call} for the group {group}, which it is not in")
+        place_in(group, rank)
         with self._lock:
             if self._aborted:
                 raise CommError(f"rank {rank}: the world was aborted before {call}")
@@ -87,19 +86,18 @@ class ReferenceWorld:
         return total.to(first.dtype)
 
 
-class ReferenceTransport:
+class ReferenceTransport(NamedCalls):
     """One emulated rank; see `weft.comm.transport.Transport` for what each method gives."""
 
     name = "reference"
-    kinds = frozenset(COLLECTIVES)
-    epilogues = frozenset(REDUCTIONS)
     max_bytes: int | None = None
 
     def __init__(self, world: ReferenceWorld, rank: int):
         self._world, self.rank = world, rank
 
-    def _meet(self, group: Ranks, call: Hashable, value: T, work: Callable[[list[T]], Tensor]) -> Tensor:
-        return self._world.meet(self.rank, group, call, value, work)
+    @staticmethod
+    def offers(exchange: Exchange, epilogue: bool = False) -> bool:
+        return exchange.combine == "sum" or (exchange.combine == "none" and not epilogue)
 
     def close(self) -> None:
         pass
@@ -107,52 +105,31 @@ class ReferenceTransport:
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         return like.new_empty(shape)
 
-    def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
-        out = self._meet(group, ("all_reduce", tuple(x.shape)), x, self._world.total)
-        return finish(out, epilogue) if epilogue else out
-
-    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
-        if x.shape[0] != sum(sizes):
-            raise CommError(f"rank {self.rank}: reduce_scatterv of {x.shape[0]} rows into runs of {sizes}")
-        mine = group.index(self.rank)
-        out = self._meet(
-            group,
-            ("reduce_scatterv", tuple(x.shape), sizes),
-            x,
-            lambda xs: self._world.total(xs).split(sizes)[mine].clone(),
-        )
-        return finish(out, epilogue) if epilogue else out
-
-    def all_gatherv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
-        if x.shape[0] != sizes[group.index(self.rank)]:
-            raise CommError(f"rank {self.rank}: all_gatherv of {x.shape[0]} rows where {sizes} were announced")
-        return self._meet(group, ("all_gatherv", x.shape[1:], sizes), x, torch.cat)
-
-    def all_to_allv(self, x: Tensor, group: Ranks, send: Sizes, receive: Sizes) -> Tensor:
-        mine = group.index(self.rank)
-
-        def collect(sent: list[tuple[Tensor, ...]]) -> Tensor:
-            runs = [runs[mine] for runs in sent]
-            if tuple(len(run) for run in runs) != receive:
-                raise CommError(f"rank {self.rank}: all_to_allv announced {receive} rows, its peers send others")
-            return torch.cat(runs)
-
-        return self._meet(group, ("all_to_allv", x.shape[1:]), x.split(send), collect)
-
-    def broadcast(self, x: Tensor, group: Ranks, root: int) -> Tensor:
-        at = group.index(root)
-        return self._meet(group, ("broadcast", tuple(x.shape), root), x, lambda xs: xs[at].clone())
-
     def barrier(self, group: Ranks) -> None:
-        self._meet(group, ("barrier",), torch.empty(0), lambda xs: xs[0])
+        self._world.meet(self.rank, group, "barrier", None, lambda _: torch.empty(0))
 
-    def all_reduce_all_gatherv(
-        self, x: Tensor, reduce: Ranks, gather: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+    def exchange(
+        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
     ) -> Tensor:
-        out = self.all_gatherv(self.all_reduce(x, reduce), gather, sizes)
+        place = check_call(self, x, exchange, group, sizes, epilogue)
+        permutes = exchange.direction == "permute"
+
+        def combine(given: list[tuple[Tensor, Sizes]]) -> Tensor:
+            told = _sent(given, place) if permutes else sizes
+            runs = [p for p in parts(exchange, told) if place in p.readers]
+            terms = [[given[s][0][p.source_row : p.source_row + p.rows] for s in p.sources] for p in runs]
+            return torch.cat([self._world.total(t) if exchange.combine == "sum" else t[0] for t in terms])
+
+        call = (exchange, () if permutes else sizes, x.shape[1:], x.dtype)
+        out = self._world.meet(self.rank, group, call, (x, sizes), combine)
         return finish(out, epilogue) if epilogue else out
 
-    def reduce_scatterv_all_reduce(
-        self, x: Tensor, scatter: Ranks, reduce: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
-    ) -> Tensor:
-        return self.all_reduce(self.reduce_scatterv(x, scatter, sizes), reduce, epilogue)
+
+def _sent(given: list[tuple[Tensor, Sizes]], place: int) -> Sizes:
+    """The whole matrix of a permute, from every sender. Raises CommError where this rank expects other rows."""
+    n = len(given)
+    told = tuple(rows for i, (_, sizes) in enumerate(given) for rows in sizes[i * n : (i + 1) * n])
+    expected, sent = given[place][1][place::n], told[place::n]
+    if sent != expected:
+        raise CommError(f"all_to_allv: place {place} of the group expects {expected} rows and is sent {sent}")
+    return told

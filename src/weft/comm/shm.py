@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from weft.comm.meet import meet, pidfds
-from weft.comm.transport import CommError, CommTimeout, Epilogue, PeerLost, Ranks, Sizes
+from weft.comm.transport import CommError, CommTimeout, Epilogue, NamedCalls, PeerLost, Ranks, Sizes, check_call
 from weft.kernels.build import KernelError, KernelPeerLost, KernelTimeout, cpu_kernels
-from weft.place.edges import COLLECTIVES, REDUCTIONS
+from weft.place.exchange import Exchange
 from weft.place.spec import GROUP_NAMES, Mesh
 
 MAX_RANKS = 16
@@ -42,7 +42,7 @@ class ShmTuning:
     stream_out_bytes: int = 32 << 20
 
 
-class ShmTransport:
+class ShmTransport(NamedCalls):
     """One rank of a world on one host; see `weft.comm.transport.Transport` for what each method gives.
 
     path: of the socket at which the ranks meet, in a folder of this user. Building one is collective. timeout_s: of the
@@ -56,8 +56,6 @@ class ShmTransport:
     and CommError for what cannot be done, on every rank that sees it.
     """
 
-    kinds = frozenset(COLLECTIVES)
-    epilogues = frozenset(REDUCTIONS)
     name = "shm"
 
     def __init__(
@@ -122,6 +120,10 @@ class ShmTransport:
             meeting.close()
         self._all_reduce, self._all_reduce_ = kernels.all_reduce, kernels.all_reduce_
 
+    @staticmethod
+    def offers(exchange: Exchange, epilogue: bool = False) -> bool:
+        return exchange.combine == "sum" or (exchange.combine == "none" and not epilogue)
+
     def close(self) -> None:
         """Leaves the world. Tensors in the arena stay valid; the transport is of no use after."""
         if self._handle:
@@ -163,15 +165,32 @@ class ShmTransport:
         """
         return self._call("empty", (), shape, like)
 
-    def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
-        if epilogue is not None:
-            return self._reduce("all_reduce", group, x, (), epilogue)
-        try:  # the shortest way from here to the kernel: small calls take no longer than the way
-            return self._all_reduce(self._handle, self._ids[group], x)
-        except KernelError as error:
-            if not x.is_contiguous():
-                return self.all_reduce(x.contiguous(), group)
-            self._explain(error, "all_reduce", group)
+    def exchange(
+        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+    ) -> Tensor:
+        if exchange.kind == "all_reduce" and epilogue is None:
+            try:  # the shortest way from here to the kernel: small calls take no longer than the way
+                return self._all_reduce(self._handle, self._ids[group], x)
+            except KernelError as error:
+                if not x.is_contiguous():
+                    return self.exchange(x.contiguous(), exchange, group, sizes)
+                self._explain(error, "all_reduce", group)
+        place, n = check_call(self, x, exchange, group, sizes, epilogue), len(group)
+        if exchange.kind == "all_to_allv":
+            send, receive = sizes[place * n : (place + 1) * n], sizes[place::n]
+            return self._call("all_to_allv", group, self._ids[group], x.contiguous(), send, receive)
+        arguments: dict[str, tuple[object, ...]] = {
+            "all_reduce": (),
+            "reduce_scatterv": (sizes,),
+            "all_gatherv": (sizes,),
+            "all_reduce+all_gatherv": (exchange.span, sizes),
+            "reduce_scatterv+all_reduce": (exchange.span, sizes),
+        }
+        what = exchange.kind.replace("+", "_")
+        return self._reduce(what, group, x, arguments[exchange.kind], epilogue)
+
+    def barrier(self, group: Ranks) -> None:
+        self._call("barrier", group, self._ids[group])
 
     def all_reduce_(self, x: Tensor, group: Ranks) -> None:
         """all_reduce over x itself, which must be contiguous: no result is allocated."""
@@ -179,31 +198,6 @@ class ShmTransport:
             self._all_reduce_(self._handle, self._ids[group], x)
         except KernelError as error:
             self._explain(error, "all_reduce_", group)
-
-    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
-        return self._reduce("reduce_scatterv", group, x, (sizes,), epilogue)
-
-    def all_gatherv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
-        return self._call("all_gatherv", group, self._ids[group], x.contiguous(), sizes)
-
-    def all_to_allv(self, x: Tensor, group: Ranks, send: Sizes, receive: Sizes) -> Tensor:
-        return self._call("all_to_allv", group, self._ids[group], x.contiguous(), send, receive)
-
-    def broadcast(self, x: Tensor, group: Ranks, root: int) -> Tensor:
-        return self._call("broadcast", group, self._ids[group], x.contiguous(), root)
-
-    def barrier(self, group: Ranks) -> None:
-        self._call("barrier", group, self._ids[group])
-
-    def all_reduce_all_gatherv(
-        self, x: Tensor, reduce: Ranks, gather: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
-    ) -> Tensor:
-        return self._reduce("all_reduce_all_gatherv", self._world, x, (len(reduce), sizes), epilogue)
-
-    def reduce_scatterv_all_reduce(
-        self, x: Tensor, scatter: Ranks, reduce: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
-    ) -> Tensor:
-        return self._reduce("reduce_scatterv_all_reduce", self._world, x, (len(reduce), sizes), epilogue)
 
     def _reduce(
         self, what: str, group: Ranks, x: Tensor, sizes: tuple[object, ...], epilogue: Epilogue | None

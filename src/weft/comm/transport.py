@@ -6,21 +6,24 @@ the same order, also with zero rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from weft.place import edges
-from weft.place.edges import Edge
+from weft.place import exchange as named
+from weft.place.cost import Cost, Offer
+from weft.place.edges import Edge, legal_edges
+from weft.place.exchange import Exchange, input_rows
 from weft.place.plan import Counts
-from weft.place.spec import Mesh, Rows
+from weft.place.spec import Mesh
 
 Ranks = tuple[int, ...]
 """A group: its global ranks, ascending, the caller's included."""
 Sizes = tuple[int, ...]
-"""Rows of each rank of a group, in rank order."""
+"""Rows of each segment of an exchange, as `weft.place.exchange.parts` takes them."""
 
 
 class CommError(RuntimeError):
@@ -57,7 +60,7 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What a reduction goes on to do with its rows while they are at hand: residual add, then RMSNorm.
+    """What a sum goes on to do with its rows while they are at hand: residual add, then RMSNorm.
 
     residual: `[rows, width]` for the result's rows; weight: `[width]`; both of the input's dtype. See `finish`.
     """
@@ -69,7 +72,7 @@ class Epilogue:
 
 
 def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
-    """What a reduction with an epilogue gives instead of delta `[rows, width]`: `[2, rows, width]`.
+    """What a sum with an epilogue gives instead of delta `[rows, width]`: `[2, rows, width]`.
 
     First the new residual, residual + delta; then its RMSNorm (arXiv 1910.07467), in float32 at least, rounded, times
     weight.
@@ -84,63 +87,141 @@ def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
 
 
 class Transport(Protocol):
-    """One rank's end. Tensors are `[rows, width]`, contiguous; inputs are left as they are, results are new tensors.
+    """One rank's end. Tensors are `[rows, width]`; inputs are left as they are, results are new tensors.
 
-    name: as plans and reports print it. kinds: the planned edges on offer (`weft.place.edges`); epilogues: those of
-    them that take an epilogue, and then give `[2, rows, width]` as `finish` says. max_bytes: of the larger of a call's
-    input and result; None: any. What a transport lacks it says here, at plan time, and never falls back on its own. All
-    methods raise CommError.
+    name: as plans and reports print it. max_bytes: of the larger of a call's input and result; None: any. What a
+    transport lacks it says in `offers`, at plan time, and never falls back on its own. All methods raise CommError.
     """
 
     name: str
     rank: int
-    kinds: frozenset[str]
-    epilogues: frozenset[str]
     max_bytes: int | None
 
-    def close(self) -> None:
-        """Leaves the world; the transport is of no use after."""
+    def offers(self, exchange: Exchange, epilogue: bool = False) -> bool:
+        """Whether it carries this exchange out; epilogue: with residual add and norm in the same call."""
+        ...
+
+    def exchange(
+        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+    ) -> Tensor:
+        """This rank's result of an exchange among `group`, as `weft.place.exchange.parts` defines it.
+
+        x: this rank's input. sizes: rows of each segment. epilogue: `[2, rows, width]` comes back, as `finish` says.
+        Raises CommError, at once, where the transport does not offer the exchange or the rank is not in the group.
+        """
         ...
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         """An unfilled tensor of like's dtype and device, where this transport reads its inputs fastest."""
         ...
 
-    def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
-        """Sum of every rank's x."""
-        ...
-
-    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
-        """Sum of every rank's x `[sum(sizes), width]`, of which the i-th rank gets the i-th run of rows."""
-        ...
-
-    def all_gatherv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
-        """Every rank's rows, in rank order: `[sum(sizes), width]`; the i-th rank puts in `sizes[i]` rows."""
-        ...
-
-    def all_to_allv(self, x: Tensor, group: Ranks, send: Sizes, receive: Sizes) -> Tensor:
-        """Sends the i-th run of rows to the i-th rank; gives the runs received, in rank order."""
-        ...
-
-    def broadcast(self, x: Tensor, group: Ranks, root: int) -> Tensor:
-        """The x of global rank `root`; every rank passes a tensor of that shape."""
-        ...
-
     def barrier(self, group: Ranks) -> None:
         """Returns once every rank of the group has called it."""
         ...
 
-    def all_reduce_all_gatherv(
-        self, x: Tensor, reduce: Ranks, gather: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
-    ) -> Tensor:
-        """`all_gatherv(all_reduce(x, reduce), gather, sizes)` in one traversal; only where `kinds` offers it."""
+    def close(self) -> None:
+        """Leaves the world; the transport is of no use after."""
         ...
 
-    def reduce_scatterv_all_reduce(
-        self, x: Tensor, scatter: Ranks, reduce: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+
+class NamedCalls:
+    """Every exchange of the table by its name, for whoever calls a transport directly; see `Transport.exchange`."""
+
+    rank: int
+
+    def exchange(
+        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
     ) -> Tensor:
-        """`all_reduce(reduce_scatterv(x, scatter, sizes), reduce)` in one traversal; only where `kinds` offers it."""
-        ...
+        """As the protocol says."""
+        raise NotImplementedError
+
+    def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
+        """Sum of every rank's x."""
+        return self.exchange(x, named.all_reduce(len(group)), group, (x.shape[0],), epilogue)
+
+    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
+        """Sum of every rank's x `[sum(sizes), width]`, of which the i-th rank gets the i-th run of rows."""
+        return self.exchange(x, named.reduce_scatterv(len(group)), group, sizes, epilogue)
+
+    def all_gatherv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
+        """Every rank's rows, in rank order: `[sum(sizes), width]`; the i-th rank puts in `sizes[i]` rows."""
+        return self.exchange(x, named.all_gatherv(len(group)), group, sizes)
+
+    def all_to_allv(self, x: Tensor, group: Ranks, send: Sizes, receive: Sizes) -> Tensor:
+        """Sends the i-th run of rows to the i-th rank; gives the runs received, in rank order."""
+        return self.exchange(
+            x, named.all_to_allv(len(group)), group, to_and_from(send, receive, place_in(group, self.rank))
+        )
+
+    def broadcast(self, x: Tensor, group: Ranks, root: int) -> Tensor:
+        """The x of global rank `root`; every rank passes a tensor of that shape."""
+        mine = x if self.rank == root else x[:0]
+        return self.all_gatherv(mine, group, tuple(x.shape[0] * (r == root) for r in group))
+
+    def all_reduce_all_gatherv(
+        self, x: Tensor, world: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+    ) -> Tensor:
+        """Of every group of neighbours, a group a size, the sum of its ranks' x, in order: `[sum(sizes), width]`."""
+        exchange = named.all_reduce_all_gatherv(len(sizes), len(world) // len(sizes))
+        return self.exchange(x, exchange, world, sizes, epilogue)
+
+    def reduce_scatterv_all_reduce(
+        self, x: Tensor, world: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+    ) -> Tensor:
+        """Sum of every rank's x `[sum(sizes), width]`; the i-th group of neighbours gets the i-th run of rows."""
+        exchange = named.reduce_scatterv_all_reduce(len(sizes), len(world) // len(sizes))
+        return self.exchange(x, exchange, world, sizes, epilogue)
+
+
+def to_and_from(send: Sequence[int], receive: Sequence[int], place: int) -> Sizes:
+    """The sizes of a permute as the rank at `place` knows them: its row and its column of the matrix, zeros elsewhere.
+
+    Raises CommError where it sends itself other rows than it receives from itself.
+    """
+    n = len(send)
+    if len(receive) != n or send[place] != receive[place]:
+        raise CommError(f"all_to_allv: {list(send)} rows sent and {list(receive)} received do not fit each other")
+    sizes = [0] * (n * n)
+    sizes[place * n : (place + 1) * n] = send
+    sizes[place::n] = receive
+    return tuple(sizes)
+
+
+def place_in(group: Ranks, rank: int) -> int:
+    """The rank's place. Raises CommError where it has none: its peers would never come."""
+    if rank not in group:
+        raise CommError(f"rank {rank} calls over the group {group}, which it is not in")
+    return group.index(rank)
+
+
+def check_call(
+    transport: Transport, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None
+) -> int:
+    """The rank's place in the group. Raises CommError for what this rank alone can tell to be wrong."""
+    place = place_in(group, transport.rank)
+    if not transport.offers(exchange, epilogue is not None):
+        what = f"{exchange.kind} with an epilogue" if epilogue is not None else exchange.kind
+        raise CommError(f"{transport.name} does not offer {what}")
+    if exchange.ranks != len(group):
+        raise CommError(f"rank {transport.rank}: {exchange.kind} of {exchange.ranks} ranks over {len(group)} ranks")
+    try:
+        rows = input_rows(exchange, sizes, place)
+    except ValueError as error:
+        raise CommError(f"rank {transport.rank}: {error}") from None
+    if x.shape[0] != rows:
+        raise CommError(
+            f"rank {transport.rank}: {exchange.kind} of {x.shape[0]} rows, but the sizes {sizes} say {rows}"
+        )
+    return place
+
+
+def offer_of(
+    name: str, offers: Callable[[Exchange, bool], bool], mesh: Mesh, cost: Cost, max_bytes: int | None
+) -> Offer:
+    """What the transport `name` offers the planner: those of the mesh's edges that it carries (`Transport.offers`)."""
+    exchanges = {e.exchange for found in legal_edges(mesh).values() for e in found if e.exchange is not None}
+    kinds, epilogues = (frozenset(e.kind for e in exchanges if offers(e, epilogue)) for epilogue in (False, True))
+    return Offer(name, kinds, epilogues, cost, max_bytes)
 
 
 def carry_out(
@@ -148,22 +229,8 @@ def carry_out(
 ) -> Tensor:
     """Takes x `[rows, width]` along an edge. counts: this step's tokens of each DP group."""
     rank = transport.rank
-    if edge.kind == edges.SLICE:
+    if edge.exchange is None:
         (start, stop), (base, _) = (mesh.row_range(p.rows, rank, counts) for p in (edge.dst, edge.src))
         return x[start - base : stop - base]
-    x = x.contiguous()
-    if edge.kind in (edges.ALL_REDUCE_ALL_GATHERV, edges.REDUCE_SCATTERV_ALL_REDUCE):
-        tp, dp = mesh.peers("attn_tp", rank), mesh.peers("attn_dp", rank)
-        sizes = mesh.segment_sizes(Rows.GROUP, "attn_dp", rank, counts)
-        if edge.kind == edges.ALL_REDUCE_ALL_GATHERV:
-            return transport.all_reduce_all_gatherv(x, tp, dp, sizes, epilogue)
-        return transport.reduce_scatterv_all_reduce(x, dp, tp, sizes, epilogue)
     group = mesh.peers(edge.group, rank)
-    if edge.kind == edges.ALL_REDUCE:
-        return transport.all_reduce(x, group, epilogue)
-    assert edge.group is not None
-    if edge.kind == edges.REDUCE_SCATTERV:
-        sizes = mesh.segment_sizes(edge.dst.rows, edge.group, rank, counts)
-        return transport.reduce_scatterv(x, group, sizes, epilogue)
-    assert epilogue is None, f"{edge.kind} sums nothing, so it takes no epilogue"
-    return transport.all_gatherv(x, group, mesh.segment_sizes(edge.src.rows, edge.group, rank, counts))
+    return transport.exchange(x, edge.exchange, group, edge.sizes(mesh, rank, counts), epilogue)

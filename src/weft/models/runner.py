@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.attention.batch import Batch
 from weft.attention.cache import KVCache
 from weft.attention.sdpa import SDPA
-from weft.comm.transport import Transport
+from weft.comm.transport import Transport, offer_of
 from weft.models.config import ModelConfig
 from weft.models.layers import Workspace, torch_empty
 from weft.models.load import build_model
@@ -65,7 +65,9 @@ class ModelRunner:
         self.model, self.mesh, self.rank = model, mesh, rank
         self.transports = {t.name: t for t in transports}
         costs = costs or load_costs("cpu")
-        offers = [Offer(t.name, t.kinds, t.epilogues, costs.of(t.name, mesh.world), t.max_bytes) for t in transports]
+        offers = [
+            offer_of(t.name, t.offers, mesh, costs.of(t.name, mesh.world), t.max_bytes) for t in transports
+        ]
         self.planner = plan_model(config, mesh, weight.dtype, offers)
         kv_heads = model.kv_heads.stop - model.kv_heads.start
         self.cache = KVCache(

@@ -1,7 +1,8 @@
-"""The legal steps between placements, and the bytes that each moves.
+"""The legal steps between placements.
 
-An edge is data. A transport carries it out; the planner chooses it; a model never sees it. Adding an optimisation is
-adding an edge here, its cost below, and a kernel in a transport.
+An edge is data: two placements, and the exchange that leads from one to the other. A transport carries it out; the
+planner chooses it; a model never sees it. Adding an optimisation is adding an edge here, its exchange in
+`weft.place.exchange` where that is new, and a kernel in a transport where a fused one pays.
 
 | kind | from | to |
 |---|---|---|
@@ -18,38 +19,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from weft.place import exchange
+from weft.place.exchange import Exchange
 from weft.place.spec import GROUP_NAMES, Mesh, Placement, PlacementError, Rows
 
 SLICE = "slice"
-ALL_REDUCE = "all_reduce"
-REDUCE_SCATTERV = "reduce_scatterv"
-ALL_GATHERV = "all_gatherv"
-ALL_REDUCE_ALL_GATHERV = "all_reduce+all_gatherv"
-REDUCE_SCATTERV_ALL_REDUCE = "reduce_scatterv+all_reduce"
-COLLECTIVES = (
-    ALL_REDUCE,
-    REDUCE_SCATTERV,
-    ALL_GATHERV,
-    ALL_REDUCE_ALL_GATHERV,
-    REDUCE_SCATTERV_ALL_REDUCE,
-)
-REDUCTIONS = tuple(kind for kind in COLLECTIVES if kind != ALL_GATHERV)
-"""Those that sum, and so may go on to residual add and norm where their result is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One step. `group` is the group that communicates (None for a slice); mixed edges span the world."""
+    """One step. exchange: None for a slice; group: the group that communicates, the world for mixed edges."""
 
-    kind: str
+    exchange: Exchange | None
     group: str | None
     src: Placement
     dst: Placement
 
     @property
+    def kind(self) -> str:
+        """The exchange's name, or `slice`."""
+        return self.exchange.kind if self.exchange else SLICE
+
+    @property
     def moves(self) -> bool:
         """Whether the step communicates."""
-        return self.kind != SLICE
+        return self.exchange is not None
+
+    @property
+    def sums(self) -> bool:
+        """Whether terms are added, so that residual add and norm can follow in the same call."""
+        return self.exchange is not None and self.exchange.combine == "sum"
+
+    def sizes(self, mesh: Mesh, rank: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """Rows of each segment of the exchange, for `counts` tokens in each DP group."""
+        assert self.exchange is not None
+        rows = self.dst.rows if self.exchange.direction == "scatter" else self.src.rows
+        firsts = mesh.peers(self.group, rank)[:: self.exchange.span]
+        return tuple(mesh.row_count(rows, first, counts) for first in firsts)
 
     def __str__(self) -> str:
         over = f" over {self.group}" if self.group else ""
@@ -71,55 +77,45 @@ def legal_edges(mesh: Mesh) -> dict[Placement, tuple[Edge, ...]]:
     debts = [None, *sorted({g for n in GROUP_NAMES if (g := mesh.canonical(n))})]
     found: dict[Placement, dict[Edge, None]] = {}
 
-    def edge(kind: str, group: str | None, src: Placement | None, dst: Placement | None) -> None:
+    def edge(step: Exchange | None, group: str | None, src: Placement | None, dst: Placement | None) -> None:
         if src and dst and src != dst:
-            found.setdefault(src, {})[Edge(kind, group, src, dst)] = None
+            found.setdefault(src, {})[Edge(step, group, src, dst)] = None
 
     for owes in debts:
         if owes:
             for rows in Rows:
-                edge(ALL_REDUCE, owes, _placement(mesh, rows, owes), _placement(mesh, rows, None))
+                sum_all = exchange.all_reduce(mesh.size(owes))
+                edge(sum_all, owes, _placement(mesh, rows, owes), _placement(mesh, rows, None))
         for few, many, name in joins:
             less, more = _placement(mesh, few, owes), _placement(mesh, many, owes)
-            edge(SLICE, None, more, less)
+            edge(None, None, more, less)
             group = mesh.canonical(name)
             if group is None:
                 continue
-            edge(ALL_GATHERV, group, less, more)
+            edge(exchange.all_gatherv(mesh.size(group)), group, less, more)
             if owes:
                 legal, rest = mesh.left_after(owes, group)
                 if legal:
-                    edge(REDUCE_SCATTERV, group, more, _placement(mesh, few, rest))
+                    edge(exchange.reduce_scatterv(mesh.size(group)), group, more, _placement(mesh, few, rest))
     if mesh.attn_dp > 1 and mesh.attn_tp > 1:
-        group_owing = mesh.placement(Rows.GROUP, "attn_tp")
-        world_owing = mesh.placement(Rows.WORLD, "world")
-        edge(ALL_REDUCE_ALL_GATHERV, "world", group_owing, mesh.placement(Rows.WORLD))
-        edge(REDUCE_SCATTERV_ALL_REDUCE, "world", world_owing, mesh.placement(Rows.GROUP))
+        groups, ranks = mesh.attn_dp, mesh.attn_tp
+        group_owing, world_owing = mesh.placement(Rows.GROUP, "attn_tp"), mesh.placement(Rows.WORLD, "world")
+        edge(exchange.all_reduce_all_gatherv(groups, ranks), "world", group_owing, mesh.placement(Rows.WORLD))
+        edge(exchange.reduce_scatterv_all_reduce(groups, ranks), "world", world_owing, mesh.placement(Rows.GROUP))
     return {src: tuple(edges) for src, edges in found.items()}
 
 
 def rows_received(edge: Edge, mesh: Mesh, rank: int, counts: tuple[int, ...]) -> float:
-    """Rows' worth of data that a rank must receive for an edge (bandwidth-optimal algorithm).
+    """Rows' worth of data that a rank must receive for an edge (`weft.place.exchange.rows_received`).
 
-    An all_reduce of n rows over g ranks receives 2n(g-1)/g: each rank reduces 1/g of the rows and hands its part out
-    (Thakur et al., doi:10.1177/1094342005051521). OWN rows count as an even share of the group's, so that one edge
-    never seems to move more than the two that it replaces.
+    OWN rows count as an even share of the group's, so that one edge never seems to move more than the two that it
+    replaces.
     """
-    if edge.kind == SLICE:
+    if edge.exchange is None:
         return 0.0
-    g, tp = mesh.size(edge.group), mesh.attn_tp
-    own = counts[mesh.group_of(rank)] / tp
-
-    def held(rows: Rows) -> float:
-        return own if rows is Rows.OWN else mesh.row_count(rows, rank, counts)
-
-    have, get = held(edge.src.rows), held(edge.dst.rows)
-    if edge.kind == ALL_REDUCE:
-        return 2 * have * (g - 1) / g
-    if edge.kind == REDUCE_SCATTERV:
-        return get * (g - 1)
-    if edge.kind == ALL_GATHERV:
-        return get - have
-    if edge.kind == ALL_REDUCE_ALL_GATHERV:
-        return own * (tp - 1) + get - own
-    return own * (g - 1) + get - own
+    rows = edge.dst.rows if edge.exchange.direction == "scatter" else edge.src.rows
+    group = mesh.peers(edge.group, rank)
+    sizes: tuple[float, ...] = edge.sizes(mesh, rank, counts)
+    if rows is Rows.OWN:
+        sizes = tuple(counts[mesh.group_of(r)] / mesh.attn_tp for r in group[:: edge.exchange.span])
+    return exchange.rows_received(edge.exchange, sizes, group.index(rank))

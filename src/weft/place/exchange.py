@@ -1,0 +1,176 @@
+"""What a collective does with rows: one description, from which all else follows.
+
+An `Exchange` is a row of the table of collectives. `parts` unfolds it: which runs of rows are summed over whom, and who
+wants them. Transports, costs, expected results and the native kernels are all built on, or tested against, `parts`.
+
+| kind | direction | segments | span | combine |
+|---|---|---|---|---|
+| all_gatherv over n ranks | gather | n | 1 | none |
+| all_reduce | gather | 1 | n | sum |
+| reduce_scatterv | scatter | n | 1 | sum |
+| all_reduce+all_gatherv (dp groups of tp ranks) | gather | dp | tp | sum |
+| reduce_scatterv+all_reduce | scatter | dp | tp | sum |
+| all_to_allv | permute | n | 1 | none |
+
+A broadcast is an all_gatherv in which one rank alone has rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+Direction = Literal["gather", "scatter", "permute"]
+Combine = Literal["none", "sum", "softmax_merge"]
+
+
+class Exchange(NamedTuple):
+    """A collective over `segments · span` ranks, which are numbered by their place in the group.
+
+    The rows are cut into `segments` runs, each shared by `span` neighbouring ranks. gather: the span's ranks hold the
+    terms of their run, and every rank wants all runs. scatter: every rank holds a term of every run, and the span's
+    ranks want their own. permute: every rank holds a run for each rank.
+
+    combine: what becomes of the terms of a run: they are added (sum), or merged by their log-sum-exp (softmax_merge:
+    attention over parts of the keys, arXiv 2205.14135); none where a run has one source.
+    """
+
+    kind: str
+    direction: Direction
+    segments: int
+    span: int
+    combine: Combine
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that take part."""
+        return self.segments * self.span
+
+
+def all_gatherv(ranks: int) -> Exchange:
+    """Every rank gets every rank's rows, in rank order."""
+    return Exchange("all_gatherv", "gather", ranks, 1, "none")
+
+
+def all_reduce(ranks: int) -> Exchange:
+    """Every rank gets the sum of all ranks' rows."""
+    return Exchange("all_reduce", "gather", 1, ranks, "sum")
+
+
+def reduce_scatterv(ranks: int) -> Exchange:
+    """The i-th rank gets the i-th run of the sum."""
+    return Exchange("reduce_scatterv", "scatter", ranks, 1, "sum")
+
+
+def all_reduce_all_gatherv(groups: int, ranks: int) -> Exchange:
+    """Every rank gets, of every group of `ranks` neighbours, the sum of their rows."""
+    return Exchange("all_reduce+all_gatherv", "gather", groups, ranks, "sum")
+
+
+def reduce_scatterv_all_reduce(groups: int, ranks: int) -> Exchange:
+    """The ranks of the i-th group of `ranks` neighbours each get the i-th run of the sum over all."""
+    return Exchange("reduce_scatterv+all_reduce", "scatter", groups, ranks, "sum")
+
+
+def all_to_allv(ranks: int) -> Exchange:
+    """The j-th rank gets the j-th run of every rank, in rank order."""
+    return Exchange("all_to_allv", "permute", ranks, 1, "none")
+
+
+class Part(NamedTuple):
+    """A run of rows that is combined over its sources and that its readers want.
+
+    sources, readers: places in the group, ascending. source_row: where the run begins in each source's input.
+    reader_row: where it begins in each reader's result.
+    """
+
+    sources: tuple[int, ...]
+    readers: tuple[int, ...]
+    source_row: int
+    reader_row: int
+    rows: int
+
+
+def parts(exchange: Exchange, sizes: Sequence[int]) -> tuple[Part, ...]:
+    """The runs of an exchange, in the order of the result.
+
+    sizes: rows of each segment; for permute the rows from rank i to rank j at `i · ranks + j`. A rank that knows only
+    what it sends and gets puts zeros elsewhere: the parts that concern it come out the same. Raises ValueError where
+    the sizes are too many, too few, or negative.
+    """
+    n, span = exchange.ranks, exchange.span
+    wanted = n * n if exchange.direction == "permute" else exchange.segments
+    if len(sizes) != wanted or min(sizes, default=0) < 0:
+        raise ValueError(f"{exchange.kind} over {n} ranks takes {wanted} sizes of 0 or more, not {list(sizes)}")
+    everyone = tuple(range(n))
+    if exchange.direction == "permute":
+        sent, received, found = [0] * n, [0] * n, []
+        for i in everyone:
+            for j in everyone:
+                rows = sizes[i * n + j]
+                found.append(Part((i,), (j,), sent[i], received[j], rows))
+                sent[i] += rows
+                received[j] += rows
+        return tuple(found)
+    found, begin = [], 0
+    for segment, rows in enumerate(sizes):
+        shared = everyone[segment * span : (segment + 1) * span]
+        if exchange.direction == "gather":
+            found.append(Part(shared, everyone, 0, begin, rows))
+        else:
+            found.append(Part(everyone, shared, begin, 0, rows))
+        begin += rows
+    return tuple(found)
+
+
+def in_two_steps(found: Sequence[Part]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """The same parts, combined in even shares: (who combines which share, who then hands it to whom).
+
+    A part with several sources is cut into a share for each rank that both holds a term and wants the result. In the
+    second step a rank's input is its shares, one after the other in the order of the parts. No row is then received
+    twice (Rabenseifner's algorithm, doi:10.1007/978-3-540-24685-5_1).
+    """
+    first: list[Part] = []
+    second: list[Part] = []
+    held: dict[int, int] = {}
+    for part in found:
+        owners = [r for r in part.readers if r in part.sources] or [part.sources[0]]
+        each, more = divmod(part.rows, len(owners))
+        begin = 0
+        for at, owner in enumerate(owners):
+            rows, place = each + (at < more), held.get(owner, 0)
+            first.append(Part(part.sources, (owner,), part.source_row + begin, place, rows))
+            second.append(Part((owner,), part.readers, place, part.reader_row + begin, rows))
+            held[owner] = place + rows
+            begin += rows
+    return tuple(first), tuple(second)
+
+
+def input_rows(exchange: Exchange, sizes: Sequence[int], place: int) -> int:
+    """Rows of the input of the rank at `place`."""
+    return max((p.source_row + p.rows for p in parts(exchange, sizes) if place in p.sources), default=0)
+
+
+def result_rows(exchange: Exchange, sizes: Sequence[int], place: int) -> int:
+    """Rows of the result of the rank at `place`."""
+    return max((p.reader_row + p.rows for p in parts(exchange, sizes) if place in p.readers), default=0)
+
+
+def rows_received(exchange: Exchange, sizes: Sequence[float], place: int) -> float:
+    """Rows' worth of data that the rank at `place` must receive, by the algorithm that is optimal in bandwidth.
+
+    A run with several terms is combined in even shares, one for each rank that both holds a term and wants the result;
+    who combines a share receives the other terms of it, and every reader then receives the shares of the others (for an
+    all_reduce: Thakur et al., doi:10.1177/1094342005051521). sizes may be fractions.
+    """
+    received = 0.0
+    for part in parts(exchange, sizes):  # type: ignore[arg-type]
+        sources, readers, rows = part.sources, part.readers, part.rows
+        owners = sum(1 for r in readers if r in sources) or 1
+        if len(sources) == 1:
+            received += rows * (place in readers and place not in sources)
+            continue
+        owner = place in sources and place in readers
+        received += (len(sources) - 1) * rows / owners * owner
+        received += (rows - rows / owners * owner) * (place in readers)
+    return received

@@ -89,8 +89,10 @@ class TorchDistTransport(NamedCalls):
         if exchange.kind == "all_reduce" and len(group) == 2:  # gloo's own takes one round too, and copies less
             return self._all_reduced(x, group)
         found = parts(exchange, sizes)
+        # Every rank comes to the same number, whatever rows it has itself, so that all go the same way.
         largest = max(sum(p.rows for p in found if r in p.readers) for r in range(len(group)))
-        if exchange.combine == "none" or largest * x[:1].nbytes <= self._one_round_bytes:
+        row_bytes = x.shape[1:].numel() * x.element_size()
+        if exchange.combine == "none" or largest * row_bytes <= self._one_round_bytes:
             return self._round(x, found, exchange.kind, group, place)
         first, second = in_two_steps(found)
         return self._round(self._round(x, first, exchange.kind, group, place), second, exchange.kind, group, place)

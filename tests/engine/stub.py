@@ -26,20 +26,30 @@ WAIT_S = 30.0
 
 
 class StubExecutor(Executor):
-    """All ranks. started: how many times in this world; `fail` is asked before and after each step has run."""
+    """All ranks; they have a new, empty device each time that they start."""
 
     def __init__(self, config: EngineConfig, world: World):
         super().__init__(config)
         self.world = world
         self.devices = [FakeDevice(config.num_pages, config.page_size) for _ in range(config.attn_dp)]
 
-    def start(self, *arguments: Any, **options: Any) -> None:
+    def start(self, progress: Any = None, poll: Callable[[], None] = lambda: None) -> None:
         self.world.starts += 1
+        self._wait(self.world.may_start, poll)
         if self.world.fail(self, "start"):
             raise EngineError("rank 1 failed: no start today")
 
+    def _wait(self, event: threading.Event, poll: Callable[[], None] = lambda: None) -> None:
+        for _ in range(int(WAIT_S / 0.01)):
+            poll()
+            if self._interrupted.is_set():
+                raise EngineError("interrupted")
+            if event.wait(0.01):
+                return
+        raise AssertionError("a test waited too long")
+
     def step(self, step: Step) -> list[Result]:
-        assert self.world.go.wait(WAIT_S)
+        self._wait(self.world.go)
         self.world.steps.append(step)
         if self.world.fail(self, "before"):
             raise EngineError("rank 1 was killed by signal 9")
@@ -52,7 +62,7 @@ class StubExecutor(Executor):
         if self.world.fail(self, "idle"):
             raise EngineError("rank 3 was killed by signal 9")
 
-    def close(self) -> None:
+    def close(self, grace_s: float = 5.0) -> None:
         self.world.closes += 1
 
     def _launch(self) -> None: ...
@@ -62,11 +72,15 @@ class StubExecutor(Executor):
 
 
 class World:
-    """What a test sees and decides. go: steps run while it is set. fail(executor, when): whether a rank dies there."""
+    """What a test sees and decides. go: steps run while it is set; may_start: ranks start while it is.
+
+    fail(executor, when): whether a rank dies there: at its "start", "before" or "after" a step has run, or "idle".
+    """
 
     def __init__(self, model_dir: Path, monkeypatch: pytest.MonkeyPatch):
-        self.go = threading.Event()
+        self.go, self.may_start = threading.Event(), threading.Event()
         self.go.set()
+        self.may_start.set()
         self.steps: list[Step] = []
         self.starts = self.closes = 0
         self.fail: Callable[[StubExecutor, str], bool] = lambda executor, when: False

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import random
-import signal
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -187,27 +184,3 @@ def test_a_folder_too_deep_for_sockets_ends_in_one_line(
     with pytest.raises(EngineError, match=r"no sockets in .*deep/weft-.*; set TMPDIR") as error:
         Engine(config(model_dir, executor="process"))
     assert "\n" not in str(error.value) and not list(deep.iterdir())
-
-
-def test_a_killed_rank_ends_every_request_and_leaves_nothing(model_dir: Path) -> None:
-    engine = Engine(config(model_dir, executor="process", attn_dp=2, attn_tp=2, ep=4, step_timeout_s=20))
-    processes = engine._executor.processes
-    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def on_output(output: Output) -> None:
-        if output.finish_reason:
-            ended.put(output.finish_reason)
-
-    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
-    for prompt in prompts(4):
-        engine.submit(prompt[:20], params, on_output)
-    time.sleep(0.3)
-    os.kill(processes[2].pid, signal.SIGKILL)
-    began = time.monotonic()
-    assert [ended.get(timeout=30) for _ in range(4)] == ["error"] * 4
-    assert time.monotonic() - began < 10
-    assert not engine.healthy and "rank 2 was killed by signal 9" in engine.error
-    with pytest.raises(EngineError, match="rank 2"):
-        engine.submit([1], params, on_output)
-    engine.close()
-    assert all(p.poll() is not None for p in processes) and not engine._executor._directory.exists()

@@ -32,14 +32,45 @@ def wait_until(holds: Callable[[], bool], seconds: float) -> bool:
     return holds()
 
 
-def test_a_rank_that_dies_while_idle_is_noticed_and_the_next_request_does_not_hang(model_dir: Path) -> None:
-    with Engine(config(model_dir, executor="process", **RANKS)) as engine:
-        engine.generate(prompts(2), GREEDY)
+def test_killed_ranks_are_replaced_and_every_request_goes_on(model_dir: Path) -> None:
+    """One rank while requests run, then one while nothing does; without a restart allowed, one report."""
+    params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+    few = [prompt[:20] for prompt in prompts(4)]
+    with Engine(config(model_dir, **RANKS)) as engine:
+        expected = [r.token_ids for r in engine.generate(few, params)]
+    with Engine(config(model_dir, executor="process", max_restarts=2, step_timeout_s=60, **RANKS)) as engine:
+        answers: dict[int, list[Output]] = {at: [] for at in range(4)}
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        begun = threading.Event()
+
+        def listen(at: int) -> Callable[[Output], None]:
+            def on_output(output: Output) -> None:
+                answers[at].append(output)
+                begun.set()
+                if output.finish_reason:
+                    ended.put(at)
+
+            return on_output
+
+        for at, prompt in enumerate(few):
+            engine.submit(prompt, params, listen(at))
+        assert begun.wait(60)
+        first = engine._executor.processes
+        os.kill(first[2].pid, signal.SIGKILL)
+        for _ in range(4):
+            ended.get(timeout=300)
+        assert [tuple(t for o in answers[at] for t in o.token_ids) for at in range(4)] == expected
+        assert engine.stats().failures == 1 and all(p.poll() is not None for p in first)
         os.kill(engine._executor.processes[1].pid, signal.SIGKILL)
-        assert wait_until(lambda: not engine.healthy, 10), "an idle engine must look after its ranks"
-        assert "rank 1 was killed by signal 9" in str(engine.error)
+        assert wait_until(lambda: engine.stats().failures == 2, 60), "an idle engine must look after its ranks"
+        assert [r.token_ids for r in engine.generate(few, params)] == expected
+        third, directory = engine._executor.processes, engine._executor._directory
+        os.kill(third[3].pid, signal.SIGKILL)
+        assert engine.wait(60) and engine.state == "failed"
+        assert "gave up after 3 failures" in engine.error and "rank 3 was killed by signal 9" in engine.error
+        assert all(p.poll() is not None for p in third) and not directory.exists()
         with pytest.raises(EngineError, match="rank 1 was killed"):
-            engine.generate(prompts(2), GREEDY)
+            engine.generate(few, params)
 
 
 def test_a_message_to_a_dead_rank_does_not_block(model_dir: Path) -> None:
@@ -128,7 +159,7 @@ class Broken(Executor):
     def __init__(self, go: threading.Event, closed: threading.Event):
         self.go, self.closed = go, closed
 
-    def start(self, progress: Any = None) -> None:
+    def start(self, progress: Any = None, poll: Any = None) -> None:
         pass
 
     def step(self, step: Step) -> Any:
@@ -138,7 +169,9 @@ class Broken(Executor):
     def check(self) -> None:
         pass
 
-    def close(self) -> None:
+    def interrupt(self) -> None: ...
+
+    def close(self, grace_s: float = 5.0) -> None:
         self.closed.set()
 
     def _launch(self) -> None: ...
@@ -153,7 +186,7 @@ def test_a_fault_ends_every_request_also_those_that_come_at_the_same_moment(
     """Each submit either raises or gets its last output; none is lost between the look and the queue."""
     go, closed = threading.Event(), threading.Event()
     monkeypatch.setattr("weft.engine.engine.make_executor", lambda config: Broken(go, closed))
-    engine = Engine(config(model_dir))
+    engine = Engine(config(model_dir, max_restarts=0))
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
     accepted, stop = [], threading.Event()
 

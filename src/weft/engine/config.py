@@ -21,6 +21,7 @@ ABOVE_ZERO = (
     "max_choices",
     "threads",
     "step_timeout_s",
+    "restart_window_s",
 )
 MOST_CORES = 1 << 16  # a slip of the finger must not fill memory
 
@@ -55,7 +56,8 @@ class EngineConfig:
     (`weft.place.cost.costs`); auto: this host's table where `weft tune` has written one, else the CPU presets.
     threads: of each rank's process; more ranks use more cores better. cpu_bind: cores of each rank, as `0-3|4-7`; auto:
     this process's cores dealt out evenly; None: wherever the system puts them. seed: of requests that bring none.
-    step_timeout_s: a step that takes longer fails the engine.
+    step_timeout_s: a step that takes longer counts as a failure of the ranks. max_restarts: failures of ranks that are
+    borne within restart_window_s seconds, by starting the ranks anew; one more ends the engine.
     """
 
     model: Path = field(default_factory=embedded_model_dir)
@@ -79,6 +81,8 @@ class EngineConfig:
     cpu_bind: str | None = None
     seed: int = 0
     step_timeout_s: float = 60.0
+    max_restarts: int = 3
+    restart_window_s: float = 600.0
     plugins: tuple[str, ...] = ()
     load_format: Literal["auto", "dummy"] = "auto"
     num_layers: int | None = None
@@ -92,6 +96,8 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.num_layers is not None and self.num_layers <= 0:
             raise ValueError(f"num_layers is {self.num_layers}; it must be above 0")
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts is {self.max_restarts}; it must be 0 or more")
         if self.kv_tokens < self.page_size:
             raise ValueError(f"kv_tokens={self.kv_tokens} is less than one page of {self.page_size} tokens")
         if self.max_batch_tokens < self.max_running:

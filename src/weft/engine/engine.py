@@ -12,24 +12,26 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from transformers import AutoTokenizer
 
 from weft.engine.answer import Answer, OnOutput, prepare
 from weft.engine.config import EngineConfig, EngineError, QueueFull
 from weft.engine.executor import Executor, make_executor
+from weft.engine.faults import FaultWindow
 from weft.engine.intake import Intake
 from weft.engine.messages import Step
 from weft.engine.request import FinishReason, Output, SamplingParams, Sequence
 from weft.engine.results import EngineStats, GenerationResult, step_stats, whole
-from weft.engine.scheduler import Scheduler
+from weft.engine.scheduler import Scheduler, make_schedulers
 from weft.models.config import ModelError
 from weft.stream import StepStat
 
 log = logging.getLogger(__name__)
 Request = tuple[Seq[int], SamplingParams, OnOutput]
 """Prompt tokens, how to answer, and who listens."""
+EngineState = Literal["starting", "serving", "restarting", "draining", "failed", "stopped"]
 IDLE_CHECK_S = 1.0
 """How often an idle engine looks whether its ranks still live."""
 NEWCOMERS_PER_STEP = 64
@@ -50,18 +52,11 @@ class Engine:
             raise ModelError(f"{config.tokenizer} has no usable tokenizer: {str(error).splitlines()[0]}") from error
         self.max_model_len = min(config.max_model_len or self.model_config.max_position, self.model_config.max_position)
         self.error: str | None = None
+        self._phase: EngineState = "starting"
+        self._faults = FaultWindow(config.max_restarts, config.restart_window_s)
         self._executor: Executor = make_executor(config)
         self._executor.start(progress)
-        self._schedulers = [
-            Scheduler(
-                num_pages=config.num_pages,
-                page_size=config.page_size,
-                max_batch_tokens=config.max_batch_tokens,
-                max_running=config.max_running,
-                prefix_cache=config.prefix_cache,
-            )
-            for _ in range(config.attn_dp)
-        ]
+        self._schedulers = make_schedulers(self.config)
         self._ids, self._seeds = itertools.count(1), random.Random(config.seed)
         self._intake = Intake(config.max_waiting + config.max_running * config.attn_dp)
         self._number = threading.Lock()  # requests are numbered in the order in which they are handed over
@@ -69,16 +64,24 @@ class Engine:
         self._deadlines: list[tuple[float, int]] = []  # a heap; entries of requests that have ended stay until due
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = self._timeouts = 0
         self._queue_seconds = 0.0
-        self._stopping = False
+        self._closing, self._ended = threading.Event(), threading.Event()
+        self._draining = self._stopping = False
+        self._phase = "serving"
         self._thread = threading.Thread(target=self._loop, name="weft-engine", daemon=True)
         self._thread.start()
 
     # --- for callers, on any thread ---------------------------------------------------------------------------
 
     @property
+    def state(self) -> EngineState:
+        """What it is doing: serving, restarting (ranks failed and start anew; requests wait), draining (no new requests
+        are taken), failed (`error` says why), or stopped."""
+        return "draining" if self._draining and self._phase == "serving" else self._phase
+
+    @property
     def healthy(self) -> bool:
-        """Whether requests are served; `error` says why not."""
-        return self.error is None and not self._stopping
+        """Whether requests are served now."""
+        return self.state == "serving"
 
     def submit(
         self,
@@ -166,6 +169,7 @@ class Engine:
             rejected=self._intake.refused,
             timeouts=self._timeouts,
             queue_seconds=self._queue_seconds,
+            failures=self._faults.total,
         )
 
     def comm_report(self) -> tuple[list[StepStat], list[StepStat]]:
@@ -186,11 +190,30 @@ class Engine:
 
         self._ask(check)
 
+    def drain(self, seconds: float) -> int:
+        """Takes no new requests, lets those here end for so long, then ends the rest with "abort" and stops the ranks.
+
+        Gives how many were cut short. May be called twice, from any thread but the engine's.
+        """
+        self._draining = True
+        self._intake.refuse("the engine is shutting down and takes no new requests")
+        if seconds > 0:
+            self._intake.wait_until_empty(seconds)
+        left = self._intake.here
+        self._closing.set()
+        self._executor.interrupt()
+        self._intake.put(self._stop)
+        self._thread.join()
+        self._executor.close()
+        return left
+
     def close(self) -> None:
         """Ends all requests with "abort" and stops the ranks. May be called twice."""
-        if self._intake.put(self._stop):
-            self._thread.join()
-        self._executor.close()
+        self.drain(0)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until the engine has stopped or failed for good; False where it has not in that time."""
+        return self._ended.wait(timeout_s)
 
     def __enter__(self) -> Engine:
         return self
@@ -204,12 +227,14 @@ class Engine:
 
         def run() -> None:
             try:
+                if self._phase != "serving":
+                    raise EngineError(self.error or f"the engine is {self._phase}")
                 answer.put((question(), None))
             except BaseException as error:
                 answer.put((None, error))
 
-        if not self.healthy or not self._intake.put(run):
-            raise EngineError(self.error or "the engine is closed")
+        if self._phase != "serving" or not self._intake.put(run):
+            raise EngineError(self.error or f"the engine is {self._phase}")
         value, error = answer.get()
         if error is not None:
             raise error
@@ -220,56 +245,99 @@ class Engine:
     def _loop(self) -> None:
         try:
             while not self._stopping:
-                self._take_in()
-                if self._answers and not self._stopping:
-                    self._step()
+                try:
+                    if not self._answers and not self._intake.wait(IDLE_CHECK_S):
+                        self._executor.check()
+                    self._take_in()
+                    if self._answers and not self._stopping:
+                        self._step()
+                except Exception as error:
+                    self._restart(error)
         except Exception as error:
-            self.error = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-            self._executor.close()
+            self.error, self._phase = _line(error), "failed"
+            log.error("the engine ends: %s", self.error)
+            self._executor.close(grace_s=0)
         finally:
-            self._stopping = True
             self._leave()
 
+    def _restart(self, error: Exception) -> None:
+        """After a failure: new ranks, and every request again from its prompt and the tokens that its client has.
+
+        A request's next token depends on these and its seed alone, so it goes on as if nothing had been. Whatever was
+        under way is forgotten: a step counts only once its results have been taken. Raises where it fails too often.
+        """
+        while not self._closing.is_set():
+            self._faults.add(_line(error))
+            log.error("%s; the ranks are started anew, %d requests wait", _line(error), len(self._answers))
+            self._phase, began = "restarting", time.monotonic()
+            self._executor.close(grace_s=0)
+            # All ranks, not only the one that failed: the others may wait in a collective that will never end, or hold
+            # a device that has faulted. Their weights come again from the system's file cache.
+            self._executor, self._schedulers = make_executor(self.config), make_schedulers(self.config)
+            for answer in sorted(self._answers.values(), key=lambda a: a.sequence.admitted is None):
+                answer.sequence.forget_pages()
+                self._place(answer)
+            try:
+                self._executor.start(poll=self._take_in_or_stop)
+            except Exception as another:
+                error = another
+                continue
+            self._phase = "serving"
+            log.warning("the ranks are back after %.1f s", time.monotonic() - began)
+            return
+        self._stopping = True
+
     def _take_in(self) -> None:
-        """Runs what callers have asked for; with nothing to step, waits for the next and looks after the ranks.
+        """Runs what callers have asked for, and ends what is overdue. Never while a step is under way.
 
         Commands come before requests: a cancel does not wait behind newcomers.
         """
-        if not self._answers and not self._intake.wait(IDLE_CHECK_S):
-            self._executor.check()
         for command in self._intake.commands():
             command()
         for answer in self._intake.newcomers(NEWCOMERS_PER_STEP):
             self._begin(answer)
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
-            answer_due = self._answers.get(heapq.heappop(self._deadlines)[1])
-            if answer_due is not None:
+            due = self._answers.get(heapq.heappop(self._deadlines)[1])
+            if due is not None:
                 self._timeouts += 1
-                self._end(answer_due, "timeout", "the request was not answered in its time")
+                self._end(due, "timeout", "the request was not answered in its time")
+
+    def _take_in_or_stop(self) -> None:
+        self._take_in()
+        if self._stopping:
+            raise EngineError("the engine is closed")
 
     def _leave(self) -> None:
         """Ends every request and runs what came until the end, so that everyone hears of it; then takes no more."""
+        self._stopping = True
+        if self.error is None:
+            self._phase = "stopped"
         self._intake.refuse(self.error or "the engine is closed")
         reason: FinishReason = "error" if self.error else "abort"
+        why = self.error or "the engine was stopped before the answer had ended"
         for answer in list(self._answers.values()):
-            self._end(answer, reason, self.error)
+            self._end(answer, reason, why)
         while not self._intake.close():
             for command in self._intake.commands():
                 command()
             for answer in self._intake.newcomers(NEWCOMERS_PER_STEP):
-                self._emit(answer, answer.end(reason, self.error))
+                self._emit(answer, answer.end(reason, why))
+        self._ended.set()
 
     def _stop(self) -> None:
         self._stopping = True
 
     def _begin(self, answer: Answer) -> None:
         sequence = answer.sequence
-        answer.scheduler = self._choose_group(sequence)
-        answer.scheduler.add(sequence)
+        self._place(answer)
         self._answers[sequence.request] = answer
         self._prompt_tokens += sequence.prompt_tokens
         if sequence.deadline is not None:
             heapq.heappush(self._deadlines, (sequence.deadline, sequence.request))
+
+    def _place(self, answer: Answer) -> None:
+        answer.scheduler = self._choose_group(answer.sequence)
+        answer.scheduler.add(answer.sequence)
 
     def _choose_group(self, sequence: Sequence) -> Scheduler:
         """Where the prompt's first token will come soonest: fewest rows queued before it, and its own uncached ones."""
@@ -308,7 +376,7 @@ class Engine:
 
     def _forget(self, answer: Answer) -> None:
         del self._answers[answer.sequence.request]
-        if answer.scheduler is not None and self.error is None:  # after a fault a scheduler may be in any state
+        if answer.scheduler is not None and not self._stopping:  # at the end a scheduler may be in any state
             answer.scheduler.finish(answer.sequence)
 
     def _emit(self, answer: Answer, output: Output) -> None:
@@ -319,3 +387,7 @@ class Engine:
             self.cancel(answer.sequence.request)
         if output.finish_reason:
             self._intake.ended()
+
+
+def _line(error: Exception) -> str:
+    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"

@@ -52,25 +52,29 @@ class Executor(ABC):
 
     def __init__(self, config: EngineConfig):
         self.config, self.mesh = config, config.mesh
+        self._interrupted = threading.Event()
 
-    def start(self, progress: Callable[[str, float], None] | None = None) -> None:
+    def start(
+        self, progress: Callable[[str, float], None] | None = None, poll: Callable[[], None] = lambda: None
+    ) -> None:
         """Starts the ranks and waits until all have loaded. progress(what, fraction).
 
-        Raises ModelError or LayoutError where the user can put it right, else EngineError.
+        poll: called several times a second meanwhile; what it raises ends the start. Raises ModelError or LayoutError
+        where the user can put it right, else EngineError.
         """
         loaded = dict.fromkeys(range(self.mesh.world), 0.0)
         try:
             self._launch()
             ready, deadline = 0, time.monotonic() + LOAD_TIMEOUT_S
             while ready < self.mesh.world:
-                message = self._next(deadline, "loading")
+                message = self._next(deadline, "loading", poll)
                 if isinstance(message, Progress):
                     loaded[message.rank] = message.done / message.total
                     if progress:
                         progress("loading weights", sum(loaded.values()) / len(loaded))
                 ready += isinstance(message, Ready)
         except BaseException:
-            self.close()
+            self.close(grace_s=0)
             raise
 
     def step(self, step: Step) -> list[Result]:
@@ -94,6 +98,10 @@ class Executor(ABC):
         self._send(0, AskPlan(tokens))
         return self._await(PlanText, time.monotonic() + self.config.step_timeout_s, "the plan").text
 
+    def interrupt(self) -> None:
+        """Ends what waits for an answer of the ranks with an EngineError, now and from now on; from any thread."""
+        self._interrupted.set()
+
     def check(self) -> None:
         """Raises EngineError where a rank is gone; for when nothing is asked of the ranks."""
         if dead := self._dead():
@@ -105,9 +113,12 @@ class Executor(ABC):
             raise EngineError(f"a rank sent {type(message).__name__} while the controller waited for {what}")
         return message
 
-    def _next(self, deadline: float, what: str) -> FromRank:
+    def _next(self, deadline: float, what: str, poll: Callable[[], None] = lambda: None) -> FromRank:
         while True:
             message = self._receive(POLL_S)
+            poll()
+            if self._interrupted.is_set():
+                raise EngineError(f"interrupted while waiting for {what}")
             if isinstance(message, Failure):
                 raise self._cause(message)
             if message is not None:
@@ -143,8 +154,11 @@ class Executor(ABC):
         """One line about a rank that is gone, or None. killed: only about one that a signal ended."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Stops every rank; nothing is left of them. May be called twice."""
+    def close(self, grace_s: float = 5.0) -> None:
+        """Stops every rank; nothing is left of them. May be called twice.
+
+        grace_s: how long they may take to leave by themselves; they hold nothing that would be lost.
+        """
 
 
 class ProcessExecutor(Executor):
@@ -191,13 +205,13 @@ class ProcessExecutor(Executor):
             return f"rank {rank} {how}" + (f": {lines[-1]}" if lines else "")
         return None
 
-    def close(self) -> None:
+    def close(self, grace_s: float = 5.0) -> None:
         if not hasattr(self, "_directory") or self._context.closed:
             return
         for rank, process in enumerate(self.processes):
-            if process.poll() is None:
+            if grace_s and process.poll() is None:
                 self._send(rank, Stop())
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + grace_s
         for process in self.processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -247,9 +261,11 @@ class ThreadExecutor(Executor):
     def _dead(self, *, killed: bool = False) -> str | None:
         return None  # a thread that fails says so itself
 
-    def close(self) -> None:
+    def close(self, grace_s: float = 5.0) -> None:
         if not hasattr(self, "_threads"):
             return
+        if not grace_s:
+            self._world.abort()
         for rank in range(self.mesh.world):
             self._send(rank, Stop())
         for thread in self._threads:

@@ -15,7 +15,7 @@ class EngineStats:
     """A snapshot. running, waiting: requests. kv_used, kv_total: pages of each DP group. The rest are totals so far.
 
     rejected: requests for which there was no room. timeouts: requests that ended by their deadline. queue_seconds:
-    spent by all requests until their first place in a batch.
+    spent by all requests until their first place in a batch. failures: of ranks, after which they were started anew.
     """
 
     running: int
@@ -30,6 +30,7 @@ class EngineStats:
     rejected: int
     timeouts: int
     queue_seconds: float
+    failures: int
 
 
 @dataclass(frozen=True)

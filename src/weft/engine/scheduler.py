@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 
+from weft.engine.config import EngineConfig
 from weft.engine.messages import GroupRows, Part, Sampling
 from weft.engine.pages import PagePool
 from weft.engine.prefix import PrefixTree
@@ -201,3 +202,17 @@ def _sampling(sequence: Sequence) -> Sampling:
         logprobs=-1 if p.logprobs is None else p.logprobs,
         banned=banned,
     )
+
+
+def make_schedulers(config: EngineConfig) -> list[Scheduler]:
+    """One for each DP group, empty."""
+    return [
+        Scheduler(
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            max_batch_tokens=config.max_batch_tokens,
+            max_running=config.max_running,
+            prefix_cache=config.prefix_cache,
+        )
+        for _ in range(config.attn_dp)
+    ]

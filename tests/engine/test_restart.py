@@ -1,0 +1,226 @@
+"""Ranks that fail: they start anew, and every request goes on as if nothing had been. And ends that are no fault."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.fake import answer
+from engine.stub import WAIT_S, Client, World
+from engine.test_engine import GREEDY, config, prompts
+from weft.engine.config import EngineError
+from weft.engine.engine import Engine
+from weft.engine.faults import FaultWindow
+from weft.engine.request import SamplingParams
+from weft.engine.worker import Worker
+
+
+@pytest.fixture
+def world(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(model_dir, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_token_is_lost_or_drawn_twice_whenever_ranks_fail(world: World, seed: int) -> None:
+    """Random prompts, lengths, cancels and failures, in a cache that is too small for all."""
+    draw = random.Random(seed)
+    world.fail = lambda executor, when: draw.random() < (0.0 if when == "idle" else 0.15)
+    while True:
+        try:
+            engine = world.engine(kv_tokens=64, attn_dp=2, ep=2, max_running=3, max_restarts=500)
+            break
+        except EngineError:
+            continue
+    with engine:
+        client, lengths = Client(engine), {}
+        for _ in range(25):
+            prompt = [7] * draw.randrange(9) + [draw.randrange(50) for _ in range(draw.randrange(1, 12))]
+            length = draw.randrange(1, 20)
+            lengths[client.ask(prompt, length)] = length
+        cancelled = draw.sample(sorted(lengths), 5)
+        for at in cancelled:
+            engine.cancel(client.at[at])
+        client.wait(25)
+        for at, length in lengths.items():
+            if at in cancelled and client.last(at).finish_reason == "abort":
+                assert client.tokens(at) == answer(client.prompts[at], length)[: len(client.tokens(at))]
+            else:
+                client.check_whole(at, length)
+        assert engine.stats().failures > 5 and engine.healthy
+        world.fail = lambda executor, when: False
+        engine.check_idle()
+
+
+def test_ranks_that_fail_while_idle_start_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.engine.engine.IDLE_CHECK_S", 0.01)
+    with world.engine() as engine:
+        died = threading.Event()
+
+        def once(executor: Any, when: str) -> bool:
+            return when == "idle" and not died.is_set() and died.set() is None
+
+        world.fail = once
+        assert died.wait(WAIT_S)
+        client = Client(engine)
+        client.ask([1, 2], 3)
+        client.wait(1)
+        client.check_whole(0, 3)
+        assert world.starts == 2 and engine.stats().failures == 1
+
+
+def test_too_many_failures_end_in_one_report(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    with world.engine(max_restarts=2) as engine:
+        world.go.clear()
+        client = Client(engine)
+        for _ in range(3):
+            client.ask([1, 2], 3)
+        world.fail = lambda executor, when: when == "before"
+        world.go.set()
+        client.wait(3)
+        report = "gave up after 3 failures in 600 s (max_restarts=2): rank 1 was killed by signal 9 (3 times)"
+        assert [client.last(at).finish_reason for at in range(3)] == ["error"] * 3
+        assert client.last(0).error == report
+        assert engine.wait(WAIT_S) and engine.state == "failed" and engine.error == report and not engine.healthy
+        assert sum(r.getMessage() == f"the engine ends: {report}" for r in caplog.records) == 1
+        with pytest.raises(EngineError, match="gave up"):
+            client.ask([1, 2], 3)
+    assert world.starts == 3 and world.closes >= 3
+
+
+def test_failures_long_ago_do_not_count() -> None:
+    now = [0.0]
+    window = FaultWindow(2, 10.0, lambda: now[0])
+    for second in (0, 5, 11, 16, 22):
+        now[0] = second
+        window.add("rank 1 was killed by signal 9")
+    now[0] = 25
+    with pytest.raises(EngineError, match=r"gave up after 3 failures in 10 s .*: rank 1 .* \(2 times\); rank 0 failed"):
+        window.add("rank 0 failed")
+    assert window.total == 6
+    with pytest.raises(EngineError, match=r"^rank 5 failed$"):
+        FaultWindow(0, 10.0).add("rank 5 failed")
+
+
+def test_while_ranks_start_anew_requests_come_and_go(world: World) -> None:
+    with world.engine() as engine:
+        failed = threading.Event()
+        world.fail = lambda executor, when: when == "after" and not failed.is_set() and failed.set() is None
+        world.may_start.clear()
+        client = Client(engine)
+        client.ask([1, 2], 3)
+        assert failed.wait(WAIT_S)
+        while engine.state != "restarting":
+            threading.Event().wait(0.01)
+        client.ask([3, 4], 3)
+        client.ask([5, 6], 3)
+        client.ask([7, 8], 3, timeout_s=0.0)
+        with pytest.raises(EngineError, match="restarting"):
+            engine.comm_report()
+        engine.cancel(client.at[1])
+        assert set(client.wait(2)) == {1, 3}, "cancelled and overdue ones end while the ranks are away"
+        assert client.last(1).finish_reason == "abort" and client.last(3).finish_reason == "timeout"
+        world.may_start.set()
+        client.wait(2)
+        client.check_whole(0, 3)
+        client.check_whole(2, 3)
+        assert engine.state == "serving"
+        engine.check_idle()
+
+
+def test_an_engine_can_be_closed_while_its_ranks_start_anew(world: World) -> None:
+    engine = world.engine()
+    failed = threading.Event()
+    world.fail = lambda executor, when: when == "before" and not failed.is_set() and failed.set() is None
+    world.may_start.clear()
+    client = Client(engine)
+    client.ask([1, 2], 3)
+    assert failed.wait(WAIT_S)
+    engine.close()
+    client.wait(1)
+    assert client.last(0).finish_reason == "abort" and engine.state == "stopped"
+
+
+def test_a_drain_lets_requests_end_and_takes_no_more(world: World) -> None:
+    engine = world.engine()
+    world.go.clear()
+    client = Client(engine)
+    for _ in range(3):
+        client.ask([1, 2], 5)
+    drained: list[int] = []
+    thread = threading.Thread(target=lambda: drained.append(engine.drain(WAIT_S)))
+    thread.start()
+    while engine.state != "draining":
+        threading.Event().wait(0.01)
+    with pytest.raises(EngineError, match="shutting down"):
+        client.ask([1, 2], 3)
+    assert not engine.healthy
+    world.go.set()
+    thread.join(WAIT_S)
+    assert drained == [0] and engine.state == "stopped"
+    for at in client.wait(3):
+        client.check_whole(at, 5)
+
+
+def test_a_failure_during_a_drain_is_recovered_from(world: World) -> None:
+    engine = world.engine()
+    world.go.clear()
+    client = Client(engine)
+    client.ask([1, 2], 5)
+    failed = threading.Event()
+    world.fail = lambda executor, when: when == "after" and not failed.is_set() and failed.set() is None
+    thread = threading.Thread(target=engine.drain, args=(WAIT_S,))
+    thread.start()
+    world.go.set()
+    thread.join(WAIT_S)
+    client.wait(1)
+    client.check_whole(0, 5)
+    assert engine.stats().failures == 1
+
+
+def test_what_does_not_end_in_time_is_cut_short_also_in_a_step_that_hangs(world: World) -> None:
+    engine = world.engine()
+    world.go.clear()
+    client = Client(engine)
+    client.ask([1, 2], 5)
+    client.ask([1, 2], 5)
+    assert engine.drain(0.05) == 2
+    client.wait(2)
+    assert {client.last(at).finish_reason for at in (0, 1)} == {"abort"}
+    assert client.last(0).error == "the engine was stopped before the answer had ended"
+    assert engine.stats().failures == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+def test_greedy_and_seeded_answers_of_a_model_survive_a_rank(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """A real model on four ranks; one fails in the middle of several answers, others still wait for it."""
+    seeded = SamplingParams(max_tokens=12, temperature=30.0, top_p=0.95, seed=7, ignore_eos=True, logprobs=0)
+    layout = dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2)
+    with Engine(config(model_dir, **layout)) as engine:
+        expected = [engine.generate(prompts(), params) for params in (GREEDY, seeded)]
+    step, due = Worker.step, {failing: 6}
+
+    def break_once(worker: Worker, message: Any) -> Any:
+        if due.get(worker.rank, 0) and (due.update({worker.rank: due[worker.rank] - 1}) or due[worker.rank] == 0):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return step(worker, message)
+
+    monkeypatch.setattr(Worker, "step", break_once)
+    with Engine(config(model_dir, **layout)) as engine:
+        got = []
+        for params in (GREEDY, seeded):
+            due[failing] = 6
+            got.append(engine.generate(prompts(), params))
+        assert engine.stats().failures == 2
+        assert [[(r.token_ids, r.text, r.finish_reason) for r in rs] for rs in got] == [
+            [(r.token_ids, r.text, r.finish_reason) for r in rs] for rs in expected
+        ]
+        engine.check_idle()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,9 +18,9 @@ from support import small_model
 from transformers import AutoTokenizer
 
 from engine.conftest import byte_tokenizer
-from weft.engine.config import EngineConfig
+from weft.engine.config import EngineConfig, QueueFull
 from weft.engine.engine import Engine
-from weft.engine.request import Output, SamplingParams
+from weft.engine.request import Output
 from weft.server.answers import Intake
 from weft.server.app import create_app
 from weft.server.metrics import Metrics
@@ -49,10 +50,17 @@ class QuietEngine:
         self.tokenizer = tokenizer
         self.listeners: dict[int, Callable[[Output], None]] = {}
         self.cancelled: list[int] = []
+        self.asked: list[tuple[str, float | None]] = []
+        self.full = False
+        self.config = SimpleNamespace(max_choices=16)
 
-    def submit(self, prompt: Any, params: SamplingParams, on_output: Callable[[Output], None]) -> int:
-        self.listeners[len(self.listeners)] = on_output
-        return len(self.listeners) - 1
+    def submit_all(self, jobs: Any, client: str, timeout_s: float | None) -> list[int]:
+        if self.full:
+            raise QueueFull(7, 2.5)
+        first = len(self.listeners)
+        self.listeners |= {first + i: on_output for i, (_, _, on_output) in enumerate(jobs)}
+        self.asked.append((client, timeout_s))
+        return list(range(first, first + len(jobs)))
 
     def say(self, output: Output, request: int = 0) -> None:
         """As the engine's thread would, once the request is there."""
@@ -64,8 +72,8 @@ class QuietEngine:
         self.cancelled.append(request)
 
 
-def output(text: str, reason: Any = None) -> Output:
-    return Output(text, (1,), (), reason, None, 1, 0, 1)
+def output(text: str, reason: Any = None, error: str | None = None) -> Output:
+    return Output(text, (1,), (), reason, None, 1, 0, 1, error)
 
 
 @dataclass

@@ -22,7 +22,7 @@ async def waiting(engine: Any, gone: asyncio.Event, count: int) -> asyncio.Task[
         return {"type": "http.disconnect"}
 
     async def collect() -> list[str]:
-        request: Any = SimpleNamespace(receive=receive)
+        request: Any = SimpleNamespace(receive=receive, state=None, url=SimpleNamespace(path="/"))
         stream = Intake(engine, Metrics(engine)).answers(request, [[1]] * count, [SamplingParams()] * count)
         return [output.text async for _, output in stream]
 

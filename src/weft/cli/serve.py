@@ -41,6 +41,10 @@ class Command:
     """Connections at once; those without a request give way to newcomers."""
     drain_s: float = 30.0
     """After SIGTERM or Ctrl-C: how long requests that run may go on."""
+    max_waiting: int = 1024
+    """Requests that may wait for a place; more are refused with 429, and told when to come again."""
+    request_timeout_s: float | None = None
+    """For a request, its wait included; left out, it may take any time."""
     log_format: Literal["text", "json"] = "text"
     """Of the log on stderr."""
     served_model_name: str | None = None
@@ -85,6 +89,7 @@ class Command:
             max_batch_tokens=self.max_batch_tokens,
             max_running=self.max_running,
             max_model_len=self.max_model_len,
+            max_waiting=self.max_waiting,
             threads=self.threads,
             executor=self.executor,
         )
@@ -98,6 +103,6 @@ class Command:
             host, port = listener.getsockname()[:2]
             print(f"serving {name} on http://{host}:{port} ({config.mesh}); Ctrl-C stops", file=sys.stderr, flush=True)
             log.configure(self.log_format)
-            intake = Intake(engine, Metrics(engine))
+            intake = Intake(engine, Metrics(engine), self.request_timeout_s)
             run.Server(app.create_app(intake, name, options), intake, options).run(sockets=[listener])
         return 0

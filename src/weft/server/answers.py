@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
 
-from weft.engine.config import EngineError
+from weft.engine.config import EngineError, QueueFull
 from weft.engine.engine import Engine
 from weft.engine.request import Output, SamplingParams, TokenLogprob
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
+from weft.server.record import Record
 
 RETRY_S = 5
 """When to try again what a server that leaves refuses: by then another may have its place."""
+
+OUTCOMES = {400: "refused", 429: "queue_full", 504: "timeout"}
+Job = tuple[Sequence[int], SamplingParams, Callable[[Output], None]]
 
 
 @dataclass
@@ -38,23 +43,25 @@ class Choice:
 
 
 def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
-    """Token counts; a prompt counts once for all its choices."""
+    """Token counts. A prompt counts once for all its choices, and so do the tokens of it that were cached: what the
+    first of them found, as the others find what the first has computed."""
+    each = len(choices) // max(len(prompts), 1)
     prompt = sum(len(p) for p in prompts)
     completion = sum(c.last.completion_tokens for c in choices if c.last)
-    cached = sum(c.last.cached_tokens for c in choices if c.last)
+    groups = [[c.last.cached_tokens for c in choices[i * each : (i + 1) * each] if c.last] for i in range(len(prompts))]
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": min(cached, prompt)},
+        "prompt_tokens_details": {"cached_tokens": sum(min(group, default=0) for group in groups)},
     }
 
 
 class Intake:
-    """Takes requests to the engine, and knows those that run. Lives on the event loop."""
+    """Takes requests to the engine, and knows those that run. Lives on the event loop. timeout_s: for each request."""
 
-    def __init__(self, engine: Engine, metrics: Metrics):
-        self.engine, self.metrics = engine, metrics
+    def __init__(self, engine: Engine, metrics: Metrics, timeout_s: float | None = None):
+        self.engine, self.metrics, self.timeout_s = engine, metrics, timeout_s
         self.closed = False
         self._live: set[asyncio.Queue[Any]] = set()
 
@@ -77,24 +84,22 @@ class Intake:
         return ApiError(503, message, code="shutting_down", headers={"Retry-After": str(RETRY_S)})
 
     async def answers(
-        self, request: Request, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+        self, request: Request, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], client: str = ""
     ) -> AsyncGenerator[tuple[int, Output], None]:
         """(choice, increment) as they come, until every choice has ended; one choice for each prompt and params.
 
-        Cancels what still runs when the client is gone or the caller stops. ApiError: 400 for a prompt that the engine
-        refuses, 503 where the engine fails or the server leaves.
+        client: whoever asks; waiting clients take turns. Cancels what still runs when the client is gone or the caller
+        stops. ApiError: 400 for a prompt that the engine refuses, 429 where too many wait, 503 where the engine fails
+        or the server leaves, 504 where the request's time is over.
         """
         if self.closed:
             raise self._leaving()
-        engine, loop = self.engine, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         increments: asyncio.Queue[tuple[int, Output] | ApiError | None] = asyncio.Queue()
-        running: dict[int, int] = {}
+        record = Record(self.metrics, request, prompts)
 
         def listen(choice: int) -> Callable[[Output], None]:
-            timer = self.metrics.timer()
-
             def on_output(output: Output) -> None:  # on the engine's thread
-                timer.observe(len(output.token_ids))
                 with contextlib.suppress(RuntimeError):  # the loop has ended, and all who waited
                     loop.call_soon_threadsafe(increments.put_nowait, (choice, output))
 
@@ -105,29 +110,43 @@ class Intake:
                 pass
             increments.put_nowait(None)
 
+        jobs = [(prompt, how, listen(i)) for i, (prompt, how) in enumerate(zip(prompts, params, strict=True))]
+        running: dict[int, int] = {}
         watcher = asyncio.create_task(watch())
         self._live.add(increments)
         try:
-            for choice, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
-                try:
-                    running[choice] = engine.submit(prompt, how, listen(choice))
-                except ValueError as error:
-                    too_long = len(prompt) + (how.max_tokens or 1) > engine.max_model_len
-                    code = "context_length_exceeded" if too_long else None
-                    raise ApiError(400, str(error), code=code) from error
-                except EngineError as error:
-                    raise ApiError(503, str(error)) from error
+            running |= enumerate(self._submit(jobs, client))
             while running and (increment := await increments.get()):
                 if isinstance(increment, ApiError):
                     raise increment
                 choice, output = increment
-                if output.finish_reason == "error":
-                    raise ApiError(503, engine.error or "the engine failed")
+                record.increment(choice, output)
+                if output.finish_reason in ("error", "timeout"):
+                    status = 504 if output.finish_reason == "timeout" else 503
+                    raise ApiError(status, output.error or "the engine failed")
                 if output.finish_reason:
                     del running[choice]
+                    record.outcome = output.finish_reason if not running else record.outcome
                 yield choice, output
+        except ApiError as error:
+            record.outcome = OUTCOMES.get(error.status, "error")
+            raise
         finally:
             watcher.cancel()
             self._live.discard(increments)
             for request_id in running.values():
-                engine.cancel(request_id)
+                self.engine.cancel(request_id)
+            record.end()
+
+    def _submit(self, jobs: Sequence[Job], client: str) -> list[int]:
+        try:
+            return self.engine.submit_all(jobs, client=client, timeout_s=self.timeout_s)
+        except ValueError as error:
+            longest = max((len(prompt) + (how.max_tokens or 1) for prompt, how, _ in jobs), default=0)
+            code = "context_length_exceeded" if longest > self.engine.max_model_len else None
+            raise ApiError(400, str(error), code=code) from error
+        except QueueFull as error:
+            headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
+            raise ApiError(429, str(error), code="queue_full", headers=headers) from error
+        except EngineError as error:
+            raise ApiError(503, str(error)) from error

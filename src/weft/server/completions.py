@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -35,6 +36,11 @@ class Service:
         """What answers."""
         return self.intake.engine
 
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token, which no token of a text exceeds."""
+        return max(map(len, self.engine.tokenizer.get_vocab()))
+
     def router(self) -> APIRouter:
         """The two routes."""
         router = APIRouter()
@@ -54,9 +60,11 @@ class Service:
         self._check(body)
         if body.echo and body.logprobs is not None:
             raise ApiError(400, "echo with logprobs is not supported; leave one out", param="echo")
+        several = isinstance(body.prompt, list) and not isinstance(next(iter(body.prompt), 0), int)
+        self._check_choices(len(body.prompt) * body.n if several else body.n)
         prompts = await run_in_threadpool(self._prompts, body.prompt)  # long texts must not hold up other streams
         params = body.sampling(body.max_tokens, body.logprobs)
-        lead = [self.engine.tokenizer.decode(p) if body.echo else "" for p in prompts for _ in range(body.n)]
+        lead = [self._echo(p) if body.echo else "" for p in prompts for _ in range(body.n)]
         style = render.Completion(self.engine.tokenizer, lead, body.logprobs is not None)
         return await self._answer(body, request, prompts, params, style)
 
@@ -80,16 +88,34 @@ class Service:
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
         body.refuse_unsupported()
 
+    def _check_choices(self, count: int) -> None:
+        most = self.engine.config.max_choices
+        if count > most:
+            raise ApiError(400, f"{count} answers are asked for at once (prompts × n); at most {most} are given")
+
+    def _echo(self, prompt: Sequence[int]) -> str:
+        vocabulary = self.engine.model_config.vocab_size
+        if not all(0 <= token < vocabulary for token in prompt):  # the tokenizer would fail on some of them
+            raise ApiError(400, f"prompt tokens must be between 0 and {vocabulary - 1}", param="prompt")
+        return str(self.engine.tokenizer.decode(prompt))
+
     def _prompts(self, prompt: Any) -> list[list[int]]:
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
         if not prompt:
             raise ApiError(400, "the prompt is empty", param="prompt")
-        if isinstance(prompt[0], int):
-            return [prompt]
+        self._check_length(sum(len(p) for p in prompt if isinstance(p, str)), "prompt", len(prompt))
         return [self.engine.tokenizer.encode(p) if isinstance(p, str) else p for p in prompt]
 
+    def _check_length(self, characters: int, param: str, prompts: int = 1) -> None:
+        """Refuses text that cannot fit, before it is encoded: that takes a hundred times its size of memory."""
+        most = prompts * self.engine.max_model_len * self._longest_token
+        if characters > most:
+            message = f"{characters} characters cannot fit into the context of {self.engine.max_model_len} tokens"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+
     def _chat_prompt(self, body: ChatRequest) -> list[int]:
+        self._check_length(sum(m.characters for m in body.messages), "messages")
         try:
             text = self.engine.tokenizer.apply_chat_template(
                 [m.plain() for m in body.messages], tokenize=False, add_generation_prompt=True
@@ -109,7 +135,8 @@ class Service:
         each = [replace(params, seed=None if params.seed is None else params.seed + i) for i in range(body.n)]
         jobs = [(prompt, how) for prompt in prompts for how in each]
         head = {"id": f"{style.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model_name}
-        stream = self.intake.answers(request, [p for p, _ in jobs], [how for _, how in jobs])
+        client = body.user or (request.client.host if request.client else "")
+        stream = self.intake.answers(request, [p for p, _ in jobs], [how for _, how in jobs], client)
         choices = [Choice() for _ in jobs]
         if body.stream:
             # Fetch the first increment before the headers go out: a refusal must still be an HTTP status.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -15,42 +14,33 @@ from weft.engine.engine import Engine
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
-class Timer:
-    """Times one answer: to its first token, and between the others."""
-
-    def __init__(self, first: Histogram, between: Histogram):
-        self._first, self._between = first, between
-        self._last, self._begun = time.perf_counter(), False
-
-    def observe(self, tokens: int) -> None:
-        """`tokens` have come; each counts."""
-        now = time.perf_counter()
-        for _ in range(tokens):
-            (self._between if self._begun else self._first).observe((now - self._last) / tokens)
-            self._begun = True
-        self._last = now
-
-
 class Metrics(Collector):
     """A registry of its own, so that several servers can live in one process."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self.registry = CollectorRegistry()
-        self._first = Histogram(
-            "weft_time_to_first_token_seconds",
-            "From the request to its first token",
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self._between = Histogram(
-            "weft_inter_token_latency_seconds", "Between an answer's tokens", buckets=SECONDS, registry=self.registry
+        self._first = self._histogram("weft_time_to_first_token_seconds", "From the request to its first token")
+        self._between = self._histogram("weft_inter_token_latency_seconds", "Between an answer's tokens")
+        self._queue = self._histogram("weft_request_queue_seconds", "From the request to its place in the batch")
+        self._whole = self._histogram("weft_request_seconds", "From the request to its last token")
+        self._requests = Counter(
+            "weft_requests", "Requests that have ended, by outcome", labelnames=["outcome"], registry=self.registry
         )
         self.registry.register(self)
 
-    def timer(self) -> Timer:
-        """For one answer, from now."""
-        return Timer(self._first, self._between)
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(name, text, buckets=SECONDS, registry=self.registry)
+
+    def token(self, begun: bool, seconds: float) -> None:
+        """A token has come, so long after the one before it, or after the request where it is the first."""
+        (self._between if begun else self._first).observe(seconds)
+
+    def request(self, outcome: str, seconds: float, queued: float) -> None:
+        """A request has ended."""
+        self._requests.labels(outcome).inc()
+        self._whole.observe(seconds)
+        self._queue.observe(queued)
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -75,6 +65,7 @@ class Metrics(Collector):
             ("weft_generated_tokens", "Tokens drawn", s.generated_tokens),
             ("weft_preemptions", "Sequences that gave up their pages", s.preemptions),
             ("weft_steps", "Steps of the engine", s.steps),
+            ("weft_requests_rejected", "Requests refused because too many waited", s.rejected),
         ):
             yield CounterMetricFamily(name, text, value=total)
         yield from self._communication()

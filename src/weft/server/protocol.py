@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from weft.engine.request import SamplingParams
 from weft.server.errors import ApiError
+
+MOST_ITEMS = 2**16
+"""Messages of a chat, or prompts of a completion."""
 
 
 def _encodable(text: str) -> str:
@@ -20,6 +23,13 @@ def _encodable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
+
+
+def _not_too_many(values: Any) -> Any:
+    """Before each is looked at: a long list of little takes much more memory than its text."""
+    if isinstance(values, list) and len(values) > MOST_ITEMS:
+        raise ValueError(f"{len(values)} items; at most {MOST_ITEMS}")
+    return values
 
 
 class StreamOptions(BaseModel):
@@ -41,6 +51,7 @@ class CommonRequest(BaseModel):
     }
 
     model: str | None = None
+    user: Text | None = None
     n: int = Field(1, ge=1, le=128)
     temperature: float = 1.0
     top_p: float = 1.0
@@ -119,6 +130,12 @@ class Message(BaseModel):
     role: Text
     content: Text | list[TextPart] | None = None
 
+    @property
+    def characters(self) -> int:
+        """Length of its text."""
+        parts = self.content or ""
+        return len(self.role) + (len(parts) if isinstance(parts, str) else sum(len(p.text) for p in parts))
+
     def plain(self) -> dict[str, str]:
         """As chat templates take it."""
         content = self.content or ""
@@ -137,7 +154,7 @@ class ChatRequest(CommonRequest):
         "response_format": ({"type": "text"},),
     }
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1), BeforeValidator(_not_too_many)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False

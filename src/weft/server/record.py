@@ -1,0 +1,61 @@
+"""What is remembered of one request: a line in the log when it ends, and its marks in the metrics."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from weft.engine.request import Output
+from weft.server.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+
+class Record:
+    """Of one request with so many choices, from now. outcome: how it ended, in a word.
+
+    The times are those of the event loop, so what clients wait for it is in them.
+    """
+
+    def __init__(self, metrics: Metrics, request: Request, prompts: Sequence[Sequence[int]]):
+        self._metrics, self._began = metrics, time.perf_counter()
+        self._last = [self._began] * len(prompts)
+        self._outputs: list[Output | None] = [None] * len(prompts)
+        self._first: float | None = None
+        self._id, self._path = getattr(request.state, "request_id", ""), request.url.path
+        self._prompt_tokens = sum(map(len, prompts))
+        self.outcome = "client_left"
+
+    def increment(self, choice: int, output: Output) -> None:
+        """An increment has come."""
+        now = time.perf_counter()
+        for _ in output.token_ids:
+            begun = self._outputs[choice] is not None
+            self._metrics.token(begun, (now - self._last[choice]) / len(output.token_ids))
+        if self._first is None:
+            self._first = now
+        self._last[choice], self._outputs[choice] = now, output
+
+    def end(self) -> None:
+        """The request has ended: once, whatever came of it."""
+        seconds = time.perf_counter() - self._began
+        outputs = [o for o in self._outputs if o is not None]
+        queued = max((o.queue_s for o in outputs), default=0.0)
+        self._metrics.request(self.outcome, seconds, queued)
+        fields: dict[str, Any] = {
+            "id": self._id,
+            "path": self._path,
+            "outcome": self.outcome,
+            "choices": len(self._outputs),
+            "prompt_tokens": self._prompt_tokens,
+            "cached_tokens": sum(o.cached_tokens for o in outputs),
+            "completion_tokens": sum(o.completion_tokens for o in outputs),
+            "queue_s": round(queued, 4),
+            "first_token_s": None if self._first is None else round(self._first - self._began, 4),
+            "total_s": round(seconds, 4),
+        }
+        log.info("request", extra={"fields": fields})

@@ -1,0 +1,97 @@
+"""What is refused before work is done for it, and what is written about each request."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.conftest import QuietEngine, Served, output, serve
+
+C, H = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    "path, body, text",
+    [
+        (C, {"prompt": "a" * 1281}, "1281 characters cannot fit into the context of 256 tokens"),
+        (C, {"prompt": ["a", "a" * 2560]}, "2561 characters cannot fit"),
+        (C, {"prompt": [[5]] * 200, "n": 2}, "400 answers are asked for at once"),
+        (C, {"prompt": ["a"] * 300}, "300 answers are asked for at once"),
+        (H, {"messages": [{"role": "user", "content": "a" * 1278}]}, "1282 characters cannot fit"),
+        (H, {"messages": [{"role": ""}] * 70_000}, "messages: Value error, 70000 items; at most 65536"),
+    ],
+    ids=range(6),
+)
+def test_what_cannot_fit_is_refused_before_it_is_encoded(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, text: str
+) -> None:
+    def encode(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("it was encoded")
+
+    monkeypatch.setattr(type(served.engine.tokenizer), "encode", encode)
+    with served.http() as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code == 400 and text in answer.json()["error"]["message"], answer.text
+
+
+def test_an_echo_of_unknown_tokens_is_refused(served: Served) -> None:
+    with served.http() as http:
+        for token in (-1, 257, 2**40, 10**30):
+            answer = http.post(C, json={"prompt": [token], "echo": True})
+            assert answer.status_code == 400 and "between 0 and 256" in answer.text, answer.text
+
+
+def test_a_full_queue_says_when_to_come_again(quiet: QuietEngine) -> None:
+    quiet.full = True
+    for served in serve(quiet):
+        with served.http() as http:
+            for stream in (False, True):
+                answer = http.post(C, json={"prompt": "a", "stream": stream})
+                assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
+                assert answer.json()["error"]["code"] == "queue_full"
+
+
+def test_a_request_whose_time_is_over(quiet: QuietEngine) -> None:
+    def late() -> None:
+        quiet.say(output("a"))
+        quiet.say(output("", "timeout", "not in time"))
+
+    for served in serve(quiet):
+        with served.http() as http:
+            threading.Thread(target=late).start()
+            answer = http.post(C, json={"prompt": "a", "user": "me", "stream": True})
+        assert answer.status_code == 200 and "not in time" in [line for line in answer.text.splitlines() if line][-2]
+    assert quiet.asked == [("me", None)]
+
+
+def test_cached_tokens_with_several_choices(served: Served) -> None:
+    prompt = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+    body = {"prompt": prompt, "n": 4, "max_tokens": 3, "temperature": 1}
+    with served.http() as http:
+        first = http.post(C, json=body).json()["usage"]
+        http.post(C, json=body)
+        third = http.post(C, json=body).json()["usage"]
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert third["prompt_tokens_details"]["cached_tokens"] == 12 and third["prompt_tokens"] == 13
+
+
+def test_a_line_for_each_request(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "weft")
+    with served.http() as http:
+        http.post(C, json={"prompt": "abc", "max_tokens": 2, "ignore_eos": True}, headers={"X-Request-Id": "one"})
+        http.post(C, json={"prompt": "a" * 300}, headers={"X-Request-Id": "two"})
+        metrics = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
+    lines = {r.fields["id"]: r.fields for r in caplog.records if r.getMessage() == "request"}
+    one = lines["one"]
+    assert (one["path"], one["outcome"], one["prompt_tokens"], one["completion_tokens"]) == (C, "length", 3, 2)
+    assert 0 <= one["queue_s"] <= one["first_token_s"] <= one["total_s"]
+    assert lines["two"]["outcome"] == "refused" and lines["two"]["first_token_s"] is None
+    json.dumps(lines)
+    outcomes = {s.labels["outcome"]: s.value for s in metrics["weft_requests"].samples if s.name.endswith("_total")}
+    assert outcomes["length"] >= 1 and outcomes["refused"] >= 1
+    assert metrics["weft_request_queue_seconds"].samples and metrics["weft_request_seconds"].samples

@@ -1,0 +1,307 @@
+"""The Triton kernels of a decode step on one GPU: each against float64, then timed beside torch's operators.
+
+    python benchmarks/gpu_kernels.py --out benchmarks/results/gpu_kernels.json
+
+Shapes are those of Qwen3-30B-A3B on two ranks in bfloat16: 16 query and 2 key-value heads of 128, hidden 2048, 128
+experts of inner size 768 of which 8 are chosen, 64 of them here (ep 2) or all at half the inner size (tp 2). Times are
+of CUDA graphs that hold several calls on different inputs, so that little is found in the L2 cache: the median of the
+replays, in microseconds a call. `floor_us` is the larger of what the bytes take at the bandwidth that a large copy
+reaches and of one empty kernel for each kernel launched. Prints one JSON object last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.kernels.triton import decode_attention, moe, norm_rope_cache, plain, rms_norm, route, sample, step
+
+DEVICE = torch.device("cuda")
+BF16 = torch.bfloat16
+HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 2, 128, 16
+HIDDEN, EXPERTS, CHOSEN, VOCABULARY = 2048, 128, 8, 151936
+SPLITS = {"ep2": (64, 768), "tp2": (128, 384)}
+"""Experts that are here, and their inner size."""
+
+
+@triton.jit
+def _nothing():
+    tl.debug_barrier()
+
+
+def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
+    """Microseconds a call in a graph that holds all of them, one after the other."""
+    for call in calls:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for turn in range(replays + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if turn >= 3:
+            times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """‖found − wanted‖ / ‖wanted‖."""
+    return ((found.double() - wanted).norm() / wanted.norm()).item()
+
+
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    """bfloat16, normally distributed."""
+    return torch.randn(*shape, device=DEVICE, dtype=torch.float32).mul_(scale).to(BF16)
+
+
+def ints(*values: int) -> Tensor:
+    """int32."""
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+class Report:
+    """Collects rows, and prints each when it is there."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.bandwidth = self._bandwidth()
+        self.kernel_us = graph_us([lambda: _nothing[(1,)]()] * 200)
+        print(f"copy {self.bandwidth / 1e12:.2f} TB/s, an empty kernel {self.kernel_us:.2f} µs", flush=True)
+
+    def _bandwidth(self) -> float:
+        a, b = (torch.empty(1 << 30, dtype=torch.int32, device=DEVICE).random_() for _ in range(2))
+        return 2 * a.nbytes / graph_us([lambda: b.copy_(a)], 5) * 1e6
+
+    def add(
+        self, name: str, what: str, us: float, torch_us: float | None, size: float, kernels: int, **more: Any
+    ) -> None:
+        """size: bytes that must be moved."""
+        floor = max(size / self.bandwidth * 1e6, kernels * self.kernel_us)
+        row = {"kernel": name, "case": what, "us": us, "torch_us": torch_us, "floor_us": floor, "bytes": size, **more}
+        self.rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+        beside = "" if torch_us is None else f"  torch {torch_us:8.1f}"
+        print(f"{name:18}{what:30}{us:9.2f} µs{beside}  floor {floor:7.2f}  {more or ''}", flush=True)
+
+
+def time_attention(report: Report, rows: int, context: int) -> None:
+    """Decode attention, the lengths of a batch spread by a quarter to both sides."""
+    spread = torch.linspace(0.75, 1.25, rows) if rows > 1 else torch.ones(1)
+    lengths = (spread * context).int().to(DEVICE)
+    per_row = -(-int(lengths.max()) // PAGE)
+    pages = torch.randperm(rows * per_row, device=DEVICE).view(rows, -1).int()
+    layers = 4 if rows * context > 60000 else 16
+    cache = normal(layers, 2, rows * per_row * PAGE, KV_HEADS, HEAD_DIM)
+    q, scale = normal(rows, HEADS, HEAD_DIM), HEAD_DIM**-0.5
+    lse = torch.empty(rows, HEADS, device=DEVICE)
+    found = decode_attention.decode_attention(q, cache[0, 0], cache[0, 1], pages, lengths, PAGE, scale, lse=lse)
+    wide = (x.double() for x in (q, cache[0, 0], cache[0, 1]))
+    wanted, wanted_lse = plain.decode_attention(*wide, pages, lengths, PAGE, scale)
+    slots = (pages.long()[:, :, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten(1)
+    mask = (torch.arange(slots.shape[1], device=DEVICE) < lengths[:, None])[:, None, None]
+
+    def today(k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.index_select(0, slots.flatten()).unflatten(0, slots.shape).transpose(1, 2) for x in (k, v))
+        return F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+
+    def ours(k: Tensor, v: Tensor) -> Tensor:
+        return decode_attention.decode_attention(q, k, v, pages, lengths, PAGE, scale)
+
+    us = graph_us([lambda k=k, v=v: ours(k, v) for k, v in cache])
+    torch_us = graph_us([lambda k=k, v=v: today(k, v) for k, v in cache])
+    size = int(lengths.sum()) * KV_HEADS * HEAD_DIM * 4
+    errors = {"error": error(found, wanted), "lse_error": error(lse, wanted_lse)}
+    report.add("decode_attention", f"{rows} rows × {context}", us, torch_us, size, 2, **errors)
+
+
+def time_latent_attention(report: Report, rows: int, context: int) -> None:
+    """Decode attention over DeepSeek-V2-Lite's latents."""
+    lengths = torch.full((rows,), context, dtype=torch.int32, device=DEVICE)
+    pages = torch.randperm(rows * context // PAGE, device=DEVICE).view(rows, -1).int()
+    latents, q = normal(16, rows * context, 1, 576), normal(rows, 16, 576)
+
+    def ours(x: Tensor) -> Tensor:
+        return decode_attention.latent_decode_attention(q, x, 512, pages, lengths, PAGE, 0.07)
+
+    wide = latents[0].double()
+    wanted, _ = plain.decode_attention(q.double(), wide, wide[..., :512], pages, lengths, PAGE, 0.07)
+    wrong = error(ours(latents[0]), wanted)
+    us = graph_us([lambda x=x: ours(x) for x in latents])
+    report.add("latent attention", f"{rows} rows × {context}", us, None, rows * context * 1152, 2, error=wrong)
+
+
+def torch_experts(x: Tensor, logits: Tensor, first: int, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The same by torch's operators: two grouped products."""
+    held = gate_up.shape[0]
+    weight, expert = F.softmax(logits, dtype=torch.float32, dim=-1).topk(CHOSEN, dim=-1)
+    weight = (weight / weight.sum(-1, keepdim=True)).to(x.dtype)
+    expert = expert.flatten() - first
+    here = (expert >= 0) & (expert < held)
+    expert, order = torch.where(here, expert, held).sort(stable=True)
+    ends = torch.searchsorted(expert, torch.arange(held, device=x.device), right=True).to(torch.int32)
+    gate, up = F.grouped_mm(x[order // CHOSEN], gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+    rows = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends) * weight.flatten()[order, None]
+    return torch.zeros_like(x).index_add_(0, order // CHOSEN, torch.where((expert < held)[:, None], rows, 0))
+
+
+def skewed_logits(rows: int) -> Tensor:
+    """Router logits by which some experts are chosen more often than others."""
+    return normal(rows, EXPERTS) + normal(EXPERTS, scale=0.5)
+
+
+def time_moe(report: Report, split: str, rows: int) -> None:
+    """Routing and experts; the products' bytes are those of the experts that were hit."""
+    held, inner = SPLITS[split]
+    gate_up, down = normal(held, 2 * inner, HIDDEN, scale=0.02), normal(held, HIDDEN, inner, scale=0.03)
+    live = ints(rows)
+    sets = [(normal(rows, HIDDEN), skewed_logits(rows)) for _ in range(2 if rows == 4096 else 12)]
+    out, tile_rows = torch.empty(rows, HIDDEN, device=DEVICE, dtype=BF16), moe.tile_rows_of(rows)
+
+    def routed(logits: Tensor) -> route.Routing:
+        return route.route(logits, CHOSEN, True, live, tile_rows, 0, held)
+
+    routings = [routed(logits) for _, logits in sets]
+    x, logits = sets[0]
+    weight, expert = plain.route(logits, CHOSEN, True, rows, 0, held)
+    assert torch.equal(routings[0].expert.sort(-1)[0], expert.sort(-1)[0]), "other experts than torch's"
+    moe.experts(x, routings[0], gate_up, down, out.fill_(float("nan")))
+    wanted = plain.experts(x.double(), weight, expert, gate_up.double(), down.double())
+    wrong = error(out, wanted)
+    route_us = graph_us([lambda x=x: routed(x) for _, x in sets])
+    each = list(zip(sets, routings, strict=True))
+    us = graph_us([lambda x=s[0], r=r: moe.experts(x, r, gate_up, down, out) for s, r in each])
+    both = graph_us([lambda s=s: moe.experts(s[0], routed(s[1]), gate_up, down, out) for s in sets])
+    torch_us = graph_us([lambda s=s: torch_experts(*s, 0, gate_up, down) for s in sets], 5)
+    hit = statistics.mean((r.expert.unique() >= 0).sum().item() for r in routings)
+    size = hit * 3 * inner * HIDDEN * 2 + rows * HIDDEN * 4
+    parts = {"route_us": route_us, "experts_us": us, "hit": hit, "error": wrong}
+    report.add("route + experts", f"{split} {rows} rows", both, torch_us, size, 4, **parts)
+
+
+def time_norm_rope_cache(report: Report, rows: int) -> None:
+    """Norms of queries and keys, rotary, the cache's write."""
+    weight, features = normal(HEAD_DIM), (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    layers = 4 if rows == 4096 else 16
+    qkv, cache = normal(layers, rows, features), normal(layers, 2, rows + 7, KV_HEADS, HEAD_DIM)
+    slots = torch.randperm(rows + 7, device=DEVICE)[:rows].int()
+    kept = slots.long()
+    angle = torch.rand(rows, HEAD_DIM // 2, device=DEVICE) * 6
+    cos, sin = angle.cos().to(BF16), angle.sin().to(BF16)
+    options = {"q_weight": weight, "k_weight": weight, "eps": 1e-6}
+
+    def ours(x: Tensor, c: Tensor) -> Tensor:
+        return norm_rope_cache.norm_rope_cache(x, HEADS, cos, sin, slots, c[0], c[1], **options)
+
+    def today(x: Tensor, c: Tensor) -> Tensor:
+        q, k, v = x.unflatten(1, (-1, HEAD_DIM)).split((HEADS, KV_HEADS, KV_HEADS), 1)
+        turned = []
+        for part in (q, k):
+            wide = part.float()
+            y = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(BF16)
+            left, right = y.chunk(2, -1)
+            swapped = torch.cat((-right, left), -1)
+            turned.append(y * torch.cat((cos, cos), -1)[:, None] + swapped * torch.cat((sin, sin), -1)[:, None])
+        c[0].index_copy_(0, kept, turned[1])
+        c[1].index_copy_(0, kept, v)
+        return turned[0]
+
+    stored, wanted_stored = cache[0].clone(), cache[0].double()
+    found = ours(qkv[0], stored)
+    wanted = plain.norm_rope_cache(qkv[0].double(), HEADS, cos, sin, slots, *wanted_stored, **options)
+    wrong = max(error(found, wanted), error(stored, wanted_stored))
+    each = list(zip(qkv, cache, strict=True))
+    us = graph_us([lambda x=x, c=c: ours(x, c) for x, c in each])
+    torch_us = graph_us([lambda x=x, c=c: today(x, c) for x, c in each])
+    report.add("norm_rope_cache", f"{rows} rows", us, torch_us, rows * features * 4, 1, error=wrong)
+
+
+def time_rms_norm(report: Report, rows: int) -> None:
+    """The residual's addition and norm."""
+    x, weight, residual = normal(16, rows, HIDDEN), normal(HIDDEN), normal(rows, HIDDEN)
+    wanted = plain.rms_norm(x[0].double(), weight, 1e-6, residual.double())
+    wrong = error(rms_norm.rms_norm(x[0], weight, 1e-6, residual), wanted)
+    us = graph_us([lambda y=y: rms_norm.rms_norm(y, weight, 1e-6, residual) for y in x])
+    torch_us = graph_us([lambda y=y: F.rms_norm(residual.add_(y), (HIDDEN,), weight, 1e-6) for y in x])
+    report.add("rms_norm + residual", f"{rows} rows", us, torch_us, rows * HIDDEN * 8, 1, error=wrong)
+
+
+def time_sample(report: Report, rows: int, heat: float) -> None:
+    """Draws from whole vocabularies; torch's column is argmax alone."""
+    sets = [torch.randn(rows, VOCABULARY, device=DEVICE) * 3 for _ in range(6)]
+    seed, position = torch.arange(rows, device=DEVICE) * 977, torch.arange(rows, device=DEVICE) + 5
+    temperature, live = torch.full((rows,), heat, device=DEVICE), ints(rows)
+    found = sample.sample(sets[0], temperature, seed, position, live)[1]
+    wanted = plain.sample(sets[0], temperature, seed, position, rows)[1]
+    assert torch.equal(found, wanted), f"{found.tolist()} drawn, {wanted.tolist()} wanted"
+    us = graph_us([lambda x=x: sample.sample(x, temperature, seed, position, live) for x in sets])
+    torch_us = graph_us([lambda x=x: x.argmax(-1) for x in sets])
+    report.add("sample", f"{rows} rows, {'drawn' if heat else 'greedy'}", us, torch_us, sets[0].nbytes, 2, error=0.0)
+
+
+def time_step(report: Report, rows: int) -> None:
+    """The ends of a step."""
+    state = torch.ones(256, dtype=torch.int32, device=DEVICE), torch.full((256,), 9, dtype=torch.int32, device=DEVICE)
+    pages, ring = (torch.zeros(256, 64, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    live, which = ints(rows), torch.arange(rows, dtype=torch.int32, device=DEVICE)
+
+    def ends() -> None:
+        step.step_in(which, live, *state, pages, PAGE)
+        step.step_out(which, live, which, live, *state, ring)
+
+    report.add("step_in + step_out", f"{rows} rows", graph_us([ends] * 10), None, rows * 80, 2)
+
+
+def time_all(report: Report) -> None:
+    """Every kernel at every size."""
+    for rows, context in ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (1, 32768), (16, 8192)):
+        time_attention(report, rows, context)
+    for rows in (1, 16, 64):
+        time_latent_attention(report, rows, 1024)
+    for split in SPLITS:
+        for rows in (1, 4, 16, 64, 256, 4096):
+            time_moe(report, split, rows)
+    for rows in (1, 16, 64, 256, 4096):
+        time_norm_rope_cache(report, rows)
+        time_rms_norm(report, rows)
+    for rows in (1, 16, 64):
+        time_sample(report, rows, 0.0)
+        time_sample(report, rows, 0.8)
+        time_step(report, rows)
+
+
+def main() -> None:
+    """Checks, times, writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the JSON here, too")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    report = Report()
+    time_all(report)
+    wrong = [row for row in report.rows if not row.get("error", 0.0) < 1e-2]
+    host = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    measured = {"copy_bytes_per_s": report.bandwidth, "empty_kernel_us": report.kernel_us}
+    text = json.dumps({"host": host, **measured, "rows": report.rows})
+    if args.out:
+        args.out.write_text(text + "\n")
+    print(text)
+    if wrong:
+        raise SystemExit(f"too far from float64: {wrong}")
+
+
+if __name__ == "__main__":
+    main()

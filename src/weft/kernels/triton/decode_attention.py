@@ -1,0 +1,334 @@
+"""Attention of one query a row over paged keys and values, in two kernels.
+
+The tokens of a row are cut into splits, which are attended to side by side (flash-decoding; the structure is that of
+LightLLM's kernel): the first kernel leaves a partial output and its log-sum-exp for each split, the second merges a
+row's splits in their order. How long a split is follows from the row's own length alone, so a row's bits do not depend
+on its neighbours, and the grid is the same for all lengths: one captured graph serves them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MIN_SPLIT, MAX_SPLITS = 128, 32
+"""A split has this many tokens at least; a row has this many splits at most."""
+LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
+
+
+class Tile(NamedTuple):
+    """How the first kernel is cut: heads and tokens of a block, warps, and stages of the pipeline of loads."""
+
+    heads: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _split_tokens(length, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Tokens of a split: the next power of two of length / MAX_SPLITS, MIN_SPLIT at least."""
+    x = tl.maximum(tl.cdiv(length, MAX_SPLITS), 1) - 1
+    x |= x >> 1
+    x |= x >> 2
+    x |= x >> 4
+    x |= x >> 8
+    x |= x >> 16
+    return tl.maximum(x + 1, MIN_SPLIT)
+
+
+@triton.jit
+def _slots(pages, token, end, PAGE: tl.constexpr):
+    """Slots of a row's tokens by its page table; those from `end` on are not looked up."""
+    page = tl.load(pages + token // PAGE, mask=token < end, other=0)
+    return page.to(tl.int64) * PAGE + token % PAGE
+
+
+@triton.jit
+def _attend_split(
+    q,
+    keys,
+    values,
+    pages,
+    lengths,
+    table,
+    part,
+    part_lse,
+    scale_log2,
+    q_row,
+    q_head,
+    k_slot,
+    k_head,
+    v_slot,
+    v_head,
+    pages_row,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    REST: tl.constexpr,
+    LATENT: tl.constexpr,
+    TABLE: tl.constexpr,
+    PAGE: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
+    BLOCKS: tl.constexpr = (HEADS // GROUP) * HEAD_BLOCKS
+    row = tl.program_id(0) // BLOCKS
+    block = tl.program_id(0) % BLOCKS
+    split = tl.program_id(1)
+    length = tl.load(lengths + row)
+    span = _split_tokens(length, MIN_SPLIT, MAX_SPLITS)
+    start = split * span
+    if start >= length:
+        return
+    end = tl.minimum(start + span, length)
+    kv_head = block // HEAD_BLOCKS
+    in_group = (block % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = kv_head * GROUP + in_group
+    d = tl.arange(0, BLOCK_D)
+    real = (in_group < GROUP)[:, None] & (d < D)[None, :]
+    q += row.to(tl.int64) * q_row + head[:, None] * q_head
+    main = tl.load(q + d[None, :], mask=real, other=0.0)
+    if REST > 0:
+        r = tl.arange(0, BLOCK_REST)
+        rest = tl.load(q + D + r[None, :], mask=(in_group < GROUP)[:, None] & (r < REST)[None, :], other=0.0)
+    at = row
+    if TABLE:
+        at = tl.load(table + row)
+    pages += at.to(tl.int64) * pages_row
+    keys += kv_head * k_head
+    values += kv_head * v_head
+    top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    # The slots of a turn are looked up in the turn before, so that loads of keys need not wait for the page table.
+    slot = _slots(pages, start + tl.arange(0, BLOCK_N), end, PAGE)
+    for first in range(start, end, BLOCK_N):
+        seen = first + tl.arange(0, BLOCK_N) < end
+        wanted = seen[None, :] & (d < D)[:, None]
+        k = tl.load(keys + slot[None, :] * k_slot + d[:, None], mask=wanted, other=0.0)
+        score = tl.dot(main, k, input_precision="ieee")
+        if REST > 0:
+            k_rest = tl.load(
+                keys + slot[None, :] * k_slot + D + r[:, None], mask=seen[None, :] & (r < REST)[:, None], other=0.0
+            )
+            score = tl.dot(rest, k_rest, score, input_precision="ieee")
+        score = tl.where(seen[None, :], score * scale_log2, float("-inf"))
+        if LATENT:
+            v = tl.trans(k)
+        else:
+            v = tl.load(
+                values + slot[:, None] * v_slot + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0
+            )
+        slot = _slots(pages, first + BLOCK_N + tl.arange(0, BLOCK_N), end, PAGE)
+        new_top = tl.maximum(top, tl.max(score, 1))
+        keep = tl.exp2(top - new_top)
+        p = tl.exp2(score - new_top[:, None])
+        total = total * keep + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+        top = new_top
+    at_part = (row.to(tl.int64) * HEADS + head) * SPLITS + split
+    tl.store(part + at_part[:, None] * D + d[None, :], acc / total[:, None], mask=real)
+    tl.store(part_lse + at_part, top + tl.log2(total), mask=in_group < GROUP)
+
+
+@triton.jit
+def _merge_splits(
+    part,
+    part_lse,
+    lengths,
+    out,
+    lse,
+    out_row,
+    out_head,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    LSE: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LN2: tl.constexpr,
+):
+    row = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % HEADS
+    length = tl.load(lengths + row)
+    splits = tl.cdiv(length, _split_tokens(length, MIN_SPLIT, MAX_SPLITS))
+    s = tl.arange(0, BLOCK_S)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    at = (row.to(tl.int64) * HEADS + head) * SPLITS + s
+    each = tl.load(part_lse + at, mask=s < splits, other=float("-inf"))
+    x = tl.load(part + at[:, None] * D + d[None, :], mask=(s < splits)[:, None] & (d < D)[None, :], other=0.0)
+    top = tl.max(each, 0)
+    top = tl.where(splits > 0, top, 0.0)  # an empty row has no weights: -inf minus -inf would be NaN
+    weight = tl.exp2(each - top)
+    total = tl.where(splits > 0, tl.sum(weight, 0), 1.0)
+    merged = tl.sum(x * weight[:, None], 0) / total
+    tl.store(out + row.to(tl.int64) * out_row + head * out_head + d, merged.to(out.dtype.element_ty), mask=d < D)
+    if LSE and tl.program_id(1) == 0:
+        found = tl.where(splits > 0, (top + tl.log2(total)) * LN2, float("-inf"))
+        tl.store(lse + row * HEADS + head, found)
+
+
+def tile_of(head_dim: int, group: int) -> Tile:
+    """The first kernel's tile: by the model's shape alone, so that a row has the same bits at every capacity."""
+    heads = min(64, max(16, triton.next_power_of_2(group)))
+    if head_dim <= 128:
+        return Tile(heads, 64, 4, 3)
+    if head_dim <= 256:
+        return Tile(min(heads, 32), 32, 4, 3)
+    return Tile(16, 32, 8, 2)
+
+
+def decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    page_size: int,
+    scale: float,
+    *,
+    table: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """softmax(scale · q Kᵀ) V of each row over its own tokens; gives `[rows, heads, head_dim]` in q's dtype.
+
+    q `[rows, heads, head_dim]`; keys and values `[slots, kv_heads, head_dim]`, where token t of a row lies at slot
+    `pages[row, t // page_size] · page_size + t % page_size`; pages int32 `[rows, max_pages]`; lengths int32 `[rows]`,
+    the row's own token included. Last dimensions are contiguous; heads is a multiple of kv_heads.
+    table: int32 `[rows]`, the row of `pages` of each row, where that is not its own index.
+    lse: float32 `[rows, heads]`, filled with the natural log-sum-exp of the scaled scores.
+    A row of length 0 gets output 0 and lse −inf, and neither its page table nor its slots are read.
+    Raises ValueError where shapes or dtypes do not fit together.
+    """
+    if values.shape != keys.shape:
+        raise ValueError(f"keys are {list(keys.shape)}, values {list(values.shape)}; they must be alike")
+    return _launch(q, keys, values, 0, pages, lengths, page_size, scale, table, out, lse, tile)
+
+
+def latent_decode_attention(
+    q: Tensor,
+    latents: Tensor,
+    value_dim: int,
+    pages: Tensor,
+    lengths: Tensor,
+    page_size: int,
+    scale: float,
+    *,
+    table: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`decode_attention` of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), its up-projections absorbed.
+
+    latents `[slots, 1, dim]` are all heads' keys, and their first `value_dim` elements are the values; gives
+    `[rows, heads, value_dim]`.
+    """
+    if latents.shape[1] != 1 or not value_dim < latents.shape[2]:
+        raise ValueError(f"latents are {list(latents.shape)}; they must be [slots, 1, more than {value_dim}]")
+    rest = latents.shape[2] - value_dim
+    return _launch(q, latents, latents, rest, pages, lengths, page_size, scale, table, out, lse, tile)
+
+
+def _launch(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rest: int,
+    pages: Tensor,
+    lengths: Tensor,
+    page_size: int,
+    scale: float,
+    table: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+    tile: Tile | None,
+) -> Tensor:
+    rows, heads, dim = q.shape
+    kv_heads, d = keys.shape[1], dim - rest
+    if keys.shape[2] != dim or heads % kv_heads or lengths.shape[0] != rows:
+        raise ValueError(f"q is {list(q.shape)}, keys {list(keys.shape)}, lengths {list(lengths.shape)}")
+    if not q.dtype == keys.dtype == values.dtype:
+        raise ValueError(f"q is {q.dtype}, keys {keys.dtype}, values {values.dtype}; they must be alike")
+    if not all(t.stride(-1) == 1 for t in (q, keys, values, pages)):
+        raise ValueError("the last dimensions of q, keys, values and pages must be contiguous")
+    out = q.new_empty(rows, heads, d) if out is None else out
+    if not rows:
+        return out
+    group = heads // kv_heads
+    tile = tile_of(d, group) if tile is None else tile
+    tokens = pages.shape[1] * page_size
+    splits = min(MAX_SPLITS, max(1, triton.cdiv(tokens, MIN_SPLIT)))
+    part = q.new_empty(rows, heads, splits, d, dtype=torch.float32)
+    part_lse = q.new_empty(rows, heads, splits, dtype=torch.float32)
+    blocks = kv_heads * triton.cdiv(group, tile.heads)
+    _attend_split[(rows * blocks, splits)](
+        q,
+        keys,
+        values,
+        pages,
+        lengths,
+        lengths if table is None else table,
+        part,
+        part_lse,
+        scale * LOG2E,
+        q.stride(0),
+        q.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        pages.stride(0),
+        HEADS=heads,
+        GROUP=group,
+        D=d,
+        REST=rest,
+        LATENT=rest > 0,
+        TABLE=table is not None,
+        PAGE=page_size,
+        MIN_SPLIT=MIN_SPLIT,
+        MAX_SPLITS=MAX_SPLITS,
+        SPLITS=splits,
+        BLOCK_H=tile.heads,
+        BLOCK_N=tile.tokens,
+        BLOCK_D=triton.next_power_of_2(d),
+        BLOCK_REST=max(16, triton.next_power_of_2(rest)),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    block_d = min(128, triton.next_power_of_2(d))
+    _merge_splits[(rows * heads, triton.cdiv(d, block_d))](
+        part,
+        part_lse,
+        lengths,
+        out,
+        part_lse if lse is None else lse,
+        out.stride(0),
+        out.stride(1),
+        HEADS=heads,
+        D=d,
+        LSE=lse is not None,
+        MIN_SPLIT=MIN_SPLIT,
+        MAX_SPLITS=MAX_SPLITS,
+        SPLITS=splits,
+        BLOCK_S=triton.next_power_of_2(splits),
+        BLOCK_D=block_d,
+        LN2=LN2,
+        num_warps=4,
+    )
+    return out

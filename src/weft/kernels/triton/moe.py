@@ -1,0 +1,196 @@
+"""The routed experts of a mixture-of-experts block, in three kernels that follow `route`.
+
+up: silu(x · gateᵀ) · (x · upᵀ) of every pair, both products in one pass over x; down: its product with the down
+projection times the pair's weight, `[T, k, width]`; sum: over a token's pairs in the order of its choices. Nothing is
+added atomically, so the bits are the same on every run. Products accumulate in float32; between the kernels values
+have x's dtype. Gate and up rows of a weight lie as checkpoints have them, one block after the other: a program reads a
+tile of each, so no weight is permuted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.triton.route import Routing
+
+
+class Tile(NamedTuple):
+    """How a product is cut: columns and depth of a block, warps, and stages of the pipeline of loads."""
+
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _pairs_of(tile, order, tile_expert, pairs, SORTED: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(pairs `[BLOCK_M]` of a tile, its expert or −1). A row that has no pair has the number `pairs`."""
+    expert = tl.load(tile_expert + tile)
+    row = tl.arange(0, BLOCK_M)
+    if SORTED:
+        # An idle tile's part of the order was never written, and is not looked at.
+        pair = tl.load(order + tile * BLOCK_M + row, mask=(row >= 0) & (expert >= 0), other=0)
+    else:
+        pair = tl.where(row == 0, tile, pairs)
+    return pair, expert
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _up(
+    x, weight, order, tile_expert, out, pairs, x_row,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SORTED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    COLUMN_BLOCKS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0) // COLUMN_BLOCKS
+    pair, expert = _pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M)
+    if expert < 0:
+        return
+    real = pair < pairs
+    column = (tl.program_id(0) % COLUMN_BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wanted = column < INNER
+    depth = tl.arange(0, BLOCK_K)
+    x += (tl.where(real, pair, 0) // K).to(tl.int64)[:, None] * x_row + depth[None, :]
+    weight += expert.to(tl.int64) * (2 * INNER * WIDTH)
+    gate_at = weight + tl.where(wanted, column, 0)[None, :] * WIDTH + depth[:, None]
+    up_at = gate_at + INNER * WIDTH
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, WIDTH, BLOCK_K):
+        if WIDTH % BLOCK_K == 0:
+            a = tl.load(x + k, mask=real[:, None], other=0.0)
+            b = tl.load(gate_at + k)
+            c = tl.load(up_at + k)
+        else:
+            inside = depth < WIDTH - k
+            a = tl.load(x + k, mask=real[:, None] & inside[None, :], other=0.0)
+            b = tl.load(gate_at + k, mask=inside[:, None], other=0.0)
+            c = tl.load(up_at + k, mask=inside[:, None], other=0.0)
+        gate = tl.dot(a, b, gate, input_precision="ieee")
+        up = tl.dot(a, c, up, input_precision="ieee")
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    to = out + pair.to(tl.int64)[:, None] * INNER + column[None, :]
+    tl.store(to, value.to(out.dtype.element_ty), mask=real[:, None] & wanted[None, :])
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _down(
+    inner, weight, route_weight, order, tile_expert, out, pairs,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, SORTED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    COLUMN_BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0) // COLUMN_BLOCKS
+    pair, expert = _pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M)
+    if expert < 0:
+        return
+    real = pair < pairs
+    column = (tl.program_id(0) % COLUMN_BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wanted = column < WIDTH
+    depth = tl.arange(0, BLOCK_K)
+    inner += tl.where(real, pair, 0).to(tl.int64)[:, None] * INNER + depth[None, :]
+    weight += expert.to(tl.int64) * (WIDTH * INNER)
+    weight += tl.where(wanted, column, 0)[None, :] * INNER + depth[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, INNER, BLOCK_K):
+        if INNER % BLOCK_K == 0:
+            a = tl.load(inner + k, mask=real[:, None], other=0.0)
+            b = tl.load(weight + k)
+        else:
+            inside = depth < INNER - k
+            a = tl.load(inner + k, mask=real[:, None] & inside[None, :], other=0.0)
+            b = tl.load(weight + k, mask=inside[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    acc *= tl.load(route_weight + pair, mask=real, other=0.0)[:, None]
+    to = out + pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & wanted[None, :])
+
+
+@triton.jit
+def _sum_choices(pairs, expert, out, out_row, WIDTH: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(K):
+        pair = token * K + j
+        present = tl.load(expert + pair) >= 0
+        at = pairs + pair.to(tl.int64) * WIDTH + column
+        total += tl.load(at, mask=(column < WIDTH) & present, other=0.0).to(tl.float32)
+    to = out + token.to(tl.int64) * out_row + column
+    tl.store(to, total.to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+def tile_rows_of(rows: int) -> int:
+    """Rows of a tile, for tensors of `rows` tokens."""
+    return 16 if rows <= 128 else 32 if rows <= 256 else 64 if rows < 1024 else 128
+
+
+def up_tile_of(rows: int) -> Tile:
+    """The tile of the first product, whose columns are of gate and of up: twice as many are read."""
+    if rows <= 4:
+        return Tile(32, 128, 4, 4)
+    if rows <= 256:
+        return Tile(64, 64, 4, 4)
+    return Tile(128, 64, 8, 3)
+
+
+def down_tile_of(rows: int) -> Tile:
+    """The tile of the second product."""
+    if rows <= 4:
+        return Tile(64, 128, 4, 4)
+    if rows <= 256:
+        return Tile(128, 64, 4, 4)
+    return Tile(256, 64, 8, 3)
+
+
+def experts(
+    x: Tensor,
+    routing: Routing,
+    gate_up: Tensor,
+    down: Tensor,
+    out: Tensor,
+    up_tile: Tile | None = None,
+    down_tile: Tile | None = None,
+) -> Tensor:
+    """Σ over a token's pairs that are here of weight · down(silu(gate(x)) · up(x)); fills and returns out.
+
+    x `[T, width]` with contiguous rows; routing by `route` with `tile_rows_of(T)`; gate_up `[E, 2 · inner, width]`,
+    gate's rows first; down `[E, width, inner]`; out `[T, width]`, zero where no expert is here.
+    Raises ValueError where shapes or dtypes do not fit together.
+    """
+    (rows, width), k = x.shape, routing.expert.shape[1]
+    inner = down.shape[2]
+    if gate_up.shape[1:] != (2 * inner, width) or down.shape[1] != width or routing.expert.shape[0] != rows:
+        raise ValueError(f"x is {list(x.shape)}, gate_up {list(gate_up.shape)}, down {list(down.shape)}")
+    if not x.dtype == gate_up.dtype == down.dtype:
+        raise ValueError(f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; they must be alike")
+    if not (gate_up.is_contiguous() and down.is_contiguous() and x.stride(1) == 1 and out.stride(1) == 1):
+        raise ValueError("the weights and the rows of x and out must be contiguous")
+    if not rows:
+        return out
+    pairs, tile_rows = rows * k, routing.tile_rows
+    ordered = routing.order is not None
+    order = routing.order if routing.order is not None else routing.expert
+    tile_expert = routing.tile_expert if routing.tile_expert is not None else routing.expert
+    tiles = tile_expert.numel()
+    hidden, each = x.new_empty(pairs, inner), x.new_empty(pairs, width)
+    cut = up_tile or up_tile_of(rows)
+    _up[(tiles * triton.cdiv(inner, cut.columns),)](
+        x, gate_up, order, tile_expert, hidden, pairs, x.stride(0), WIDTH=width, INNER=inner, K=k, SORTED=ordered,
+        BLOCK_M=tile_rows, BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip
+    cut = down_tile or down_tile_of(rows)
+    _down[(tiles * triton.cdiv(width, cut.columns),)](
+        hidden, down, routing.weight, order, tile_expert, each, pairs, WIDTH=width, INNER=inner, SORTED=ordered,
+        BLOCK_M=tile_rows, BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip
+    block = min(1024, triton.next_power_of_2(width))
+    _sum_choices[(rows, triton.cdiv(width, block))](
+        each, routing.expert, out, out.stride(0), WIDTH=width, K=k, BLOCK=block, num_warps=4
+    )
+    return out

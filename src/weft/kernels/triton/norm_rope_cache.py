@@ -1,0 +1,114 @@
+"""What lies between the query-key-value product and attention: norms of queries and keys, rotary, the cache's write.
+
+One program a row and head. Arithmetic is in float32 and is rounded once, where a value is stored.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _norm_rope_cache(
+    qkv, q_weight, k_weight, cos, sin, slots, q_out, keys, values,
+    qkv_row, angle_row, q_row, q_head, k_slot, k_head, v_slot, v_head, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    qkv += row * qkv_row + head * D
+    slot = tl.load(slots + row).to(tl.int64)
+    if (head >= HEADS) & (slot < 0):  # keys and values of a row without a slot go nowhere
+        return
+    if head >= HEADS + KV_HEADS:
+        d = tl.arange(0, BLOCK_D)
+        v = tl.load(qkv + d, mask=d < D)
+        tl.store(values + slot * v_slot + (head - HEADS - KV_HEADS) * v_head + d, v, mask=d < D)
+        return
+    i = tl.arange(0, BLOCK_PAIRS)
+    paired = i < TURNED // 2
+    if INTERLEAVED:
+        left_at = 2 * i
+        right_at = left_at + 1
+    else:
+        left_at = i
+        right_at = i + TURNED // 2
+    rest_at = TURNED + tl.arange(0, BLOCK_REST)
+    left = tl.load(qkv + left_at, mask=paired, other=0.0).to(tl.float32)
+    right = tl.load(qkv + right_at, mask=paired, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * angle_row + i, mask=paired, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * angle_row + i, mask=paired, other=0.0).to(tl.float32)
+    if TURNED < D:
+        rest = tl.load(qkv + rest_at, mask=rest_at < D, other=0.0).to(tl.float32)
+    if NORM:
+        square = tl.sum(left * left + right * right, 0)
+        if TURNED < D:
+            square += tl.sum(rest * rest, 0)
+        factor = tl.rsqrt(square / D + eps)
+        weight = k_weight
+        if head < HEADS:
+            weight = q_weight
+        left *= factor * tl.load(weight + left_at, mask=paired, other=0.0).to(tl.float32)
+        right *= factor * tl.load(weight + right_at, mask=paired, other=0.0).to(tl.float32)
+        if TURNED < D:
+            rest *= factor * tl.load(weight + rest_at, mask=rest_at < D, other=0.0).to(tl.float32)
+    to = keys + slot * k_slot + (head - HEADS) * k_head
+    if head < HEADS:
+        to = q_out + row * q_row + head * q_head
+    dtype = q_out.dtype.element_ty
+    tl.store(to + left_at, (left * c - right * s).to(dtype), mask=paired)
+    tl.store(to + right_at, (right * c + left * s).to(dtype), mask=paired)
+    if TURNED < D:
+        tl.store(to + rest_at, rest.to(dtype), mask=rest_at < D)
+
+
+def norm_rope_cache(
+    qkv: Tensor,
+    heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    interleaved: bool = False,
+    q_out: Tensor | None = None,
+) -> Tensor:
+    """Turns queries and keys, stores keys and values at the rows' slots; gives the queries `[T, heads, D]`.
+
+    qkv `[T, (heads + 2 · kv_heads) · D]`: queries, keys, values side by side, heads one after the other.
+    cos, sin `[T, turned / 2]`, where a head's first `turned` elements are turned: element i with element
+    i + turned / 2, or, interleaved, element 2i with 2i + 1. slots int32 or int64 `[T]`; −1 stores nothing.
+    keys, values `[slots, kv_heads, D]`, of qkv's dtype. q_weight, k_weight `[D]`: each head's query and key are first
+    divided by √(mean of squares + eps) and multiplied by it; both or neither.
+    Raises ValueError where shapes or dtypes do not fit together.
+    """
+    rows, (_, kv_heads, d) = qkv.shape[0], keys.shape
+    turned = 2 * cos.shape[-1]
+    if qkv.shape[1] != (heads + 2 * kv_heads) * d or turned > d or values.shape != keys.shape:
+        raise ValueError(f"qkv is {list(qkv.shape)} for {heads} heads, keys {list(keys.shape)}, cos {list(cos.shape)}")
+    if cos.shape != (rows, turned // 2) or sin.shape != cos.shape or sin.stride() != cos.stride():
+        raise ValueError(f"cos is {list(cos.shape)}, sin {list(sin.shape)}; they must be alike, a row for each of qkv")
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("queries and keys are both normalised, or neither is")
+    if not qkv.dtype == keys.dtype == values.dtype:
+        raise ValueError(f"qkv is {qkv.dtype}, keys {keys.dtype}, values {values.dtype}; they must be alike")
+    if not all(t.stride(-1) == 1 for t in (qkv, cos, keys, values)):
+        raise ValueError("the last dimensions must be contiguous")
+    out = qkv.new_empty(rows, heads, d) if q_out is None else q_out
+    if rows:
+        _norm_rope_cache[(rows, heads + 2 * kv_heads)](
+            qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos, sin, slots, out,
+            keys, values, qkv.stride(0), cos.stride(0), out.stride(0), out.stride(1), keys.stride(0), keys.stride(1),
+            values.stride(0), values.stride(1), eps, HEADS=heads, KV_HEADS=kv_heads, D=d, TURNED=turned,
+            NORM=q_weight is not None, INTERLEAVED=interleaved,
+            BLOCK_PAIRS=max(1, triton.next_power_of_2(turned // 2)),
+            BLOCK_REST=max(1, triton.next_power_of_2(d - turned)), BLOCK_D=triton.next_power_of_2(d), num_warps=1,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,188 @@
+"""Each kernel's twin in plain torch: what it computes, for any device and without Triton.
+
+Arguments and results are those of the kernel's launcher, where its text is; arithmetic is in float32, or in float64
+where the inputs are. They are written to be read: they wait for the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def decode_attention(
+    q: Tensor, keys: Tensor, values: Tensor, pages: Tensor, lengths: Tensor, page_size: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(output `[rows, heads, values' dim]`, natural log-sum-exp `[rows, heads]`)."""
+    rows, heads, _ = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros(rows, heads, values.shape[-1], dtype=wide, device=q.device)
+    lse = torch.full((rows, heads), float("-inf"), dtype=wide, device=q.device)
+    group = heads // keys.shape[1]
+    for row, length in enumerate(lengths.tolist()):
+        if length:
+            token = torch.arange(length, device=q.device)
+            slot = pages[row].long()[token // page_size] * page_size + token % page_size
+            k, v = (x[slot].to(wide).repeat_interleave(group, 1) for x in (keys, values))
+            score = torch.einsum("hd,thd->ht", q[row].to(wide), k) * scale
+            lse[row] = score.logsumexp(-1)
+            out[row] = torch.einsum("ht,thd->hd", score.softmax(-1), v)
+    return out.to(q.dtype), lse
+
+
+def route(
+    logits: Tensor, k: int, renormalise: bool, live: int, first: int = 0, held: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(weight float32 `[T, k]`, expert int32 `[T, k]`, −1 where it is not here or the token is not live)."""
+    held = logits.shape[1] - first if held is None else held
+    # A stable sort gives equal probabilities to the lower expert; topk does not say whom it takes.
+    probability = logits.float().softmax(-1)
+    weight, expert = (x[:, :k] for x in probability.sort(dim=-1, descending=True, stable=True))
+    if renormalise:
+        weight = weight / weight.sum(-1, keepdim=True)
+    expert = expert - first
+    here = (expert >= 0) & (expert < held)
+    here[live:] = False
+    return weight, torch.where(here, expert, -1).int()
+
+
+def experts(x: Tensor, weight: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """`[T, width]`; pairs whose expert is −1 are left out."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = torch.zeros(x.shape, dtype=wide, device=x.device)
+    for e in expert.unique().tolist():
+        if e >= 0:
+            token, choice = (expert == e).nonzero(as_tuple=True)
+            gate, up = F.linear(x[token].to(wide), gate_up[e].to(wide)).chunk(2, -1)
+            rows = F.linear(F.silu(gate) * up, down[e].to(wide))
+            out.index_add_(0, token, rows * weight[token, choice, None].to(wide))
+    return out.to(x.dtype)
+
+
+def norm_rope_cache(
+    qkv: Tensor,
+    heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    interleaved: bool = False,
+) -> Tensor:
+    """The queries; keys and values are stored."""
+    kv_heads, d = keys.shape[1:]
+    wide = torch.promote_types(qkv.dtype, torch.float32)
+    q, k, v = qkv.unflatten(1, (-1, d)).split((heads, kv_heads, kv_heads), 1)
+
+    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+        x = x.to(wide)
+        if weight is not None:
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
+        part, rest = x.split((2 * cos.shape[1], d - 2 * cos.shape[1]), -1)
+        left, right = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+        c, s = (t.to(wide)[:, None] for t in (cos, sin))
+        pair = (left * c - right * s, right * c + left * s)
+        return torch.cat((torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1), rest), -1)
+
+    kept = slots >= 0
+    keys[slots[kept].long()] = turned(k, k_weight)[kept].to(keys.dtype)
+    values[slots[kept].long()] = v[kept]
+    return turned(q, q_weight).to(qkv.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """The normalised rows; the residual is updated in place."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    value = x.to(wide)
+    if residual is not None:
+        value = residual.copy_(residual.to(wide) + value).to(wide)
+    return (value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps) * weight.to(wide)).to(x.dtype)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """`[T, width]` of `[T, 2 · width]`."""
+    gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    live: int,
+    *,
+    min_p: Tensor | None = None,
+    first: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(value `[rows]`, token int32 `[rows]`). The noise is the kernel's but for the rounding of its logarithms."""
+    value, vocabulary = logits.float(), logits.shape[1]
+    value = torch.where(value.isnan(), float("-inf"), value)
+    hot = temperature > 0
+    scaled = value / temperature.clamp(min=1e-5)[:, None]
+    if min_p is not None:
+        least = scaled.amax(-1, keepdim=True) + min_p.log()[:, None]
+        scaled = torch.where((min_p > 0)[:, None] & (scaled < least), float("-inf"), scaled)
+    value = torch.where(hot[:, None], scaled + gumbel(seed, position, first, vocabulary), value)
+    best = value.amax(-1)
+    token = (value == best[:, None]).int().argmax(-1) + first
+    best[live:], token[live:] = float("-inf"), -1
+    return best, token.int()
+
+
+def gumbel(seed: Tensor, position: Tensor, first: int, count: int) -> Tensor:
+    """Gumbel noise float32 `[rows, count]` of the tokens from `first` on, by (seed, position, token) alone."""
+    zero = torch.zeros_like(seed)
+    key = _philox(seed & _MASK, (seed >> 32) & _MASK, position.long() & _MASK, position.long() >> 32 & _MASK)[0]
+    token = torch.arange(first, first + count, device=seed.device)
+    words = _philox(key[:, None], zero[:, None], token[None] // 4, zero[:, None])
+    bits = torch.stack(words).gather(0, (token % 4).expand(1, len(seed), count))[0]
+    signed = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
+    uniform = torch.where(signed < 0, -signed - 1, signed).float() * 4.6566127342e-10
+    return -(-torch.log1p(-uniform.clamp(min=4.66e-10))).log()
+
+
+_MASK = 0xFFFFFFFF
+
+
+def _philox(k0: Tensor, k1: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10 (Salmon et al., SC 2011) of 32-bit words that are held in int64; counters 2 and 3 are zero."""
+
+    def product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = a * (b & 0xFFFF), a * (b >> 16)  # 48 bits each: int64 has no room for the whole 64
+        return (high + (low >> 16)) >> 16, (((high & 0xFFFF) << 16) + low) & _MASK
+
+    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
+    for _ in range(10):
+        (high_a, low_a), (high_b, low_b) = product(0xD2511F53, c0), product(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+def step_in(
+    rows: Tensor, live: int, last_token: Tensor, length: Tensor, pages: Tensor, page_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(tokens, positions, lengths, slots, table, live), as `step.StepInputs`."""
+    real = torch.arange(len(rows), device=rows.device) < live
+    table = torch.where(real, rows, 0)
+    position = length[table.long()]
+    slots = pages[table.long(), (position // page_size).long()] * page_size + position % page_size
+    tokens = torch.where(real, last_token[table.long()], 0).long()
+    positions = torch.where(real, position, 0).long()
+    return tokens, positions, torch.where(real, position + 1, 0), torch.where(real, slots, -1), table, real
+
+
+def step_out(
+    rows: Tensor, live: int, token: Tensor, step: int, last_token: Tensor, length: Tensor, ring: Tensor
+) -> None:
+    """Updates the state and the ring in place."""
+    last_token[rows[:live].long()] = token[:live]
+    length[rows[:live].long()] += 1
+    ring[step % len(ring), : len(rows)] = -1
+    ring[step % len(ring), :live] = token[:live]

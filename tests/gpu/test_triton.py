@@ -1,0 +1,28 @@
+"""The Triton kernels against their twins (`triton_checks`): on a GPU where there is one, else in Triton's interpreter.
+
+Triton decides when it is imported whether it interprets, so each file of checks runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CHECKS = Path(__file__).parent / "triton_checks"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton, which the extra gpu brings")
+@pytest.mark.parametrize("path", sorted(CHECKS.glob("check_*.py")), ids=lambda p: p.stem)
+def test_kernels_are_their_twins(path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    if not torch.cuda.is_available():
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", CHECKS / "pytest.ini", path]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]

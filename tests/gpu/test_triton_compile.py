@@ -1,0 +1,163 @@
+"""Every Triton kernel, as its launcher cuts it for real shapes, compiles to machine code of sm_90: no GPU needed.
+
+Tensors are on torch's meta device, and launches are turned into compilations.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="needs triton, which the extra gpu brings")
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from weft.kernels.triton import decode_attention, moe, norm_rope_cache, rms_norm, route, sample, step
+
+SHARED_BYTES, REGISTERS = 227 << 10, 64 << 10
+"""What a block of sm_90 can have."""
+TOOLS = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin"
+
+
+@dataclass
+class Compiled:
+    """A kernel's machine code. stack: bytes of local memory, which is where registers are spilled to."""
+
+    name: str
+    shared: int
+    threads: int
+    registers: int
+    stack: int
+    code: str
+
+
+class NoGpu:
+    """Stands in for Triton's driver: the GPU that there would be."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Compiled]]:
+    """What the launches of the test compile to."""
+    found: list[Compiled] = []
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        assert all(0 < n < 1 << 16 for n in grid[1:]) and 0 < grid[0] < 1 << 31
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        found.append(_read(self.fn.__name__, kernel))
+        return kernel
+
+    monkeypatch.setattr(driver, "_active", NoGpu())
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    yield found
+
+
+def _read(name: str, kernel: Any) -> Compiled:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+
+        def tool(*command: str) -> str:
+            return subprocess.run([TOOLS / command[0], *command[1:], file.name], capture_output=True, text=True).stdout
+
+        usage, code = tool("cuobjdump", "-res-usage"), tool("nvdisasm", "-c")
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    return Compiled(name, kernel.metadata.shared, 32 * kernel.metadata.num_warps, registers, stack, code)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+INT, FLOAT, LONG = torch.int32, torch.float32, torch.int64
+
+
+def attend(rows: int, heads: int, kv_heads: int, dim: int, pages: int) -> None:
+    cache = empty(100_000, kv_heads, dim)
+    page_table, lengths, lse = empty(rows, pages, dtype=INT), empty(rows, dtype=INT), empty(rows, heads, dtype=FLOAT)
+    decode_attention.decode_attention(
+        empty(rows, heads, dim), cache, cache, page_table, lengths, 16, 0.1, table=lengths, lse=lse
+    )
+
+
+def attend_to_latents(heads: int) -> None:
+    page_table, lengths = empty(16, 2048, dtype=INT), empty(16, dtype=INT)
+    latents = empty(100_000, 1, 576)
+    decode_attention.latent_decode_attention(empty(16, heads, 576), latents, 512, page_table, lengths, 16, 0.1)
+
+
+def mix_experts(rows: int, held: int = 64, inner: int = 768, width: int = 2048) -> None:
+    live, tile_rows = empty(1, dtype=INT), moe.tile_rows_of(rows)
+    routing = route.route(empty(rows, 128), 8, True, live, tile_rows, 64, held)
+    gate_up, down = empty(held, 2 * inner, width), empty(held, width, inner)
+    moe.experts(empty(rows, width), routing, gate_up, down, empty(rows, width))
+
+
+def norm_and_turn(rows: int) -> None:
+    cache, angle, slots, weight = empty(1000, 2, 128), empty(rows, 64), empty(rows, dtype=INT), empty(128)
+    norm_rope_cache.norm_rope_cache(
+        empty(rows, 20 * 128), 16, angle, angle, slots, cache, cache, q_weight=weight, k_weight=weight, eps=1e-6
+    )
+
+
+def draw(rows: int) -> None:
+    row = empty(rows, dtype=FLOAT)
+    whole, live = empty(rows, dtype=LONG), empty(1, dtype=INT)
+    sample.sample(empty(rows, 151_936, dtype=FLOAT), row, whole, whole, live, min_p=row)
+
+
+def ends(capacity: int) -> None:
+    rows, live, state = empty(capacity, dtype=INT), empty(1, dtype=INT), empty(256, dtype=INT)
+    step.step_in(rows, live, state, state, empty(256, 512, dtype=INT), 16)
+    step.step_out(rows, live, rows, live, state, state, empty(8, 256, dtype=INT))
+
+
+CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
+    "attention": (lambda: attend(64, 16, 2, 128, 2048), ("HMMA", "LDGSTS")),
+    "attention, short table": (lambda: attend(1, 32, 4, 128, 32), ("HMMA", "LDGSTS")),
+    "attention, wide heads": (lambda: attend(16, 16, 2, 256, 2048), ("HMMA", "LDGSTS")),
+    "latent attention": (lambda: attend_to_latents(128), ("HMMA",)),
+    "experts, 1 row": (lambda: mix_experts(1), ("HMMA", "LDGSTS")),
+    "experts, 64 rows": (lambda: mix_experts(64), ("HMMA", "LDGSTS")),
+    "experts, 256 rows": (lambda: mix_experts(256), ("HMMA", "LDGSTS")),
+    "experts, 512 rows": (lambda: mix_experts(512), ("HGMMA", "LDGSTS")),
+    "experts, 4096 rows": (lambda: mix_experts(4096), ("HGMMA", "LDGSTS")),
+    "norm, rotary, cache": (lambda: norm_and_turn(64), ()),
+    "rms norm": (lambda: rms_norm.rms_norm(empty(64, 7168), empty(7168), 1e-6, empty(64, 7168)), ()),
+    "silu": (lambda: rms_norm.silu_and_mul(empty(64, 2048)), ()),
+    "sample": (lambda: draw(64), ()),
+    "ends of a step": (lambda: ends(64), ()),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_kernels_compile_for_hopper(
+    case: tuple[Callable[[], None], tuple[str, ...]], compiled: list[Compiled]
+) -> None:
+    launch, instructions = case
+    launch()
+    for kernel in compiled:
+        assert kernel.shared <= SHARED_BYTES, f"{kernel.name}: {kernel.shared} bytes of shared memory"
+        assert kernel.registers * kernel.threads <= REGISTERS, f"{kernel.name}: {kernel.registers} registers a thread"
+        assert kernel.stack == 0, f"{kernel.name} spills {kernel.stack} bytes of registers"
+    for instruction in instructions:
+        assert any(re.search(rf"\b{instruction}\b", kernel.code) for kernel in compiled), f"no {instruction}"

@@ -1,0 +1,97 @@
+"""Decode attention against its twin in float64, over memory where all that must not be read is NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.kernels.triton import decode_attention as kernels
+from weft.kernels.triton import plain
+
+PAGE = 16
+RAGGED = (0, 1, 16, 129, 300)
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+
+
+def paged(
+    lengths: tuple[int, ...], heads: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(cache `[slots, heads, dim]`, pages, lengths): NaN in every slot that no row has; skewed values in the others."""
+    per_row = max(1, -(-max(lengths) // PAGE)) + 1
+    pages = torch.randperm(len(lengths) * per_row + 3)[: len(lengths) * per_row].view(len(lengths), per_row).int()
+    cache = torch.full((int(pages.max() + 1) * PAGE, heads, dim), float("nan"), dtype=dtype)
+    for row, length in enumerate(lengths):
+        token = torch.arange(length)
+        slots = pages[row].long()[token // PAGE] * PAGE + token % PAGE
+        cache[slots] = torch.randn(length, heads, dim).mul(torch.rand(length, heads, 1).mul(6).exp() / 20).to(dtype)
+        pages[row, -(-length // PAGE) :] = -(1 << 24)  # pages that the row does not have
+    return cache.to(device), pages.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
+
+
+def close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    return bool((found.double() - wanted).norm() <= tolerance * wanted.norm())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("lengths", [RAGGED, (1,), (0,), (257,), (128, 0, 128)], ids=str)
+def check_grouped_query_attention(
+    lengths: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device
+) -> None:
+    cache, pages, length = paged(lengths, 4, 48, dtype, device)
+    keys, values = cache[:, :2], cache[:, 2:]
+    q = torch.randn(len(lengths), 6, 48, device=device).to(dtype)
+    q[length == 0] = float("nan")  # a row that is only there to fill the graph
+    lse = torch.full((len(lengths), 6), float("nan"), device=device)
+    out = torch.full((len(lengths), 6, 48), float("nan"), dtype=dtype, device=device)
+    kernels.decode_attention(q, keys, values, pages, length, PAGE, 0.3, out=out, lse=lse)
+    wanted, wanted_lse = plain.decode_attention(q.double(), keys.double(), values.double(), pages, length, PAGE, 0.3)
+    assert close(out, wanted, TOLERANCE[dtype])
+    empty = length == 0
+    assert (out[empty] == 0).all() and (lse[empty] == float("-inf")).all()
+    assert torch.allclose(lse[~empty].double(), wanted_lse[~empty], rtol=1e-5, atol=TOLERANCE[dtype])
+
+
+def check_latent_attention(seed: int, device: torch.device) -> None:
+    latents, pages, length = paged((140, 0, 33), 1, 40, torch.float32, device)
+    q = torch.randn(3, 20, 40, device=device)
+    found = kernels.latent_decode_attention(q, latents, 32, pages, length, PAGE, 0.2)
+    wide = latents.double()
+    wanted, _ = plain.decode_attention(q.double(), wide, wide[..., :32], pages, length, PAGE, 0.2)
+    assert close(found, wanted, 2e-6) and (found[1] == 0).all()
+
+
+def check_a_row_has_the_same_bits_in_any_company_and_order(device: torch.device) -> None:
+    cache, pages, length = paged((300, 7, 150, 0), 2, 32, torch.float32, device)
+    q = torch.randn(4, 4, 32, device=device)
+    keys, values = cache[:, :1], cache[:, 1:]
+    together = kernels.decode_attention(q, keys, values, pages, length, PAGE, 0.2)
+    for row in range(4):
+        at = slice(row, row + 1)
+        alone = kernels.decode_attention(q[at], keys, values, pages[at], length[at], PAGE, 0.2)
+        assert torch.equal(alone, together[at])
+    table = torch.tensor([2, 0, 3], dtype=torch.int32, device=device)
+    chosen = kernels.decode_attention(
+        q[table.long()], keys, values, pages, length[table.long()], PAGE, 0.2, table=table
+    )
+    assert torch.equal(chosen, together[table.long()])
+
+
+def check_a_longer_row_has_longer_splits(device: torch.device) -> None:
+    # Beyond 32 × 128 tokens a split has 256: the second half of each must not be left out.
+    cache, pages, length = paged((4100,), 2, 16, torch.float32, device)
+    q = torch.randn(1, 1, 16, device=device)
+    found = kernels.decode_attention(q, cache[:, :1], cache[:, 1:], pages, length, PAGE, 0.2)
+    wide = cache.double()
+    assert close(found, plain.decode_attention(q.double(), wide[:, :1], wide[:, 1:], pages, length, PAGE, 0.2)[0], 2e-6)
+
+
+def check_what_does_not_fit_is_refused(device: torch.device) -> None:
+    cache, pages, length = paged((3,), 2, 32, torch.float32, device)
+    q = torch.randn(1, 4, 32, device=device)
+    with pytest.raises(ValueError, match="must be alike"):
+        kernels.decode_attention(q.half(), cache, cache, pages, length, PAGE, 1.0)
+    with pytest.raises(ValueError, match="q is"):
+        kernels.decode_attention(q[:, :3], cache, cache, pages, length, PAGE, 1.0)
+    with pytest.raises(ValueError, match="latents are"):
+        kernels.latent_decode_attention(q, cache[:, :1], 32, pages, length, PAGE, 1.0)

@@ -1,0 +1,62 @@
+"""Norms, rotary and the cache's write against their twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.kernels.triton import norm_rope_cache as kernels
+from weft.kernels.triton import plain, rms_norm
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("turned", [8, 24], ids="turned{}".format)
+def check_norm_rope_cache(interleaved: bool, norm: bool, turned: int, seed: int, device: torch.device) -> None:
+    rows, heads, kv_heads, dim = 5, 3, 2, 24
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device) * 3
+    slots = torch.tensor([6, -1, 0, 3, -1], dtype=torch.int32, device=device)
+    qkv[-1] = NAN  # a row that is only there to fill the graph
+    angle = torch.rand(rows, turned // 2, device=device) * 9
+    weights = {"q_weight": torch.randn(dim, device=device), "k_weight": torch.randn(dim, device=device), "eps": 1e-3}
+    options = {**(weights if norm else {}), "interleaved": interleaved}
+    cache = torch.full((2, 8, kv_heads, dim), NAN, device=device)
+    wanted_cache = cache.double()
+    found = kernels.norm_rope_cache(qkv, heads, angle.cos(), angle.sin(), slots, cache[0], cache[1], **options)
+    wanted = plain.norm_rope_cache(
+        qkv.double(), heads, angle.cos().double(), angle.sin().double(), slots, *wanted_cache, **options
+    )
+    assert torch.allclose(found[:-1].double(), wanted[:-1], rtol=1e-5, atol=1e-5)
+    assert torch.allclose(cache.double(), wanted_cache, rtol=1e-5, atol=1e-5, equal_nan=True)
+    untouched = [slot for slot in range(8) if slot not in slots.tolist()]
+    assert cache[:, untouched].isnan().all() and not cache[:, [6, 0, 3]].isnan().any()
+
+
+def check_what_does_not_fit_is_refused(device: torch.device) -> None:
+    qkv, cache, slots = torch.randn(2, 40, device=device), torch.zeros(2, 4, 1, 8, device=device), torch.arange(2)
+    angle = torch.rand(2, 4, device=device)
+    with pytest.raises(ValueError, match="for 2 heads"):
+        kernels.norm_rope_cache(qkv, 2, angle, angle, slots, *cache)
+    with pytest.raises(ValueError, match="or neither"):
+        kernels.norm_rope_cache(qkv, 3, angle, angle, slots, *cache, q_weight=angle[0])
+    with pytest.raises(ValueError, match="a row for each"):
+        kernels.norm_rope_cache(qkv, 3, angle[:1], angle[:1], slots, *cache)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def check_rms_norm(add: bool, dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = torch.randn(3, 50, device=device).mul(20).to(dtype), torch.randn(50, device=device).to(dtype)
+    residual = torch.randn(3, 50, device=device).to(dtype)
+    ours, theirs = residual.clone(), residual.clone()
+    found = rms_norm.rms_norm(x, weight, 1e-3, ours if add else None)
+    wanted = plain.rms_norm(x, weight, 1e-3, theirs if add else None)
+    assert torch.equal(ours, theirs)
+    assert torch.allclose(found, wanted, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-5)
+
+
+def check_silu_and_mul(device: torch.device) -> None:
+    x = torch.randn(3, 2 * 1100, device=device) * 5
+    assert torch.allclose(rms_norm.silu_and_mul(x), plain.silu_and_mul(x), rtol=1e-5, atol=1e-6)

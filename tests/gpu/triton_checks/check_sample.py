@@ -1,0 +1,86 @@
+"""Draws against their twin, whose noise is Philox written in plain integers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.kernels.triton import plain
+from weft.kernels.triton import sample as kernels
+
+VOCABULARY = 2600
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def inputs(device: torch.device, rows: int = 5) -> Inputs:
+    """(logits, temperature, seed, position): greedy rows among others."""
+    temperature = torch.tensor([0.0, 1.0, 0.6, 0.0, 1.7])[:rows]
+    seed = torch.tensor([3, -5, 2**40 + 3, 2**62, 0])[:rows]
+    position = torch.tensor([0, 5, 70_000, 2, 1])[:rows]
+    logits = torch.randn(rows, VOCABULARY) * 2
+    return logits.to(device), temperature.to(device), seed.to(device), position.to(device)
+
+
+def live(count: int, device: torch.device) -> Tensor:
+    return torch.tensor([count], dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("min_p", [False, True])
+@pytest.mark.parametrize("count", [5, 3, 0])
+def check_draws(min_p: bool, count: int, seed: int, device: torch.device) -> None:
+    given = inputs(device)
+    given[0][count:] = float("nan")
+    least = torch.tensor([0.5, 0.0, 0.2, 0.0, 0.9], device=device) if min_p else None
+    value, token = kernels.sample(*given, live(count, device), min_p=least)
+    wanted_value, wanted = plain.sample(*given, count, min_p=least)
+    assert token.tolist() == wanted.tolist()
+    assert torch.allclose(value, wanted_value, rtol=1e-4, atol=1e-4)
+    assert (token[count:] == -1).all() and (token[:count] >= 0).all()
+
+
+def check_a_row_draws_the_same_in_any_company(device: torch.device) -> None:
+    given = inputs(device)
+    _, together = kernels.sample(*given, live(5, device))
+    for row in range(5):
+        _, alone = kernels.sample(*(x[row : row + 1] for x in given), live(1, device))
+        assert alone.item() == together[row].item()
+
+
+def check_ranks_that_share_the_vocabulary_draw_what_one_would(device: torch.device) -> None:
+    given = inputs(device)
+    value, token = kernels.sample(*given, live(5, device))
+    cut = 1204  # in the middle of a block
+    parts = [kernels.sample(given[0][:, a:b], *given[1:], live(5, device), first=a) for a, b in ((0, cut), (cut, None))]
+    best = torch.stack([part[0] for part in parts]).argmax(0)
+    tokens = torch.stack([part[1] for part in parts]).gather(0, best[None])[0]
+    assert torch.equal(tokens, token) and torch.equal(torch.maximum(parts[0][0], parts[1][0]), value)
+    assert set(best.tolist()) == {0, 1}, "both parts must win somewhere"
+
+
+def check_ties_go_to_the_lower_token_and_nan_to_none(device: torch.device) -> None:
+    logits = torch.zeros(3, VOCABULARY, device=device)
+    logits[1, [2000, 900, 1500]] = 4.0
+    logits[2] = float("nan")
+    logits[2, 1999] = -1.0
+    zero = torch.zeros(3, device=device)
+    _, token = kernels.sample(logits, zero, zero.long(), zero.long(), live(3, device))
+    assert token.tolist() == [0, 900, 1999]
+
+
+def check_noise_is_of_gumbels_distribution(device: torch.device) -> None:
+    noise = plain.gumbel(torch.arange(20), torch.arange(20), 0, 5000)
+    for level in (-1.0, 0.0, 1.0, 4.0):
+        wanted = torch.tensor(-level).exp().neg().exp().item()
+        assert abs((noise <= level).float().mean().item() - wanted) < 0.006
+    assert len(noise[0].unique()) > 4990 and not torch.equal(noise[0], noise[1])
+    again = plain.gumbel(torch.arange(20), torch.arange(20) + 1, 0, 5000)
+    assert not torch.isclose(noise, again).float().mean() > 0.01, "another position must have other noise"
+
+
+def check_what_does_not_fit_is_refused(device: torch.device) -> None:
+    given = inputs(device)
+    with pytest.raises(ValueError, match="multiple of 4"):
+        kernels.sample(*given, live(5, device), first=2)
+    with pytest.raises(ValueError, match="with min_p"):
+        kernels.sample(*given, live(5, device), first=4, min_p=given[1])

@@ -18,11 +18,11 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs triton, which the extra gpu brings")
 
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.driver import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
 
-from weft.kernels.triton import decode_attention, moe, norm_rope_cache, rms_norm, route, sample, step
+from weft.kernels.triton import decode_attention, moe, norm_rope_cache, rms_norm, route, sample, step  # noqa: E402
 
 SHARED_BYTES, REGISTERS = 227 << 10, 64 << 10
 """What a block of sm_90 can have."""

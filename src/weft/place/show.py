@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
+import textwrap
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,7 +18,10 @@ def fold(site: str) -> str:
 
 
 def plan_dict(planner: Planner, counts: Counts) -> dict[str, Any]:
-    """The plan and the naive plan for `counts` tokens in each DP group, every step of every read."""
+    """The plan and the naive plan for `counts` tokens in each DP group, every step of every read.
+
+    bytes: that the busiest rank receives; us: predicted, null where no transport offers a step of the naive plan.
+    """
     plan, naive = planner.plan(counts), planner.naive(counts)
     return {
         "layout": str(planner.mesh),
@@ -27,33 +33,62 @@ def plan_dict(planner: Planner, counts: Counts) -> dict[str, Any]:
 
 
 def plan_text(planner: Planner, counts: Counts) -> str:
-    """The same for reading: equal layers on one line, the naive plan under it, the saving last."""
+    """The same for reading, in 80 columns: equal layers once, the naive plan in a sentence, the saving last."""
     plan, naive = planner.plan(counts), planner.naive(counts)
-    ours, theirs = _totals(planner, plan), _totals(planner, naive)
     models = ", ".join(dict.fromkeys(o.cost.name for o in planner.offers))
-    lines = [f"layout {planner.mesh} · {plan.counts[0]} tokens in each DP group · cost model {models}"]
-    for name, p, total in (("plan", plan, ours), ("naive", naive, theirs)):
-        lines += [
-            "",
-            f"{name}: {total['us']:.0f} µs, {total['collectives']} collectives, {total['bytes']:,} bytes a rank",
-        ]
-        lines += _table(planner, p)
+    by = {step.transport for _, step, _ in plan.moves()}
+    lines = [
+        f"layout {planner.mesh} · {plan.counts[0]:,} tokens in each DP group",
+        f"edges of {', '.join(o.transport for o in planner.offers)}; times by {models}",
+        "",
+        f"plan: {_sum(planner, plan)}",
+        *_table(planner, plan, one_transport=len(by) < 2),
+        "",
+        *textwrap.wrap(f"naive: {_sum(planner, naive)}: {_kinds(naive)}", 79, subsequent_indent="  "),
+        "",
+    ]
+    if naive.us == math.inf:
+        return "\n".join([*lines, "saving: not known, as the naive plan takes what none of these transports offers"])
+    ours, theirs = _totals(planner, plan), _totals(planner, naive)
     saved = 1 - ours["us"] / theirs["us"] if theirs["us"] else 0.0
-    moved = 1 - ours["bytes"] / theirs["bytes"] if theirs["bytes"] else 0.0
-    lines += ["", f"saving: {saved:.0%} of the predicted time, {moved:.0%} of the bytes"]
-    return "\n".join(lines)
+    moved = ours["bytes"] / theirs["bytes"] - 1 if theirs["bytes"] else 0.0
+    change = f"{abs(moved):.0%} {'more' if moved > 0 else 'fewer'} bytes" if round(moved, 2) else "as many bytes"
+    return "\n".join([*lines, f"saving: {saved:.0%} of the predicted time, with {change}"])
+
+
+def size_text(size: float) -> str:
+    """Bytes for reading: `512 B`, `10.5 KiB`."""
+    power = min(max(int(size), 1).bit_length() - 1, 39) // 10
+    return f"{size / 1024**power:,.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def _sum(planner: Planner, plan: Plan) -> str:
+    total = _totals(planner, plan)
+    us = "not offered" if plan.us == math.inf else f"{plan.us:,.0f} µs"
+    return f"{us}, {total['collectives']} collectives, {size_text(total['bytes'])} a rank"
+
+
+def _kinds(plan: Plan) -> str:
+    """How often which collective runs."""
+    found = Counter(f"{edge.kind} {edge.group}" for _, _, edge in plan.moves())
+    return ", ".join(f"{times} × {kind}" for kind, times in found.items()) or "nothing moves"
 
 
 def _totals(planner: Planner, plan: Plan) -> dict[str, Any]:
     moves = list(plan.moves())
     moved = sum(planner.bytes_received(edge, plan.counts) for _, _, edge in moves)
-    return {"us": plan.us, "collectives": len(moves), "bytes": int(moved)}
+    return {"us": _finite(plan.us), "collectives": len(moves), "bytes": int(moved)}
+
+
+def _finite(us: float) -> float | None:
+    """None where a step is not offered: JSON has no infinity."""
+    return None if us == math.inf else us
 
 
 def _read(planner: Planner, plan: Plan, read: ReadPlan) -> dict[str, Any]:
     steps = []
     for s in read.steps:
-        step: dict[str, Any] = {"op": s.op, "us": s.us}
+        step: dict[str, Any] = {"op": s.op, "us": _finite(s.us)}
         if s.edge is None:
             step |= {"rows": s.rows.name}
         else:
@@ -67,31 +102,24 @@ def _read(planner: Planner, plan: Plan, read: ReadPlan) -> dict[str, Any]:
                 "transport": s.transport,
             }
         steps.append(step)
-    return {"site": read.read.site, "us": read.us, "residual": read.residual.name, "steps": steps}
+    return {"site": read.read.site, "us": _finite(read.us), "residual": read.residual.name, "steps": steps}
 
 
-def _table(planner: Planner, plan: Plan) -> list[str]:
-    rows = [("read", "×", "step", "on", "bytes/rank", "µs", "by")]
-    for sites, read in _folded(plan.reads):
-        first = (fold(read.read.site), str(sites))
+def _table(planner: Planner, plan: Plan, one_transport: bool) -> list[str]:
+    """A line for each step under its read: what it does, the bytes that the busiest rank receives, µs."""
+    rows: list[tuple[str, str, str]] = []
+    reads = _folded(plan.reads)
+    first = {read.read.site.split(".")[0] for _, read in reads}
+    prefix = f"{first.pop()}." if len(first) == 1 else ""
+    for times, read in reads:
+        often = f"  × {times}" if times > 1 else ""
+        rows.append((f"  {fold(read.read.site).removeprefix(prefix)}{often}", "", ""))
         for s in read.steps:
-            operand = s.operand if isinstance(s.operand, str) else f"delta {s.operand}"
-            if s.edge is None:
-                cells = (str(s.op), f"{s.rows.name} rows", "", f"{s.us:.1f}", "local")
-            else:
-                moved = planner.bytes_received(s.edge, plan.counts)
-                what = f"{s.edge} + residual + norm" if s.op == "finish" else str(s.edge)
-                cells = (what, operand, f"{int(moved):,}" if s.edge.moves else "", f"{s.us:.1f}", s.transport)
-            rows.append((*first, *cells))
-            first = ("", "")
-    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(
-            c.rjust(w) if i in (1, 4, 5) else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))
-        ).rstrip()
-        for r in rows
-    ]
+            moved = size_text(planner.bytes_received(s.edge, plan.counts)) if s.edge and s.edge.moves else ""
+            named = s.brief() if one_transport or not (s.edge and s.edge.moves) else str(s)
+            rows.append((f"    {named}", moved, f"{s.us:,.1f} µs"))
+    what, size, us = (max((len(row[i]) for row in rows), default=0) for i in range(3))
+    return [f"{a:{what}}  {b:>{size}}  {c:>{us}}".rstrip() for a, b, c in rows]
 
 
 def _folded(reads: Iterable[ReadPlan]) -> list[tuple[int, ReadPlan]]:

@@ -32,12 +32,16 @@ class Step:
     us: float = 0.0
     transport: str = "local"
 
+    def brief(self) -> str:
+        """The step in few words, without who carries it out: `reduce_scatterv world → OWN +norm`."""
+        if self.edge is None:
+            what = {"absorb": "add", "merge": "add deltas", "norm": "norm"}[self.op]
+            return f"{what} on {self.rows.name}"
+        of = f"{self.operand}: " if isinstance(self.operand, str) else ""
+        over = f" {self.edge.group}" if self.edge.group else ""
+        owes = f", owes {self.edge.dst.owes}" if self.edge.dst.owes else ""
+        norm = " +norm" if self.op == "finish" else ""
+        return f"{of}{self.edge.kind}{over} → {self.edge.dst.rows.name}{owes}{norm}"
+
     def __str__(self) -> str:
-        if self.edge is not None:
-            what = self.operand if isinstance(self.operand, str) else f"delta {self.operand}"
-            epilogue = " + residual + norm" if self.op == "finish" else ""
-            by = f" by {self.transport}" if self.edge.moves else ""
-            return f"{self.edge}{epilogue} [{what}]{by}"
-        if self.op == "norm":
-            return f"norm on {self.rows.name}"
-        return f"{self.op} delta {self.operand} on {self.rows.name}"
+        return f"{self.brief()} · {self.transport}"

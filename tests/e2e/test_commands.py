@@ -133,6 +133,10 @@ BAD = [
     (["plan", "--layout", "two"], "is not ATTN_DPxATTN_TP,EPxMOE_TP"),
     (["plan", "--cost", "abacus"], "no cost preset 'abacus'"),
     (["plan", "--layout", "4x4", "--transport", "peer"], "peer takes at most 8 ranks, of one host; this layout has 16"),
+    (["plan", "--layout", "5x4", "--transport", "shm"], "shm takes at most 16 ranks, of one host; this layout has 20"),
+    (["plan", "--transport", "peer", "--tokens", "1,16384"], "peer has max_bytes=8388608: give it max_bytes=16777216"),
+    (["plan", "--transport", "peer", "--max-bytes", "1000", "--tokens", "1"], "give it max_bytes=1024"),
+    (["plan", "--transport", "shm", "--cost", "h200x4"], "h200x4 has no times of shm, only of peer, torchdist/nccl"),
     (["plan", "--layout", "1x3"], "do not divide over"),
     (["plan", "--tokens", "few"], "are not whole numbers"),
     (["eval", "--questions", "0"], "questions is 0"),
@@ -160,6 +164,24 @@ def test_a_port_that_is_taken(free_port: int) -> None:
     assert (
         done.returncode == 2 and "choose another with --host or --port" in done.stderr and done.stderr.count("\n") == 1
     )
+
+
+def test_plan_shows_what_it_saves_and_by_whose_times() -> None:
+    for arguments, cost in (
+        ([], "edges of peer, torchdist/nccl; times by h200x4"),
+        (["--layout", "4x4"], "edges of torchdist/nccl; times by h200-nvlink"),
+        (["--transport", "shm", "torchdist/gloo"], "edges of shm, torchdist/gloo; times by cpu-shm, cpu-gloo"),
+    ):
+        code, out, err = weft_here("plan", "--tokens", "64", *arguments)
+        assert code == 0 and not err and cost in out.splitlines()
+        saved = re.search(r"saving: (\d+)% of the predicted time", out)
+        assert saved and (int(saved[1]) >= 20 or "4x4" in arguments)
+        assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_larger_limit_lets_a_plan_through() -> None:
+    code, out, _ = weft_here("plan", "--transport", "peer", "--tokens", "16384", "--max-bytes", "16777216")
+    assert code == 0 and "saving" in out
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "eval", "plan", "demo"])

@@ -16,6 +16,7 @@ from weft.place.spec import LayoutError, Mesh, Rows
 
 ALL_REDUCE, REDUCE_SCATTERV, ALL_GATHERV = "all_reduce", "reduce_scatterv", "all_gatherv"
 BASIC = frozenset((ALL_REDUCE, REDUCE_SCATTERV, ALL_GATHERV))
+EVERY = BASIC | {"all_reduce+all_gatherv", "reduce_scatterv+all_reduce"}
 
 
 def row(size: float, us: float, kind: str = ALL_REDUCE, ranks: int = 2, world: int = 2) -> dict[str, Any]:
@@ -134,8 +135,19 @@ def test_a_preset_prices_every_transport(name: str) -> None:
 def test_presets_of_cpus_and_unknown_names() -> None:
     assert costs("cpu").of("shm", 4) is PRESETS["cpu-shm"]
     assert costs("cpu").of("torchdist/gloo", 4) is PRESETS["cpu-gloo"]
-    with pytest.raises(LayoutError, match=r"no cost preset 'abacus'; known: cpu, cpu-gloo, .*FILE\.json"):
+    with pytest.raises(LayoutError, match=r"no cost preset 'abacus'; known: cpu, h200x4, cpu-gloo, .*FILE\.json"):
         costs("abacus")
+
+
+def test_a_table_that_comes_with_the_package() -> None:
+    """Measured for every exchange that its transports offer: nothing is left to a formula."""
+    found = costs("h200x4")
+    assert found.name == found.of("peer", 4).name == "h200x4"
+    for transport, kinds in (("peer", EVERY), ("torchdist/nccl", BASIC)):
+        for kind in kinds:
+            small, large = (found.of(transport, 4).collective_us(kind, 4, size) for size in (1 << 13, 1 << 26))
+            assert 1 < small < 50 < large
+    assert found.of("peer", 4).collective_us(ALL_REDUCE, 4, 1 << 14) < 4  # µs, as docs/peer-memory.md says
 
 
 def plan(name: str) -> Plan:

@@ -13,8 +13,8 @@ from transformers.utils import logging as transformers_logging
 
 from weft.assets import embedded_model_dir
 from weft.cli.command import ModelDir
-from weft.comm import torchdist
-from weft.comm.peer import MAX_RANKS, PeerTransport
+from weft.comm import peer, shm, torchdist
+from weft.comm.peer import PeerTransport
 from weft.comm.reference import ReferenceTransport
 from weft.comm.shm import ShmTransport
 from weft.comm.transport import offer_of
@@ -32,52 +32,70 @@ OFFERS: dict[str, Callable[[Exchange, bool], bool]] = {
     "peer": PeerTransport.offers,
     "reference": ReferenceTransport.offers,
 }
+MOST_RANKS = {"shm": shm.MAX_RANKS, "peer": peer.MAX_RANKS}
+ON_GPUS, ON_CPUS = ("peer", "torchdist/nccl"), ("shm", "torchdist/gloo")
 
 
 @dataclass(frozen=True)
 class Command:
-    """Print the collectives that a layout needs, their bytes and predicted times, beside the naive plan.
+    """Print the collectives that a layout needs, their bytes and predicted times, and what the naive plan would take.
 
-    Needs only MODEL_DIR/config.json: no weights are read and no ranks are started.
+    The naive plan is what engines do by default: all-reduce every partial sum, add, norm, gather. Both plans are priced
+    alike. Needs only MODEL_DIR/config.json: no weights are read and no ranks are started.
 
     Examples:
-      weft plan                                         the embedded model, one rank
-      weft plan DIR --layout 2x2,2x2                    attn_dp=2 attn_tp=2, ep=2 moe_tp=2
-      weft plan DIR --layout 4x2,8x1 --cost h200-nvlink --tokens 1,64,4096
+      weft plan                                         the embedded model, four ranks, by times of four H200s
+      weft plan DIR --layout 2x2,4x1 --tokens 1,64,4096 attn_dp=2 attn_tp=2, ep=4 moe_tp=1
+      weft plan DIR --layout 2x2 --transport shm torchdist/gloo
+      weft plan DIR --layout 4x4 --transport torchdist/nccl --cost h100-nvlink
       weft plan DIR --layout 2x4,8x1 --transport reference --json
-      weft plan DIR --layout 2x2 --transport shm torchdist/gloo --cost cpu
-      weft plan DIR --layout 2x2 --transport peer torchdist/nccl --cost TABLE.json    of weft tune --device cuda
+      weft plan DIR --layout 2x2 --cost TABLE.json      a table of weft tune, or of weft tune --device cuda
     """
 
     model: ModelDir = None
     """A Hugging Face model directory; left out, the embedded model."""
-    layout: str = "1x1,1x1"
+    layout: str = "2x2"
     """ATTN_DPxATTN_TP,EPxMOE_TP; with the second half left out it is the same as the first."""
     tokens: str = "1,64,4096"
     """Tokens in each DP group, one plan for each number."""
-    cost: str = "h200-nvlink"
-    """cpu, cpu-gloo, cpu-shm, h100-nvlink, h200-nvlink, gb200-nvl72, pcie-gen5, or a table FILE.json of weft tune."""
-    transport: tuple[Literal["shm", "peer", "torchdist/gloo", "torchdist/nccl", "reference"], ...] = ("torchdist/nccl",)
-    """Whose edges to plan with, one or more; reference offers every edge there is, the fused ones too."""
+    transport: tuple[Literal["shm", "peer", "torchdist/gloo", "torchdist/nccl", "reference"], ...] = ()
+    """Whose edges to plan with, one or more; left out, peer (to 8 ranks) and torchdist/nccl."""
+    cost: str = "auto"
+    """h200x4 (measured on four H200s), cpu, cpu-gloo, cpu-shm, h100-nvlink, h200-nvlink, gb200-nvl72, pcie-gen5, or a
+    table FILE.json of weft tune. auto: cpu for shm and gloo, h200x4 for peer and nccl to 8 ranks, else h200-nvlink."""
+    max_bytes: int = peer.MAX_BYTES
+    """What transport peer is built with: bytes of the largest tensor that a call takes or gives."""
     json: bool = False
     """Print one JSON list instead, a plan for each number of tokens, every layer spelled out."""
 
     def run(self) -> int:
         """Prints the plans. Raises LayoutError, ModelError, PlacementError with one line."""
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        mesh, tokens = parse_layout(self.layout), parse_tokens(self.tokens)
+        names: tuple[str, ...] = self.transport or ON_GPUS[mesh.world > peer.MAX_RANKS :]
+        for name in names:
+            if mesh.world > (most := MOST_RANKS.get(name, mesh.world)):
+                raise LayoutError(f"{name} takes at most {most} ranks, of one host; this layout has {mesh.world}")
+        model = costs(self._cost(names, mesh.world))
+        offers = [
+            offer_of(name, OFFERS[name], mesh, model.of(name, mesh.world), self.max_bytes if name == "peer" else None)
+            for name in names
+        ]
         config = load_config(self.model or embedded_model_dir())
-        model = costs(self.cost)
-        mesh = parse_layout(self.layout)
-        if "peer" in self.transport and mesh.world > MAX_RANKS:
-            raise LayoutError(f"peer takes at most {MAX_RANKS} ranks, of one host; this layout has {mesh.world}")
-        offers = [offer_of(name, OFFERS[name], mesh, model.of(name, mesh.world), None) for name in self.transport]
         planner = plan_model(config, mesh, config.dtype, offers)
-        every = [(n,) * planner.mesh.attn_dp for n in parse_tokens(self.tokens)]
+        every = [(n,) * mesh.attn_dp for n in tokens]
         if self.json:
             print(json.dumps([plan_dict(planner, counts) for counts in every], indent=1))
         else:
-            print("\n\n".join(plan_text(planner, counts) for counts in every))
+            print("\n\n".join([plan_text(planner, counts) for counts in every]))
         return 0
+
+    def _cost(self, names: tuple[str, ...], world: int) -> str:
+        if self.cost != "auto":
+            return self.cost
+        if set(names) <= set(ON_CPUS):
+            return "cpu"
+        return "h200x4" if set(names) <= set(ON_GPUS) and world <= peer.MAX_RANKS else "h200-nvlink"
 
 
 def parse_layout(text: str) -> Mesh:

@@ -33,6 +33,8 @@ from weft.place.exchange import Exchange, result_rows
 from weft.place.spec import GROUP_NAMES, Mesh
 
 MAX_RANKS, MAX_THREADS = 8, 480
+MAX_BYTES = 8 << 20
+"""Of a call's largest tensor, unless told otherwise."""
 UNIT_BYTES = 16
 TOO_MANY_ROWS = 0x80000000
 NEVER = 1 << 40
@@ -139,7 +141,7 @@ class PeerTransport(NamedCalls):
         path: Path | str,
         device: torch.device,
         *,
-        max_bytes: int = 8 << 20,
+        max_bytes: int = MAX_BYTES,
         timeout_s: float = 10.0,
         tuning: PeerTuning | None = None,
     ):

@@ -140,8 +140,9 @@ class Costs:
         return by_world[min((w for w in by_world if w >= world), default=max(by_world))]
 
 
-def read_table(path: Path) -> Costs:
-    """The table that `weft tune` wrote. Raises LayoutError where it is none."""
+def read_table(path: Path, name: str = "") -> Costs:
+    """The table that `weft tune` wrote, by this name or the file's. Raises LayoutError where it is none."""
+    name = name or str(path)
     try:
         table = json.loads(path.read_text())
         local, epilogue = _points(table["local"]), _points(table["epilogue"])
@@ -152,10 +153,10 @@ def read_table(path: Path) -> Costs:
                 for row in (r for r in rows if r["world"] == world):
                     us.setdefault((row["kind"], row["ranks"]), []).append((float(row["bytes"]), float(row["us"])))
                 points = {key: _points(found) for key, found in us.items()}
-                by_transport.setdefault(transport, {})[world] = Table(str(path), points, local, epilogue)
+                by_transport.setdefault(transport, {})[world] = Table(name, points, local, epilogue)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise LayoutError(f"{path} is no table of weft tune: {type(error).__name__}: {error}") from error
-    return Costs(str(path), by_transport)
+    return Costs(name, by_transport)
 
 
 def _points(pairs: Iterable[Sequence[float]]) -> tuple[tuple[float, float], ...]:
@@ -199,8 +200,12 @@ PRESETS: dict[str, AlphaBeta] = {
 }
 
 
+TABLES = {"h200x4": Path(__file__).with_name("h200x4.json")}
+"""Tables that come with the package, as `weft tune` wrote them: transports peer and torchdist/nccl on four H200s."""
+
+
 def costs(name: str) -> Costs:
-    """A cost model by name: a preset for every transport; `cpu`, the CPU presets; or a table's path, ending in .json.
+    """A cost model by name: a preset for every transport; `cpu`, the CPU presets; one of TABLES; a path FILE.json.
 
     Raises LayoutError with the known names.
     """
@@ -208,8 +213,9 @@ def costs(name: str) -> Costs:
         return read_table(Path(name))
     if name == "cpu":
         return Costs(name, {"shm": {0: PRESETS["cpu-shm"]}, "*": {0: PRESETS["cpu-gloo"]}})
+    if name in TABLES:
+        return read_table(TABLES[name], name)
     if name not in PRESETS:
-        raise LayoutError(
-            f"no cost preset {name!r}; known: cpu, {', '.join(PRESETS)}, or a table FILE.json of weft tune"
-        )
+        known = ", ".join(("cpu", *TABLES, *PRESETS))
+        raise LayoutError(f"no cost preset {name!r}; known: {known}, or a table FILE.json of weft tune")
     return Costs(name, {"*": {0: PRESETS[name]}})

@@ -233,9 +233,11 @@ class Planner:
         return plan
 
     def _refuse(self, plan: Plan) -> None:
-        needed = max(self._needed_bytes(edge, plan.counts) for _, step, edge in plan.moves() if step.us == math.inf)
-        room = ", ".join(f"{o.transport} carries at most max_bytes={o.max_bytes}" for o in self.offers)
+        lacking = [edge for _, step, edge in plan.moves() if step.us == math.inf]
+        most = max(lacking, key=lambda edge: self._needed_bytes(edge, plan.counts))
+        needed = self._needed_bytes(most, plan.counts)
+        room = ", ".join(f"{o.transport} has max_bytes={o.max_bytes}" for o in self.offers if most.kind in o.kinds)
         raise LayoutError(
             f"steps of {max(plan.counts)} tokens a group exchange tensors of {needed} bytes, but {room}: "
-            f"build it with max_bytes={needed}, or plan for fewer tokens"
+            f"give it max_bytes={needed}, or plan for fewer tokens"
         )

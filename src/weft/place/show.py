@@ -36,12 +36,13 @@ def plan_text(planner: Planner, counts: Counts) -> str:
     """The same for reading, in 80 columns: equal layers once, the naive plan in a sentence, the saving last."""
     plan, naive = planner.plan(counts), planner.naive(counts)
     models = ", ".join(dict.fromkeys(o.cost.name for o in planner.offers))
-    by = {step.transport for _, step, _ in plan.moves()}
+    by = list(dict.fromkeys(step.transport for _, step, _ in plan.moves()))
+    tokens = f"{plan.counts[0]:,} token{'s' * (plan.counts[0] != 1)}"
     lines = [
-        f"layout {planner.mesh} · {plan.counts[0]:,} tokens in each DP group",
+        f"layout {planner.mesh} · {tokens} in each DP group",
         f"edges of {', '.join(o.transport for o in planner.offers)}; times by {models}",
         "",
-        f"plan: {_sum(planner, plan)}",
+        f"plan: {_sum(planner, plan)}" + (f", all by {by[0]}" if len(by) == 1 else ""),
         *_table(planner, plan, one_transport=len(by) < 2),
         "",
         *textwrap.wrap(f"naive: {_sum(planner, naive)}: {_kinds(naive)}", 79, subsequent_indent="  "),

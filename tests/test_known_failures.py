@@ -22,7 +22,7 @@ from weft.comm.transport import CommError, Transport
 from weft.hidden import Hidden
 from weft.models import runner as runner_module
 from weft.models.config import ModelConfig
-from weft.models.layers import Builder, ColumnLinear, Linear, Out, RowLinear
+from weft.models.layers import Builder, ColumnLinear, Linear, Out, RMSNorm, RowLinear
 from weft.models.load import build_model, load_model
 from weft.models.moe import GatedMLP, SparseMoE
 from weft.models.qwen import DecoderLayer, Qwen
@@ -144,7 +144,7 @@ def test_a_norm_of_a_partial_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaker(model: Qwen) -> None:
         block = model.layers[0].attention
         forward = block.forward
-        block.forward = lambda *args: forward(*args).map(torch.tanh, f"{block.path}.extra_activation")
+        block.forward = lambda *args: forward(*args).elementwise(torch.tanh, f"{block.path}.extra_activation")
 
     with raises("layers.0.self_attn.extra_activation", "layers.0.self_attn.o_proj", "(GROUP, owes sum over attn_tp)"):
         traced(monkeypatch, breaker)
@@ -289,7 +289,8 @@ def test_a_replicated_shared_expert_declared_partial() -> None:
         b = Builder(mesh, transport.rank, torch.float32, torch.device("cpu"))
         shared = Linear(b, "layers.3.mlp.shared_expert", 4, 4)
         shared.weight.data.copy_(torch.arange(16.0).view(4, 4))
-        norm = type("Norm", (), {"path": "layers.4.input_layernorm", "__call__": lambda self, x: x})()
+        norm = RMSNorm(b, "layers.4.input_layernorm", 4, eps=1e-6)
+        norm.weight.data.fill_(1.0)
 
         def forward(stream: Stream | TraceStream, rows: int) -> None:
             x = Hidden(torch.ones(rows, 4), mesh.placement(WORLD), mesh, "embed")

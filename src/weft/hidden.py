@@ -50,13 +50,23 @@ class Hidden:
             )
         return Hidden(self.value * factor.value, self.placement, self.mesh, self.origin)
 
-    def map(self, function: Callable[[Tensor], Tensor], origin: str) -> Hidden:
-        """A row-wise nonlinear function of a value that owes nothing (its features may be split)."""
+    def elementwise(self, function: Callable[[Tensor], Tensor], origin: str) -> Hidden:
+        """A nonlinear function that never mixes features of two ranks: of each feature, or of each whole head.
+
+        Split features stay split. Raises PlacementError for a value that owes a sum.
+        """
         if self.placement.owes:
             raise PlacementError(
                 f"{origin} is not linear and needs a complete value, but {self.origin} is {self.placement}"
             )
         return Hidden(function(self.value), self.placement, self.mesh, origin)
+
+    def rowwise(self, function: Callable[[Tensor], Tensor], origin: str) -> Hidden:
+        """A nonlinear function of whole rows, such as a norm or a softmax.
+
+        Raises PlacementError for a value that owes a sum or whose features are split.
+        """
+        return Hidden(function(self.require_complete(origin)), self.placement, self.mesh, origin)
 
     def require_complete(self, reader: str) -> Tensor:
         """The value, if it owes nothing and holds all features; else PlacementError naming the reader."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from weft.comm.transport import Epilogue, Transport, carry_out
 from weft.hidden import Hidden
+from weft.kernels.plain import rms_norm
 from weft.place.plan import Chain, Counts, Plan, Planner, Read
 from weft.place.show import fold
 from weft.place.spec import Mesh, Placement, PlacementError, Rows
@@ -29,15 +30,13 @@ OWN, GROUP, WORLD = Rows.OWN, Rows.GROUP, Rows.WORLD
 
 
 class Norm(Protocol):
-    """RMSNorm over rows, with a name; `weft.comm.transport.finish` says what an epilogue makes of weight and eps."""
+    """An RMSNorm's name, weight and eps: the stream normalises, in the last step of a plan where a kernel can."""
 
     path: str
     eps: float
 
     @property
     def weight(self) -> Tensor: ...
-
-    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class _Deltas:
@@ -205,7 +204,7 @@ class Stream:
                     deltas[step.operand] = self._move(step, deltas[step.operand], site, origins[step.operand])
             elif step.op == "norm":
                 assert residual is not None
-                normed = norm(residual)
+                normed = rms_norm(residual, norm.weight, norm.eps)
             elif step.op == "finish":
                 assert residual is not None
                 epilogue = Epilogue(residual, norm.weight, norm.eps)

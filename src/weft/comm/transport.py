@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from weft.kernels.plain import rms_norm
 from weft.place import exchange as named
 from weft.place.cost import Cost, Offer
 from weft.place.edges import Edge, legal_edges
@@ -74,13 +75,10 @@ class Epilogue:
 def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
     """What a sum with an epilogue gives instead of delta `[rows, width]`: `[2, rows, width]`.
 
-    First the new residual, residual + delta; then its RMSNorm (arXiv 1910.07467), in float32 at least, rounded, times
-    weight.
+    First the new residual, residual + delta; then its `weft.kernels.plain.rms_norm`.
     """
     residual = epilogue.residual + delta
-    wide = residual.to(torch.promote_types(residual.dtype, torch.float32))
-    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epilogue.eps)).to(delta.dtype)
-    normed = epilogue.weight * normed
+    normed = rms_norm(residual, epilogue.weight, epilogue.eps)
     if epilogue.quantised is not None:
         epilogue.quantised.fill(normed)
     return torch.stack((residual, normed))

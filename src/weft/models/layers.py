@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.hidden import Hidden
+from weft.kernels.plain import rms_norm
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
 
 
@@ -175,7 +176,7 @@ class RowLinear(Layer):
 
 
 class RMSNorm(Layer):
-    """x · weight / √(mean(x²) + eps) over the last dimension, in float32 (arXiv 1910.07467)."""
+    """`weft.kernels.plain.rms_norm` over all features of hidden states; split features or a debt are refused."""
 
     def __init__(self, b: Builder, path: str, width: int, eps: float):
         super().__init__(path)
@@ -183,9 +184,21 @@ class RMSNorm(Layer):
         self.weight = b.empty(width)
         self.sources["weight"] = [Source(f"{path}.weight", (width,), (slice(None),))]
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+    def forward(self, x: Hidden) -> Hidden:
+        return x.rowwise(lambda rows: rms_norm(rows, self.weight, self.eps), self.path)
+
+
+class HeadNorm(Layer):
+    """The same of plain queries or keys `[T, heads, head_dim]`, head by head: a head is whole where it is held."""
+
+    def __init__(self, b: Builder, path: str, head_dim: int, eps: float):
+        super().__init__(path)
+        self.eps = eps
+        self.weight = b.empty(head_dim)
+        self.sources["weight"] = [Source(f"{path}.weight", (head_dim,), (slice(None),))]
+
+    def forward(self, heads: Tensor) -> Tensor:
+        return rms_norm(heads, self.weight, self.eps)
 
 
 class Embedding(Layer):

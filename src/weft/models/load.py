@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from weft.models.config import ModelConfig, ModelError
-from weft.models.layers import Builder, Layer, RMSNorm, Source, Workspace, torch_empty
+from weft.models.layers import Builder, HeadNorm, Layer, RMSNorm, Source, Workspace, torch_empty
 from weft.models.qwen import Qwen
 from weft.place.spec import Mesh
 
@@ -90,7 +90,7 @@ def dummy_model(
     jobs = list(_jobs(model))
     for done, (layer, weight, source) in enumerate(jobs):
         part = weight.data[source.at]
-        if isinstance(layer, RMSNorm):
+        if isinstance(layer, RMSNorm | HeadNorm):
             part.fill_(1.0)
         else:
             _make_up(part, source)

@@ -21,7 +21,7 @@ class GatedMLP(Layer):
         self.down = RowLinear(b, f"{path}.down_proj", inner, width, over="world")
 
     def forward(self, x: Hidden) -> Hidden:
-        return self.down(self.gate_up(x).map(_silu_and_multiply, self.path))
+        return self.down(self.gate_up(x).elementwise(_silu_and_multiply, self.path))
 
 
 class Experts(Layer):
@@ -145,7 +145,7 @@ class SparseMoE(Layer):
     def forward(self, x: Hidden) -> Hidden:
         out = self.experts(x, *self.router.choose(x))
         if self.shared is not None and self.shared_gate is not None:
-            gate = self.shared_gate(x).map(torch.sigmoid, f"{self.path}.shared_expert_gate")
+            gate = self.shared_gate(x).elementwise(torch.sigmoid, f"{self.path}.shared_expert_gate")
             out += self.shared(x).scale(gate)
         return out
 

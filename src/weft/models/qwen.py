@@ -15,6 +15,7 @@ from weft.models.layers import (
     Builder,
     ColumnLinear,
     Embedding,
+    HeadNorm,
     Layer,
     Linear,
     Out,
@@ -96,8 +97,8 @@ class Attention(Layer):
         self.out = RowLinear(
             b, f"{path}.o_proj", inputs, c.hidden_size, over="attn_tp", unit=c.head_dim, bias=c.output_bias
         )
-        self.q_norm = RMSNorm(b, f"{path}.q_norm", c.head_dim, c.rms_norm_eps) if c.head_norms else nn.Identity()
-        self.k_norm = RMSNorm(b, f"{path}.k_norm", c.head_dim, c.rms_norm_eps) if c.head_norms else nn.Identity()
+        self.q_norm = HeadNorm(b, f"{path}.q_norm", c.head_dim, c.rms_norm_eps) if c.head_norms else nn.Identity()
+        self.k_norm = HeadNorm(b, f"{path}.k_norm", c.head_dim, c.rms_norm_eps) if c.head_norms else nn.Identity()
 
     def forward(self, x: Hidden, rotary: RotaryTable, attention: Backend) -> Hidden:
         if x.placement != x.mesh.placement(GROUP):
@@ -108,7 +109,7 @@ class Attention(Layer):
             q, k = rotary(self.q_norm(q)), rotary(self.k_norm(k))
             return attention(self.index, q, k, v, scale=self.scale)[0].flatten(1)
 
-        return self.out(self.qkv(x).map(attend, self.path))
+        return self.out(self.qkv(x).elementwise(attend, self.path))
 
 
 class DecoderLayer(Layer):

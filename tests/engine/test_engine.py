@@ -15,8 +15,6 @@ from transformers import Qwen2MoeForCausalLM
 from weft.engine.config import EngineConfig, EngineError
 from weft.engine.engine import Engine
 from weft.engine.request import Output, SamplingParams
-from weft.models.config import ModelError
-from weft.place.spec import LayoutError
 
 LAYOUTS = {
     "1x1": dict(),
@@ -163,16 +161,6 @@ def test_a_listener_that_fails_does_not_end_the_others(model_dir: Path, expected
         engine.submit(prompts()[1], GREEDY, lambda output: 1 / 0)
         assert engine.generate(prompts()[:1], GREEDY)[0].token_ids == expected[0]
         engine.check_idle()
-
-
-@pytest.mark.parametrize("executor", ["thread", "process"])
-def test_a_start_that_cannot_be_ends_in_one_line(model_dir: Path, tmp_path: Path, executor: str) -> None:
-    with pytest.raises(ModelError, match=r"no config\.json"):
-        Engine(config(tmp_path, executor=executor))
-    with pytest.raises(ModelError, match="8 do not divide over attn_tp=3"):
-        Engine(config(model_dir, executor=executor, attn_tp=3, ep=3))
-    with pytest.raises(LayoutError, match="must be the number of ranks"):
-        config(model_dir, attn_tp=2)
 
 
 def test_a_folder_too_deep_for_sockets_ends_in_one_line(

@@ -96,6 +96,10 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.num_layers is not None and self.num_layers <= 0:
             raise ValueError(f"num_layers is {self.num_layers}; it must be above 0")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len}; it must be 2 or more: a prompt and an answer of one token"
+            )
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts is {self.max_restarts}; it must be 0 or more")
         if self.kv_tokens < self.page_size:

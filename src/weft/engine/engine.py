@@ -14,8 +14,6 @@ from collections.abc import Sequence as Seq
 from types import TracebackType
 from typing import Any, Literal
 
-from transformers import AutoTokenizer
-
 from weft.engine.answer import Answer, OnOutput, prepare
 from weft.engine.config import EngineConfig, EngineError, QueueFull
 from weft.engine.executor import Executor, make_executor
@@ -25,7 +23,7 @@ from weft.engine.messages import Step
 from weft.engine.request import FinishReason, Output, SamplingParams, Sequence
 from weft.engine.results import EngineStats, GenerationResult, step_stats, whole
 from weft.engine.scheduler import Scheduler, make_schedulers
-from weft.models.config import ModelError
+from weft.engine.startup import check_plans, context_tokens, load_tokenizer, read_model
 from weft.stream import StepStat
 
 log = logging.getLogger(__name__)
@@ -45,12 +43,10 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float], None] | None = None):
-        self.config, self.model_config = config, config.read_model()
-        try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(config.tokenizer)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{config.tokenizer} has no usable tokenizer: {str(error).splitlines()[0]}") from error
-        self.max_model_len = min(config.max_model_len or self.model_config.max_position, self.model_config.max_position)
+        self.config, self.model_config = config, read_model(config)
+        self.tokenizer: Any = load_tokenizer(config)
+        self.max_model_len = context_tokens(config, self.model_config)
+        check_plans(config, self.model_config)
         self.error: str | None = None
         self._phase: EngineState = "starting"
         self._faults = FaultWindow(config.max_restarts, config.restart_window_s)

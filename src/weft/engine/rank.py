@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ from weft.place.spec import LayoutError
 
 def main(directory: Path, rank: int, parent: int) -> None:
     """Runs a rank until it is told to stop, fails, or its controller is gone."""
-    threading.Thread(target=_leave_with_parent, args=(parent,), daemon=True).start()
+    threading.Thread(target=_leave_with_parent, args=(parent, directory), daemon=True).start()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     config = EngineConfig.from_dict(json.loads((directory / "config.json").read_text()))
     bind(config, rank)
@@ -66,10 +67,14 @@ def main(directory: Path, rank: int, parent: int) -> None:
     os._exit(code)
 
 
-def _leave_with_parent(parent: int) -> None:
-    """A rank must not outlive its controller, also one that was killed."""
+def _leave_with_parent(parent: int, directory: Path) -> None:
+    """A rank must not outlive its controller, also one that was killed; nor may the folder that was the controller's.
+
+    Each rank removes it: the others need nothing in it any more, and the last finds what one before could not remove.
+    """
     while os.getppid() == parent:
         time.sleep(0.5)
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(3)
 
 

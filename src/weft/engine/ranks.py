@@ -19,10 +19,20 @@ def cost_model(config: EngineConfig) -> Costs:
     return costs(str(table) if (table := _table(config)) else "cpu" if config.cost == "auto" else config.cost)
 
 
+def uses_shm(config: EngineConfig) -> bool:
+    """Whether ranks open shared memory: where asked for, and where left open, if it can hold them all."""
+    return config.transport == "shm" or (config.transport == "auto" and config.mesh.world <= MAX_RANKS)
+
+
+def uses_gloo(config: EngineConfig) -> bool:
+    """Whether ranks open torch.distributed."""
+    return config.transport != "shm"
+
+
 def open_transports(config: EngineConfig, rank: int, directory: Path) -> list[Transport]:
     """The transports of a rank, the first being where activations live. Collective. Raises CommError, LayoutError."""
     opened: list[Transport] = []
-    if config.transport == "shm" or (config.transport == "auto" and config.mesh.world <= MAX_RANKS):
+    if uses_shm(config):
         table = _table(config)
         need = arena_need(config, config.read_model(), DTYPES[config.dtype])
         check_memory(config, need, available_bytes())
@@ -37,7 +47,7 @@ def open_transports(config: EngineConfig, rank: int, directory: Path) -> list[Tr
                 tuning=read_tuning(table, "shm_tuning", ShmTuning) if table else None,
             )
         )
-    if config.transport != "shm":
+    if uses_gloo(config):
         meet = f"file://{directory}/rendezvous"
         opened.append(TorchDistTransport(config.mesh, rank, meet, timeout_s=config.step_timeout_s))
     return opened

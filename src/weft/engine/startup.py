@@ -1,0 +1,93 @@
+"""What can be found before any rank is started: a model, a layout or a table that could never serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer
+
+from weft.comm.reference import ReferenceTransport
+from weft.comm.shm import ShmTransport
+from weft.comm.torchdist import offers as torchdist_offers
+from weft.comm.transport import offer_of
+from weft.engine.config import EngineConfig
+from weft.engine.ranks import cost_model, uses_gloo, uses_shm
+from weft.engine.worker import DTYPES
+from weft.models.config import ModelConfig, ModelError
+from weft.models.runner import plan_model
+from weft.place.cost import costs
+from weft.place.spec import LayoutError, PlacementError
+
+
+def read_model(config: EngineConfig) -> ModelConfig:
+    """The model's config.json, read. Raises ModelError."""
+    try:
+        return config.read_model()
+    except ModelError:
+        raise
+    except Exception as error:  # whatever comes of values of a wrong type
+        raise ModelError(
+            f"{config.model / 'config.json'} cannot be understood: {type(error).__name__}: {_line(error)}"
+        ) from error
+
+
+def load_tokenizer(config: EngineConfig) -> Any:
+    """The tokenizer, whose chat template, if it has one, can be read. Raises ModelError."""
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(config.tokenizer)
+    except Exception as error:  # whatever transformers and tokenizers make of a broken file
+        raise ModelError(f"{config.tokenizer} has no usable tokenizer: {_line(error)}") from error
+    if tokenizer.chat_template:
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+        except jinja2.TemplateSyntaxError as error:
+            where = f"{config.tokenizer}, line {error.lineno}"
+            raise ModelError(f"the chat template of {where}, cannot be read: {_line(error)}") from error
+        except Exception:  # a template may refuse this message, and take others
+            return tokenizer
+    return tokenizer
+
+
+def context_tokens(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens that prompt and answer may have together. Raises ModelError for more than the model knows."""
+    if config.max_model_len is not None and config.max_model_len > model.max_position:
+        raise ModelError(
+            f"max_model_len={config.max_model_len} is beyond the model's {model.max_position} positions; ask for fewer"
+        )
+    return config.max_model_len or model.max_position
+
+
+def check_plans(config: EngineConfig, model: ModelConfig) -> None:
+    """Builds the model without weights and plans every step that may come.
+
+    Raises ModelError for sizes of which no model can be; LayoutError where it does not divide over the
+    layout, or the cost table lacks an edge that is needed.
+    """
+    mesh = config.mesh
+    if config.executor == "thread":
+        carriers, table = {"reference": ReferenceTransport.offers}, costs("cpu")
+    else:
+        table = cost_model(config)
+        carriers = {"shm": ShmTransport.offers} if uses_shm(config) else {}
+        if uses_gloo(config):
+            carriers["torchdist/gloo"] = lambda exchange, epilogue=False: torchdist_offers("gloo", exchange, epilogue)
+    offers = [offer_of(name, has, mesh, table.of(name, mesh.world), None) for name, has in carriers.items()]
+    try:
+        planner = plan_model(model, mesh, DTYPES[config.dtype], offers)
+    except (LayoutError, PlacementError):
+        raise
+    except Exception as error:  # sizes that torch has no tensor for
+        raise ModelError(f"no model can be built from {config.model / 'config.json'}: {_line(error)}") from error
+    rows = 1
+    while True:
+        counts = (min(rows, config.max_batch_tokens),) * mesh.attn_dp
+        planner.plan(counts)
+        planner.naive(counts)
+        if rows >= config.max_batch_tokens:
+            return
+        rows *= 2
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

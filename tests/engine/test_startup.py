@@ -1,0 +1,109 @@
+"""What can never serve is refused in one line, before any rank is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.test_engine import config
+from weft.engine.engine import Engine
+from weft.models.config import ModelError
+from weft.place.spec import LayoutError
+
+
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_executor(config: Any) -> None:
+        raise AssertionError("ranks were to be started")
+
+    monkeypatch.setattr("weft.engine.engine.make_executor", make_executor)
+
+
+@pytest.fixture
+def changed(model_dir: Path, tmp_path: Path) -> Callable[..., Path]:
+    def change(file: str, **values: Any) -> Path:
+        directory = tmp_path / "model"
+        shutil.copytree(model_dir, directory)
+        path = directory / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+        return directory
+
+    return change
+
+
+def refused(kind: type[Exception], text: str, **changes: Any) -> None:
+    with pytest.raises(kind, match=text) as error:
+        Engine(config(**changes))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_a_model_or_layout_that_cannot_be(model_dir: Path, tmp_path: Path, executor: str) -> None:
+    refused(ModelError, r"no config\.json", model_dir=tmp_path, executor=executor)
+    refused(LayoutError, "8 do not divide over attn_tp=3", model_dir=model_dir, executor=executor, attn_tp=3, ep=3)
+    with pytest.raises(LayoutError, match="must be the number of ranks"):
+        config(model_dir, attn_tp=2)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        dict(hidden_size="wide"),
+        dict(num_attention_heads=0),
+        dict(rope_parameters=7),
+        dict(hidden_size=-64),
+        dict(vocab_size=2**70),
+        dict(num_hidden_layers=None),
+    ],
+)
+def test_a_config_that_makes_no_sense(changed: Callable[..., Path], values: dict[str, Any]) -> None:
+    refused(ModelError, r"config\.json", model_dir=changed("config.json", **values))
+
+
+def test_a_tokenizer_or_a_chat_template_that_cannot_be_read(changed: Callable[..., Path]) -> None:
+    broken = changed("tokenizer_config.json", chat_template="hello\n{% for m in messages %}{{ m.content }")
+    refused(ModelError, "the chat template of .*model, line 2, cannot be read", model_dir=broken)
+    (broken / "tokenizer.json").write_text('{"model": 3}')
+    refused(ModelError, "no usable tokenizer", model_dir=broken)
+
+
+def test_a_template_that_only_refuses_a_message_is_no_fault(changed: Callable[..., Path]) -> None:
+    picky = changed("tokenizer_config.json", chat_template="{{ raise_exception('a system message must come first') }}")
+    with pytest.raises(AssertionError, match="ranks were to be started"):
+        Engine(config(picky))
+
+
+@pytest.mark.parametrize("length", [0, -5, 1])
+def test_a_context_of_nothing(model_dir: Path, length: int) -> None:
+    with pytest.raises(ValueError, match=f"max_model_len is {length}; it must be 2 or more"):
+        config(model_dir, max_model_len=length)
+
+
+def test_a_context_beyond_the_models(model_dir: Path) -> None:
+    refused(ModelError, "max_model_len=257 is beyond the model's 256 positions", model_dir=model_dir, max_model_len=257)
+
+
+def test_a_cost_table_without_an_edge_that_a_step_needs(model_dir: Path, tmp_path: Path) -> None:
+    """`weft tune --ranks 2` measures no edge of two kinds of groups; a layout of 2 × 2 needs them."""
+    kinds = ["all_reduce", "reduce_scatterv", "all_gatherv", "all_to_allv"]
+
+    def table(kinds: list[str]) -> str:
+        rows = [
+            {"world": 2, "kind": k, "ranks": 2, "bytes": size, "us": 5.0} for k in kinds for size in (1024, 1048576)
+        ]
+        path = tmp_path / "table.json"
+        points = [[1024, 1.0], [1048576, 90.0]]
+        both = {"shm": rows, "torchdist/gloo": rows}
+        path.write_text(json.dumps({"local": points, "epilogue": points, "transports": both}))
+        return str(path)
+
+    layout = dict(model_dir=model_dir, executor="process", attn_dp=2, attn_tp=2, ep=2, moe_tp=2)
+    refused(LayoutError, r"table\.json has no times of .*\+.*; measure them: weft tune", cost=table(kinds), **layout)
+    with pytest.raises(AssertionError, match="ranks were to be started"):
+        fused = ["all_reduce+all_gatherv", "reduce_scatterv+all_reduce"]
+        Engine(config(**layout, cost=table(kinds + fused)))

@@ -16,7 +16,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,12 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import weft
+
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a process came to: its value, or its error with the classes' names, and when (CLOCK_MONOTONIC).
+    """What a process came to: its value, or its error with the classes' names.
 
     mapped: its mappings of an arena at the end, when the value or the error and all that they held are gone.
     """
@@ -38,7 +39,6 @@ class Outcome:
     error: str = ""
     classes: tuple[str, ...] = ()
     lost: int | None = None
-    at: float = 0.0
     mapped: int = 0
 
 
@@ -49,12 +49,11 @@ def arenas() -> int:
 
 def _outcome(main: Callable[[], Any]) -> Outcome:
     try:
-        return Outcome(main(), at=time.monotonic())
+        return Outcome(main())
     except BaseException as error:
-        at = time.monotonic()
         text = str(error) if type(error).__module__.startswith("weft") else traceback.format_exc()
         classes = tuple(c.__name__ for c in type(error).__mro__)
-        return Outcome(None, text, classes, getattr(error, "rank", None), at)
+        return Outcome(None, text, classes, getattr(error, "rank", None))
 
 
 class Fork:
@@ -76,7 +75,7 @@ class Fork:
             pickle.dump(replace(outcome, mapped=arenas()), pipe)
         os._exit(0)
 
-    def outcome(self, timeout_s: float = 30.0) -> Outcome | None:
+    def outcome(self, timeout_s: float = 60.0) -> Outcome | None:
         """None where the process ended without one. The process is then gone, but not yet reaped."""
         data = b""
         while True:
@@ -86,10 +85,8 @@ class Fork:
                 return pickle.loads(data) if data else None
             data += more
 
-    def signal(self, number: signal.Signals) -> float:
-        """Sends it, and says when."""
+    def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
-        return time.monotonic()
 
     def reap(self) -> None:
         if not self._reaped:
@@ -105,7 +102,7 @@ class Nursery:
         keep = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from comm.forks import nursery; nursery()"],
-            env=keep | {"PYTHONPATH": str(path)},
+            env=keep | {"PYTHONPATH": os.pathsep.join([str(path), str(Path(weft.__file__).parents[1])])},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

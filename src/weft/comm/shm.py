@@ -21,8 +21,6 @@ from weft.place.exchange import Exchange
 from weft.place.spec import GROUP_NAMES, Mesh
 
 MAX_RANKS = 16
-YIELDS = 2000
-"""How often a waiting rank offers its core to others before it sleeps: what makes more ranks than cores fast."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,8 @@ class ShmTransport(NamedCalls):
     rank has a core. isa: auto, or one of scalar, avx2, avx512, neon. Sums take float32, bfloat16, float16 and float64;
     anything may be moved.
 
-    Raises CommError where the ranks do not meet; calls raise PeerLost within a second of a rank's end, CommTimeout,
-    and CommError for what cannot be done, on every rank that sees it.
+    Raises CommError where the ranks do not meet; calls raise PeerLost soon after a rank's end, CommTimeout, and
+    CommError for what cannot be done, on every rank that sees it.
     """
 
     name = "shm"
@@ -107,7 +105,6 @@ class ShmTransport(NamedCalls):
                 block_bytes,
                 self._pidfds,
                 spins,
-                YIELDS,
                 timeout_s,
                 sizes,
                 isa,

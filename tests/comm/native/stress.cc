@@ -89,7 +89,6 @@ struct Test {
     Waiter waiter;
     const int spins = 100;
     waiter.spins = spins;
-    waiter.yields = 50;
     waiter.timeout_s = 100;
     waiter.lost = &arena->header().lost;
     Exchange<Dawdle> exchange(arena, rows_for("auto"), waiter);
@@ -111,7 +110,7 @@ struct Test {
       if (place == ranks.end()) continue;
       const int me = int(place - ranks.begin());
       exchange.waiter().spins = delays && exchange.probe.random.below(4) == 0 ? 0 : spins;
-      exchange.waiter().yields = exchange.waiter().spins ? 50 : 0;
+      exchange.waiter().yield_s = exchange.waiter().spins ? 50e-6 : 0;
 
       Parts parts(s, me, int(ranks.size()));
       const bool in_arena = s.in_arena >> me & 1;

@@ -73,7 +73,6 @@ Planned planned(const std::string& kind) {
 std::string rank_main(int rank, int fd, const Layout& layout, const std::vector<Planned>& calls) {
   auto arena = std::make_shared<Arena>(fd, layout, rank);
   Waiter waiter;
-  waiter.yields = 50;
   waiter.lost = &arena->header().lost;
   Exchange<Recorder> exchange(arena, rows_for("scalar"), waiter);
   exchange.probe.arena = arena.get();

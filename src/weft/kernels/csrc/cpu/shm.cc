@@ -40,21 +40,21 @@ ffi::Tensor new_tensor(World& w, ffi::ShapeView shape, DLDataType dtype) {
   return ffi::Tensor::FromNDAlloc(PoolBlock{w.exchange->shared_arena()}, shape, dtype, DLDevice{kDLCPU, 0});
 }
 
-// The errors of a call as Python sees them.
+// The errors of a call as Python sees them, by the names that build.py registers. They carry no back-trace of native
+// code: the first one of a process would take more than half a second, in which the other ranks wait.
 template <class F>
 auto guarded(F&& run) -> decltype(run()) {
   try {
     return run();
   } catch (const PeerLostError& lost) {
-    TVM_FFI_THROW(WeftPeerLost) << lost.what();
+    throw ffi::Error("WeftPeerLost", lost.what(), "");
   } catch (const TimeoutError& late) {
-    TVM_FFI_THROW(WeftTimeout) << late.what();
+    throw ffi::Error("WeftTimeout", late.what(), "");
   } catch (const std::runtime_error& error) {
-    TVM_FFI_THROW(WeftCallError) << error.what();
+    throw ffi::Error("WeftCallError", error.what(), "");
   } catch (const std::invalid_argument& error) {
-    TVM_FFI_THROW(WeftCallError) << error.what();
+    throw ffi::Error("WeftCallError", error.what(), "");
   }
-  __builtin_unreachable();
 }
 
 void interrupt() {
@@ -313,7 +313,7 @@ MaybeNorm norm_of(TensorView residual, TensorView weight) { return std::make_pai
 // groups: every group of the world, the same list on every rank. pidfds: of each rank's process, -1 for none.
 // tuning: the numbers of Tuning, in order.
 int64_t create(int64_t fd, int64_t world, int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, int64_t slot_bytes,
-               int64_t blocks, int64_t block_bytes, Sizes pidfds, int64_t spins, int64_t yields, double timeout_s,
+               int64_t blocks, int64_t block_bytes, Sizes pidfds, int64_t spins, double timeout_s,
                Sizes tuning, ffi::String isa) {
   return guarded([&] {
     Layout layout;
@@ -327,7 +327,6 @@ int64_t create(int64_t fd, int64_t world, int64_t rank, ffi::Array<ffi::Array<in
     auto arena = std::make_shared<Arena>(int(fd), layout, int(rank));
     Waiter waiter;
     waiter.spins = int(spins);
-    waiter.yields = int(yields);
     waiter.timeout_s = timeout_s;
     waiter.lost = &arena->header().lost;
     waiter.interrupt = interrupt;

@@ -77,10 +77,11 @@ inline void publish(Line& mine, uint32_t phase) {
 // Phases wrap around: only their difference counts, and it never exceeds two.
 inline bool reached(uint32_t phase, uint32_t wanted) { return int32_t(phase - wanted) >= 0; }
 
-// How a rank waits: it spins, gives its core to others, then sleeps in short slices between which it looks around.
+// How a rank waits: it spins, offers its core to others for a while, then sleeps in short slices, between which it looks
+// whether a rank is gone. Time ends the offers, not their number: on a busy core each may take milliseconds.
 struct Waiter {
-  int spins = 0, yields = 0;
-  double timeout_s = 60;
+  int spins = 0;
+  double yield_s = 0.002, timeout_s = 60;
   std::atomic<int32_t>* lost = nullptr;   // shared: 1 + the first rank known to be gone
   std::atomic<uint32_t>* left = nullptr;  // shared: bit r: rank r was done, and may end: lost only to who calls it
   std::vector<pollfd> peers;             // a pidfd of each other process, -1 where it has none
@@ -91,10 +92,8 @@ struct Waiter {
       if (reached(line.phase.load(std::memory_order_acquire), wanted)) return;
       pause_cpu();
     }
-    for (int i = 0; i < yields; ++i) {
+    for (const double until = now_s() + yield_s; now_s() < until; sched_yield())
       if (reached(line.phase.load(std::memory_order_acquire), wanted)) return;
-      sched_yield();
-    }
     sleep(line, wanted, rank);
   }
 

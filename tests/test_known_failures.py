@@ -16,18 +16,20 @@ import torch
 from support import EVERY, run_world, small_config, small_model
 from torch import Tensor
 
-from weft.attention.backend import Backend
-from weft.attention.batch import Batch, SeqRows
+from weft.attention.batch import Batch
+from weft.attention.caches import Caches
 from weft.comm.transport import CommError, Transport
+from weft.engine import runner as runner_module
+from weft.engine.batch import SeqRows, build_batch
+from weft.engine.runner import ModelRunner, trace
 from weft.hidden import Hidden
-from weft.models import runner as runner_module
+from weft.kv.spec import CacheGroup, Rule
 from weft.models.config import ModelConfig
 from weft.models.layers import Builder, ColumnLinear, Linear, Out, RMSNorm, RowLinear
 from weft.models.load import build_model, load_model
 from weft.models.moe import GatedMLP, SparseMoE
 from weft.models.qwen import DecoderLayer, Qwen
 from weft.models.registry import load_config, read_config
-from weft.models.runner import ModelRunner, trace
 from weft.place.cost import PRESETS, Offer
 from weft.place.plan import Planner
 from weft.place.spec import Mesh, PlacementError, Rows
@@ -53,11 +55,11 @@ def run_broken(saved: Path, breaker: Callable[[Qwen, Transport], None]) -> None:
     def main(transport: Transport) -> None:
         model = load_model(saved, load_config(saved), MESH, transport.rank)
         breaker(model, transport)
-        runner = ModelRunner(model, MESH, transport.rank, [transport], num_pages=2, page_size=4)
+        runner = ModelRunner(model, MESH, transport.rank, [transport], [CacheGroup(Rule(), 2)], page_size=4)
         if MESH.group_of(transport.rank) == 0:
-            batch = Batch.build([3, 4], [0, 1], [SeqRows(2, 0, [0], True)], 4)
+            batch = build_batch([3, 4], [SeqRows(2, 0, [[0]], True)], 4)
         else:
-            batch = Batch.build([], [], [], 4)
+            batch = build_batch([], [], 4)
         runner.forward(batch, (2, 0))
 
     run_world(MESH.world, main)
@@ -163,8 +165,8 @@ def test_the_last_layer_is_never_settled(monkeypatch: pytest.MonkeyPatch) -> Non
     def breaker(model: Qwen) -> None:
         forward = model.forward
 
-        def late(stream: Any, batch: Batch, attention: Backend) -> Tensor:
-            logits = forward(stream, batch, attention)
+        def late(stream: Any, batch: Batch, caches: Caches) -> Tensor:
+            logits = forward(stream, batch, caches)
             stream.add(model.layers[2].mlp(Hidden(stream._empty, MESH.placement(WORLD), MESH, "late")))
             return logits
 

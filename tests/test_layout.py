@@ -15,6 +15,7 @@ ORDER = (
     "comm",
     "hidden",
     "stream",
+    "kv",
     "attention",
     "models",
     "assets",
@@ -62,9 +63,7 @@ def test_place_imports_only_the_standard_library(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((SOURCE / "models").glob("*.py")), ids=lambda p: p.name)
 def test_models_hold_no_communication(path: Path) -> None:
     names = imports(path)
-    assert not any(n.startswith(("torch.distributed", "weft.comm.reference", "weft.comm.torchdist")) for n in names)
-    if path.name != "runner.py":  # the runner hands the transport to the stream; models never see it
-        assert not any(n.startswith("weft.comm") for n in names)
+    assert not any(n.startswith(("torch.distributed", "weft.comm")) for n in names)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))

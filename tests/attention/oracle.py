@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from weft.attention.backend import Backend
-from weft.attention.batch import Batch, SeqRows
-from weft.attention.cache import KVCache
+from weft.attention.batch import Batch, PageTables
+from weft.engine.batch import SeqRows, build_batch
+from weft.kv.cache import KVCache
+from weft.kv.spec import Latent, PagedKV, Window
 
 NAN = float("nan")
 
@@ -31,7 +33,12 @@ class Case:
 
 
 def make_case(
-    spans: list[tuple[int, int]], *, seed: int = 0, page: int = 4, heads: int = 4, kv_heads: int = 2, dim: int = 8
+    spans: list[tuple[int, int]],
+    *,
+    seed: int = 0,
+    page: int = 4,
+    heads: int = 4,
+    spec: PagedKV | Window | Latent = PagedKV(2, 8),  # noqa: B008
 ) -> Case:
     """A case of sequences of (rows, context), in layer 1 of 2, with scores far from even."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -41,21 +48,22 @@ def make_case(
 
     needed = [-(-(rows + context) // page) for rows, context in spans]
     free = draw.sample(range(sum(needed) + 3), sum(needed))
-    cache = KVCache(2, len(free) + 3, page, kv_heads, dim, torch.float32)
+    cache = KVCache(spec, 2, len(free) + 3, page, torch.float32)
+    kv_heads, dim = cache.keys.shape[2:]
     cache.keys.fill_(NAN)
     cache.values.fill_(NAN)
     seqs, keys, values = [], [], []
     for (rows, context), count in zip(spans, needed, strict=True):
         pages = [free.pop() for _ in range(count)]
         keys.append(3 * normal(context + rows, kv_heads, dim))
-        values.append(normal(context + rows, kv_heads, dim))
-        for at in range(context):
+        latent = isinstance(spec, Latent)
+        values.append(keys[-1][..., : spec.value_width] if latent else normal(context + rows, kv_heads, dim))
+        for at in range(0 if cache.window is None else max(0, context - cache.window + 1), context):
             slot = pages[at // page] * page + at % page
             cache.keys[1, slot], cache.values[1, slot] = keys[-1][at], values[-1][at]
-        seqs.append(SeqRows(rows, context, pages, True))
+        seqs.append(SeqRows(rows, context, [pages], True))
     total = sum(rows for rows, _ in spans)
-    positions = [p for rows, context in spans for p in range(context, context + rows)]
-    batch = Batch.build(list(range(total)), positions, seqs, page)
+    batch = build_batch(list(range(total)), seqs, page)
     new = [slice(context, None) for _, context in spans]
     k, v = (torch.cat([x[at] for x, at in zip(all_, new, strict=True)]) for all_ in (keys, values))
     return Case(batch, cache, normal(total, heads, dim), k, v, 0.7, keys, values)
@@ -69,16 +77,17 @@ def padded(case: Case, capacity: int) -> Case:
     def longer(x: Tensor, filler: float) -> Tensor:
         return torch.cat([x, x.new_full((pads, *x.shape[1:]), filler)])
 
-    table = torch.cat([batch.pages, batch.pages.new_full((len(batch.pages), 2), -7)], dim=1)
+    tables = batch.tables[0]
+    assert isinstance(tables, PageTables)
+    pages = torch.cat([tables.pages, tables.pages.new_full((len(tables.pages), 2), 1000)], dim=1)
     return replace(
         case,
         batch=replace(
             batch,
             tokens=longer(batch.tokens, 0),
             positions=longer(batch.positions, 0),
-            pages=longer(table, -1),
             lengths=longer(batch.lengths, 0),
-            slots=longer(batch.slots, -1),
+            tables=(PageTables(longer(pages, 1000), longer(tables.slots, -1)),),
             spans=None,
         ),
         q=longer(case.q, NAN),
@@ -89,25 +98,28 @@ def padded(case: Case, capacity: int) -> Case:
 
 def check(backend: Backend, case: Case, spans: list[tuple[int, int]], tolerance: float = 1e-5) -> None:
     """Runs the step on a backend of the case's cache; AssertionError where a row or the cache is not as defined."""
-    before = case.cache.keys.clone()
-    backend.plan(case.batch)
-    out, lse = backend(1, case.q, case.k, case.v, scale=case.scale, lse=True)
-    alone, none = backend(1, case.q, case.k, case.v, scale=case.scale)
+    before, tables = case.cache.keys.clone(), case.batch.tables[0]
+    assert isinstance(tables, PageTables)
+    v = None if isinstance(case.cache.spec, Latent) else case.v
+    backend.plan(case.batch, tables)
+    out, lse = backend(1, case.q, case.k, v, scale=case.scale, lse=True)
+    alone, none = backend(1, case.q, case.k, v, scale=case.scale)
     assert lse is not None and none is None and torch.equal(alone, out)
     row = 0
     for (rows, context), keys, values in zip(spans, case.keys, case.values, strict=True):
         for i in range(rows):
-            seen = context + i + 1
+            end = context + i + 1
+            begin = 0 if case.cache.window is None else max(0, end - case.cache.window)
             for head in range(case.q.shape[1]):
                 kv = head * keys.shape[1] // case.q.shape[1]
-                scores = case.scale * keys[:seen, kv].double() @ case.q[row, head].double()
-                expected = scores.softmax(0) @ values[:seen, kv].double()
+                scores = case.scale * keys[begin:end, kv].double() @ case.q[row, head].double()
+                expected = scores.softmax(0) @ values[begin:end, kv].double()
                 assert (out[row, head].double() - expected).norm() <= tolerance * expected.norm()
                 assert abs(lse[row, head].double() - scores.logsumexp(0)) <= tolerance * (1 + scores.abs().max())
             row += 1
     assert torch.equal(out[row:], torch.zeros_like(out[row:])), "a padding row's output"
     assert bool((lse[row:] == -torch.inf).all()), "a padding row sees nothing"
-    new = case.batch.slots[case.batch.slots >= 0]
+    new = tables.slots[tables.slots >= 0]
     assert torch.equal(case.cache.keys[1, new], case.k[:row]) and torch.equal(case.cache.values[1, new], case.v[:row])
     old = torch.ones(case.cache.num_pages * case.cache.page_size, dtype=torch.bool)
     old[new] = False

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention.oracle import check, make_case, padded
-from weft.attention.batch import Batch, SeqRows
-from weft.attention.cache import KVCache
+from attention.oracle import NAN, check, make_case, padded
 from weft.attention.sdpa import SDPA
+from weft.engine.batch import SeqRows, build_batch
+from weft.kv.cache import KVCache, StateCache
+from weft.kv.spec import Latent, PagedKV, Recurrent, Window
 
 STEPS = {
     "one row": [(1, 0)],
@@ -19,30 +20,45 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+SPECS = [PagedKV(1, 8), PagedKV(2, 8), PagedKV(4, 8), Window(1, 2, 8), Window(6, 2, 8), Latent(12, 8), Latent(8, 8)]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("step", STEPS)
-def test_rows_see_what_they_should(step: str, kv_heads: int) -> None:
+def test_rows_see_what_they_should(step: str, spec: PagedKV | Window | Latent) -> None:
     for seed in range(3):
-        case = make_case(STEPS[step], seed=seed, kv_heads=kv_heads)
+        case = make_case(STEPS[step], seed=seed, spec=spec)
         check(SDPA(case.cache), case, STEPS[step])
 
 
 @pytest.mark.parametrize("capacity", [4, 5, 8])
-def test_padding_rows_write_nothing_and_see_nothing(capacity: int) -> None:
-    case = padded(make_case(STEPS["decode"], seed=capacity), capacity)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_padding_rows_write_nothing_and_see_nothing(capacity: int, spec: PagedKV | Window | Latent) -> None:
+    case = padded(make_case(STEPS["decode"], seed=capacity, spec=spec), capacity)
     check(SDPA(case.cache), case, STEPS["decode"])
 
 
 def test_no_rows_at_all() -> None:
-    cache = KVCache(1, 1, 4, 2, 8, torch.float32)
-    backend = SDPA(cache)
-    backend.plan(Batch.build([], [], [], 4))
+    backend, batch = SDPA(KVCache(PagedKV(2, 8), 1, 1, 4, torch.float32)), build_batch([], [], 4)
+    backend.plan(batch, batch.tables[0])
     out, lse = backend(0, torch.empty(0, 4, 8), torch.empty(0, 2, 8), torch.empty(0, 2, 8), scale=1.0, lse=True)
     assert out.shape == (0, 4, 8) and lse is not None and lse.shape == (0, 4)
 
 
 def test_a_table_that_is_too_short_is_refused() -> None:
     with pytest.raises(ValueError, match="1 pages of 4 do not hold 5 tokens"):
-        Batch.build([1], [4], [SeqRows(1, 4, [0], True)], 4)
-    with pytest.raises(ValueError, match="2 tokens, 1 positions, 1 rows"):
-        Batch.build([1, 2], [0], [SeqRows(1, 0, [0], True)], 4)
+        build_batch([1], [SeqRows(1, 4, [[0]], True)], 4)
+    with pytest.raises(ValueError, match="2 tokens for 1 rows"):
+        build_batch([1, 2], [SeqRows(1, 0, [[0]], True)], 4)
+
+
+def test_states_begin_at_zero_and_padding_sequences_keep_none() -> None:
+    cache = StateCache(Recurrent(((2, 3), (4,))), 2, 3)
+    for states in cache.states:
+        states[:, :3] = NAN
+    ones = tuple(torch.ones(3, *shape) for shape in cache.spec.shapes)
+    cache.store(1, torch.tensor([2, -1, 0]), ones)
+    loaded = cache.load(1, torch.tensor([-1, 0, 2, -1]))
+    for states, kept in zip(loaded, cache.states, strict=True):
+        assert states.flatten(1).amax(1).tolist() == [0, 1, 1, 0] == states.flatten(1).amin(1).tolist()
+        assert kept[1, 1].isnan().all() and kept[0, :3].isnan().all()

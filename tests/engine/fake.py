@@ -1,4 +1,4 @@
-"""A fake device for scheduler tests: pages that hold token ids, and a next token that depends on all that is read back.
+"""A fake device for scheduler tests: caches that hold token ids, and a next token that depends on all that is read.
 
 Whatever goes wrong with pages — one freed too early, shared and written, matched to another prefix, not computed anew
 after a preemption — changes the history that a sequence reads through its page table, and so the tokens that it draws.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence as Seq
 
-from weft.engine.messages import GroupRows
+from weft.engine.messages import GroupRows, Part
 from weft.engine.request import SamplingParams, Sequence
 from weft.engine.scheduler import Scheduler
+from weft.kv.spec import CacheGroup
 
 VOCABULARY = 50
 UNWRITTEN = -1
@@ -33,36 +34,70 @@ def answer(prompt: Seq[int], max_tokens: int, end_ids: frozenset[int] = frozense
 
 
 class FakeDevice:
-    """The pages of one DP group. `run` writes all rows of a step before it reads any, as attention over pages does."""
+    """The caches of one DP group. `run` writes all rows of a step before it reads any, as attention over pages does.
 
-    def __init__(self, num_pages: int, page_size: int):
-        self.page_size = page_size
-        self.slots = [UNWRITTEN] * (num_pages * page_size)
+    A page holds the tokens that rows wrote; a state holds all tokens that it stands for.
+    """
+
+    def __init__(self, groups: Seq[CacheGroup], page_size: int):
+        self.page_size, self.rules = page_size, [group.rule for group in groups]
+        self.slots = [[UNWRITTEN] * (group.size * page_size) for group in groups]
+        self.states: list[list[list[int] | None]] = [[None] * group.size for group in groups]
 
     def run(self, rows: GroupRows) -> list[tuple[int, int]]:
         """(request, drawn token) of each sampled part. AssertionError for a step that no device could run right."""
         assert len(rows.tokens) == sum(part.rows for part in rows.parts)
-        written: set[int] = set()
+        written: set[tuple[int, int]] = set()
         first = 0
         for part in rows.parts:
-            assert part.rows > 0, "a part without rows"
-            assert len(part.pages) * self.page_size >= part.context + part.rows, "the page table is too short"
-            for i in range(part.rows):
-                slot = self._slot(part.pages, part.context + i)
-                assert slot not in written, "two sequences write one slot in the same step"
-                written.add(slot)
-                self.slots[slot] = rows.tokens[first + i]
+            assert part.rows > 0 and len(part.tables) == len(self.rules), "a part without rows or a table"
+            new = list(rows.tokens[first : first + part.rows])
+            for group, (rule, table) in enumerate(zip(self.rules, part.tables, strict=True)):
+                at = [table[1]] if rule.state else self._slots(table, part.context, part.context + part.rows)
+                assert not any((group, slot) in written for slot in at), "two sequences write one slot in the same step"
+                written |= {(group, slot) for slot in at}
+                if not rule.state:
+                    for slot, token in zip(at, new, strict=True):
+                        self.slots[group][slot] = token
             first += part.rows
-        drawn = []
+        drawn, first, states = [], 0, []
         for part in rows.parts:
-            history = [self.slots[self._slot(part.pages, at)] for at in range(part.context + part.rows)]
-            assert UNWRITTEN not in history, "a sequence reads a slot that nobody has written"
+            new = list(rows.tokens[first : first + part.rows])
+            seen = [self._read(group, part, new) for group in range(len(self.rules))]
+            history = max(seen, key=len)
+            assert all(history[len(history) - len(each) :] == each for each in seen), "groups hold different tokens"
+            states += [(g, part.tables[g][1], history) for g, rule in enumerate(self.rules) if rule.state]
             if part.sampling is not None:
                 drawn.append((part.request, next_token(history)))
+            first += part.rows
+        for group, slot, history in states:  # all have been read: one may be written where another was read
+            assert (group, slot) not in {
+                (g, p.tables[g][0])
+                for g, r in enumerate(self.rules)
+                if r.state
+                for p in rows.parts
+                if p.tables[g][0] != p.tables[g][1]
+            }, "a state is written that another reads"
+            self.states[group][slot] = history
         return drawn
 
-    def _slot(self, pages: Seq[int], position: int) -> int:
-        return pages[position // self.page_size] * self.page_size + position % self.page_size
+    def _read(self, group: int, part: Part, new: list[int]) -> list[int]:
+        """What a part's rows can see of their sequence in a group: its last tokens, or all."""
+        rule, table, end = self.rules[group], part.tables[group], part.context + part.rows
+        if rule.state:
+            before = [] if table[0] == UNWRITTEN else self.states[group][table[0]]
+            assert before is not None and len(before) == part.context, "a state of other tokens"
+            return before + new
+        first = 0 if rule.window is None else max(0, part.context - rule.window + 1)
+        seen = [self.slots[group][slot] for slot in self._slots(table, first, end)]
+        assert UNWRITTEN not in seen, "a sequence reads a slot that nobody has written"
+        return seen
+
+    def _slots(self, pages: Seq[int], begin: int, end: int) -> list[int]:
+        assert len(pages) * self.page_size >= end, "the page table is too short"
+        at = [pages[position // self.page_size] for position in range(begin, end)]
+        assert UNWRITTEN not in at, "a page is needed that was given back"
+        return [page * self.page_size + (begin + i) % self.page_size for i, page in enumerate(at)]
 
 
 class Driver:
@@ -70,7 +105,7 @@ class Driver:
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
-        self.device = FakeDevice(scheduler.pool.total, scheduler.page_size)
+        self.device = FakeDevice(scheduler.caches.groups, scheduler.caches.page_size)
         self.live: dict[int, Sequence] = {}
         self.answers: dict[int, list[int]] = {}
         self.steps = 0
@@ -119,13 +154,17 @@ class Driver:
         assert rows.parts or not self.live, "an empty step while requests wait: the engine would spin"
         oldest = scheduler.running[0].request if scheduler.running else None
         assert oldest is None or any(p.request == oldest for p in rows.parts), "the oldest must go on in every step"
-        holders: dict[int, set[int]] = {}
-        for sequence in scheduler.running:
-            assert len(set(sequence.pages)) == len(sequence.pages), "a page twice in one table"
-            for page in sequence.pages:
-                holders.setdefault(page, set()).add(sequence.request)
-        for part in rows.parts:
-            size = scheduler.page_size
-            for page in part.pages[part.context // size : -(-(part.context + part.rows) // size)]:
-                assert holders[page] == {part.request}, "a row is written into a shared page"
-                assert scheduler.pool.holders(page) == 1, "a row is written into a page of the prefix tree"
+        size = scheduler.caches.page_size
+        for group, (rule, pool) in enumerate(zip(scheduler.caches.rules, scheduler.caches.pools, strict=True)):
+            holders: dict[int, set[int]] = {}
+            for sequence in scheduler.running:
+                table = [page for page in sequence.holding.tables[group] if page != UNWRITTEN]
+                assert rule.state or len(set(table)) == len(table), "a page twice in one table"
+                for page in table:
+                    holders.setdefault(page, set()).add(sequence.request)
+            for part in rows.parts:
+                first, end = part.context // size, -(-(part.context + part.rows) // size)
+                pages = part.tables[group][1:] if rule.state else part.tables[group][first:end]
+                for page in pages:
+                    assert holders[page] == {part.request}, "a row is written into a shared page"
+                    assert pool.holders(page) == 1, "a row is written into a page of the prefix tree"

@@ -21,6 +21,7 @@ from weft.engine.engine import Engine
 from weft.engine.executor import Executor
 from weft.engine.messages import Drawn, Result, Step
 from weft.engine.request import Output, SamplingParams
+from weft.kv.spec import CacheGroup, Rule
 
 WAIT_S = 30.0
 
@@ -31,7 +32,8 @@ class StubExecutor(Executor):
     def __init__(self, config: EngineConfig, world: World):
         super().__init__(config)
         self.world = world
-        self.devices = [FakeDevice(config.num_pages, config.page_size) for _ in range(config.attn_dp)]
+        self.groups = (CacheGroup(Rule(), config.num_pages),)
+        self.devices = [FakeDevice(self.groups, config.page_size) for _ in range(config.attn_dp)]
 
     def start(self, progress: Any = None, poll: Callable[[], None] = lambda: None) -> None:
         self.world.starts += 1

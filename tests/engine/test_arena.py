@@ -13,14 +13,15 @@ from support import small_model
 from torch import Tensor
 
 from comm.processes import run_threads
-from weft.attention.batch import Batch, SeqRows
 from weft.comm.shm import ShmTransport
 from weft.comm.transport import CommError
 from weft.engine.arena import ArenaNeed, Ledger, arena_need, available_bytes, check_memory
+from weft.engine.batch import SeqRows, build_batch
 from weft.engine.config import EngineConfig
+from weft.engine.runner import ModelRunner
+from weft.kv.spec import CacheGroup, Rule
 from weft.models.load import load_model
 from weft.models.registry import load_config
-from weft.models.runner import ModelRunner
 from weft.place.spec import LayoutError, Mesh
 
 PAGE = 4
@@ -36,13 +37,13 @@ def random_steps(transport: ShmTransport, mesh: Mesh, directory: Path, steps: in
     """Steps of random sizes, as an engine runs them; gives the most blocks that were in use at once."""
     torch.set_num_threads(1)
     model = load_model(directory, load_config(directory), mesh, transport.rank, workspace=transport.empty)
-    runner = ModelRunner(model, mesh, transport.rank, [transport], num_pages=MOST // PAGE, page_size=PAGE)
+    runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(Rule(), MOST // PAGE)], PAGE)
     draw = random.Random(3)
     for _ in range(steps):
         counts = tuple(draw.choice([0, 1, draw.randrange(MOST), MOST]) for _ in range(mesh.attn_dp))
         mine = counts[mesh.group_of(transport.rank)]
-        seqs = [SeqRows(mine, 0, list(range(-(-mine // PAGE))), True)] if mine else []
-        runner.forward(Batch.build([5] * mine, list(range(mine)), seqs, PAGE), counts)
+        seqs = [SeqRows(mine, 0, [list(range(-(-mine // PAGE)))], True)] if mine else []
+        runner.forward(build_batch([5] * mine, seqs, PAGE), counts)
     return transport.peak_blocks
 
 

@@ -83,7 +83,7 @@ def test_a_message_to_a_dead_rank_does_not_block(model_dir: Path) -> None:
     executor.processes[3].wait()
     began = time.monotonic()
     with pytest.raises(EngineError, match="rank 3 was killed by signal 9"):
-        executor.step(Step(1, (GroupRows((5,), (Part(1, 1, 0, (0,), None),)), GroupRows())))
+        executor.step(Step(1, (GroupRows((5,), (Part(1, 1, 0, ((0,),), None),)), GroupRows())))
     executor.close()
     assert time.monotonic() - began < 15 and all(p.poll() is not None for p in executor.processes)
 
@@ -92,8 +92,10 @@ def test_a_message_to_a_dead_rank_does_not_block(model_dir: Path) -> None:
 def test_the_rank_that_failed_is_named_not_one_that_failed_with_it(model_dir: Path, kind: Any) -> None:
     executor = make_executor(config(model_dir, executor=kind, **RANKS))
     executor.start()
-    good = Step(1, (GroupRows((5, 6), (Part(1, 2, 0, (0,), None),)), GroupRows((7,), (Part(2, 1, 0, (0,), None),))))
-    bad = Step(1, (good.groups[0], GroupRows((7,), (Part(2, 1, 4, (0,), None),))))  # its page table is too short
+    good = Step(
+        1, (GroupRows((5, 6), (Part(1, 2, 0, ((0,),), None),)), GroupRows((7,), (Part(2, 1, 0, ((0,),), None),)))
+    )
+    bad = Step(1, (good.groups[0], GroupRows((7,), (Part(2, 1, 4, ((0,),), None),))))  # its page table is too short
     try:
         for rank in range(4):
             executor._send(rank, bad if rank == 2 else good)

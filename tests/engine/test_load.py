@@ -13,6 +13,8 @@ from weft.engine.engine import NEWCOMERS_PER_STEP
 from weft.engine.request import SamplingParams, Sequence
 from weft.engine.scheduler import Scheduler
 from weft.engine.waiting import WaitingQueue
+from weft.kv.manager import CacheManager
+from weft.kv.spec import CacheGroup, Rule
 
 GREEDY = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
 
@@ -27,7 +29,7 @@ def sequence(request: int, client: str = "", rows: int = 2) -> Sequence:
 
 
 def test_what_a_newcomer_costs_does_not_grow_with_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(Scheduler(num_pages=16, page_size=4, max_batch_tokens=16, max_running=4))
+    driver = Driver(Scheduler(CacheManager([CacheGroup(Rule(), 16)], 4), max_batch_tokens=16, max_running=4))
     for request in range(500):
         driver.add(request, [1, 2, 3], 2)
     driver.step()

@@ -20,11 +20,13 @@ from weft.engine.messages import (
     decode_to_rank,
     encode,
 )
-from weft.engine.pages import PagePool
-from weft.engine.prefix import PrefixTree
 from weft.engine.request import SamplingParams, Sequence
 from weft.engine.scheduler import Scheduler
 from weft.engine.text import TextStream
+from weft.kv.manager import CacheManager
+from weft.kv.pages import PagePool
+from weft.kv.prefix import PrefixTree
+from weft.kv.spec import CacheGroup, Rule
 
 PAGE = 4
 
@@ -44,7 +46,7 @@ class PageStore:
     def run(self, rows: GroupRows) -> list[int]:
         drawn, at = [], 0
         for part in rows.parts:
-            slots = [page * PAGE + offset for page in part.pages for offset in range(PAGE)]
+            slots = [page * PAGE + offset for page in part.tables[0] for offset in range(PAGE)]
             for i in range(part.rows):
                 self.slots[slots[part.context + i]] = rows.tokens[at + i]
             at += part.rows
@@ -78,9 +80,8 @@ def test_random_traffic_gives_what_each_request_gets_alone(
 ) -> None:
     """Chunked prefill, prefix hits, preemption and cancellation; a wrong page changes what is drawn."""
     draw = random.Random(seed)
-    scheduler = Scheduler(
-        num_pages=pages, page_size=PAGE, max_batch_tokens=budget, max_running=running, prefix_cache=prefix_cache
-    )
+    caches = CacheManager([CacheGroup(Rule(), pages)], PAGE, prefix_cache=prefix_cache)
+    scheduler = Scheduler(caches, max_batch_tokens=budget, max_running=running)
     store, live, answers, made = PageStore(pages), {}, {}, 0
     steps = 0
     while made < 12 or live:
@@ -112,18 +113,18 @@ def test_random_traffic_gives_what_each_request_gets_alone(
 
 def test_prompts_share_pages_and_the_oldest_prefix_is_evicted_first() -> None:
     pool = PagePool(4)
-    tree = PrefixTree(pool, 2)
+    tree = PrefixTree([Rule()], [pool], 2)
     one, two = pool.take(2), pool.take(2)
-    tree.insert([1, 2, 3, 4], one)
-    tree.insert([5, 6, 7, 8], two)
+    tree.insert([1, 2, 3, 4], [one])
+    tree.insert([5, 6, 7, 8], [two])
     pool.release(one + two)
     assert pool.free == 0 and tree.longest([1, 2, 3, 4, 9]) == 4 and tree.longest([1, 2, 9]) == 2
     held = tree.match([1, 2, 3, 4])
-    assert held == one
-    assert tree.evict(4) == 2 and tree.longest([5, 6, 7, 8]) == 0, "pages in use must stay"
-    pool.release(held)
-    assert tree.evict(1) == 1 and tree.longest([1, 2, 3, 4]) == 2, "leaves go first"
-    assert tree.evict(9) == 1 and pool.free == 4
+    assert held == (4, [one])
+    assert tree.evict(0, 4) == 2 and tree.longest([5, 6, 7, 8]) == 0, "pages in use must stay"
+    pool.release(held[1][0])
+    assert tree.evict(0, 1) == 1 and tree.longest([1, 2, 3, 4]) == 2, "leaves go first"
+    assert tree.evict(0, 9) == 1 and pool.free == 4
 
 
 def test_pages_are_counted() -> None:
@@ -140,7 +141,7 @@ def test_pages_are_counted() -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused() -> None:
-    scheduler = Scheduler(num_pages=2, page_size=PAGE, max_batch_tokens=8, max_running=2)
+    scheduler = Scheduler(CacheManager([CacheGroup(Rule(), 2)], PAGE), max_batch_tokens=8, max_running=2)
     with pytest.raises(ValueError, match="may take 9 tokens"):
         scheduler.add(sequence(1, [1, 2, 3], 6))
 
@@ -182,7 +183,7 @@ def test_half_a_character_is_shown_at_the_end(tokenizer) -> None:
 
 
 def test_messages_survive_the_wire() -> None:
-    part = Part(3, 2, 5, (1, 9), Sampling(0.5, 0.9, 7, 2**62 - 1, 4, 2, (0,)))
+    part = Part(3, 2, 5, ((1, 9), (4, 2)), Sampling(0.5, 0.9, 7, 2**62 - 1, 4, 2, (0,)))
     step = Step(8, (GroupRows((4, 5), (part,)), GroupRows()))
     assert decode_to_rank(encode(step)) == step
     result = Result(8, 1, (Drawn(3, 17, -0.25, ((17, -0.25),)), Drawn(4, 2)))

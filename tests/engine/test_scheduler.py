@@ -11,11 +11,32 @@ from hypothesis import strategies as st
 
 from engine.fake import VOCABULARY, Driver, answer
 from weft.engine.scheduler import Scheduler
+from weft.kv.manager import CacheManager
+from weft.kv.spec import PagedKV, Recurrent, Spec, Window, cache_groups
+
+WHOLE, STATE = PagedKV(1, 1), Recurrent(((1,),))
+SPECS = [
+    [WHOLE],
+    [WHOLE, STATE],
+    [WHOLE, Window(5, 1, 1)],
+    [STATE],
+    [Window(1, 1, 1), STATE],
+    [Window(7, 1, 1), WHOLE, Window(2, 1, 1), STATE],
+]
 
 
 def make(**changes: Any) -> Driver:
-    values = dict(num_pages=16, page_size=4, max_batch_tokens=16, max_running=4)
-    return Driver(Scheduler(**values | changes))
+    values = dict(num_pages=16, page_size=4, max_batch_tokens=16, max_running=4, prefix_cache=True) | changes
+    pages, prefix_cache, page_size = (values.pop(name) for name in ("num_pages", "prefix_cache", "page_size"))
+    groups = cache_groups(
+        values.pop("specs", [PagedKV(1, 1)]),
+        page_size=page_size,
+        kv_tokens=pages * page_size,
+        max_running=values["max_running"],
+        max_batch_tokens=values["max_batch_tokens"],
+        prefix_cache=prefix_cache,
+    )
+    return Driver(Scheduler(CacheManager(groups, page_size, prefix_cache=prefix_cache), **values))
 
 
 def random_prompt(draw: random.Random, stems: list[list[int]], longest: int) -> list[int]:
@@ -33,9 +54,10 @@ def random_prompt(draw: random.Random, stems: list[list[int]], longest: int) -> 
     max_running=st.integers(1, 6),
     spare_rows=st.integers(0, 12),
     prefix_cache=st.booleans(),
+    specs=st.sampled_from(SPECS),
 )
 def test_random_traffic_draws_what_each_request_alone_would(
-    seed: int, num_pages: int, page_size: int, max_running: int, spare_rows: int, prefix_cache: bool
+    seed: int, num_pages: int, page_size: int, max_running: int, spare_rows: int, prefix_cache: bool, specs: list[Spec]
 ) -> None:
     """Chunked prompts, prefix hits, preemption and cancellation at random points, in caches that are far too small."""
     draw = random.Random(seed)
@@ -46,6 +68,7 @@ def test_random_traffic_draws_what_each_request_alone_would(
         max_running=max_running,
         max_batch_tokens=max_running + spare_rows,
         prefix_cache=prefix_cache,
+        specs=specs,
     )
     stems = [[draw.randrange(VOCABULARY) for _ in range(room)] for _ in range(2)]
     expected: dict[int, list[int]] = {}
@@ -154,7 +177,7 @@ def test_cancelled_pages_are_free_before_the_next_step() -> None:
     driver.step()
     assert [s.request for s in driver.scheduler.running] == [1]
     driver.cancel(1)
-    assert driver.scheduler.pool.free == 8
+    assert driver.scheduler.caches.pools[0].free == 8
     assert {p.request for p in driver.step().parts} == {2}
 
 
@@ -183,6 +206,6 @@ def test_check_idle_sees_a_leak() -> None:
     driver.add(1, [1] * 9, 2)
     driver.finish_all()
     driver.scheduler.check_idle()
-    driver.scheduler.pool.take(1)
+    driver.scheduler.caches.pools[0].take(1)
     with pytest.raises(AssertionError):
         driver.scheduler.check_idle()

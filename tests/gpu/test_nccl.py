@@ -12,14 +12,15 @@ import torch.multiprocessing as mp
 from support import small_model
 
 from comm.oracle import check_calls, check_edges
-from weft.attention.batch import Batch, SeqRows
 from weft.comm.nccl_window import NcclWindowTransport
 from weft.comm.peer import PeerTransport
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError
+from weft.engine.batch import SeqRows, build_batch
+from weft.engine.runner import ModelRunner
+from weft.kv.spec import CacheGroup, Rule
 from weft.models.load import load_model
 from weft.models.registry import load_config
-from weft.models.runner import ModelRunner
 from weft.place.cost import costs
 from weft.place.spec import Mesh
 
@@ -39,10 +40,12 @@ def rank_main(rank: int, mesh: Mesh, directory: str, prompts: list[list[int]]) -
     model = load_model(Path(directory) / "model", load_config(Path(directory) / "model"), mesh, rank, device=device)
     peer = PeerTransport(mesh, rank, f"{directory}/peer", torch.device(device))
     prompt = prompts[mesh.group_of(rank)]
-    seqs = [SeqRows(len(prompt), 0, [1, 0, 2], True)] if prompt else []
-    batch = Batch.build(prompt, range(len(prompt)), seqs, 4, device)
+    seqs = [SeqRows(len(prompt), 0, [[1, 0, 2]], True)] if prompt else []
+    batch = build_batch(prompt, seqs, 4, device=device)
     for carrier in (transport, peer):
-        runner = ModelRunner(model, mesh, rank, [carrier], num_pages=4, page_size=4, costs=costs("h200-nvlink"))
+        runner = ModelRunner(
+            model, mesh, rank, [carrier], [CacheGroup(Rule(), 4)], page_size=4, costs=costs("h200-nvlink")
+        )
         logits = runner.forward(batch, tuple(len(p) for p in prompts[: mesh.attn_dp]))
         torch.save(logits.cpu(), f"{directory}/{type(carrier).__name__}-{rank}.pt")
     peer.check()

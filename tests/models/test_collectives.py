@@ -10,11 +10,12 @@ import pytest
 import torch
 from support import BASIC, EVERY, FAMILIES, run_world, small_config, small_model
 
-from weft.attention.batch import Batch, SeqRows
 from weft.comm.reference import ReferenceTransport
+from weft.engine.batch import SeqRows, build_batch
+from weft.engine.runner import ModelRunner, plan_model
+from weft.kv.spec import CacheGroup, Rule
 from weft.models.load import load_model
 from weft.models.registry import load_config, read_config
-from weft.models.runner import ModelRunner, plan_model
 from weft.place.cost import PRESETS, Offer
 from weft.place.exchange import Exchange
 from weft.place.spec import Mesh
@@ -72,10 +73,10 @@ def test_what_runs_is_what_was_planned(tmp_path: Path) -> None:
     def main(reference: ReferenceTransport) -> tuple[Counter, list, list]:
         transport = Recording(reference, BASIC)
         model = load_model(tmp_path, load_config(tmp_path), mesh, reference.rank)
-        runner = ModelRunner(model, mesh, reference.rank, [transport], num_pages=1, page_size=4)
+        runner = ModelRunner(model, mesh, reference.rank, [transport], [CacheGroup(Rule(), 1)], page_size=4)
         n = counts[reference.rank]
-        seqs = [SeqRows(n, 0, [0], True)] if n else []
-        runner.forward(Batch.build(list(range(1, n + 1)), list(range(n)), seqs, 4), counts)
+        seqs = [SeqRows(n, 0, [[0]], True)] if n else []
+        runner.forward(build_batch(list(range(1, n + 1)), seqs, 4), counts)
         return transport.calls, runner.report(), runner.naive_report()
 
     for rank, (calls, report, naive) in enumerate(run_world(4, main)):

@@ -9,11 +9,12 @@ import pytest
 import torch
 from support import FAMILIES, run_world, small_model
 
-from weft.attention.batch import Batch, SeqRows
 from weft.comm.transport import Transport
+from weft.engine.batch import SeqRows, build_batch
+from weft.engine.runner import ModelRunner
+from weft.kv.spec import CacheGroup, Rule
 from weft.models.load import load_model
 from weft.models.registry import load_config
-from weft.models.runner import ModelRunner
 from weft.place.spec import Mesh, layouts
 
 PAGE = 4
@@ -56,9 +57,10 @@ def drive(transport: Transport, directory: Path, mesh: Mesh, runs: list[Sequence
     """
     torch.set_num_threads(1)
     model = load_model(directory, load_config(directory), mesh, transport.rank)
-    runner = ModelRunner(model, mesh, transport.rank, [transport], num_pages=24, page_size=PAGE)
-    runner.cache.keys.fill_(float("nan"))  # a read of a slot that nothing wrote must show
-    runner.cache.values.fill_(float("nan"))
+    runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(Rule(), 24)], PAGE)
+    for _, backend in runner.caches.paged:  # a read of a slot that nothing wrote must show
+        backend.cache.keys.fill_(float("nan"))
+        backend.cache.values.fill_(float("nan"))
     mine = mesh.group_of(transport.rank)
     results = []
     for run in runs:
@@ -69,16 +71,15 @@ def drive(transport: Transport, directory: Path, mesh: Mesh, runs: list[Sequence
             counts = tuple(
                 sum(u - c for u, c in zip(us, cs, strict=True)) for us, cs in zip(until, cached, strict=True)
             )
-            tokens, positions, seqs, ends = [], [], [], []
+            tokens, seqs, ends = [], [], []
             for i, text in enumerate(run[mine]):
                 begin, end = cached[mine][i], until[mine][i]
                 if end > begin:
                     tokens += text[begin:end]
-                    positions += range(begin, end)
                     pages = [(i * 5 + 3 * p) % 24 for p in range(-(-end // PAGE))]
-                    seqs.append(SeqRows(end - begin, begin, pages, True))
+                    seqs.append(SeqRows(end - begin, begin, [pages], True))
                     ends.append((i, end - 1))
-            logits = runner.forward(Batch.build(tokens, positions, seqs, PAGE), counts)
+            logits = runner.forward(build_batch(tokens, seqs, PAGE), counts)
             seen.update(dict(zip(ends, logits, strict=True)))
             for group, reached in enumerate(until):
                 cached[group] = list(reached)

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from weft.attention.batch import Batch
-from weft.attention.cache import KVCache
+from weft.attention.batch import Batch, PageTables
+from weft.kv.cache import KVCache
 
 
 class Backend(Protocol):
@@ -19,18 +19,19 @@ class Backend(Protocol):
 
     cache: KVCache
 
-    def plan(self, batch: Batch) -> None:
-        """Prepares what all layers of this step share."""
+    def plan(self, batch: Batch, tables: PageTables) -> None:
+        """Prepares what all layers of this step share. tables: those of the cache's group."""
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, lse: bool = False
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Stores k `[T, kv_heads, D]` and v `[T, kv_heads, Dv]`, then attends with q `[T, heads, D]`.
+        """Stores k and v `[T, kv_heads, D]`, then attends with q `[T, heads, D]`.
 
-        layer: its place in the cache. scale: of the scores q·k. A row sees its sequence's tokens up to itself; a row
-        whose slot is −1 is not stored.
+        layer: its place in the cache. v is None for a latent cache, whose k is `[T, 1, width]`. scale: of the scores
+        q·k. A row sees its sequence's tokens up to itself, within the cache's window if it has one; a row whose slot
+        is −1 is not stored.
 
-        Gives the output `[T, heads, Dv]`, and where `lse` is set also the logarithm, to base e, of the sum of
+        Gives the output `[T, heads, value dim]`, and where `lse` is set also the logarithm, to base e, of the sum of
         exponentials of each row's scaled scores, float32 `[T, heads]`; else None. A row that sees nothing (length 0)
         has output 0 and lse −inf.
         """

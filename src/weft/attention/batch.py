@@ -1,26 +1,34 @@
-"""One step's rows of one DP group, as tensors."""
+"""One step's rows of one DP group, as tensors: what a model and its caches are given."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class SeqRows:
-    """The rows of one sequence in a step.
+class PageTables:
+    """Where a group of paged caches keeps a step's B sequences and T rows.
 
-    rows: its new tokens; context: its tokens that are in the cache already; pages: its page table, long enough for
-    both; sample: whether logits are wanted for its last row.
+    pages: int32 `[B, W]`, the page table of each sequence; any number where there is no token that is seen.
+    slots: int64 `[T]`, where each row's key and value are stored (page · page_size + offset); −1: nowhere.
     """
 
-    rows: int
-    context: int
-    pages: Sequence[int]
-    sample: bool
+    pages: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """Where a group of recurrent states keeps a step's B sequences: int64 `[B]` each.
+
+    before: the slot of the state that a sequence goes on from, −1 where it begins. after: where the state after the
+    step's rows is stored, −1 for a padding sequence.
+    """
+
+    before: Tensor
+    after: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,56 +36,19 @@ class Batch:
     """A step of one DP group: T rows in B sequences, S of which are sampled. Zero rows are a legal batch.
 
     tokens, positions: int64 `[T]`; the rows of a sequence follow one another.
-    pages: int32 `[B, W]`, the page table of each sequence; what lies behind its last token may be any number.
-    lengths: int32 `[B]`, the cached tokens that a sequence's last row sees, its own included. 0: a padding sequence,
-    which has one row, sees nothing and attends to zeros.
-    slots: int64 `[T]`, where each row's key and value are stored (page · page_size + offset); −1: nowhere.
+    starts: int32 `[B + 1]`; the rows of sequence i are starts[i] … starts[i + 1] − 1.
+    lengths: int32 `[B]`, the tokens of a sequence up to its last row in this step. 0: a padding sequence, which has one
+    row, sees nothing and attends to zeros.
+    tables: of each group of the model's caches.
     sample_rows: int64 `[S]`.
-    spans: (rows, context) of each sequence, known to the host; None where every sequence has one row and only the
-    tensors know more, as inside a CUDA graph, whose tensors have the shape of its capacity.
+    spans: (rows, context) of each sequence, context being its tokens before this step; None where every sequence has
+    one row and only the tensors know more, as inside a CUDA graph, whose tensors have the shape of its capacity.
     """
 
     tokens: Tensor
     positions: Tensor
-    pages: Tensor
+    starts: Tensor
     lengths: Tensor
-    slots: Tensor
+    tables: tuple[PageTables | StateSlots, ...]
     sample_rows: Tensor
     spans: tuple[tuple[int, int], ...] | None
-
-    @staticmethod
-    def build(
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        seqs: Sequence[SeqRows],
-        page_size: int,
-        device: torch.device | str = "cpu",
-    ) -> Batch:
-        """Raises ValueError where the sequences do not add up to the tokens or a page table is too short."""
-        if not len(tokens) == len(positions) == sum(s.rows for s in seqs):
-            raise ValueError(f"{len(tokens)} tokens, {len(positions)} positions, {sum(s.rows for s in seqs)} rows")
-        offsets = torch.arange(page_size)
-        slots: list[Tensor] = []
-        sampled: list[int] = []
-        first = 0
-        for seq in seqs:
-            visible = seq.context + seq.rows
-            if len(seq.pages) * page_size < visible:
-                raise ValueError(f"{len(seq.pages)} pages of {page_size} do not hold {visible} tokens")
-            pages = torch.tensor(seq.pages[seq.context // page_size : -(-visible // page_size)], dtype=torch.int64)
-            start = seq.context % page_size
-            slots.append((pages[:, None] * page_size + offsets).flatten()[start : start + seq.rows])
-            if seq.sample:
-                sampled.append(first + seq.rows - 1)
-            first += seq.rows
-        width = max((len(s.pages) for s in seqs), default=0)
-        table = [[*s.pages, *[0] * (width - len(s.pages))] for s in seqs]
-        return Batch(
-            torch.tensor(tokens, dtype=torch.int64, device=device),
-            torch.tensor(positions, dtype=torch.int64, device=device),
-            torch.tensor(table, dtype=torch.int32, device=device).reshape(len(seqs), width),
-            torch.tensor([s.context + s.rows for s in seqs], dtype=torch.int32, device=device),
-            torch.cat(slots).to(device) if slots else torch.empty(0, dtype=torch.int64, device=device),
-            torch.tensor(sampled, dtype=torch.int64, device=device),
-            tuple((s.rows, s.context) for s in seqs),
-        )

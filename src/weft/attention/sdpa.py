@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from weft.attention.batch import Batch
-from weft.attention.cache import KVCache
+from weft.attention.batch import Batch, PageTables
+from weft.kv.cache import KVCache
 
 
 class SDPA:
@@ -19,14 +19,15 @@ class SDPA:
     def __init__(self, cache: KVCache):
         self.cache = cache
 
-    def plan(self, batch: Batch) -> None:
+    def plan(self, batch: Batch, tables: PageTables) -> None:
         """See `Backend.plan`."""
-        device = batch.slots.device
-        offsets = torch.arange(self.cache.page_size, dtype=torch.int32, device=device)
-        self._write = self.cache.writable(batch.slots)
+        device, page_size = tables.slots.device, self.cache.page_size
+        offsets = torch.arange(page_size, dtype=torch.int32, device=device)
+        window = self.cache.window
+        self._write = self.cache.writable(tables.slots)
         self._prefills: list[tuple[int, int, Tensor, Tensor]] = []  # first row, rows, slots and mask of what they see
         self._single: Tensor | None = None  # the rows of the sequences that have one; None: all rows
-        pages, lengths = batch.pages, batch.lengths
+        pages, lengths = tables.pages, batch.lengths
         if batch.spans is not None:
             sequences, rows, longest, first = [], [], 0, 0
             for sequence, (count, context) in enumerate(batch.spans):
@@ -36,26 +37,31 @@ class SDPA:
                     rows.append(first)
                     longest = max(longest, visible)
                 elif count:
-                    seen = _slots(batch.pages[sequence], offsets)[:visible]
-                    position = torch.arange(visible, device=device)
-                    self._prefills.append((first, count, seen, position <= position[context:, None]))
+                    begin = 0 if window is None else max(0, context - window + 1)
+                    seen = _slots(tables.pages[sequence, : -(-visible // page_size)], offsets)[begin:visible]
+                    position = torch.arange(begin, visible, device=device)
+                    self._prefills.append((first, count, seen, _sees(position, position[-count:, None], window)))
                 first += count
             if len(rows) < first:
                 self._single = torch.tensor(rows, dtype=torch.int64, device=device)
                 at = torch.tensor(sequences, dtype=torch.int64, device=device)
                 pages, lengths = pages[at], lengths[at]
-            pages = pages[:, : -(-longest // self.cache.page_size)]
+            pages = pages[:, : -(-longest // page_size)]
         slots = _slots(pages, offsets)
-        self._mask = torch.arange(slots.shape[1], device=device) < lengths[:, None]
-        self._alive = lengths[:, None, None] > 0
-        # A masked token is multiplied too, and 0 · NaN is NaN: its place is taken by the first, which was written.
-        self._slots = torch.where(self._mask, slots, slots[:, :1].clamp(min=0))
+        alive = lengths[:, None] > 0
+        self._mask = _sees(torch.arange(slots.shape[1], device=device), lengths[:, None] - 1, window)
+        self._alive = alive[:, None]
+        if len(slots):
+            # A masked token is multiplied too, and 0 · NaN is NaN: the row's own takes its place, which is written.
+            own = slots.gather(1, (lengths[:, None] - 1).clamp(min=0).long()).where(alive, 0)
+            slots = torch.where(self._mask, slots, own)
+        self._slots = slots
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, lse: bool = False
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.__call__`."""
-        out = q.new_empty(*q.shape[:2], v.shape[-1])
+        out = q.new_empty(*q.shape[:2], self.cache.values.shape[-1])
         sums = q.new_empty(q.shape[:2], dtype=torch.float32) if lse else None
         if not q.shape[0]:
             return out, sums
@@ -63,15 +69,15 @@ class SDPA:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         for first, rows, slots, mask in self._prefills:
             at = slice(first, first + rows)
-            k, v = _rows(keys, slots[None]), _rows(values, slots[None])
-            out[at] = _attend(q[None, at], k, v, mask, scale)[0]
+            seen = _rows(keys, slots[None])
+            out[at] = _attend(q[None, at], seen, _rows(values, slots[None]), mask, scale)[0]
             if sums is not None:
-                sums[at] = _lse(q[None, at], k, mask, scale)[0]
+                sums[at] = _lse(q[None, at], seen, mask, scale)[0]
         if self._slots.shape[0]:
-            k, v, mask = _rows(keys, self._slots), _rows(values, self._slots), self._mask[:, None, None]
+            seen, mask = _rows(keys, self._slots), self._mask[:, None, None]
             single = q if self._single is None else q[self._single]
-            one = _attend(single[:, None], k, v, mask, scale)[:, 0].where(self._alive, 0.0)
-            total = _lse(single[:, None], k, mask, scale)[:, 0] if lse else None
+            one = _attend(single[:, None], seen, _rows(values, self._slots), mask, scale)[:, 0].where(self._alive, 0.0)
+            total = _lse(single[:, None], seen, mask, scale)[:, 0] if lse else None
             if self._single is None:
                 return one, total
             out[self._single] = one
@@ -83,6 +89,12 @@ class SDPA:
 def _slots(pages: Tensor, offsets: Tensor) -> Tensor:
     """The slots of page tables `[..., W]`, in the order of the tokens: `[..., W · page_size]`."""
     return (pages[..., None] * len(offsets) + offsets).flatten(-2)
+
+
+def _sees(position: Tensor, row: Tensor, window: int | None) -> Tensor:
+    """Whether a row at a position sees the token at another."""
+    seen = position <= row
+    return seen if window is None else seen & (position > row - window)
 
 
 def _rows(cache: Tensor, slots: Tensor) -> Tensor:

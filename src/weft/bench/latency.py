@@ -15,14 +15,15 @@ from pathlib import Path
 import torch
 from transformers import Qwen2MoeConfig
 
-from weft.attention.batch import Batch, SeqRows
 from weft.bench.ranks import Report, every_core
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
+from weft.engine.batch import SeqRows, build_batch
+from weft.engine.runner import ModelRunner
+from weft.kv.spec import CacheGroup, Rule
 from weft.models.load import build_model, load_model
 from weft.models.registry import load_config, read_config
-from weft.models.runner import ModelRunner
 from weft.place.cost import costs
 from weft.place.spec import Mesh
 
@@ -98,7 +99,7 @@ def measure(rank: int, directory: Path, report: Report, request: Request) -> Non
     group = tuple(range(mesh.world))
     # The shm runner prices by the host's table; gloo's is the same plan that it would get alone.
     runners = {
-        name: ModelRunner(model, mesh, rank, [opened[name]], pages, PAGE, costs(request.cost))
+        name: ModelRunner(model, mesh, rank, [opened[name]], [CacheGroup(Rule(), pages)], PAGE, costs(request.cost))
         for name in request.transports
     }
     prompt = torch.randint(1, model.config.vocab_size, (request.prompt,)).tolist()
@@ -107,8 +108,7 @@ def measure(rank: int, directory: Path, report: Report, request: Request) -> Non
             steps = []
             tokens, at = prompt, 0
             for _ in range(1 + request.answer - 1):
-                positions = list(range(at, at + len(tokens)))
-                batch = Batch.build(tokens, positions, [SeqRows(len(tokens), at, list(range(pages)), True)], PAGE)
+                batch = build_batch(tokens, [SeqRows(len(tokens), at, [list(range(pages))], True)], PAGE)
                 with every_core() if name == "gloo" else nullcontext():
                     patient.barrier(group)
                     began = time.perf_counter()

@@ -18,8 +18,8 @@ from weft.comm.peer import PeerTransport
 from weft.comm.reference import ReferenceTransport
 from weft.comm.shm import ShmTransport
 from weft.comm.transport import offer_of
+from weft.engine.runner import plan_model
 from weft.models.registry import load_config
-from weft.models.runner import plan_model
 from weft.place.cost import costs
 from weft.place.exchange import Exchange
 from weft.place.show import plan_dict, plan_text

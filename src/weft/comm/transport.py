@@ -156,9 +156,7 @@ class NamedCalls:
         mine = x if self.rank == root else x[:0]
         return self.all_gatherv(mine, group, tuple(x.shape[0] * (r == root) for r in group))
 
-    def all_reduce_all_gatherv(
-        self, x: Tensor, world: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
-    ) -> Tensor:
+    def all_reduce_all_gatherv(self, x: Tensor, world: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
         """Of every group of neighbours, a group a size, the sum of its ranks' x, in order: `[sum(sizes), width]`."""
         exchange = named.all_reduce_all_gatherv(len(sizes), len(world) // len(sizes))
         return self.exchange(x, exchange, world, sizes, epilogue)

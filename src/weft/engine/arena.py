@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from weft.engine.config import EngineConfig
+from weft.engine.runner import trace
 from weft.models.config import ModelConfig
-from weft.models.runner import trace
 from weft.place.plan import bucket
 from weft.place.spec import LayoutError
 

@@ -52,7 +52,8 @@ class Engine:
         self._faults = FaultWindow(config.max_restarts, config.restart_window_s)
         self._executor: Executor = make_executor(config)
         self._executor.start(progress)
-        self._schedulers = make_schedulers(self.config)
+        self._groups = self._executor.groups
+        self._schedulers = make_schedulers(config, self._groups)
         self._ids, self._seeds = itertools.count(1), random.Random(config.seed)
         self._intake = Intake(config.max_waiting + config.max_running * config.attn_dp)
         self._number = threading.Lock()  # requests are numbered in the order in which they are handed over
@@ -156,7 +157,7 @@ class Engine:
             running=running,
             waiting=self._intake.here - running,
             kv_used=tuple(s.used_pages for s in self._schedulers),
-            kv_total=tuple(s.pool.total for s in self._schedulers),
+            kv_total=tuple(s.caches.total for s in self._schedulers),
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
@@ -269,7 +270,8 @@ class Engine:
             self._executor.close(grace_s=0)
             # All ranks, not only the one that failed: the others may wait in a collective that will never end, or hold
             # a device that has faulted. Their weights come again from the system's file cache.
-            self._executor, self._schedulers = make_executor(self.config), make_schedulers(self.config)
+            self._executor = make_executor(self.config)
+            self._schedulers = make_schedulers(self.config, self._groups)
             for answer in sorted(self._answers.values(), key=lambda a: a.sequence.admitted is None):
                 answer.sequence.forget_pages()
                 self._place(answer)

@@ -38,6 +38,7 @@ from weft.engine.messages import (
     encode,
 )
 from weft.engine.worker import Worker
+from weft.kv.spec import CacheGroup
 from weft.models.config import ModelError
 from weft.place.cost import costs
 from weft.place.spec import LayoutError
@@ -53,6 +54,8 @@ class Executor(ABC):
     def __init__(self, config: EngineConfig):
         self.config, self.mesh = config, config.mesh
         self._interrupted = threading.Event()
+        self.groups: tuple[CacheGroup, ...] = ()
+        """Of the model's caches; known once `start` has returned."""
 
     def start(
         self, progress: Callable[[str, float], None] | None = None, poll: Callable[[], None] = lambda: None
@@ -72,7 +75,8 @@ class Executor(ABC):
                     loaded[message.rank] = message.done / message.total
                     if progress:
                         progress("loading weights", sum(loaded.values()) / len(loaded))
-                ready += isinstance(message, Ready)
+                if isinstance(message, Ready):
+                    ready, self.groups = ready + 1, message.groups
         except BaseException:
             self.close(grace_s=0)
             raise

@@ -9,6 +9,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from weft.kv.spec import CacheGroup
+
 
 class Sampling(Struct, frozen=True, array_like=True):
     """How to draw one token. temperature 0: greedy. top_k 0: off. index: of the token in the answer.
@@ -26,12 +28,15 @@ class Sampling(Struct, frozen=True, array_like=True):
 
 
 class Part(Struct, frozen=True, array_like=True):
-    """The rows of one sequence: its tokens number context … context + rows - 1. sampling: None where none is drawn."""
+    """The rows of one sequence: its tokens number context … context + rows - 1. sampling: None where none is drawn.
+
+    tables: of each cache group its page table, or the slots of its state before and after these rows.
+    """
 
     request: int
     rows: int
     context: int
-    pages: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
     sampling: Sampling | None
 
 
@@ -72,9 +77,10 @@ class Progress(Struct, frozen=True, tag=True):
 
 
 class Ready(Struct, frozen=True, tag=True):
-    """From a rank that may be stepped."""
+    """From a rank that may be stepped. groups: of its caches, the same on every rank."""
 
     rank: int
+    groups: tuple[CacheGroup, ...]
 
 
 class Drawn(Struct, frozen=True, array_like=True):

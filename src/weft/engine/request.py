@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from weft.kv.manager import Holding
+
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 
@@ -81,10 +83,10 @@ class Output:
 class Sequence:
     """A request in a scheduler.
 
-    tokens: the prompt and what was drawn so far. computed: how many of them have keys and values in `pages`; the rest
-    are rows still to run. cached: prompt tokens that came from the prefix cache when it was first admitted.
-    client: whose turn it takes in the queue. arrived, admitted, deadline: seconds of `time.monotonic`; admitted is None
-    until it first gets a place in the batch, deadline is None where it may take any time.
+    tokens: the prompt and what was drawn so far. computed: how many of them have run, and are in the caches by what
+    `holding` says; the rest are rows still to run. cached: prompt tokens that came from the prefix cache when it was
+    first admitted. client: whose turn it takes in the queue. arrived, admitted, deadline: seconds of `time.monotonic`;
+    admitted is None until it first gets a place in the batch, deadline is None where it may take any time.
     """
 
     request: int
@@ -97,7 +99,7 @@ class Sequence:
     on_output: Callable[[Output], None]
     computed: int = 0
     cached: int | None = None
-    pages: list[int] = field(default_factory=list)
+    holding: Holding | None = None
     client: str = ""
     arrived: float = field(default_factory=time.monotonic)
     admitted: float | None = None
@@ -120,4 +122,4 @@ class Sequence:
 
     def forget_pages(self) -> None:
         """All its keys and values are lost: every token needs a row again. Its pages are not given back."""
-        self.computed, self.pages = 0, []
+        self.computed, self.holding = 0, None

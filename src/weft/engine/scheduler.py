@@ -8,35 +8,30 @@ Policy, in this order, within `max_batch_tokens` rows a step:
 When a running sequence needs a page and none is to be had, the newest running one gives up its pages and waits again,
 at the head of the queue; it will be computed anew. The oldest always goes on, so nobody starves.
 
-Who owns what: tokens [0, computed) of a sequence have keys and values in its pages. Its first pages may be shared with
-the prefix tree and others, and are never written again; rows are written at [computed, computed + rows), in pages that
-it alone holds until they are full and inserted into the tree.
+What a sequence holds in the caches is its `holding`; who owns what there, `weft.kv.manager` says.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Seq
 
 from weft.engine.config import EngineConfig
 from weft.engine.messages import GroupRows, Part, Sampling
-from weft.engine.pages import PagePool
-from weft.engine.prefix import PrefixTree
 from weft.engine.request import Sequence
 from weft.engine.waiting import WaitingQueue
+from weft.kv.manager import CacheManager
+from weft.kv.spec import CacheGroup
 
 
 class Scheduler:
     """Holds the sequences of one DP group between `add` and `finish`.
 
-    num_pages, page_size: of the group's cache. prefix_cache: whether to reuse pages of equal prefixes.
+    caches: the group's, and whether equal prefixes are reused.
     """
 
-    def __init__(
-        self, *, num_pages: int, page_size: int, max_batch_tokens: int, max_running: int, prefix_cache: bool = True
-    ):
-        self.page_size, self.max_batch_tokens, self.max_running = page_size, max_batch_tokens, max_running
-        self.pool = PagePool(num_pages)
-        self.tree = PrefixTree(self.pool, page_size) if prefix_cache else None
+    def __init__(self, caches: CacheManager, *, max_batch_tokens: int, max_running: int):
+        self.caches, self.max_batch_tokens, self.max_running = caches, max_batch_tokens, max_running
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -47,10 +42,10 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. ValueError where it could never fit in the cache."""
         most = sequence.prompt_tokens + sequence.max_tokens
-        if self._pages_for(most) > self.pool.total:
+        if most > self.caches.most_tokens:
             raise ValueError(
                 f"prompt and answer may take {most} tokens, but the key-value cache of a group holds "
-                f"{self.pool.total * self.page_size}; ask for fewer or start with a larger kv_tokens"
+                f"{self.caches.most_tokens}; ask for fewer or start with a larger kv_tokens"
             )
         self.waiting.add(sequence)
 
@@ -58,14 +53,15 @@ class Scheduler:
         """Takes a sequence out, wherever it is; its pages are free, or the tree's, at once."""
         if sequence in self.running:
             self.running.remove(sequence)
-            self._remember(sequence)
-            self._give_up_pages(sequence)
+            assert sequence.holding is not None
+            self.caches.remember(sequence.holding, sequence.tokens[: sequence.computed])
+            self._give_up(sequence)
         else:
             self.waiting.remove(sequence)
 
     def cached_tokens(self, tokens: list[int]) -> int:
         """How many leading tokens of a prompt are cached here."""
-        return self.tree.longest(tokens[: len(tokens) - 1]) if self.tree else 0
+        return self.caches.longest(tokens)
 
     @property
     def queued_tokens(self) -> int:
@@ -78,7 +74,7 @@ class Scheduler:
     @property
     def used_pages(self) -> int:
         """Pages that sequences hold; what only the tree holds can be had at any time and does not count."""
-        return len({page for s in self.running for page in s.pages})
+        return self.caches.used([s.holding for s in self.running if s.holding])
 
     # --- steps ------------------------------------------------------------------------------------------------
 
@@ -89,16 +85,18 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda s: s.left > 1):  # stable: oldest first within each
             if budget == 0:
                 break
-            if sequence in self.running and self._grow(sequence):  # an earlier one may have taken its pages
+            if sequence in self.running and self._grow(sequence, budget):  # an earlier one may have taken its pages
                 budget -= self._plan_rows(sequence, budget)
-        while budget and len(self.running) < self.max_running and (admitted := self._admit()):
+        while budget and len(self.running) < self.max_running and (admitted := self._admit(budget)):
             budget -= self._plan_rows(admitted, budget)
         tokens: list[int] = []
         parts: list[Part] = []
         for sequence, rows in self._step:
             tokens += sequence.tokens[sequence.computed : sequence.computed + rows]
             sampling = _sampling(sequence) if rows == sequence.left else None
-            parts.append(Part(sequence.request, rows, sequence.computed, tuple(sequence.pages), sampling))
+            assert sequence.holding is not None
+            tables = tuple(map(tuple, sequence.holding.tables))
+            parts.append(Part(sequence.request, rows, sequence.computed, tables, sampling))
         return GroupRows(tuple(tokens), tuple(parts))
 
     def advance(self) -> list[Sequence]:
@@ -109,42 +107,34 @@ class Scheduler:
         sampled = []
         for sequence, rows in self._step:
             sequence.computed += rows
-            if sequence.left == 0:
+            if done := sequence.left == 0:
                 sampled.append(sequence)
-                if sequence.drawn == 0:  # the prompt is done: others may start from it
-                    self._remember(sequence)
+            assert sequence.holding is not None
+            # Where the prompt is done, others may start from it.
+            self.caches.advance(sequence.holding, sequence.tokens, sequence.computed, keep=done and not sequence.drawn)
         self._step = []
         return sampled
 
     def check_idle(self) -> None:
         """With nothing running or waiting, every page must be free or the tree's. AssertionError otherwise."""
         assert not self.running and not self.waiting and not self._step
-        held = self.tree.pages if self.tree else 0
-        assert self.pool.free + held == self.pool.total, (self.pool.free, held, self.pool.total)
+        self.caches.check_idle()
 
     # --- inside -----------------------------------------------------------------------------------------------
 
+    def _rows(self, sequence: Sequence, budget: int) -> int:
+        return min(self.caches.rows_to_border(sequence.computed, len(sequence.tokens)), budget)
+
     def _plan_rows(self, sequence: Sequence, budget: int) -> int:
-        rows = min(sequence.left, budget)
+        rows = self._rows(sequence, budget)
         self._step.append((sequence, rows))
         return rows
 
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
-    def _take(self, count: int) -> list[int] | None:
-        if self.tree and self.pool.free < count:
-            self.tree.evict(count - self.pool.free)
-        return self.pool.take(count)
-
-    def _grow(self, sequence: Sequence) -> bool:
-        """Pages for all the sequence's tokens, at others' cost if need be; False where it had to give way itself."""
-        missing = self._pages_for(len(sequence.tokens)) - len(sequence.pages)
-        while missing > 0:
-            pages = self._take(missing)
-            if pages is not None:
-                sequence.pages += pages
-                return True
+    def _grow(self, sequence: Sequence, budget: int) -> bool:
+        """Room for all the sequence's tokens, at others' cost if need be; False where it had to give way itself."""
+        assert sequence.holding is not None
+        end = sequence.computed + self._rows(sequence, budget)
+        while not self.caches.grow(sequence.holding, len(sequence.tokens), end):
             planned = [s for s, _ in self._step]
             victim = next(s for s in reversed(self.running) if s is sequence or s not in planned)
             self._preempt(victim)
@@ -152,23 +142,20 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self) -> Sequence | None:
-        """Gives the next waiting sequence the cached pages of its prefix and new ones for the rest of its tokens.
+    def _admit(self, budget: int) -> Sequence | None:
+        """Gives the next waiting sequence what is cached of its prefix, and room for the rest of its tokens.
 
-        None where nobody waits, or there are too few pages for the one whose turn it is.
+        None where nobody waits, or there is too little room for the one whose turn it is.
         """
         if not self.waiting:
             return None
         sequence = self.waiting.first()
-        shared = self.tree.match(sequence.tokens[: len(sequence.tokens) - 1]) if self.tree else []
-        fresh = self._take(self._pages_for(len(sequence.tokens)) - len(shared))
-        if fresh is None:
-            self.pool.release(shared)
+        admitted = self.caches.admit(sequence.tokens, budget)
+        if admitted is None:
             return None
         self.waiting.take()
         self.running.append(sequence)
-        sequence.pages = shared + fresh
-        sequence.computed = len(shared) * self.page_size
+        sequence.holding, sequence.computed = admitted
         if sequence.cached is None:
             sequence.cached = min(sequence.computed, sequence.prompt_tokens)
         if sequence.admitted is None:
@@ -178,16 +165,13 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
         self.running.remove(sequence)
-        self._give_up_pages(sequence)
+        self._give_up(sequence)
         self.waiting.put_back(sequence)
 
-    def _give_up_pages(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.pages)
-        sequence.pages, sequence.computed = [], 0
-
-    def _remember(self, sequence: Sequence) -> None:
-        if self.tree:
-            self.tree.insert(sequence.tokens[: sequence.computed], sequence.pages)
+    def _give_up(self, sequence: Sequence) -> None:
+        assert sequence.holding is not None
+        self.caches.release(sequence.holding)
+        sequence.holding, sequence.computed = None, 0
 
 
 def _sampling(sequence: Sequence) -> Sampling:
@@ -204,15 +188,13 @@ def _sampling(sequence: Sequence) -> Sampling:
     )
 
 
-def make_schedulers(config: EngineConfig) -> list[Scheduler]:
-    """One for each DP group, empty."""
+def make_schedulers(config: EngineConfig, groups: Seq[CacheGroup]) -> list[Scheduler]:
+    """One for each DP group, empty. groups: of the model's caches."""
     return [
         Scheduler(
-            num_pages=config.num_pages,
-            page_size=config.page_size,
+            CacheManager(groups, config.page_size, prefix_cache=config.prefix_cache),
             max_batch_tokens=config.max_batch_tokens,
             max_running=config.max_running,
-            prefix_cache=config.prefix_cache,
         )
         for _ in range(config.attn_dp)
     ]

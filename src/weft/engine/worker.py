@@ -7,8 +7,9 @@ from dataclasses import astuple
 
 import torch
 
-from weft.attention.batch import Batch, SeqRows
+from weft.attention.caches import cached_layers
 from weft.comm.transport import Transport
+from weft.engine.batch import SeqRows, build_batch
 from weft.engine.config import EngineConfig
 from weft.engine.messages import (
     AskPlan,
@@ -24,9 +25,10 @@ from weft.engine.messages import (
     Stop,
     ToRank,
 )
+from weft.engine.runner import ModelRunner
 from weft.engine.sampler import sample
+from weft.kv.spec import cache_groups
 from weft.models.load import dummy_model, load_model
-from weft.models.runner import ModelRunner
 from weft.place.cost import Costs
 
 Send = Callable[[FromRank], None]
@@ -34,7 +36,7 @@ DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfl
 
 
 class Worker:
-    """Loads a rank's shard, then runs steps. Ranks keep nothing of a sequence but the pages that steps name."""
+    """Loads a rank's shard, then runs steps. Of a sequence ranks keep only what lies in the caches, where steps say."""
 
     def __init__(self, config: EngineConfig, transports: Sequence[Transport], costs: Costs, send: Send):
         self.config, self.mesh, self.rank = config, config.mesh, transports[0].rank
@@ -51,15 +53,23 @@ class Worker:
             model = dummy_model(model_config, self.mesh, self.rank, dtype, "cpu", progress, empty)
         else:
             model = load_model(config.model, model_config, self.mesh, self.rank, dtype, "cpu", progress, empty)
-        self.runner = ModelRunner(model, self.mesh, self.rank, transports, config.num_pages, config.page_size, costs)
+        self.groups = cache_groups(
+            cached_layers(model).values(),
+            page_size=config.page_size,
+            kv_tokens=config.kv_tokens,
+            max_running=config.max_running,
+            max_batch_tokens=config.max_batch_tokens,
+            prefix_cache=config.prefix_cache,
+        )
+        self.rules = [group.rule for group in self.groups]
+        self.runner = ModelRunner(model, self.mesh, self.rank, transports, self.groups, config.page_size, costs)
 
     def step(self, step: Step) -> Result | None:
         """Runs a step; the leader of each DP group draws the tokens, the others return None."""
         group = self.mesh.group_of(self.rank)
         rows = step.groups[group]
-        positions = [position for p in rows.parts for position in range(p.context, p.context + p.rows)]
-        seqs = [SeqRows(p.rows, p.context, p.pages, p.sampling is not None) for p in rows.parts]
-        batch = Batch.build(rows.tokens, positions, seqs, self.config.page_size)
+        seqs = [SeqRows(p.rows, p.context, p.tables, p.sampling is not None) for p in rows.parts]
+        batch = build_batch(rows.tokens, seqs, self.config.page_size, self.rules)
         logits = self.runner.forward(batch, tuple(len(g.tokens) for g in step.groups))
         if self.rank != self.mesh.leader(group):
             return None
@@ -69,7 +79,7 @@ class Worker:
 
     def serve(self, receive: Callable[[], ToRank], send: Send) -> None:
         """Answers the controller until it says Stop."""
-        send(Ready(self.rank))
+        send(Ready(self.rank, self.groups))
         while True:
             message = receive()
             if isinstance(message, Step):

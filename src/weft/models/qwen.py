@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from weft.attention.backend import Backend
 from weft.attention.batch import Batch
+from weft.attention.caches import Caches
 from weft.hidden import Hidden
+from weft.kv.spec import PagedKV
 from weft.models.config import Fields, ModelConfig, ModelError, common_fields
 from weft.models.layers import (
     Builder,
@@ -83,9 +84,9 @@ def read(fields: Fields) -> QwenConfig:
 class Attention(Layer):
     """Grouped-query attention, heads split over attn_tp; Qwen3 normalises each head's query and key."""
 
-    def __init__(self, b: Builder, path: str, c: QwenConfig, index: int):
+    def __init__(self, b: Builder, path: str, c: QwenConfig):
         super().__init__(path)
-        self.index, self.head_dim, self.scale = index, c.head_dim, c.head_dim**-0.5
+        self.head_dim, self.scale = c.head_dim, c.head_dim**-0.5
         kv_features = c.num_kv_heads * c.head_dim
         outs = [
             Out(f"{path}.q_proj", c.num_heads * c.head_dim, unit=c.head_dim),
@@ -93,6 +94,7 @@ class Attention(Layer):
             Out(f"{path}.v_proj", kv_features, unit=c.head_dim, replicate=True),
         ]
         self.qkv = ColumnLinear(b, f"{path}.qkv", c.hidden_size, outs, over="attn_tp", bias=c.bias)
+        self.cache = PagedKV(self.qkv.sizes[1] // c.head_dim, c.head_dim)
         inputs = c.num_heads * c.head_dim
         self.out = RowLinear(
             b, f"{path}.o_proj", inputs, c.hidden_size, over="attn_tp", unit=c.head_dim, bias=c.output_bias
@@ -100,14 +102,14 @@ class Attention(Layer):
         self.q_norm = HeadNorm(b, f"{path}.q_norm", c.head_dim, c.rms_norm_eps) if c.head_norms else nn.Identity()
         self.k_norm = HeadNorm(b, f"{path}.k_norm", c.head_dim, c.rms_norm_eps) if c.head_norms else nn.Identity()
 
-    def forward(self, x: Hidden, rotary: RotaryTable, attention: Backend) -> Hidden:
+    def forward(self, x: Hidden, rotary: RotaryTable, caches: Caches) -> Hidden:
         if x.placement != x.mesh.placement(GROUP):
             raise PlacementError(f"{self.path} needs {x.mesh.placement(GROUP)}, but {x.origin} is {x.placement}")
 
         def attend(qkv: Tensor) -> Tensor:
             q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(self.qkv.sizes, dim=-1))
             q, k = rotary(self.q_norm(q)), rotary(self.k_norm(k))
-            return attention(self.index, q, k, v, scale=self.scale)[0].flatten(1)
+            return caches.attend(self, q, k, v, scale=self.scale)[0].flatten(1)
 
         return self.out(self.qkv(x).elementwise(attend, self.path))
 
@@ -118,7 +120,7 @@ class DecoderLayer(Layer):
     def __init__(self, b: Builder, path: str, c: QwenConfig, index: int):
         super().__init__(path)
         self.input_norm = RMSNorm(b, f"{path}.input_layernorm", c.hidden_size, c.rms_norm_eps)
-        self.attention = Attention(b, f"{path}.self_attn", c, index)
+        self.attention = Attention(b, f"{path}.self_attn", c)
         self.post_norm = RMSNorm(b, f"{path}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
         self.mlp: GatedMLP | SparseMoE
         if index in c.moe_layers:
@@ -135,16 +137,13 @@ class DecoderLayer(Layer):
         else:
             self.mlp = GatedMLP(b, f"{path}.mlp", c.hidden_size, c.intermediate_size)
 
-    def forward(self, stream: Stream | TraceStream, rotary: RotaryTable, attention: Backend) -> None:
-        stream.add(self.attention(stream.read(self.input_norm, rows=GROUP), rotary, attention))
+    def forward(self, stream: Stream | TraceStream, rotary: RotaryTable, caches: Caches) -> None:
+        stream.add(self.attention(stream.read(self.input_norm, rows=GROUP), rotary, caches))
         stream.add(self.mlp(stream.read(self.post_norm, rows=WORLD)))
 
 
 class Qwen(Layer):
-    """The decoder and its head. forward gives float32 logits `[S, vocabulary]` of the batch's sampled rows.
-
-    kv_heads: the key-value heads that this rank holds.
-    """
+    """The decoder and its head. forward gives float32 logits `[S, vocabulary]` of the batch's sampled rows."""
 
     def __init__(self, b: Builder, c: QwenConfig):
         super().__init__("model")
@@ -152,16 +151,15 @@ class Qwen(Layer):
         self.embed = Embedding(b, "model.embed_tokens", c.vocab_size, c.hidden_size)
         self.rotary = Rotary(c.rope, b.device)
         self.layers = nn.ModuleList(DecoderLayer(b, f"model.layers.{i}", c, i) for i in range(c.num_layers))
-        self.kv_heads = b.share("key-value heads", c.num_kv_heads, "attn_tp", replicate=True)
         self.norm = RMSNorm(b, "model.norm", c.hidden_size, c.rms_norm_eps)
         self.head = None if c.tie_embeddings else Linear(b, "lm_head", c.hidden_size, c.vocab_size)
 
-    def forward(self, stream: Stream | TraceStream, batch: Batch, attention: Backend) -> Tensor:
+    def forward(self, stream: Stream | TraceStream, batch: Batch, caches: Caches) -> Tensor:
         hidden = self.embed(batch.tokens)
         rotary = self.rotary(batch.positions, hidden.value.dtype)
         stream.add(hidden)
         for layer in self.layers:
-            layer(stream, rotary, attention)
+            layer(stream, rotary, caches)
         rows = stream.read(self.norm, rows=GROUP).require_complete("lm_head")[batch.sample_rows]
         weight = self.embed.weight if self.head is None else self.head.weight
         return torch.nn.functional.linear(rows, weight).float()

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from weft.attention.batch import Batch
-from weft.attention.cache import KVCache
-from weft.attention.sdpa import SDPA
+from weft.attention.caches import Caches, cached_layers
 from weft.comm.transport import Transport, offer_of
+from weft.engine.batch import build_batch
+from weft.kv.spec import CacheGroup, rule
 from weft.models.config import ModelConfig
 from weft.models.layers import Workspace, torch_empty
 from weft.models.load import build_model
@@ -32,10 +33,12 @@ def trace(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, workspace: Worksp
     meta = torch.device("meta")
     model = build_model(config, mesh, 0, dtype, meta, workspace)
     stream = TraceStream(mesh, config.hidden_size, dtype, meta)
-    batch = Batch.build([], [], [], page_size=1, device=meta)
-    attention = SDPA(KVCache(0, 0, 1, 0, 0, dtype, meta))
-    attention.plan(batch)
-    model(stream, batch, attention)
+    layers = cached_layers(model)
+    groups = [CacheGroup(r, 0) for r in dict.fromkeys(map(rule, layers.values()))]
+    caches = Caches(layers, groups, 1, dtype, meta)
+    batch = build_batch([], [], 1, [group.rule for group in groups], meta)
+    caches.plan(batch)
+    model(stream, batch, caches)
     return stream.chain()
 
 
@@ -47,8 +50,8 @@ def plan_model(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, offers: Sequ
 class ModelRunner:
     """Runs a model on one rank. Every rank must call `forward` for every step, with the same counts.
 
-    transports: the planner chooses among them, edge by edge, by the costs (`weft.place.cost.costs`). num_pages,
-    page_size: of the key-value cache, allocated here once.
+    transports: the planner chooses among them, edge by edge, by the costs (`weft.place.cost.costs`). groups,
+    page_size: of the caches, which are allocated here once.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class ModelRunner:
         mesh: Mesh,
         rank: int,
         transports: Sequence[Transport],
-        num_pages: int,
+        groups: Sequence[CacheGroup],
         page_size: int,
         costs: Costs | None = None,
     ):
@@ -65,22 +68,11 @@ class ModelRunner:
         self.model, self.mesh, self.rank = model, mesh, rank
         self.transports = {t.name: t for t in transports}
         costs = costs or load_costs("cpu")
-        offers = [
-            offer_of(t.name, t.offers, mesh, costs.of(t.name, mesh.world), t.max_bytes) for t in transports
-        ]
+        offers = [offer_of(t.name, t.offers, mesh, costs.of(t.name, mesh.world), t.max_bytes) for t in transports]
         self.planner = plan_model(config, mesh, weight.dtype, offers)
-        kv_heads = model.kv_heads.stop - model.kv_heads.start
-        self.cache = KVCache(
-            config.num_layers, num_pages, page_size, kv_heads, config.head_dim, weight.dtype, weight.device
-        )
-        self.attention = SDPA(self.cache)
+        self.caches = Caches(cached_layers(model), groups, page_size, weight.dtype, weight.device)
         self._stats, self._naive_stats = Stats(), Stats()
         self._steps: Counter[Counts] = Counter()  # taken since the naive plan's totals were last worked out
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of key-value cache that a token takes on this rank."""
-        return self.cache.bytes_per_token
 
     @torch.inference_mode()
     def forward(self, batch: Batch, counts: Counts) -> Tensor:
@@ -92,8 +84,8 @@ class ModelRunner:
         if len(counts) != self.mesh.attn_dp or len(batch.tokens) != mine:
             raise ValueError(f"{len(batch.tokens)} rows on rank {self.rank}, but the step's counts are {counts}")
         stream = Stream(self.planner.plan(counts), self.planner, self.transports, counts, self._stats)
-        self.attention.plan(batch)
-        logits: Tensor = self.model(stream, batch, self.attention)
+        self.caches.plan(batch)
+        logits: Tensor = self.model(stream, batch, self.caches)
         stream.finish()
         self._steps[counts] += 1
         if len(self._steps) == 4096:  # so that they take no more room with every step

@@ -1,0 +1,111 @@
+"""All caches of a rank, and how a model's layers reach theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from weft.attention.backend import Backend
+from weft.attention.batch import Batch, PageTables, StateSlots
+from weft.attention.sdpa import SDPA
+from weft.kv.cache import KVCache, StateCache
+from weft.kv.spec import CacheGroup, Recurrent, Spec, rule
+
+MakeBackend = Callable[[KVCache], Backend]
+
+
+class Cached(Protocol):
+    """A layer that declares the cache it needs, in its share of a rank."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def cache(self) -> Spec: ...
+
+
+def cached_layers(model: nn.Module) -> dict[str, Spec]:
+    """The caches that a model's layers declare, by their paths."""
+    layers: dict[str, Spec] = {}
+    for layer in model.modules():
+        if isinstance(spec := getattr(layer, "cache", None), Spec):
+            layers[str(layer.path)] = spec
+    return layers
+
+
+class Caches:
+    """The caches of a model on a rank: `plan` once a step, then each layer's own call.
+
+    layers: as `cached_layers` gives them. groups: what there is of each rule; batches carry tables in their order.
+    backend: makes what attends over a paged cache.
+    """
+
+    def __init__(
+        self,
+        layers: dict[str, Spec],
+        groups: Sequence[CacheGroup],
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        backend: MakeBackend = SDPA,
+    ):
+        place = {group.rule: at for at, group in enumerate(groups)}
+        paths: dict[Spec, list[str]] = {}
+        for path, spec in layers.items():
+            paths.setdefault(spec, []).append(path)
+        self.paged: list[tuple[int, Backend]] = []
+        self.states: list[tuple[int, StateCache]] = []
+        self._backend_of: dict[str, tuple[Backend, int]] = {}
+        self._states_of: dict[str, tuple[StateCache, int, int]] = {}
+        for spec, names in paths.items():
+            at = place[rule(spec)]
+            if isinstance(spec, Recurrent):
+                states = StateCache(spec, len(names), groups[at].size, device)
+                self.states.append((at, states))
+                self._states_of |= {name: (states, i, at) for i, name in enumerate(names)}
+            else:
+                attend = backend(KVCache(spec, len(names), groups[at].size, page_size, dtype, device))
+                self.paged.append((at, attend))
+                self._backend_of |= {name: (attend, i) for i, name in enumerate(names)}
+
+    @property
+    def bytes(self) -> int:
+        """What they take on this rank."""
+        tensors = [t for _, b in self.paged for t in (b.cache.keys, b.cache.values)]
+        tensors += [t for _, s in self.states for t in s.states]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values())
+
+    def plan(self, batch: Batch) -> None:
+        """Must come before the layers' calls of a step."""
+        self.batch = batch
+        for at, backend in self.paged:
+            tables = batch.tables[at]
+            assert isinstance(tables, PageTables)
+            backend.plan(batch, tables)
+
+    def attend(
+        self, layer: Cached, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float, lse: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of a layer over its PagedKV, Window or Latent: see `Backend.__call__`."""
+        backend, at = self._backend_of[layer.path]
+        return backend(at, q, k, v, scale=scale, lse=lse)
+
+    def load(self, layer: Cached) -> tuple[Tensor, ...]:
+        """The states that a Recurrent layer's sequences go on from: float32 `[B, …]`, zeros where one begins."""
+        states, at, slots = self._state(layer)
+        return states.load(at, slots.before)
+
+    def store(self, layer: Cached, states: tuple[Tensor, ...]) -> None:
+        """Keeps the states `[B, …]` after the step's rows."""
+        cache, at, slots = self._state(layer)
+        cache.store(at, slots.after, states)
+
+    def _state(self, layer: Cached) -> tuple[StateCache, int, StateSlots]:
+        states, at, group = self._states_of[layer.path]
+        slots = self.batch.tables[group]
+        assert isinstance(slots, StateSlots)
+        return states, at, slots

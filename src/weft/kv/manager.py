@@ -1,0 +1,153 @@
+"""What the requests of one DP group hold in its caches: a page table, or a state's slots, of each group.
+
+Who owns what: tokens [0, computed) of a request have run. Their pages may be shared with the prefix tree and other
+requests, and are never written again once full; rows are written in pages that the request alone holds. A state is read
+from one slot and written to another where the first is shared, else in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.kv.pages import PagePool
+from weft.kv.prefix import ABSENT, PrefixTree
+from weft.kv.spec import CacheGroup
+
+
+@dataclass(eq=False, slots=True)
+class Holding:
+    """What one request holds, of each group: its page table, or [slot of the state before the next rows, after them].
+
+    ABSENT stands for pages that a window has passed, and for the state of a request that begins. Of the two slots the
+    first holds the state of now; they are the same one where it is updated in place.
+    """
+
+    tables: list[list[int]]
+
+
+class CacheManager:
+    """The pages and slots of one DP group. groups: what there is; prefix_cache: whether equal prefixes are reused."""
+
+    def __init__(self, groups: Sequence[CacheGroup], page_size: int, *, prefix_cache: bool = True):
+        self.groups, self.page_size = tuple(groups), page_size
+        self.rules = [group.rule for group in groups]
+        self.pools = [PagePool(group.size) for group in groups]
+        self.tree = PrefixTree(self.rules, self.pools, page_size) if prefix_cache else None
+        self._states = [g for g, rule in enumerate(self.rules) if rule.state]
+        self._paged = [g for g, rule in enumerate(self.rules) if not rule.state]
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest request that can ever run here."""
+        whole = [self.pools[g].total for g in self._paged if self.rules[g].window is None]
+        return min(whole) * self.page_size if whole else 2**62
+
+    def used(self, holdings: Sequence[Holding]) -> int:
+        """Of `total`, how many some requests hold."""
+        return len({at for holding in holdings for at in holding.tables[0]} - {ABSENT})
+
+    @property
+    def total(self) -> int:
+        """Pages, or slots where the model has no pages, of the first group."""
+        return self.pools[0].total
+
+    def longest(self, tokens: Sequence[int]) -> int:
+        """How many leading tokens of a request would be reused. One at least has to run."""
+        return self.tree.longest(tokens[: len(tokens) - 1]) if self.tree else 0
+
+    def admit(self, tokens: Sequence[int], rows: int) -> tuple[Holding, int] | None:
+        """Room for a request and its next `rows` tokens, and how many of its tokens it need not run.
+
+        None where there is too little, and then nothing is taken.
+        """
+        reused, tables = self.tree.match(tokens[: len(tokens) - 1]) if self.tree else (0, [[] for _ in self.groups])
+        for group in self._states:
+            tables[group] = [*(tables[group] or [ABSENT]), ABSENT]
+        holding = Holding(tables)
+        if self.grow(holding, len(tokens), min(len(tokens), reused + rows)):
+            return holding, reused
+        self.release(holding)
+        return None
+
+    def grow(self, holding: Holding, tokens: int, end: int) -> bool:
+        """Room for all `tokens` of a request, of which those before `end` run next: windows need no more yet.
+
+        False where there is too little, and then nothing is taken.
+        """
+        missing = [0] * len(self.groups)
+        for group in self._paged:
+            upto = tokens if self.rules[group].window is None else end
+            missing[group] = max(0, -(-upto // self.page_size) - len(holding.tables[group]))
+        for group in self._states:
+            missing[group] = int(holding.tables[group][1] == ABSENT)
+        for group, count in enumerate(missing):
+            if count > (free := self.pools[group].free) and self.tree:
+                self.tree.evict(group, count - free)
+        if any(count > pool.free for count, pool in zip(missing, self.pools, strict=True)):
+            return False
+        for group, count in enumerate(missing):
+            if count:
+                taken = self.pools[group].take(count)
+                assert taken is not None
+                table = holding.tables[group]
+                table[len(table) - (1 if self.rules[group].state else 0) :] = taken
+        return True
+
+    def rows_to_border(self, computed: int, tokens: int) -> int:
+        """How many rows may run before a state has to be kept: at the last page's border before a prompt's last token.
+
+        A state is kept only where a step ends, and others can start from it only at a border.
+        """
+        border = self._border(tokens)
+        return border - computed if self._states and self.tree and computed < border else tokens - computed
+
+    def advance(self, holding: Holding, tokens: Sequence[int], computed: int, *, keep: bool) -> None:
+        """After the first `computed` of a request's tokens have run: gives back what no later row reads.
+
+        keep: whether others may start from here; from a border where a state is kept they may in any case.
+        """
+        for group in self._states:
+            before, after = holding.tables[group]
+            if before not in (ABSENT, after):
+                self.pools[group].release([before])
+            holding.tables[group] = [after, after]
+        if keep or (self._states and computed == self._border(len(tokens))):
+            self.remember(holding, tokens[:computed])
+        for group in self._paged:
+            window = self.rules[group].window
+            if window is not None:
+                table = holding.tables[group]
+                passed = max(0, computed - window + 1) // self.page_size
+                self.pools[group].release(page for page in table[:passed] if page != ABSENT)
+                table[:passed] = [ABSENT] * passed
+
+    def remember(self, holding: Holding, tokens: Sequence[int]) -> None:
+        """Lets others start from what the request has run, `tokens`."""
+        if self.tree is None:
+            return
+        tables = [list(table) for table in holding.tables]
+        for group in self._states:
+            table, at_border = holding.tables[group], len(tokens) % self.page_size == 0
+            if at_border and table[0] == table[1]:
+                # The next rows must not write over what others start from: without another slot, it is not kept.
+                if not self.pools[group].free:
+                    self.tree.evict(group, 1)
+                table[1:] = self.pools[group].take(1) or table[1:]
+            tables[group] = table[:1] if at_border and table[0] != table[1] else []
+        self.tree.insert(tokens, tables)
+
+    def release(self, holding: Holding) -> None:
+        """Gives back all that a request holds."""
+        for group, table in enumerate(holding.tables):
+            self.pools[group].release(page for page in dict.fromkeys(table) if page != ABSENT)
+            holding.tables[group] = []
+
+    def _border(self, tokens: int) -> int:
+        return (tokens - 1) // self.page_size * self.page_size
+
+    def check_idle(self) -> None:
+        """AssertionError where anything is held that neither is free nor the tree's; for when no request is here."""
+        held = self.tree.held if self.tree else [0] * len(self.pools)
+        for pool, kept in zip(self.pools, held, strict=True):
+            assert pool.free + kept == pool.total, (pool.free, kept, pool.total)

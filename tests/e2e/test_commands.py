@@ -36,9 +36,9 @@ def weft(*arguments: str, timeout: float = 240, temporary: Path | None = None) -
 def environment(temporary: Path | None) -> dict[str, str]:
     """With temporary files in a folder of the test's own, so that what is left behind can be told from others'.
 
-    Wide: tables do not break what is looked for into lines.
+    80 columns: what is looked for is not broken into lines where it is read.
     """
-    return dict(os.environ) | {"COLUMNS": "300"} | ({"TMPDIR": str(temporary)} if temporary else {})
+    return dict(os.environ) | {"COLUMNS": "80"} | ({"TMPDIR": str(temporary)} if temporary else {})
 
 
 def test_readme_holds_the_two_commands() -> None:
@@ -206,6 +206,7 @@ def test_json_is_json() -> None:
 
 def test_the_demo(tmp_path: Path) -> None:
     done = weft("demo", "--questions", "3", timeout=280, temporary=tmp_path)
+    assert max(map(len, done.stdout[done.stdout.index("layout ") :].splitlines())) <= 80
     assert done.returncode == 0, done.stderr
     for text in ("The answer is", "plan:", "naive:", "What ran", "saved", "of 3 answers are right", "has stopped"):
         assert text in done.stdout, text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -133,7 +134,10 @@ def test_a_small_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "weft.cli.main", *words.split(), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("2 ranks  all_reduce") and done.stdout.count("\n") == 1
+    _, title, names, row = done.stdout.splitlines()
+    assert title.startswith("all_reduce, 2 ranks: µs a call") and "".join(names.split()) == "shmzerocopyinplacegloo"
+    assert re.fullmatch(r"fp32 +1K( +[\d.]+){3} +[\d.,]+ \d+(\.\d)?×", row)
+    assert max(map(len, (title, names, row))) <= 80
     found = json.loads(path.read_text())
     assert found["what"] == "weft bench collectives --device cpu"
     assert found["host"]["cores"] == os.cpu_count() and {"cpu", "kernel", "torch", "weft"} <= set(found["host"])

@@ -68,6 +68,6 @@ def test_programs_get_whole_numbers_and_names() -> None:
 
 
 def test_sizes() -> None:
-    sizes = (0, 1, 1023, 1024, 1536, 1 << 20, 3 << 30, 5 << 40)
-    words = ("0 B", "1 B", "1,023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "3.0 GiB", "5,120.0 GiB")
+    sizes = (0, 1, 1023, 1024, 1536, 640 << 10, 1 << 20, 3 << 30, 5 << 40)
+    words = ("0 B", "1 B", "1,023 B", "1.0 KiB", "1.5 KiB", "640 KiB", "1.0 MiB", "3.0 GiB", "5,120 GiB")
     assert [size_text(size) for size in sizes] == list(words)

@@ -23,6 +23,8 @@ from weft.comm.shm import MAX_RANKS, ShmTuning
 from weft.place.cost import host_table, read_tuning
 
 OURS = ("shm", "peer")
+LABEL = 13
+"""Width of the column that says which case a row is."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Command:
                 for ranks, cases, results in work:
                     task = bar.add_task(f"{ranks} ranks", total=cases)
                     for timing in results:
+                        if not timings or heading(timing) != heading(timings[-1]):
+                            print(heading(timing))
                         timings.append(timing)
                         print(line(timing), flush=True)
                         bar.advance(task)
@@ -140,13 +144,30 @@ class Command:
         return list(self.peers or default)
 
 
+def heading(timing: Any) -> str:
+    """What the rows below it have in common: ranks, exchange, who carries it."""
+    names = "".join(f"{_short(name):>{_width(name)}}" for name in timing.us)
+    ranks = str(timing.case).partition("  ")[0]
+    return f"\n{timing.case.edge}, {ranks}: µs a call, and how many times the best of ours\n{'':{LABEL}}{names}"
+
+
 def line(timing: Any) -> str:
-    """One row of the table: the case, each carrier's µs, and how many times as long the peers and the floor take."""
+    """One row of the table: the case, and each carrier's µs."""
     best = min(us for name, us in timing.us.items() if name.startswith(OURS))
-    cells = [
-        f"{name} {us:.1f}" + ("" if name.startswith(OURS) else f" ({us / best:.2f}×)") for name, us in timing.us.items()
-    ]
-    return f"{timing.case}  " + "  ".join(sorted(cells, key=lambda c: c.startswith(cpu.FLOOR)))
+    label = str(timing.case).partition(timing.case.edge)[2].strip()
+    cells = ""
+    for name, us in timing.us.items():
+        ratio = "" if name.startswith(OURS) else f" {us / best:.1f}×" if us < 10 * best else f" {us / best:.0f}×"
+        cells += f"{f'{us:,.1f}' if us < 1e3 else f'{us:,.0f}'}{ratio}".rjust(_width(name))
+    return f"{label:{LABEL}}{cells}"
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("shm ").removeprefix("peer ")
+
+
+def _width(name: str) -> int:
+    return max(len(_short(name)) + 2, 9 if name.startswith(OURS) else 14)
 
 
 def parse_size(text: str) -> int:

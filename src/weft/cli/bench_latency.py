@@ -19,6 +19,8 @@ from weft.comm.shm import ShmTuning
 from weft.place.cost import host_table, read_tuning
 from weft.place.spec import Mesh
 
+TOKENS = ("first", "next")
+
 
 @dataclass(frozen=True)
 class Command:
@@ -70,11 +72,10 @@ class Command:
                 found.append(latency)
                 bar.advance(task)
         result = summary(found, self.transports)
+        print(f"{'':7}{'first token':>14}{'saved':>8}{'next token':>14}{'saved':>8}")
         for name, row in result.items():
-            print(
-                f"{name:5} first token {row['first_ms']:8.1f} ms ({row['first_saved']:+.0%})   "
-                f"next token {row['next_ms']:7.2f} ms ({row['next_saved']:+.0%})"
-            )
+            cells = [f"{row[f'{which}_ms']:,.1f} ms".rjust(14) + f"{row[f'{which}_saved']:8.0%}" for which in TOKENS]
+            print(f"{name:7}{''.join(cells)}")
         if self.json is not None:
             head: dict[str, object] = {
                 "what": "weft bench latency",

@@ -8,17 +8,19 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from weft.cli.command import UserError, stop_on_sigterm
+from weft.place.show import columns, size_text
 
 START_TIMEOUT_S = 300.0
 
@@ -43,7 +45,10 @@ class Command:
 
         if self.questions < 1:
             raise UserError(f"questions is {self.questions}; it must be 1 or more")
-        console = Console(highlight=False)
+        with tempfile.TemporaryFile() as log:  # of the server: beside the answers it would be noise; a failure shows it
+            return self._run(Console(highlight=False), log)
+
+    def _run(self, console: Console, log: IO[bytes]) -> int:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -52,19 +57,20 @@ class Command:
         command = [sys.executable, "-m", "weft.cli.main", *shlex.split(serve)]
         early: list[int] = []  # an exception in the midst of Popen would lose the process
         signal.signal(signal.SIGTERM, lambda number, _: early.append(number))
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
         base = f"http://127.0.0.1:{port}"
         try:
             stop_on_sigterm()
             if early:
                 return 130
-            _wait_until_healthy(server, base)
+            with console.status("starting 4 ranks"):
+                _wait_until_healthy(server, base, log)
             right = self._ask(console, base)
             with urllib.request.urlopen(f"{base}/weft/plan?tokens=1", timeout=30) as plan:
                 console.print("\n[bold]The plan of a decode step[/bold]")
                 console.print(plan.read().decode(), markup=False, soft_wrap=True)
             with urllib.request.urlopen(f"{base}/weft/report", timeout=30) as report:
-                _print_report(console, json.load(report))
+                console.print("\n" + _report_text(json.load(report)), markup=False, soft_wrap=True)
         finally:
             server.send_signal(signal.SIGTERM)
             try:
@@ -119,11 +125,13 @@ class Command:
         return sum(word_problems.extract(a) == p.answer for a, p in zip(answers, problems, strict=True))
 
 
-def _wait_until_healthy(server: subprocess.Popen[bytes], base: str) -> None:
+def _wait_until_healthy(server: subprocess.Popen[bytes], base: str, log: IO[bytes]) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if server.poll() is not None:
-            raise UserError(f"the server ended with exit code {server.returncode} before it was ready")
+            log.seek(0)
+            why = log.read().decode(errors="replace").strip().removeprefix("weft: ")
+            raise UserError(f"the server ended with exit code {server.returncode} before it was ready: {why}")
         try:
             with urllib.request.urlopen(f"{base}/health", timeout=5):
                 return
@@ -132,20 +140,30 @@ def _wait_until_healthy(server: subprocess.Popen[bytes], base: str) -> None:
     raise UserError(f"the server was not ready after {START_TIMEOUT_S:.0f} s")
 
 
-def _print_report(console: Console, report: dict[str, Any]) -> None:
-    def table(title: str, rows: list[dict[str, Any]], timed: bool) -> tuple[int, int]:
-        shown = Table("read", "step", "calls", "bytes", *(["ms a call"] if timed else []), title=title)
-        for r in rows:
-            time_ms = [f"{1000 * r['seconds'] / r['count']:.2f}"] if timed else []
-            shown.add_row(r["site"].removeprefix("model."), r["step"], str(r["count"]), f"{r['bytes']:,}", *time_ms)
-        console.print(shown)
-        return sum(r["count"] for r in rows), sum(r["bytes"] for r in rows)
-
-    console.print()
-    calls, moved = table("What ran (rank 0; bytes of the busiest rank)", report["ran"], timed=True)
-    naive_calls, naive_moved = table("What the naive plan would have run", report["naive"], timed=False)
+def _report_text(report: dict[str, Any]) -> str:
+    """What ran, beside what the naive plan would have run, in 80 columns."""
+    ran, naive = report["ran"], report["naive"]
+    carriers = {r["step"].rpartition(" · ")[2] for r in ran}
+    by = f", all by {next(iter(carriers))}" if len(carriers) == 1 else ""
+    lines = [f"What ran (rank 0{by}; bytes: those that the busiest rank receives)"]
+    lines += _table(ran, "calls", "bytes", "a call")
+    lines += ["", "What the naive plan would have run", *_table(naive, "calls", "bytes")]
+    calls, naive_calls = (sum(r["count"] for r in rows) for rows in (ran, naive))
+    moved, naive_moved = (sum(r["bytes"] for r in rows) for rows in (ran, naive))
+    lines += ["", f"{calls:,} collectives instead of {naive_calls:,}"]
     if naive_moved:
-        console.print(
-            f"{calls:,} collectives instead of {naive_calls:,}; {moved:,} bytes instead of {naive_moved:,}: "
-            f"{1 - moved / naive_moved:.0%} saved"
-        )
+        lines[-1] += f"; {size_text(moved)} instead of {size_text(naive_moved)}: {1 - moved / naive_moved:.0%} saved"
+    return "\n".join(lines)
+
+
+def _table(rows: list[dict[str, Any]], *names: str) -> list[str]:
+    """The steps under the reads that they serve. Who carries a step out is said where it is not one for all."""
+    one = len({r["step"].rpartition(" · ")[2] for r in rows}) == 1
+    lines = [("", *names)]
+    for site in dict.fromkeys(r["site"] for r in rows):
+        lines.append((site.removeprefix("model."),))
+        for r in (r for r in rows if r["site"] == site):
+            step = r["step"].rpartition(" · ")[0] if one else r["step"]
+            cells = (f"{r['count']:,}", size_text(r["bytes"]), f"{1000 * r['seconds'] / r['count']:.2f} ms")
+            lines.append((f"  {step}", *cells[: len(names)]))
+    return columns(lines)

@@ -6,7 +6,8 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from weft.place.plan import Counts, Plan, Planner, ReadPlan
@@ -60,7 +61,18 @@ def plan_text(planner: Planner, counts: Counts) -> str:
 def size_text(size: float) -> str:
     """Bytes for reading: `512 B`, `10.5 KiB`."""
     power = min(max(int(size), 1).bit_length() - 1, 39) // 10
-    return f"{size / 1024**power:,.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+    number = size / 1024**power
+    return f"{number:,.{int(power > 0 and number < 100)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a table: the first cells of the rows left-aligned, the others right-aligned; a row may have fewer."""
+    widths = [max(map(len, cells)) for cells in zip_longest(*rows, fillvalue="")]
+    lines = []
+    for first, *others in rows:
+        cells = [f"  {cell:>{width}}" for cell, width in zip(others, widths[1:], strict=False)]
+        lines.append((f"{first:{widths[0]}}" + "".join(cells)).rstrip())
+    return lines
 
 
 def _sum(planner: Planner, plan: Plan) -> str:
@@ -108,19 +120,18 @@ def _read(planner: Planner, plan: Plan, read: ReadPlan) -> dict[str, Any]:
 
 def _table(planner: Planner, plan: Plan, one_transport: bool) -> list[str]:
     """A line for each step under its read: what it does, the bytes that the busiest rank receives, µs."""
-    rows: list[tuple[str, str, str]] = []
+    rows: list[tuple[str, ...]] = []
     reads = _folded(plan.reads)
     first = {read.read.site.split(".")[0] for _, read in reads}
     prefix = f"{first.pop()}." if len(first) == 1 else ""
     for times, read in reads:
         often = f"  × {times}" if times > 1 else ""
-        rows.append((f"  {fold(read.read.site).removeprefix(prefix)}{often}", "", ""))
+        rows.append((f"  {fold(read.read.site).removeprefix(prefix)}{often}",))
         for s in read.steps:
             moved = size_text(planner.bytes_received(s.edge, plan.counts)) if s.edge and s.edge.moves else ""
             named = s.brief() if one_transport or not (s.edge and s.edge.moves) else str(s)
             rows.append((f"    {named}", moved, f"{s.us:,.1f} µs"))
-    what, size, us = (max((len(row[i]) for row in rows), default=0) for i in range(3))
-    return [f"{a:{what}}  {b:>{size}}  {c:>{us}}".rstrip() for a, b, c in rows]
+    return columns(rows)
 
 
 def _folded(reads: Iterable[ReadPlan]) -> list[tuple[int, ReadPlan]]:

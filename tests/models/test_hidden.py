@@ -14,11 +14,11 @@ from torch import Tensor
 from comm.processes import run_threads
 from weft.attention.batch import Batch, SeqRows
 from weft.comm.transport import Transport
+from weft.engine.runner import ModelRunner
 from weft.hidden import Hidden
 from weft.models.layers import Builder, ColumnLinear, Out, RMSNorm, RowLinear
 from weft.models.load import load_model
 from weft.models.registry import load_config
-from weft.models.runner import ModelRunner
 from weft.place.spec import Mesh, PlacementError, Rows
 
 MESH = Mesh(1, 2, 1, 2)  # attn_tp is the world

@@ -13,9 +13,9 @@ from weft.comm.torchdist import offers as torchdist_offers
 from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
 from weft.engine.ranks import cost_model, uses_gloo, uses_shm
+from weft.engine.runner import plan_model
 from weft.engine.worker import DTYPES
 from weft.models.config import ModelConfig, ModelError
-from weft.models.runner import plan_model
 from weft.place.cost import costs
 from weft.place.spec import LayoutError, PlacementError
 

@@ -56,9 +56,7 @@ class Case:
         turns = 1 if tiny else 2 if rows > 1000 else 8
         self.sets = [normal(rows, HIDDEN) for _ in range(turns)]
         live = ints(rows)
-        self.routings = [
-            route.route(skewed_logits(rows), CHOSEN, True, live, tile_rows, 0, held) for _ in range(turns)
-        ]
+        self.routings = [route.route(skewed_logits(rows), CHOSEN, True, live, tile_rows, 0, held) for _ in range(turns)]
         self.out = torch.empty(rows, HIDDEN, device=DEVICE, dtype=BF16)
 
     def calls(self, up: Tile | None, down: Tile | None) -> list[Any]:

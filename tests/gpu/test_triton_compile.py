@@ -150,9 +150,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_kernels_compile_for_hopper(
-    case: tuple[Callable[[], None], tuple[str, ...]], compiled: list[Compiled]
-) -> None:
+def test_kernels_compile_for_hopper(case: tuple[Callable[[], None], tuple[str, ...]], compiled: list[Compiled]) -> None:
     launch, instructions = case
     launch()
     for kernel in compiled:

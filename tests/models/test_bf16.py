@@ -14,8 +14,8 @@ from weft.comm.transport import Transport
 from weft.hidden import Hidden
 from weft.models.layers import Builder
 from weft.models.load import load_model
-from weft.models.moe import Router
 from weft.models.registry import load_config
+from weft.models.routing import Router, Routing
 from weft.models.runner import ModelRunner
 from weft.place.spec import Mesh, Rows
 
@@ -58,7 +58,7 @@ def test_a_router_is_exact_for_its_logits() -> None:
     """Among 128 experts a softmax in bfloat16 has ties, and takes the wrong ones; its probabilities are 0.4 % off."""
     b = Builder(Mesh(), 0, torch.bfloat16, torch.device("cpu"))
     torch.manual_seed(1)
-    router = Router(b, "gate", 64, 128, 8, renormalise=True)
+    router = Router(b, "gate", 64, 128, Routing(8, renormalise=True))
     router.weight.data.normal_(0, 0.1)
     x = torch.randn(200, 64).bfloat16()
     probability, expert = router.choose(Hidden(x, b.mesh.placement(Rows.WORLD), b.mesh, "x"))

@@ -97,8 +97,13 @@ class ModelConfig(ABC):
         """The model on one rank, its weights unfilled. Raises LayoutError where it does not divide over the layout."""
 
 
-def common_fields(fields: Fields, head_dim: int, rope_dim: int | None = None) -> dict[str, Any]:
-    """ModelConfig's own fields. rope_dim: how many of a head's elements are turned, if not all. Raises ModelError."""
+def common_fields(
+    fields: Fields, head_dim: int, rope_dim: int | None = None, interleaved: bool = False
+) -> dict[str, Any]:
+    """ModelConfig's own fields. rope_dim: how many of a head's elements are turned, if not all; interleaved: as `Rope`.
+
+    Raises ModelError.
+    """
     fields.only("hidden_act", "silu")
     fields.only("is_encoder_decoder", False)
     eos = fields.get("eos_token_id", ())
@@ -117,11 +122,11 @@ def common_fields(fields: Fields, head_dim: int, rope_dim: int | None = None) ->
         tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
         eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
         dtype=dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype)),
-        rope=_rope(fields, rope_dim or head_dim, max_position),
+        rope=_rope(fields, rope_dim or head_dim, max_position, interleaved),
     )
 
 
-def _rope(fields: Fields, dim: int, max_position: int) -> Rope:
+def _rope(fields: Fields, dim: int, max_position: int, interleaved: bool) -> Rope:
     parameters = dict(fields.need("rope_parameters"))
     kind = parameters.get("rope_type", "default")
     if kind not in ROPES:
@@ -129,4 +134,4 @@ def _rope(fields: Fields, dim: int, max_position: int) -> Rope:
     for name, value in parameters.items():
         if name not in ROPES[kind] and value is not None and (name, value) != ("partial_rotary_factor", 1.0):
             raise ModelError(f"rope type {kind!r}: parameter {name!r} (value {value!r}) is not understood")
-    return Rope(parameters, dim, max_position)
+    return Rope(parameters, dim, max_position, interleaved)

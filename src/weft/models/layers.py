@@ -46,9 +46,9 @@ class Builder:
     device: torch.device
     workspace: Workspace = torch_empty
 
-    def empty(self, *shape: int) -> nn.Parameter:
-        """An unfilled weight."""
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """An unfilled weight, of the model's dtype unless said."""
+        return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
 
     def share(self, what: str, size: int, over: str | None, unit: int = 1, replicate: bool = False) -> slice:
         """This rank's run of `size` features cut over a group in whole `unit`s.

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from weft.hidden import Hidden
 from weft.models.layers import Builder, ColumnLinear, Layer, Linear, Out, RowLinear, Source
+from weft.models.routing import Router, Routing
 from weft.place.spec import LayoutError, PlacementError, Rows
 
 
@@ -63,25 +64,6 @@ class Experts(Layer):
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
 
-class Router(Linear):
-    """The k most probable experts of each token, softmax over all in float32.
-
-    renormalise: make the k probabilities sum to one.
-    """
-
-    def __init__(self, b: Builder, path: str, width: int, experts: int, k: int, renormalise: bool):
-        super().__init__(b, path, width, experts)
-        self.k, self.renormalise = k, renormalise
-
-    def choose(self, x: Hidden) -> tuple[Tensor, Tensor]:
-        """(probability `[T, k]` in x's dtype, expert int64 `[T, k]`)."""
-        logits = self(x).value
-        probability, expert = F.softmax(logits, dtype=torch.float32, dim=-1).topk(self.k, dim=-1)
-        if self.renormalise:
-            probability = probability / probability.sum(-1, keepdim=True)
-        return probability.to(logits.dtype), expert
-
-
 def routed(x: Tensor, probability: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor, out: Tensor) -> None:
     """Σ over a token's experts that are here of probability · down(silu(gate(x)) · up(x)).
 
@@ -122,7 +104,10 @@ def one_by_one(x: Tensor, probability: Tensor, expert: Tensor, gate_up: Tensor, 
 
 
 class SparseMoE(Layer):
-    """Router, routed experts and, where the model has one, a shared expert under a sigmoid gate."""
+    """Router, routed experts and, where the model has one, a shared expert for every token.
+
+    shared: its inner features; 0: there is none. shared_name: as checkpoints name it. gated: it has a sigmoid gate.
+    """
 
     def __init__(
         self,
@@ -131,22 +116,25 @@ class SparseMoE(Layer):
         width: int,
         *,
         experts: int,
-        k: int,
         inner: int,
+        routing: Routing,
         shared: int = 0,
-        renormalise: bool = False,
+        shared_name: str = "shared_expert",
+        gated: bool = True,
     ):
         super().__init__(path)
-        self.router = Router(b, f"{path}.gate", width, experts, k, renormalise)
+        self.router = Router(b, f"{path}.gate", width, experts, routing)
         self.experts = Experts(b, f"{path}.experts", experts, width, inner)
-        self.shared = GatedMLP(b, f"{path}.shared_expert", width, shared) if shared else None
-        self.shared_gate = Linear(b, f"{path}.shared_expert_gate", width, 1) if shared else None
+        self.shared = GatedMLP(b, f"{path}.{shared_name}", width, shared) if shared else None
+        self.shared_gate = Linear(b, f"{path}.{shared_name}_gate", width, 1) if shared and gated else None
 
     def forward(self, x: Hidden) -> Hidden:
         out = self.experts(x, *self.router.choose(x))
-        if self.shared is not None and self.shared_gate is not None:
-            gate = self.shared_gate(x).elementwise(torch.sigmoid, f"{self.path}.shared_expert_gate")
-            out += self.shared(x).scale(gate)
+        if self.shared is not None:
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = shared.scale(self.shared_gate(x).elementwise(torch.sigmoid, self.shared_gate.path))
+            out += shared
         return out
 
 

@@ -25,6 +25,7 @@ from weft.models.layers import (
 )
 from weft.models.moe import GatedMLP, SparseMoE
 from weft.models.rotary import Rotary, RotaryTable
+from weft.models.routing import Routing
 from weft.place.spec import PlacementError
 from weft.stream import GROUP, WORLD, Stream, TraceStream
 
@@ -33,7 +34,7 @@ from weft.stream import GROUP, WORLD, Stream, TraceStream
 class QwenConfig(ModelConfig):
     """Widths in elements. bias: of query, key and value; output_bias: of attention's output; head_norms: queries and
     keys are normalised head by head. moe_layers: which layers have experts instead of an MLP. shared_expert_size: 0
-    where there is none. renormalise: the chosen experts' probabilities are made to sum to one.
+    where there is none.
     """
 
     bias: bool
@@ -42,10 +43,9 @@ class QwenConfig(ModelConfig):
     intermediate_size: int
     moe_layers: frozenset[int]
     num_experts: int
-    experts_per_token: int
     moe_intermediate_size: int
     shared_expert_size: int
-    renormalise: bool
+    routing: Routing
 
     def build(self, b: Builder) -> Qwen:
         return Qwen(b, self)
@@ -74,10 +74,11 @@ def read(fields: Fields) -> QwenConfig:
         intermediate_size=fields.need("intermediate_size"),
         moe_layers=frozenset(i for i in layers if i not in dense and (i + 1) % every == 0),
         num_experts=fields.need("num_local_experts" if qwen3 else "num_experts") if moe else 0,
-        experts_per_token=fields.need("num_experts_per_tok") if moe else 0,
         moe_intermediate_size=fields.need("moe_intermediate_size") if moe else 0,
         shared_expert_size=0 if qwen3 else fields.need("shared_expert_intermediate_size"),
-        renormalise=bool(fields.get("norm_topk_prob", False)) if moe else False,
+        routing=Routing(fields.need("num_experts_per_tok"), renormalise=fields.get("norm_topk_prob", False))
+        if moe
+        else Routing(0),
     )
 
 
@@ -129,10 +130,9 @@ class DecoderLayer(Layer):
                 f"{path}.mlp",
                 c.hidden_size,
                 experts=c.num_experts,
-                k=c.experts_per_token,
                 inner=c.moe_intermediate_size,
+                routing=c.routing,
                 shared=c.shared_expert_size,
-                renormalise=c.renormalise,
             )
         else:
             self.mlp = GatedMLP(b, f"{path}.mlp", c.hidden_size, c.intermediate_size)

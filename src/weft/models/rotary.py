@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +25,20 @@ ROPES: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class Rope:
-    """parameters: as transformers names them (`rope_parameters`). dim: elements of a head that are turned."""
+    """parameters: as transformers names them (`rope_parameters`). dim: elements of a head that are turned.
+
+    interleaved: an angle turns two neighbouring elements (DeepSeek), else an element of each half (most checkpoints).
+    """
 
     parameters: Mapping[str, Any]
     dim: int
     max_position: int
+    interleaved: bool = False
+
+    def attention_scale(self) -> float:
+        """What DeepSeek's models multiply attention's scores with, where YaRN stretches them (arXiv 2309.00071)."""
+        all_dim, factor = self.parameters.get("mscale_all_dim") or 0.0, self.parameters.get("factor") or 1.0
+        return (0.1 * all_dim * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
 
     def frequencies(self) -> tuple[Tensor, float]:
         """(inverse frequencies float32 `[dim / 2]`, factor on cos and sin), as transformers has them."""
@@ -43,28 +53,34 @@ class Rope:
 
 
 class Rotary(nn.Module):
-    """Makes the tables of a step's positions, in the half-split form that most Hugging Face checkpoints use."""
+    """Makes the tables of a step's positions."""
 
     def __init__(self, rope: Rope, device: torch.device):
         super().__init__()
         inverse, self.factor = rope.frequencies()
-        self.inverse = inverse.to(device)
+        self.inverse, self.interleaved = inverse.to(device), rope.interleaved
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
         """cos and sin for int64 positions `[T]`."""
-        angles = positions[:, None].float() * self.inverse
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return RotaryTable((angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype))
+        angles = positions[:, None, None].float() * self.inverse
+        angles = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), dim=-1)
+        cos, sin = ((f * self.factor).to(dtype) for f in (angles.cos(), angles.sin()))
+        return RotaryTable(cos, sin, self.interleaved)
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
-    """cos, sin: `[T, 1, head_dim]`."""
+    """cos, sin: `[T, 1, dim]`. interleaved: as `Rope`."""
 
     cos: Tensor
     sin: Tensor
+    interleaved: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Turns x `[T, heads, head_dim]`."""
-        left, right = x.chunk(2, dim=-1)
-        return x * self.cos + torch.cat((-right, left), dim=-1) * self.sin
+        """Turns x `[T, heads, dim]`."""
+        if self.interleaved:
+            turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+        else:
+            left, right = x.chunk(2, dim=-1)
+            turned = torch.cat((-right, left), dim=-1)
+        return x * self.cos + turned * self.sin

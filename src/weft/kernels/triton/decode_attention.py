@@ -127,9 +127,7 @@ def _attend_split(
         if LATENT:
             v = tl.trans(k)
         else:
-            v = tl.load(
-                values + slot[:, None] * v_slot + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0
-            )
+            v = tl.load(values + slot[:, None] * v_slot + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
         slot = _slots(pages, first + BLOCK_N + tl.arange(0, BLOCK_N), end, PAGE)
         new_top = tl.maximum(top, tl.max(score, 1))
         keep = tl.exp2(top - new_top)

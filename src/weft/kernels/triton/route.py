@@ -109,9 +109,7 @@ def _route(
     first = 0 if SORT else me * BLOCK_T
     row = first + tl.arange(0, BLOCK_T)
     j = tl.arange(0, BLOCK_K)
-    w, chosen = _choose(
-        logits, row, rows, tl.load(live), row_stride, E, BLOCK_E, K, BLOCK_K, RENORMALISE, FIRST, HELD
-    )
+    w, chosen = _choose(logits, row, rows, tl.load(live), row_stride, E, BLOCK_E, K, BLOCK_K, RENORMALISE, FIRST, HELD)
     pair = row[:, None] * K + j[None, :]
     real = (row < rows)[:, None] & (j < K)[None, :]
     if not SORT or me == 0:

@@ -1,0 +1,70 @@
+"""Which experts a token goes to, and with what weight: routers as published models have them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.hidden import Hidden
+from weft.models.layers import Builder, Linear, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How k experts are chosen by their scores, which are a softmax or a sigmoid of the router's logits in float32.
+
+    groups: equal runs of experts, of which a token's are in the best `top_groups` only; a group's score is the sum of
+    its best `group_best` experts'. (DeepSeek-V2: one, arXiv 2405.04434; V3: two, arXiv 2412.19437.)
+    bias: a learnt bias for each expert is added to the score where experts are chosen, not where they are weighed.
+    renormalise: the chosen experts' weights are made to sum to one, then multiplied by `scale`.
+    wide: the logits themselves are computed in float32.
+    """
+
+    k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    bias: bool = False
+    renormalise: bool = False
+    scale: float = 1.0
+    wide: bool = False
+
+    def choose(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(weight float32 `[T, k]`, expert int64 `[T, k]`, in no stated order) of logits `[T, E]`; bias: `[E]`."""
+        logits = logits.float()
+        scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+        ranked = scores if bias is None else scores + bias
+        if self.groups > 1:
+            by_group = ranked.unflatten(-1, (self.groups, -1))
+            best = by_group.topk(self.group_best, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
+            out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, best, False)
+            ranked = by_group.masked_fill(out[..., None], float("-inf")).flatten(1)
+        expert = ranked.topk(self.k, dim=-1).indices
+        weight = scores.gather(-1, expert)
+        if self.renormalise:
+            weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+        return weight * self.scale, expert
+
+
+class Router(Linear):
+    """Scores every expert for each token, and chooses."""
+
+    def __init__(self, b: Builder, path: str, width: int, experts: int, routing: Routing):
+        super().__init__(b, path, width, experts)
+        self.routing = routing
+        self.bias = None
+        if routing.bias:
+            self.bias = b.empty(experts, dtype=torch.float32)
+            self.sources["bias"] = [Source(f"{path}.e_score_correction_bias", (experts,), (slice(None),))]
+
+    def choose(self, x: Hidden) -> tuple[Tensor, Tensor]:
+        """(weight `[T, k]` in x's dtype, expert int64 `[T, k]`)."""
+        value = x.require_complete(self.path)
+        wide = (value.float(), self.weight.float()) if self.routing.wide else (value, self.weight)
+        weight, expert = self.routing.choose(F.linear(*wide), self.bias)
+        return weight.to(value.dtype), expert

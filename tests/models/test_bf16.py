@@ -9,14 +9,15 @@ import torch
 from support import FAMILIES, run_world, small_model
 from torch.nn import functional as F
 
-from weft.attention.batch import Batch, SeqRows
 from weft.comm.transport import Transport
+from weft.engine.batch import SeqRows, build_batch
+from weft.engine.runner import ModelRunner
 from weft.hidden import Hidden
+from weft.kv.spec import CacheGroup, Rule
 from weft.models.layers import Builder
 from weft.models.load import load_model
 from weft.models.registry import load_config
 from weft.models.routing import Router, Routing
-from weft.models.runner import ModelRunner
 from weft.place.spec import Mesh, Rows
 
 LENGTH = 24
@@ -27,12 +28,11 @@ def forward(transport: Transport, mesh: Mesh, directory: Path, prompts: torch.Te
     """The last rows' logits of each prompt, a prompt in every DP group at a time, each in two chunks."""
     torch.set_num_threads(1)
     model = load_model(directory, load_config(directory), mesh, transport.rank, torch.bfloat16)
-    runner = ModelRunner(model, mesh, transport.rank, [transport], num_pages=LENGTH // 4, page_size=4)
+    runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(Rule(), LENGTH // 4)], 4)
     out = []
     for prompt in prompts.tolist():
         for begin, end in ((0, LENGTH - 3), (LENGTH - 3, LENGTH)):
-            seqs = [SeqRows(end - begin, begin, list(range(LENGTH // 4)), True)]
-            batch = Batch.build(prompt[begin:end], list(range(begin, end)), seqs, 4)
+            batch = build_batch(prompt[begin:end], [SeqRows(end - begin, begin, [range(LENGTH // 4)], True)], 4)
             logits = runner.forward(batch, (end - begin,) * mesh.attn_dp)
         out.append(logits[0])
     return torch.stack(out)

@@ -12,10 +12,11 @@ from support import run_world, small_model
 from torch import Tensor
 
 from comm.processes import run_threads
-from weft.attention.batch import Batch, SeqRows
 from weft.comm.transport import Transport
+from weft.engine.batch import SeqRows, build_batch
 from weft.engine.runner import ModelRunner
 from weft.hidden import Hidden
+from weft.kv.spec import CacheGroup, Rule
 from weft.models.layers import Builder, ColumnLinear, Out, RMSNorm, RowLinear
 from weft.models.load import load_model
 from weft.models.registry import load_config
@@ -82,13 +83,13 @@ def logits(transport: Transport, mesh: Mesh, directory: Path) -> tuple[Tensor, T
     out = []
     for strided in (False, True):
         model = load_model(directory, load_config(directory), mesh, transport.rank)
-        runner = ModelRunner(model, mesh, transport.rank, [transport], num_pages=4, page_size=4)
+        runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(Rule(), 4)], 4)
         embed = model.embed.forward
         if strided:
             model.embed.forward = lambda tokens, embed=embed: (
                 (h := embed(tokens)) and replace(h, value=h.value.t().contiguous().t())
             )
-        out.append(runner.forward(Batch.build([3, 4, 5], [0, 1, 2], [SeqRows(3, 0, [0], True)], 4), (3,)))
+        out.append(runner.forward(build_batch([3, 4, 5], [SeqRows(3, 0, [[0]], True)], 4), (3,)))
     return out[0], out[1], " ".join(s.step for s in runner.report())
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
 
+from weft.engine.language import Language
 from weft.engine.messages import Drawn
 from weft.engine.request import FinishReason, Output, SamplingParams, Sequence, TokenLogprob
+from weft.engine.sampling import bits
 from weft.engine.scheduler import Scheduler
 from weft.engine.text import TextStream
-from weft.models.config import ModelConfig
 
 OnOutput = Callable[[Output], None]
 
@@ -34,10 +34,14 @@ class Answer:
         sequence.tokens.append(drawn.token)
         enough = sequence.drawn >= params.min_tokens
         if enough and drawn.token in sequence.end_ids:
-            return self._output(self.text.flush(), drawn, "stop", None if drawn.token in self.eos else drawn.token)
+            text = self.text.push(drawn.token, check_stop=False)[0] if params.keep_stop else ""
+            text += self.text.flush()
+            return self._output(text, drawn, "stop", None if drawn.token in self.eos else drawn.token)
         text, stop = self.text.push(drawn.token, check_stop=enough)
         if stop is not None:
             return self._output(text, drawn, "stop", stop)
+        if sequence.grammar and sequence.grammar.accept(drawn.token):
+            return self._output(text + self.text.flush(), drawn, "stop")
         if sequence.drawn >= sequence.max_tokens:
             return self._output(text + self.text.flush(), drawn, "length")
         return self._output(text, drawn)
@@ -77,22 +81,22 @@ def prepare(
     params: SamplingParams,
     on_output: OnOutput,
     seed: int,
-    model: ModelConfig,
     context: int,
-    tokenizer: Any,
+    language: Language,
 ) -> Answer:
     """The answer to a request, before its first token and without a number.
 
     seed: for a request that brings none. context: tokens that prompt and answer may have together. Raises ValueError
-    for a prompt that is empty, too long or holds unknown tokens.
+    for a prompt that is empty, too long or holds unknown tokens, and for parameters that no token satisfies.
     """
-    tokens, vocabulary = list(prompt), model.vocab_size
+    tokens, vocabulary = list(prompt), language.vocabulary
     if not tokens:
         raise ValueError("the prompt is empty; give at least one token")
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         raise ValueError(f"prompt tokens must be between 0 and {vocabulary - 1}")
-    if any(not 0 <= token < vocabulary for token in params.stop_token_ids):
-        raise ValueError(f"stop_token_ids must be between 0 and {vocabulary - 1}")
+    for name in ("stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"):
+        if any(not 0 <= token < vocabulary for token in params.tokens_of(name)):
+            raise ValueError(f"the tokens of {name} must be between 0 and {vocabulary - 1}")
     most = context - len(tokens)
     if most < 1:
         raise ValueError(f"the prompt has {len(tokens)} tokens; at most {context - 1} fit with the answer's first")
@@ -101,7 +105,12 @@ def prepare(
             f"the prompt's {len(tokens)} tokens and max_tokens={params.max_tokens} exceed the context of "
             f"{context} tokens; ask for at most {most}"
         )
-    eos = frozenset(model.eos_token_ids)
+    ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else language.ends)
+    allowed = frozenset(params.allowed_token_ids or ())
+    if allowed and not allowed - {w[0] for w in params.bad_words if len(w) == 1} - (
+        ends if params.min_tokens else set()
+    ):
+        raise ValueError("allowed_token_ids leaves no token that bad_words and min_tokens allow too")
     sequence = Sequence(
         request=0,
         tokens=tokens,
@@ -109,7 +118,11 @@ def prepare(
         params=params,
         seed=seed if params.seed is None else params.seed & (2**62 - 1),
         max_tokens=most if params.max_tokens is None else params.max_tokens,
-        end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos),
+        end_ids=ends,
         on_output=on_output,
+        allowed=bits(allowed, vocabulary) if allowed else b"",
+        grammar=None if params.grammar is None else language.grammars.start(params.grammar),
     )
-    return Answer(sequence, TextStream(tokenizer, params.stop), eos)
+    return Answer(
+        sequence, TextStream(language.tokenizer, params.stop, params.keep_stop, params.keep_special), language.ends
+    )

@@ -19,6 +19,7 @@ from weft.engine.config import EngineConfig, EngineError, QueueFull
 from weft.engine.executor import Executor, make_executor
 from weft.engine.faults import FaultWindow
 from weft.engine.intake import Intake
+from weft.engine.language import Language
 from weft.engine.messages import Step
 from weft.engine.request import FinishReason, Output, SamplingParams, Sequence
 from weft.engine.results import EngineStats, GenerationResult, step_stats, whole
@@ -44,7 +45,9 @@ class Engine:
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float], None] | None = None):
         self.config, self.model_config = config, read_model(config)
-        self.tokenizer: Any = load_tokenizer(config)
+        eos, vocabulary = self.model_config.eos_token_ids, self.model_config.vocab_size
+        self.language = Language(load_tokenizer(config), config.tokenizer, vocabulary, eos)
+        self.tokenizer = self.language.tokenizer
         self.max_model_len = context_tokens(config, self.model_config)
         check_plans(config, self.model_config)
         self.error: str | None = None
@@ -111,7 +114,7 @@ class Engine:
         answers = []
         for prompt, params, on_output in requests:
             seed = self._seeds.getrandbits(62)
-            answers.append(prepare(prompt, params, on_output, seed, self.model_config, context, self.tokenizer))
+            answers.append(prepare(prompt, params, on_output, seed, context, self.language))
             answers[-1].sequence.client, answers[-1].sequence.deadline = client, deadline
         with self._number:
             for answer in answers:

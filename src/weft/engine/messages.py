@@ -16,6 +16,9 @@ class Sampling(Struct, frozen=True, array_like=True):
     """How to draw one token. temperature 0: greedy. top_k 0: off. index: of the token in the answer.
 
     logprobs: alternatives wanted, -1 for none at all. banned: tokens that must not come (the end before min_tokens).
+    min_p: tokens less likely than this share of the likeliest do not come. added: (token, what is added to its logit).
+    repetition: what the logits of the repeated tokens are divided by, or multiplied with where they are negative.
+    mask: bit t % 8 of byte t // 8 says whether token t may come; empty: all may.
     """
 
     temperature: float
@@ -25,6 +28,11 @@ class Sampling(Struct, frozen=True, array_like=True):
     index: int
     logprobs: int = -1
     banned: tuple[int, ...] = ()
+    min_p: float = 0.0
+    added: tuple[tuple[int, float], ...] = ()
+    repetition: float = 1.0
+    repeated: tuple[int, ...] = ()
+    mask: bytes = b""
 
 
 class Part(Struct, frozen=True, array_like=True):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from weft.engine.grammar import Grammar
 from weft.kv.manager import Holding
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
@@ -18,7 +19,11 @@ class SamplingParams:
 
     max_tokens None: as many as fit. temperature 0: greedy. top_k 0: off. seed None: drawn by the engine.
     stop: strings that end the text and are left out of it. logprobs: alternatives for each token, 0 for the chosen
-    token's alone, None for none.
+    token's alone, None for none. The fields after it are as in OpenAI's and vLLM's APIs.
+
+    logit_bias: (token, what is added to its logit). bad_words: each as its tokens. allowed_token_ids: None for all.
+    grammar: of llguidance, which the answer's text follows (`weft.engine.grammar`); min_tokens and bad_words do not
+    count then. keep_stop: a stop string or token is a part of the text. keep_special: so are special tokens.
     """
 
     max_tokens: int | None = 16
@@ -31,6 +36,16 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    grammar: str | None = None
+    keep_stop: bool = False
+    keep_special: bool = False
 
     def __post_init__(self) -> None:
         rules = [
@@ -41,12 +56,27 @@ class SamplingParams:
             (0 <= self.top_k < 2**31, "top_k", "0 (off) or more, below 2**31"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20"),
             (all(self.stop), "stop", "without empty strings"),
+            (0 <= self.min_p <= 1, "min_p", "between 0 and 1"),
+            (-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2"),
+            (-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2"),
+            (0 < self.repetition_penalty <= 100, "repetition_penalty", "above 0 and at most 100"),
+            (all(-100 <= b <= 100 for _, b in self.logit_bias), "logit_bias", "between -100 and 100 for each token"),
+            (all(self.bad_words), "bad_words", "without empty words"),
+            (self.allowed_token_ids != (), "allowed_token_ids", "one token or more"),
         ]
         for holds, name, rule in rules:
             if not holds:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+
+    def tokens_of(self, name: str) -> set[int]:
+        """The tokens that a parameter names."""
+        if name == "logit_bias":
+            return {token for token, _ in self.logit_bias}
+        if name == "bad_words":
+            return {token for word in self.bad_words for token in word}
+        return set(getattr(self, name) or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +115,9 @@ class Sequence:
 
     tokens: the prompt and what was drawn so far. computed: how many of them have run, and are in the caches by what
     `holding` says; the rest are rows still to run. cached: prompt tokens that came from the prefix cache when it was
-    first admitted. client: whose turn it takes in the queue. arrived, admitted, deadline: seconds of `time.monotonic`;
-    admitted is None until it first gets a place in the batch, deadline is None where it may take any time.
+    first admitted. allowed, grammar: which tokens may come, as a mask and as a grammar; empty and None: all.
+    client: whose turn it takes in the queue. arrived, admitted, deadline: seconds of `time.monotonic`; admitted is None
+    until it first gets a place in the batch, deadline is None where it may take any time.
     """
 
     request: int
@@ -100,6 +131,8 @@ class Sequence:
     computed: int = 0
     cached: int | None = None
     holding: Holding | None = None
+    allowed: bytes = b""
+    grammar: Grammar | None = None
     client: str = ""
     arrived: float = field(default_factory=time.monotonic)
     admitted: float | None = None

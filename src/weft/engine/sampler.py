@@ -14,16 +14,17 @@ from weft.engine.messages import Drawn, Sampling
 def sample(logits: Tensor, requests: Sequence[int], how: Sequence[Sampling]) -> tuple[Drawn, ...]:
     """One token for each row of float32 logits `[S, vocabulary]`.
 
-    temperature, then top_k, then top_p (nucleus: the fewest most probable tokens that reach it; arXiv 1904.09751).
-    Draws by the Gumbel-max trick with noise from (seed, index). Logprobs are of the raw logits, before all of these.
+    repetition (arXiv 1909.05858), what is added, banned and masked tokens; then temperature, top_k, top_p (nucleus: the
+    fewest most probable tokens that reach it; arXiv 1904.09751), min_p (arXiv 2407.01082). Draws by Gumbel-max,
+    with noise from (seed, index). Logprobs are of the raw logits, before all of these.
     """
     if not how:
         return ()
     logprobs = torch.log_softmax(logits, dim=-1) if any(h.logprobs >= 0 for h in how) else None
-    if any(h.banned for h in how):
+    if changed := [row for row, h in enumerate(how) if h.repeated or h.added or h.banned or h.mask]:
         logits = logits.clone()
-        for row, h in enumerate(how):
-            logits[row, list(h.banned)] = float("-inf")
+        for row in changed:
+            logits[row] = _adjust(logits[row], how[row])
     tokens = logits.argmax(-1)
     random = [row for row, h in enumerate(how) if h.temperature > 0]
     if random:
@@ -37,6 +38,26 @@ def sample(logits: Tensor, requests: Sequence[int], how: Sequence[Sampling]) -> 
     )
 
 
+def _adjust(logits: Tensor, how: Sampling) -> Tensor:
+    """A row `[vocabulary]`, with what its request does to its logits."""
+    if how.repeated:
+        at = torch.tensor(how.repeated, device=logits.device)
+        values = logits[at]
+        logits[at] = torch.where(values > 0, values / how.repetition, values * how.repetition)
+    if how.added:
+        at = torch.tensor([token for token, _ in how.added], device=logits.device)
+        logits[at] += torch.tensor([value for _, value in how.added], device=logits.device)
+    raw = logits.clone()
+    logits[list(how.banned)] = float("-inf")
+    if how.mask:
+        packed = torch.frombuffer(bytearray(how.mask), dtype=torch.uint8)
+        may = (packed[:, None] >> torch.arange(8)) & 1
+        gone = may.flatten()[: len(logits)].logical_not().to(logits.device)
+        logits[gone], raw[gone] = float("-inf"), float("-inf")
+    # Where bans leave nothing of what the mask allows, the mask counts.
+    return logits if torch.isfinite(logits).any() else raw
+
+
 def _draw(logits: Tensor, how: Sequence[Sampling]) -> Tensor:
     vocabulary = logits.shape[-1]
     temperature = torch.tensor([max(h.temperature, 1e-5) for h in how])[:, None]  # below, logits would overflow
@@ -47,6 +68,8 @@ def _draw(logits: Tensor, how: Sequence[Sampling]) -> Tensor:
     probability = ordered.softmax(-1)
     before = probability.cumsum(-1) - probability  # what the more probable tokens reach already
     ordered = ordered.masked_fill((before >= top_p) & (top_p < 1), float("-inf"))
+    min_p = torch.tensor([h.min_p for h in how])[:, None]
+    ordered = ordered.masked_fill(probability < min_p * probability[:, :1], float("-inf"))
     noise = torch.stack([_gumbel(h, vocabulary) for h in how])
     # Noise belongs to the token, not to its rank, so that a near tie elsewhere does not change what is drawn.
     at = (ordered + noise.gather(-1, order)).argmax(-1, keepdim=True)

@@ -17,8 +17,9 @@ import time
 from collections.abc import Sequence as Seq
 
 from weft.engine.config import EngineConfig
-from weft.engine.messages import GroupRows, Part, Sampling
+from weft.engine.messages import GroupRows, Part
 from weft.engine.request import Sequence
+from weft.engine.sampling import sampling
 from weft.engine.waiting import WaitingQueue
 from weft.kv.manager import CacheManager
 from weft.kv.spec import CacheGroup
@@ -93,10 +94,10 @@ class Scheduler:
         parts: list[Part] = []
         for sequence, rows in self._step:
             tokens += sequence.tokens[sequence.computed : sequence.computed + rows]
-            sampling = _sampling(sequence) if rows == sequence.left else None
+            how = sampling(sequence) if rows == sequence.left else None
             assert sequence.holding is not None
             tables = tuple(map(tuple, sequence.holding.tables))
-            parts.append(Part(sequence.request, rows, sequence.computed, tables, sampling))
+            parts.append(Part(sequence.request, rows, sequence.computed, tables, how))
         return GroupRows(tuple(tokens), tuple(parts))
 
     def advance(self) -> list[Sequence]:
@@ -172,20 +173,6 @@ class Scheduler:
         assert sequence.holding is not None
         self.caches.release(sequence.holding)
         sequence.holding, sequence.computed = None, 0
-
-
-def _sampling(sequence: Sequence) -> Sampling:
-    p = sequence.params
-    banned = tuple(sorted(sequence.end_ids)) if sequence.drawn < p.min_tokens else ()
-    return Sampling(
-        temperature=p.temperature,
-        top_p=p.top_p,
-        top_k=p.top_k,
-        seed=sequence.seed,
-        index=sequence.drawn,
-        logprobs=-1 if p.logprobs is None else p.logprobs,
-        banned=banned,
-    )
 
 
 def make_schedulers(config: EngineConfig, groups: Seq[CacheGroup]) -> list[Scheduler]:

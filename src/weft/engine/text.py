@@ -12,12 +12,14 @@ class TextStream:
     """The text of one answer. tokenizer: a transformers fast tokenizer.
 
     Text is handed out once it is final: an incomplete character waits for its other bytes, and an end that may become
-    a stop string waits until it is decided.
+    a stop string waits until it is decided. keep_stop: the stop string is a part of the text. keep_special: so are
+    special tokens.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]):
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._decoder = DecodeStream(skip_special_tokens=True)
+    def __init__(self, tokenizer: Any, stop: Sequence[str], keep_stop: bool = False, keep_special: bool = False):
+        self._tokenizer, self._stop, self._keep_stop = tokenizer, tuple(stop), keep_stop
+        self._skip = not keep_special
+        self._decoder = DecodeStream(skip_special_tokens=self._skip)
         self._ids: list[int] = []
         self._decoded = 0
         self._held = ""
@@ -33,14 +35,14 @@ class TextStream:
         found = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
         if found:
             at, stop = min(found)
-            text, self._held = self._held[:at], ""
+            text, self._held = self._held[: at + len(stop) * self._keep_stop], ""
             return text, stop
         return self._release(len(self._held) - self._undecided()), None
 
     def flush(self) -> str:
         """What is left when the answer ends without a stop string, half a character included."""
         # As the stream decodes: transformers' own decode may also tidy spaces, and lengths would not agree.
-        whole: str = self._tokenizer.backend_tokenizer.decode(self._ids, skip_special_tokens=True)
+        whole: str = self._tokenizer.backend_tokenizer.decode(self._ids, skip_special_tokens=self._skip)
         return self._release(len(self._held)) + whole[self._decoded :]
 
     def _release(self, length: int) -> str:

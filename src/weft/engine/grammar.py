@@ -1,0 +1,62 @@
+"""Answers that follow a grammar, by llguidance: JSON of a schema, a regular expression, a choice, or a Lark grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+import llguidance
+import llguidance.hf
+
+Kind = Literal["json", "regex", "choice", "grammar"]
+
+
+def grammar(kind: Kind, what: Any) -> str:
+    """As `SamplingParams.grammar` takes it. ValueError for what is not of its kind.
+
+    json: a schema (json-schema.org). regex: matches the whole text. choice: a list of texts. grammar: Lark or GBNF.
+    """
+    text = what if isinstance(what, str) and kind != "choice" else json.dumps(what)
+    return str(llguidance.grammar_from(kind, text))
+
+
+class Grammar:
+    """How far one answer has come in its grammar."""
+
+    def __init__(self, matcher: llguidance.LLMatcher):
+        self._matcher = matcher
+
+    def mask(self, allowed: bytes) -> bytes:
+        """Which tokens may come next, as `weft.engine.sampling.bits`; of `allowed` only, where that is not empty."""
+        mask = self._matcher.compute_bitmask()
+        return bytes(a & b for a, b in zip(mask, allowed, strict=False)) if allowed else mask
+
+    def accept(self, token: int) -> bool:
+        """Takes the next token; True where the text is whole and nothing can follow."""
+        self._matcher.consume_token(token)
+        return self._matcher.is_stopped()
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer. vocabulary: the model's, which may be larger; ends: its end tokens."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: Iterable[int]):
+        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, list(ends)
+        self._compiled = lru_cache(maxsize=64)(self._compile)
+
+    @cached_property
+    def tokens(self) -> llguidance.LLTokenizer:
+        """What llguidance knows of the tokenizer: the bytes of each token."""
+        return llguidance.hf.from_tokenizer(self._tokenizer, self._vocabulary, self._ends or None)
+
+    def start(self, grammar: str) -> Grammar:
+        """At its beginning. ValueError for a grammar that is none, or too large; compiling may take a second."""
+        return Grammar(self._compiled(grammar).deep_copy())
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self.tokens, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"the grammar cannot be used: {matcher.get_error().splitlines()[0]}")
+        return matcher

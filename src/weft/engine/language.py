@@ -1,0 +1,40 @@
+"""What a model directory says of its text: the tokenizer, the tokens that end an answer, and how to draw."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from weft.engine.grammar import Grammars
+from weft.models.config import ModelError
+
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What generation_config.json may say of requests that do not."""
+
+
+class Language:
+    """tokenizer: a transformers fast tokenizer; directory: its own. vocabulary: the model's tokens. eos: the end tokens of its config.json.
+
+    ends: those, and what generation_config.json adds. defaults: of requests that do not say how to draw; `do_sample:
+    false` is temperature 0. Raises ModelError, in one line.
+    """
+
+    def __init__(self, tokenizer: Any, directory: Path, vocabulary: int, eos: tuple[int, ...]):
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+        path = directory / "generation_config.json"
+        try:
+            written = json.loads(path.read_text()) if path.exists() else {}
+        except ValueError as error:
+            raise ModelError(f"{path} is not JSON: {error}") from error
+        more = written.get("eos_token_id") or ()
+        self.ends = frozenset(eos) | frozenset(more if isinstance(more, list | tuple) else (more,))
+        self.defaults: dict[str, float] = {k: written[k] for k in DEFAULTS if written.get(k) is not None}
+        if written.get("do_sample") is False:
+            self.defaults["temperature"] = 0.0
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles grammars over the vocabulary."""
+        return Grammars(self.tokenizer, self.vocabulary, sorted(self.ends))

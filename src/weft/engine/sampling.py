@@ -1,0 +1,56 @@
+"""What a sequence's next draw needs, as plain data for its row: what is added to which logits, and what may come."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from weft.engine.messages import Sampling
+from weft.engine.request import Sequence
+
+
+def sampling(sequence: Sequence) -> Sampling:
+    """The next draw's parameters. They follow from the sequence alone, so a replay draws the same tokens."""
+    p = sequence.params
+    mask = sequence.allowed if sequence.grammar is None else sequence.grammar.mask(sequence.allowed)
+    return Sampling(
+        temperature=p.temperature,
+        top_p=p.top_p,
+        top_k=p.top_k,
+        seed=sequence.seed,
+        index=sequence.drawn,
+        logprobs=-1 if p.logprobs is None else p.logprobs,
+        banned=() if sequence.grammar else _banned(sequence),
+        min_p=p.min_p,
+        added=_added(sequence),
+        repetition=p.repetition_penalty,
+        repeated=tuple(sorted(set(sequence.tokens))) if p.repetition_penalty != 1 else (),
+        mask=mask,
+    )
+
+
+def bits(tokens: Iterable[int], vocabulary: int) -> bytes:
+    """A mask: bit t % 8 of byte t // 8 is set for each of the tokens."""
+    mask = bytearray(-(-vocabulary // 8))
+    for token in tokens:
+        mask[token // 8] |= 1 << token % 8
+    return bytes(mask)
+
+
+def _added(sequence: Sequence) -> tuple[tuple[int, float], ...]:
+    """The bias, less the penalties for what the answer holds already: presence once, frequency for each time."""
+    p = sequence.params
+    if not (p.presence_penalty or p.frequency_penalty):
+        return p.logit_bias
+    added = dict(p.logit_bias)
+    for token, times in Counter(sequence.tokens[sequence.prompt_tokens :]).items():
+        added[token] = added.get(token, 0.0) - p.presence_penalty - p.frequency_penalty * times
+    return tuple(added.items())
+
+
+def _banned(sequence: Sequence) -> tuple[int, ...]:
+    """The end before min_tokens, and the last token of each bad word whose others stand at the answer's end."""
+    p, answer = sequence.params, sequence.tokens[sequence.prompt_tokens :] if sequence.params.bad_words else []
+    banned = set(sequence.end_ids) if sequence.drawn < p.min_tokens else set()
+    banned |= {word[-1] for word in p.bad_words if answer[len(answer) - len(word) + 1 :] == list(word[:-1])}
+    return tuple(sorted(banned))

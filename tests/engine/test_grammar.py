@@ -1,0 +1,115 @@
+"""Answers that follow a grammar, drawn from random logits: what comes out is always of its kind."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from weft.assets import embedded_model_dir
+from weft.engine.answer import prepare
+from weft.engine.grammar import grammar
+from weft.engine.language import Language
+from weft.engine.messages import Drawn
+from weft.engine.request import SamplingParams
+from weft.engine.sampler import sample
+from weft.engine.sampling import sampling
+from weft.models.config import ModelError
+
+TOKENIZER = AutoTokenizer.from_pretrained(embedded_model_dir())
+LANGUAGE = Language(TOKENIZER, embedded_model_dir(), 1024, (2,))
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def answer(params: SamplingParams, seed: int) -> tuple[str, str | None]:
+    """Text and finish reason, where every logit is random."""
+    made = prepare([5], params, lambda output: None, seed, 400, LANGUAGE)
+    generator, text = torch.Generator().manual_seed(seed), ""
+    while True:
+        logits = torch.randn(1, LANGUAGE.vocabulary, generator=generator)
+        [drawn] = sample(logits, [0], [sampling(made.sequence)])
+        output = made.accept(Drawn(0, drawn.token))
+        text += output.text
+        if output.finish_reason:
+            return text, output.finish_reason
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_answers_are_of_their_kind(seed: int) -> None:
+    text, reason = answer(SamplingParams(max_tokens=None, grammar=grammar("json", SCHEMA)), seed)
+    read = json.loads(text)
+    assert reason == "stop" and len(read["name"]) <= 5 and 0 <= read["age"] <= 99 and set(read) == {"name", "age"}
+    choice = grammar("choice", ["yes", "no", 'a "quoted" one'])
+    assert answer(SamplingParams(max_tokens=None, grammar=choice), seed)[0] in ("yes", "no", 'a "quoted" one')
+    pattern = r"[A-Z]{2}-\d{3,4}"
+    assert re.fullmatch(pattern, answer(SamplingParams(max_tokens=None, grammar=grammar("regex", pattern)), seed)[0])
+    for text in ('start: "a" ("b" | "c")~3', 'root ::= "a" ("b" | "c") ("b" | "c") ("b" | "c")'):
+        assert re.fullmatch(
+            "a[bc]{3}", answer(SamplingParams(max_tokens=None, grammar=grammar("grammar", text)), seed)[0]
+        )
+
+
+def test_two_answers_of_one_grammar_do_not_meet() -> None:
+    one, two = (LANGUAGE.grammars.start(grammar("choice", ["ab", "cd"])) for _ in range(2))
+    [token] = LANGUAGE.tokenizer.encode("a", add_special_tokens=False)
+    before = two.mask(b"")
+    one.accept(token)
+    assert two.mask(b"") == before != one.mask(b"")
+
+
+@pytest.mark.parametrize(
+    "kind, what",
+    [("json", {"type": "nonsense"}), ("regex", "("), ("grammar", "start: nothing"), ("grammar", ""), ("json", "[")],
+)
+def test_a_bad_grammar_is_refused_in_one_line(kind: str, what: object) -> None:
+    with pytest.raises(ValueError) as error:
+        LANGUAGE.grammars.start(grammar(kind, what))
+    assert "\n" not in str(error.value)
+
+
+def test_allowed_tokens_narrow_a_grammar() -> None:
+    digits = {d: LANGUAGE.tokenizer.encode(d, add_special_tokens=False)[0] for d in "123"}
+    params = SamplingParams(grammar=grammar("regex", "[0-9]{4}"), allowed_token_ids=tuple(digits.values()))
+    assert re.fullmatch("[123]{4}", answer(params, 3)[0])
+    with pytest.raises(ValueError, match="leaves no token"):
+        prepare([5], SamplingParams(allowed_token_ids=(2,), min_tokens=2), print, 0, 400, LANGUAGE)
+
+
+def test_what_the_model_directory_says_of_answers(tmp_path: Path) -> None:
+    for file in embedded_model_dir().iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    written = {"eos_token_id": [0, 1], "temperature": 0.7, "top_k": 20, "max_new_tokens": 5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    language = Language(TOKENIZER, tmp_path, 1024, (2,))
+    assert language.ends == {0, 1, 2} and language.defaults == {"temperature": 0.7, "top_k": 20}
+    assert LANGUAGE.defaults == {"temperature": 0.0}, "do_sample is false"
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match="not JSON"):
+        Language(TOKENIZER, tmp_path, 1024, (2,))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_stays_in_the_text(keep: bool) -> None:
+    tokens = [*LANGUAGE.tokenizer.encode("a stop b", add_special_tokens=False), 1, 2]
+    params = SamplingParams(max_tokens=None, stop=("zzz",), keep_special=keep, keep_stop=keep)
+    made = prepare([5], params, print, 0, 400, LANGUAGE)
+    outputs = [made.accept(Drawn(0, token)) for token in tokens]
+    text = "".join(o.text for o in outputs)
+    assert outputs[-1].finish_reason == "stop" and text == ("a stop b<|im_start|><|im_end|>" if keep else "a stop b")
+    made = prepare([5], SamplingParams(max_tokens=None, stop=("sto",), keep_stop=keep), print, 0, 400, LANGUAGE)
+    text = ""
+    for token in tokens:
+        output = made.accept(Drawn(0, token))
+        text += output.text
+        if output.finish_reason:
+            break
+    assert text == ("a sto" if keep else "a ")

@@ -44,7 +44,7 @@ def chat_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class QuietEngine:
     """Takes requests and says nothing until it is told to."""
 
-    max_model_len, error, healthy = 100, None, True
+    max_model_len, error, state = 100, None, "serving"
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer

@@ -240,7 +240,7 @@ def test_metrics_health_plan_and_report(served: Served) -> None:
 
 
 def test_an_engine_that_fails_is_reported(chat_model_dir: Path) -> None:
-    engine = Engine(EngineConfig(chat_model_dir, executor="thread", kv_tokens=512, page_size=4))
+    engine = Engine(EngineConfig(chat_model_dir, executor="thread", kv_tokens=512, page_size=4, max_restarts=0))
     for served in serve(engine):
 
         def fail(step: Any) -> Any:

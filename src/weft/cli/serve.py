@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -66,6 +67,7 @@ class Command:
 
     def run(self) -> int:
         """Serves. Raises UserError, LayoutError, ModelError, EngineError."""
+        from weft.engine.config import EngineError
         from weft.server import app, log, run
         from weft.server.answers import Intake
         from weft.server.metrics import Metrics
@@ -104,5 +106,14 @@ class Command:
             print(f"serving {name} on http://{host}:{port} ({config.mesh}); Ctrl-C stops", file=sys.stderr, flush=True)
             log.configure(self.log_format)
             intake = Intake(engine, Metrics(engine), self.request_timeout_s)
-            run.Server(app.create_app(intake, name, options), intake, options).run(sockets=[listener])
+            server = run.Server(app.create_app(intake, name, options), intake, options)
+
+            def leave_with_engine() -> None:
+                engine.wait()
+                server.stop()
+
+            threading.Thread(target=leave_with_engine, daemon=True).start()
+            server.run(sockets=[listener])
+            if engine.error is not None:
+                raise EngineError(engine.error)
         return 0

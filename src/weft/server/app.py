@@ -46,11 +46,10 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
-        if intake.closed:
-            return JSONResponse({"status": "draining"}, 503)
-        if engine.healthy:
-            return JSONResponse({"status": "ok"})
-        return ApiError(503, engine.error or "the engine is closed").response()
+        state = "draining" if intake.closed else engine.state
+        if state == "failed":
+            return ApiError(503, engine.error or "the engine has failed").response()
+        return JSONResponse({"status": "ok" if state == "serving" else state}, 200 if state == "serving" else 503)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -66,6 +66,7 @@ class Metrics(Collector):
             ("weft_preemptions", "Sequences that gave up their pages", s.preemptions),
             ("weft_steps", "Steps of the engine", s.steps),
             ("weft_requests_rejected", "Requests refused because too many waited", s.rejected),
+            ("weft_restarts", "Failures of ranks, after which they were started anew", s.failures),
         ):
             yield CounterMetricFamily(name, text, value=total)
         yield from self._communication()

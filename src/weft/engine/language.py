@@ -15,7 +15,8 @@ DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Language:
-    """tokenizer: a transformers fast tokenizer; directory: its own. vocabulary: the model's tokens. eos: the end tokens of its config.json.
+    """tokenizer: a transformers fast tokenizer; directory: its own. vocabulary: the model's tokens. eos: the end tokens
+    of its config.json.
 
     ends: those, and what generation_config.json adds. defaults: of requests that do not say how to draw; `do_sample:
     false` is temperature 0. Raises ModelError, in one line.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft.attention.batch import Batch
 from weft.attention.caches import Caches
+from weft.comm.rows import StepRows
 from weft.comm.transport import CommError, Transport
 from weft.engine import runner as runner_module
 from weft.engine.batch import SeqRows, build_batch
@@ -33,7 +34,7 @@ from weft.models.registry import load_config, read_config
 from weft.place.cost import PRESETS, Offer
 from weft.place.plan import Planner
 from weft.place.spec import Mesh, PlacementError, Rows
-from weft.stream import GROUP, WORLD, Stats, Stream, TraceStream
+from weft.stream import GROUP, WORLD, Stream, TraceStream
 
 MESH = Mesh(2, 2, 2, 2)
 
@@ -304,7 +305,7 @@ def test_a_replicated_shared_expert_declared_partial() -> None:
         tracer = TraceStream(mesh, 4, torch.float32, torch.device("cpu"))
         forward(tracer, 0)
         planner = Planner(mesh, tracer.chain(), [Offer("any", EVERY, frozenset(), PRESETS["cpu-gloo"])])
-        forward(Stream(planner.plan((3,)), planner, {"any": transport}, (3,), Stats()), 3)
+        forward(Stream(planner.plan((3,)), {"any": transport}, StepRows(mesh, transport.rank, (3,))), 3)
 
     with raises("layers.3.mlp.shared_expert", "owes sum over world", "replicated, but declared partial"):
         run_world(2, main)

@@ -16,12 +16,17 @@ from weft.place.spec import Mesh, Placement, PlacementError
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """value: `[rows, width]`; origin: the qualified name of the block or parameter that made it, for messages."""
+    """value: `[rows, width]`; origin: the qualified name of the block or parameter that made it, for messages.
+
+    live: int32 `[1]` on the device, how many of the rows are tokens; those behind are padding. None: all are. Set on
+    what a stream reads, for blocks whose work depends on it, such as routers.
+    """
 
     value: Tensor
     placement: Placement
     mesh: Mesh
     origin: str
+    live: Tensor | None = None
 
     def __add__(self, other: Hidden) -> Hidden:
         """The sum; two sums that owe the same owe it once. Raises PlacementError for unequal placements."""

@@ -11,14 +11,16 @@ planner solves the chain; `Stream` then walks the plan by index, with no decisio
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from weft.comm.transport import Epilogue, Transport, carry_out
+from weft.comm.rows import StepRows
+from weft.comm.transport import Epilogue, Transport
 from weft.hidden import Hidden
 from weft.kernels.plain import rms_norm
 from weft.place.plan import Chain, Counts, Plan, Planner, Read
@@ -97,11 +99,11 @@ class TraceStream:
 
 @dataclass
 class StepStat:
-    """Running totals of one communicating step. site: the read it serves, layers folded into `*`.
+    """Totals of one communicating step. site: the read it serves, layers folded into `*`.
 
     step: edge and placements; group: the group's name; count: calls; bytes: that the busiest rank must receive for it
-    (`weft.place.edges.rows_received`), whatever the transport's algorithm moves beyond; seconds: spent by this rank,
-    waiting for its peers included.
+    (`weft.place.exchange.rows_received`), whatever the transport's algorithm moves beyond; seconds: spent by this rank,
+    waiting for its peers included, as far as the calls that were timed tell.
     """
 
     site: str
@@ -112,50 +114,91 @@ class StepStat:
     seconds: float = 0.0
 
 
+StepKey = tuple[str, str]
+"""A read's folded name and a step's text."""
+
+
+class StepTimes:
+    """What communicating steps take, from the calls that were timed: on a GPU by events, which nobody waits for."""
+
+    def __init__(self, device: torch.device):
+        self._gpu = device.type == "cuda"
+        self._totals: dict[StepKey, tuple[int, float]] = {}
+        self._events: list[tuple[StepKey, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def timed(self, site: str, step: Step) -> Iterator[None]:
+        """Times what happens inside."""
+        key = (fold(site), str(step))
+        if self._gpu:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._events.append((key, begin, end))
+        else:
+            began = time.perf_counter()
+            yield
+            self._add(key, time.perf_counter() - began)
+
+    def mean(self, key: StepKey) -> float:
+        """Seconds of a call; 0 where none was timed. Waits for what a GPU has not yet done."""
+        for at, begin, end in self._events:
+            end.synchronize()
+            self._add(at, begin.elapsed_time(end) / 1e3)
+        self._events.clear()
+        calls, seconds = self._totals.get(key, (1, 0.0))
+        return seconds / calls
+
+    def _add(self, key: StepKey, seconds: float) -> None:
+        calls, total = self._totals.get(key, (0, 0.0))
+        self._totals[key] = (calls + 1, total + seconds)
+
+
 class Stats:
-    """StepStats by step, in the order first seen."""
+    """StepStats by step, in the order first seen, worked out from plans and how often each was walked."""
 
     def __init__(self) -> None:
-        self._by_step: dict[tuple[str, object], StepStat] = {}
+        self._by_step: dict[StepKey, StepStat] = {}
 
-    def record(self, site: str, step: Step, bytes_moved: float, seconds: float, calls: int = 1) -> None:
-        """Counts a call, or several that moved as much and took as long each."""
-        assert step.edge is not None
-        site = fold(site)
-        operand = step.operand if isinstance(step.operand, str) else "delta"
-        key = (site, (step.op, step.edge, operand, step.transport))
-        stat = self._by_step.get(key)
-        if stat is None:
-            stat = self._by_step[key] = StepStat(site, str(step), step.edge.group or "")
-        stat.count += calls
-        stat.bytes += calls * int(bytes_moved)
-        stat.seconds += calls * seconds
+    def record(self, planner: Planner, plan: Plan, counts: Counts, walks: int) -> None:
+        """Counts walks along a plan, each with `counts` tokens in each DP group."""
+        for read, step, edge in plan.moves():
+            key = (fold(read.site), str(step))
+            stat = self._by_step.get(key)
+            if stat is None:
+                stat = self._by_step[key] = StepStat(*key, edge.group or "")
+            stat.count += walks
+            stat.bytes += walks * int(planner.bytes_received(edge, counts))
 
-    def table(self) -> list[StepStat]:
-        """The totals so far."""
+    def table(self, times: StepTimes | None = None) -> list[StepStat]:
+        """The totals so far. times: of calls, to work out the seconds by."""
+        if times is not None:
+            for key, stat in self._by_step.items():
+                stat.seconds = stat.count * times.mean(key)
         return list(self._by_step.values())
 
 
 class Stream:
     """One forward pass of one rank along a plan.
 
-    transports: by name, those that the planner was offered. counts: this step's tokens of each DP group; every rank
-    passes the same. Raises PlacementError where the model
-    reads or adds otherwise than it was traced, naming the block and both placements, before it communicates.
+    transports: by name, those that the planner was offered. rows: of this step; every rank passes the same counts.
+    times: where this pass is to be timed. Raises PlacementError where the model reads or adds otherwise than it was
+    traced, naming the block and both placements, before it communicates.
     """
 
-    def __init__(self, plan: Plan, planner: Planner, transports: Mapping[str, Transport], counts: Counts, stats: Stats):
-        self.mesh, self._plan, self._planner = plan.mesh, plan, planner
-        self._transports, self._counts, self._stats = transports, counts, stats
+    def __init__(
+        self, plan: Plan, transports: Mapping[str, Transport], rows: StepRows, times: StepTimes | None = None
+    ):
+        self.mesh, self._plan, self._transports, self._rows, self._times = plan.mesh, plan, transports, rows, times
         self._local = next(iter(transports.values()))
-        self._idle = sum(counts) == 0
         self._index = 0
         self._deltas = _Deltas()
         self._residual: Tensor | None = None
 
     def add(self, delta: Hidden) -> None:
         """Adds a block's output to the stream; its debt is settled by the next read."""
-        have = self.mesh.row_count(delta.placement.rows, self._local.rank, self._counts)
+        have = self._rows.room(delta.placement.rows)
         if delta.value.shape[0] != have:
             raise PlacementError(
                 f"{delta.origin} adds {delta.value.shape[0]} rows as {delta.placement}, which means {have} rows here"
@@ -177,7 +220,7 @@ class Stream:
         assert read_plan is not None
         self._index += 1
         value = self._walk(read_plan.steps, traced.site, norm)
-        return Hidden(value, target, self.mesh, norm.path)
+        return Hidden(value, target, self.mesh, norm.path, self._rows.live(target.rows))
 
     def finish(self) -> None:
         """Checks that the whole plan was walked. Raises PlacementError where the model stopped early."""
@@ -225,17 +268,12 @@ class Stream:
         edge = step.edge
         assert edge is not None
         if not edge.moves:
-            return carry_out(edge, x, self.mesh, self._local, self._counts)
-        transport = self._transports[step.transport]
-        began = time.perf_counter()
-        if self._idle:  # no rank holds a row, and every rank knows it
-            rows = self.mesh.row_count(edge.dst.rows, transport.rank, self._counts)
-            out = x.new_empty((2, rows, x.shape[1]) if epilogue else (rows, x.shape[1]))
-        else:
-            try:
-                out = carry_out(edge, x, self.mesh, transport, self._counts, epilogue)
-            except PlacementError as error:
-                raise PlacementError(f"{origin}, before {site}: {edge}: {error}") from error
-        seconds = time.perf_counter() - began
-        self._stats.record(site, step, self._planner.bytes_received(edge, self._counts), seconds)
-        return out
+            return self._rows.carry(edge, x, self._local)
+        if self._rows.idle:  # no rank holds a row, and every rank knows it
+            rows = self._rows.room(edge.dst.rows)
+            return x.new_empty((2, rows, x.shape[1]) if epilogue else (rows, x.shape[1]))
+        try:
+            with nullcontext() if self._times is None else self._times.timed(site, step):
+                return self._rows.carry(edge, x, self._transports[step.transport], epilogue)
+        except PlacementError as error:
+            raise PlacementError(f"{origin}, before {site}: {edge}: {error}") from error

@@ -11,7 +11,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from weft.comm.transport import Epilogue, Quantised, Ranks, Sizes, Transport, carry_out, finish
+from weft.comm.rows import StepRows
+from weft.comm.transport import Epilogue, Quantised, Ranks, Sizes, Transport, finish
 from weft.place.edges import legal_edges
 from weft.place.spec import GROUP_NAMES, Mesh
 
@@ -126,9 +127,10 @@ def check_epilogues(
             eight = torch.full((rows[1], width), float("nan"), device=device).to(torch.float8_e4m3fn)
             quantised = Quantised(eight, torch.tensor([0.003], device=device)) if calls % 2 else None  # some saturate
             epilogue = Epilogue(residual.clone(), weight, 1e-6, quantised)
-            got = carry_out(edge, x, mesh, transport, counts, epilogue)
+            step = StepRows(mesh, rank, counts)
+            got = step.carry(edge, x, transport, epilogue)
             before = eight.view(torch.uint8).clone()
-            wanted = finish(carry_out(edge, x, mesh, transport, counts), Epilogue(residual, weight, 1e-6))
+            wanted = finish(step.carry(edge, x, transport), Epilogue(residual, weight, 1e-6))
             what = f"rank {rank}: {edge}, {counts}, width {width}, {dtype}"
             assert got.shape == (2, rows[1], width), what
             # A plain call of another size may sum in another order: one unit in the last place.
@@ -174,7 +176,7 @@ def check_edges(
         edges += 1
         whole, part = whole_and_part(mesh, rank, edge.src.owes, sum(counts), edges, device)
         start, stop = mesh.row_range(edge.src.rows, rank, counts)
-        got = carry_out(edge, part[start:stop].to(dtype), mesh, transport, counts)
+        got = StepRows(mesh, rank, counts).carry(edge, part[start:stop].to(dtype), transport)
         start, stop = mesh.row_range(edge.dst.rows, rank, counts)
         assert got.shape == (stop - start, EDGE_WIDTH), f"rank {rank}: {edge}"
         # What the edge left unsummed is settled here, so that the whole can be seen.

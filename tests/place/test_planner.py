@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import BASIC, EVERY, SUMS, run_world
 
+from weft.comm.rows import StepRows
 from weft.comm.transport import Transport
 from weft.hidden import Hidden
 from weft.place.cost import PRESETS, AlphaBeta, Offer
@@ -18,7 +19,7 @@ from weft.place.edges import legal_edges, rows_received
 from weft.place.plan import Chain, Plan, Planner, Read
 from weft.place.spec import GROUP_NAMES, LayoutError, Mesh, Placement, PlacementError, Rows, layouts
 from weft.place.step import NORMED, RESIDUAL
-from weft.stream import Stats, Stream
+from weft.stream import Stream
 
 WIDTH = 6
 meshes = st.sampled_from(layouts(8))
@@ -160,7 +161,7 @@ def sampled(mesh: Mesh, total: int, seed: int) -> torch.Tensor:
 def execute(transport: Transport, plan: Plan, planner: Planner, counts, seed: int) -> list[torch.Tensor]:
     """Runs a plan on random deltas that mean the same on every rank; gives what each read delivered."""
     mesh, rank = plan.mesh, transport.rank
-    stream = Stream(plan, planner, {o.transport: transport for o in planner.offers}, counts, Stats())
+    stream = Stream(plan, {o.transport: transport for o in planner.offers}, StepRows(mesh, rank, counts))
     out = []
     for i, read_plan in enumerate(plan.reads):
         for j, placement in enumerate(read_plan.read.deltas):

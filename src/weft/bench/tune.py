@@ -16,9 +16,10 @@ import torch
 
 from weft.bench.collectives import mesh_of, time_phases
 from weft.bench.ranks import Report, every_core
+from weft.comm.rows import StepRows
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
-from weft.comm.transport import Epilogue, Transport, carry_out
+from weft.comm.transport import Epilogue, Transport
 from weft.place.edges import Edge, legal_edges, rows_received
 from weft.place.spec import Mesh
 
@@ -121,7 +122,7 @@ def _edge_us(
     x = transport.empty(*fresh.shape, like=fresh)
     times: list[float] = []
     for _ in range(ROUNDS):
-        call = partial(carry_out, edge, x, mesh, transport, counts)
+        call = partial(StepRows(mesh, meeting.rank, counts).carry, edge, x, transport)
         with every_core() if isinstance(transport, TorchDistTransport) else nullcontext():
             times += time_phases(meeting, group, x, fresh, [call], BUDGET_S)[0]
     took = torch.tensor([[statistics.median(times) * 1e6]]).double()

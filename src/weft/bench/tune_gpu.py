@@ -15,7 +15,8 @@ from weft.bench.cuda import Case, World, graph_us, peer_us
 from weft.bench.ranks import Report
 from weft.bench.tune import edges_to_price
 from weft.comm.peer import NEVER, PeerTuning, Split, spared_by_two_hops
-from weft.comm.transport import Epilogue, Transport, carry_out
+from weft.comm.rows import StepRows
+from weft.comm.transport import Epilogue, Transport
 
 WIDTH, DTYPE = 4096, "bf16"
 ROW_BYTES = WIDTH * DTYPES[DTYPE].itemsize
@@ -40,7 +41,8 @@ def measure_gpus(rank: int, directory: Path, report: Report, world: int, names: 
                 continue
             rows = here.mesh.row_count(edge.src.rows, rank, counts)
             xs = [torch.ones(rows, WIDTH, dtype=DTYPES[DTYPE], device=here.device) for _ in range(4)]
-            us = graph_us([partial(carry_out, edge, x, here.mesh, transport, counts) for x in xs])
+            carry = StepRows(here.mesh, rank, counts).carry
+            us = graph_us([partial(carry, edge, x, transport) for x in xs])
             if rank == 0:
                 report(("price", {"transport": transport.name} | row | {"us": round(us, 2)}))
     here.close()

@@ -21,6 +21,7 @@ from weft.comm.transport import (
     CommError,
     CommTimeout,
     Epilogue,
+    LiveSizes,
     NamedCalls,
     PeerLost,
     Ranks,
@@ -39,7 +40,7 @@ UNIT_BYTES = 16
 TOO_MANY_ROWS = 0x80000000
 NEVER = 1 << 40
 """More bytes than any call has."""
-Counts = Sizes | Tensor
+Counts = Sizes | Tensor | LiveSizes
 """Rows of each rank: numbers, or int32 in device memory, read when the kernel runs."""
 
 
@@ -133,6 +134,7 @@ class PeerTransport(NamedCalls):
     """
 
     name = "peer"
+    takes_live_sizes = True
 
     def __init__(
         self,
@@ -220,7 +222,10 @@ class PeerTransport(NamedCalls):
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Counts, epilogue: Epilogue | None = None
     ) -> Tensor:
         """sizes may be int32 `[segments]` in device memory; the result then has room for the most rows there may be."""
-        if isinstance(sizes, Tensor):
+        if isinstance(sizes, LiveSizes):
+            place = check_call(self, x, exchange, group, sizes.capacity, epilogue)
+            rows, sizes = result_rows(exchange, sizes.capacity, place), sizes.live
+        elif isinstance(sizes, Tensor):
             place, gathers = place_in(group, self.rank), exchange.direction == "gather"
             rows = exchange.segments * x.shape[0] if gathers else x.shape[0]
         else:

@@ -16,15 +16,27 @@ from torch import Tensor
 from weft.kernels.plain import rms_norm
 from weft.place import exchange as named
 from weft.place.cost import Cost, Offer
-from weft.place.edges import Edge, legal_edges
+from weft.place.edges import legal_edges
 from weft.place.exchange import Exchange, input_rows
-from weft.place.plan import Counts
 from weft.place.spec import Mesh
 
 Ranks = tuple[int, ...]
 """A group: its global ranks, ascending, the caller's included."""
 Sizes = tuple[int, ...]
 """Rows of each segment of an exchange, as `weft.place.exchange.parts` takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSizes:
+    """Sizes of which only the device knows how many rows are live.
+
+    capacity: rows of each segment that tensors have room for, the same on every rank. live: int32 `[segments]` in
+    device memory, read when the kernel runs: each segment's live rows, at most its capacity. Live rows lie one after
+    the other from a tensor's first row on, whatever the segments' capacities; rows beyond are neither read nor written.
+    """
+
+    capacity: Sizes
+    live: Tensor
 
 
 class CommError(RuntimeError):
@@ -87,13 +99,15 @@ def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
 class Transport(Protocol):
     """One rank's end. Tensors are `[rows, width]`; inputs are left as they are, results are new tensors.
 
-    name: as plans and reports print it. max_bytes: of the larger of a call's input and result; None: any. What a
-    transport lacks it says in `offers`, at plan time, and never falls back on its own. All methods raise CommError.
+    name: as plans and reports print it. max_bytes: of the larger of a call's input and result; None: any.
+    takes_live_sizes: whether `exchange` takes LiveSizes too. What a transport lacks it says in `offers`, at plan time,
+    and never falls back on its own. All methods raise CommError.
     """
 
     name: str
     rank: int
     max_bytes: int | None
+    takes_live_sizes: bool
 
     def offers(self, exchange: Exchange, epilogue: bool = False) -> bool:
         """Whether it carries this exchange out; epilogue: with residual add and norm in the same call."""
@@ -126,6 +140,7 @@ class NamedCalls:
     """Every exchange of the table by its name, for whoever calls a transport directly; see `Transport.exchange`."""
 
     rank: int
+    takes_live_sizes: bool = False
 
     def exchange(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
@@ -218,15 +233,3 @@ def offer_of(
     exchanges = {e.exchange for found in legal_edges(mesh).values() for e in found if e.exchange is not None}
     kinds, epilogues = (frozenset(e.kind for e in exchanges if offers(e, epilogue)) for epilogue in (False, True))
     return Offer(name, kinds, epilogues, cost, max_bytes)
-
-
-def carry_out(
-    edge: Edge, x: Tensor, mesh: Mesh, transport: Transport, counts: Counts, epilogue: Epilogue | None = None
-) -> Tensor:
-    """Takes x `[rows, width]` along an edge. counts: this step's tokens of each DP group."""
-    rank = transport.rank
-    if edge.exchange is None:
-        (start, stop), (base, _) = (mesh.row_range(p.rows, rank, counts) for p in (edge.dst, edge.src))
-        return x[start - base : stop - base]
-    group = mesh.peers(edge.group, rank)
-    return transport.exchange(x, edge.exchange, group, edge.sizes(mesh, rank, counts), epilogue)

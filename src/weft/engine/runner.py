@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.attention.batch import Batch
 from weft.attention.caches import Caches, cached_layers
+from weft.comm.rows import StepRows
 from weft.comm.transport import Transport, offer_of
 from weft.engine.batch import build_batch
 from weft.kv.spec import CacheGroup, rule
@@ -22,7 +23,12 @@ from weft.place.cost import costs as load_costs
 from weft.place.plan import Chain, Counts, Plan, Planner
 from weft.place.show import plan_text
 from weft.place.spec import Mesh
-from weft.stream import Stats, StepStat, Stream, TraceStream
+from weft.stream import Stats, StepStat, StepTimes, Stream, TraceStream
+
+TIMED_EVERY = 16
+"""How many steps pass from one whose collectives are timed to the next."""
+MOST_COUNTS = 4096
+"""How many different counts are kept before they are added up, so that they take no more room with every step."""
 
 
 def trace(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, workspace: Workspace = torch_empty) -> Chain:
@@ -71,8 +77,9 @@ class ModelRunner:
         offers = [offer_of(t.name, t.offers, mesh, costs.of(t.name, mesh.world), t.max_bytes) for t in transports]
         self.planner = plan_model(config, mesh, weight.dtype, offers)
         self.caches = Caches(cached_layers(model), groups, page_size, weight.dtype, weight.device)
-        self._stats, self._naive_stats = Stats(), Stats()
-        self._steps: Counter[Counts] = Counter()  # taken since the naive plan's totals were last worked out
+        self._stats, self._naive_stats, self._times = Stats(), Stats(), StepTimes(weight.device)
+        self._steps: Counter[Counts] = Counter()  # walked since the totals were last worked out
+        self._walks = 0
 
     @torch.inference_mode()
     def forward(self, batch: Batch, counts: Counts) -> Tensor:
@@ -83,13 +90,15 @@ class ModelRunner:
         mine = counts[self.mesh.group_of(self.rank)]
         if len(counts) != self.mesh.attn_dp or len(batch.tokens) != mine:
             raise ValueError(f"{len(batch.tokens)} rows on rank {self.rank}, but the step's counts are {counts}")
-        stream = Stream(self.planner.plan(counts), self.planner, self.transports, counts, self._stats)
+        times = self._times if self._walks % TIMED_EVERY == 0 else None
+        stream = Stream(self.planner.plan(counts), self.transports, StepRows(self.mesh, self.rank, counts), times)
         self.caches.plan(batch)
         logits: Tensor = self.model(stream, batch, self.caches)
         stream.finish()
         self._steps[counts] += 1
-        if len(self._steps) == 4096:  # so that they take no more room with every step
-            self.naive_report()
+        self._walks += 1
+        if len(self._steps) == MOST_COUNTS:
+            self._count()
         return logits
 
     def plan(self, tokens_per_group: int) -> Plan:
@@ -98,15 +107,20 @@ class ModelRunner:
 
     def report(self) -> list[StepStat]:
         """What ran since the start, by step."""
-        return self._stats.table()
+        self._count()
+        return self._stats.table(self._times)
 
     def naive_report(self) -> list[StepStat]:
         """What the naive plan would have moved for the same steps; seconds are 0."""
-        for counts, times in self._steps.items():
-            for read, step, edge in self.planner.naive(counts).moves():
-                self._naive_stats.record(read.site, step, self.planner.bytes_received(edge, counts), 0.0, times)
-        self._steps.clear()
+        self._count()
         return self._naive_stats.table()
+
+    def _count(self) -> None:
+        """Adds what was walked to the totals."""
+        for counts, walks in self._steps.items():
+            self._stats.record(self.planner, self.planner.plan(counts), counts, walks)
+            self._naive_stats.record(self.planner, self.planner.naive(counts), counts, walks)
+        self._steps.clear()
 
     def plan_text(self, tokens_per_group: int) -> str:
         """The plan for so many tokens in each DP group, beside the naive one."""

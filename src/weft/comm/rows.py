@@ -1,0 +1,133 @@
+"""How many rows a step has, and how many its tensors have room for.
+
+Outside of CUDA graphs both are the same, and the host knows them: `StepRows`. A captured graph has tensors of one
+shape, its capacity, and serves every step that fits: kernels read the live counts from device memory, live rows lie at
+a tensor's front, and what lies behind them is never read: `PaddedRows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from weft.comm.transport import CommError, Epilogue, LiveSizes, Sizes, Transport
+from weft.place.edges import Edge
+from weft.place.plan import Counts
+from weft.place.spec import Mesh, Rows
+
+
+class StepRows:
+    """A step of `counts` tokens in each DP group, as one rank sees it; tensors have just these rows.
+
+    capacity: the counts that tensors have room for. idle: no rank holds a row, and every rank knows it.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, counts: Counts):
+        self.mesh, self.rank, self.capacity = mesh, rank, counts
+        self.idle = sum(counts) == 0
+        self._sizes: dict[Edge, Sizes] = {}
+
+    def room(self, rows: Rows) -> int:
+        """Rows of a tensor."""
+        return self.mesh.row_count(rows, self.rank, self.capacity)
+
+    def live(self, rows: Rows) -> Tensor | None:
+        """int32 `[1]` on the device: how many of a tensor's rows are live; None where all are."""
+        return None
+
+    def sizes(self, edge: Edge) -> Sizes:
+        """Rows of each segment of an edge's exchange that tensors have room for."""
+        found = self._sizes.get(edge)
+        if found is None:
+            found = self._sizes[edge] = edge.sizes(self.mesh, self.rank, self.capacity)
+        return found
+
+    def slice(self, x: Tensor, src: Rows, dst: Rows) -> Tensor:
+        """Of x, which holds src rows, the dst rows."""
+        (start, stop), (base, _) = (self.mesh.row_range(rows, self.rank, self.capacity) for rows in (dst, src))
+        return x[start - base : stop - base]
+
+    def carry(self, edge: Edge, x: Tensor, transport: Transport, epilogue: Epilogue | None = None) -> Tensor:
+        """Takes x `[rows, width]` along an edge. Raises CommError, PlacementError."""
+        if edge.exchange is None:
+            return self.slice(x, edge.src.rows, edge.dst.rows)
+        group = self.mesh.peers(edge.group, self.rank)
+        return transport.exchange(x, edge.exchange, group, self.sizes(edge), epilogue)
+
+
+class PaddedRows(StepRows):
+    """A step whose tensors have room for `capacity` tokens in each DP group, and whose live counts are on the device.
+
+    `fill` sets the counts, with one copy from pinned memory; everything that is handed out stays where it is, so that a
+    graph that was captured with it serves every fill.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, capacity: int, device: torch.device):
+        super().__init__(mesh, rank, (capacity,) * mesh.attn_dp)
+        self.idle = False
+        # Which rows of a tensor are a smaller tensor's: behind the live ones, any.
+        self._cuts = {(src, dst): self.room(dst) for src in Rows for dst in Rows if dst < src}
+        lengths = [mesh.attn_dp, mesh.world, *(1 for _ in Rows), *self._cuts.values()]
+        self._host = torch.zeros(sum(lengths), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros_like(self._host, device=device)
+        by_group, by_rank, *rest = self._device.split(lengths)
+        self._by_group, self._by_rank = by_group, by_rank
+        self._live = dict(zip(Rows, rest, strict=False))
+        self._indices = dict(zip(self._cuts, rest[len(Rows) :], strict=True))
+        self._on_host = self._host.split(lengths)
+        self._live_sizes: dict[Edge, LiveSizes] = {}
+
+    def fill(self, counts: Counts) -> None:
+        """Sets the live counts, at most the capacity. The copy is queued on torch's current stream.
+
+        Raises ValueError where they do not fit. On a GPU the caller sees to it that the copy before has ended.
+        """
+        mesh, rank = self.mesh, self.rank
+        most = self.capacity[0]
+        if len(counts) != mesh.attn_dp or not all(0 <= n <= most for n in counts):
+            raise ValueError(f"{list(counts)} tokens do not fit a capacity of {list(self.capacity)}")
+        by_group, by_rank, *rest = self._on_host
+        by_group.copy_(torch.tensor(counts))
+        by_rank.copy_(torch.tensor([mesh.row_count(Rows.OWN, r, counts) for r in range(mesh.world)]))
+        for rows, live in zip(Rows, rest, strict=False):
+            live.fill_(mesh.row_count(rows, rank, counts))
+        for (src, dst), index in zip(self._cuts, rest[len(Rows) :], strict=True):
+            start = mesh.row_range(dst, rank, counts)[0] - mesh.row_range(src, rank, counts)[0]
+            torch.arange(start, start + len(index), out=index)
+            index.clamp_(max=max(self.room(src) - 1, 0))
+        self._device.copy_(self._host, non_blocking=True)
+
+    def live(self, rows: Rows) -> Tensor:
+        return self._live[rows]
+
+    def carry(self, edge: Edge, x: Tensor, transport: Transport, epilogue: Epilogue | None = None) -> Tensor:
+        # An all_reduce sums what lies behind the live rows too: nobody reads it.
+        if edge.exchange is None or edge.exchange.segments == 1:
+            return super().carry(edge, x, transport, epilogue)
+        if not transport.takes_live_sizes:
+            raise CommError(f"{transport.name} takes no row counts in device memory, so it serves no CUDA graph")
+        exchange: Callable[..., Tensor] = transport.exchange
+        return exchange(x, edge.exchange, self.mesh.peers(edge.group, self.rank), self.live_sizes(edge), epilogue)
+
+    def live_sizes(self, edge: Edge) -> LiveSizes:
+        """Rows of each segment of an edge's exchange, live and at most."""
+        found = self._live_sizes.get(edge)
+        if found is None:
+            found = self._live_sizes[edge] = self._find_sizes(edge)
+        return found
+
+    def _find_sizes(self, edge: Edge) -> LiveSizes:
+        exchange = edge.exchange
+        assert exchange is not None
+        rows = edge.dst.rows if exchange.direction == "scatter" else edge.src.rows
+        ranks = self.mesh.peers(edge.group, self.rank)[:: exchange.span]
+        own = rows is Rows.OWN
+        places = ranks if own else [self.mesh.group_of(r) for r in ranks]
+        first, last = places[0], places[-1] + 1
+        assert list(places) == list(range(first, last)), "segments of live rows are neighbours"
+        return LiveSizes(self.sizes(edge), (self._by_rank if own else self._by_group)[first:last])
+
+    def slice(self, x: Tensor, src: Rows, dst: Rows) -> Tensor:
+        return x.index_select(0, self._indices[src, dst])

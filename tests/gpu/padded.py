@@ -1,0 +1,151 @@
+"""A stream walked with capacity's tensors and live counts in device memory, against the reference on the live rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
+from support import run_world
+from torch import Tensor
+
+from weft.comm.peer import PeerTransport
+from weft.comm.rows import PaddedRows, StepRows
+from weft.comm.transport import Transport, offer_of
+from weft.hidden import Hidden
+from weft.place.cost import AlphaBeta
+from weft.place.plan import Chain, Plan, Planner, Read
+from weft.place.spec import Mesh, Placement, Rows
+from weft.stream import Stream
+
+WIDTH, CAPACITY = 24, 5
+COUNTS = {2: [(5, 5), (3, 0), (0, 0), (0, 4), (1, 5), (2, 2)], 1: [(5,), (1,), (0,), (4,), (3,)]}
+FEW_CALLS = AlphaBeta("few calls", alpha_us=100, hop_us=0, gb_s=1e4, launch_us=5, mem_gb_s=1e3)
+FEW_BYTES = AlphaBeta("few bytes", alpha_us=0.1, hop_us=0, gb_s=1e-4, launch_us=0.1, mem_gb_s=1e3)
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Norm:
+    path: str
+    weight: Tensor
+    eps: float = 1e-6
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+def chain_of(mesh: Mesh) -> Chain:
+    """Attention and experts in turn: what a mixture of experts reads and adds, and a read of every kind of rows."""
+    group, own = mesh.placement(Rows.GROUP), mesh.placement(Rows.OWN)
+    world = mesh.placement(Rows.WORLD)
+    by_attention, by_experts = mesh.placement(Rows.GROUP, "attn_tp"), mesh.placement(Rows.WORLD, "world")
+    reads: list[tuple[Placement, tuple[Placement, ...]]] = [(group, (group,))]
+    for target in (group, own, world):
+        reads += [(world, (by_attention,)), (target, (by_experts,))]
+    return Chain(tuple(Read(f"{i}.norm", target, deltas) for i, (target, deltas) in enumerate(reads)), WIDTH, 4)
+
+
+def drawn(mesh: Mesh, plan: Plan, counts: tuple[int, ...], seed: int) -> list[Tensor]:
+    """For each read its delta: each rank's term on WORLD rows, small whole numbers, so that sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (mesh.world, sum(counts), WIDTH)
+    return [torch.randint(-4, 5, shape, generator=generator).float() for _ in plan.reads]
+
+
+def term(mesh: Mesh, rank: int, placement: Placement, whole: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """A rank's rows of a delta; complete ones are the same on every rank."""
+    start, stop = mesh.row_range(placement.rows, rank, counts)
+    return whole[rank if placement.owes else 0, start:stop]
+
+
+def walk(stream: Stream, plan: Plan, deltas: list[Tensor], norms: list[Norm]) -> list[Tensor]:
+    out = []
+    for read_plan, delta, norm in zip(plan.reads, deltas, norms, strict=True):
+        [placement] = read_plan.read.deltas
+        stream.add(Hidden(delta, placement, plan.mesh, norm.path))
+        out.append(stream.read(norm, read_plan.read.target.rows).value)
+    stream.finish()
+    return out
+
+
+def norms_of(plan: Plan, device: torch.device) -> list[Norm]:
+    generator = torch.Generator().manual_seed(5)
+    return [Norm(r.read.site, torch.rand(WIDTH, generator=generator).to(device) + 0.5) for r in plan.reads]
+
+
+def plans_of(transport: Transport, mesh: Mesh) -> list[tuple[Planner, Plan]]:
+    """By two prices, with epilogues and without: between them every exchange of the mesh is walked."""
+    found = []
+    for cost in (FEW_CALLS, FEW_BYTES):
+        offer = offer_of(transport.name, transport.offers, mesh, cost, None)
+        for offered in (offer, replace(offer, epilogues=frozenset())):
+            planner = Planner(mesh, chain_of(mesh), [offered])
+            found.append((planner, planner.plan((CAPACITY,) * mesh.attn_dp)))
+    return found
+
+
+@cache
+def wanted(mesh: Mesh, plan: Plan, counts: tuple[int, ...], seed: int) -> list[list[Tensor]]:
+    """What each rank must read, by the reference transport on the live rows alone."""
+
+    def main(reference: Transport) -> list[Tensor]:
+        whole = drawn(mesh, plan, counts, seed)
+        deltas = [
+            term(mesh, reference.rank, r.read.deltas[0], w, counts) for r, w in zip(plan.reads, whole, strict=True)
+        ]
+        transports = {step.transport: reference for _, step, _ in plan.moves()} or {"reference": reference}
+        stream = Stream(plan, transports, StepRows(mesh, reference.rank, counts))
+        return walk(stream, plan, deltas, norms_of(plan, torch.device("cpu")))
+
+    return run_world(mesh.world, main)
+
+
+def walk_into(
+    outs: list[Tensor], transport: Transport, plan: Plan, rows: StepRows, deltas: list[Tensor], norms: list[Norm]
+) -> None:
+    results = walk(Stream(plan, {transport.name: transport}, rows), plan, deltas, norms)
+    for out, result in zip(outs, results, strict=True):
+        out.copy_(result)
+
+
+def check_padded(
+    transport: PeerTransport, mesh: Mesh, device: torch.device, again: Callable[[PeerTransport, Step], Step]
+) -> None:
+    """Each plan, made once with capacity's tensors, then made again with other live counts and contents.
+
+    again: what makes the calls of a step again, such as a graph of them, replayed. Padding is NaN before every turn.
+    """
+    rank = transport.rank
+    seen = set()
+    for number, (_, plan) in enumerate(plans_of(transport, mesh)):
+        seen |= {edge.kind for _, _, edge in plan.moves()}
+        rows = PaddedRows(mesh, rank, CAPACITY, device)
+        given = [torch.empty(rows.room(r.read.deltas[0].rows), WIDTH, device=device) for r in plan.reads]
+        outs = [torch.empty(rows.room(r.read.target.rows), WIDTH, device=device) for r in plan.reads]
+        norms = norms_of(plan, device)
+        rows.fill((CAPACITY,) * mesh.attn_dp)
+
+        for tensor in given:
+            tensor.zero_()
+        repeat = again(transport, partial(walk_into, outs, transport, plan, rows, given, norms))
+        for turn, counts in enumerate(COUNTS[mesh.attn_dp]):
+            seed = 100 * number + turn
+            for tensor, r, whole in zip(given, plan.reads, drawn(mesh, plan, counts, seed), strict=True):
+                tensor.fill_(float("nan"))
+                mine = term(mesh, rank, r.read.deltas[0], whole, counts)
+                tensor[: len(mine)].copy_(mine)
+            for out in outs:
+                out.fill_(float("inf"))
+            rows.fill(counts)
+            repeat()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            transport.check()
+            expected = wanted(mesh, plan, counts, seed)[rank]
+            for read, out, right in zip(plan.reads, outs, expected, strict=True):
+                got = out[: len(right)].cpu()
+                assert torch.allclose(got, right, rtol=1e-5, atol=1e-6), (rank, read.read.site, counts, plan)
+    if mesh.attn_dp > 1 and mesh.attn_tp > 1:
+        assert seen >= {"all_reduce+all_gatherv", "reduce_scatterv+all_reduce", "all_gatherv"}, seen

@@ -1,0 +1,66 @@
+"""Live counts that change under tensors of one shape, through `Stream`: emulated here, in CUDA graphs on GPUs."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from gpu.emulation import run_emulated
+from gpu.padded import Step, check_padded
+from gpu.test_peer import GPUS, captured
+from weft.comm.peer import PeerTransport, PeerTuning
+from weft.comm.reference import ReferenceWorld
+from weft.comm.rows import PaddedRows
+from weft.comm.transport import CommError
+from weft.place.edges import legal_edges
+from weft.place.spec import Mesh, Rows
+
+MESHES = [Mesh(2, 2, 2, 2), Mesh(2, 1, 2, 1), Mesh(1, 2, 1, 2)]
+SMALL = PeerTuning(blocks=2, threads=32, wide_blocks=3, wide_threads=64, norm_blocks=4, early=0)
+
+
+def made_again(transport: PeerTransport, step: Step) -> Step:
+    return step
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, Mesh(2, 4, 8, 1)], ids=str)
+def test_emulated(mesh: Mesh) -> None:
+    run_emulated(mesh, partial(check_padded, again=made_again), SMALL, max_bytes=1 << 16)
+
+
+def rank_main(rank: int, mesh: Mesh, directory: str) -> None:
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    transport = PeerTransport(mesh, rank, f"{directory}/peer", device, max_bytes=1 << 20)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        check_padded(transport, mesh, device, captured)
+    transport.close()
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_in_a_graph(mesh: Mesh, tmp_path: Path) -> None:
+    if mesh.world > GPUS:
+        pytest.skip(f"needs {mesh.world} GPUs; this machine has {GPUS}")
+    mp.spawn(rank_main, (mesh, str(tmp_path)), nprocs=mesh.world)
+
+
+def test_counts_that_do_not_fit_are_refused() -> None:
+    rows = PaddedRows(Mesh(2, 1, 2, 1), 0, 4, torch.device("cpu"))
+    for counts in ((5, 0), (1,), (-1, 2)):
+        with pytest.raises(ValueError, match="do not fit a capacity"):
+            rows.fill(counts)
+    rows.fill((4, 1))
+    assert [int(rows.live(kind)) for kind in Rows] == [4, 4, 5]
+
+
+def test_a_transport_that_takes_no_counts_on_the_device_says_so() -> None:
+    mesh = Mesh(2, 1, 2, 1)
+    [transport, _] = ReferenceWorld(2).transports()
+    rows = PaddedRows(mesh, 0, 4, torch.device("cpu"))
+    edge = next(e for found in legal_edges(mesh).values() for e in found if e.kind == "all_gatherv")
+    with pytest.raises(CommError, match="takes no row counts in device memory"):
+        rows.carry(edge, torch.zeros(4, 3), transport)

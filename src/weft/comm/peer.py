@@ -222,22 +222,23 @@ class PeerTransport(NamedCalls):
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Counts, epilogue: Epilogue | None = None
     ) -> Tensor:
         """sizes may be int32 `[segments]` in device memory; the result then has room for the most rows there may be."""
+        counts: Sizes | Tensor
         if isinstance(sizes, LiveSizes):
             place = check_call(self, x, exchange, group, sizes.capacity, epilogue)
-            rows, sizes = result_rows(exchange, sizes.capacity, place), sizes.live
+            rows, counts = result_rows(exchange, sizes.capacity, place), sizes.live
         elif isinstance(sizes, Tensor):
             place, gathers = place_in(group, self.rank), exchange.direction == "gather"
-            rows = exchange.segments * x.shape[0] if gathers else x.shape[0]
+            rows, counts = exchange.segments * x.shape[0] if gathers else x.shape[0], sizes
         else:
             place = check_call(self, x, exchange, group, sizes, epilogue)
-            rows = result_rows(exchange, sizes, place)
+            rows, counts = result_rows(exchange, sizes, place), sizes
         if exchange.direction == "permute":
-            n, known = len(group), tuple(sizes)
+            n, known = len(group), tuple(counts)
             edge = (n, 1, 0, -1, 1)
             return self._run(group, edge, x, rows, known[place * n : (place + 1) * n], received=known[place::n])
         edge = (exchange.segments, exchange.span, int(exchange.direction == "scatter"), -1, 0)
         shared = exchange.combine == "sum" and exchange.span > 1
-        return self._run(group, edge, x, rows, sizes, epilogue=epilogue, sums=shared)
+        return self._run(group, edge, x, rows, counts, epilogue=epilogue, sums=shared)
 
     def barrier(self, group: Ranks) -> None:
         self._synchronize()
@@ -249,7 +250,7 @@ class PeerTransport(NamedCalls):
         edge: tuple[int, ...],
         x: Tensor,
         rows: int,
-        counts: Counts,
+        counts: Sizes | Tensor,
         received: Sizes = (),
         epilogue: Epilogue | None = None,
         sums: bool = False,

@@ -30,6 +30,8 @@ DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 2, 128, 16
 HIDDEN, EXPERTS, CHOSEN, VOCABULARY = 2048, 128, 8, 151936
+PAGES = 2048
+"""Pages of a request's table: the longest sequence that a server would take, not the one at hand."""
 SPLITS = {"ep2": (64, 768), "tp2": (128, 384)}
 """Experts that are here, and their inner size."""
 
@@ -85,8 +87,8 @@ class Report:
         print(f"copy {self.bandwidth / 1e12:.2f} TB/s, an empty kernel {self.kernel_us:.2f} µs", flush=True)
 
     def _bandwidth(self) -> float:
-        a, b = (torch.empty(1 << 30, dtype=torch.int32, device=DEVICE).random_() for _ in range(2))
-        return 2 * a.nbytes / graph_us([lambda: b.copy_(a)], 5) * 1e6
+        a, b = (torch.rand(1 << 30, device=DEVICE) for _ in range(2))
+        return 2 * a.nbytes / graph_us([lambda: torch.neg(a, out=b)], 5) * 1e6
 
     def add(
         self, name: str, what: str, us: float, torch_us: float | None, size: float, kernels: int, **more: Any
@@ -104,7 +106,8 @@ def time_attention(report: Report, rows: int, context: int) -> None:
     spread = torch.linspace(0.75, 1.25, rows) if rows > 1 else torch.ones(1)
     lengths = (spread * context).int().to(DEVICE)
     per_row = -(-int(lengths.max()) // PAGE)
-    pages = torch.randperm(rows * per_row, device=DEVICE).view(rows, -1).int()
+    pages = torch.zeros(rows, max(per_row, PAGES), dtype=torch.int32, device=DEVICE)
+    pages[:, :per_row] = torch.randperm(rows * per_row, device=DEVICE).view(rows, -1)
     layers = 4 if rows * context > 60000 else 16
     cache = normal(layers, 2, rows * per_row * PAGE, KV_HEADS, HEAD_DIM)
     q, scale = normal(rows, HEADS, HEAD_DIM), HEAD_DIM**-0.5
@@ -112,7 +115,7 @@ def time_attention(report: Report, rows: int, context: int) -> None:
     found = decode_attention.decode_attention(q, cache[0, 0], cache[0, 1], pages, lengths, PAGE, scale, lse=lse)
     wide = (x.double() for x in (q, cache[0, 0], cache[0, 1]))
     wanted, wanted_lse = plain.decode_attention(*wide, pages, lengths, PAGE, scale)
-    slots = (pages.long()[:, :, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten(1)
+    slots = (pages[:, :per_row].long()[:, :, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten(1)
     mask = (torch.arange(slots.shape[1], device=DEVICE) < lengths[:, None])[:, None, None]
 
     def today(k: Tensor, v: Tensor) -> Tensor:
@@ -132,7 +135,8 @@ def time_attention(report: Report, rows: int, context: int) -> None:
 def time_latent_attention(report: Report, rows: int, context: int) -> None:
     """Decode attention over DeepSeek-V2-Lite's latents."""
     lengths = torch.full((rows,), context, dtype=torch.int32, device=DEVICE)
-    pages = torch.randperm(rows * context // PAGE, device=DEVICE).view(rows, -1).int()
+    pages = torch.zeros(rows, PAGES, dtype=torch.int32, device=DEVICE)
+    pages[:, : context // PAGE] = torch.randperm(rows * context // PAGE, device=DEVICE).view(rows, -1)
     latents, q = normal(16, rows * context, 1, 576), normal(rows, 16, 576)
 
     def ours(x: Tensor) -> Tensor:

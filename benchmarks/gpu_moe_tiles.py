@@ -29,19 +29,19 @@ SHARED = 227 << 10
 
 def tile_rows_for(rows: int) -> tuple[int, ...]:
     """Rows of a tile worth trying."""
-    return (16,) if rows <= 64 else (16, 32, 64) if rows <= 256 else (64, 128)
+    return (16,) if rows <= 32 else (16, 32) if rows <= 128 else (64,) if rows <= 512 else (64, 128)
 
 
 def tiles_for(rows: int, tile_rows: int, weights: int) -> list[Tile]:
     """Tiles worth trying for a product that reads `weights` weight tiles for each of its input."""
     if rows <= 4:
         cuts = itertools.product((16, 32, 64), (64, 128, 256), (4,), (4, 6))
-    elif rows <= 256:
-        cuts = itertools.product((32, 64, 128), (64, 128), (4, 8), (3, 4))
+    elif rows <= 128:
+        cuts = itertools.product((16, 32, 64, 128), (64, 128, 256), (4, 8), (3, 4))
     else:
-        cuts = itertools.product((64, 128, 256), (64,), (4, 8), (3, 4))
+        cuts = itertools.product((64, 128, 256), (64, 128), (4, 8), (3, 4))
     tiles = [Tile(*cut) for cut in cuts]
-    area = 128 * 256 if rows > 256 else 64 * 256
+    area = 128 * 256 if rows > 128 else 64 * 256
     tiles = [t for t in tiles if tile_rows * weights * t.columns <= area]
     return [t for t in tiles if (tile_rows + weights * t.columns) * t.depth * 2 * t.stages <= SHARED]
 

@@ -73,6 +73,8 @@ def check_a_row_has_the_same_bits_in_any_company_and_order(device: torch.device)
         at = slice(row, row + 1)
         alone = kernels.decode_attention(q[at], keys, values, pages[at], length[at], PAGE, 0.2)
         assert torch.equal(alone, together[at])
+    few = kernels.tile_of(32, 4)._replace(programs=2)  # they take turns at the splits
+    assert torch.equal(kernels.decode_attention(q, keys, values, pages, length, PAGE, 0.2, tile=few), together)
     table = torch.tensor([2, 0, 3], dtype=torch.int32, device=device)
     chosen = kernels.decode_attention(
         q[table.long()], keys, values, pages, length[table.long()], PAGE, 0.2, table=table
@@ -81,8 +83,8 @@ def check_a_row_has_the_same_bits_in_any_company_and_order(device: torch.device)
 
 
 def check_a_longer_row_has_longer_splits(device: torch.device) -> None:
-    # Beyond 32 × 128 tokens a split has 256: the second half of each must not be left out.
-    cache, pages, length = paged((4100,), 2, 16, torch.float32, device)
+    # Beyond 64 × 128 tokens a split has 256: the second half of each must not be left out.
+    cache, pages, length = paged((8200,), 2, 16, torch.float32, device)
     q = torch.randn(1, 1, 16, device=device)
     found = kernels.decode_attention(q, cache[:, :1], cache[:, 1:], pages, length, PAGE, 0.2)
     wide = cache.double()

@@ -61,10 +61,11 @@ def check_routes(case: tuple[int, ...], seed: int, device: torch.device) -> None
         assert_order(found)
 
 
-@pytest.mark.parametrize("pairs", [3, 2048, 2049])
-def check_sorts_pairs_in_chunks(pairs: int, device: torch.device) -> None:
-    expert = torch.randint(-1, 4, (pairs, 1), device=device).int()
-    assert_order(kernels.sort_pairs(torch.ones(pairs, 1, device=device), expert, 4, 32))
+@pytest.mark.parametrize("pairs", [0, 1, 33, 64, 200, 300, 8192, 8193])
+@pytest.mark.parametrize("held", [1, 5])
+def check_sorts_pairs(pairs: int, held: int, device: torch.device) -> None:
+    expert = torch.randint(-1, held, (pairs, 1), device=device).int()
+    assert_order(kernels.sort_pairs(torch.ones(pairs, 1, device=device), expert, held, 16))
 
 
 def check_equal_logits_go_to_the_lower_expert(device: torch.device) -> None:

@@ -3,7 +3,8 @@
 The tokens of a row are cut into splits, which are attended to side by side (flash-decoding; the structure is that of
 LightLLM's kernel): the first kernel leaves a partial output and its log-sum-exp for each split, the second merges a
 row's splits in their order. How long a split is follows from the row's own length alone, so a row's bits do not depend
-on its neighbours, and the grid is the same for all lengths: one captured graph serves them.
+on its neighbours. The first kernel's programs, whose number is fixed, share out the splits of all rows by the lengths
+that they find on the device: one captured graph serves all lengths, and short rows leave no program idle.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MIN_SPLIT, MAX_SPLITS = 128, 32
+MIN_SPLIT, MAX_SPLITS = 128, 64
 """A split has this many tokens at least; a row has this many splits at most."""
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 
 class Tile(NamedTuple):
-    """How the first kernel is cut: heads and tokens of a block, warps, and stages of the pipeline of loads."""
+    """How the first kernel is cut: heads and tokens of a block, warps, stages of the pipeline of loads, programs."""
 
     heads: int
     tokens: int
     warps: int
     stages: int
+    programs: int
 
 
 @triton.jit
@@ -48,8 +50,8 @@ def _slots(pages, token, end, PAGE: tl.constexpr):
     return page.to(tl.int64) * PAGE + token % PAGE
 
 
-@triton.jit
-def _attend_split(
+@triton.jit(do_not_specialize=["rows"])
+def _attend_splits(
     q,
     keys,
     values,
@@ -58,6 +60,7 @@ def _attend_split(
     table,
     part,
     part_lse,
+    rows,
     scale_log2,
     q_row,
     q_head,
@@ -70,12 +73,12 @@ def _attend_split(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     REST: tl.constexpr,
-    LATENT: tl.constexpr,
     TABLE: tl.constexpr,
     PAGE: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -83,61 +86,62 @@ def _attend_split(
 ):
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     BLOCKS: tl.constexpr = (HEADS // GROUP) * HEAD_BLOCKS
-    row = tl.program_id(0) // BLOCKS
-    block = tl.program_id(0) % BLOCKS
-    split = tl.program_id(1)
-    length = tl.load(lengths + row)
-    span = _split_tokens(length, MIN_SPLIT, MAX_SPLITS)
-    start = split * span
-    if start >= length:
-        return
-    end = tl.minimum(start + span, length)
-    kv_head = block // HEAD_BLOCKS
-    in_group = (block % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
-    head = kv_head * GROUP + in_group
+    every = tl.arange(0, BLOCK_R)
+    every_length = tl.load(lengths + every, mask=every < rows, other=0)
+    splits = tl.cdiv(every_length, _split_tokens(every_length, MIN_SPLIT, MAX_SPLITS))
+    splits_before = tl.cumsum(splits, 0)  # the row's own included
     d = tl.arange(0, BLOCK_D)
-    real = (in_group < GROUP)[:, None] & (d < D)[None, :]
-    q += row.to(tl.int64) * q_row + head[:, None] * q_head
-    main = tl.load(q + d[None, :], mask=real, other=0.0)
-    if REST > 0:
-        r = tl.arange(0, BLOCK_REST)
-        rest = tl.load(q + D + r[None, :], mask=(in_group < GROUP)[:, None] & (r < REST)[None, :], other=0.0)
-    at = row
-    if TABLE:
-        at = tl.load(table + row)
-    pages += at.to(tl.int64) * pages_row
-    keys += kv_head * k_head
-    values += kv_head * v_head
-    top = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    # The slots of a turn are looked up in the turn before, so that loads of keys need not wait for the page table.
-    slot = _slots(pages, start + tl.arange(0, BLOCK_N), end, PAGE)
-    for first in range(start, end, BLOCK_N):
-        seen = first + tl.arange(0, BLOCK_N) < end
-        wanted = seen[None, :] & (d < D)[:, None]
-        k = tl.load(keys + slot[None, :] * k_slot + d[:, None], mask=wanted, other=0.0)
-        score = tl.dot(main, k, input_precision="ieee")
+    r = tl.arange(0, BLOCK_REST)
+    for item in range(tl.program_id(0), tl.sum(splits, 0) * BLOCKS, tl.num_programs(0)):
+        block = item % BLOCKS
+        row = tl.sum((splits_before <= item // BLOCKS).to(tl.int32), 0)
+        split = item // BLOCKS - tl.sum(tl.where(every < row, splits, 0), 0)
+        length = tl.load(lengths + row)
+        span = _split_tokens(length, MIN_SPLIT, MAX_SPLITS)
+        start = split * span
+        end = tl.minimum(start + span, length)
+        kv_head = block // HEAD_BLOCKS
+        in_group = (block % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
+        head = kv_head * GROUP + in_group
+        real = (in_group < GROUP)[:, None] & (d < D)[None, :]
+        q_at = q + row.to(tl.int64) * q_row + head[:, None] * q_head
+        main = tl.load(q_at + d[None, :], mask=real, other=0.0)
         if REST > 0:
-            k_rest = tl.load(
-                keys + slot[None, :] * k_slot + D + r[:, None], mask=seen[None, :] & (r < REST)[:, None], other=0.0
-            )
-            score = tl.dot(rest, k_rest, score, input_precision="ieee")
-        score = tl.where(seen[None, :], score * scale_log2, float("-inf"))
-        if LATENT:
-            v = tl.trans(k)
-        else:
-            v = tl.load(values + slot[:, None] * v_slot + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
-        slot = _slots(pages, first + BLOCK_N + tl.arange(0, BLOCK_N), end, PAGE)
-        new_top = tl.maximum(top, tl.max(score, 1))
-        keep = tl.exp2(top - new_top)
-        p = tl.exp2(score - new_top[:, None])
-        total = total * keep + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
-        top = new_top
-    at_part = (row.to(tl.int64) * HEADS + head) * SPLITS + split
-    tl.store(part + at_part[:, None] * D + d[None, :], acc / total[:, None], mask=real)
-    tl.store(part_lse + at_part, top + tl.log2(total), mask=in_group < GROUP)
+            rest = tl.load(q_at + D + r[None, :], mask=(in_group < GROUP)[:, None] & (r < REST)[None, :], other=0.0)
+        at = row
+        if TABLE:
+            at = tl.load(table + row)
+        row_pages = pages + at.to(tl.int64) * pages_row
+        k_at = keys + kv_head * k_head
+        v_at = values + kv_head * v_head
+        top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_H], tl.float32)
+        acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+        # The slots of a turn are looked up in the turn before, so that loads of keys need not wait for the page table.
+        slot = _slots(row_pages, start + tl.arange(0, BLOCK_N), end, PAGE)
+        for first in range(start, end, BLOCK_N):
+            seen = first + tl.arange(0, BLOCK_N) < end
+            k = tl.load(k_at + slot[None, :] * k_slot + d[:, None], mask=seen[None, :] & (d < D)[:, None], other=0.0)
+            v = tl.load(v_at + slot[:, None] * v_slot + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
+            score = tl.dot(main, k, input_precision="ieee")
+            if REST > 0:
+                k_rest = tl.load(
+                    k_at + slot[None, :] * k_slot + D + r[:, None],
+                    mask=seen[None, :] & (r < REST)[:, None],
+                    other=0.0,
+                )
+                score = tl.dot(rest, k_rest, score, input_precision="ieee")
+            score = tl.where(seen[None, :], score * scale_log2, float("-inf"))
+            slot = _slots(row_pages, first + BLOCK_N + tl.arange(0, BLOCK_N), end, PAGE)
+            new_top = tl.maximum(top, tl.max(score, 1))
+            keep = tl.exp2(top - new_top)
+            p = tl.exp2(score - new_top[:, None])
+            total = total * keep + tl.sum(p, 1)
+            acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+            top = new_top
+        at_part = (row.to(tl.int64) * HEADS + head) * SPLITS + split
+        tl.store(part + at_part[:, None] * D + d[None, :], acc / total[:, None], mask=real)
+        tl.store(part_lse + at_part, top + tl.log2(total), mask=in_group < GROUP)
 
 
 @triton.jit
@@ -183,10 +187,10 @@ def tile_of(head_dim: int, group: int) -> Tile:
     """The first kernel's tile: by the model's shape alone, so that a row has the same bits at every capacity."""
     heads = min(64, max(16, triton.next_power_of_2(group)))
     if head_dim <= 128:
-        return Tile(heads, 64, 4, 3)
+        return Tile(heads, 64, 4, 3, 132 * 3)
     if head_dim <= 256:
-        return Tile(min(heads, 32), 32, 4, 3)
-    return Tile(16, 32, 8, 2)
+        return Tile(min(heads, 32), 32, 4, 3, 132 * 3)
+    return Tile(16, 32, 8, 3, 132)
 
 
 def decode_attention(
@@ -275,7 +279,7 @@ def _launch(
     part = q.new_empty(rows, heads, splits, d, dtype=torch.float32)
     part_lse = q.new_empty(rows, heads, splits, dtype=torch.float32)
     blocks = kv_heads * triton.cdiv(group, tile.heads)
-    _attend_split[(rows * blocks, splits)](
+    _attend_splits[(min(tile.programs, rows * blocks * splits),)](
         q,
         keys,
         values,
@@ -284,6 +288,7 @@ def _launch(
         lengths if table is None else table,
         part,
         part_lse,
+        rows,
         scale * LOG2E,
         q.stride(0),
         q.stride(1),
@@ -296,12 +301,12 @@ def _launch(
         GROUP=group,
         D=d,
         REST=rest,
-        LATENT=rest > 0,
         TABLE=table is not None,
         PAGE=page_size,
         MIN_SPLIT=MIN_SPLIT,
         MAX_SPLITS=MAX_SPLITS,
         SPLITS=splits,
+        BLOCK_R=max(16, triton.next_power_of_2(rows)),
         BLOCK_H=tile.heads,
         BLOCK_N=tile.tokens,
         BLOCK_D=triton.next_power_of_2(d),

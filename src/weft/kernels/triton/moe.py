@@ -155,25 +155,27 @@ def _sum_choices(pairs, expert, out, out_row, WIDTH: tl.constexpr, K: tl.constex
 
 def tile_rows_of(rows: int) -> int:
     """Rows of a tile, for tensors of `rows` tokens."""
-    return 16 if rows <= 128 else 32 if rows <= 256 else 64 if rows < 1024 else 128
+    return 16 if rows <= 64 else 32 if rows <= 128 else 64 if rows < 1024 else 128
 
 
 def up_tile_of(rows: int) -> Tile:
     """The tile of the first product, whose columns are of gate and of up: twice as many are read."""
-    if rows <= 4:
+    if rows <= 128:
         return Tile(32, 128, 4, 4)
-    if rows <= 256:
-        return Tile(64, 64, 4, 4)
-    return Tile(128, 64, 8, 3)
+    if rows < 1024:
+        return Tile(64, 64, 4, 3)
+    return Tile(128, 64, 8, 4)
 
 
 def down_tile_of(rows: int) -> Tile:
     """The tile of the second product."""
     if rows <= 4:
         return Tile(16, 128, 4, 6)
-    if rows <= 256:
-        return Tile(128, 64, 4, 4)
-    return Tile(256, 64, 8, 3)
+    if rows <= 128:
+        return Tile(64, 128, 4, 3)
+    if rows < 1024:
+        return Tile(128, 64, 4, 3)
+    return Tile(256, 64, 8, 4)
 
 
 def experts(

@@ -24,7 +24,7 @@ from weft.bench import cuda as gpu
 from weft.bench.gpu_peers import Nccl
 from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
-from weft.comm.transport import CommError
+from weft.comm.transport import CommError, LiveSizes
 
 PEER = "peer, one graph"
 
@@ -40,29 +40,34 @@ def draw(world: int, tokens: int, sigma: float, seed: int) -> list[int]:
 def work(rank: int, directory: Path, report: Any, world: int, options: argparse.Namespace) -> None:
     """A rank's part. Rank 0 reports a row a draw and edge."""
     size = options.tokens * options.hidden * 2
-    here = gpu.World.open(rank, world, directory, (world + 1) * size)
+    here = gpu.World.open(rank, world, directory, (world + 1) * world * size)
     group, nccl = here.peer.world, Nccl(here.mesh, rank)
 
     def tensors(rows: int) -> list[torch.Tensor]:
         return [torch.randn(rows, options.hidden, device=here.device).bfloat16() for _ in range(gpu.TURNS)]
 
-    xs, own = tensors(options.tokens), tensors(options.tokens)
-    counts = torch.zeros(world, dtype=torch.int32, device=here.device)
+    # Any rank may have all tokens; what NCCL gets is as long as there are tokens.
+    xs, own = tensors(world * options.tokens), tensors(options.tokens)
+    counts = LiveSizes((options.tokens,) * world, torch.zeros(world, dtype=torch.int32, device=here.device))
     graphs = {
         "reduce_scatterv": gpu.capture([partial(here.peer.reduce_scatterv, x, group, counts) for x in xs]),
         "all_gatherv": gpu.capture([partial(here.peer.all_gatherv, x, group, counts) for x in own]),
     }
     for seed in range(options.draws):
         sizes = draw(world, options.tokens, options.sigma, seed)
-        counts.copy_(torch.tensor(sizes, dtype=torch.int32))
+        counts.live.copy_(torch.tensor(sizes, dtype=torch.int32))
         check(here, xs[0], own[0], counts, sizes)
         found: dict[str, dict[str, float]] = {edge: {PEER: gpu.replays_us([g])[0]} for edge, g in graphs.items()}
         mine, most = slice(sum(sizes[:rank]), sum(sizes[: rank + 1])), max(sizes)
         scatter, given = found["reduce_scatterv"], [x[: sizes[rank]] for x in own]
         if min(sizes) > 0:  # torch.distributed has no empty parts there
-            scatter["nccl grouped"] = gpu.graph_us(nccl.calls("reduce_scatterv", [x.clone() for x in xs], sizes))
+            scatter["nccl grouped"] = gpu.graph_us(
+                nccl.calls("reduce_scatterv", [x[: options.tokens].clone() for x in xs], sizes)
+            )
             found["all_gatherv"]["nccl grouped"] = gpu.graph_us(nccl.calls("all_gatherv", given, sizes))
-        scatter["nccl all_reduce + slice"] = gpu.graph_us([partial(slice_of_sum, x.clone(), mine) for x in xs])
+        scatter["nccl all_reduce + slice"] = gpu.graph_us(
+            [partial(slice_of_sum, x[: options.tokens].clone(), mine) for x in xs]
+        )
         padded = nccl.calls("all_gatherv", [x[:most] for x in own], [most] * world)
         found["all_gatherv"]["nccl all_gather, padded"] = gpu.graph_us(padded)
         here.peer.check()
@@ -78,7 +83,7 @@ def slice_of_sum(x: torch.Tensor, mine: slice) -> torch.Tensor:
     return x[mine].clone()
 
 
-def check(here: gpu.World, x: torch.Tensor, own: torch.Tensor, counts: torch.Tensor, sizes: list[int]) -> None:
+def check(here: gpu.World, x: torch.Tensor, own: torch.Tensor, counts: LiveSizes, sizes: list[int]) -> None:
     """Raises CommError where peer and NCCL differ."""
     rank, group, mine = here.rank, here.peer.world, sizes[here.rank]
     total = x.float()

@@ -11,7 +11,7 @@ import torch
 
 from weft.bench.cuda import Case, measure
 from weft.bench.ranks import run_ranks
-from weft.comm.peer import NEVER, PeerTuning, Split
+from weft.comm.peer_launch import NEVER, PeerTuning, Split
 
 TUNINGS = {
     "peer": PeerTuning(),
@@ -21,16 +21,16 @@ TUNINGS = {
     "256 threads wide": PeerTuning(wide_threads=256),
     "late": PeerTuning(early=0),
     **{f"cluster {n}": PeerTuning(cluster=n) for n in (1, 2, 4)},
-    "one hop": PeerTuning(one_hop_bytes=NEVER),
-    "two hops": PeerTuning(one_hop_bytes=0),
+    "one shot": PeerTuning(one_shot_bytes=NEVER),
+    "two shots": PeerTuning(one_shot_bytes=0),
     "no split": PeerTuning().split_from(NEVER),
     "split from 1 MiB": PeerTuning().split_from(1 << 20),
-    "one hop 16-0-112": PeerTuning(split_one_hop=Split(1 << 20, 16, 0, 112, 480)),
-    "one hop 64-0-192": PeerTuning(split_one_hop=Split(1 << 20, 64, 0, 192, 480)),
-    "two hops 64-112-88": PeerTuning(split_two_hops=Split(2 << 20, 64, 112, 88, 480)),
-    "two hops 32-64-32": PeerTuning(split_two_hops=Split(2 << 20, 32, 64, 32, 480)),
-    "norm 64-128-320": PeerTuning(split_two_hops_norm=Split(4 << 20, 64, 128, 320, 224)),
-    "norm 32-64-160": PeerTuning(split_two_hops_norm=Split(4 << 20, 32, 64, 160, 480)),
+    "one shot 16-0-112": PeerTuning(split_one_shot=Split(1 << 20, 16, 0, 112, 480)),
+    "one shot 64-0-192": PeerTuning(split_one_shot=Split(1 << 20, 64, 0, 192, 480)),
+    "two shots 64-112-88": PeerTuning(split_two_shot=Split(2 << 20, 64, 112, 88, 480)),
+    "two shots 32-64-32": PeerTuning(split_two_shot=Split(2 << 20, 32, 64, 32, 480)),
+    "norm 64-128-320": PeerTuning(split_two_shot_norm=Split(4 << 20, 64, 128, 320, 224)),
+    "norm 32-64-160": PeerTuning(split_two_shot_norm=Split(4 << 20, 32, 64, 160, 480)),
     "128 to a norm": PeerTuning(norm_blocks=128),
 }
 

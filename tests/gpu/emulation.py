@@ -6,6 +6,7 @@ for its square roots; how it schedules, and what it costs, is not.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu.streams import Threads, ThreadTransport, run_threads
-from weft.comm.peer import PeerTuning
+from weft.comm.peer import PeerTransport
+from weft.comm.peer_launch import PeerTuning
+from weft.comm.transport import Ranks
 from weft.kernels.build import CSRC, load
 from weft.place.spec import Mesh
 
@@ -31,8 +33,35 @@ def emulated_kernels() -> Any:
     return load("weft_emulated", SOURCE / "peer.cc", CSRC / "cuda", extra_cflags=list(FLAGS))
 
 
-class EmulatedTransport(ThreadTransport):
+class Threads:
+    """The hosts' side of a world of threads."""
+
+    def __init__(self, world: int):
+        self.handles: dict[int, int] = {}
+        self.meeting = threading.Barrier(world)
+
+    def barrier(self, group: Ranks) -> None:
+        self.meeting.wait(60)
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class EmulatedTransport(PeerTransport):
     """A rank whose calls return once their kernel has ended."""
+
+    def __init__(self, mesh: Mesh, rank: int, threads: Threads, **options: Any):
+        self._threads = threads
+        super().__init__(mesh, rank, "", torch.device("cpu"), **options)
+
+    def _connect(self, mesh: Mesh, path: Path | str) -> Threads:
+        self._threads.handles[self.rank] = self._handle
+        self._threads.meeting.wait(60)
+        self._kernels.connect_here(self._handle, [self._threads.handles[r] for r in range(mesh.world)])
+        return self._threads
 
     def _load(self) -> Any:
         return emulated_kernels()
@@ -47,8 +76,8 @@ class EmulatedTransport(ThreadTransport):
         while not self._kernels.idle(self._stream()):
             time.sleep(1e-4)
 
-    def _run(self, *args: Any, **options: Any) -> Tensor:
-        result = super()._run(*args, **options)
+    def exchange(self, *args: Any, **options: Any) -> Tensor:
+        result = super().exchange(*args, **options)
         self._synchronize()
         self.check()
         return result
@@ -57,10 +86,21 @@ class EmulatedTransport(ThreadTransport):
 def run_emulated(mesh: Mesh, work: Callable[..., None], tuning: PeerTuning, **options: Any) -> None:
     """Runs `work(transport, mesh, device)` in a thread a rank. Raises the first error."""
     emulated_kernels()  # once, before there are threads that ask for it
+    threads, errors = Threads(mesh.world), []
 
-    def rank_main(rank: int, threads: Threads) -> None:
-        transport = EmulatedTransport(mesh, rank, threads, torch.device("cpu"), tuning=tuning, **options)
-        work(transport, mesh, transport.device)
-        transport.close()
+    def main(rank: int) -> None:
+        try:
+            transport = EmulatedTransport(mesh, rank, threads, tuning=tuning, **options)
+            work(transport, mesh, transport.device)
+            transport.close()
+        except BaseException as error:
+            errors.append(error)
+            threads.meeting.abort()
 
-    run_threads(mesh.world, rank_main)
+    ranks = [threading.Thread(target=main, args=(rank,)) for rank in range(mesh.world)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])

@@ -10,18 +10,23 @@ import pytest
 import torch
 
 from gpu.emulation import run_emulated
-from gpu.works import FEW, Step, everything, fill, refuse, replay, wait_in_vain
+from gpu.replays import Step, replay
+from gpu.works import SHOTS, everything, fill, refuse, wait_in_vain
 from weft.comm.peer import PeerTransport
+from weft.comm.peer_launch import NEVER
 from weft.place.spec import Mesh
 
 # Fewer threads are sooner done, and a block that has few takes more turns.
 TUNINGS = {
-    name: replace(tuning, blocks=2, threads=32, wide_blocks=3, wide_threads=64, norm_blocks=4, few_bytes=1 << 10)
-    for name, tuning in FEW.items()
+    name: replace(
+        tuning if name.endswith("split") else tuning.split_from(NEVER),
+        **{"blocks": 2, "threads": 32, "wide_blocks": 3, "wide_threads": 64, "norm_blocks": 4, "few_bytes": 1 << 10},
+    )
+    for name, tuning in SHOTS.items()
 }
 MESHES = [Mesh(1, 2, 2, 1), Mesh(3, 1, 3, 1), Mesh(2, 2, 2, 2), Mesh(4, 2, 8, 1), Mesh(2, 4, 8, 1)]
 CASES = [(mesh, name) for mesh in MESHES[:3] for name in TUNINGS]
-CASES += [(MESHES[3], "two hops"), (MESHES[3], "one hop, split"), (MESHES[4], "one hop")]
+CASES += [(MESHES[3], "two shots"), (MESHES[3], "one shot, split"), (MESHES[4], "one shot")]
 
 
 @pytest.fixture(autouse=True)
@@ -45,17 +50,17 @@ def same(transport: PeerTransport, step: Step) -> Step:
 
 @pytest.mark.parametrize(("mesh", "name"), CASES, ids=str)
 def test_counts_change_from_call_to_call(mesh: Mesh, name: str) -> None:
-    run_emulated(mesh, partial(replay, turns=12, again=same), TUNINGS[name], max_bytes=1 << 20)
+    run_emulated(mesh, partial(replay, turns=6, again=same), TUNINGS[name], max_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_calls_may_be_as_large_as_max_bytes(mesh: Mesh) -> None:
-    run_emulated(mesh, partial(fill, tunings=TUNINGS), FEW["one hop"], max_bytes=1 << 15)
+    run_emulated(mesh, partial(fill, tunings=TUNINGS), TUNINGS["one shot"], max_bytes=1 << 15)
 
 
 def test_a_wait_in_vain_ends() -> None:
-    run_emulated(MESHES[0], wait_in_vain, TUNINGS["one hop"], timeout_s=0.2)
+    run_emulated(MESHES[0], wait_in_vain, TUNINGS["one shot"], timeout_s=0.2)
 
 
 def test_what_cannot_be_is_refused() -> None:
-    run_emulated(MESHES[2], refuse, TUNINGS["one hop"])
+    run_emulated(MESHES[2], refuse, TUNINGS["one shot"])

@@ -1,6 +1,7 @@
-"""Who sends what to whom, as `call.h` lays it out, played through on plain lists: every edge on 2 to 8 ranks, no GPU.
+"""Who sends what to whom, as `call.h` lays it out, played through on plain lists: every exchange on 2 to 8 ranks.
 
-The kernel does the same with what it is given: it pushes, waits, sums and writes, a unit at a time.
+The kernel does the same with what it is given: it pushes, waits, sums and writes, a unit at a time. What must come out
+is what `weft.place.exchange.parts` says. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,23 @@ from typing import Any
 import pytest
 
 from comm.builds import FLAGS
-from weft.comm.peer import MAX_RANKS, UNIT_BYTES, inbox_bytes
+from weft.comm.peer import DIRECTIONS
+from weft.comm.peer_launch import MAX_RANKS, UNIT_BYTES, inbox_bytes
 from weft.kernels.build import CSRC
+from weft.place.exchange import (
+    Exchange,
+    all_gatherv,
+    all_reduce,
+    all_reduce_all_gatherv,
+    all_to_allv,
+    input_rows,
+    parts,
+    reduce_scatterv,
+    reduce_scatterv_all_reduce,
+)
 
 Units = list[int]
-Edge = tuple[int, int, int, int, int]  # segments, span, scatter, root, exchange
+Sizes = tuple[int, ...]
 
 
 class Lanes(ctypes.Structure):
@@ -49,24 +62,24 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def lay_out(
-    library: Any, n: int, me: int, edge: Edge, row_units: int, counts: Units, received: Units, two: bool
+    library: Any, me: int, exchange: Exchange, row_units: int, sent: Sizes, received: Sizes, two: bool
 ) -> Lanes:
     found = Lanes()
     library.lanes(
-        n,
+        exchange.ranks,
         me,
-        (ctypes.c_int * 6)(*edge, int(two)),
+        (ctypes.c_int * 4)(DIRECTIONS.index(exchange.direction), exchange.segments, exchange.span, int(two)),
         row_units,
-        (ctypes.c_int64 * len(counts))(*counts),
+        (ctypes.c_int64 * len(sent))(*sent),
         (ctypes.c_int64 * max(1, len(received)))(*received),
         ctypes.byref(found),
     )
     return found
 
 
-def play(lanes: list[Lanes], edge: Edge, xs: list[Units], two: bool) -> list[Units]:
+def play(lanes: list[Lanes], exchange: Exchange, xs: list[Units], two: bool) -> list[Units]:
     """Every rank's result."""
-    n, span, scatter = len(xs), edge[1], edge[2]
+    n, span, scatter = len(xs), exchange.span, exchange.direction == "scatter"
     inbox = [[xs[r][lanes[r].from_[me] :][: lanes[r].send[me]] for r in range(n)] for me in range(n)]
     for me in range(n):
         for r in range(n):
@@ -100,7 +113,7 @@ def play(lanes: list[Lanes], edge: Edge, xs: list[Units], two: bool) -> list[Uni
             results.append([sums[me][u][0] for u in range(lanes[me].out)])
         check_read(lanes, read)
         return results
-    summed = 1 if edge[3] >= 0 or edge[4] else n if scatter else span
+    summed = {"permute": 1, "scatter": n, "gather": span}[exchange.direction]
     for me in range(n):
         out, begin, own = [], lanes[me].begin, lanes[me].from_[me]
         for u in range(lanes[me].out):
@@ -127,60 +140,52 @@ def strip_of(lanes: Lanes, n: int, u: int) -> int:
     return sum(u >= lanes.begin[i] for i in range(1, n))
 
 
-def edges_of(n: int) -> Iterator[tuple[str, Edge, bool]]:
-    """Name, edge, whether it may take two hops; of each way to cut n ranks into groups of `span`."""
-    yield "all_reduce", (1, n, 0, -1, 0), n > 2
-    yield "reduce_scatterv", (n, 1, 1, -1, 0), False
-    yield "all_gatherv", (n, 1, 0, -1, 0), False
-    yield "all_to_allv", (n, 1, 0, -1, 1), False
-    yield from (("broadcast", (1, n, 0, root, 0), False) for root in range(n))
+def exchanges_of(n: int) -> Iterator[tuple[Exchange, bool]]:
+    """Each, and whether it may take two shots; for each way to cut n ranks into groups of `span`."""
+    yield all_reduce(n), n > 2
+    yield reduce_scatterv(n), False
+    yield all_gatherv(n), False
+    yield all_to_allv(n), False
     for span in range(2, n):
         if n % span == 0:
-            yield "all_reduce_all_gatherv", (n // span, span, 0, -1, 0), True
-            yield "reduce_scatterv_all_reduce", (n // span, span, 1, -1, 0), True
+            yield all_reduce_all_gatherv(n // span, span), True
+            yield reduce_scatterv_all_reduce(n // span, span), True
 
 
 @pytest.mark.parametrize("n", range(2, MAX_RANKS + 1))
-def test_every_edge_on_every_layout(library: Any, n: int) -> None:
+def test_every_exchange_on_every_layout(library: Any, n: int) -> None:
     draw = random.Random(n)
     patterns = [lambda: 3, lambda: draw.randrange(6), lambda: draw.choice((0, 0, 0, 0, 70)), lambda: 1, lambda: 0]
-    for (name, edge, may), pick, row_units in ((e, p, u) for e in edges_of(n) for p in patterns for u in (1, 3)):
-        segments, span, scatter = edge[:3]
-        table = [[pick() for _ in range(n)] for _ in range(n)]  # all_to_all: rows from each to each
-        counts = [pick() for _ in range(segments)]
-        total = sum(counts)
+    cases = ((*case, pick, units) for case in exchanges_of(n) for pick in patterns for units in (1, 3))
+    for exchange, may, pick, row_units in cases:
+        permutes = exchange.direction == "permute"
+        sizes = tuple(pick() for _ in range(n * n if permutes else exchange.segments))
+        xs = [[draw.randrange(1 << 30) for _ in range(input_rows(exchange, sizes, me) * row_units)] for me in range(n)]
+        wanted = definition(exchange, sizes, xs, row_units)
         for two in (False, True)[: 1 + may]:
-            xs, lanes = [], []
+            lanes = []
             for me in range(n):
-                rows = sum(table[me]) if edge[4] else total if scatter else counts[me // span]
-                xs.append([draw.randrange(1 << 30) for _ in range(rows * row_units)])
-                given, received = (table[me], [table[r][me] for r in range(n)]) if edge[4] else (counts, [])
-                lanes.append(lay_out(library, n, me, edge, row_units, given, received, two))
+                sent, received = (sizes[me * n : me * n + n], sizes[me::n]) if permutes else (sizes, ())
+                lanes.append(lay_out(library, me, exchange, row_units, sent, received, two))
             largest = max(max(len(x) for x in xs), *(x.out for x in lanes)) * UNIT_BYTES
             room = inbox_bytes(n, largest) // UNIT_BYTES
             for x in lanes:
-                assert max(1, *x.receive) <= room // (2 * n if two else n), f"{name}: a lane overruns, {counts}"
-                assert x.out <= room // 2 or not two, f"{name}: sums overrun, {counts}"
-            got = play(lanes, edge, xs, two)
-            for me in range(n):
-                wanted = definition(name, edge, xs, [c * row_units for c in counts], me)
-                if edge[4]:
-                    starts = [sum(table[r][:me]) * row_units for r in range(n)]
-                    wanted = [v for r in range(n) for v in xs[r][starts[r] :][: table[r][me] * row_units]]
-                assert got[me] == wanted, f"{name} {edge}, counts {counts}, two hops {two}, rank {me} of {n}"
+                assert max(1, *x.receive) <= room // (2 * n if two else n), f"{exchange}: a lane overruns, {sizes}"
+                assert x.out <= room // 2 or not two, f"{exchange}: sums overrun, {sizes}"
+            assert play(lanes, exchange, xs, two) == wanted, f"{exchange}, sizes {sizes}, two shots {two}"
 
 
-def definition(name: str, edge: Edge, xs: list[Units], units: Units, me: int) -> Units:
-    n, span = len(xs), edge[1]
-    total = [sum(column) for column in zip(*xs, strict=True)] if len({len(x) for x in xs}) == 1 else []
-    if name == "all_reduce":
-        return total
-    if name == "broadcast":
-        return xs[edge[3]]
-    if name == "all_gatherv":
-        return [v for x in xs for v in x]
-    if name == "all_reduce_all_gatherv":
-        groups = [xs[g : g + span] for g in range(0, n, span)]
-        return [sum(column) for group in groups for column in zip(*group, strict=True)]
-    begin = sum(units[: me // span])
-    return total[begin : begin + units[me // span]]
+def definition(exchange: Exchange, sizes: Sizes, xs: list[Units], row_units: int) -> list[Units]:
+    """Every rank's result, as the parts of the exchange say."""
+    results: list[Units] = []
+    for me in range(exchange.ranks):
+        rows: dict[int, Units] = {}
+        for part in parts(exchange, sizes):
+            if me not in part.readers:
+                continue
+            for row in range(part.rows):
+                terms = [xs[r][(part.source_row + row) * row_units :][:row_units] for r in part.sources]
+                assert part.reader_row + row not in rows, "a row is written twice"
+                rows[part.reader_row + row] = [sum(column) for column in zip(*terms, strict=True)]
+        results.append([unit for row in range(len(rows)) for unit in rows[row]])
+    return results

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.comm.peer import MAX_THREADS, UNIT_BYTES, PeerTuning, Split, launch_of
+from weft.comm.peer_launch import MAX_THREADS, UNIT_BYTES, PeerTuning, Split, launch_of
 from weft.place.cost import read_tuning
 from weft.place.spec import LayoutError
 
@@ -20,12 +20,12 @@ ROWS = (1, 2, 3, 4, 7, 8, 16, 33, 64, 256, 1024, 5000)
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
 def test_blocks_and_threads(cluster: int) -> None:
     t = PeerTuning(cluster=cluster)
-    for row_bytes, rows, two_hops, norm in itertools.product(ROW_BYTES, ROWS, (False, True), (False, True)):
+    for row_bytes, rows, two_shot, norm in itertools.product(ROW_BYTES, ROWS, (False, True), (False, True)):
         size = rows * row_bytes
-        found = launch_of(t, size, two_hops, rows if norm else 0, row_bytes)
-        what = f"{rows} rows of {row_bytes} bytes, two hops {two_hops}, norm {norm}: {found}"
+        found = launch_of(t, size, two_shot, rows if norm else 0, row_bytes)
+        what = f"{rows} rows of {row_bytes} bytes, two shots {two_shot}, norm {norm}: {found}"
         push, add, write = found.blocks
-        assert write > 0 and (add > 0) == (push > 0 and two_hops), what
+        assert write > 0 and (add > 0) == (push > 0 and two_shot), what
         assert 32 <= found.threads <= MAX_THREADS and found.threads % 32 == 0, what
         assert found.cluster in (1, 2, 4, 8) and found.cluster <= cluster, what
         assert push % found.cluster == 0 and write % found.cluster == 0, what
@@ -38,9 +38,9 @@ def test_blocks_and_threads(cluster: int) -> None:
 
 
 def test_tunings_are_what_they_were_after_json(tmp_path: Path) -> None:
-    tuning, table = PeerTuning(threads=64, split_one_hop=Split(7, 1, 0, 3, 96)), tmp_path / "table.json"
+    tuning, table = PeerTuning(threads=64, split_one_shot=Split(7, 1, 0, 3, 96)), tmp_path / "table.json"
     table.write_text(json.dumps({"peer_tuning": asdict(tuning)}))
     assert read_tuning(table, "peer_tuning", PeerTuning) == tuning
-    table.write_text(json.dumps({"peer_tuning": {"split_one_hop": {"push": 1}}}))
+    table.write_text(json.dumps({"peer_tuning": {"split_one_shot": {"push": 1}}}))
     with pytest.raises(LayoutError, match="weft tune writes a new one"):
         read_tuning(table, "peer_tuning", PeerTuning)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from comm.oracle import check_calls, check_epilogues
+from gpu.replays import replay
 from gpu.test_peer import GPUS
-from gpu.works import HOPS
+from gpu.works import SHOTS
 from weft.comm.peer import PeerTransport
 from weft.comm.transport import Epilogue
 from weft.place.spec import Mesh
@@ -56,33 +57,15 @@ def main(rank: int, world: int, path: str) -> None:
     torch.cuda.set_device(device)
     mesh = Mesh(world // 2, 2, world, 1)
     transport = PeerTransport(mesh, rank, path, device, timeout_s=120)
-    for name in ("one hop", "two hops", "two hops, split"):
-        transport.tuning = HOPS[name]
+    for name in ("one shot", "two shots", "two shots, split"):
+        transport.tuning = SHOTS[name]
         check_calls(transport, mesh, (torch.bfloat16,), str(device))
         check_epilogues(transport, mesh, (torch.bfloat16,), str(device), scale=3, widths=(8, 33))
-        counted(transport, mesh, device)
-    transport.tuning = HOPS["one hop"]
+        replay(transport, mesh, device, 3, lambda _, step: step)
+    transport.tuning = SHOTS["one shot"]
     wide(transport, mesh, device)
     transport.check()
     transport.close()
-
-
-def counted(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
-    """Every call that takes counts in device memory."""
-    group = tuple(range(mesh.world))
-    counts = torch.tensor([2, 0, 3, 1][: mesh.world], dtype=torch.int32, device=device)
-    x = torch.ones(8, 1032, dtype=torch.bfloat16, device=device)
-    norm = Epilogue(x, x[0], 1e-6)
-    transport.all_gatherv(x[:3], group, counts)
-    transport.reduce_scatterv(x, group, counts)
-    transport.reduce_scatterv(x, group, counts, norm)
-    if mesh.attn_dp > 1:
-        for_groups = counts[: mesh.attn_dp].clone()
-        transport.all_reduce_all_gatherv(x[:3], group, for_groups)
-        transport.reduce_scatterv_all_reduce(x, group, for_groups)
-        transport.reduce_scatterv_all_reduce(x, group, for_groups, norm)
-    torch.cuda.synchronize()
-    transport.check()
 
 
 def wide(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:

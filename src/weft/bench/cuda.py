@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from threading import Timer
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +24,26 @@ from torch import Tensor
 from weft.bench.collectives import DTYPES, MIXED
 from weft.bench.gpu_peers import Nccl, NcclWindow, Peer, SymmetricMemory, flashinfer_peers
 from weft.bench.ranks import Report
-from weft.comm.peer import PeerTransport, PeerTuning
+from weft.comm.peer import PeerTransport
+from weft.comm.peer_launch import PeerTuning
 from weft.comm.torchdist import TorchDistTransport
-from weft.comm.transport import CommError, Epilogue, finish
+from weft.comm.transport import CommError, Epilogue, LiveSizes, finish
+from weft.place.exchange import (
+    Exchange,
+    all_gatherv,
+    all_reduce,
+    all_reduce_all_gatherv,
+    all_to_allv,
+    input_rows,
+    parts,
+    reduce_scatterv,
+    reduce_scatterv_all_reduce,
+    result_rows,
+)
 from weft.place.spec import Mesh
 
 SUMS = ("all_reduce", "reduce_scatterv", *MIXED)
-EDGES = (*SUMS, "all_gatherv", "all_to_allv", "broadcast", *(f"{edge}+norm" for edge in SUMS))
+EDGES = (*SUMS, "all_gatherv", "all_to_allv", *(f"{edge}+norm" for edge in SUMS))
 RAGGED = ("reduce_scatterv ragged", "all_gatherv ragged")
 REPLAYS, WARM, GRAPH_TURNS = 6, 2, 5  # of a graph in each of its turns
 CALLS, SMALL_CALLS, SMALL = 20, 100, 1 << 20  # in a graph; up to so many bytes more, as ranks begin some µs apart
@@ -74,12 +86,32 @@ class Case:
         return SMALL_CALLS if self.input_bytes <= SMALL else CALLS
 
     @property
+    def exchange(self) -> Exchange:
+        """What the edge is."""
+        n, pairs = self.ranks, self.ranks // 2
+        known = (
+            *(make(n) for make in (all_reduce, reduce_scatterv, all_gatherv, all_to_allv)),
+            *(make(pairs, 2) for make in (all_reduce_all_gatherv, reduce_scatterv_all_reduce)),
+        )
+        return next(exchange for exchange in known if exchange.kind == self.plain)
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Rows of each segment of the exchange."""
+        if self.plain == "all_reduce":
+            return (self.rows,)
+        return self.sizes * self.ranks if self.plain == "all_to_allv" else self.sizes
+
+    @property
+    def capacity(self) -> tuple[int, ...]:
+        """Of each segment; ragged gathers have room for the most."""
+        ragged = self.edge == "all_gatherv ragged"
+        return (max(self.sizes),) * self.ranks if ragged else self.segments
+
+    @property
     def inputs(self) -> int:
-        """Rows of a rank's input; ragged gathers have room for the most."""
-        if self.edge == "all_gatherv ragged":
-            return max(self.sizes)
-        scatters = self.edge.startswith(("reduce_scatterv", "all_to_allv"))
-        return sum(self.sizes) if scatters else self.rows
+        """Rows of a rank's input."""
+        return input_rows(self.exchange, self.capacity, 0)
 
     @property
     def input_bytes(self) -> int:
@@ -205,15 +237,16 @@ class _Given:
 def _given(case: Case, here: World) -> _Given:
     dtype = DTYPES[case.dtype]
     xs = [torch.randn(case.inputs, case.hidden, device=here.device).to(dtype) for _ in range(TURNS)]
-    norm = _epilogue(case, here.mesh, here.rank, here.device) if case.edge.endswith("+norm") else None
+    norm = _epilogue(case, here.rank, here.device) if case.edge.endswith("+norm") else None
     return _Given(xs, norm, _expected(case, xs[0], here.mesh, here.rank))
 
 
 def _peer_graph(name: str, case: Case, here: World, tuning: PeerTuning, given: _Given) -> Graph:
     here.peer.tuning = tuning
     ragged = case.edge.endswith("ragged")
-    counts = torch.tensor(case.sizes, dtype=torch.int32, device=here.device) if ragged else case.sizes
-    calls = [partial(_peer_call, here.peer, here.mesh, case.plain, x, counts, given.norm) for x in given.xs]
+    live = LiveSizes(case.capacity, torch.tensor(case.sizes, dtype=torch.int32, device=here.device))
+    sizes = live if ragged else case.segments
+    calls = [partial(here.peer.exchange, x, case.exchange, here.peer.world, sizes, given.norm) for x in given.xs]
     _check(case, name, calls[0](), given)
     return capture(calls, case.calls)
 
@@ -235,59 +268,25 @@ def _limited(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _epilogue(case: Case, mesh: Mesh, rank: int, device: torch.device) -> Epilogue:
+def _epilogue(case: Case, rank: int, device: torch.device) -> Epilogue:
     torch.manual_seed(7)  # the same on every rank
     dtype = DTYPES[case.dtype]
     weight = torch.randn(case.hidden, device=device).to(dtype)
-    return Epilogue(torch.randn(_out_rows(case, mesh, rank), case.hidden, device=device).to(dtype), weight, 1e-6)
-
-
-def _peer_call(
-    peer: PeerTransport, mesh: Mesh, edge: str, x: Tensor, sizes: Any, norm: Epilogue | None = None
-) -> Tensor:
-    group = tuple(range(mesh.world))
-    if edge == "all_reduce":
-        return peer.all_reduce(x, group, norm)
-    if edge == "reduce_scatterv":
-        return peer.reduce_scatterv(x, group, sizes, norm)
-    if edge == "all_gatherv":
-        return peer.all_gatherv(x, group, sizes)
-    if edge == "all_to_allv":
-        return peer.all_to_allv(x, group, tuple(sizes), tuple(sizes))
-    if edge == "broadcast":
-        return peer.broadcast(x, group, 0)
-    if edge == MIXED[0]:
-        return peer.all_reduce_all_gatherv(x, group, sizes, norm)
-    return peer.reduce_scatterv_all_reduce(x, group, sizes, norm)
-
-
-def _out_rows(case: Case, mesh: Mesh, rank: int) -> int:
-    plain = case.plain
-    if plain in ("all_gatherv", "all_to_allv", MIXED[0]):
-        return sum(case.sizes)
-    if plain == MIXED[1]:
-        return case.sizes[mesh.group_of(rank)]
-    return case.sizes[rank] if plain == "reduce_scatterv" else case.rows
+    rows = result_rows(case.exchange, case.capacity, rank)
+    return Epilogue(torch.randn(rows, case.hidden, device=device).to(dtype), weight, 1e-6)
 
 
 def _expected(case: Case, x: Tensor, mesh: Mesh, rank: int) -> Tensor:
     """The definition, from every rank's input in float32."""
     every = torch.empty(mesh.world * x.shape[0], case.hidden, device=x.device)
     dist.all_gather_into_tensor(every, x.float())
-    plain, inputs, sizes = case.plain, every.view(mesh.world, x.shape[0], case.hidden), case.sizes
-    if plain == "all_reduce":
-        return inputs.sum(0)
-    if plain == "broadcast":
-        return inputs[0]
-    if plain == "reduce_scatterv":
-        return inputs.sum(0).split(sizes)[rank]
-    if plain == "all_gatherv":
-        return torch.cat([inputs[r, :n] for r, n in enumerate(sizes)])
-    if plain == "all_to_allv":
-        return torch.cat([inputs[r].split(sizes)[rank] for r in range(mesh.world)])
-    if plain == MIXED[0]:
-        return torch.cat([inputs[list(p)].sum(0) for p in mesh.partitions["attn_tp"]])
-    return inputs.sum(0).split(sizes)[mesh.group_of(rank)]
+    inputs = every.view(mesh.world, x.shape[0], case.hidden)
+    out = inputs.new_zeros(result_rows(case.exchange, case.segments, rank), case.hidden)
+    for part in parts(case.exchange, case.segments):
+        if rank in part.readers:
+            terms = inputs[list(part.sources), part.source_row : part.source_row + part.rows]
+            out[part.reader_row : part.reader_row + part.rows] = terms.sum(0)
+    return out
 
 
 def _check(case: Case, name: str, got: Tensor, given: _Given) -> None:

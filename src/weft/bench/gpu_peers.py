@@ -74,8 +74,6 @@ class Nccl(Peer):
         equal, mine = len(set(sizes)) == 1, self._rank
         if edge == "all_reduce":
             return partial(dist.all_reduce, x)
-        if edge == "broadcast":
-            return partial(dist.broadcast, x, 0)
         if edge == "all_gatherv":
             out = self.empty(x, sum(sizes))
             if equal:

@@ -14,9 +14,10 @@ from weft.bench.collectives import DTYPES, MIXED
 from weft.bench.cuda import Case, World, graph_us, peer_us
 from weft.bench.ranks import Report
 from weft.bench.tune import edges_to_price
-from weft.comm.peer import NEVER, PeerTuning, Split, spared_by_two_hops
+from weft.comm.peer_launch import NEVER, PeerTuning, Split, spared_by_two_shot
 from weft.comm.rows import StepRows
 from weft.comm.transport import Epilogue, Transport
+from weft.place.exchange import all_reduce, reduce_scatterv_all_reduce
 
 WIDTH, DTYPE = 4096, "bf16"
 ROW_BYTES = WIDTH * DTYPES[DTYPE].itemsize
@@ -75,28 +76,29 @@ def _find_tuning(here: World) -> PeerTuning:
                 wins = size
         return NEVER if wins == sizes[-1] else wins
 
-    one = PeerTuning(one_hop_bytes=NEVER).split_from(NEVER)
+    one = PeerTuning(one_shot_bytes=NEVER).split_from(NEVER)
     one = best([replace(one, threads=t) for t in (128, 64, 256)], ["all_reduce"], SMALL)
-    two = replace(one, one_hop_bytes=0)
+    two = replace(one, one_shot_bytes=0)
     wide = [replace(two, wide_threads=t, wide_blocks=b) for t in (480, 256) for b in (128, 64)]
     two = best(wide, sums, MIDDLE)
     two = best([replace(two, norm_blocks=b) for b in (256, 128)], normed, MIDDLE)
-    one, sizes = replace(two, one_hop_bytes=NEVER), [1 << p for p in range(15, 22)]
-    hops = spared_by_two_hops((1, world, 0), world, threshold(one, two, ["all_reduce"], sizes))
+    one, sizes = replace(two, one_shot_bytes=NEVER), [1 << p for p in range(15, 22)]
+    spared = spared_by_two_shot(all_reduce(world), threshold(one, two, ["all_reduce"], sizes))
     if mixed:
         segment = threshold(one, two, [MIXED[1]], sizes) // mesh.attn_dp
-        hops = max(hops, spared_by_two_hops((mesh.attn_dp, mesh.attn_tp, 1), world, segment))
+        mixed_edge = reduce_scatterv_all_reduce(mesh.attn_dp, mesh.attn_tp)
+        spared = max(spared, spared_by_two_shot(mixed_edge, segment))
     for name, edges, shapes in (
-        ("split_one_hop", copies, ((32, 0, 96, 480), (16, 0, 112, 480), (64, 0, 192, 480))),
-        ("split_two_hops", sums, ((128, 224, 176, 224), (64, 112, 88, 480), (32, 64, 32, 480), (48, 112, 104, 480))),
-        ("split_one_hop_norm", ["reduce_scatterv+norm"], ((32, 0, 96, 480), (64, 0, 192, 480), (64, 0, 192, 224))),
-        ("split_two_hops_norm", normed, ((64, 96, 368, 224), (64, 128, 320, 224), (32, 64, 160, 480))),
+        ("split_one_shot", copies, ((32, 0, 96, 480), (16, 0, 112, 480), (64, 0, 192, 480))),
+        ("split_two_shot", sums, ((128, 224, 176, 224), (64, 112, 88, 480), (32, 64, 32, 480), (48, 112, 104, 480))),
+        ("split_one_shot_norm", ["reduce_scatterv+norm"], ((32, 0, 96, 480), (64, 0, 192, 480), (64, 0, 192, 224))),
+        ("split_two_shot_norm", normed, ((64, 96, 368, 224), (64, 128, 320, 224), (32, 64, 160, 480))),
     ):
         splits = [replace(two, **{name: Split(0, *shape)}) for shape in shapes]  # type: ignore[arg-type]
         found = best(splits, edges, LARGE)
         unsplit = threshold(two, found, edges, [1 << p for p in range(18, 27)])
         two = replace(two, **{name: replace(getattr(found, name), from_bytes=unsplit + 1)})
-    return replace(two, one_hop_bytes=int(hops))
+    return replace(two, one_shot_bytes=int(spared))
 
 
 def _price_locals(here: World, sizes: list[int]) -> dict[str, list[tuple[int, float]]]:

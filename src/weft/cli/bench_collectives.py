@@ -18,7 +18,7 @@ from weft.bench.gpu_peers import INSTALL_FLASHINFER, has_flashinfer
 from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
-from weft.comm.peer import PeerTuning
+from weft.comm.peer_launch import PeerTuning
 from weft.comm.shm import MAX_RANKS, ShmTuning
 from weft.place.cost import host_table, read_tuning
 

@@ -1,4 +1,5 @@
-// One call of an edge: who sends what to whom, and where things are. Laid out on the host, or from counts on the device.
+// One call of an exchange: who sends what to whom, and where things are. Laid out on the host, or on the device from
+// counts in its memory. `weft/place/exchange.py` says what an exchange is; tests hold `lane_of` against it.
 #pragma once
 
 #include <algorithm>
@@ -13,10 +14,11 @@
 namespace weft {
 
 constexpr int kMaxRanks = 8, kRotations = 2;
-constexpr uint32_t kTooManyRows = 0x80000000u;
-constexpr int kUnit = 16;
+constexpr uint32_t kTooManyRows = 0x80000000u;  // an error code: counts in device memory ask for more than there is room
+constexpr int kUnit = 16;                       // bytes that are stored and polled at a time
+constexpr int kWorkers = 480;                   // threads of a block that move data, at most
+constexpr int kMaxRuns = 128, kRunUnits = 32;   // a row to be normalised is added by so many runs of so many units
 
-// What is stored and polled at a time.
 struct Unit {
   uint32_t w[4];
 };
@@ -32,26 +34,29 @@ struct Blocks {
   int first = 0, count = 0;
 };
 
-// Who sends what, in units.
+enum class Direction : int { kGather, kScatter, kPermute };
+
+// How rows are cut into segments, and who takes part in each: as `Exchange` in weft/place/exchange.py.
+struct Exchange {
+  Direction direction = Direction::kGather;
+  int segments = 0;
+  int span = 0;  // neighbouring ranks that share a segment: they hold its terms (gather) or want it (scatter)
+};
+
+// Who sends what, in units. A lane is the part of an inbox that one source fills.
 struct Lanes {
-  uint32_t send[kMaxRanks] = {};       // that this rank stores into each other rank's lane; 0: a token
-  uint32_t from[kMaxRanks] = {};       // where in x they begin; this rank's own term begins at from[me]
-  uint32_t receive[kMaxRanks] = {};    // that each rank has in this one's lane
+  uint32_t send[kMaxRanks] = {};     // that this rank stores into each other rank's lane; 0: an empty-lane flag
+  uint32_t from[kMaxRanks] = {};     // where in x they begin; this rank's own term begins at from[me]
+  uint32_t receive[kMaxRanks] = {};  // that each rank stores into this one's lane
   // Of each rank's strip of the result, beyond the last rank the result's end. A strip is what a rank brings: its segment
-  // if nothing is summed, the part that it sums with two hops; with one, the first rank of a sum stands for all.
+  // if nothing is summed, the part that it sums if in two shots; in one, the first rank of a sum stands for all.
   uint32_t begin[kMaxRanks + 1] = {};
-  uint32_t part = 0, part_from = 0, part_to = 0;  // two hops: of its segment that this rank sums; in x, in the result
+  uint32_t part = 0, part_from = 0, part_to = 0;  // two shots: of its segment that this rank sums; in x, in the result
   uint32_t out = 0;                               // of the result
 };
 
 struct Call {
-  // How the edge cuts rows into segments, and who takes part in each.
-  int segments = 0;  // of counts
-  int span = 0;      // ranks that share a segment: they hold it (gathers), or want it (scatters)
-  int scatter = 0;   // 1: a reader gets its own segment, summed over all ranks; 0: all segments, each over its span
-  int root = -1;     // broadcast: the only source
-  int exchange = 0;  // all_to_all: segments are what this rank sends, arrive what it gets
-
+  Exchange exchange;
   int n = 0, me = 0;
   const char* x = nullptr;
   char* out = nullptr;           // [rows, width]; with an epilogue the normalised rows
@@ -66,7 +71,7 @@ struct Call {
   uint32_t most_rows = 0, most_mine = 0, most_in_all = 0;  // that there is room for: of a segment, this rank's, all
   char* inbox[kMaxRanks] = {};             // of each rank, in this rank's address space
   uint32_t inbox_units = 0;                // of one rotation
-  uint32_t lane_units[2] = {};             // a rank's part of it, with one hop and with two: these leave half to sums
+  uint32_t lane_units[2] = {};             // a rank's part of it, in one shot and in two: these leave half to sums
   State* state = nullptr;
   uint32_t* error = nullptr;  // host memory: 1 + the rank that was waited for in vain
   int64_t limit_cycles = 0;
@@ -83,40 +88,38 @@ struct Segment {
 // What concerns rank i, as in Lanes.
 struct Lane {
   uint32_t send, from, receive, begin;
-  uint32_t part, part_to;  // two hops: what it sums of its segment, and where that lies in this rank's result
+  uint32_t part, part_to;  // two shots: what it sums of its segment, and where that lies in this rank's result
 };
 
 // A rank among those that share a segment.
 struct Place {
   int segment, place;
 };
-__host__ __device__ inline Place where_is(const Call& c, int rank) { return {rank / c.span, rank % c.span}; }
+__host__ __device__ inline Place place_of_rank(const Exchange& e, int rank) { return {rank / e.span, rank % e.span}; }
 
 // i, me: where rank i and this one are; its: rank i's segment; mine: this rank's; arrives: what rank i sends to this one,
-// as it lies in the result, in all_to_all.
-template <bool kTwoHops>
+// as it lies in the result, in a permute.
+template <bool kTwoShot>
 __host__ __device__ inline Lane lane_of(const Call& c, int i, Place at, Place me, Segment its, Segment mine,
                                         Segment arrives) {
+  const bool scatter = c.exchange.direction == Direction::kScatter;
   Lane l{};
-  if constexpr (kTwoHops) {
+  if constexpr (kTwoShot) {
     const auto part = [&](Segment s, int place) {
-      const uint32_t each = (s.units + c.span - 1) / c.span, begin = each * place < s.units ? each * place : s.units;
-      return Segment{begin, place == c.span - 1 || begin + each > s.units ? s.units - begin : each};
+      const int span = c.exchange.span;
+      const uint32_t each = (s.units + span - 1) / span, begin = each * place < s.units ? each * place : s.units;
+      return Segment{begin, place == span - 1 || begin + each > s.units ? s.units - begin : each};
     };
-    const bool of_mine = at.segment == me.segment, shares = c.scatter || of_mine;
+    const bool of_mine = at.segment == me.segment, shares = scatter || of_mine;
     const Segment its_part = part(its, at.place), my_part = part(mine, me.place);
     l.send = shares ? its_part.units : 0;
     l.receive = shares ? my_part.units : 0;
-    l.from = (c.scatter ? its.begin : 0) + its_part.begin;
-    l.begin = !c.scatter ? its.begin + its_part.begin : of_mine ? its_part.begin : i < c.me ? 0 : mine.units;
-    l.part = its_part.units, l.part_to = (c.scatter ? 0 : its.begin) + its_part.begin;
-  } else if (c.root >= 0) {
-    l.send = c.me == c.root ? its.units : 0;
-    l.receive = i == c.root ? its.units : 0;
-    l.begin = i <= c.root ? 0 : its.units;
-  } else if (c.exchange) {
+    l.from = (scatter ? its.begin : 0) + its_part.begin;
+    l.begin = !scatter ? its.begin + its_part.begin : of_mine ? its_part.begin : i < c.me ? 0 : mine.units;
+    l.part = its_part.units, l.part_to = (scatter ? 0 : its.begin) + its_part.begin;
+  } else if (c.exchange.direction == Direction::kPermute) {
     l.send = its.units, l.from = its.begin, l.receive = arrives.units, l.begin = arrives.begin;
-  } else if (c.scatter) {
+  } else if (scatter) {
     l.send = its.units, l.from = its.begin, l.receive = mine.units, l.begin = i ? mine.units : 0;
   } else {
     l.send = mine.units, l.receive = its.units, l.begin = its.begin + (at.place ? its.units : 0);
@@ -130,25 +133,25 @@ __host__ __device__ inline void put(const Call& c, int i, const Lane& lane, Lane
   if (i == c.me) l.part = lane.part, l.part_from = lane.from, l.part_to = lane.part_to;
 }
 
-// Fills c.lanes. counts: rows of each segment; received: of each rank's, in all_to_all; at most kMaxRanks of either.
-template <class Rows>
-void lay_out(Call& c, const Rows& counts, const Rows& received, bool two_hops) {
-  const auto in_turn = [&](const Rows& rows, Segment* segments) {  // gives where they end
+// Fills c.lanes. rows: of each segment; in a permute, that this rank sends to each. received: in a permute, from each.
+inline void lay_out(Call& c, const int64_t* rows, const int64_t* received, bool two_shot) {
+  const auto in_turn = [&](const int64_t* given, int count, Segment* segments) {  // gives where they end
     uint32_t begin = 0;
-    for (size_t i = 0; i < rows.size(); begin += segments[i++].units)
-      segments[i] = {begin, uint32_t(rows[i]) * c.row_units};
+    for (int i = 0; i < count; begin += segments[i++].units) segments[i] = {begin, uint32_t(given[i]) * c.row_units};
     return begin;
   };
+  const Direction direction = c.exchange.direction;
   Segment segments[kMaxRanks], arrive[kMaxRanks] = {};
-  const uint32_t all = in_turn(counts, segments), arriving = in_turn(received, arrive);
-  const auto lane = two_hops ? lane_of<true> : lane_of<false>;
-  const Place me = where_is(c, c.me);
+  const uint32_t all = in_turn(rows, c.exchange.segments, segments);
+  const uint32_t arriving = in_turn(received, direction == Direction::kPermute ? c.n : 0, arrive);
+  const auto lane = two_shot ? lane_of<true> : lane_of<false>;
+  const Place me = place_of_rank(c.exchange, c.me);
   const Segment mine = segments[me.segment];
   for (int i = 0; i < c.n; ++i) {
-    const Place at = where_is(c, i);
+    const Place at = place_of_rank(c.exchange, i);
     put(c, i, lane(c, i, at, me, segments[at.segment], mine, arrive[i]), c.lanes);
   }
-  c.lanes.out = c.exchange ? arriving : c.scatter ? mine.units : all;
+  c.lanes.out = direction == Direction::kPermute ? arriving : direction == Direction::kScatter ? mine.units : all;
   std::fill(c.lanes.begin + c.n, c.lanes.begin + kMaxRanks + 1, c.lanes.out);
 }
 

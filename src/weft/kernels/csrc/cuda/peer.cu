@@ -1,4 +1,4 @@
-// Python's door to the peer-memory exchange: arenas shared by CUDA IPC, checks, launches.
+// Bindings of the exchange over peer memory: arenas shared by CUDA IPC, checks, launches.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "exchange.cuh"
+#include "kernel.cuh"
 
 namespace ffi = tvm::ffi;
 using ffi::TensorView;
@@ -49,19 +49,19 @@ struct World {
 };
 
 template <class T, bool kWhole, int N>
-Kernels kernel_of(Way way, bool norm) {
-  if (way == Way::kGather) return exchange<float, kWhole, N, Way::kGather, false>;  // of whatever type
+Kernels kernel_of(Algorithm how, bool norm) {
+  constexpr Algorithm kOne = Algorithm::kOneShot, kTwo = Algorithm::kTwoShot;
+  if (how == Algorithm::kCopy) return exchange<float, kWhole, N, Algorithm::kCopy, false>;  // of whatever type
   if constexpr (N > 2)
-    if (way == Way::kTwoHops)
-      return norm ? exchange<T, kWhole, N, Way::kTwoHops, true> : exchange<T, kWhole, N, Way::kTwoHops, false>;
-  return norm ? exchange<T, kWhole, N, Way::kSum, true> : exchange<T, kWhole, N, Way::kSum, false>;
+    if (how == kTwo) return norm ? exchange<T, kWhole, N, kTwo, true> : exchange<T, kWhole, N, kTwo, false>;
+  return norm ? exchange<T, kWhole, N, kOne, true> : exchange<T, kWhole, N, kOne, false>;
 }
 template <class T>
-Kernels kernel_for(bool whole, int ranks, Way way, bool norm) {
-  return !whole ? kernel_of<T, false, kMaxRanks>(way, norm)
-         : ranks <= 2 ? kernel_of<T, true, 2>(way, norm)
-         : ranks <= 4 ? kernel_of<T, true, 4>(way, norm)
-                      : kernel_of<T, true, kMaxRanks>(way, norm);
+Kernels kernel_for(bool whole, int ranks, Algorithm how, bool norm) {
+  return !whole       ? kernel_of<T, false, kMaxRanks>(how, norm)
+         : ranks <= 2 ? kernel_of<T, true, 2>(how, norm)
+         : ranks <= 4 ? kernel_of<T, true, 4>(how, norm)
+                      : kernel_of<T, true, kMaxRanks>(how, norm);
 }
 
 // Loads every kernel now: the first launch may come within a graph's capture, where loading is not allowed.
@@ -70,9 +70,9 @@ void load() {
   cudaFuncAttributes attributes;
   for (const int ranks : {2, 4, kMaxRanks})
     for (const bool whole : {false, true})
-      for (const Way way : {Way::kGather, Way::kSum, Way::kTwoHops})
+      for (const Algorithm how : {Algorithm::kCopy, Algorithm::kOneShot, Algorithm::kTwoShot})
         for (const bool norm : {false, true})
-          check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel_for<T>(whole, ranks, way, norm))),
+          check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel_for<T>(whole, ranks, how, norm))),
                 "load");
 }
 
@@ -187,92 +187,114 @@ int64_t error(int64_t handle) { return *reinterpret_cast<volatile uint32_t*>(wor
 // Forgets the error: for tests, which go on after one.
 void clear_error(int64_t handle) { *reinterpret_cast<volatile uint32_t*>(world_of(handle).error_host) = 0; }
 
-// edge: {segments, span, scatter, root, exchange}. counts, received: rows; device_counts: int32 [segments] on the device,
-// or empty. residual, residual_out, weight: empty without an epilogue; quantised, scale: with one, too. blocks: {push,
-// sum, write}; without the first all blocks do all work. cluster: blocks that share a row to be normalised. threads:
-// workers of a block. early: blocks may take their places before the kernel before this one ends. stream: a cudaStream_t.
-void run(int64_t handle, int64_t group, Sizes edge, TensorView x, TensorView out, Sizes counts, Sizes received,
-         TensorView device_counts, TensorView residual, TensorView residual_out, TensorView weight,
-         TensorView quantised, TensorView scale, double eps, int64_t two_hops, Sizes blocks, int64_t cluster,
-         int64_t threads, int64_t early, int64_t stream) {
-  if (threads < 32 || threads > kWorkers || threads % 32)
-    TVM_FFI_THROW(WeftCallError) << "a block has a multiple of 32 threads, up to " << kWorkers << ", not " << threads;
+// What Python asks of `run`, field by field in the order of `Request` in weft/comm/peer.py, eight bytes each: `layout`
+// tells Python what the order is, so that the two cannot part unseen. Addresses are of this rank's device; 0: none.
+//   direction, segments, span   the exchange; rows: of each segment, or in a permute that this rank sends to each rank;
+//                               received: in a permute, from each; device_counts: rows of each segment, int32 in device
+//                               memory, in place of `rows`
+//   x_rows, out_rows            that there is room for; width: elements of a row; dtype: see `run`
+//   residual … eps              the epilogue, if there is a weight; quantised and scale, if its rows are wanted in eight
+//                               bits too
+//   push, sum, write            blocks that do so; without the first all do all work. cluster: blocks that share a row to
+//                               be normalised; threads: workers of a block; early: blocks may take their places before
+//                               the kernel before this one ends; stream: a cudaStream_t
+#define WEFT_REQUEST(FIELD, FIELDS)                                                                                      \
+  FIELD(group) FIELD(direction) FIELD(segments) FIELD(span) FIELD(two_shot) FIELD(x) FIELD(x_rows) FIELD(out)             \
+  FIELD(out_rows) FIELD(width) FIELD(dtype) FIELD(device_counts) FIELD(residual) FIELD(residual_out) FIELD(weight)        \
+  FIELD(quantised) FIELD(scale) FIELD(push) FIELD(sum) FIELD(write) FIELD(cluster) FIELD(threads) FIELD(early)            \
+  FIELD(stream) FIELDS(rows) FIELDS(received)
+struct Request {
+#define FIELD(name) int64_t name;
+#define FIELDS(name) int64_t name[kMaxRanks];
+  WEFT_REQUEST(FIELD, FIELDS)
+#undef FIELD
+#undef FIELDS
+  double eps;
+};
+
+// The fields of a Request, each with its offset, and its size; then what Python must know of the kernels.
+ffi::String layout() {
+  std::string all;
+#define FIELD(name) all += #name "@" + std::to_string(offsetof(Request, name)) + " ";
+  WEFT_REQUEST(FIELD, FIELD)
+#undef FIELD
+  return all + "eps@" + std::to_string(offsetof(Request, eps)) + " size " + std::to_string(sizeof(Request)) +
+         ", max_ranks " + std::to_string(kMaxRanks) + ", max_threads " + std::to_string(kWorkers) + ", unit_bytes " +
+         std::to_string(kUnit) + ", max_normed_bytes " + std::to_string(kMaxRuns * kRunUnits * kUnit) +
+         ", too_many_rows " + std::to_string(kTooManyRows);
+}
+
+// request: where a Request lies. dtype: 0 float32, 1 bfloat16, 2 float16.
+void run(int64_t handle, int64_t request) {
+  const Request& r = *reinterpret_cast<const Request*>(request);
+  if (r.threads < 32 || r.threads > kWorkers || r.threads % 32)
+    TVM_FFI_THROW(WeftCallError) << "a block has a multiple of 32 threads, up to " << kWorkers << ", not " << r.threads;
   World& w = world_of(handle);
-  const GroupMemory& g = w.groups[size_t(group)];
+  const GroupMemory& g = w.groups[size_t(r.group)];
   Call c;
-  c.segments = int(edge[0]), c.span = int(edge[1]), c.scatter = int(edge[2]), c.root = int(edge[3]);
-  c.exchange = int(edge[4]);
+  c.exchange = {Direction(r.direction), int(r.segments), int(r.span)};
   c.n = int(g.ranks.size()), c.me = g.me;
-  const int summed = c.exchange || c.root >= 0 ? 1 : c.scatter ? c.n : c.span;  // consecutive ranks
-  const bool norm = weight.size(0) != 0;  // after a sum, be it of one term
-  const Way way = two_hops ? Way::kTwoHops : summed == 1 && !norm ? Way::kGather : Way::kSum;
-  c.x = static_cast<const char*>(x.data_ptr()), c.out = static_cast<char*>(out.data_ptr());
-  const DLDataType t = x.dtype();
-  int64_t width = 1;
-  for (int i = 1; i < x.ndim(); ++i) width *= x.size(i);
-  c.row_bytes = uint32_t(width * t.bits / 8), c.row_units = (c.row_bytes + kUnit - 1) / kUnit;
+  const bool scatters = c.exchange.direction == Direction::kScatter, norm = r.weight != 0;
+  const int terms = c.exchange.direction == Direction::kPermute ? 1 : scatters ? c.n : c.exchange.span;
+  const Algorithm how = r.two_shot             ? Algorithm::kTwoShot
+                        : terms == 1 && !norm ? Algorithm::kCopy
+                                              : Algorithm::kOneShot;
+  const int64_t element_bytes = r.dtype == 0 ? 4 : 2;
+  const auto at = [](int64_t address) { return reinterpret_cast<char*>(address); };
+  c.x = at(r.x), c.out = at(r.out);
+  c.row_bytes = uint32_t(r.width * element_bytes), c.row_units = (c.row_bytes + kUnit - 1) / kUnit;
   if (norm) {
-    c.residual = static_cast<const char*>(residual.data_ptr());
-    c.residual_out = static_cast<char*>(residual_out.data_ptr());
-    c.weight = static_cast<const char*>(weight.data_ptr());
-    if (scale.size(0)) {
-      c.quantised = static_cast<char*>(quantised.data_ptr());
-      c.scale = static_cast<const float*>(scale.data_ptr());
-    }
-    c.eps = float(eps), c.inverse_width = 1.0f / float(width);
-    if (c.row_units > kMaxRuns * 32)
-      TVM_FFI_THROW(WeftCallError) << "the norm epilogue takes rows of at most " << kMaxRuns * 32 * kUnit << " bytes";
+    c.residual = at(r.residual), c.residual_out = at(r.residual_out), c.weight = at(r.weight);
+    c.quantised = at(r.quantised), c.scale = reinterpret_cast<const float*>(r.scale);
+    c.eps = float(r.eps), c.inverse_width = 1.0f / float(r.width);
+    if (c.row_units > kMaxRuns * kRunUnits)
+      TVM_FFI_THROW(WeftCallError) << "the epilogue takes rows of at most " << kMaxRuns * kRunUnits * kUnit << " bytes";
   }
-  if (device_counts.size(0)) c.device_counts = static_cast<const int32_t*>(device_counts.data_ptr());
+  c.device_counts = reinterpret_cast<const int32_t*>(r.device_counts);
   for (int i = 0; i < c.n; ++i) c.inbox[i] = g.inbox[i];
   c.inbox_units = uint32_t(g.bytes / (kRotations * kUnit));
   c.lane_units[0] = c.inbox_units / c.n, c.lane_units[1] = c.inbox_units / (2 * c.n);
   if (c.device_counts) {
-    const int64_t x_rows = x.size(0), out_rows = out.size(0), units = std::max(1u, c.row_units);
-    const int64_t in_a_lane = c.lane_units[two_hops != 0] / units;
-    const int64_t in_sums = two_hops ? c.inbox_units / 2 / units : INT32_MAX;
-    c.x_units = uint32_t(x_rows * c.row_units);
-    c.most_rows = uint32_t(std::min<int64_t>(1 << 28, two_hops ? in_a_lane * c.span : in_a_lane));
-    c.most_mine = uint32_t(c.scatter ? out_rows : x_rows);
-    c.most_in_all = uint32_t(std::min(c.scatter ? x_rows : out_rows, in_sums));
+    const int64_t units = std::max(1u, c.row_units), in_a_lane = c.lane_units[r.two_shot != 0] / units;
+    const int64_t in_sums = r.two_shot ? c.inbox_units / 2 / units : INT32_MAX;
+    c.x_units = uint32_t(r.x_rows * c.row_units);
+    c.most_rows = uint32_t(std::min<int64_t>(1 << 28, r.two_shot ? in_a_lane * c.exchange.span : in_a_lane));
+    c.most_mine = uint32_t(scatters ? r.out_rows : r.x_rows);
+    c.most_in_all = uint32_t(std::min(scatters ? r.x_rows : r.out_rows, in_sums));
   } else {
-    lay_out(c, counts, received, two_hops != 0);
+    lay_out(c, r.rows, r.received, r.two_shot != 0);
   }
   c.state = g.state, c.error = w.error_device, c.limit_cycles = w.limit_cycles;
-  const int push = int(blocks[0]), sum = int(blocks[1]), write = int(blocks[2]);
-  while (1 << c.log2_cluster < cluster) ++c.log2_cluster;
-  const auto at = reinterpret_cast<cudaStream_t>(stream);
+  while (1 << c.log2_cluster < r.cluster) ++c.log2_cluster;
   const auto aligned = [](const char* p) { return reinterpret_cast<uintptr_t>(p) % kUnit == 0; };
   const bool whole = c.row_bytes % kUnit == 0 && aligned(c.x) && aligned(c.out) && aligned(c.residual) &&
                      aligned(c.residual_out) && aligned(c.weight) && aligned(c.quantised);
-  const auto launch = [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
+  const auto launch = [&](Kernels kernel) {
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = early != 0;
+    attributes[0].val.programmaticStreamSerializationAllowed = r.early != 0;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = unsigned(cluster);
+    attributes[1].val.clusterDim.x = unsigned(r.cluster);
     attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = unsigned(push + sum + write), config.blockDim = unsigned(threads) + kKeepers, config.stream = at;
-    config.attrs = attributes, config.numAttrs = cluster > 1 ? 2 : 1;
-    const Kernels kernel = kernel_for<T>(whole, c.n, way, norm);
-    if (push) {
-      c.push = Blocks{0, push}, c.sum = Blocks{push, sum}, c.write = Blocks{push + sum, write};
+    config.gridDim = unsigned(r.push + r.sum + r.write), config.blockDim = unsigned(r.threads) + kBookkeepers;
+    config.stream = reinterpret_cast<cudaStream_t>(r.stream);
+    config.attrs = attributes, config.numAttrs = r.cluster > 1 ? 2 : 1;
+    if (r.push) {
+      const int push = int(r.push), sum = int(r.sum);
+      c.push = Blocks{0, push}, c.sum = Blocks{push, sum}, c.write = Blocks{push + sum, int(r.write)};
     } else {
-      config.gridDim = unsigned(std::min(write, resident(w, config, kernel, int(cluster))));
+      config.gridDim = unsigned(std::min(int(r.write), resident(w, config, kernel, int(r.cluster))));
       c.push = c.sum = c.write = Blocks{0, int(config.gridDim.x)};
     }
     check(cudaLaunchKernelEx(&config, kernel, c), "launch");
   };
-  if (t.code == kDLFloat && t.bits == 32)
-    launch(static_cast<float*>(nullptr));
-  else if (t.code == kDLBfloat && t.bits == 16)
-    launch(static_cast<__nv_bfloat16*>(nullptr));
-  else if (t.code == kDLFloat && t.bits == 16)
-    launch(static_cast<__half*>(nullptr));
+  if (r.dtype == 0)
+    launch(kernel_for<float>(whole, c.n, how, norm));
+  else if (r.dtype == 1)
+    launch(kernel_for<__nv_bfloat16>(whole, c.n, how, norm));
   else
-    TVM_FFI_THROW(WeftCallError) << "peer memory takes float32, bfloat16 or float16, not " << ffi::DLDataTypeToString(t);
+    launch(kernel_for<__half>(whole, c.n, how, norm));
 }
 
 }  // namespace weft
@@ -284,4 +306,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(connect_here, weft::connect_here)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(destroy, weft::destroy)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(error, weft::error)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(clear_error, weft::clear_error)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout, weft::layout)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, weft::run)

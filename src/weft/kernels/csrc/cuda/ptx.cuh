@@ -1,4 +1,5 @@
-// What the kernel needs of the machine and CUDA C++ has no name for.
+// What the kernels need of the machine and CUDA C++ has no name for. Each primitive states its memory-order contract, in
+// the terms of PTX's memory consistency model.
 #ifndef WEFT_PTX_CUH
 #define WEFT_PTX_CUH
 
@@ -6,18 +7,28 @@
 
 namespace weft {
 
-// Named barriers: of so many threads of the block.
-__device__ inline void meet(int barrier, uint32_t threads) {
+// --- named barriers of a block, for so many of its threads -------------------------------------------------------------
+
+// Waits for all. What any of them did in the block's memory before, each sees after (acquire and release, block).
+__device__ inline void sync_named(int barrier, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-__device__ inline void arrive(int barrier, uint32_t threads) {
+// Counts as one of them without waiting (release, block).
+__device__ inline void arrive_named(int barrier, uint32_t threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Of the kernel before this one on the stream, and for the one after.
+// --- programmatic dependent launch ---------------------------------------------------------------------------------------
+
+// Waits until the kernel before this one on the stream has ended, and sees all that it wrote.
 __device__ inline void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next kernel's blocks may take their places. Orders nothing: what they may read they wait for by the above.
 __device__ inline void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// --- units in memory that GPUs share ---------------------------------------------------------------------------------------
+
+// Volatile, which is relaxed at system scope, for each of the four words; the words of a unit may be seen at different
+// times, so whoever polls looks at each. Nothing else is ordered: the data is its own flag.
 __device__ inline Unit load_polled(const char* p) {
   Unit u;
   asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -26,7 +37,8 @@ __device__ inline Unit load_polled(const char* p) {
                : "memory");
   return u;
 }
-__device__ inline void store_now(char* p, const Unit& u) {
+// As above: relaxed at system scope, word by word, ordering nothing else.
+__device__ inline void store_published(char* p, const Unit& u) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(u.w[0]), "r"(u.w[1]), "r"(u.w[2]),
                "r"(u.w[3])
                : "memory");
@@ -37,13 +49,55 @@ __device__ inline uint32_t at_most(uint32_t w, uint32_t most) {
   return w;
 }
 
-// Every thread of a cluster's blocks. It waits for what this one has pushed to other GPUs, too.
-__device__ inline void meet_cluster() { asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory"); }
-// Stores to what `place` of this block's shared memory is in another block of the cluster.
-__device__ inline void store_in_block(uint32_t block, uint64_t* place, uint64_t value) {
+// --- barriers in shared memory (mbarrier), between the blocks of a cluster ---------------------------------------------------
+
+__device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+// Where what lies at p in this block's shared memory lies in another block's.
+__device__ inline uint32_t shared_address_in(uint32_t block, const void* p) {
   uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(uint32_t(__cvta_generic_to_shared(place))), "r"(block));
-  asm volatile("st.shared::cluster.b64 [%0], %1;" ::"r"(there), "l"(value) : "memory");
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
+  return there;
+}
+// By one thread of a block. Others of the block know after a __syncthreads, other blocks after sync_cluster.
+__device__ inline void init_barrier(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// Waits for every thread of a cluster's blocks. Relaxed but for init_barrier: a release would wait until what was pushed
+// to other GPUs has come there.
+__device__ inline void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
+// Release, block: who has seen the phase pass sees what this thread did before in the block's memory.
+__device__ inline void arrive_at(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// The same, and the phase also waits for so many bytes of store_in_block. They may come before.
+__device__ inline void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+// Whether the phase of this parity has passed; may wait for a moment. Acquire, block: then all that came with it is seen.
+__device__ inline bool has_passed(uint64_t* barrier, uint32_t parity) {
+  uint32_t passed;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(passed)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return passed;
+}
+// Stores to what `place` of this block is in another one, and tells the barrier there of four bytes: who sees that phase
+// pass sees the value (release, cluster, for the value alone; nothing else that this thread did is waited for).
+__device__ inline void store_in_block(uint32_t block, float* place, float value, uint64_t* barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                   shared_address_in(block, place)),
+               "r"(__float_as_uint(value)), "r"(shared_address_in(block, barrier))
+               : "memory");
 }
 
 }  // namespace weft

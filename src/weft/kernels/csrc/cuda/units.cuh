@@ -13,9 +13,9 @@ namespace weft {
 // All ones, a NaN of every type: no data yet. Data that holds it is sent as the NaN before it.
 constexpr uint32_t kSentinel = 0xffffffffu;
 
-__device__ inline void store_far(char* p, const Unit& u) {
+__device__ inline void push_unit(char* p, const Unit& u) {
   constexpr uint32_t most = kSentinel - 1;
-  store_now(p, {at_most(u.w[0], most), at_most(u.w[1], most), at_most(u.w[2], most), at_most(u.w[3], most)});
+  store_published(p, {at_most(u.w[0], most), at_most(u.w[1], most), at_most(u.w[2], most), at_most(u.w[3], most)});
 }
 __device__ inline bool arrived(const Unit& u) {
   return u.w[0] != kSentinel & u.w[1] != kSentinel & u.w[2] != kSentinel & u.w[3] != kSentinel;

@@ -1,0 +1,114 @@
+// Exchanges over peer memory, each in one kernel: ragged, no barrier between GPUs.
+//
+// Counts may live in device memory: one captured graph then serves them all. In large calls some blocks push while others
+// sum or write; those that push come first, so a call ends however few run at once.
+//
+// A small call is as slow as what it fetches for the first time: instructions and parameters too. So each algorithm has a
+// kernel of its own, parameters are read before the wait for the kernel before, and loops are rolled.
+#pragma once
+
+#include "norm.cuh"
+
+namespace weft {
+
+// Lanes from counts in device memory, by the bookkeeping warp; all empty if they do not fit the tensors and the inbox.
+// Thread i holds segment i's count, then stands for rank i, whose place is `at`; me: this rank's.
+template <bool kTwoShot>
+__device__ inline void lay_out_by_counts(const Call& c, int i, Place at, Place me, Lanes& l) {
+  const int segments = c.exchange.segments;
+  const uint32_t count = i < segments ? uint32_t(c.device_counts[i]) : 0;
+  uint32_t total = count;  // of segments up to this one
+#pragma unroll
+  for (int by = 1; by < kMaxRanks; by *= 2) {
+    const uint32_t before = __shfl_up_sync(~0u, total, by);
+    if (i >= by) total += before;
+  }
+  const uint32_t most = __reduce_max_sync(~0u, count), all = __shfl_sync(~0u, total, segments - 1);
+  const uint32_t my_rows = __shfl_sync(~0u, count, me.segment);
+  const bool fits = fit(c, most, my_rows, all);
+  if (!fits && i == 0) atomicCAS_system(c.error, 0u, kTooManyRows);
+  const uint32_t row_units = fits ? c.row_units : 0, size = count * row_units, begin = total * row_units - size;
+  const Segment mine{__shfl_sync(~0u, begin, me.segment), my_rows * row_units};
+  const Segment its{__shfl_sync(~0u, begin, at.segment), __shfl_sync(~0u, size, at.segment)};
+  const uint32_t out = c.exchange.direction == Direction::kScatter ? mine.units : all * row_units;
+  const Lane lane = lane_of<kTwoShot>(c, i, at, me, its, mine, {});
+  if (i < c.n) put(c, i, lane, l);
+  if (i >= c.n && i <= kMaxRanks) l.begin[i] = out;
+  if (i == 0) l.out = out;
+}
+
+// A block's last warp keeps the books, so that no worker waits for it: it lays out what counts in device memory ask for,
+// and once every block has read the group's epoch, it writes the next call's. The next kernel may take its place at once
+// (programmatic dependent launch), but waits for this one's end: what it sends tells its peers that.
+template <class T, bool kWhole, int N, Algorithm kAlgorithm, bool kNorm>
+__global__ void __launch_bounds__(kWorkers + kBookkeepers, N <= 4 ? 2 : 1) exchange(const __grid_constant__ Call c) {
+  using K = Context<T, kWhole, N, kAlgorithm, kNorm>;
+  constexpr bool kTwoShot = kAlgorithm == Algorithm::kTwoShot;
+  __shared__ Lanes lanes;
+  __shared__ uint32_t touched;
+  for (uint32_t k = threadIdx.x; k < sizeof(Lanes) / 4; k += blockDim.x)
+    reinterpret_cast<uint32_t*>(&lanes)[k] = reinterpret_cast<const uint32_t*>(&c.lanes)[k];
+  uint32_t touch = 0;  // of every cache line of the parameters
+#pragma unroll
+  for (size_t k = 0; k < (sizeof(Call) - sizeof(Lanes)) / 4; k += 8) touch += reinterpret_cast<const uint32_t*>(&c)[k];
+  if (threadIdx.x == 0) *const_cast<volatile uint32_t*>(&touched) = touch;
+  K k{c, lanes};
+  const bool worker = threadIdx.x < k.workers(), pushes = k.has(c.push) && worker;
+  // Counts in device memory: in one shot, units are pushed before all is laid out, in two after.
+  const bool pushes_first = !kTwoShot && c.device_counts, lays_out_first = kTwoShot && c.device_counts;
+  const int bookkeeper = int(threadIdx.x - k.workers());
+  const Place at = c.device_counts && !worker ? place_of_rank(c.exchange, bookkeeper) : Place{};
+  const Place here = place_of_rank(c.exchange, c.me);
+  uint32_t segments = 0;
+  if (pushes_first)
+    for (int i = 0; i < c.n; ++i) segments |= uint32_t(i / c.exchange.span) << 4 * i;
+  __shared__ RowSums sums;  // none without kNorm
+  if constexpr (kNorm) {
+    const InRow<K> in{k};
+    sums.init(in.runs, in.own_runs());
+  }
+  __syncthreads();
+  // Who stores into another block must know that it has begun, and its barriers.
+  if (kNorm && c.log2_cluster) sync_cluster();
+
+  wait_for_kernel_before();
+  let_next_kernel_begin();
+  const uint32_t epoch = *reinterpret_cast<volatile uint32_t*>(&c.state->epoch);
+  if (c.device_counts && !worker) lay_out_by_counts<kTwoShot>(c, bookkeeper, at, here, lanes);
+  if (lays_out_first) __syncthreads();
+  Send<N> send;  // loaded while the epoch is on its way, as is the row
+  RowUnit row;
+  if (pushes && pushes_first) {
+    if constexpr (!kTwoShot) begin_to_send_by_counts(k, segments, send);
+  } else if (pushes) {
+    begin_to_send(k, send);
+  }
+  const bool normalises = kNorm && worker && k.has(c.write);
+  if constexpr (kNorm)
+    if (normalises && !pushes_first) load_first_row(k, row);
+  k.rotation = int64_t(epoch % kRotations) * c.inbox_units * kUnit;
+  if (pushes) push(k, send);
+  if (pushes_first) {
+    __syncthreads();
+    if constexpr (kNorm)
+      if (normalises) load_first_row(k, row);
+  }
+  if (!worker) {
+    sync_named(1, blockDim.x);  // every thread of the block has read the epoch
+    if (bookkeeper == 0 && (gridDim.x == 1 || atomicAdd(&c.state->blocks_begun, 1) == gridDim.x - 1))
+      c.state->blocks_begun = 0, c.state->epoch = epoch + 1;
+    return;
+  }
+  if (pushes) push_empty_lanes(k);
+  arrive_named(1, blockDim.x);
+  if constexpr (kTwoShot)
+    if (k.has(c.sum)) sum_part(k);
+  if (!k.has(c.write)) return;
+  await_empty_lanes(k);
+  if constexpr (kNorm)
+    write_normed(k, row, sums);
+  else
+    write(k);
+}
+
+}  // namespace weft

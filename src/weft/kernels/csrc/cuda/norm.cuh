@@ -1,0 +1,211 @@
+// The epilogue: residual add and RMSNorm (arXiv 1910.07467), a row a cluster of blocks.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include "reduce.cuh"
+
+namespace weft {
+
+__device__ inline float sum_over_warp(float value) {
+#pragma unroll
+  for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(~0u, value, mask);
+  return value;
+}
+
+// How a cluster's blocks share a row, as a thread sees it.
+template <class K>
+struct InRow {
+  const K& k;
+  const uint32_t cluster = 1u << k.c.log2_cluster, block = blockIdx.x & (cluster - 1);
+  const uint32_t step = k.workers() << k.c.log2_cluster, start = block * k.workers() + threadIdx.x;
+  const uint32_t runs = (k.row_units + kRunUnits - 1) / kRunUnits;  // of the row
+  // Whether the block whose number is this thread's lane has part in the row.
+  const bool has_part = threadIdx.x % 32 < cluster && threadIdx.x % 32 * k.workers() < k.row_units;
+
+  // That this block sums.
+  __device__ uint32_t own_runs() const {
+    const uint32_t warps = k.workers() / kRunUnits, in_a_turn = warps << k.c.log2_cluster;
+    const uint32_t rest = runs % in_a_turn, begin = block * warps;
+    return runs / in_a_turn * warps + (rest > begin ? min(rest - begin, warps) : 0);
+  }
+};
+
+// A row's sums of squares, one a run, which the warps of a cluster tell each other. Two rows' lie apart, with a barrier
+// each: a warp that stores what it adds of a row has waited for all sums of the row before, and so all warps have read
+// those of the row before that, whose place this is.
+struct alignas(16) RowSums {
+  float of_run[2][kMaxRuns];
+  uint64_t complete[2];
+
+  // By all threads of a block, which then must meet. of_block: runs that this block sums.
+  __device__ void init(uint32_t runs, uint32_t of_block) {
+    // `total` adds four at a time.
+    if (threadIdx.x < 8 && runs + threadIdx.x % 4 < kMaxRuns) of_run[threadIdx.x / 4][runs + threadIdx.x % 4] = 0;
+    if (threadIdx.x < 2) init_barrier(&complete[threadIdx.x], max(of_block, 1u));
+  }
+
+  // A warp's sum of a run of the row of this number, to every block that has part in it, a lane each. from_others: bytes
+  // of such sums that come from other blocks. Memory order: the value goes with its barrier, in this block by an arrival
+  // (release), in others by a store that the barrier there counts. A release at the cluster's scope would wait until what
+  // was pushed to other GPUs has come to its readers.
+  template <class K>
+  __device__ void publish(const InRow<K>& in, uint32_t row, uint32_t run, float value, uint32_t from_others) {
+    const uint32_t to = threadIdx.x % 32;
+    float* const place = &of_run[row % 2][run];
+    uint64_t* const barrier = &complete[row % 2];
+    __syncwarp();  // all lanes have read the sums of the row before
+    if (to == in.block) {
+      *place = value;
+      // The first warp tells what comes from other blocks: no phase passes without its arrival.
+      if (threadIdx.x < 32 && run * kRunUnits < in.step && from_others)
+        arrive_expecting(barrier, from_others);
+      else
+        arrive_at(barrier);
+    } else if (in.has_part) {
+      store_in_block(to, place, value, barrier);
+    }
+  }
+
+  // Of all runs, each thread for itself, in the same order (acquire).
+  __device__ float total(uint32_t row, uint32_t runs) {
+    while (!has_passed(&complete[row % 2], (row - 1) / 2 % 2)) {
+    }
+    float sum[4] = {};
+#pragma unroll 8
+    for (uint32_t run = 0; run < runs; run += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(&of_run[row % 2][run]);
+      sum[0] += four.x, sum[1] += four.y, sum[2] += four.z, sum[3] += four.w;
+    }
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  }
+};
+
+// The rows of a cluster, one a turn. In two shots the result's strips take turns, since all of them arrive at once.
+struct Rows {
+  uint32_t turn, strips, each, by;  // each: rows of a strip, at most; by: turns of all clusters at a time
+};
+template <class K>
+__device__ Rows rows_of_cluster(const K& k) {
+  Rows r{(blockIdx.x - k.c.write.first) >> k.c.log2_cluster, 1, 0, uint32_t(k.c.write.count) >> k.c.log2_cluster};
+  if constexpr (K::kAlgorithm == Algorithm::kTwoShot) {
+    r.strips = uint32_t(k.scatters ? k.c.exchange.span : k.c.n);
+    r.each = (k.l.out / k.row_units + r.strips - 1) / r.strips;
+  }
+  return r;
+}
+// The row of this turn, or of the next that has one; one beyond the result if none has.
+template <class K>
+__device__ uint32_t row_of_turn(const K& k, Rows& r) {
+  if constexpr (K::kAlgorithm == Algorithm::kTwoShot) {
+    for (; r.turn < r.strips * r.each; r.turn += r.by)
+      if (const uint32_t row = r.turn % r.strips * r.each + r.turn / r.strips; row * k.row_units < k.l.out) return row;
+    return r.strips * r.each;
+  }
+  return r.turn;
+}
+
+// What the epilogue needs of a row besides its sum: a thread's unit.
+struct RowUnit {
+  Unit residual, weight;
+  float scale;  // of quantised rows
+};
+template <class K>
+__device__ void load_row_unit(const K& k, uint32_t row, uint32_t u, RowUnit& r) {
+  if (u >= k.row_units || row * k.row_units >= k.l.out) return;
+  r.residual = k.load(k.c.residual, row * k.row_units + u);
+  r.weight = k.load(k.c.weight, u);
+  if (k.c.quantised) r.scale = *k.c.scale;
+}
+template <class K>
+__device__ void load_first_row(const K& k, RowUnit& r) {
+  Rows all = rows_of_cluster(k);
+  load_row_unit(k, row_of_turn(k, all), InRow<K>{k}.start, r);
+}
+
+template <class E>
+__device__ Unit normed(const RowUnit& r, float scale) {
+  float f[E::count], w[E::count];
+  E::widen(r.residual, f);
+#pragma unroll
+  for (int i = 0; i < E::count; ++i) f[i] *= scale;
+  const Unit rounded = E::narrow(f);
+  E::widen(rounded, f), E::widen(r.weight, w);
+#pragma unroll
+  for (int i = 0; i < E::count; ++i) f[i] *= w[i];
+  return E::narrow(f);
+}
+
+// A unit of a normalised row in eight bits (OCP FP8 E4M3), saturated.
+template <class K>
+__device__ void quantise(const K& k, uint32_t row, uint32_t u, const Unit& unit, float scale) {
+  using E = typename K::E;
+  float f[E::count];
+  uint8_t q[E::count];
+  E::widen(unit, f);
+#pragma unroll
+  for (int i = 0; i < E::count; ++i) q[i] = __nv_cvt_float_to_fp8(__fdiv_rn(f[i], scale), __NV_SATFINITE, __NV_E4M3);
+  const uint32_t width = k.row_bytes / sizeof(typename K::T), at = u * E::count;
+  char* out = k.c.quantised + int64_t(row) * width + at;
+  if constexpr (K::kWhole) {
+#pragma unroll
+    for (int i = 0; i < E::count; i += 4)
+      *reinterpret_cast<uint32_t*>(out + i) = q[i] | q[i + 1] << 8 | q[i + 2] << 16 | uint32_t(q[i + 3]) << 24;
+  } else {
+#pragma unroll
+    for (int i = 0; i < E::count; ++i)
+      if (at + i < width) out[i] = char(q[i]);
+  }
+}
+
+// residual_out = residual + value; out = weight · round(residual_out / √(mean of squares + eps)).
+// Squares are summed by runs, then over runs: the same bits however many threads share a row.
+// r: loaded for the first row. Where a row has more than a unit a thread, the others are read again.
+template <class K>
+__device__ void write_normed(const K& k, RowUnit& r, RowSums& sums) {
+  using E = typename K::E;
+  const Call& c = k.c;
+  const InRow<K> in{k};
+  const int width = int(k.row_bytes / sizeof(typename K::T));
+  const uint32_t from_others = sizeof(float) * (in.runs - in.own_runs());
+  const bool more = k.row_units > in.step;
+  if (k.first_of_warp(in.start) >= k.row_units) return;  // no part in any row
+  Rows all = rows_of_cluster(k);
+#pragma unroll 1
+  for (uint32_t row = row_of_turn(k, all), number = 1; row * k.row_units < k.l.out; ++number) {
+    const uint32_t begin = row * k.row_units;
+#pragma unroll 1
+    for (uint32_t u = in.start; k.first_of_warp(u) < k.row_units; u += in.step) {
+      const bool mine = u < k.row_units;
+      float squares = 0;
+      if (u >= in.step) load_row_unit(k, row, u, r);
+      const Unit delta = value(k, mine, begin + u);
+      if (mine) {
+        float f[E::count], d[E::count];
+        E::widen(delta, d), E::widen(r.residual, f);
+#pragma unroll
+        for (int i = 0; i < E::count; ++i) f[i] += d[i];
+        r.residual = E::narrow(f);
+        k.store(c.residual_out, begin + u, r.residual);
+        E::widen(r.residual, f);
+#pragma unroll
+        for (int i = 0; i < E::count; ++i)
+          if (K::kWhole || int(u) * E::count + i < width) squares += f[i] * f[i];
+      }
+      sums.publish(in, number, u / kRunUnits, sum_over_warp(squares), from_others);
+    }
+    const float scale = rsqrtf(sums.total(number, in.runs) * c.inverse_width + c.eps);
+#pragma unroll 1
+    for (uint32_t u = in.start; u < k.row_units; u += in.step) {
+      if (more) r.residual = k.load(c.residual_out, begin + u), r.weight = k.load(c.weight, u);
+      const Unit result = normed<E>(r, scale);
+      k.store(c.out, begin + u, result);
+      if (c.quantised) quantise(k, row, u, result, r.scale);
+    }
+    all.turn += all.by;
+    row = row_of_turn(k, all);
+    load_row_unit(k, row, in.start, r);
+  }
+}
+
+}  // namespace weft

@@ -90,7 +90,7 @@ def refuse(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
     group = tuple(range(mesh.world))
     with pytest.raises(CommError, match="max_bytes="):
         transport.all_reduce(torch.ones(1 << 20, 16, device=device), group)
-    with pytest.raises(CommError, match="not torch.int32"):
+    with pytest.raises(CommError, match=r"not torch\.int32"):
         transport.all_reduce(torch.ones(4, 64, device=device, dtype=torch.int32), group)
     counts = torch.full((mesh.world,), 99, dtype=torch.int32, device=device)
     elsewhere = () if device.type == "cpu" else (counts.cpu(),)

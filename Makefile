@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test lint counts clean
+.PHONY: help setup demo test test-gpu lint counts clean
 help:
 	@echo "make demo   serve the embedded model on 4 ranks and ask it word problems"
 	@echo "make test   run every test        make lint   ruff and mypy"
+	@echo "make test-gpu  what needs GPUs, with the Python at hand; writes gpu-tests.log"
 	@echo "make counts lines of code         make clean  remove the virtual environment"
 
 setup: $(VENV)/.ready
@@ -26,6 +27,11 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest
+
+# With the Python at hand: GPU machines bring their own torch.
+test-gpu:
+	@PYTHONPATH=src:tests$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest tests/gpu --ignore tests/gpu/test_emulated.py \
+	  -o cache_dir=/dev/null -rs > gpu-tests.log 2>&1; status=$$?; cat gpu-tests.log; exit $$status
 
 lint: setup
 	@$(BIN)/ruff check

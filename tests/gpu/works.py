@@ -70,7 +70,8 @@ def fill(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings: di
             sizes = tuple(rows * (g == one) for g in range(mesh.attn_dp))
             mine = slice(0, sizes[mesh.group_of(rank)])
             for given in (sizes, LiveSizes(sizes, torch.tensor(sizes, dtype=torch.int32, device=device))):
-                got = transport.reduce_scatterv_all_reduce(x, group, given)
+                exchange = reduce_scatterv_all_reduce(mesh.attn_dp, mesh.attn_tp)
+                got = transport.exchange(x, exchange, group, given)
                 assert torch.equal(got, summed[mine])
             got = transport.all_reduce_all_gatherv(x[mine], group, sizes)
             assert torch.equal(got, of_groups[one])

@@ -11,7 +11,7 @@ from comm.oracle import check_calls, check_edges, check_epilogues, counts_of
 from weft.comm.peer import PeerTransport
 from weft.comm.peer_launch import NEVER, PeerTuning, Split
 from weft.comm.transport import CommError, CommTimeout, Epilogue, LiveSizes
-from weft.place.exchange import all_to_allv
+from weft.place.exchange import all_to_allv, reduce_scatterv_all_reduce
 from weft.place.spec import Mesh
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)

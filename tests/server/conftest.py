@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from engine.conftest import byte_tokenizer
 from weft.engine.config import EngineConfig, QueueFull
 from weft.engine.engine import Engine
+from weft.engine.language import Language
 from weft.engine.request import Output
 from weft.server.answers import Intake
 from weft.server.app import create_app
@@ -48,6 +49,7 @@ class QuietEngine:
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
+        self.language = Language(tokenizer, Path("nowhere"), 257, (0,))
         self.listeners: dict[int, Callable[[Output], None]] = {}
         self.cancelled: list[int] = []
         self.asked: list[tuple[str, float | None]] = []

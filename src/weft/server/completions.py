@@ -14,14 +14,17 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from jinja2 import TemplateError
 
 from weft.engine.engine import Engine
 from weft.engine.request import Output, SamplingParams
 from weft.server import render
 from weft.server.answers import Choice, Intake, usage
+from weft.server.chats import ChatRequest
 from weft.server.errors import ApiError, unknown_model
-from weft.server.protocol import ChatRequest, CommonRequest, CompletionRequest
+from weft.server.prompts import Prompts
+from weft.server.protocol import CommonRequest, CompletionRequest, StreamOptions
+from weft.server.structure import grammar_of
+from weft.server.tools import END
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,9 @@ class Service:
         return self.intake.engine
 
     @cached_property
-    def _longest_token(self) -> int:
-        """Characters of the longest token, which no token of a text exceeds."""
-        return max(map(len, self.engine.tokenizer.get_vocab()))
+    def prompts(self) -> Prompts:
+        """What makes tokens of requests."""
+        return Prompts(self.engine)
 
     def router(self) -> APIRouter:
         """The two routes."""
@@ -60,24 +63,28 @@ class Service:
         self._check(body)
         if body.echo and body.logprobs is not None:
             raise ApiError(400, "echo with logprobs is not supported; leave one out", param="echo")
-        several = isinstance(body.prompt, list) and not isinstance(next(iter(body.prompt), 0), int)
-        self._check_choices(len(body.prompt) * body.n if several else body.n)
-        prompts = await run_in_threadpool(self._prompts, body.prompt)  # long texts must not hold up other streams
-        params = body.sampling(body.max_tokens, body.logprobs)
-        lead = [self._echo(p) if body.echo else "" for p in prompts for _ in range(body.n)]
+        prompts = await run_in_threadpool(self.prompts.of_completion, body)  # it must not hold up other streams
+        params = await run_in_threadpool(self._params, body, max_tokens=body.max_tokens, logprobs=body.logprobs)
+        lead = [self.prompts.text(p) if body.echo else "" for p in prompts for _ in range(body.n)]
         style = render.Completion(self.engine.tokenizer, lead, body.logprobs is not None)
         return await self._answer(body, request, prompts, params, style)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Messages in, a message out."""
         self._check(body)
-        if body.top_logprobs and not body.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-        prompt = await run_in_threadpool(self._chat_prompt, body)
-        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        params = body.sampling(most, (body.top_logprobs or 0) if body.logprobs else None)
-        style = render.Chat(self.engine.tokenizer, bool(body.logprobs))
+        prompt = await run_in_threadpool(self.prompts.of_chat, body)
+        params = await run_in_threadpool(self.chat_params, body)
+        style = render.Chat(self.engine.language.grammars.tokens, bool(body.logprobs), calls=bool(body.offered))
         return await self._answer(body, request, [prompt], params, style)
+
+    def chat_params(self, body: ChatRequest) -> SamplingParams:
+        """How to answer a chat. ApiError 400."""
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = self._params(body, calls=body.calls_grammar(), max_tokens=most, logprobs=logprobs)
+        if body.offered and not body.parallel_tool_calls:
+            params = replace(params, stop=(*params.stop, END), keep_stop=True)
+        return params
 
     # --- shared -----------------------------------------------------------------------------------------------
 
@@ -88,41 +95,20 @@ class Service:
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
         body.refuse_unsupported()
 
-    def _check_choices(self, count: int) -> None:
-        most = self.engine.config.max_choices
-        if count > most:
-            raise ApiError(400, f"{count} answers are asked for at once (prompts × n); at most {most} are given")
-
-    def _echo(self, prompt: Sequence[int]) -> str:
-        vocabulary = self.engine.model_config.vocab_size
-        if not all(0 <= token < vocabulary for token in prompt):  # the tokenizer would fail on some of them
-            raise ApiError(400, f"prompt tokens must be between 0 and {vocabulary - 1}", param="prompt")
-        return str(self.engine.tokenizer.decode(prompt))
-
-    def _prompts(self, prompt: Any) -> list[list[int]]:
-        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-            prompt = [prompt]
-        if not prompt:
-            raise ApiError(400, "the prompt is empty", param="prompt")
-        self._check_length(sum(len(p) for p in prompt if isinstance(p, str)), "prompt", len(prompt))
-        return [self.engine.tokenizer.encode(p) if isinstance(p, str) else p for p in prompt]
-
-    def _check_length(self, characters: int, param: str, prompts: int = 1) -> None:
-        """Refuses text that cannot fit, before it is encoded: that takes a hundred times its size of memory."""
-        most = prompts * self.engine.max_model_len * self._longest_token
-        if characters > most:
-            message = f"{characters} characters cannot fit into the context of {self.engine.max_model_len} tokens"
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
-
-    def _chat_prompt(self, body: ChatRequest) -> list[int]:
-        self._check_length(sum(m.characters for m in body.messages), "messages")
-        try:
-            text = self.engine.tokenizer.apply_chat_template(
-                [m.plain() for m in body.messages], tokenize=False, add_generation_prompt=True
+    def _params(self, body: CommonRequest, *, calls: str | None = None, **more: Any) -> SamplingParams:
+        """calls: the grammar of an answer that must be calls. Compiling a grammar may take a second."""
+        grammar = grammar_of(body)
+        if grammar and calls:
+            raise ApiError(
+                400, "tool_choice and response_format ask for two grammars; ask for one", param="tool_choice"
             )
-        except (ValueError, TemplateError) as error:
-            raise ApiError(400, f"the model's chat template refuses the messages: {error}", param="messages") from error
-        return list(self.engine.tokenizer.encode(text, add_special_tokens=False))
+        grammar = grammar or calls
+        if grammar:
+            try:
+                self.engine.language.grammars.start(grammar)
+            except ValueError as error:
+                raise ApiError(400, str(error), param="response_format") from error
+        return body.sampling(self.engine.language, grammar=grammar, **more)
 
     async def _answer(
         self,
@@ -141,8 +127,7 @@ class Service:
         if body.stream:
             # Fetch the first increment before the headers go out: a refusal must still be an HTTP status.
             first = await anext(stream, None)
-            with_usage = bool(body.stream_options and body.stream_options.include_usage)
-            events = self._events(head, first, stream, choices, prompts, style, with_usage)
+            events = self._events(head, first, stream, choices, prompts, style, body.stream_options or StreamOptions())
             return StreamingResponse(events, media_type="text/event-stream")
         async with aclosing(stream):
             async for index, output in stream:
@@ -160,7 +145,7 @@ class Service:
         choices: list[Choice],
         prompts: Sequence[Sequence[int]],
         style: render.Style,
-        with_usage: bool,
+        options: StreamOptions,
     ) -> AsyncIterator[str]:
         head = head | {"object": style.chunk_name}
 
@@ -174,14 +159,15 @@ class Service:
                     async for item in stream:
                         yield item
 
-        blank = {"usage": None} if with_usage else {}
+        blank = {"usage": None} if options.include_usage else {}
         try:
             async for index, output in increments():
                 begins = choices[index].last is None
                 choices[index].add(output)
+                counts = {"usage": usage(prompts, choices)} if options.continuous_usage_stats else blank
                 for choice in style.chunks(index, output, begins):
-                    yield event(head | {"choices": [choice]} | blank)
-            if with_usage:
+                    yield event(head | {"choices": [choice]} | counts)
+            if options.include_usage:
                 yield event(head | {"choices": [], "usage": usage(prompts, choices)})
         except ApiError as error:  # the headers are gone: say it in the stream
             yield f"data: {bytes(error.response().body).decode()}\n\n"

@@ -1,16 +1,31 @@
-"""Request bodies of the OpenAI API, checked. Unknown fields are ignored; known ones that Weft lacks are refused."""
+"""Request bodies of the OpenAI API, checked. A field is served, or refused by its name; none is ignored silently, but
+for those that change no answer."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from weft.engine.language import Language
 from weft.engine.request import SamplingParams
 from weft.server.errors import ApiError
 
 MOST_ITEMS = 2**16
 """Messages of a chat, or prompts of a completion."""
+HARMLESS = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "parallel_tool_calls",
+    "spaces_between_special_tokens",
+}
+"""Fields that are taken and change no answer."""
 
 
 def _encodable(text: str) -> str:
@@ -25,44 +40,19 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 
 
-def _not_too_many(values: Any) -> Any:
+def not_too_many(values: Any) -> Any:
     """Before each is looked at: a long list of little takes much more memory than its text."""
     if isinstance(values, list) and len(values) > MOST_ITEMS:
         raise ValueError(f"{len(values)} items; at most {MOST_ITEMS}")
     return values
 
 
-class StreamOptions(BaseModel):
-    """include_usage: send a last chunk with token counts."""
-
-    include_usage: bool = False
-
-
-class CommonRequest(BaseModel):
-    """What both kinds of completion share. top_k, min_tokens, ignore_eos, stop_token_ids are extensions."""
+class Body(BaseModel):
+    """A JSON object in which null counts as left out, and only known fields may stand."""
 
     model_config = ConfigDict(extra="allow")
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "presence_penalty": (0,),
-        "frequency_penalty": (0,),
-        "repetition_penalty": (1,),
-        "min_p": (0,),
-        "logit_bias": ({},),
-    }
-
-    model: str | None = None
-    user: Text | None = None
-    n: int = Field(1, ge=1, le=128)
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: Text | list[Text] | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    top_k: int = 0
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop_token_ids: list[int] = []
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Fields that are not served, with the values that ask for nothing."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,44 +60,122 @@ class CommonRequest(BaseModel):
         return {k: v for k, v in body.items() if v is not None} if isinstance(body, dict) else body
 
     def refuse_unsupported(self) -> None:
-        """ApiError 400 for a parameter that asks for something Weft cannot do."""
-        for name, neutral in self.unsupported.items():
-            value = (self.model_extra or {}).get(name)
-            if value is not None and value not in neutral:
+        """ApiError 400 for a field that asks for something Weft cannot do."""
+        for name, value in (self.model_extra or {}).items():
+            if name not in HARMLESS and value not in self.neutral.get(name, ()):
                 raise ApiError(400, f"{name} is not supported; leave it out", param=name)
 
-    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """The engine's parameters. ApiError 400 for a value out of range."""
+
+class StreamOptions(Body):
+    """include_usage: send a last chunk with token counts. continuous_usage_stats: counts so far in each chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class StructuredOutputs(Body):
+    """One of these; see `weft.engine.grammar`."""
+
+    json_: Any = Field(None, alias="json")
+    regex: Text | None = None
+    choice: list[Text] | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+
+
+class CommonRequest(Body):
+    """What both kinds of completion share: OpenAI's parameters, then vLLM's."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "use_beam_search": (False,),
+        "length_penalty": (1,),
+        "modalities": (["text"],),
+        "priority": (0,),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+    }
+
+    model: str | None = None
+    user: Text | None = None
+    n: int = Field(1, ge=1, le=128)
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: Text | list[Text] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    response_format: dict[str, Any] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
+    bad_words: list[Text] = []
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
+    json_schema: Any = None
+    regex: Text | None = None
+    ebnf: Text | None = None
+
+    def sampling(self, language: Language, **more: Any) -> SamplingParams:
+        """The engine's parameters; `more` of them as they are. ApiError 400 for a value out of range."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > 16:
             raise ApiError(400, f"{len(stop)} stop strings; at most 16", param="stop")
+        said = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        drawing = language.defaults | {name: value for name, value in said.items() if value is not None}
+        if "top_k" in drawing:
+            drawing["top_k"] = max(int(drawing["top_k"]), 0)  # -1 is some clients' word for off
         try:
             return SamplingParams(
-                max_tokens=max_tokens,
                 min_tokens=self.min_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=max(self.top_k, 0),  # -1 is some clients' word for off
                 seed=self.seed,
                 stop=tuple(stop),
                 stop_token_ids=tuple(self.stop_token_ids),
                 ignore_eos=self.ignore_eos,
-                logprobs=logprobs,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                logit_bias=tuple(self.logit_bias.items()),
+                bad_words=tuple(w for word in self.bad_words for w in _spellings(word, language.tokenizer)),
+                allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+                keep_stop=self.include_stop_str_in_output,
+                keep_special=not self.skip_special_tokens,
+                **drawing,
+                **more,
             )
         except ValueError as error:
             raise ApiError(400, str(error), param=str(error).split(" ")[0]) from error
 
 
+def _spellings(word: str, tokenizer: Any) -> set[tuple[int, ...]]:
+    """A word's tokens at the start of a text and after a space."""
+    return {tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")}
+
+
 class CompletionRequest(CommonRequest):
     """POST /v1/completions. prompt: text or token ids, one or several."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = CommonRequest.unsupported | {"suffix": ("",)}
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = CommonRequest.neutral | {"suffix": ("",)}
 
     prompt: Text | list[int] | list[Text] | list[list[int]]
     max_tokens: int = 16
     logprobs: int | None = None
     echo: bool = False
     best_of: int = 1
+    add_special_tokens: bool = True
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
@@ -116,46 +184,17 @@ class CompletionRequest(CommonRequest):
             raise ApiError(400, message, param="best_of")
 
 
-class TextPart(BaseModel):
-    """A part of a message; text is all that Weft reads."""
+class TokenizeRequest(Body):
+    """POST /tokenize. prompt: text; or messages, through the chat template."""
 
-    type: Literal["text"]
-    text: Text
-
-
-class Message(BaseModel):
-    """One message of a chat."""
-
-    model_config = ConfigDict(extra="allow")
-    role: Text
-    content: Text | list[TextPart] | None = None
-
-    @property
-    def characters(self) -> int:
-        """Length of its text."""
-        parts = self.content or ""
-        return len(self.role) + (len(parts) if isinstance(parts, str) else sum(len(p.text) for p in parts))
-
-    def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
-        content = self.content or ""
-        return {"role": self.role, "content": content if isinstance(content, str) else "".join(p.text for p in content)}
+    model: str | None = None
+    prompt: Text | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
 
 
-class ChatRequest(CommonRequest):
-    """POST /v1/chat/completions."""
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = CommonRequest.unsupported | {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "response_format": ({"type": "text"},),
-    }
-
-    messages: Annotated[list[Message], Field(min_length=1), BeforeValidator(_not_too_many)]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = None
+    model: str | None = None
+    tokens: Annotated[list[int], BeforeValidator(not_too_many)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from llguidance import LLTokenizer
+
 from weft.engine.request import Output, TokenLogprob
 from weft.server.answers import Choice
+from weft.server.tools import Call, CallParser
 
 
 class Style(Protocol):
@@ -67,30 +71,43 @@ class Completion:
 
 
 class Chat:
-    """/v1/chat/completions."""
+    """/v1/chat/completions. calls: the text may hold calls of tools, which are told apart from it."""
 
     id_prefix, name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Any, logprobs: bool):
-        self._tokenizer, self._logprobs = tokenizer, logprobs
+    def __init__(self, tokens: LLTokenizer, logprobs: bool, calls: bool = False):
+        self._tokens, self._logprobs, self._calls = tokens, logprobs, calls
+        self._parsers: defaultdict[int, CallParser] = defaultdict(CallParser)
 
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.last is not None
-        message = {"role": "assistant", "content": choice.text}
-        return {"index": index, "message": message} | self._rest(choice.logprobs, choice.last)
+        text, calls = CallParser().push(choice.text, last=True) if self._calls else (choice.text, [])
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message |= {"content": text or None, "tool_calls": [call.plain() for call in calls]}
+        return {"index": index, "message": message} | self._rest(choice.logprobs, choice.last, bool(calls))
 
     def chunks(self, index: int, output: Output, begins: bool) -> Iterator[dict[str, Any]]:
         if begins:
             role = {"index": index, "delta": {"role": "assistant", "content": ""}}
             yield role | {"logprobs": None, "finish_reason": None}
-        if output.text or output.logprobs or output.finish_reason:
-            delta = {"content": output.text} if output.text else {}
-            yield {"index": index, "delta": delta} | self._rest(output.logprobs, output)
+        text, called = output.text, 0
+        calls: list[Call] = []
+        if self._calls:
+            called = self._parsers[index].calls
+            text, calls = self._parsers[index].push(text, last=output.finish_reason is not None)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [{"index": called + i} | call.plain() for i, call in enumerate(calls)]
+        if delta or output.logprobs or output.finish_reason:
+            rest = self._rest(output.logprobs, output, called + len(calls) > 0)
+            yield {"index": index, "delta": delta} | rest
 
-    def _rest(self, logprobs: Sequence[TokenLogprob], output: Output) -> dict[str, Any]:
+    def _rest(self, logprobs: Sequence[TokenLogprob], output: Output, called: bool) -> dict[str, Any]:
+        reason = "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
         return {
             "logprobs": {"content": [self._token(p) for p in logprobs]} if self._logprobs else None,
-            "finish_reason": output.finish_reason,
+            "finish_reason": reason,
             "stop_reason": output.stop_reason,
         }
 
@@ -98,5 +115,6 @@ class Chat:
         return self._entry(p.token_id, p.logprob) | {"top_logprobs": [self._entry(t, value) for t, value in p.top]}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._tokenizer.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        # A token may be a part of a character, or hold none at all: its bytes are told apart from its text.
+        raw = self._tokens.decode_bytes([token])
+        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}

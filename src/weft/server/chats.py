@@ -1,0 +1,189 @@
+"""Bodies of POST /v1/chat/completions: messages, tools, and the prompt that a chat template makes of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from jinja2 import TemplateError
+from pydantic import BeforeValidator, Field
+
+from weft.server.errors import ApiError
+from weft.server.protocol import Body, CommonRequest, Text, not_too_many
+from weft.server.tools import BEGIN, calls_grammar
+
+OUR_ARGUMENTS = {"conversation", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
+"""Of a chat template: what `chat_template_kwargs` may not set."""
+
+
+class TextPart(Body):
+    """A part of a message; text is all that Weft reads."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(Body):
+    """arguments: JSON, as text."""
+
+    name: Text
+    arguments: Text = "{}"
+
+
+class ToolCall(Body):
+    """A call that the assistant made before."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Body):
+    """One message of a chat."""
+
+    role: Text
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_call_id: Text | None = None
+
+    @property
+    def text(self) -> str:
+        """Its parts in one."""
+        parts = self.content or ""
+        return parts if isinstance(parts, str) else "".join(p.text for p in parts)
+
+    @property
+    def characters(self) -> int:
+        """Length of its text."""
+        return len(self.role) + len(self.text) + sum(len(c.function.arguments) for c in self.tool_calls)
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it: arguments are objects. ApiError 400 where they are not."""
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [self._call(call) for call in self.tool_calls]
+        for name in ("name", "tool_call_id"):
+            if getattr(self, name) is not None:
+                message[name] = getattr(self, name)
+        return message | {k: v for k, v in (self.model_extra or {}).items() if k == "reasoning_content"}
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        try:
+            arguments = json.loads(call.function.arguments or "{}")
+        except ValueError as error:
+            message = f"the arguments of a call of {call.function.name} are not JSON: {error}"
+            raise ApiError(400, message, param="messages") from error
+        return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+class Function(Body):
+    """parameters: a JSON schema."""
+
+    name: Text = Field(min_length=1)
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: Text
+
+
+class NamedTool(Body):
+    """tool_choice: this one."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(CommonRequest):
+    """POST /v1/chat/completions."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = CommonRequest.neutral | {
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1), BeforeValidator(not_too_many)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The functions that the answer may call."""
+        if self.tool_choice == "none":
+            return []
+        return [t.function.model_dump(exclude_none=True) for t in self.tools]
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        if (
+            self.continue_final_message
+            and "add_generation_prompt" in self.model_fields_set
+            and self.add_generation_prompt
+        ):
+            message = "continue_final_message and add_generation_prompt exclude each other; leave one out"
+            raise ApiError(400, message, param="continue_final_message")
+        if taken := OUR_ARGUMENTS & set(self.chat_template_kwargs):
+            message = f"chat_template_kwargs cannot set {sorted(taken)[0]}"
+            raise ApiError(400, message, param="chat_template_kwargs")
+        if self.must_call and not self.tools:
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+
+    def calls_grammar(self) -> str | None:
+        """Of answers that must be calls; None where they need not."""
+        if not self.must_call:
+            return None
+        functions = self.offered
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            functions = [f for f in functions if f["name"] == name]
+            if not functions:
+                raise ApiError(400, f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
+        several = self.parallel_tool_calls and self.tool_choice == "required"
+        return calls_grammar(functions, several)
+
+    def prompt(self, tokenizer: Any) -> str:
+        """The text that the model goes on from. ApiError 400 for messages that its template refuses."""
+        template = tokenizer.chat_template
+        if not template:
+            raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
+        if self.offered and BEGIN not in str(template):
+            raise ApiError(400, "this model's chat template knows no tools; leave them out", param="tools")
+        try:
+            return str(
+                tokenizer.apply_chat_template(
+                    [m.plain() for m in self.messages],
+                    tools=[{"type": "function", "function": f} for f in self.offered] or None,
+                    tokenize=False,
+                    add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
+                    continue_final_message=self.continue_final_message,
+                    **self.chat_template_kwargs,
+                )
+            )
+        except (ValueError, TypeError, TemplateError) as error:
+            raise ApiError(400, f"the model's chat template refuses the messages: {error}", param="messages") from error

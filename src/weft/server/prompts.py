@@ -1,0 +1,75 @@
+"""From what a client sends to the tokens of its prompts, within limits that are checked first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from weft.engine.engine import Engine
+from weft.server.chats import ChatRequest
+from weft.server.errors import ApiError
+from weft.server.protocol import CompletionRequest
+
+
+class Prompts:
+    """Of one engine. ApiError 400 for what cannot be served. Long texts take a while: not for the event loop."""
+
+    def __init__(self, engine: Engine):
+        self._engine, self._tokenizer = engine, engine.tokenizer
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token, which no token of a text exceeds."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    def of_completion(self, body: CompletionRequest) -> list[list[int]]:
+        """Each prompt's tokens."""
+        prompt: Any = body.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            prompt = [prompt]
+        if not prompt:
+            raise ApiError(400, "the prompt is empty", param="prompt")
+        self.check_choices(len(prompt) * body.n)
+        self.check_length(sum(len(p) for p in prompt if isinstance(p, str)), "prompt", len(prompt))
+        tokens = [self.encode(p, body.add_special_tokens) if isinstance(p, str) else p for p in prompt]
+        return [self._cut(t, body.truncate_prompt_tokens) for t in tokens]
+
+    def of_chat(self, body: ChatRequest) -> list[int]:
+        """The tokens of its messages and tools, through the chat template."""
+        self.check_choices(body.n)
+        characters = sum(m.characters for m in body.messages) + sum(len(json.dumps(f)) for f in body.offered)
+        self.check_length(characters, "messages")
+        return self._cut(
+            self.encode(body.prompt(self._tokenizer), body.add_special_tokens), body.truncate_prompt_tokens
+        )
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """A text's tokens; special: with those that the tokenizer puts around it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens that a client names."""
+        vocabulary = self._engine.language.vocabulary
+        if not all(0 <= token < vocabulary for token in tokens):  # the tokenizer would fail on some of them
+            raise ApiError(400, f"prompt tokens must be between 0 and {vocabulary - 1}", param="prompt")
+        return str(self._tokenizer.decode(tokens))
+
+    def check_choices(self, count: int) -> None:
+        """Refuses more answers at once than are given."""
+        most = self._engine.config.max_choices
+        if count > most:
+            raise ApiError(400, f"{count} answers are asked for at once (prompts × n); at most {most} are given")
+
+    def check_length(self, characters: int, param: str, prompts: int = 1) -> None:
+        """Refuses text that cannot fit, before it is encoded: that takes a hundred times its size of memory."""
+        if characters > prompts * self._engine.max_model_len * self._longest_token:
+            message = f"{characters} characters cannot fit into the context of {self._engine.max_model_len} tokens"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+
+    def _cut(self, tokens: list[int], most: int | None) -> list[int]:
+        """The last tokens; -1: as many as the context holds beside one of the answer."""
+        if most is None:
+            return tokens
+        return tokens[-(self._engine.max_model_len - 1 if most == -1 else max(most, 1)) :]

@@ -1,0 +1,155 @@
+"""Every field that is served: what it does to an answer, as a client sees it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from server.conftest import Served
+
+C, H = "/v1/completions", "/v1/chat/completions"
+GREEDY: Any = {"prompt": "abc", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+def ask(served: Served, path: str = C, **body: Any) -> Any:
+    with served.http() as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def raw(served: Served, **body: Any) -> list[bytes]:
+    chat = ask(served, H, messages=[{"role": "user", "content": "hi"}], logprobs=True, **body)
+    return [bytes(e["bytes"]) for e in chat["choices"][0]["logprobs"]["content"]]
+
+
+FIXED: Any = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+def test_logprobs_hold_the_bytes_of_half_characters(served: Served) -> None:
+    pieces = raw(served, **FIXED)
+    assert all(len(piece) == 1 for piece in pieces if piece != b"<eos>"), "a byte tokenizer has one byte a token"
+    chat = ask(served, H, messages=[{"role": "user", "content": "hi"}], **FIXED)
+    text = chat["choices"][0]["message"]["content"]
+    assert b"".join(p for p in pieces if p != b"<eos>").decode(errors="replace") == text
+
+
+def test_bias_penalties_and_allowed_tokens(served: Served) -> None:
+    free = raw(served, **FIXED)
+    token = served.engine.tokenizer.encode("Z")[0]
+    assert raw(served, logit_bias={token: 100}, **FIXED) == [b"Z"] * 12
+    letters = served.engine.tokenizer.encode("xyz")
+    assert set(raw(served, allowed_token_ids=letters, **FIXED)) <= {b"x", b"y", b"z"}
+    assert raw(served, logit_bias={token: 100}, presence_penalty=2, **FIXED) == [b"Z"] * 12
+    biased = {letter: 60 for letter in letters}
+    spread = raw(served, logit_bias=biased, frequency_penalty=2, **FIXED)
+    assert len(set(spread)) > len(set(raw(served, logit_bias=biased, **FIXED))) or len(set(spread)) == 3
+    assert raw(served, repetition_penalty=1.0, **FIXED) == free
+    assert raw(served, repetition_penalty=5.0, **FIXED) != free
+
+
+def test_bad_words_do_not_come(served: Served) -> None:
+    allowed = served.engine.tokenizer.encode("xyz")
+    free = b"".join(raw(served, allowed_token_ids=allowed, **FIXED)).decode()
+    word = free[3:5]
+    held = b"".join(raw(served, allowed_token_ids=allowed, bad_words=[word], **FIXED)).decode()
+    assert word in free and word not in held and held.startswith(free[: free.index(word) + 1])
+
+
+def test_stop_strings_stay_where_they_are_wanted(served: Served) -> None:
+    body = GREEDY | {"allowed_token_ids": served.engine.tokenizer.encode("xyz")}
+    free = ask(served, **body)["choices"][0]["text"]
+    stop = free[3:5]
+    cut = free[: free.index(stop)]
+    assert ask(served, **body, stop=stop)["choices"][0]["text"] == cut
+    assert ask(served, **body, stop=stop, include_stop_str_in_output=True)["choices"][0]["text"] == cut + stop
+
+
+def test_special_tokens_stay_where_they_are_wanted(served: Served) -> None:
+    body = GREEDY | {"logit_bias": {0: 100}, "max_tokens": 2}
+    assert ask(served, **body)["choices"][0]["text"] == ""
+    assert ask(served, **body, skip_special_tokens=False)["choices"][0]["text"] == "<eos><eos>"
+
+
+def test_prompts_are_cut_to_their_end(served: Served) -> None:
+    whole = ask(served, **GREEDY | {"prompt": "bc"})
+    assert ask(served, **GREEDY, truncate_prompt_tokens=2)["choices"][0]["text"] == whole["choices"][0]["text"]
+    long = ask(served, **GREEDY | {"prompt": "a" * 300, "max_tokens": 1}, truncate_prompt_tokens=-1)
+    assert long["usage"]["prompt_tokens"] == 255
+
+
+def test_counts_in_every_chunk(served: Served) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with served.http() as http:
+        answer = http.post(C, json=GREEDY | {"stream": True, "stream_options": options})
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    counts = [c["usage"]["completion_tokens"] for c in chunks]
+    assert counts == sorted(counts) and counts[-1] == 12 and counts[0] < 12
+
+
+def test_the_template_gets_its_arguments(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ greeting }}{% for m in messages %}{{ m.content }}|{% endfor %}"
+    template += "{% if add_generation_prompt %}>{% endif %}"
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", template)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+    def count(**more: Any) -> int:
+        return ask(served, H, messages=messages, max_tokens=1, **more)["usage"]["prompt_tokens"]
+
+    assert count() == len("a|b|>") and count(add_generation_prompt=False) == len("a|b|")
+    assert count(chat_template_kwargs={"greeting": "hello"}) == len("helloa|b|>")
+    assert count(continue_final_message=True) == len("a|b")
+
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA)},
+        {"json_schema": SCHEMA},
+    ],
+    ids=range(5),
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_of_a_schema(served: Served, form: Any, stream: bool) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200, "temperature": 1, "seed": 3, "n": 2}
+    with served.http() as http:
+        answer = http.post(H, json=body | form | {"stream": stream})
+    assert answer.status_code == 200, answer.text
+    if stream:
+        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        texts = ["", ""]
+        for choice in (c for chunk in chunks for c in chunk["choices"]):
+            texts[choice["index"]] += choice["delta"].get("content", "")
+    else:
+        assert all(c["finish_reason"] == "stop" for c in answer.json()["choices"])
+        texts = [c["message"]["content"] for c in answer.json()["choices"]]
+    assert all(0 <= json.loads(text)["n"] <= 9 for text in texts)
+
+
+def test_other_kinds_of_structure(served: Served) -> None:
+    body = {"prompt": "abc", "max_tokens": 200, "temperature": 1, "seed": 3}
+
+    def text(**form: Any) -> str:
+        return str(ask(served, **body, **form)["choices"][0]["text"])
+
+    assert text(guided_choice=["one", "two"]) in ("one", "two")
+    assert text(structured_outputs={"choice": ["one"]}) == "one"
+    assert re.fullmatch("[ab]{5}", text(regex="[ab]{5}")) and re.fullmatch("[ab]{5}", text(guided_regex="[ab]{5}"))
+    assert text(ebnf='root ::= "yes" | "no"') in ("yes", "no")
+    assert text(guided_grammar='start: "yes" | "no"') in ("yes", "no")
+    held = ask(served, **body | {"max_tokens": 60}, response_format={"type": "json_object"})["choices"][0]
+    assert held["text"].startswith("{") and (held["finish_reason"] == "length" or json.loads(held["text"]) is not None)

@@ -54,7 +54,7 @@ def test_readme_holds_the_two_commands() -> None:
 def test_readme_command(command: str) -> None:
     done = weft(*shlex.split(command)[1:])
     assert done.returncode == 0, done.stderr
-    wanted = {"plan": "saving", "generate": "The answer is", "eval": "exact match", "bench": "shm"}
+    wanted = {"plan": "saving", "generate": "The answer is 7 (seven)", "eval": "exact match", "bench": "shm"}
     assert wanted[shlex.split(command)[1]] in done.stdout
 
 
@@ -100,30 +100,29 @@ def commands() -> list[str]:
     return found
 
 
-def test_readme_model_traces_and_plans() -> None:
-    """The code block in README, on a layout where every step matters."""
-    import torch
-    from support import EVERY
-
-    from weft.hidden import Hidden
-    from weft.models.layers import Builder
-    from weft.place.cost import Offer, costs
-    from weft.place.plan import Planner
-    from weft.place.spec import Mesh, Rows
-    from weft.stream import TraceStream
-
+def test_the_model_in_readme_is_the_one_that_the_command_loads() -> None:
     [code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    names: dict[str, object] = {}
-    exec(code, names)
-    mesh, meta = Mesh(2, 2, 2, 2), torch.device("meta")
-    layer = names["DecoderLayer"](Builder(mesh, 0, torch.float32, meta), "layers.0", 16)
-    stream = TraceStream(mesh, 16, torch.float32, meta)
-    stream.add(Hidden(torch.empty(0, 16, device="meta"), mesh.placement(Rows.GROUP), mesh, "embed"))
-    layer(stream)
-    stream.read(layer.input_norm, rows=Rows.GROUP)
-    offers = [Offer("any", EVERY, frozenset(), costs("h200-nvlink").of("any", 4))]
-    plan = Planner(mesh, stream.chain(), offers).plan((4, 4))
-    assert sum(1 for _ in plan.moves()) == 3
+    assert code in (ROOT / "examples/tiny_model/model.py").read_text()
+    assert sum(1 for line in code.splitlines() if line) <= 30
+
+
+def test_the_model_in_readme_answers_as_the_embedded_one_on_any_layout() -> None:
+    plugin = "examples/tiny_model/model.py"
+    words = f"generate {ROOT / 'examples/tiny_model'} --plugins {ROOT / plugin} --json --chat --max-tokens 40 --prompt"
+    question = "A farmer has 12 hens and sells 5. How many hens does the farmer have now?"
+    _, alone, _ = weft_here("generate", "--json", "--chat", "--max-tokens", "40", "--prompt", question)
+    layout = ["--attn-dp", "2", "--attn-tp", "2", "--ep", "4", "--moe-tp", "1"]
+    code, anew, err = weft_here(*words.split(), question, *layout)
+    assert code == 0, err
+    assert anew == alone and json.loads(anew)["text"]
+
+
+def test_the_figure_in_readme_is_what_the_command_prints() -> None:
+    figures = re.search(r"\*\*(\d+) µs in .* instead of (\d+)\*\*, in (\d+) collectives instead of (\d+)", README)
+    assert figures is not None
+    us, naive_us, calls, naive_calls = figures.groups()
+    _, out, _ = weft_here("plan", "--preset", "qwen3-30b-a3b", "--layout", "2x2", "--tokens", "1")
+    assert f"plan: {us} µs, {calls} collectives" in out and f"naive: {naive_us} µs, {naive_calls} collectives" in out
 
 
 BAD = [

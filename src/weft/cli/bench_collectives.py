@@ -58,7 +58,7 @@ class Command:
     edges: tuple[str, ...] = ()
     """Which exchanges; left out, all."""
     peers: tuple[Literal["gloo", "deepspeed", "nccl", "window", "symm", "flashinfer"], ...] = ()
-    """Whom to compare with. On CPUs gloo and deepspeed, which must be installed: README says how; on GPUs NCCL,
+    """Whom to compare with. On CPUs gloo and deepspeed, which must be installed (docs/shared-memory.md); on GPUs NCCL,
     NCCL over registered windows, torch's symmetric memory, and FlashInfer's kernels (TensorRT-LLM's and vLLM's), which
     must be installed. Left out, all but deepspeed, and FlashInfer's where they are installed."""
     json: Path | None = None

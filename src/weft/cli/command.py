@@ -85,19 +85,27 @@ def check_writable(path: Path, option: str) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another file with {option}") from error
 
 
+def model_dir(model: Path | None, preset: str | None) -> Path:
+    """The directory that a command names, in either way; the embedded model's for neither. Raises UserError."""
+    from weft.assets import embedded_model_dir, preset_dir
+
+    if preset is None:
+        return model or embedded_model_dir()
+    if model is not None:
+        raise UserError(f"give {model} or --preset {preset}, not both")
+    try:
+        return preset_dir(preset)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
 def engine_config(model: Path | None, layout: Layout, **options: Any) -> Any:
     """The EngineConfig of a command's options; None means the default. Raises UserError, LayoutError."""
-    from weft.assets import preset_dir
     from weft.engine.config import EngineConfig
 
     values: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
-    if model is not None and layout.preset is not None:
-        raise UserError(f"give {model} or --preset {layout.preset}, not both")
     try:
-        if layout.preset is not None:
-            values["model"] = preset_dir(layout.preset)
-        elif model is not None:
-            values["model"] = model
+        values["model"] = model_dir(model, layout.preset)
         return EngineConfig(**(values | layout.values()))
     except ValueError as error:
         raise UserError(str(error)) from error

@@ -11,15 +11,14 @@ from typing import Literal
 
 from transformers.utils import logging as transformers_logging
 
-from weft.assets import embedded_model_dir
-from weft.cli.command import ModelDir
+from weft.cli.command import ModelDir, model_dir
 from weft.comm import peer, shm, torchdist
 from weft.comm.peer import PeerTransport
 from weft.comm.reference import ReferenceTransport
 from weft.comm.shm import ShmTransport
 from weft.comm.transport import offer_of
 from weft.engine.runner import plan_model
-from weft.models.registry import load_config
+from weft.models.registry import load_config, registry
 from weft.place.cost import costs
 from weft.place.exchange import Exchange
 from weft.place.show import plan_dict, plan_text
@@ -45,6 +44,7 @@ class Command:
 
     Examples:
       weft plan                                         the embedded model, four ranks, by times of four H200s
+      weft plan --preset qwen3-30b-a3b --layout 4x1
       weft plan DIR --layout 2x2,4x1 --tokens 1,64,4096 attn_dp=2 attn_tp=2, ep=4 moe_tp=1
       weft plan DIR --layout 2x2 --transport shm torchdist/gloo
       weft plan DIR --layout 4x4 --transport torchdist/nccl --cost h100-nvlink
@@ -54,6 +54,10 @@ class Command:
 
     model: ModelDir = None
     """A Hugging Face model directory; left out, the embedded model."""
+    preset: str | None = None
+    """A published config in place of MODEL_DIR, such as qwen3-30b-a3b."""
+    plugins: tuple[str, ...] = ()
+    """Python modules or .py files that add model families; they run, so name only what you trust."""
     layout: str = "2x2"
     """ATTN_DPxATTN_TP,EPxMOE_TP; with the second half left out it is the same as the first."""
     tokens: str = "1,64,4096"
@@ -81,7 +85,7 @@ class Command:
             offer_of(name, OFFERS[name], mesh, model.of(name, mesh.world), self.max_bytes if name == "peer" else None)
             for name in names
         ]
-        config = load_config(self.model or embedded_model_dir())
+        config = load_config(model_dir(self.model, self.preset), registry(self.plugins))
         planner = plan_model(config, mesh, config.dtype, offers)
         every = [(n,) * mesh.attn_dp for n in tokens]
         if self.json:

@@ -1,0 +1,63 @@
+"""The model that comes with Weft, written anew as a plugin: `weft generate DIR --plugins DIR/model.py` loads it."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from weft.models.config import ModelConfig, common_fields
+from weft.models.layers import Embedding, Layer, RMSNorm
+from weft.models.moe import SparseMoE
+from weft.models.qwen import Attention
+from weft.models.rotary import Rotary
+from weft.stream import GROUP, WORLD
+
+
+class DecoderLayer(Layer):
+    def __init__(self, b, path, c):
+        super().__init__(path)
+        self.input_norm = RMSNorm(b, f"{path}.input_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.attention = Attention(b, f"{path}.self_attn", c)
+        self.post_norm = RMSNorm(b, f"{path}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.moe = SparseMoE(b, f"{path}.mlp", c.hidden_size, **c.moe)
+
+    def forward(self, stream, rotary, caches):
+        stream.add(self.attention(stream.read(self.input_norm, rows=GROUP), rotary, caches))
+        stream.add(self.moe(stream.read(self.post_norm, rows=WORLD)))
+
+
+class Tiny(Layer):
+    def __init__(self, b, c):
+        super().__init__("model")
+        self.config, self.rotary = c, Rotary(c.rope, b.device)
+        self.embed = Embedding(b, "model.embed_tokens", c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(b, f"model.layers.{i}", c) for i in range(c.num_layers))
+        self.norm = RMSNorm(b, "model.norm", c.hidden_size, c.rms_norm_eps)
+
+    def forward(self, stream, batch, caches):
+        hidden = self.embed(batch.tokens)
+        rotary = self.rotary(batch.positions, hidden.value.dtype)
+        stream.add(hidden)
+        for layer in self.layers:
+            layer(stream, rotary, caches)
+        rows = stream.read(self.norm, rows=GROUP).require_complete("head")[batch.sample_rows]
+        return nn.functional.linear(rows, self.embed.weight).float()
+
+
+@dataclass(frozen=True)
+class TinyConfig(ModelConfig):
+    moe: dict
+    bias, output_bias, head_norms = True, False, False  # what Attention asks for beside ModelConfig's own fields
+
+    def build(self, b):
+        return Tiny(b, self)
+
+
+def read(fields):
+    """Every field of config.json must be asked for: one that is skipped would be refused."""
+    experts, k = fields.need("num_experts"), fields.need("num_experts_per_tok")
+    inner, shared = fields.need("moe_intermediate_size"), fields.need("shared_expert_intermediate_size")
+    common = common_fields(fields, head_dim=fields.need("hidden_size") // fields.need("num_attention_heads"))
+    return TinyConfig(**common, moe=dict(experts=experts, k=k, inner=inner, shared=shared, renormalise=True))
+
+
+FAMILIES = {"tiny": read}

@@ -9,6 +9,7 @@ from weft.models.layers import Embedding, Layer, RMSNorm
 from weft.models.moe import SparseMoE
 from weft.models.qwen import Attention
 from weft.models.rotary import Rotary
+from weft.models.routing import Routing
 from weft.stream import GROUP, WORLD
 
 
@@ -54,10 +55,14 @@ class TinyConfig(ModelConfig):
 
 def read(fields):
     """Every field of config.json must be asked for: one that is skipped would be refused."""
-    experts, k = fields.need("num_experts"), fields.need("num_experts_per_tok")
-    inner, shared = fields.need("moe_intermediate_size"), fields.need("shared_expert_intermediate_size")
     common = common_fields(fields, head_dim=fields.need("hidden_size") // fields.need("num_attention_heads"))
-    return TinyConfig(**common, moe=dict(experts=experts, k=k, inner=inner, shared=shared, renormalise=True))
+    moe = dict(
+        experts=fields.need("num_experts"),
+        inner=fields.need("moe_intermediate_size"),
+        routing=Routing(k=fields.need("num_experts_per_tok"), renormalise=True),
+        shared=fields.need("shared_expert_intermediate_size"),
+    )
+    return TinyConfig(**common, moe=moe)
 
 
 FAMILIES = {"tiny": read}

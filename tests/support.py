@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3Config,
@@ -25,7 +27,13 @@ BASIC = frozenset(("all_reduce", "reduce_scatterv", "all_gatherv"))
 SUMS = frozenset(("all_reduce", "reduce_scatterv", "all_reduce+all_gatherv", "reduce_scatterv+all_reduce"))
 EVERY = BASIC | SUMS
 """Every planned exchange."""
-FAMILIES = ("qwen2_moe", "qwen3_moe", "qwen3")
+MODELS = {
+    "qwen2_moe": Qwen2MoeForCausalLM,
+    "qwen3_moe": Qwen3MoeForCausalLM,
+    "qwen3": Qwen3ForCausalLM,
+    "deepseek_v2": DeepseekV2ForCausalLM,
+}
+FAMILIES = tuple(MODELS)
 
 
 def run_world(world: int | ReferenceWorld, rank_main: Callable[[ReferenceTransport], T]) -> list[T]:
@@ -78,14 +86,30 @@ def small_config(family: str, parts: int, **changes: Any) -> Any:
         return Qwen2MoeConfig(**shape | moe | {"shared_expert_intermediate_size": 8 * parts} | changes)
     if family == "qwen3_moe":
         return Qwen3MoeConfig(**shape | moe | {"head_dim": 8, "norm_topk_prob": True, "attention_bias": True} | changes)
+    if family == "deepseek_v2":
+        rope = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+        latent = dict(q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+        routed = dict(
+            n_routed_experts=moe["num_experts"],
+            n_shared_experts=2,
+            num_experts_per_tok=2,
+            moe_intermediate_size=moe["moe_intermediate_size"],
+            first_k_dense_replace=1,
+            n_group=2,
+            topk_group=1,
+            topk_method="group_limited_greedy",
+            routed_scaling_factor=1.5,
+        )
+        heads = dict(hidden_size=8 * parts, num_key_value_heads=2 * parts)
+        rope |= dict(mscale=0.7, mscale_all_dim=0.9)
+        return DeepseekV2Config(**shape | latent | routed | heads | {"rope_parameters": rope} | changes)
     return Qwen3Config(**shape | {"head_dim": 8, "tie_word_embeddings": True} | changes)
 
 
 def small_model(family: str, parts: int, directory: Path, seed: int = 0, **changes: Any) -> Any:
     """A random transformers model of `small_config`, saved into `directory`; every weight random, a few large."""
     torch.manual_seed(seed)
-    kind = {"qwen2_moe": Qwen2MoeForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM, "qwen3": Qwen3ForCausalLM}[family]
-    model = kind(small_config(family, parts, **changes)).eval()
+    model = MODELS[family](small_config(family, parts, **changes)).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:

@@ -26,10 +26,10 @@ from weft.engine.runner import ModelRunner, trace
 from weft.hidden import Hidden
 from weft.kv.spec import CacheGroup, Rule
 from weft.models.config import ModelConfig
+from weft.models.decoder import Decoder, DecoderLayer
 from weft.models.layers import Builder, ColumnLinear, Linear, Out, RMSNorm, RowLinear
 from weft.models.load import build_model, load_model
 from weft.models.moe import GatedMLP, SparseMoE
-from weft.models.qwen import DecoderLayer, Qwen
 from weft.models.registry import load_config, read_config
 from weft.place.cost import PRESETS, Offer
 from weft.place.plan import Planner
@@ -50,7 +50,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run_broken(saved: Path, breaker: Callable[[Qwen, Transport], None]) -> None:
+def run_broken(saved: Path, breaker: Callable[[Decoder, Transport], None]) -> None:
     """Runs a prefill of two tokens in group 0 and none in group 1 of a model that `breaker` has tampered with."""
 
     def main(transport: Transport) -> None:
@@ -70,11 +70,11 @@ def test_the_untampered_model_runs(saved: Path) -> None:
     run_broken(saved, lambda model, transport: None)
 
 
-def traced(monkeypatch: pytest.MonkeyPatch, breaker: Callable[[Qwen], None], mesh: Mesh = MESH) -> None:
+def traced(monkeypatch: pytest.MonkeyPatch, breaker: Callable[[Decoder], None], mesh: Mesh = MESH) -> None:
     """Traces a model that `breaker` has tampered with."""
     build = build_model
 
-    def build_broken(*args: Any) -> Qwen:
+    def build_broken(*args: Any) -> Decoder:
         model = build(*args)
         breaker(model)
         return model
@@ -97,7 +97,7 @@ def settled(x: Hidden) -> Hidden:
 
 
 def test_a_block_that_reduces_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaker(model: Qwen) -> None:
+    def breaker(model: Decoder) -> None:
         shared = model.layers[0].mlp.shared
         forward = shared.forward
         shared.forward = lambda x: settled(forward(x))
@@ -109,7 +109,7 @@ def test_a_block_that_reduces_by_itself(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_block_that_reduces_by_itself_and_keeps_its_debt(saved: Path) -> None:
     """The placement lies, so only the run can tell: the reference transport sees a sum of equal values."""
 
-    def breaker(model: Qwen, transport: Transport) -> None:
+    def breaker(model: Decoder, transport: Transport) -> None:
         out = model.layers[0].attention.out
         forward = out.forward
         group = MESH.peers("attn_tp", transport.rank)
@@ -127,7 +127,7 @@ def test_a_block_that_reduces_by_itself_and_keeps_its_debt(saved: Path) -> None:
 def test_a_dense_layer_in_a_sparse_model_that_reduces_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the block's own word is kept: it says that it owes nothing, so the plan sums nothing again."""
 
-    def breaker(model: Qwen) -> None:
+    def breaker(model: Decoder) -> None:
         dense = model.layers[1].mlp
         assert isinstance(dense, GatedMLP)
         forward = dense.forward
@@ -144,7 +144,7 @@ def test_a_dense_layer_in_a_sparse_model_that_reduces_by_itself(monkeypatch: pyt
 
 
 def test_a_norm_of_a_partial_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaker(model: Qwen) -> None:
+    def breaker(model: Decoder) -> None:
         block = model.layers[0].attention
         forward = block.forward
         block.forward = lambda *args: forward(*args).elementwise(torch.tanh, f"{block.path}.extra_activation")
@@ -154,7 +154,7 @@ def test_a_norm_of_a_partial_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_router_fed_with_a_partial_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaker(model: Qwen) -> None:
+    def breaker(model: Decoder) -> None:
         block = model.layers[0].mlp
         block.forward = lambda x: block.experts(x, *block.router.choose(block.shared(x)))
 
@@ -163,7 +163,7 @@ def test_a_router_fed_with_a_partial_sum(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_last_layer_is_never_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaker(model: Qwen) -> None:
+    def breaker(model: Decoder) -> None:
         forward = model.forward
 
         def late(stream: Any, batch: Batch, caches: Caches) -> Tensor:
@@ -181,7 +181,7 @@ def test_the_last_layer_is_never_settled(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_weight_split_over_one_group_and_summed_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaker(model: Qwen) -> None:
+    def breaker(model: Decoder) -> None:
         model.layers[0].mlp.shared.down.over = "attn_tp"
 
     with raises(
@@ -196,7 +196,7 @@ def test_a_weight_split_over_one_group_and_summed_over_another(monkeypatch: pyte
 def test_experts_summed_over_moe_tp_only(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh(1, 4, 2, 2)
 
-    def breaker(model: Qwen) -> None:
+    def breaker(model: Decoder) -> None:
         block = model.layers[0].mlp
         forward = block.experts.forward
 
@@ -213,8 +213,8 @@ def test_experts_summed_over_moe_tp_only(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- wrong rows ---------------------------------------------------------------------------------------------------
 
 
-def read_rows(block_of: Callable[[DecoderLayer], Any], norm: str, rows: Rows) -> Callable[[Qwen], None]:
-    def breaker(model: Qwen) -> None:
+def read_rows(block_of: Callable[[DecoderLayer], Any], norm: str, rows: Rows) -> Callable[[Decoder], None]:
+    def breaker(model: Decoder) -> None:
         layer = model.layers[0]
 
         def forward(stream: TraceStream, rotary: Any, attention: Any) -> None:
@@ -256,7 +256,7 @@ def test_values_of_other_rows_are_not_added() -> None:
 def test_padding_rows_are_not_tokens(saved: Path) -> None:
     """A block that pads its rows gives more rows than its placement has."""
 
-    def breaker(model: Qwen, transport: Transport) -> None:
+    def breaker(model: Decoder, transport: Transport) -> None:
         block = model.layers[0].attention
         forward = block.forward
 
@@ -274,7 +274,7 @@ def test_padding_rows_are_not_tokens(saved: Path) -> None:
 
 
 def test_a_replicated_shared_expert_beside_partial_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaker(model: Qwen) -> None:
+    def breaker(model: Decoder) -> None:
         block: SparseMoE = model.layers[0].mlp
         width = model.config.hidden_size
         b = Builder(MESH, 0, torch.float32, torch.device("meta"))
@@ -323,7 +323,7 @@ LEAVING = {
 
 @pytest.mark.parametrize("fault", LEAVING)
 def test_a_rank_that_leaves_the_plan_raises_instead_of_hanging(saved: Path, fault: str) -> None:
-    def breaker(model: Qwen, transport: Transport) -> None:
+    def breaker(model: Decoder, transport: Transport) -> None:
         if MESH.group_of(transport.rank) == 0:
             return  # only the idle group takes another path
         layer = model.layers[1]

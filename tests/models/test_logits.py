@@ -123,3 +123,13 @@ def test_every_layout_gives_transformers_logits(saved: Any, family: str, mesh: M
     runs = [sequences(mesh, pattern, generator) for pattern in PATTERNS]
     results = run_world(mesh.world, lambda t: drive(t, directory, mesh, runs, decodes=2))
     assert compare(results, runs, mesh, model) >= mesh.world
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(2, 2, 4, 1)], ids=str)
+def test_deepseek_v2_lite(mesh: Mesh, tmp_path: Path) -> None:
+    """Queries straight from the hidden state, routing without groups, no YaRN."""
+    changes = dict(q_lora_rank=None, topk_method="greedy", n_group=1, rope_parameters=dict(rope_theta=1e4))
+    model = small_model("deepseek_v2", 4, tmp_path, **changes)
+    runs = [sequences(mesh, pattern, torch.Generator().manual_seed(3)) for pattern in ("ragged", "empty group")]
+    results = run_world(mesh.world, lambda t: drive(t, tmp_path, mesh, runs, decodes=2))
+    assert compare(results, runs, mesh, model) >= mesh.world

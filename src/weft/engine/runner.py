@@ -15,9 +15,9 @@ from weft.comm.transport import Transport, offer_of
 from weft.engine.batch import build_batch
 from weft.kv.spec import CacheGroup, rule
 from weft.models.config import ModelConfig
+from weft.models.decoder import Decoder
 from weft.models.layers import Workspace, torch_empty
 from weft.models.load import build_model
-from weft.models.qwen import Qwen
 from weft.place.cost import Costs, Offer
 from weft.place.cost import costs as load_costs
 from weft.place.plan import Chain, Counts, Plan, Planner
@@ -62,7 +62,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Qwen,
+        model: Decoder,
         mesh: Mesh,
         rank: int,
         transports: Sequence[Transport],

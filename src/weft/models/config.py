@@ -12,8 +12,8 @@ import torch
 from weft.models.rotary import ROPES, Rope
 
 if TYPE_CHECKING:
+    from weft.models.decoder import Decoder
     from weft.models.layers import Builder
-    from weft.models.qwen import Qwen
 
 HARMLESS = (
     frozenset({"_name_or_path", "architectures", "auto_map", "model_type", "transformers_version", "id2label"})
@@ -93,7 +93,7 @@ class ModelConfig(ABC):
     rope: Rope
 
     @abstractmethod
-    def build(self, b: Builder) -> Qwen:
+    def build(self, b: Builder) -> Decoder:
         """The model on one rank, its weights unfilled. Raises LayoutError where it does not divide over the layout."""
 
 

@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from weft.models.config import ModelConfig, ModelError
+from weft.models.decoder import Decoder
 from weft.models.layers import Builder, HeadNorm, Layer, RMSNorm, Source, Workspace, torch_empty
-from weft.models.qwen import Qwen
 from weft.place.spec import Mesh
 
 Progress = Callable[[int, int], None]
@@ -29,7 +29,7 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     workspace: Workspace = torch_empty,
-) -> Qwen:
+) -> Decoder:
     """The model of one rank with unfilled weights (none at all on the `meta` device).
 
     workspace: makes the tensors that the ranks will sum.
@@ -48,7 +48,7 @@ def load_model(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     workspace: Workspace = torch_empty,
-) -> Qwen:
+) -> Decoder:
     """The model of one rank, weights filled. progress(done, total) counts tensors; workspace: as `build_model`.
 
     Raises ModelError for missing or misshapen tensors, LayoutError as `build_model`.
@@ -78,7 +78,7 @@ def dummy_model(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     workspace: Workspace = torch_empty,
-) -> Qwen:
+) -> Decoder:
     """The model of one rank with made-up weights, for measuring a shape whose checkpoint is not there.
 
     A weight's value is a hash of its tensor's name and its place there, so that every layout, rank and device has

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from weft.attention.batch import Batch
 from weft.attention.caches import Caches
 from weft.hidden import Hidden
 from weft.kv.spec import PagedKV
 from weft.models.config import Fields, ModelConfig, ModelError, common_fields
+from weft.models.decoder import Decoder, DecoderLayer, on_group_rows
 from weft.models.layers import (
     Builder,
     ColumnLinear,
-    Embedding,
     HeadNorm,
     Layer,
-    Linear,
     Out,
-    RMSNorm,
     RowLinear,
 )
 from weft.models.moe import GatedMLP, SparseMoE
-from weft.models.rotary import Rotary, RotaryTable
+from weft.models.rotary import RotaryTable
 from weft.models.routing import Routing
-from weft.place.spec import PlacementError
-from weft.stream import GROUP, WORLD, Stream, TraceStream
 
 
 @dataclass(frozen=True)
@@ -47,8 +41,8 @@ class QwenConfig(ModelConfig):
     shared_expert_size: int
     routing: Routing
 
-    def build(self, b: Builder) -> Qwen:
-        return Qwen(b, self)
+    def build(self, b: Builder) -> Decoder:
+        return Decoder(b, self, [_layer(b, f"model.layers.{i}", self, i) for i in range(self.num_layers)])
 
 
 def read(fields: Fields) -> QwenConfig:
@@ -104,8 +98,7 @@ class Attention(Layer):
         self.k_norm = HeadNorm(b, f"{path}.k_norm", c.head_dim, c.rms_norm_eps) if c.head_norms else nn.Identity()
 
     def forward(self, x: Hidden, rotary: RotaryTable, caches: Caches) -> Hidden:
-        if x.placement != x.mesh.placement(GROUP):
-            raise PlacementError(f"{self.path} needs {x.mesh.placement(GROUP)}, but {x.origin} is {x.placement}")
+        on_group_rows(self.path, x)
 
         def attend(qkv: Tensor) -> Tensor:
             q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(self.qkv.sizes, dim=-1))
@@ -115,51 +108,18 @@ class Attention(Layer):
         return self.out(self.qkv(x).elementwise(attend, self.path))
 
 
-class DecoderLayer(Layer):
-    """Attention on the DP group's tokens, then experts (or an MLP) on everyone's."""
-
-    def __init__(self, b: Builder, path: str, c: QwenConfig, index: int):
-        super().__init__(path)
-        self.input_norm = RMSNorm(b, f"{path}.input_layernorm", c.hidden_size, c.rms_norm_eps)
-        self.attention = Attention(b, f"{path}.self_attn", c)
-        self.post_norm = RMSNorm(b, f"{path}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
-        self.mlp: GatedMLP | SparseMoE
-        if index in c.moe_layers:
-            self.mlp = SparseMoE(
-                b,
-                f"{path}.mlp",
-                c.hidden_size,
-                experts=c.num_experts,
-                inner=c.moe_intermediate_size,
-                routing=c.routing,
-                shared=c.shared_expert_size,
-            )
-        else:
-            self.mlp = GatedMLP(b, f"{path}.mlp", c.hidden_size, c.intermediate_size)
-
-    def forward(self, stream: Stream | TraceStream, rotary: RotaryTable, caches: Caches) -> None:
-        stream.add(self.attention(stream.read(self.input_norm, rows=GROUP), rotary, caches))
-        stream.add(self.mlp(stream.read(self.post_norm, rows=WORLD)))
-
-
-class Qwen(Layer):
-    """The decoder and its head. forward gives float32 logits `[S, vocabulary]` of the batch's sampled rows."""
-
-    def __init__(self, b: Builder, c: QwenConfig):
-        super().__init__("model")
-        self.config = c
-        self.embed = Embedding(b, "model.embed_tokens", c.vocab_size, c.hidden_size)
-        self.rotary = Rotary(c.rope, b.device)
-        self.layers = nn.ModuleList(DecoderLayer(b, f"model.layers.{i}", c, i) for i in range(c.num_layers))
-        self.norm = RMSNorm(b, "model.norm", c.hidden_size, c.rms_norm_eps)
-        self.head = None if c.tie_embeddings else Linear(b, "lm_head", c.hidden_size, c.vocab_size)
-
-    def forward(self, stream: Stream | TraceStream, batch: Batch, caches: Caches) -> Tensor:
-        hidden = self.embed(batch.tokens)
-        rotary = self.rotary(batch.positions, hidden.value.dtype)
-        stream.add(hidden)
-        for layer in self.layers:
-            layer(stream, rotary, caches)
-        rows = stream.read(self.norm, rows=GROUP).require_complete("lm_head")[batch.sample_rows]
-        weight = self.embed.weight if self.head is None else self.head.weight
-        return torch.nn.functional.linear(rows, weight).float()
+def _layer(b: Builder, path: str, c: QwenConfig, index: int) -> DecoderLayer:
+    mlp: Layer
+    if index in c.moe_layers:
+        mlp = SparseMoE(
+            b,
+            f"{path}.mlp",
+            c.hidden_size,
+            experts=c.num_experts,
+            inner=c.moe_intermediate_size,
+            routing=c.routing,
+            shared=c.shared_expert_size,
+        )
+    else:
+        mlp = GatedMLP(b, f"{path}.mlp", c.hidden_size, c.intermediate_size)
+    return DecoderLayer(b, path, c, Attention(b, f"{path}.self_attn", c), mlp)

@@ -1,0 +1,64 @@
+"""The decoder that families share: norm, attention, norm, experts or an MLP, layer after layer, then the head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from weft.attention.batch import Batch
+from weft.attention.caches import Caches
+from weft.hidden import Hidden
+from weft.models.config import ModelConfig
+from weft.models.layers import Builder, Embedding, Layer, Linear, RMSNorm
+from weft.models.rotary import Rotary, RotaryTable
+from weft.place.spec import PlacementError
+from weft.stream import GROUP, WORLD, Stream, TraceStream
+
+
+class DecoderLayer(Layer):
+    """Attention on the DP group's tokens, then experts (or an MLP) on everyone's.
+
+    attention: (Hidden, RotaryTable, Caches) → Hidden; mlp: Hidden → Hidden.
+    """
+
+    def __init__(self, b: Builder, path: str, c: ModelConfig, attention: Layer, mlp: Layer):
+        super().__init__(path)
+        self.input_norm = RMSNorm(b, f"{path}.input_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.attention = attention
+        self.post_norm = RMSNorm(b, f"{path}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(self, stream: Stream | TraceStream, rotary: RotaryTable, caches: Caches) -> None:
+        stream.add(self.attention(stream.read(self.input_norm, rows=GROUP), rotary, caches))
+        stream.add(self.mlp(stream.read(self.post_norm, rows=WORLD)))
+
+
+class Decoder(Layer):
+    """The decoder and its head. forward gives float32 logits `[S, vocabulary]` of the batch's sampled rows."""
+
+    def __init__(self, b: Builder, c: ModelConfig, layers: Sequence[DecoderLayer]):
+        super().__init__("model")
+        self.config = c
+        self.embed = Embedding(b, "model.embed_tokens", c.vocab_size, c.hidden_size)
+        self.rotary = Rotary(c.rope, b.device)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(b, "model.norm", c.hidden_size, c.rms_norm_eps)
+        self.head = None if c.tie_embeddings else Linear(b, "lm_head", c.hidden_size, c.vocab_size)
+
+    def forward(self, stream: Stream | TraceStream, batch: Batch, caches: Caches) -> Tensor:
+        hidden = self.embed(batch.tokens)
+        rotary = self.rotary(batch.positions, hidden.value.dtype)
+        stream.add(hidden)
+        for layer in self.layers:
+            layer(stream, rotary, caches)
+        rows = stream.read(self.norm, rows=GROUP).require_complete("lm_head")[batch.sample_rows]
+        weight = self.embed.weight if self.head is None else self.head.weight
+        return torch.nn.functional.linear(rows, weight).float()
+
+
+def on_group_rows(path: str, x: Hidden) -> None:
+    """Raises PlacementError unless x has the rows of one DP group, whose cache attention reads."""
+    if x.placement != x.mesh.placement(GROUP):
+        raise PlacementError(f"{path} needs {x.mesh.placement(GROUP)}, but {x.origin} is {x.placement}")

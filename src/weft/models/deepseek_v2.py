@@ -1,0 +1,142 @@
+"""DeepSeek-V2 (arXiv 2405.04434): latent attention, routed experts in groups, shared experts without a gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.attention.caches import Caches
+from weft.hidden import Hidden
+from weft.kv.spec import Latent
+from weft.models.config import Fields, ModelConfig, common_fields
+from weft.models.decoder import Decoder, DecoderLayer, on_group_rows
+from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Linear, Out, RMSNorm, RowLinear, Source
+from weft.models.moe import GatedMLP, SparseMoE
+from weft.models.rotary import RotaryTable
+from weft.models.routing import Routing
+
+LATENT_EPS = 1e-6  # of the norms inside attention, whatever the config says of the others
+
+
+@dataclass(frozen=True)
+class DeepseekV2Config(ModelConfig):
+    """Widths in elements. q_rank: of the latent vector that queries are made of; None: they are made of the hidden
+    state. kv_rank: of the one that keys and values are made of. A head's key is `nope_dim` elements of it and
+    `rope_dim` rotated ones, which all heads share; its value has `value_dim`. dense_layers: the first so many have an
+    MLP instead of experts. shared_size: inner features of the shared experts, taken as one; 0: there are none.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    intermediate_size: int
+    dense_layers: int
+    num_experts: int
+    moe_intermediate_size: int
+    shared_size: int
+    routing: Routing
+
+    def build(self, b: Builder) -> Decoder:
+        return Decoder(b, self, [_layer(b, f"model.layers.{i}", self, i) for i in range(self.num_layers)])
+
+
+def read(fields: Fields) -> DeepseekV2Config:
+    """Reads a config of DeepSeek-V2, V2-Lite or Coder-V2. Raises ModelError."""
+    for name in ("attention_bias", "mlp_bias", "norm_topk_prob"):
+        fields.only(name, False)
+    fields.only("scoring_func", "softmax")
+    fields.only("moe_layer_freq", 1)
+    fields.only("topk_method", "greedy", "group_limited_greedy")
+    fields.only("num_key_value_heads", fields.need("num_attention_heads"))
+    nope, rope, inner = (fields.need(n) for n in ("qk_nope_head_dim", "qk_rope_head_dim", "moe_intermediate_size"))
+    fields.only("qk_head_dim", nope + rope)
+    fields.only("head_dim", rope)  # so transformers calls it
+    groups, top_groups = fields.get("n_group", 1), fields.get("topk_group", 1)
+    grouped = fields.get("topk_method", "greedy") == "group_limited_greedy"
+    return DeepseekV2Config(
+        **common_fields(fields, nope + rope, rope, interleaved=True),
+        q_rank=fields.get("q_lora_rank"),
+        kv_rank=fields.need("kv_lora_rank"),
+        nope_dim=nope,
+        rope_dim=rope,
+        value_dim=fields.need("v_head_dim"),
+        intermediate_size=fields.need("intermediate_size"),
+        dense_layers=fields.get("first_k_dense_replace", 0),
+        num_experts=fields.need("n_routed_experts"),
+        moe_intermediate_size=inner,
+        shared_size=inner * fields.get("n_shared_experts", 0),
+        routing=Routing(
+            fields.need("num_experts_per_tok"),
+            groups=groups if grouped else 1,
+            top_groups=top_groups if grouped else 1,
+            scale=fields.get("routed_scaling_factor", 1.0),
+            wide=True,
+        ),
+    )
+
+
+class LatentAttention(Layer):
+    """Attention whose cache holds one latent vector and one rotated key a token, whole on every rank for all heads.
+
+    Heads are split over attn_tp. The projections from the latent vector to keys and values are absorbed into the
+    query and the output: q·(U c) = (Uᵀ q)·c, so nothing that was cached is ever expanded.
+    """
+
+    def __init__(self, b: Builder, path: str, c: DeepseekV2Config):
+        super().__init__(path)
+        self.dims, self.latent_dims = [c.nope_dim, c.rope_dim], [c.kv_rank, c.rope_dim]
+        self.up_dims = [c.nope_dim, c.value_dim]
+        self.scale = c.head_dim**-0.5 * c.rope.attention_scale()
+        q = Out(f"{path}.{'q_proj' if c.q_rank is None else 'q_b_proj'}", c.num_heads * c.head_dim, unit=c.head_dim)
+        if c.q_rank is not None:
+            self.q_down = Linear(b, f"{path}.q_a_proj", c.hidden_size, c.q_rank)
+            self.q_norm = RMSNorm(b, f"{path}.q_a_layernorm", c.q_rank, LATENT_EPS)
+        self.q = ColumnLinear(b, f"{path}.q", c.q_rank or c.hidden_size, [q], over="attn_tp")
+        self.kv_down = Linear(b, f"{path}.kv_a_proj_with_mqa", c.hidden_size, sum(self.latent_dims))
+        self.kv_norm = HeadNorm(b, f"{path}.kv_a_layernorm", c.kv_rank, LATENT_EPS)
+        ups = c.num_heads * sum(self.up_dims)
+        share = b.share(f"{path} (heads)", ups, "attn_tp", unit=sum(self.up_dims))
+        self.kv_up = b.empty(share.stop - share.start, c.kv_rank)
+        self.sources["kv_up"] = [Source(f"{path}.kv_b_proj.weight", (ups, c.kv_rank), (share,))]
+        self.cache = Latent(sum(self.latent_dims), c.kv_rank)
+        self.out = RowLinear(
+            b, f"{path}.o_proj", c.num_heads * c.value_dim, c.hidden_size, over="attn_tp", unit=c.value_dim
+        )
+
+    def forward(self, x: Hidden, rotary: RotaryTable, caches: Caches) -> Hidden:
+        on_group_rows(self.path, x)
+        source = self.q_norm(self.q_down(x)) if hasattr(self, "q_down") else x
+        latent, rope = self.kv_down(x).require_complete(self.path).split(self.latent_dims, dim=-1)
+        key = torch.cat((self.kv_norm(latent)[:, None], rotary(rope[:, None])), dim=-1)
+        up_key, up_value = self.kv_up.unflatten(0, (-1, sum(self.up_dims))).split(self.up_dims, dim=1)
+
+        def attend(q: Tensor) -> Tensor:
+            nope, rope = q.unflatten(-1, (-1, sum(self.dims))).split(self.dims, dim=-1)
+            q = torch.cat((torch.einsum("thn,hnr->thr", nope, up_key), rotary(rope)), dim=-1)
+            seen = caches.attend(self, q, key, scale=self.scale)[0]
+            return torch.einsum("thr,hvr->thv", seen, up_value).flatten(1)
+
+        return self.out(self.q(source).elementwise(attend, self.path))
+
+
+def _layer(b: Builder, path: str, c: DeepseekV2Config, index: int) -> DecoderLayer:
+    mlp: Layer
+    if index < c.dense_layers:
+        mlp = GatedMLP(b, f"{path}.mlp", c.hidden_size, c.intermediate_size)
+    else:
+        mlp = SparseMoE(
+            b,
+            f"{path}.mlp",
+            c.hidden_size,
+            experts=c.num_experts,
+            inner=c.moe_intermediate_size,
+            routing=c.routing,
+            shared=c.shared_size,
+            shared_name="shared_experts",
+            gated=False,
+        )
+    return DecoderLayer(b, path, c, LatentAttention(b, f"{path}.self_attn", c), mlp)

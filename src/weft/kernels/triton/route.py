@@ -171,6 +171,6 @@ def sort_pairs(weight: Tensor, expert: Tensor, held: int, tile_rows: int) -> Rou
         chunk = min(CHUNKS[1], max(CHUNKS[0], triton.next_power_of_2(pairs)))
         _sort_pairs[(held,)](
             expert, order, tile_expert, pairs, tiles, HELD=held, BLOCK_HELD=triton.next_power_of_2(held), CHUNK=chunk,
-            BLOCK_M=tile_rows, BLOCK_TILES=256, num_warps=min(32, max(4, chunk // 256)),
+            BLOCK_M=tile_rows, BLOCK_TILES=256, num_warps=min(32, max(4, chunk // 128)),
         )  # fmt: skip
     return Routing(weight, expert, tile_rows, order, tile_expert)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from weft.bench import cuda as gpu
-from weft.bench.gpu_peers import Nccl
+from weft.bench.gpu_baselines import Nccl
 from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
 from weft.comm.transport import CommError, LiveSizes

@@ -76,7 +76,7 @@ def test_what_was_measured_before_stays_until_there_is_more(command: str, tmp_pa
 
 BAD = [
     ("bench collectives --edges nope", "no edge 'nope'; one of all_reduce, reduce_scatterv, "),
-    ("bench collectives --peers nccl", "--peers nccl does not run on --device cpu; one of gloo, deepspeed"),
+    ("bench collectives --baselines nccl", "--baselines nccl does not run on --device cpu; one of gloo, deepspeed"),
     ("bench collectives --sizes 17", "size '17' is not a number of bytes such as 1K"),
     ("bench collectives --ranks 1", "--ranks takes numbers from 2 to 16"),
     ("bench collectives --ranks 2 99", "--ranks takes numbers from 2 to 16"),
@@ -102,7 +102,8 @@ def test_bad_input_ends_in_one_line(arguments: str, text: str, monkeypatch: pyte
 
 @pytest.mark.usefixtures("no_ranks")
 def test_words_that_are_no_choice() -> None:
-    for arguments in ("bench collectives --peers nope", "bench latency --transports nope", "tune --transports nope"):
+    commands = ("bench collectives --baselines nope", "bench latency --transports nope", "tune --transports nope")
+    for arguments in commands:
         code, out, err = weft_here(*arguments.split())
         assert code == 2 and not out and "'nope'" in err and "'gloo'" in err and "Traceback" not in err
 
@@ -116,7 +117,7 @@ def test_flashinfer_is_compared_with_where_it_is_installed(monkeypatch: pytest.M
         monkeypatch.setattr(bench_collectives, "has_flashinfer", lambda installed=installed: installed)
         assert weft_here(*command)[0] == 0
     assert given == [["nccl", "window", "symm", "flashinfer"], ["nccl", "window", "symm"]]
-    wanted = refused(*command, "--peers", "flashinfer").split()[-1]
+    wanted = refused(*command, "--baselines", "flashinfer").split()[-1]
     assert f'bench-gpu = ["{wanted}"]' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
 
 
@@ -130,7 +131,7 @@ def test_a_table_that_is_none(tmp_path: Path) -> None:
 
 def test_a_small_run(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    words = "bench collectives --ranks 2 --sizes 1K --edges all_reduce --dtypes fp32 --peers gloo --json"
+    words = "bench collectives --ranks 2 --sizes 1K --edges all_reduce --dtypes fp32 --baselines gloo --json"
     command = [sys.executable, "-m", "weft.cli.main", *words.split(), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Times every edge of transport shm beside its peers and the floor, in one run.
+"""Times every edge of transport shm beside others, and the floor, in one run.
 
 Before each timed call every rank rewrites its input, as a model would, and all meet at a barrier. A figure is the
 median over a rank's calls, the slowest rank's. Carriers take turns: a machine that changes its mind does so for all.
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.bench.peers import DeepSpeed, Gloo
+from weft.bench.baselines import DeepSpeed, Gloo
 from weft.bench.ranks import Report, every_core
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.transport import Epilogue, finish
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """us: median µs of a call, by carrier: shm (any input), shm zero copy (input in the arena), in place, peers."""
+    """us: median µs of a call, by carrier: shm (any input), shm zero copy (input in the arena), in place, baselines."""
 
     case: Case
     us: dict[str, float]
@@ -71,7 +71,9 @@ def mesh_of(ranks: int) -> Mesh:
     return Mesh(2, ranks // 2, 2, ranks // 2) if ranks >= 4 and ranks % 2 == 0 else Mesh(1, ranks, ranks, 1)
 
 
-def measure(rank: int, directory: Path, report: Report, cases: list[Case], peers: list[str], tuning: ShmTuning) -> None:
+def measure(
+    rank: int, directory: Path, report: Report, cases: list[Case], baselines: list[str], tuning: ShmTuning
+) -> None:
     """A rank's part; rank 0 reports a Timing for each case."""
     mesh = mesh_of(cases[0].ranks)
     shm = ShmTransport(mesh, rank, directory / "shm", tuning=tuning, block_bytes=2 * max(c.bytes for c in cases))
@@ -79,10 +81,10 @@ def measure(rank: int, directory: Path, report: Report, cases: list[Case], peers
     # Between calls of gloo a rank must not spin: gloo's own thread has to get onto the rank's core.
     patient = ShmTransport(mesh, rank, directory / "patient", spins=0)
     others: list[Gloo | DeepSpeed] = []
-    if "gloo" in peers:
+    if "gloo" in baselines:
         with every_core():
             others.append(Gloo(mesh, rank, directory))
-    if "deepspeed" in peers:
+    if "deepspeed" in baselines:
         others.append(DeepSpeed(mesh.world, rank, directory, lambda: shm.barrier(group)))
     gc.disable()
     for case in cases:

@@ -1,4 +1,4 @@
-"""Times every edge of transport peer on the GPUs of this host beside its peers, in one run.
+"""Times every edge of transport peer on the GPUs of this host beside others, in one run.
 
 A figure is µs a call: the median over replays of a CUDA graph of many calls, the slowest rank's. Inputs take turns, so
 that no call finds its own in a cache; carriers too, so that what disturbs the host for a while disturbs all. Before it
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.bench.collectives import DTYPES, MIXED
-from weft.bench.gpu_peers import Nccl, NcclWindow, Peer, SymmetricMemory, flashinfer_peers
+from weft.bench.gpu_baselines import Baseline, Nccl, NcclWindow, SymmetricMemory, flashinfer_baselines
 from weft.bench.ranks import Report
 from weft.comm.peer import PeerTransport
 from weft.comm.peer_launch import PeerTuning
@@ -178,18 +178,18 @@ def measure(
     most = max(size for _, size in sizes)
     here = World.open(rank, world, directory, (world + 1) * most)
     arena_bytes = 2 * (TURNS + 1) * (most + 4096)
-    peers: list[Peer] = []
+    baselines: list[Baseline] = []
     reduced = [size for edge, size in sizes if edge == "all_reduce"]
     if "flashinfer" in others and reduced:  # first: their results are checked, and NCCL works in place
-        peers += flashinfer_peers(world, rank, here.device, max(reduced), TURNS)
+        baselines += flashinfer_baselines(world, rank, here.device, max(reduced), TURNS)
     if "nccl" in others:
-        peers.append(Nccl(here.mesh, rank))
+        baselines.append(Nccl(here.mesh, rank))
     if "window" in others:
-        peers.append(NcclWindow(here.mesh, rank, here.device, world * arena_bytes))
+        baselines.append(NcclWindow(here.mesh, rank, here.device, world * arena_bytes))
     if "symm" in others:
-        peers += [SymmetricMemory(shots, rank, here.device, arena_bytes) for shots in ("one", "two")]
+        baselines += [SymmetricMemory(shots, rank, here.device, arena_bytes) for shots in ("one", "two")]
     for case in cases:
-        us = _measure(case, here, tunings, peers)
+        us = _measure(case, here, tunings, baselines)
         here.peer.check()
         torch.cuda.empty_cache()
         if rank == 0:
@@ -197,14 +197,16 @@ def measure(
     here.close()
 
 
-def _measure(case: Case, here: World, tunings: dict[str, PeerTuning], peers: Sequence[Peer]) -> dict[str, float]:
+def _measure(
+    case: Case, here: World, tunings: dict[str, PeerTuning], baselines: Sequence[Baseline]
+) -> dict[str, float]:
     rank, plain = here.rank, case.plain
     given = _given(case, here)
     xs, norm = given.xs, given.norm
     graphs = {name: _peer_graph(name, case, here, tuning, given) for name, tuning in tunings.items()}
     eager: dict[str, float] = {}
     own = [x[: case.sizes[rank]] for x in xs] if case.edge == "all_gatherv ragged" else xs
-    for other in peers:
+    for other in baselines:
         with _limited(f"rank {rank}: {other.name}, {case}"):
             theirs = other.calls(plain, own, case.sizes, norm)
             if not theirs:

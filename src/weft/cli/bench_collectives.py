@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from weft.bench import collectives as cpu
 from weft.bench import cuda as gpu
-from weft.bench.gpu_peers import INSTALL_FLASHINFER, has_flashinfer
+from weft.bench.gpu_baselines import INSTALL_FLASHINFER, has_flashinfer
 from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
@@ -29,7 +29,7 @@ LABEL = 13
 
 @dataclass(frozen=True)
 class Command:
-    """Time every edge of Weft's own transport beside its peers, in one run: shm on CPUs, peer on GPUs.
+    """Time every edge of Weft's own transport beside others, in one run: shm on CPUs, peer on GPUs.
 
     CPU figures are the median over calls, the whole call from Python, of the slowest rank; inputs are rewritten before
     each call. `shm` takes an input that lies anywhere, `zero copy` one in the shared arena, as in the engine. `floor`
@@ -39,7 +39,7 @@ class Command:
     Examples:
       weft bench collectives                                        everything on CPUs: some minutes
       weft bench collectives --ranks 2 --sizes 1K 64K 1M --edges all_reduce
-      weft bench collectives --peers gloo deepspeed --json results.json
+      weft bench collectives --baselines gloo deepspeed --json results.json
       weft bench collectives --device cuda --hidden 7168 --rows 1 64 1024 --json gpu.json
     """
 
@@ -57,7 +57,7 @@ class Command:
     """Left out, both on CPUs, bf16 on GPUs."""
     edges: tuple[str, ...] = ()
     """Which exchanges; left out, all."""
-    peers: tuple[Literal["gloo", "deepspeed", "nccl", "window", "symm", "flashinfer"], ...] = ()
+    baselines: tuple[Literal["gloo", "deepspeed", "nccl", "window", "symm", "flashinfer"], ...] = ()
     """Whom to compare with. On CPUs gloo and deepspeed, which must be installed (docs/shared-memory.md); on GPUs NCCL,
     NCCL over registered windows, torch's symmetric memory, and FlashInfer's kernels (TensorRT-LLM's and vLLM's), which
     must be installed. Left out, all but deepspeed, and FlashInfer's where they are installed."""
@@ -91,7 +91,7 @@ class Command:
         return 0
 
     def _on_cpus(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
-        peers = self._peers(("gloo",), ("gloo", "deepspeed"))
+        baselines = self._baselines(("gloo",), ("gloo", "deepspeed"))
         edges = self._edges(cpu.EDGES)
         sizes = [parse_size(s) for s in self.sizes]
         dtypes = self.dtypes or ("bf16", "fp32")
@@ -105,15 +105,15 @@ class Command:
                 for dtype in (dtypes if edge != "barrier" else dtypes[:1])
                 for size in (sizes if edge != "barrier" else sizes[:1])
             ]
-            yield ranks, len(cases), run_ranks(ranks, cpu.measure, cases, peers, tuning)
+            yield ranks, len(cases), run_ranks(ranks, cpu.measure, cases, baselines, tuning)
 
     def _on_gpus(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
         have, known = torch.cuda.device_count(), ("nccl", "window", "symm", "flashinfer")
         if have < 2:
             raise UserError(f"--device cuda takes two GPUs or more; this machine has {have}")
-        peers = self._peers(known if has_flashinfer() else known[:-1], known)
-        if "flashinfer" in peers and not has_flashinfer():
-            raise UserError(f"--peers flashinfer takes FlashInfer, which is not installed: {INSTALL_FLASHINFER}")
+        baselines = self._baselines(known if has_flashinfer() else known[:-1], known)
+        if "flashinfer" in baselines and not has_flashinfer():
+            raise UserError(f"--baselines flashinfer takes FlashInfer, which is not installed: {INSTALL_FLASHINFER}")
         edges = self._edges((*gpu.EDGES, *gpu.RAGGED))
         for ranks in self._ranks((have,), have):
             mixed = ranks >= 4 and ranks % 2 == 0
@@ -126,7 +126,7 @@ class Command:
                 for rows in self.rows
             ]
             tunings = {"peer": read_tuning(host_table(), "peer_tuning", PeerTuning)}
-            yield ranks, len(cases), run_ranks(ranks, gpu.measure, cases, tunings, peers)
+            yield ranks, len(cases), run_ranks(ranks, gpu.measure, cases, tunings, baselines)
 
     def _ranks(self, default: tuple[int, ...], most: int) -> tuple[int, ...]:
         if not all(2 <= n <= most for n in self.ranks):
@@ -138,10 +138,11 @@ class Command:
             raise UserError(f"no edge {min(unknown)!r}; one of {', '.join(known)}")
         return self.edges or known
 
-    def _peers(self, default: tuple[str, ...], known: tuple[str, ...]) -> list[str]:
-        if unknown := set(self.peers) - set(known):
-            raise UserError(f"--peers {min(unknown)} does not run on --device {self.device}; one of {', '.join(known)}")
-        return list(self.peers or default)
+    def _baselines(self, default: tuple[str, ...], known: tuple[str, ...]) -> list[str]:
+        if unknown := set(self.baselines) - set(known):
+            wrong = f"--baselines {min(unknown)} does not run on --device {self.device}"
+            raise UserError(f"{wrong}; one of {', '.join(known)}")
+        return list(self.baselines or default)
 
 
 def heading(timing: Any) -> str:

@@ -19,7 +19,7 @@ COMMANDS = {
     "eval": "score a model on held-out word problems",
     "plan": "print the collectives that a layout needs, and what they cost",
     "tune": "measure this host: the table by which the planner chooses",
-    "bench collectives": "time every edge of transport shm beside its peers and the floor",
+    "bench collectives": "time every edge of Weft's own transport beside others, and the floor",
     "bench latency": "time first and next tokens of a request, transport by transport",
     "demo": "serve the embedded model on 4 ranks and ask it word problems",
 }

@@ -80,7 +80,7 @@ class DeepSpeed:
             from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
         except ImportError as error:
             raise CommError(
-                f"DeepSpeed is not installed ({error}); README says how, or leave it out of --peers"
+                f"DeepSpeed is not installed ({error}); docs/shared-memory.md says how, or leave it out of --baselines"
             ) from error
         module: Any = None
         if rank == 0:

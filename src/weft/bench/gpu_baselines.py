@@ -21,7 +21,7 @@ Call = Callable[[], object]
 INSTALL_FLASHINFER = "pip install flashinfer-python==0.7.2.post1"  # as the extra bench-gpu has it
 
 
-class Peer:
+class Baseline:
     """Another carrier of the same exchanges. name: as tables have it. gives_result: a bare call returns it."""
 
     name: str
@@ -49,7 +49,7 @@ def _then_norm(call: Call, norm: Epilogue) -> None:
     torch.nn.functional.rms_norm(norm.residual + norm.residual, norm.weight.shape, norm.weight, norm.eps)
 
 
-class Nccl(Peer):
+class Nccl(Baseline):
     """torch.distributed's calls over NCCL, in the compositions that engines use where it has no call of its own."""
 
     name = "nccl"
@@ -132,7 +132,7 @@ class NcclWindow(Nccl):
         return self._arena[begin : begin + size].view(like.dtype).view(rows, like.shape[1])
 
 
-class SymmetricMemory(Peer):
+class SymmetricMemory(Baseline):
     """torch's kernels over symmetric memory: one- and two-shot all_reduce, with no multicast."""
 
     def __init__(self, shots: str, rank: int, device: torch.device, arena_bytes: int):
@@ -163,7 +163,7 @@ def has_flashinfer() -> bool:
     return find_spec("flashinfer") is not None
 
 
-def flashinfer_peers(world: int, rank: int, device: torch.device, most: int, inputs: int) -> list[Peer]:
+def flashinfer_baselines(world: int, rank: int, device: torch.device, most: int, inputs: int) -> list[Baseline]:
     """Those of FlashInfer's that run on so many ranks. most: bytes of the largest all_reduce, of `inputs` in turn.
 
     Collective. Raises CommError where it does not load. Its kernels are compiled when first used: it takes minutes.
@@ -172,13 +172,13 @@ def flashinfer_peers(world: int, rank: int, device: torch.device, most: int, inp
         import flashinfer.comm as comm
     except ImportError as error:
         raise CommError(f"FlashInfer does not load ({error}): {INSTALL_FLASHINFER}") from error
-    peers: list[Peer] = []
+    baselines: list[Baseline] = []
     if world in (2, 4, 8, 16):
         workspace = TrtLlmWorkspace(comm, world, rank, device, most)
-        peers += [TrtLlm(shots, workspace) for shots in ("one", "two")]
+        baselines += [TrtLlm(shots, workspace) for shots in ("one", "two")]
     if world in (2, 4, 6, 8):
-        peers.append(VllmCustom(comm, world, rank, device, most, inputs))
-    return peers
+        baselines.append(VllmCustom(comm, world, rank, device, most, inputs))
+    return baselines
 
 
 class _Shared:
@@ -219,7 +219,7 @@ class TrtLlmWorkspace:
         dist.barrier()
 
 
-class TrtLlm(Peer):
+class TrtLlm(Baseline):
     """TensorRT-LLM's all_reduce, with the norm in the same kernel, as FlashInfer launches it. shots: one or two."""
 
     gives_result = True
@@ -263,7 +263,7 @@ class TrtLlm(Peer):
         return out if norm else out[0]
 
 
-class VllmCustom(Peer):
+class VllmCustom(Baseline):
     """vLLM's custom all_reduce, as FlashInfer has it, on inputs in registered memory, as in vLLM's graphs."""
 
     name, gives_result = "vllm custom", True

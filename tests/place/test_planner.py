@@ -267,6 +267,15 @@ def test_what_no_transport_has_room_for_is_refused_with_the_number_that_would_do
     assert used == {"large"}
 
 
+def test_an_epilogue_takes_no_row_that_is_wider_than_its_transport_says() -> None:
+    mesh = Mesh(1, 2, 2, 1)
+    whole, owing = mesh.placement(Rows.GROUP), mesh.placement(Rows.GROUP, "attn_tp")
+    for width, fused in ((WIDTH, True), (WIDTH + 1, False)):
+        offer = Offer("narrow", EVERY, EVERY, PRESETS["h200-nvlink"], max_normed_bytes=8 * WIDTH)
+        plan = Planner(mesh, Chain((Read("norm", whole, (owing,)),), width, 8), [offer]).plan((4,))
+        assert any(step.op == "finish" for _, step, _ in plan.moves()) == fused
+
+
 @pytest.mark.parametrize("kinds", [frozenset({"all_gatherv", "reduce_scatterv"}), EVERY])
 def test_the_naive_plan_never_fails(kinds: frozenset[str]) -> None:
     """What nobody offers, or has room for, takes for ever in it; the plan does without."""

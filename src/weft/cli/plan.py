@@ -82,7 +82,13 @@ class Command:
                 raise LayoutError(f"{name} takes at most {most} ranks, of one host; this layout has {mesh.world}")
         model = costs(self._cost(names, mesh.world))
         offers = [
-            offer_of(name, OFFERS[name], mesh, model.of(name, mesh.world), self.max_bytes if name == "peer" else None)
+            offer_of(
+                name,
+                OFFERS[name],
+                mesh,
+                model.of(name, mesh.world),
+                *((self.max_bytes, peer.MAX_NORMED_BYTES) if name == "peer" else (None, None)),
+            )
             for name in names
         ]
         config = load_config(model_dir(self.model, self.preset), registry(self.plugins))

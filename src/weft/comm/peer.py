@@ -102,6 +102,7 @@ class PeerTransport(NamedCalls):
 
     name = "peer"
     takes_live_sizes = True
+    max_normed_bytes: int | None = MAX_NORMED_BYTES
 
     def __init__(
         self,
@@ -297,4 +298,4 @@ class PeerTransport(NamedCalls):
             )
 
 
-__all__ = ["MAX_RANKS", "PeerLost", "PeerTransport", "PeerTuning"]
+__all__ = ["MAX_NORMED_BYTES", "MAX_RANKS", "PeerLost", "PeerTransport", "PeerTuning"]

@@ -99,14 +99,15 @@ def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
 class Transport(Protocol):
     """One rank's end. Tensors are `[rows, width]`; inputs are left as they are, results are new tensors.
 
-    name: as plans and reports print it. max_bytes: of the larger of a call's input and result; None: any.
-    takes_live_sizes: whether `exchange` takes LiveSizes too. What a transport lacks it says in `offers`, at plan time,
-    and never falls back on its own. All methods raise CommError.
+    name: as plans and reports print it. max_bytes: of the larger of a call's input and result; max_normed_bytes: of a
+    row that an epilogue takes; None: any. takes_live_sizes: whether `exchange` takes LiveSizes too. What a transport
+    lacks it says here and in `offers`, at plan time, and never falls back on its own. All methods raise CommError.
     """
 
     name: str
     rank: int
     max_bytes: int | None
+    max_normed_bytes: int | None
     takes_live_sizes: bool
 
     def offers(self, exchange: Exchange, epilogue: bool = False) -> bool:
@@ -140,6 +141,7 @@ class NamedCalls:
     """Every exchange of the table by its name, for whoever calls a transport directly; see `Transport.exchange`."""
 
     rank: int
+    max_normed_bytes: int | None = None
     takes_live_sizes: bool = False
 
     def exchange(
@@ -227,9 +229,14 @@ def check_call(
 
 
 def offer_of(
-    name: str, offers: Callable[[Exchange, bool], bool], mesh: Mesh, cost: Cost, max_bytes: int | None
+    name: str,
+    offers: Callable[[Exchange, bool], bool],
+    mesh: Mesh,
+    cost: Cost,
+    max_bytes: int | None,
+    max_normed_bytes: int | None = None,
 ) -> Offer:
     """What the transport `name` offers the planner: those of the mesh's edges that it carries (`Transport.offers`)."""
     exchanges = {e.exchange for found in legal_edges(mesh).values() for e in found if e.exchange is not None}
     kinds, epilogues = (frozenset(e.kind for e in exchanges if offers(e, epilogue)) for epilogue in (False, True))
-    return Offer(name, kinds, epilogues, cost, max_bytes)
+    return Offer(name, kinds, epilogues, cost, max_bytes, max_normed_bytes)

@@ -74,7 +74,10 @@ class ModelRunner:
         self.model, self.mesh, self.rank = model, mesh, rank
         self.transports = {t.name: t for t in transports}
         costs = costs or load_costs("cpu")
-        offers = [offer_of(t.name, t.offers, mesh, costs.of(t.name, mesh.world), t.max_bytes) for t in transports]
+        offers = [
+            offer_of(t.name, t.offers, mesh, costs.of(t.name, mesh.world), t.max_bytes, t.max_normed_bytes)
+            for t in transports
+        ]
         self.planner = plan_model(config, mesh, weight.dtype, offers)
         self.caches = Caches(cached_layers(model), groups, page_size, weight.dtype, weight.device)
         self._stats, self._naive_stats, self._times = Stats(), Stats(), StepTimes(weight.device)

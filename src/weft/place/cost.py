@@ -38,7 +38,8 @@ class Cost(Protocol):
 class Offer:
     """What a transport can do, and at what cost.
 
-    epilogues: the kinds that take residual add and norm. max_bytes: of a call's largest tensor; None: any.
+    epilogues: the kinds that take residual add and norm. max_bytes: of a call's largest tensor; max_normed_bytes: of a
+    row that an epilogue takes; None: any.
     """
 
     transport: str
@@ -46,6 +47,7 @@ class Offer:
     epilogues: frozenset[str]
     cost: Cost
     max_bytes: int | None = None
+    max_normed_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,12 @@ class Planner:
     def _price_finish(self, edge: Edge, counts: Counts) -> tuple[float, str] | None:
         size, moved = self.mesh.size(edge.group), self.bytes_received(edge, counts)
         touched = 4 * self._most_bytes(edge.dst.rows, counts)  # reads delta and residual, writes residual and norm
-        able = [o for o in self._able(edge, counts) if edge.kind in o.epilogues]
+        row = self.chain.width * self.chain.element_bytes
+        able = [
+            o
+            for o in self._able(edge, counts)
+            if edge.kind in o.epilogues and (o.max_normed_bytes is None or row <= o.max_normed_bytes)
+        ]
         times = [
             (o.cost.collective_us(edge.kind, size, moved) + o.cost.epilogue_us(touched), o.transport) for o in able
         ]

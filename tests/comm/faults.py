@@ -20,7 +20,7 @@ MESH = Mesh(1, 3, 3, 1)
 WORLD = tuple(range(3))
 WIDTH = 64
 # Small enough that calls of a few rows take every path.
-TUNING = ShmTuning(slot_bytes=8192, two_hop_bytes=4096, zero_copy_bytes=2048, chunk_bytes=8192)
+TUNING = ShmTuning(slot_bytes=8192, two_shot_bytes=4096, zero_copy_bytes=2048, chunk_bytes=8192)
 KILLS, EARLY_KILLS = 30, 15
 
 

@@ -20,12 +20,12 @@ from weft.place.spec import Mesh
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 # Which path a size takes is a matter of tuning: make each take all of them, and small slots cut all into chunks.
 TUNINGS = {
-    "one hop": ShmTuning(two_hop_bytes=1 << 40, zero_copy_bytes=1 << 40),
-    "one hop, in chunks": ShmTuning(slot_bytes=8192, two_hop_bytes=1 << 40, zero_copy_bytes=1 << 40),
-    "one hop, zero copy": ShmTuning(two_hop_bytes=1 << 40, zero_copy_bytes=1),
-    "two hops": ShmTuning(two_hop_bytes=-1, zero_copy_bytes=1 << 40, stream_slot_bytes=0, stream_out_bytes=0),
-    "two hops, in chunks": ShmTuning(slot_bytes=8192, two_hop_bytes=-1, zero_copy_bytes=1 << 40, stream_slot_bytes=0),
-    "two hops, zero copy": ShmTuning(two_hop_bytes=-1, zero_copy_bytes=1, chunk_bytes=1024, stream_out_bytes=0),
+    "one shot": ShmTuning(two_shot_bytes=1 << 40, zero_copy_bytes=1 << 40),
+    "one shot, in chunks": ShmTuning(slot_bytes=8192, two_shot_bytes=1 << 40, zero_copy_bytes=1 << 40),
+    "one shot, zero copy": ShmTuning(two_shot_bytes=1 << 40, zero_copy_bytes=1),
+    "two shots": ShmTuning(two_shot_bytes=-1, zero_copy_bytes=1 << 40, stream_slot_bytes=0, stream_out_bytes=0),
+    "two shots, in chunks": ShmTuning(slot_bytes=8192, two_shot_bytes=-1, zero_copy_bytes=1 << 40, stream_slot_bytes=0),
+    "two shots, zero copy": ShmTuning(two_shot_bytes=-1, zero_copy_bytes=1, chunk_bytes=1024, stream_out_bytes=0),
 }
 ISAS = {"x86_64": ["scalar", "avx2", "auto"], "aarch64": ["scalar", "neon"]}[platform.machine()]
 
@@ -56,7 +56,7 @@ def test_many_rows(tuning: ShmTuning, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mesh", [Mesh(1, 2, 2, 1), Mesh(3, 1, 1, 3), Mesh(2, 3, 6, 1), Mesh(4, 2, 2, 4)], ids=str)
 def test_other_worlds(mesh: Mesh, tmp_path: Path) -> None:
-    assert all(run_threads(mesh, tmp_path, everything, tuning=ShmTuning(two_hop_bytes=300, slot_bytes=8192)))
+    assert all(run_threads(mesh, tmp_path, everything, tuning=ShmTuning(two_shot_bytes=300, slot_bytes=8192)))
 
 
 def test_processes(tmp_path: Path) -> None:

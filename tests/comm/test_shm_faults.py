@@ -14,14 +14,15 @@ from torch import Tensor
 
 from comm import faults
 from comm.forks import Nursery
+from comm.oracle import draw
 from comm.processes import run_threads
 from weft.comm.shm import ShmTransport, ShmTuning
-from weft.comm.transport import CommError, Epilogue
+from weft.comm.transport import CommError, Epilogue, finish
 from weft.place.spec import Mesh
 
 MESH = Mesh(1, 3, 3, 1)
 WORLD = (0, 1, 2)
-SMALL = ShmTuning(slot_bytes=8192, two_hop_bytes=4096, zero_copy_bytes=2048, chunk_bytes=8192)
+SMALL = ShmTuning(slot_bytes=8192, two_shot_bytes=4096, zero_copy_bytes=2048, chunk_bytes=8192)
 
 
 @pytest.fixture(scope="module")
@@ -191,12 +192,25 @@ def test_an_arena_that_is_full(tmp_path: Path) -> None:
     transport.close()
 
 
-def test_a_row_that_fits_no_slot(tmp_path: Path) -> None:
-    transport = alone(tmp_path / "meet", tuning=replace(SMALL, slot_bytes=4096))
-    x = ones(2, 2000)
-    text = error_of(lambda: transport.all_reduce(x, (0,), Epilogue(x, x[0], 1e-6)))
-    assert "a row of 8000 bytes does not fit a slot of 4096 bytes" in text and "larger slot_bytes" in text
-    assert torch.equal(transport.all_reduce(x, (0,)), x)
+def wide_rows(transport: ShmTransport, mesh: Mesh) -> None:
+    """Rows of which no slot holds a whole one are normalised all the same, in one shot and in two."""
+    for rows, width, dtype in ((1, 1000, torch.float32), (5, 3001, torch.float32), (3, 700, torch.float64)):
+        every = [draw(rows, r, rows, width, dtype) for r in (*WORLD, 3)]
+        epilogue = Epilogue(every[3], every[3][0] + 1, 1e-6)
+        got = transport.all_reduce(every[transport.rank], WORLD, epilogue)
+        wanted = finish(torch.stack([x.double() for x in every[:3]]).sum(0).to(dtype), epilogue)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("two_shot_bytes", [1 << 40, 0])
+def test_rows_wider_than_a_slot(two_shot_bytes: int, tmp_path: Path) -> None:
+    tuning = replace(SMALL, slot_bytes=2048, two_shot_bytes=two_shot_bytes)
+    run_threads(MESH, tmp_path, wide_rows, tuning=tuning)
+
+
+def test_slots_that_are_too_small(tmp_path: Path) -> None:
+    transport = alone(tmp_path / "meet", tuning=replace(SMALL, slot_bytes=128))
+    assert "give the transport a larger slot_bytes" in error_of(lambda: transport.all_reduce(ones(), (0,)))
     transport.close()
 
 

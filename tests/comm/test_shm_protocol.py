@@ -27,11 +27,11 @@ FAULTS = {
     "publishes too weakly": Fault("sync.h", r"(mine\.phase\.store\(phase, )std::memory_order_seq_cst", rf"\1{RELAXED}"),
     "waits too weakly": Fault("sync.h", r"(phase\.load\()std::memory_order_(acquire|seq_cst)", rf"\1{RELAXED}"),
     "has one slot": Fault("arena.h", r"int\(phase & 1\)", "int(phase & 0)"),
-    "does not wait at the end": Fault("exchange.h", r"exit = c\.two_hops \|\| anyone_in_place", "exit = false"),
+    "does not wait at the end": Fault("exchange.h", r"exit = c\.two_shot \|\| anyone_in_place", "exit = false"),
 }
 KINDS = [
     *("sum", "sum_chunks", "sum_zero_copy", "sum_some_zero_copy", "scatter", "gather_zero_copy", "exchange"),
-    *("two_hops", "two_hops_zero_copy", "two_hops_over_input", "barrier"),
+    *("two_shot", "two_shot_zero_copy", "two_shot_over_input", "barrier"),
 ]
 
 
@@ -133,7 +133,7 @@ def places(programs: list[Program], what: str) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize(
     "world, kinds",
     [
-        (2, ["sum", "sum_chunks", "scatter", "two_hops_zero_copy", "two_hops_over_input", "barrier"]),
+        (2, ["sum", "sum_chunks", "scatter", "two_shot_zero_copy", "two_shot_over_input", "barrier"]),
         (3, ["sum", "sum_chunks", "barrier"]),
     ],
 )
@@ -151,7 +151,7 @@ def test_without_the_waits_of_one_phase(kind: str, built: dict[str, Path]) -> No
     programs = recorded(built, 3, [kind] * 3)
     phases = sorted({action[-1] for action in programs[0] if action[0] == "wait"})
     dropped = {phases[0]}
-    if "zero_copy" in kind or "two_hops" in kind:
+    if "zero_copy" in kind or "two_shot" in kind:
         dropped.add(phases[-1])
     for phase in dropped:
         broken = [[a for a in program if a[0] != "wait" or a[-1] != phase] for program in programs]
@@ -167,7 +167,7 @@ def test_a_phase_that_is_never_published(kind: str, built: dict[str, Path]) -> N
         explore(without(programs, 1, last))
 
 
-@pytest.mark.parametrize("kind", ["sum", "sum_chunks", "scatter", "exchange", "two_hops"])
+@pytest.mark.parametrize("kind", ["sum", "sum_chunks", "scatter", "exchange", "two_shot"])
 def test_published_before_it_is_staged(kind: str, built: dict[str, Path]) -> None:
     programs = recorded(built, 2, [kind])
     at = min(at for rank, at in places(programs, "publish") if rank == 0)
@@ -195,7 +195,7 @@ def in_one_buffer(programs: list[Program], holds: str, size: int) -> list[Progra
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", ["sum", "sum_chunks", "scatter", "exchange", "two_hops"])
+@pytest.mark.parametrize("kind", ["sum", "sum_chunks", "scatter", "exchange", "two_shot"])
 def test_one_slot_is_not_enough(kind: str, world: int, built: dict[str, Path]) -> None:
     programs = recorded(built, world, [kind] * 3)
     explore(programs)
@@ -211,7 +211,7 @@ def test_one_note_is_not_enough(kind: str, built: dict[str, Path]) -> None:
 
 
 def test_what_is_recorded(built: dict[str, Path]) -> None:
-    """The kinds are what their names say: chunks, hops and copies would else be tested in name only."""
+    """The kinds are what their names say: chunks, shots and copies would else be tested in name only."""
 
     def seen(kind: str, what: str) -> set[tuple[str, int]]:
         return {a[1:3] for program in recorded(built, 2, [kind]) for a in program if a[0] == what}
@@ -220,7 +220,7 @@ def test_what_is_recorded(built: dict[str, Path]) -> None:
         reads, chunks = seen(kind, "read"), {chunk for _, chunk in seen(kind, "write")}
         assert chunks == ({0} if kind in ("sum", "barrier") else {0, 1}), kind
         assert bool({h for h, _ in reads} & {"input"}) == bool(re.search("copy|over", kind)), kind
-        assert bool({h for h, _ in reads} & {"result"}) == ("two_hops" in kind), kind
+        assert bool({h for h, _ in reads} & {"result"}) == ("two_shot" in kind), kind
         assert bool({h for h, _ in seen(kind, "write")} & {"staged"}) == (
-            kind not in ("barrier", "sum_zero_copy", "gather_zero_copy", "two_hops_zero_copy", "two_hops_over_input")
+            kind not in ("barrier", "sum_zero_copy", "gather_zero_copy", "two_shot_zero_copy", "two_shot_over_input")
         )

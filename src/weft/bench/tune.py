@@ -32,13 +32,13 @@ BUDGET_S, ROUNDS = 0.02, 3
 def find_sizes(rank: int, directory: Path, report: Report, world: int) -> None:
     """A rank's part of finding the ShmTuning; rank 0 reports it, as a dictionary."""
     mesh, group = Mesh(1, world, world, 1), tuple(range(world))
-    plain = ShmTuning(two_hop_bytes=NEVER, stream_slot_bytes=NEVER, stream_out_bytes=NEVER)
-    two_hops = replace(plain, two_hop_bytes=0)
+    plain = ShmTuning(two_shot_bytes=NEVER, stream_slot_bytes=NEVER, stream_out_bytes=NEVER)
+    two_shots = replace(plain, two_shot_bytes=0)
     variants = {
         "plain": plain,
-        "two hops": two_hops,
-        "stream slot": replace(two_hops, stream_slot_bytes=0),
-        "stream out": replace(two_hops, stream_out_bytes=0),
+        "two shots": two_shots,
+        "stream slot": replace(two_shots, stream_slot_bytes=0),
+        "stream out": replace(two_shots, stream_out_bytes=0),
     }
     transports = {}
     for name, tuning in variants.items():
@@ -65,9 +65,9 @@ def find_sizes(rank: int, directory: Path, report: Report, world: int) -> None:
 
     powers = [1 << p for p in range(10, 27)]
     tuning = ShmTuning(
-        two_hop_bytes=threshold("plain", "two hops", True, [s for s in powers if 2048 <= s <= 1 << 18]),
-        stream_slot_bytes=threshold("two hops", "stream slot", False, [s for s in powers if 1 << 12 <= s <= 1 << 22]),
-        stream_out_bytes=threshold("two hops", "stream out", True, [s for s in powers if s >= 1 << 16]),
+        two_shot_bytes=threshold("plain", "two shots", True, [s for s in powers if 2048 <= s <= 1 << 18]),
+        stream_slot_bytes=threshold("two shots", "stream slot", False, [s for s in powers if 1 << 12 <= s <= 1 << 22]),
+        stream_out_bytes=threshold("two shots", "stream out", True, [s for s in powers if s >= 1 << 16]),
     )
     if rank == 0:
         report(asdict(tuning))

@@ -1,6 +1,6 @@
 """Shared memory: ranks of one host, on Weft's own CPU kernels (`weft/kernels/csrc/cpu`).
 
-Small calls take one hop: every rank puts its rows where the others see them, and each sums for itself, in rank order.
+Small calls take one shot: every rank puts its rows where the others see them, and each sums for itself, in rank order.
 Large sums take two: each rank sums a share, and copies the other shares. Inputs that lie in the shared arena, as every
 result does, are read where they are. Every rank gets the same bits, on every run.
 """
@@ -14,26 +14,39 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from weft.comm.meet import meet, pidfds
-from weft.comm.transport import CommError, CommTimeout, Epilogue, NamedCalls, PeerLost, Ranks, Sizes, check_call
+from weft.comm.rendezvous import pidfds, rendezvous
+from weft.comm.transport import (
+    CommError,
+    CommTimeout,
+    Epilogue,
+    NamedCalls,
+    PeerLost,
+    Ranks,
+    Sizes,
+    check_call,
+    place_in,
+)
 from weft.kernels.build import KernelError, KernelPeerLost, KernelTimeout, cpu_kernels
-from weft.place.exchange import Exchange
+from weft.place.exchange import Exchange, all_reduce, parts
 from weft.place.spec import GROUP_NAMES, Mesh
 
 MAX_RANKS = 16
+MAX_PLANS = 4096
+"""Of calls with their sizes, which change from step to step: all are forgotten when so many are known."""
 
 
 @dataclass(frozen=True)
 class ShmTuning:
     """Sizes, in bytes, that are best on a host: measured by `weft tune`. The same on every rank.
 
-    slot_bytes: staging buffer of a rank and group, two of each. two_hop_bytes: larger sums take two hops. chunk_bytes:
-    pieces of a share that is read where it lies. zero_copy_bytes: smaller inputs are staged though they lie in the
-    arena. stream_slot_bytes, stream_out_bytes: larger runs are staged, larger results stored, past the cache.
+    slot_bytes: staging buffer of a rank and group, two of each. two_shot_bytes: larger sums take two shots.
+    chunk_bytes: pieces of a share that is read where it lies. zero_copy_bytes: smaller inputs are staged though they
+    lie in the arena. stream_slot_bytes, stream_out_bytes: larger runs are staged, larger results stored, past the
+    cache.
     """
 
     slot_bytes: int = 512 << 10
-    two_hop_bytes: int = 16 << 10
+    two_shot_bytes: int = 16 << 10
     chunk_bytes: int = 256 << 10
     zero_copy_bytes: int = 8 << 10
     stream_slot_bytes: int = 1 << 30
@@ -83,7 +96,7 @@ class ShmTransport(NamedCalls):
         tuning = tuning or ShmTuning()
         slot_bytes, *sizes = astuple(tuning)
         terms = [mesh.world, groups, blocks, block_bytes, slot_bytes, sizes]
-        meeting = meet(
+        meeting = rendezvous(
             Path(path),
             mesh.world,
             rank,
@@ -115,7 +128,8 @@ class ShmTransport(NamedCalls):
             self._explain(error, "start", self._world)
         finally:
             meeting.close()
-        self._all_reduce, self._all_reduce_ = kernels.all_reduce, kernels.all_reduce_
+        self._plans: dict[tuple[Exchange, Ranks, Sizes], int] = {}
+        self._exchange = kernels.exchange
 
     @staticmethod
     def offers(exchange: Exchange, epilogue: bool = False) -> bool:
@@ -165,48 +179,62 @@ class ShmTransport(NamedCalls):
     def exchange(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
     ) -> Tensor:
-        if exchange.kind == "all_reduce" and epilogue is None:
-            try:  # the shortest way from here to the kernel: small calls take no longer than the way
-                return self._all_reduce(self._handle, self._ids[group], x)
-            except KernelError as error:
-                if not x.is_contiguous():
-                    return self.exchange(x.contiguous(), exchange, group, sizes)
-                self._explain(error, "all_reduce", group)
-        place, n = check_call(self, x, exchange, group, sizes, epilogue), len(group)
-        if exchange.kind == "all_to_allv":
-            send, receive = sizes[place * n : (place + 1) * n], sizes[place::n]
-            return self._call("all_to_allv", group, self._ids[group], x.contiguous(), send, receive)
-        arguments: dict[str, tuple[object, ...]] = {
-            "all_reduce": (),
-            "reduce_scatterv": (sizes,),
-            "all_gatherv": (sizes,),
-            "all_reduce+all_gatherv": (exchange.span, sizes),
-            "reduce_scatterv+all_reduce": (exchange.span, sizes),
-        }
-        what = exchange.kind.replace("+", "_")
-        return self._reduce(what, group, x, arguments[exchange.kind], epilogue)
-
-    def barrier(self, group: Ranks) -> None:
-        self._call("barrier", group, self._ids[group])
-
-    def all_reduce_(self, x: Tensor, group: Ranks) -> None:
-        """all_reduce over x itself, which must be contiguous: no result is allocated."""
-        try:
-            self._all_reduce_(self._handle, self._ids[group], x)
-        except KernelError as error:
-            self._explain(error, "all_reduce_", group)
-
-    def _reduce(
-        self, what: str, group: Ranks, x: Tensor, sizes: tuple[object, ...], epilogue: Epilogue | None
-    ) -> Tensor:
-        x = x.contiguous()
+        # A small call takes hardly longer than the way from here to the kernel, so that is kept short.
+        plan = self._plans.get((exchange, group, sizes))
+        if plan is None or epilogue is not None:
+            plan = self._prepare(x, exchange, group, sizes, epilogue)
+        if x.is_neg() or x.is_conj():
+            x = _plain(x)
         if epilogue is None:
-            return self._call(what, group, self._ids[group], x, *sizes)
-        residual, weight = epilogue.residual.contiguous(), epilogue.weight.contiguous()
-        out = self._call(f"{what}_norm", group, self._ids[group], x, *sizes, residual, weight, epilogue.eps)
+            try:
+                return self._exchange(self._handle, plan, x)
+            except KernelError as error:
+                if not x.is_contiguous():  # which the kernel finds before it does anything
+                    return self.exchange(x.contiguous(), exchange, group, sizes)
+                self._explain(error, exchange.kind, group)
+        residual, weight = _plain(epilogue.residual), _plain(epilogue.weight)
+        out: Tensor = self._call("exchange_norm", group, plan, _plain(x), residual, weight, epilogue.eps)
         if epilogue.quantised is not None:
             epilogue.quantised.fill(out[1])
         return out
+
+    def barrier(self, group: Ranks) -> None:
+        place_in(group, self.rank)
+        self._call("barrier", group, self._id(group))
+
+    def all_reduce_(self, x: Tensor, group: Ranks) -> None:
+        """all_reduce over x itself, which must be contiguous: no result is allocated."""
+        call = all_reduce(len(group)), group, (x.shape[0],)
+        plan = self._plans.get(call)
+        if plan is None:
+            plan = self._prepare(x, *call, None)
+        if not x.is_contiguous() or x.is_neg():
+            raise CommError(f"rank {self.rank}: all_reduce_ takes a contiguous tensor, and no lazily negated one")
+        self._call("exchange_in_place", group, plan, x)
+
+    def _prepare(self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None) -> int:
+        """The kernel's plan of a call that this rank can make. Raises CommError for one that it cannot."""
+        check_call(self, x, exchange, group, sizes, epilogue)
+        plan = self._plans.get((exchange, group, sizes))
+        if plan is None:
+            if len(self._plans) == MAX_PLANS:
+                self._plans.clear()
+                self._kernels.forget(self._handle)
+            flat = [
+                number
+                for p in parts(exchange, sizes)
+                for number in (_mask(p.sources), _mask(p.readers), p.source_row, p.reader_row, p.rows)
+            ]
+            permute, sums = exchange.direction == "permute", exchange.combine == "sum"
+            plan = int(self._call("prepare", group, self._id(group), permute, sums, flat))
+            self._plans[exchange, group, sizes] = plan
+        return plan
+
+    def _id(self, group: Ranks) -> int:
+        """The group's number in the segment, where each has its flags and slots."""
+        if group not in self._ids:
+            raise CommError(f"rank {self.rank}: {group} is no group of the layout; there are {list(self._ids)}")
+        return self._ids[group]
 
     def _call(self, what: str, group: Ranks, *arguments: object) -> Any:
         try:
@@ -222,3 +250,14 @@ class ShmTransport(NamedCalls):
                 f"rank {self.rank}: {what} over {group} waited {self._timeout_s:g} s for rank {error}"
             ) from None
         raise CommError(f"rank {self.rank}: {what} over {group}: {error}") from error
+
+
+def _mask(places: Ranks) -> int:
+    return sum(1 << place for place in places)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """As it lies in memory, or a copy that does: contiguous, neither lazily negated nor conjugated."""
+    if x.is_neg() or x.is_conj():
+        x = x.resolve_neg().resolve_conj()
+    return x.contiguous()

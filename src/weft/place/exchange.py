@@ -18,6 +18,7 @@ A broadcast is an all_gatherv in which one rank alone has rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal, NamedTuple
 
 Direction = Literal["gather", "scatter", "permute"]
@@ -47,31 +48,37 @@ class Exchange(NamedTuple):
         return self.segments * self.span
 
 
+@cache
 def all_gatherv(ranks: int) -> Exchange:
     """Every rank gets every rank's rows, in rank order."""
     return Exchange("all_gatherv", "gather", ranks, 1, "none")
 
 
+@cache
 def all_reduce(ranks: int) -> Exchange:
     """Every rank gets the sum of all ranks' rows."""
     return Exchange("all_reduce", "gather", 1, ranks, "sum")
 
 
+@cache
 def reduce_scatterv(ranks: int) -> Exchange:
     """The i-th rank gets the i-th run of the sum."""
     return Exchange("reduce_scatterv", "scatter", ranks, 1, "sum")
 
 
+@cache
 def all_reduce_all_gatherv(groups: int, ranks: int) -> Exchange:
     """Every rank gets, of every group of `ranks` neighbours, the sum of their rows."""
     return Exchange("all_reduce+all_gatherv", "gather", groups, ranks, "sum")
 
 
+@cache
 def reduce_scatterv_all_reduce(groups: int, ranks: int) -> Exchange:
     """The ranks of the i-th group of `ranks` neighbours each get the i-th run of the sum over all."""
     return Exchange("reduce_scatterv+all_reduce", "scatter", groups, ranks, "sum")
 
 
+@cache
 def all_to_allv(ranks: int) -> Exchange:
     """The j-th rank gets the j-th run of every rank, in rank order."""
     return Exchange("all_to_allv", "permute", ranks, 1, "none")

@@ -1,4 +1,5 @@
-// The transport's calls in small, for programs without Python: the parts of each kind, laid out as in shm.cc.
+// The transport's calls in small, for programs without Python: the parts of each kind in elements, as plan.h lays them
+// out.
 #pragma once
 
 #include <sys/syscall.h>
@@ -20,7 +21,7 @@ struct Shape {
   Kind kind = Kind::sum;
   int group = 0;
   int64_t count = 0;  // elements of a rank's input
-  bool two_hops = false;
+  bool two_shot = false;
   uint32_t seed = 0;        // of sizes, and of who reads what in `any`
   uint32_t in_arena = 0;    // bit i: the group's i-th rank has its input there
   bool over_input = false;  // the result goes where the input is
@@ -61,7 +62,7 @@ struct Parts {
       case Kind::barrier:
         break;
       case Kind::sum:
-        if (!s.two_hops) {
+        if (!s.two_shot) {
           add({0, 0, s.count, all, all, 0, 0});
           break;
         }
@@ -105,7 +106,7 @@ struct Parts {
         }
       }
     }
-    result = std::max(result, s.two_hops ? s.count : 0);  // an owner sums where its result is, though it wants none
+    result = std::max(result, s.two_shot ? s.count : 0);  // an owner sums where its result is, though it wants none
   }
 
   void want(int64_t out, int64_t length, int64_t x, uint32_t sources) {
@@ -129,7 +130,7 @@ void make(Exchange<Probe>& exchange, const Shape& shape, Parts& parts, const flo
   call.element = sizeof(float);
   call.x = reinterpret_cast<const char*>(x);
   call.out = reinterpret_cast<char*>(out);
-  call.two_hops = shape.two_hops;
+  call.two_shot = shape.two_shot;
   call.ragged = shape.kind == Kind::exchange;
   call.lanes = parts.lanes;
   call.bytes = parts.result * call.element;

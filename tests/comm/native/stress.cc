@@ -62,7 +62,7 @@ Shape draw(Random& random, int groups) {
          : kind < 12 ? Kind::exchange : kind < 15 ? Kind::any : Kind::barrier;
   s.group = random.below(2) ? 0 : int(random.below(uint32_t(groups)));
   s.count = random.below(random.below(16) ? 40 : uint32_t(kMost) + 1);
-  s.two_hops = (s.kind == Kind::sum || s.kind == Kind::any) && random.below(2);
+  s.two_shot = (s.kind == Kind::sum || s.kind == Kind::any) && random.below(2);
   s.seed = random();
   const uint32_t where = random.below(4);  // all, none, or some of the inputs lie in the arena
   s.in_arena = where == 0 ? 0 : where == 1 ? random() : ~0u;
@@ -79,8 +79,8 @@ struct Test {
 
   void fail(const char* what, uint32_t call, const Shape& s, int rank, int64_t i, float got, float wanted) {
     if (!failed.exchange(true))
-      std::fprintf(stderr, "%s: call %u, kind %d, two hops %d, rank %d, element %ld: %g, not %g\n", what, call,
-                   int(s.kind), s.two_hops, rank, long(i), double(got), double(wanted));
+      std::fprintf(stderr, "%s: call %u, kind %d, two shots %d, rank %d, element %ld: %g, not %g\n", what, call,
+                   int(s.kind), s.two_shot, rank, long(i), double(got), double(wanted));
     std::exit(1);
   }
 
@@ -116,8 +116,8 @@ struct Test {
       const bool in_arena = s.in_arena >> me & 1;
       float* x = in_arena ? home : away.data();
       for (int64_t i = 0; i < parts.input; ++i) x[i] = value(k, rank, i);
-      // In two hops peers read the result, so it must lie in the arena.
-      const bool over_input = s.over_input && (in_arena || !s.two_hops);
+      // In two shots peers read the result, so it must lie in the arena.
+      const bool over_input = s.over_input && (in_arena || !s.two_shot);
       const int64_t bytes = parts.result * int64_t(sizeof(float));
       float* out = over_input ? x : static_cast<float*>(arena->pool().take(bytes));
       if (!over_input)

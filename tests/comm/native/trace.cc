@@ -60,12 +60,12 @@ Planned planned(const std::string& kind) {
   if (kind == "scatter") return s.kind = Kind::scatter, p;
   if (kind == "gather_zero_copy") return s.kind = Kind::gather, zero_copy(~0u), p;
   if (kind == "exchange") return s.kind = Kind::exchange, s.seed = 3, p;
-  s.two_hops = true;
-  if (kind == "two_hops") return p;
+  s.two_shot = true;
+  if (kind == "two_shot") return p;
   zero_copy(~0u);
   s.count = 400;  // 200 or 134 a rank, where a chunk is 128
-  if (kind == "two_hops_zero_copy") return p;
-  if (kind == "two_hops_over_input") return s.over_input = true, p;
+  if (kind == "two_shot_zero_copy") return p;
+  if (kind == "two_shot_over_input") return s.over_input = true, p;
   std::fprintf(stderr, "no kind %s\n", kind.c_str());
   std::exit(2);
 }

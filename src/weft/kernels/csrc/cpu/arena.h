@@ -45,10 +45,10 @@ struct Layout {
 
 // A rank's memory for tensors: blocks of one size, one for each tensor.
 //
-// Blocks of one size cannot fragment. Whatever sizes come in whatever order, there is room for a tensor while fewer than
-// `blocks` are alive, so a caller that knows how many it holds at once and how large they are never meets a full pool.
-// The block freed last is taken first: it is the likeliest to be in the cache, and blocks that are never needed are
-// never touched and take no memory.
+// Blocks of one size cannot fragment. Whatever sizes come in whatever order, there is room for a tensor while fewer
+// than `blocks` are alive, so a caller that knows how many it holds at once and how large they are never meets a full
+// pool. The block freed last is taken first: it is the likeliest to be in the cache, and blocks that are never needed
+// are never touched and take no memory.
 class Pool {
  public:
   Pool(char* base, int64_t blocks, int64_t block_bytes, int64_t stride)
@@ -94,7 +94,8 @@ class Arena {
  public:
   Arena(int fd, Layout layout, int rank) : layout_(std::move(layout)), rank_(rank) {
     void* base = mmap(nullptr, size_t(layout_.bytes()), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-    if (base == MAP_FAILED) throw CallError("cannot map the shared arena of " + std::to_string(layout_.bytes()) + " bytes");
+    if (base == MAP_FAILED)
+      throw CallError("cannot map the shared arena of " + std::to_string(layout_.bytes()) + " bytes");
     base_ = static_cast<char*>(base);
     pool_ = std::make_unique<Pool>(base_ + layout_.region(rank) + layout_.lines_bytes() + layout_.slots_bytes(),
                                    layout_.blocks, layout_.block_bytes, layout_.block_stride());

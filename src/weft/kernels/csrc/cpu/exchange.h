@@ -1,10 +1,11 @@
 // Every collective as one exchange of parts.
 //
 // A part is a run of elements that some ranks hold (sources), that is summed in rank order, and that some ranks want
-// (readers). One hop: every reader sums for itself, from what the sources staged. Two hops: the part's owner sums, then
-// the readers copy from the owner's result, so that no byte is read twice from another rank. Parts larger than a slot go
-// in chunks, and the chunks in a pipeline: in each phase a rank stages chunk s, sums chunk s-1 and copies chunk s-2.
-// A tensor that lies in the arena is not staged: its peers read it where it is, and wait for each other at the end.
+// (readers). In one shot every reader sums for itself, from what the sources staged. In two shots the part's owner
+// sums, then the readers copy from the owner's result, so that no byte is read twice from another rank. Parts larger
+// than a slot go in chunks, and the chunks in a pipeline: in each phase a rank stages chunk s, sums chunk s-1, copies
+// chunk s-2. A tensor that lies in the arena is not staged: its peers read it where it is, and all wait for each other
+// at the end, since its memory may then be used again.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +19,7 @@ namespace weft {
 struct Part {
   int64_t x = 0, out = 0, length = 0;  // elements: where it lies in a source's input and in a reader's result; how many
   uint32_t sources = 0, readers = 0;   // bit i: the group's i-th rank
-  int owner = 0, lane = 0;             // owner: who sums it in two hops; lane: its place in a slot
+  int owner = 0, lane = 0;             // owner: who sums it in two shots; lane: its place in a slot
 };
 
 // Where complete rows go on: residual add and RMSNorm.
@@ -26,7 +27,7 @@ struct Finish {
   const void *residual = nullptr, *weight = nullptr;
   void *residual_out = nullptr, *normed = nullptr;
   int64_t width = 0;
-  float eps = 0;
+  double eps = 0;
 };
 
 struct Call {
@@ -35,7 +36,7 @@ struct Call {
   int64_t element = 0;  // bytes
   const char* x = nullptr;
   char* out = nullptr;  // in the arena
-  bool two_hops = false, sums = false, ragged = false;  // ragged: one hop whose lengths only two ranks know
+  bool two_shot = false, sums = false, ragged = false;  // ragged: in one shot, lengths that only two ranks know
   int lanes = 1;
   int64_t row = 1;    // elements that a chunk never cuts
   int64_t bytes = 0;  // of the result
@@ -46,7 +47,7 @@ struct Call {
 
 // What is fastest differs by host: `weft tune` measures it. All in bytes.
 struct Tuning {
-  int64_t two_hop_bytes = 16 << 10;       // larger sums take two hops; the same on every rank
+  int64_t two_shot_bytes = 16 << 10;       // larger sums take two shots; the same on every rank
   int64_t chunk_bytes = 256 << 10;        // of a share that is read where it lies; the same on every rank
   int64_t zero_copy_bytes = 8 << 10;      // smaller inputs are staged though they lie in the arena: one wait less
   int64_t stream_slot_bytes = 1 << 30;    // larger runs are staged by stores past the cache
@@ -114,6 +115,8 @@ class Exchange {
     int me;
     uint32_t first;
     bool staged = false, exit = false;
+    bool late = false;  // the norm comes after all else, since no slot holds a whole row
+    int64_t row = 1;    // elements that a chunk never cuts
     int64_t stride = 0, piece = 0;  // bytes between a slot's lanes, which start on cache lines; elements of a chunk
     int64_t head = 0;               // bytes of a lane before its elements: in ragged calls the part's length
     uint32_t chunks = 1;
@@ -126,11 +129,12 @@ class Exchange {
       stride = e.arena_->layout().slot_bytes / c.lanes / 64 * 64;
       head = c.ragged ? 64 : 0;
       const int64_t fits = (stride - head) / c.element;
-      piece = c.row > 1 ? fits / c.row * c.row : fits / 64 * 64;
+      late = c.row > fits;
+      row = late ? 1 : c.row;
+      piece = row > 1 ? fits / row * row : fits / 64 * 64;
       if (piece <= 0)
-        throw CallError("a row of " + std::to_string(c.row * c.element) + " bytes does not fit a slot of " +
-                        std::to_string(e.arena_->layout().slot_bytes) + " bytes among " + std::to_string(c.lanes) +
-                        " ranks; give the transport a larger slot_bytes");
+        throw CallError("slots of " + std::to_string(e.arena_->layout().slot_bytes) + " bytes are too small for " +
+                        std::to_string(c.lanes) + " ranks; give the transport a larger slot_bytes");
       chunks = count_chunks();
     }
 
@@ -148,8 +152,8 @@ class Exchange {
       for (uint32_t s = 0;; ++s, ++phase) {
         if (s < chunks && !here) stage(s, phase);
         if (s >= 1 && s - 1 < chunks) take(s - 1, phase - 1);
-        if (c.two_hops && s >= 2 && s - 2 < chunks) copy(s - 2, phase - 1);
-        if (s == chunks + uint32_t(c.two_hops)) break;
+        if (c.two_shot && s >= 2 && s - 2 < chunks) copy(s - 2, phase - 1);
+        if (s == chunks + uint32_t(c.two_shot)) break;
         e.publish_phase(c.group, phase);
         e.wait_all(c.group, phase);
         if (s == 0) agree();
@@ -160,6 +164,9 @@ class Exchange {
         ++phase;
       }
       e.next_[size_t(c.group)] = phase;
+      if (late)
+        for (const Part& part : *c.parts)
+          if (part.readers >> me & 1) normalise(c.out + part.out * c.element, part.out, part.length);
     }
 
     // Whether peers may read my input where it is.
@@ -168,8 +175,8 @@ class Exchange {
       int64_t bytes = 0;
       for (const Part& part : *c.parts)
         if (part.sources >> me & 1) bytes += part.length * c.element;
-      // In one hop, a result over the input would change it under the peers' eyes.
-      return bytes >= e.tuning.zero_copy_bytes && e.arena_->pool().holds(c.x) && (c.two_hops || c.out != c.x);
+      // In one shot, a result over the input would change it under the peers' eyes.
+      return bytes >= e.tuning.zero_copy_bytes && e.arena_->pool().holds(c.x) && (c.two_shot || c.out != c.x);
     }
 
     void agree() {
@@ -181,10 +188,10 @@ class Exchange {
         if (c.ragged) chunks = std::max(chunks, notes[i].chunks);
       }
       if (!staged && !c.ragged) {  // no slot limits the chunks
-        const int64_t limit = e.tuning.chunk_bytes / c.element / c.row * c.row;
+        const int64_t limit = e.tuning.chunk_bytes / c.element / row * row;
         if (limit > piece) piece = limit, chunks = count_chunks();
       }
-      exit = c.two_hops || anyone_in_place;
+      exit = c.two_shot || anyone_in_place;
     }
 
     int64_t length(const Part& part, uint32_t chunk) const {
@@ -195,7 +202,7 @@ class Exchange {
     }
 
     bool needed_by_others(const Part& part) const {
-      return c.two_hops ? part.owner != me : (part.readers & ~(1u << me)) != 0;
+      return c.two_shot ? part.owner != me : (part.readers & ~(1u << me)) != 0;
     }
 
     void stage(uint32_t chunk, uint32_t phase) {
@@ -217,11 +224,11 @@ class Exchange {
       }
     }
 
-    // The first hop: sums (or copies) chunk `chunk`, which the sources staged in `phase`.
+    // The first shot: sums (or copies) chunk `chunk`, which the sources staged in `phase`.
     void take(uint32_t chunk, uint32_t phase) {
       const void* from[kMaxRanks];
       for (const Part& part : *c.parts) {
-        if (c.two_hops ? part.owner != me : !(part.readers >> me & 1)) continue;
+        if (c.two_shot ? part.owner != me : !(part.readers >> me & 1)) continue;
         const int64_t n = length(part, chunk), done = int64_t(chunk) * piece;
         if (head && chunk == 0 && part.owner != me) expect_length(part, phase);
         if (n <= 0) continue;
@@ -246,7 +253,7 @@ class Exchange {
           move(out, from[0], n * c.element);
         else
           e.rows_.reduce(c.dtype, out, from, count, n, c.bytes >= e.tuning.stream_out_bytes);
-        finish(out, part.out + done, n);
+        if (c.finish && !late) normalise(out, part.out + done, n);
       }
     }
 
@@ -261,7 +268,7 @@ class Exchange {
                         " elements where this rank expects " + std::to_string(part.length));
     }
 
-    // The second hop: copies what the owners summed in `phase`.
+    // The second shot: copies what the owners summed in `phase`.
     void copy(uint32_t chunk, uint32_t) {
       for (const Part& part : *c.parts) {
         if (part.owner == me || !(part.readers >> me & 1)) continue;
@@ -269,18 +276,18 @@ class Exchange {
         if (n <= 0) continue;
         const char* from = e.arena_->at(notes[part.owner].out) + place * c.element;
         e.probe.read(Holds::result, chunk, from, n * c.element);
-        if (!c.finish) {
+        if (!c.finish || late) {
           e.probe.write(Holds::result, chunk, c.out + place * c.element, n * c.element);
           move(c.out + place * c.element, from, n * c.element);
         }
-        finish(from, place, n);
+        if (c.finish && !late) normalise(from, place, n);
       }
     }
 
     static void move(char* out, const void* from, int64_t bytes) { std::memcpy(out, from, size_t(bytes)); }
 
-    void finish(const char* delta, int64_t place, int64_t n) {
-      if (!c.finish) return;
+    // Whole rows: n elements of the sum, which lie at delta and belong at `place` of the result.
+    void normalise(const char* delta, int64_t place, int64_t n) {
       const Finish& f = *c.finish;
       const int64_t at = place * c.element;
       e.rows_.add_norm(c.dtype, static_cast<char*>(f.residual_out) + at, static_cast<char*>(f.normed) + at, delta,
@@ -288,11 +295,13 @@ class Exchange {
     }
   };
 
+  // Release, of stores past the cache too: see publish.
   void publish_phase(int group, uint32_t phase) {
     stream_fence();
     probe.publish(group, phase);
     publish(arena_->line(arena_->rank(), group), phase);
   }
+  // Acquire, of what every rank of the group stored before it published the phase.
   void wait_all(int group, uint32_t phase) {
     for (const int rank : arena_->layout().groups[size_t(group)]) {
       if (rank == arena_->rank()) continue;
@@ -301,12 +310,13 @@ class Exchange {
     }
   }
 
+  // A plain store: publishing the phase releases it.
   void write_note(int group, uint32_t phase, const Note& note) {
     Note& mine = arena_->line(arena_->rank(), group).notes[phase & 1];
     probe.write(Holds::note, 0, &mine, sizeof mine);
     mine = note;
   }
-  // What a rank said of its call; throws unless it is this call.
+  // What a rank said of its call, read by a plain load after the wait for the phase; throws unless it is this call.
   Note read_note(int rank, int group, uint32_t phase, uint32_t signature) {
     const Note& note = arena_->line(rank, group).notes[phase & 1];
     if (rank != arena_->rank()) probe.read(Holds::note, 0, &note, sizeof note);

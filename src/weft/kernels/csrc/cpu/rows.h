@@ -23,9 +23,9 @@ struct Rows {
   void (*reduce)(DType, void* out, const void* const* sources, int n, int64_t count, bool stream);
   // memcpy to a 64-byte aligned place past the cache: a plain store would first fetch lines that a peer has read.
   void (*copy_stream)(void* out, const void* in, int64_t bytes);
-  // residual_out = residual + delta; normed = RMSNorm(residual_out) · weight. Not for f64.
+  // residual_out = residual + delta; normed = RMSNorm(residual_out) · weight, in float (f64: double).
   void (*add_norm)(DType, void* residual_out, void* normed, const void* delta, const void* residual,
-                   const void* weight, int64_t rows, int64_t width, float eps);
+                   const void* weight, int64_t rows, int64_t width, double eps);
 };
 
 // Makes streamed stores visible before the next publication.

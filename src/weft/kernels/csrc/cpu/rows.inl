@@ -55,8 +55,8 @@ WEFT_TARGET void reduce(DType dtype, void* out, const void* const* sources, int 
 
 // residual_out = residual + delta; normed = weight · round(residual_out / √(mean(residual_out²) + eps)), row by row.
 template <class T>
-WEFT_TARGET void add_norm_t(T* residual_out, T* normed, const T* delta, const T* residual, const T* weight, int64_t rows,
-                            int64_t width, float eps) {
+WEFT_TARGET void add_norm_t(T* residual_out, T* normed, const T* delta, const T* residual, const T* weight,
+                            int64_t rows, int64_t width, float eps) {
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t base = row * width;
     typename V::R squares = V::zero();
@@ -87,16 +87,34 @@ WEFT_TARGET void add_norm_t(T* residual_out, T* normed, const T* delta, const T*
   }
 }
 
+WEFT_TARGET void add_norm_f64(double* residual_out, double* normed, const double* delta, const double* residual,
+                              const double* weight, int64_t rows, int64_t width, double eps) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t base = row * width;
+    double squares = 0;
+    for (int64_t i = 0; i < width; ++i) {
+      const double total = residual[base + i] + delta[base + i];
+      residual_out[base + i] = total;
+      squares += total * total;
+    }
+    const double scale = 1.0 / __builtin_sqrt(squares / double(width) + eps);
+    for (int64_t i = 0; i < width; ++i) normed[base + i] = residual_out[base + i] * scale * weight[i];
+  }
+}
+
 WEFT_TARGET void add_norm(DType dtype, void* residual_out, void* normed, const void* delta, const void* residual,
-                          const void* weight, int64_t rows, int64_t width, float eps) {
+                          const void* weight, int64_t rows, int64_t width, double eps) {
   auto run = [&](auto* type) WEFT_TARGET {
     using T = std::remove_pointer_t<decltype(type)>;
     add_norm_t<T>(static_cast<T*>(residual_out), static_cast<T*>(normed), static_cast<const T*>(delta),
-                  static_cast<const T*>(residual), static_cast<const T*>(weight), rows, width, eps);
+                  static_cast<const T*>(residual), static_cast<const T*>(weight), rows, width, float(eps));
   };
   if (dtype == DType::f32) run(static_cast<float*>(nullptr));
   if (dtype == DType::bf16) run(static_cast<bf16*>(nullptr));
   if (dtype == DType::f16) run(static_cast<f16*>(nullptr));
+  if (dtype == DType::f64)
+    add_norm_f64(static_cast<double*>(residual_out), static_cast<double*>(normed), static_cast<const double*>(delta),
+                 static_cast<const double*>(residual), static_cast<const double*>(weight), rows, width, eps);
 }
 
 inline constexpr Rows kRows{WEFT_ISA_NAME, reduce, copy_stream, add_norm};

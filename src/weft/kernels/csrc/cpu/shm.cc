@@ -1,4 +1,4 @@
-// Python's door to the shared-memory exchange: checks the tensors, lays out the parts of each call, allocates results.
+// The bindings of the shared-memory exchange: checks tensors, allocates results, names errors.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -6,9 +6,9 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
-#include <numeric>
+#include <optional>
 
-#include "exchange.h"
+#include "plan.h"
 
 namespace ffi = tvm::ffi;
 using ffi::TensorView;
@@ -19,11 +19,10 @@ namespace {
 
 constexpr int kMaxDims = 8;
 
-enum Kind : uint32_t { kAllReduce = 1, kReduceScatter, kAllGather, kAllToAll, kBroadcast, kGatherMixed, kScatterMixed };
-
 struct World {
   std::unique_ptr<Exchange<>> exchange;
   const Rows* rows;
+  std::vector<Plan> plans;
   std::vector<Part> parts;  // of the call under way
 };
 
@@ -61,11 +60,6 @@ void interrupt() {
   if (TVMFFIEnvCheckSignals() != 0) throw ffi::EnvErrorAlreadySet();
 }
 
-int64_t elements(TensorView x) {
-  int64_t n = 1;
-  for (int i = 0; i < x.ndim(); ++i) n *= x.size(i);
-  return n;
-}
 int64_t width_of(TensorView x) {
   int64_t n = 1;
   for (int i = 1; i < x.ndim(); ++i) n *= x.size(i);
@@ -80,241 +74,52 @@ DType summable(DLDataType t) {
     if (t.code == kDLFloat && t.bits == 16) return DType::f16;
     if (t.code == kDLFloat && t.bits == 64) return DType::f64;
   }
-  throw CallError("sums take float32, bfloat16, float16 or float64, not " + std::string(ffi::DLDataTypeToString(t)));
+  // tvm-ffi has no name for complex numbers.
+  const std::string name =
+      t.code == kDLComplex ? "complex" + std::to_string(t.bits) : std::string(ffi::DLDataTypeToString(t));
+  throw CallError("sums take float32, bfloat16, float16 or float64, not " + name);
 }
 
-uint32_t mix(uint32_t hash, uint64_t value) {
-  const uint64_t mixed = (hash ^ value) * 0x9e3779b97f4a7c15ull;
-  return uint32_t(mixed >> 32) | 1;
-}
-
+// A call of a plan on a tensor, checked.
 struct Setup {
   World& w;
+  const Plan& plan;
+  TensorView x;
+  int64_t width;
   Call call;
-  const Ranks& ranks;
-  int me, n;
-  uint32_t all;
 
-  Setup(World& world, int64_t group, Kind kind, TensorView x, bool sums)
-      : w(world), ranks(world.exchange->arena().layout().groups[size_t(group)]) {
-    n = int(ranks.size());
-    all = uint32_t((uint64_t(1) << n) - 1);
-    me = int(std::find(ranks.begin(), ranks.end(), w.exchange->arena().rank()) - ranks.begin());
+  Setup(World& world, int64_t id, TensorView input, bool norm)
+      : w(world), plan(world.plans[size_t(id)]), x(input), width(width_of(input)) {
     if (x.ndim() < 1 || x.ndim() > kMaxDims || x.device().device_type != kDLCPU)
       throw CallError("a collective takes a CPU tensor of one to eight dimensions");
     if (!x.IsContiguous()) throw CallError("a collective takes a contiguous tensor");
-    call.group = int(group);
-    call.sums = sums;
+    if (x.size(0) != plan.input_rows())
+      throw CallError("a tensor of " + std::to_string(x.size(0)) + " rows where the sizes say " +
+                      std::to_string(plan.input_rows()));
     const DLDataType t = x.dtype();
     call.element = (t.bits * t.lanes + 7) / 8;
-    if (sums) call.dtype = summable(t);
+    if (plan.sums()) call.dtype = summable(t);
     call.x = static_cast<const char*>(x.data_ptr());
-    call.signature = mix(mix(kind, uint64_t(t.code) << 8 | t.bits), uint64_t(width_of(x)));
-    w.parts.clear();
-    call.parts = &w.parts;
+    plan.lay_out(call, w.parts, width, norm, w.exchange->tuning);
+    call.signature = mix(call.signature, uint64_t(t.code) << 8 | t.bits);
   }
 
-  void sign(uint64_t value) { call.signature = mix(call.signature, value); }
-
-  void expect_rows(TensorView x, int64_t rows) const {
-    if (x.size(0) != rows)
-      throw CallError("a tensor of " + std::to_string(x.size(0)) + " rows where the sizes say " + std::to_string(rows));
-  }
-
-  // Allocates the result and runs. finish: [residual, weight] or none.
-  ffi::Tensor run(TensorView x, int64_t rows, const Finish* given = nullptr) {
-    int64_t shape[2 + kMaxDims] = {2, rows};  // of residual and normed rows together; past the 2, of either
+  // Room for `copies` results one after the other; more than one get a dimension of their own.
+  ffi::Tensor result(int64_t copies) {
+    int64_t shape[2 + kMaxDims] = {copies, plan.result_rows()};
     const size_t dims = size_t(x.ndim());
     for (size_t i = 1; i < dims; ++i) shape[i + 1] = x.size(int(i));
-    ffi::Tensor out = new_tensor(w, ffi::ShapeView(shape + 1, dims), x.dtype());
-    call.out = static_cast<char*>(out.data_ptr());
-    call.bytes = rows * width_of(x) * call.element;
-    if (!given) {
-      w.exchange->run(call);
-      return out;
-    }
-    ffi::Tensor both = new_tensor(w, ffi::ShapeView(shape, dims + 1), x.dtype());
-    Finish finish = *given;
-    finish.width = width_of(x);
-    finish.residual_out = both.data_ptr();
-    finish.normed = static_cast<char*>(both.data_ptr()) + call.bytes;
-    call.finish = &finish;
-    call.row = std::max<int64_t>(1, finish.width);
-    w.exchange->run(call);
-    return both;
+    return new_tensor(w, copies == 1 ? ffi::ShapeView(shape + 1, dims) : ffi::ShapeView(shape, dims + 1), x.dtype());
   }
 };
-
-// The i-th of n even shares of `rows` rows, each of `width` elements: [begin, end) in elements.
-std::pair<int64_t, int64_t> share(int64_t rows, int64_t width, int i, int n) {
-  const int64_t each = rows / n, more = rows % n;
-  const int64_t begin = each * i + std::min<int64_t>(i, more);
-  return {begin * width, (begin + each + (i < more)) * width};
-}
-
-int64_t sum(const Sizes& sizes) {
-  int64_t total = 0;
-  for (const int64_t n : sizes) {
-    if (n < 0) throw CallError("a negative number of rows");
-    total += n;
-  }
-  return total;
-}
-
-void expect_sizes(const Sizes& sizes, int64_t ranks) {
-  if (int64_t(sizes.size()) != ranks)
-    throw CallError(std::to_string(sizes.size()) + " sizes for " + std::to_string(ranks) + " ranks");
-}
-
-Finish finish_of(TensorView x, int64_t rows, TensorView residual, TensorView weight, double eps) {
-  const auto same = [&](TensorView t) {
-    return t.dtype().code == x.dtype().code && t.dtype().bits == x.dtype().bits && t.IsContiguous();
-  };
-  if (x.dtype().bits == 64) throw CallError("the norm epilogue takes float32, bfloat16 or float16, not float64");
-  if (!same(residual) || !same(weight) || elements(weight) != width_of(x) || residual.size(0) != rows ||
-      width_of(residual) != width_of(x))
-    throw CallError("residual [rows, width] and weight [width] must be contiguous, of the input's dtype and width");
-  Finish f;
-  f.residual = residual.data_ptr();
-  f.weight = weight.data_ptr();
-  f.eps = float(eps);
-  return f;
-}
-
-using MaybeNorm = std::optional<std::pair<TensorView, TensorView>>;
-
-// The parts of an all_reduce. norm: whole rows go on to it.
-void lay_out_all_reduce(Setup& s, TensorView x, bool norm) {
-  World& w = s.w;
-  const int64_t count = elements(x), width = width_of(x);
-  s.sign(uint64_t(x.size(0)));
-  s.sign(norm);
-  s.call.two_hops = count * s.call.element > w.exchange->tuning.two_hop_bytes;
-  if (!s.call.two_hops) {
-    w.parts.push_back(Part{0, 0, count, s.all, s.all, 0, 0});
-  } else {
-    s.call.lanes = s.n;
-    // Shares of whole rows where rows go on to the norm, else of cache lines.
-    const int64_t unit = norm ? width : 64, units = (count + unit - 1) / unit;
-    for (int i = 0; i < s.n; ++i) {
-      const auto [begin, end] = share(units, unit, i, s.n);
-      if (begin < count) w.parts.push_back(Part{begin, begin, std::min(end, count) - begin, s.all, s.all, i, i});
-    }
-  }
-}
-
-ffi::Tensor all_reduce_impl(int64_t handle, int64_t group, TensorView x, const MaybeNorm& norm, double eps) {
-  Setup s(world_of(handle), group, kAllReduce, x, true);
-  lay_out_all_reduce(s, x, norm.has_value());
-  if (!norm) return s.run(x, x.size(0));
-  const Finish f = finish_of(x, x.size(0), norm->first, norm->second, eps);
-  return s.run(x, x.size(0), &f);
-}
-
-void all_reduce_in_place(int64_t handle, int64_t group, TensorView x) {
-  World& w = world_of(handle);
-  Setup s(w, group, kAllReduce, x, true);
-  lay_out_all_reduce(s, x, false);
-  const int64_t bytes = elements(x) * s.call.element;
-  s.call.bytes = bytes;
-  if (!s.call.two_hops || w.exchange->arena().pool().holds(x.data_ptr())) {
-    s.call.out = static_cast<char*>(x.data_ptr());
-    return w.exchange->run(s.call);
-  }
-  const ffi::Tensor shared = new_tensor(w, x.shape(), x.dtype());  // peers must see this rank's share
-  s.call.out = static_cast<char*>(shared.data_ptr());
-  w.exchange->run(s.call);
-  std::memcpy(x.data_ptr(), shared.data_ptr(), size_t(bytes));
-}
-
-ffi::Tensor reduce_scatterv_impl(int64_t handle, int64_t group, TensorView x, const Sizes& sizes, const MaybeNorm& norm,
-                                 double eps) {
-  World& w = world_of(handle);
-  Setup s(w, group, kReduceScatter, x, true);
-  expect_sizes(sizes, s.n);
-  s.expect_rows(x, sum(sizes));
-  s.sign(norm.has_value());
-  s.call.lanes = s.n;
-  int64_t begin = 0;
-  const int64_t width = width_of(x);
-  for (int i = 0; i < s.n; ++i) {
-    s.sign(uint64_t(sizes[i]));
-    w.parts.push_back(Part{begin, 0, sizes[i] * width, s.all, 1u << i, i, i});
-    begin += sizes[i] * width;
-  }
-  if (!norm) return s.run(x, sizes[s.me]);
-  const Finish f = finish_of(x, sizes[s.me], norm->first, norm->second, eps);
-  return s.run(x, sizes[s.me], &f);
-}
-
-// The ranks of a mixed edge, in the world: reduce group d holds ranks d·tp … d·tp + tp - 1.
-ffi::Tensor all_reduce_all_gatherv_impl(int64_t handle, int64_t world, TensorView x, int64_t tp, const Sizes& sizes,
-                                        const MaybeNorm& norm, double eps) {
-  World& w = world_of(handle);
-  Setup s(w, world, kGatherMixed, x, true);
-  expect_sizes(sizes, s.n / tp);
-  s.expect_rows(x, sizes[s.me / tp]);
-  const int64_t width = width_of(x), rows = sum(sizes), total = rows * width * s.call.element;
-  s.sign(norm.has_value());
-  s.call.two_hops = total > w.exchange->tuning.two_hop_bytes;
-  s.call.lanes = s.call.two_hops ? int(tp) : 1;
-  int64_t at = 0;
-  for (int d = 0; d < int(sizes.size()); ++d) {
-    s.sign(uint64_t(sizes[d]));
-    const uint32_t group = uint32_t(((uint64_t(1) << tp) - 1) << (d * tp));
-    if (!s.call.two_hops) {
-      w.parts.push_back(Part{0, at, sizes[d] * width, group, s.all, 0, 0});
-    } else {
-      for (int a = 0; a < int(tp); ++a) {
-        const auto [begin, end] = share(sizes[d], width, a, int(tp));
-        w.parts.push_back(Part{begin, at + begin, end - begin, group, s.all, int(d * tp + a), a});
-      }
-    }
-    at += sizes[d] * width;
-  }
-  if (!norm) return s.run(x, rows);
-  const Finish f = finish_of(x, rows, norm->first, norm->second, eps);
-  return s.run(x, rows, &f);
-}
-
-ffi::Tensor reduce_scatterv_all_reduce_impl(int64_t handle, int64_t world, TensorView x, int64_t tp, const Sizes& sizes,
-                                            const MaybeNorm& norm, double eps) {
-  World& w = world_of(handle);
-  Setup s(w, world, kScatterMixed, x, true);
-  expect_sizes(sizes, s.n / tp);
-  s.expect_rows(x, sum(sizes));
-  const int64_t width = width_of(x), rows = sizes[s.me / tp];
-  s.sign(norm.has_value());
-  s.call.two_hops = tp > 1 && x.size(0) * width * s.call.element > w.exchange->tuning.two_hop_bytes;
-  s.call.lanes = s.call.two_hops ? s.n : int(sizes.size());
-  int64_t at = 0;
-  for (int d = 0; d < int(sizes.size()); ++d) {
-    s.sign(uint64_t(sizes[d]));
-    const uint32_t group = uint32_t(((uint64_t(1) << tp) - 1) << (d * tp));
-    if (!s.call.two_hops) {
-      w.parts.push_back(Part{at, 0, sizes[d] * width, s.all, group, 0, d});
-    } else {
-      for (int a = 0; a < int(tp); ++a) {
-        const auto [begin, end] = share(sizes[d], width, a, int(tp));
-        w.parts.push_back(Part{at + begin, begin, end - begin, s.all, group, int(d * tp + a), int(d * tp + a)});
-      }
-    }
-    at += sizes[d] * width;
-  }
-  if (!norm) return s.run(x, rows);
-  const Finish f = finish_of(x, rows, norm->first, norm->second, eps);
-  return s.run(x, rows, &f);
-}
-
-MaybeNorm norm_of(TensorView residual, TensorView weight) { return std::make_pair(residual, weight); }
 
 }  // namespace
 
 // groups: every group of the world, the same list on every rank. pidfds: of each rank's process, -1 for none.
 // tuning: the numbers of Tuning, in order.
 int64_t create(int64_t fd, int64_t world, int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, int64_t slot_bytes,
-               int64_t blocks, int64_t block_bytes, Sizes pidfds, int64_t spins, double timeout_s,
-               Sizes tuning, ffi::String isa) {
+               int64_t blocks, int64_t block_bytes, Sizes pidfds, int64_t spins, double timeout_s, Sizes tuning,
+               ffi::String isa) {
   return guarded([&] {
     Layout layout;
     layout.world = int(world);
@@ -393,93 +198,73 @@ void barrier(int64_t handle, int64_t group) {
   guarded([&] { world_of(handle).exchange->barrier(int(group)); });
 }
 
-ffi::Tensor all_reduce(int64_t handle, int64_t group, TensorView x) {
-  return guarded([&] { return all_reduce_impl(handle, group, x, {}, 0); });
-}
-void all_reduce_(int64_t handle, int64_t group, TensorView x) {
-  guarded([&] { all_reduce_in_place(handle, group, x); });
-}
-ffi::Tensor all_reduce_norm(int64_t handle, int64_t group, TensorView x, TensorView residual, TensorView weight,
-                            double eps) {
-  return guarded([&] { return all_reduce_impl(handle, group, x, norm_of(residual, weight), eps); });
-}
-ffi::Tensor reduce_scatterv(int64_t handle, int64_t group, TensorView x, Sizes sizes) {
-  return guarded([&] { return reduce_scatterv_impl(handle, group, x, sizes, {}, 0); });
-}
-ffi::Tensor reduce_scatterv_norm(int64_t handle, int64_t group, TensorView x, Sizes sizes, TensorView residual,
-                                 TensorView weight, double eps) {
-  return guarded([&] { return reduce_scatterv_impl(handle, group, x, sizes, norm_of(residual, weight), eps); });
-}
-ffi::Tensor all_reduce_all_gatherv(int64_t handle, int64_t world, TensorView x, int64_t tp, Sizes sizes) {
-  return guarded([&] { return all_reduce_all_gatherv_impl(handle, world, x, tp, sizes, {}, 0); });
-}
-ffi::Tensor all_reduce_all_gatherv_norm(int64_t handle, int64_t world, TensorView x, int64_t tp, Sizes sizes,
-                                        TensorView residual, TensorView weight, double eps) {
-  return guarded(
-      [&] { return all_reduce_all_gatherv_impl(handle, world, x, tp, sizes, norm_of(residual, weight), eps); });
-}
-ffi::Tensor reduce_scatterv_all_reduce(int64_t handle, int64_t world, TensorView x, int64_t tp, Sizes sizes) {
-  return guarded([&] { return reduce_scatterv_all_reduce_impl(handle, world, x, tp, sizes, {}, 0); });
-}
-ffi::Tensor reduce_scatterv_all_reduce_norm(int64_t handle, int64_t world, TensorView x, int64_t tp, Sizes sizes,
-                                            TensorView residual, TensorView weight, double eps) {
-  return guarded(
-      [&] { return reduce_scatterv_all_reduce_impl(handle, world, x, tp, sizes, norm_of(residual, weight), eps); });
-}
-
-ffi::Tensor all_gatherv(int64_t handle, int64_t group, TensorView x, Sizes sizes) {
+// A collective's plan, by the number that calls name it by; see Plan.
+int64_t prepare(int64_t handle, int64_t group, bool permute, bool sums, Sizes parts) {
   return guarded([&] {
     World& w = world_of(handle);
-    Setup s(w, group, kAllGather, x, false);
-    expect_sizes(sizes, s.n);
-    s.expect_rows(x, sizes[s.me]);
-    const int64_t width = width_of(x);
-    int64_t at = 0;
-    for (int i = 0; i < s.n; ++i) {
-      s.sign(uint64_t(sizes[i]));
-      w.parts.push_back(Part{0, at, sizes[i] * width, 1u << i, s.all, i, 0});
-      at += sizes[i] * width;
-    }
-    return s.run(x, sum(sizes));
+    const Ranks& ranks = w.exchange->arena().layout().groups[size_t(group)];
+    const auto me = std::find(ranks.begin(), ranks.end(), w.exchange->arena().rank());
+    if (me == ranks.end()) throw CallError("this rank is not in the group");
+    w.plans.emplace_back(int(group), int(me - ranks.begin()), permute, sums,
+                         std::vector<int64_t>(parts.begin(), parts.end()));
+    return int64_t(w.plans.size() - 1);
   });
 }
 
-ffi::Tensor all_to_allv(int64_t handle, int64_t group, TensorView x, Sizes send, Sizes receive) {
+// Forgets every plan.
+void forget(int64_t handle) { world_of(handle).plans.clear(); }
+
+ffi::Tensor exchange(int64_t handle, int64_t plan, TensorView x) {
   return guarded([&] {
-    World& w = world_of(handle);
-    Setup s(w, group, kAllToAll, x, false);
-    expect_sizes(send, s.n);
-    expect_sizes(receive, s.n);
-    s.expect_rows(x, sum(send));
-    s.call.lanes = s.n;
-    s.call.ragged = true;
-    const int64_t width = width_of(x);
-    int64_t from = 0, at = 0;
-    for (int i = 0; i < s.n; ++i) {
-      if (i == s.me) {
-        if (send[i] != receive[i]) throw CallError("a rank sends itself other rows than it receives from itself");
-        w.parts.push_back(Part{from, at, send[i] * width, 1u << i, 1u << i, i, i});
-      } else {
-        w.parts.push_back(Part{from, 0, send[i] * width, 1u << s.me, 1u << i, i, i});
-        w.parts.push_back(Part{0, at, receive[i] * width, 1u << i, 1u << s.me, i, s.me});
-      }
-      from += send[i] * width;
-      at += receive[i] * width;
-    }
-    return s.run(x, sum(receive));
+    Setup s(world_of(handle), plan, x, false);
+    ffi::Tensor out = s.result(1);
+    s.call.out = static_cast<char*>(out.data_ptr());
+    s.w.exchange->run(s.call);
+    return out;
   });
 }
 
-ffi::Tensor broadcast(int64_t handle, int64_t group, TensorView x, int64_t root) {
+// The result lies over the input: no other memory is allocated where the peers can see it there.
+void exchange_in_place(int64_t handle, int64_t plan, TensorView x) {
+  guarded([&] {
+    Setup s(world_of(handle), plan, x, false);
+    if (!s.plan.in_place()) throw CallError("its result has other rows than its input, or elsewhere");
+    if (!s.call.two_shot || s.w.exchange->arena().pool().holds(x.data_ptr())) {
+      s.call.out = static_cast<char*>(x.data_ptr());
+      return s.w.exchange->run(s.call);
+    }
+    const ffi::Tensor shared = s.result(1);  // in two shots peers read this rank's share of the result
+    s.call.out = static_cast<char*>(shared.data_ptr());
+    s.w.exchange->run(s.call);
+    std::memcpy(x.data_ptr(), shared.data_ptr(), size_t(s.call.bytes));
+  });
+}
+
+// Gives [2, rows, …]: the residual with the result added, and its RMSNorm.
+ffi::Tensor exchange_norm(int64_t handle, int64_t plan, TensorView x, TensorView residual, TensorView weight,
+                          double eps) {
   return guarded([&] {
-    World& w = world_of(handle);
-    Setup s(w, group, kBroadcast, x, false);
-    const int from = int(std::find(s.ranks.begin(), s.ranks.end(), int(root)) - s.ranks.begin());
-    if (from == s.n) throw CallError("the root is not of the group");
-    s.sign(uint64_t(root));
-    s.sign(uint64_t(x.size(0)));
-    w.parts.push_back(Part{0, 0, elements(x), 1u << from, s.all, from, 0});
-    return s.run(x, x.size(0));
+    Setup s(world_of(handle), plan, x, true);
+    const auto same = [&](TensorView t) {
+      return t.dtype().code == x.dtype().code && t.dtype().bits == x.dtype().bits && t.IsContiguous();
+    };
+    if (!same(residual) || !same(weight) || weight.ndim() != 1 || weight.size(0) != s.width || residual.ndim() < 1 ||
+        residual.size(0) != s.plan.result_rows() || width_of(residual) != s.width)
+      throw CallError("residual [rows, width] and weight [width] must be contiguous, of the input's dtype and width");
+    const ffi::Tensor delta = s.result(1);
+    ffi::Tensor both = s.result(2);
+    Finish f;
+    f.residual = residual.data_ptr();
+    f.weight = weight.data_ptr();
+    f.residual_out = both.data_ptr();
+    f.normed = static_cast<char*>(both.data_ptr()) + s.call.bytes;
+    f.width = s.width;
+    f.eps = eps;
+    s.call.out = static_cast<char*>(delta.data_ptr());
+    s.call.finish = &f;
+    s.call.row = std::max<int64_t>(1, s.width);
+    s.w.exchange->run(s.call);
+    return both;
   });
 }
 
@@ -495,15 +280,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(offset_of, weft::offset_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(direct_sum, weft::direct_sum)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(check, weft::check)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(barrier, weft::barrier)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce, weft::all_reduce)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce_, weft::all_reduce_)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce_norm, weft::all_reduce_norm)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(reduce_scatterv, weft::reduce_scatterv)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(reduce_scatterv_norm, weft::reduce_scatterv_norm)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce_all_gatherv, weft::all_reduce_all_gatherv)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce_all_gatherv_norm, weft::all_reduce_all_gatherv_norm)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(reduce_scatterv_all_reduce, weft::reduce_scatterv_all_reduce)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(reduce_scatterv_all_reduce_norm, weft::reduce_scatterv_all_reduce_norm)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_gatherv, weft::all_gatherv)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_to_allv, weft::all_to_allv)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(broadcast, weft::broadcast)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepare, weft::prepare)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(forget, weft::forget)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(exchange, weft::exchange)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(exchange_in_place, weft::exchange_in_place)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(exchange_norm, weft::exchange_norm)

@@ -1,10 +1,12 @@
-// The protocol by which ranks of one host agree: one counter a rank and group, its phase, and nothing else.
+// The protocol by which the ranks of a group keep in step: one counter a rank and group, its phase, and nothing else.
 //
-// Invariant: what a rank wrote in phase p is read by its peers only after they have waited for p and before they publish
-// p + 1, and is overwritten by nobody who has not waited for p + 1. So two buffers, by the phase's parity, are enough.
+// Invariant: what a rank wrote in phase p is read by its peers only after they have waited for p and before they
+// publish p + 1, and is overwritten by nobody who has not waited for p + 1. So two buffers, by the phase's parity, are
+// enough.
 //
-// Memory order: `publish` releases all earlier stores (streamed ones by a fence), `wait` acquires them. Both also need
-// to be sequentially consistent with `sleepers`: either the publisher sees the sleeper, or the sleeper sees the phase.
+// Memory order: `publish` releases all that its rank stored before it, and `Waiter::wait` acquires it, so plain loads
+// and stores around them are ordered between ranks. Both are also sequentially consistent with `Line::sleepers`: either
+// the publisher sees the sleeper or the sleeper sees the phase, so no wake-up is lost.
 #pragma once
 
 #include <linux/futex.h>
@@ -60,7 +62,8 @@ inline void pause_cpu() {
 #endif
 }
 
-// Not the private form: the word is shared between processes.
+// Sleeps while the word holds `value`, at most `ns`. Orders no memory: the caller loads the word again. This is not the
+// private form of the call, since the word is shared between processes.
 inline void futex_wait(std::atomic<uint32_t>* word, uint32_t value, long ns) {
   const timespec limit{0, ns};
   syscall(SYS_futex, word, FUTEX_WAIT, value, &limit, nullptr, 0);
@@ -69,6 +72,9 @@ inline void futex_wake_all(std::atomic<uint32_t>* word) {
   syscall(SYS_futex, word, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
 }
 
+// Tells the peers that this rank has reached a phase. Release: what it stored before is visible to whoever waits for
+// the phase; stores past the cache need stream_fence before. Sequentially consistent: `sleepers` is loaded after the
+// store.
 inline void publish(Line& mine, uint32_t phase) {
   mine.phase.store(phase, std::memory_order_seq_cst);
   if (mine.sleepers.load(std::memory_order_seq_cst)) futex_wake_all(&mine.phase);
@@ -77,8 +83,8 @@ inline void publish(Line& mine, uint32_t phase) {
 // Phases wrap around: only their difference counts, and it never exceeds two.
 inline bool reached(uint32_t phase, uint32_t wanted) { return int32_t(phase - wanted) >= 0; }
 
-// How a rank waits: it spins, offers its core to others for a while, then sleeps in short slices, between which it looks
-// whether a rank is gone. Time ends the offers, not their number: on a busy core each may take milliseconds.
+// How a rank waits: it spins, offers its core to others for a while, then sleeps in short slices, between which it
+// looks whether a rank is gone. Time ends the offers, not their number: on a busy core each may take milliseconds.
 struct Waiter {
   int spins = 0;
   double yield_s = 0.002, timeout_s = 60;
@@ -87,6 +93,8 @@ struct Waiter {
   std::vector<pollfd> peers;             // a pidfd of each other process, -1 where it has none
   void (*interrupt)() = nullptr;         // may throw: lets Ctrl-C end a wait
 
+  // Returns once `rank` has published the phase. Acquire: what that rank stored before is then visible. Throws
+  // PeerLostError, TimeoutError, or what `interrupt` throws.
   void wait(Line& line, uint32_t wanted, int rank) {
     for (int i = 0; i < spins; ++i) {
       if (reached(line.phase.load(std::memory_order_acquire), wanted)) return;
@@ -97,7 +105,7 @@ struct Waiter {
     sleep(line, wanted, rank);
   }
 
-  // Throws where a rank is known, or now seen, to be gone.
+  // Throws where a rank is known, or now seen, to be gone. Relaxed: nothing is read by the strength of it.
   void look_around() {
     mark_the_dead();
     check_lost();
@@ -110,6 +118,7 @@ struct Waiter {
  private:
   static constexpr long kSliceNs = 20'000'000;
 
+  // Counts itself among the sleepers before it loads the phase, both sequentially consistent: see publish.
   void sleep(Line& line, uint32_t wanted, int rank) {
     struct Asleep {
       std::atomic<uint32_t>& count;

@@ -20,7 +20,7 @@ from weft.comm.transport import CommError
 MOST_HELLO = 1 << 16
 
 
-def meet(path: Path, world: int, rank: int, terms: object, size: Callable[[], int], timeout_s: float) -> Meeting:
+def rendezvous(path: Path, world: int, rank: int, terms: object, size: Callable[[], int], timeout_s: float) -> Meeting:
     """Waits for all ranks; gives the same segment to each.
 
     path: of the socket, in a folder that only this user can reach; rank 0 makes and removes it. terms: JSON that must
@@ -79,15 +79,15 @@ def pidfds(pids: Sequence[int]) -> list[int]:
 
 def _host(path: Path, world: int, terms: str, size: int, deadline: float) -> Meeting:
     # On an error, who already came must hear of it now, not when the last reference to a socket goes.
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door, ExitStack() as on_error:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ExitStack() as on_error:
         with suppress(FileNotFoundError):
             path.unlink()  # of a run that was killed; one that lives would hold another folder
-        door.bind(str(path))
-        door.listen(world)
+        listener.bind(str(path))
+        listener.listen(world)
         peers: dict[int, socket.socket] = {}
         pids = {0: os.getpid()}
         try:
-            for peer, rank, pid, theirs in _callers(door, on_error, deadline) if world > 1 else ():
+            for peer, rank, pid, theirs in _callers(listener, on_error, deadline) if world > 1 else ():
                 if theirs != terms:
                     raise CommError(f"rank {rank} has another layout or other sizes than rank 0: {theirs}")
                 if not 0 < rank < world or rank in peers:
@@ -110,17 +110,17 @@ def _host(path: Path, world: int, terms: str, size: int, deadline: float) -> Mee
 
 
 def _callers(
-    door: socket.socket, on_error: ExitStack, deadline: float
+    listener: socket.socket, on_error: ExitStack, deadline: float
 ) -> Iterator[tuple[socket.socket, int, int, str]]:
     """Who comes, with rank, process and terms. Who says something else is sent off; who says nothing keeps no one."""
-    with selectors.DefaultSelector() as ears:
-        ears.register(door, selectors.EVENT_READ)
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
         try:
             while (left := deadline - time.monotonic()) > 0:
-                for key, _ in ears.select(left):
-                    if key.fileobj is door:
-                        new = on_error.enter_context(door.accept()[0])
-                        ears.register(new, selectors.EVENT_READ, (new, bytearray()))
+                for key, _ in selector.select(left):
+                    if key.fileobj is listener:
+                        new = on_error.enter_context(listener.accept()[0])
+                        selector.register(new, selectors.EVENT_READ, (new, bytearray()))
                         continue
                     caller, text = key.data
                     try:
@@ -130,35 +130,35 @@ def _callers(
                         hello = json.loads(text)
                         said = int(hello["rank"]), int(hello["pid"]), str(hello["terms"])
                     except (OSError, ValueError, KeyError, TypeError):
-                        ears.unregister(caller)
+                        selector.unregister(caller)
                         caller.close()
                         continue
-                    ears.unregister(caller)
+                    selector.unregister(caller)
                     yield caller, *said
             raise TimeoutError
         finally:
-            for key in ears.get_map().values():
+            for key in selector.get_map().values():
                 if key.data:
                     key.data[0].close()
 
 
 def _join(path: Path, rank: int, terms: str, deadline: float) -> Meeting:
     with ExitStack() as on_error:
-        door = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        peer = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         while True:
-            _limit(door, deadline)
+            _limit(peer, deadline)
             try:
-                door.connect(str(path))
+                peer.connect(str(path))
                 break
             except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):  # not there, or a queue before it
                 time.sleep(0.01)
-        door.sendall(json.dumps({"rank": rank, "pid": os.getpid(), "terms": terms}).encode() + b"\n")
-        _limit(door, deadline)
-        text, fds, _, _ = socket.recv_fds(door, 4096, 1)
+        peer.sendall(json.dumps({"rank": rank, "pid": os.getpid(), "terms": terms}).encode() + b"\n")
+        _limit(peer, deadline)
+        text, fds, _, _ = socket.recv_fds(peer, 4096, 1)
         if not fds:
             raise CommError(f"rank {rank}: rank 0 turned this rank away; its own error says why")
         on_error.pop_all()
-    return Meeting(fds[0], json.loads(text), rank, [door], deadline)
+    return Meeting(fds[0], json.loads(text), rank, [peer], deadline)
 
 
 def _limit(s: socket.socket, deadline: float) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.comm.meet import Meeting, meet
+from weft.comm.rendezvous import Meeting, rendezvous
 from weft.comm.transport import CommError
 
 RUBBISH = [
@@ -39,7 +39,7 @@ def strangers() -> Iterator[ExitStack]:
 
 
 def call(path: Path, strangers: ExitStack, text: bytes = b"") -> socket.socket:
-    """A stranger that has come once there is a door."""
+    """A stranger that has come once somebody listens."""
     caller = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     deadline = time.monotonic() + 5
     while True:
@@ -54,7 +54,7 @@ def call(path: Path, strangers: ExitStack, text: bytes = b"") -> socket.socket:
 
 
 def come(pool: ThreadPoolExecutor, path: Path, rank: int, timeout_s: float = 10, world: int = 2) -> Future[Meeting]:
-    return pool.submit(meet, path, world, rank, ["terms"], lambda: 4096, timeout_s)
+    return pool.submit(rendezvous, path, world, rank, ["terms"], lambda: 4096, timeout_s)
 
 
 def expect_sent_off(stranger: socket.socket) -> None:

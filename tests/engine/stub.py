@@ -33,11 +33,11 @@ class StubExecutor(Executor):
         super().__init__(config)
         self.world = world
         self.groups = (CacheGroup(Rule(), config.num_pages),)
-        self.devices = [FakeDevice(self.groups, config.page_size) for _ in range(config.attn_dp)]
 
     def start(self, progress: Any = None, poll: Callable[[], None] = lambda: None) -> None:
         self.world.starts += 1
         self._wait(self.world.may_start, poll)
+        self.devices = [FakeDevice(self.groups, self.config.page_size) for _ in range(self.config.attn_dp)]
         if self.world.fail(self, "start"):
             raise EngineError("rank 1 failed: no start today")
 
@@ -67,7 +67,8 @@ class StubExecutor(Executor):
     def close(self, grace_s: float = 5.0) -> None:
         self.world.closes += 1
 
-    def _launch(self) -> None: ...
+    def _launch(self, poll: Any) -> None: ...
+    def _stop_ranks(self, grace_s: float) -> None: ...
     def _send(self, rank: int, message: Any) -> None: ...
     def _receive(self, timeout_s: float) -> None: ...
     def _dead(self, *, killed: bool = False) -> None: ...

@@ -56,7 +56,7 @@ def test_killed_ranks_are_replaced_and_every_request_goes_on(model_dir: Path) ->
         for at, prompt in enumerate(few):
             engine.submit(prompt, params, listen(at))
         assert begun.wait(60)
-        first = engine._executor.processes
+        first = list(engine._executor.processes)
         os.kill(first[2].pid, signal.SIGKILL)
         for _ in range(4):
             ended.get(timeout=300)
@@ -111,7 +111,7 @@ def test_ranks_of_a_killed_controller_leave_and_take_its_folder_along_even_befor
         "from engine.test_engine import config; from pathlib import Path\n"
         "from weft.engine.executor import make_executor\n"
         "e = make_executor(config(Path(sys.argv[1]), executor='process', attn_dp=2, ep=2))\n"
-        "e._launch(); print(*(p.pid for p in e.processes), e._directory, flush=True); sys.stdin.read()\n"
+        "e._launch(lambda: None); print(*(p.pid for p in e.processes), e._directory, flush=True); sys.stdin.read()\n"
     )
     root = Path(__file__).parents[2]
     with subprocess.Popen(
@@ -160,6 +160,8 @@ class Broken(Executor):
     def __init__(self, go: threading.Event, closed: threading.Event):
         self.go, self.closed = go, closed
 
+    def prepare(self) -> None: ...
+
     def start(self, progress: Any = None, poll: Any = None) -> None:
         pass
 
@@ -175,7 +177,8 @@ class Broken(Executor):
     def close(self, grace_s: float = 5.0) -> None:
         self.closed.set()
 
-    def _launch(self) -> None: ...
+    def _launch(self, poll: Any) -> None: ...
+    def _stop_ranks(self, grace_s: float) -> None: ...
     def _send(self, rank: int, message: Any) -> None: ...
     def _receive(self, timeout_s: float) -> None: ...
     def _dead(self, *, killed: bool = False) -> None: ...

@@ -90,7 +90,7 @@ def test_too_many_failures_end_in_one_report(world: World, caplog: pytest.LogCap
         assert sum(r.getMessage() == f"the engine ends: {report}" for r in caplog.records) == 1
         with pytest.raises(EngineError, match="gave up"):
             client.ask([1, 2], 3)
-    assert world.starts == 3 and world.closes >= 3
+    assert world.starts == 3 and world.closes >= 1
 
 
 def test_failures_long_ago_do_not_count() -> None:

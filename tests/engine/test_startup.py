@@ -12,16 +12,19 @@ import pytest
 
 from engine.test_engine import config
 from weft.engine.engine import Engine
+from weft.engine.executor import ProcessExecutor, ThreadExecutor
 from weft.models.config import ModelError
 from weft.place.spec import LayoutError
 
 
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_executor(config: Any) -> None:
+    def start(executor: Any, progress: Any) -> None:
         raise AssertionError("ranks were to be started")
 
-    monkeypatch.setattr("weft.engine.engine.make_executor", make_executor)
+    for kind in (ProcessExecutor, ThreadExecutor):
+        monkeypatch.setattr(kind, "start", start)
+    monkeypatch.setattr(ProcessExecutor, "prepare", lambda executor: None)
 
 
 @pytest.fixture

@@ -44,17 +44,23 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float], None] | None = None):
-        self.config, self.model_config = config, read_model(config)
-        eos, vocabulary = self.model_config.eos_token_ids, self.model_config.vocab_size
-        self.language = Language(load_tokenizer(config), config.tokenizer, vocabulary, eos)
-        self.tokenizer = self.language.tokenizer
-        self.max_model_len = context_tokens(config, self.model_config)
-        check_plans(config, self.model_config)
+        self.config = config
         self.error: str | None = None
         self._phase: EngineState = "starting"
         self._faults = FaultWindow(config.max_restarts, config.restart_window_s)
         self._executor: Executor = make_executor(config)
-        self._executor.start(progress)
+        try:
+            self.model_config = read_model(config)
+            self._executor.prepare()
+            eos, vocabulary = self.model_config.eos_token_ids, self.model_config.vocab_size
+            self.language = Language(load_tokenizer(config), config.tokenizer, vocabulary, eos)
+            self.tokenizer = self.language.tokenizer
+            self.max_model_len = context_tokens(config, self.model_config)
+            check_plans(config, self.model_config)
+            self._executor.start(progress)
+        except BaseException:
+            self._executor.close(grace_s=0)
+            raise
         self._groups = self._executor.groups
         self._schedulers = make_schedulers(config, self._groups)
         self._ids, self._seeds = itertools.count(1), random.Random(config.seed)
@@ -270,10 +276,8 @@ class Engine:
             self._faults.add(_line(error))
             log.error("%s; the ranks are started anew, %d requests wait", _line(error), len(self._answers))
             self._phase, began = "restarting", time.monotonic()
-            self._executor.close(grace_s=0)
             # All ranks, not only the one that failed: the others may wait in a collective that will never end, or hold
             # a device that has faulted. Their weights come again from the system's file cache.
-            self._executor = make_executor(self.config)
             self._schedulers = make_schedulers(self.config, self._groups)
             for answer in sorted(self._answers.values(), key=lambda a: a.sequence.admitted is None):
                 answer.sequence.forget_pages()

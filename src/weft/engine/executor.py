@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +18,7 @@ import zmq
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
 from weft.comm.transport import CommError
 from weft.engine.config import EngineConfig, EngineError
+from weft.engine.forkserver import ForkServer, RankProcess
 from weft.engine.messages import (
     AskPlan,
     AskReport,
@@ -57,17 +55,22 @@ class Executor(ABC):
         self.groups: tuple[CacheGroup, ...] = ()
         """Of the model's caches; known once `start` has returned."""
 
+    def prepare(self) -> None:
+        """Begins what takes long and needs no rank; `start` waits for it."""
+        return
+
     def start(
         self, progress: Callable[[str, float], None] | None = None, poll: Callable[[], None] = lambda: None
     ) -> None:
-        """Starts the ranks and waits until all have loaded. progress(what, fraction).
+        """Starts the ranks, anew where there are some, and waits until all have loaded. progress(what, fraction).
 
         poll: called several times a second meanwhile; what it raises ends the start. Raises ModelError or LayoutError
-        where the user can put it right, else EngineError.
+        where the user can put it right, else EngineError; then no rank is left.
         """
         loaded = dict.fromkeys(range(self.mesh.world), 0.0)
+        self._stop_ranks(grace_s=0)
         try:
-            self._launch()
+            self._launch(poll)
             ready, deadline = 0, time.monotonic() + LOAD_TIMEOUT_S
             while ready < self.mesh.world:
                 message = self._next(deadline, "loading", poll)
@@ -78,7 +81,7 @@ class Executor(ABC):
                 if isinstance(message, Ready):
                     ready, self.groups = ready + 1, message.groups
         except BaseException:
-            self.close(grace_s=0)
+            self._stop_ranks(grace_s=0)
             raise
 
     def step(self, step: Step) -> list[Result]:
@@ -120,16 +123,20 @@ class Executor(ABC):
     def _next(self, deadline: float, what: str, poll: Callable[[], None] = lambda: None) -> FromRank:
         while True:
             message = self._receive(POLL_S)
-            poll()
-            if self._interrupted.is_set():
-                raise EngineError(f"interrupted while waiting for {what}")
             if isinstance(message, Failure):
                 raise self._cause(message)
+            self._go_on(deadline, what, poll)
             if message is not None:
                 return message
             self.check()
-            if time.monotonic() > deadline:
-                raise EngineError(f"no answer from the ranks for {what} in time; see step_timeout_s")
+
+    def _go_on(self, deadline: float, what: str, poll: Callable[[], None]) -> None:
+        """To be called while waiting. Raises EngineError where there is no use in that any more."""
+        poll()
+        if self._interrupted.is_set():
+            raise EngineError(f"interrupted while waiting for {what}")
+        if time.monotonic() > deadline:
+            raise EngineError(f"no answer from the ranks for {what} in time; see step_timeout_s")
 
     def _cause(self, first: Failure) -> Exception:
         """The error that explains a failure. One rank's fault fails its peers too: a killed rank comes before all,
@@ -145,7 +152,10 @@ class Executor(ABC):
         return EngineError(self._dead(killed=True) or f"rank {cause.rank} failed: {cause.text}")
 
     @abstractmethod
-    def _launch(self) -> None: ...
+    def _launch(self, poll: Callable[[], None]) -> None: ...
+
+    @abstractmethod
+    def _stop_ranks(self, grace_s: float) -> None: ...
 
     @abstractmethod
     def _send(self, rank: int, message: ToRank) -> None: ...
@@ -157,39 +167,56 @@ class Executor(ABC):
     def _dead(self, *, killed: bool = False) -> str | None:
         """One line about a rank that is gone, or None. killed: only about one that a signal ended."""
 
-    @abstractmethod
     def close(self, grace_s: float = 5.0) -> None:
         """Stops every rank; nothing is left of them. May be called twice.
 
         grace_s: how long they may take to leave by themselves; they hold nothing that would be lost.
         """
+        self._stop_ranks(grace_s)
 
 
 class ProcessExecutor(Executor):
     """One process a rank, transports between them, ZeroMQ to here; all files in one private folder."""
 
-    def _launch(self) -> None:
-        self._outboxes, self.processes = [], []
-        self._directory = Path(tempfile.mkdtemp(prefix="weft-"))
-        (self._directory / "config.json").write_text(json.dumps(self.config.to_dict()))
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self._server: ForkServer | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._outboxes: list[zmq.Socket[bytes]] = []
+        self.processes: list[RankProcess] = []
+        self._starts = 0
+
+    def prepare(self) -> None:
+        if self._server is None or not self._server.alive:
+            self.close()  # what is left of one that was killed
+            self._directory = Path(tempfile.mkdtemp(prefix="weft-"))
+            self._server = ForkServer(self._directory)
+
+    def _launch(self, poll: Callable[[], None]) -> None:
+        self.prepare()
+        assert self._server is not None
+        self._starts, self.processes, self._outboxes = self._starts + 1, [], []
+        self._run = run = self._directory / str(self._starts)
+        run.mkdir()
+        (run / "config.json").write_text(json.dumps(self.config.to_dict()))
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         try:
-            self._inbox.bind(f"ipc://{self._directory}/from")
+            self._inbox.bind(f"ipc://{run}/from")
         except zmq.ZMQError as error:  # the path of a socket is short; TMPDIR may be long
             raise EngineError(f"no sockets in {self._directory}: {error.strerror}; set TMPDIR to another") from error
         for rank in range(self.mesh.world):
             outbox = self._context.socket(zmq.PUSH)
             # The rank binds and this end connects: a PUSH socket that binds blocks once its only peer is dead.
-            outbox.connect(f"ipc://{self._directory}/to-{rank}")
+            outbox.connect(f"ipc://{run}/to-{rank}")
             self._outboxes.append(outbox)
-            with open(self._directory / f"rank-{rank}.log", "wb") as log:
-                command = [sys.executable, "-m", "weft.engine.rank", str(self._directory), str(rank), str(os.getpid())]
-                # A session of its own, so that Ctrl-C reaches the controller alone and it can stop the ranks in order.
-                process = subprocess.Popen(
-                    command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-                )
+            self._server.request(run, rank)
+        deadline = time.monotonic() + LOAD_TIMEOUT_S
+        while len(self.processes) < self.mesh.world:
+            process = self._server.forked(len(self.processes), POLL_S)
+            if process is not None:
                 self.processes.append(process)
+            self._go_on(deadline, "the start", poll)
 
     def _send(self, rank: int, message: ToRank) -> None:
         self._outboxes[rank].send(encode(message))
@@ -204,54 +231,72 @@ class ProcessExecutor(Executor):
         gone = [(r, code) for r, p in enumerate(self.processes) if (code := p.poll()) is not None]
         gone = [(r, code) for r, code in gone if code < 0 or not killed]
         for rank, code in sorted(gone, key=lambda g: g[1]):
-            lines = (self._directory / f"rank-{rank}.log").read_text(errors="replace").strip().splitlines()
+            log = self._run / f"rank-{rank}.log"
+            lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             return f"rank {rank} {how}" + (f": {lines[-1]}" if lines else "")
         return None
 
-    def close(self, grace_s: float = 5.0) -> None:
-        if not hasattr(self, "_directory") or self._context.closed:
+    def _stop_ranks(self, grace_s: float) -> None:
+        if self._context is None:
             return
         for rank, process in enumerate(self.processes):
             if grace_s and process.poll() is None:
                 self._send(rank, Stop())
         deadline = time.monotonic() + grace_s
         for process in self.processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            if process.wait(max(0.0, deadline - time.monotonic())) is None:
                 process.kill()
                 process.wait()
         self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self._run, ignore_errors=True)
+        self._context = None
+        if len(self.processes) < self.mesh.world and self._server is not None:
+            self._server.close()  # it may still fork ranks that were asked for: they must not be taken for later ones
+
+    def close(self, grace_s: float = 5.0) -> None:
+        self._stop_ranks(grace_s)
+        if self._server is not None:
+            self._server.close()
+            shutil.rmtree(self._directory, ignore_errors=True)  # where the server was killed, it could not
+        self._server = None
 
 
 class ThreadExecutor(Executor):
     """Ranks as threads of this process on the reference transport: for tests and for looking closely."""
 
-    def _launch(self) -> None:
-        self._world = ReferenceWorld(self.mesh.world, timeout_s=self.config.step_timeout_s)
+    _world: ReferenceWorld | None = None
+
+    def _launch(self, poll: Callable[[], None]) -> None:
+        self._world = world = ReferenceWorld(self.mesh.world, timeout_s=self.config.step_timeout_s)
         self._inbox: queue.Queue[FromRank] = queue.Queue()
         self._outboxes: list[queue.Queue[ToRank]] = [queue.Queue() for _ in range(self.mesh.world)]
+        # Each has its own queues and world: one of an earlier start that is late must not be heard in this one.
         self._threads = [
-            threading.Thread(target=self._rank_main, args=(t,), name=f"rank-{t.rank}", daemon=True)
-            for t in self._world.transports()
+            threading.Thread(
+                target=self._rank_main, args=(world, t, outbox.get, self._inbox.put), name=f"rank-{t.rank}", daemon=True
+            )
+            for t, outbox in zip(world.transports(), self._outboxes, strict=True)
         ]
         for thread in self._threads:
             thread.start()
 
-    def _rank_main(self, transport: ReferenceTransport) -> None:
+    def _rank_main(
+        self,
+        world: ReferenceWorld,
+        transport: ReferenceTransport,
+        receive: Callable[[], ToRank],
+        send: Callable[[FromRank], None],
+    ) -> None:
         rank = transport.rank
         try:
-            Worker(self.config, [transport], costs("cpu"), self._inbox.put).serve(
-                self._outboxes[rank].get, self._inbox.put
-            )
+            Worker(self.config, [transport], costs("cpu"), send).serve(receive, send)
         except (LayoutError, ModelError) as error:
-            self._inbox.put(Failure(rank, str(error), user=True))
+            send(Failure(rank, str(error), user=True))
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            self._inbox.put(Failure(rank, text, user=False, lost_peer=isinstance(error, CommError)))
-            self._world.abort()
+            send(Failure(rank, text, user=False, lost_peer=isinstance(error, CommError)))
+            world.abort()
 
     def _send(self, rank: int, message: ToRank) -> None:
         self._outboxes[rank].put(message)
@@ -265,8 +310,8 @@ class ThreadExecutor(Executor):
     def _dead(self, *, killed: bool = False) -> str | None:
         return None  # a thread that fails says so itself
 
-    def close(self, grace_s: float = 5.0) -> None:
-        if not hasattr(self, "_threads"):
+    def _stop_ranks(self, grace_s: float) -> None:
+        if self._world is None:
             return
         if not grace_s:
             self._world.abort()
@@ -275,6 +320,7 @@ class ThreadExecutor(Executor):
         for thread in self._threads:
             thread.join(timeout=5)
         self._world.abort()
+        self._world = None
 
 
 def make_executor(config: EngineConfig) -> Executor:

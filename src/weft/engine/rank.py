@@ -1,7 +1,6 @@
-"""The process of one rank: `python -m weft.engine.rank DIRECTORY RANK PARENT`, started by `ProcessExecutor`.
+"""What a rank's process does, from its start by `weft.engine.forks` to its end.
 
-DIRECTORY holds config.json (the EngineConfig), the sockets, and where the transports' ranks meet. PARENT is the
-controller's process id: told, not asked for, since it may be gone by the time that this process has imported torch.
+Its directory holds config.json (the EngineConfig), the sockets, and where the transports' ranks meet.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import threading
 import time
 import traceback
@@ -28,9 +26,9 @@ from weft.models.config import ModelError
 from weft.place.spec import LayoutError
 
 
-def main(directory: Path, rank: int, parent: int) -> None:
-    """Runs a rank until it is told to stop, fails, or its controller is gone."""
-    threading.Thread(target=_leave_with_parent, args=(parent, directory), daemon=True).start()
+def main(directory: Path, rank: int, parent: int) -> int:
+    """Runs a rank until it is told to stop or fails, or its parent is gone. Gives its exit code."""
+    threading.Thread(target=_leave_with_parent, args=(parent, directory.parent), daemon=True).start()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     config = EngineConfig.from_dict(json.loads((directory / "config.json").read_text()))
     bind(config, rank)
@@ -61,22 +59,15 @@ def main(directory: Path, rank: int, parent: int) -> None:
         send(Failure(rank, text, user=False, lost_peer=isinstance(error, CommError)))
         code = 1
     context.destroy(linger=1000)
-    # Peers that wait in a collective for this rank must not keep it: no clean-up that could wait for them.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    return code
 
 
-def _leave_with_parent(parent: int, directory: Path) -> None:
-    """A rank must not outlive its controller, also one that was killed; nor may the folder that was the controller's.
+def _leave_with_parent(parent: int, root: Path) -> None:
+    """A rank must not outlive the process that forked it, were that killed; nor may the controller's folder.
 
     Each rank removes it: the others need nothing in it any more, and the last finds what one before could not remove.
     """
     while os.getppid() == parent:
         time.sleep(0.5)
-    shutil.rmtree(directory, ignore_errors=True)
+    shutil.rmtree(root, ignore_errors=True)
     os._exit(3)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

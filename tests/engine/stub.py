@@ -19,7 +19,7 @@ from engine.fake import answer as expected_answer
 from weft.engine.config import EngineConfig, EngineError
 from weft.engine.engine import Engine
 from weft.engine.executor import Executor
-from weft.engine.messages import Drawn, Result, Step
+from weft.engine.messages import Drawn, Ran, Result, Step
 from weft.engine.request import Output, SamplingParams
 from weft.kv.spec import CacheGroup, Rule
 
@@ -58,7 +58,8 @@ class StubExecutor(Executor):
         drawn = [device.run(rows) for device, rows in zip(self.devices, step.groups, strict=True)]
         if self.world.fail(self, "after"):
             raise EngineError("rank 2 was killed by signal 9")
-        return [Result(step.number, g, tuple(Drawn(*d) for d in tokens)) for g, tokens in enumerate(drawn)]
+        ran = Ran(step.number, tuple(len(g.tokens) for g in step.groups), 0)
+        return [Result(self.mesh.leader(g), ran, tuple(Drawn(*d) for d in tokens)) for g, tokens in enumerate(drawn)]
 
     def check(self) -> None:
         if self.world.fail(self, "idle"):

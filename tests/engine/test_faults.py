@@ -22,6 +22,8 @@ from weft.engine.engine import Engine
 from weft.engine.executor import Executor, ProcessExecutor, make_executor
 from weft.engine.messages import GroupRows, Part, Step
 from weft.engine.request import Output, SamplingParams
+from weft.engine.runner import ModelRunner
+from weft.kv.spec import CacheGroup, Rule
 
 RANKS = dict(attn_dp=2, attn_tp=2, ep=4)
 
@@ -105,6 +107,31 @@ def test_the_rank_that_failed_is_named_not_one_that_failed_with_it(model_dir: Pa
         executor.close()
 
 
+def test_ranks_that_do_not_execute_the_same_are_found_in_that_step(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that one rank missed, and a plan that one rank alone has chosen: the collectives ran, and mean nothing."""
+    step = Step(
+        4, (GroupRows((5, 6), (Part(1, 2, 0, ((0,),), None),)), GroupRows((7,), (Part(2, 1, 0, ((0,),), None),)))
+    )
+    executor = make_executor(config(model_dir, executor="thread", **RANKS))
+    executor.start()
+    try:
+        executor.step(step)
+        send, checksum = executor._send, ModelRunner.plan_checksum
+        executor._send = lambda rank, m: send(rank, Step(3, m.groups) if rank == 2 else m)
+        with pytest.raises(EngineError, match=r"rank 2 ran step 3 of \(2, 1\) rows .*, where step 4 of \(2, 1\) rows"):
+            executor.step(step)
+        executor._send = send
+        monkeypatch.setattr(
+            ModelRunner, "plan_checksum", lambda runner, counts: checksum(runner, counts) ^ (runner.rank == 3)
+        )
+        with pytest.raises(EngineError, match=r"ranks diverge: rank 3 ran .* by plan [0-9a-f]{8}, where .* on rank 0"):
+            executor.step(step)
+    finally:
+        executor.close()
+
+
 def test_ranks_of_a_killed_controller_leave_and_take_its_folder_along_even_before_they_are_up(model_dir: Path) -> None:
     script = (
         "import sys; sys.path.insert(0, 'tests')\n"
@@ -158,7 +185,7 @@ class Broken(Executor):
     """An executor without ranks whose first step waits for `go` and then fails."""
 
     def __init__(self, go: threading.Event, closed: threading.Event):
-        self.go, self.closed = go, closed
+        self.go, self.closed, self.groups = go, closed, (CacheGroup(Rule(), 128),)
 
     def prepare(self) -> None: ...
 

@@ -13,6 +13,7 @@ from weft.engine.messages import (
     Drawn,
     GroupRows,
     Part,
+    Ran,
     Result,
     Sampling,
     Step,
@@ -186,5 +187,5 @@ def test_messages_survive_the_wire() -> None:
     part = Part(3, 2, 5, ((1, 9), (4, 2)), Sampling(0.5, 0.9, 7, 2**62 - 1, 4, 2, (0,)))
     step = Step(8, (GroupRows((4, 5), (part,)), GroupRows()))
     assert decode_to_rank(encode(step)) == step
-    result = Result(8, 1, (Drawn(3, 17, -0.25, ((17, -0.25),)), Drawn(4, 2)))
+    result = Result(1, Ran(8, (2, 0), 2**32 - 1), (Drawn(3, 17, -0.25, ((17, -0.25),)), Drawn(4, 2)))
     assert decode_from_rank(encode(result)) == result

@@ -26,6 +26,7 @@ from weft.engine.messages import (
     FromRank,
     PlanText,
     Progress,
+    Ran,
     Ready,
     Report,
     Result,
@@ -85,15 +86,22 @@ class Executor(ABC):
             raise
 
     def step(self, step: Step) -> list[Result]:
-        """Runs a step on every rank; gives each DP group's result, in group order."""
+        """Runs a step on every rank; gives each DP group's result, in group order.
+
+        Raises EngineError also where ranks did not all execute this step, with these counts, by the same plan.
+        """
         for rank in range(self.mesh.world):
             self._send(rank, step)
         deadline = time.monotonic() + self.config.step_timeout_s
         results: dict[int, Result] = {}
-        while len(results) < self.mesh.attn_dp:
+        while len(results) < self.mesh.world:
             result = self._await(Result, deadline, f"step {step.number}")
-            results[result.group] = result
-        return [results[g] for g in range(self.mesh.attn_dp)]
+            results[result.rank] = result
+        asked = Ran(step.number, tuple(len(g.tokens) for g in step.groups), results[0].ran.plan)
+        for rank, result in results.items():
+            if result.ran != asked:
+                raise EngineError(f"ranks diverge: rank {rank} ran {result.ran}, where {asked} was due, as on rank 0")
+        return [results[self.mesh.leader(g)] for g in range(self.mesh.attn_dp)]
 
     def report(self) -> Report:
         """What rank 0 has run, and what the naive plan would have moved."""

@@ -100,12 +100,23 @@ class Drawn(Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Result(Struct, frozen=True, tag=True):
-    """From the leader of each DP group: the step's tokens, in the order of its sampled parts."""
+class Ran(Struct, frozen=True, array_like=True):
+    """What a rank executed: the step, every DP group's rows, and a checksum of the plan. The same on every rank."""
 
     number: int
-    group: int
-    drawn: tuple[Drawn, ...]
+    counts: tuple[int, ...]
+    plan: int
+
+    def __str__(self) -> str:
+        return f"step {self.number} of {self.counts} rows by plan {self.plan:08x}"
+
+
+class Result(Struct, frozen=True, tag=True):
+    """From every rank, after a step. drawn: from the leader of a DP group, in the order of its sampled parts."""
+
+    rank: int
+    ran: Ran
+    drawn: tuple[Drawn, ...] = ()
 
 
 class Stat(Struct, frozen=True, array_like=True):

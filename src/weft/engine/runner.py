@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 
@@ -81,6 +82,7 @@ class ModelRunner:
         self.planner = plan_model(config, mesh, weight.dtype, offers)
         self.caches = Caches(cached_layers(model), groups, page_size, weight.dtype, weight.device)
         self._stats, self._naive_stats, self._times = Stats(), Stats(), StepTimes(weight.device)
+        self._checksums: dict[Counts, int] = {}
         self._steps: Counter[Counts] = Counter()  # walked since the totals were last worked out
         self._walks = 0
 
@@ -103,6 +105,14 @@ class ModelRunner:
         if len(self._steps) == MOST_COUNTS:
             self._count()
         return logits
+
+    def plan_checksum(self, counts: Counts) -> int:
+        """CRC-32 of the steps by which rows of these counts go: ranks that disagree run different collectives."""
+        plan = self.planner.plan(counts)
+        if plan.counts not in self._checksums:
+            text = "|".join(f"{read.site} {step}" for read, step, _ in plan.moves())
+            self._checksums[plan.counts] = zlib.crc32(text.encode())
+        return self._checksums[plan.counts]
 
     def plan(self, tokens_per_group: int) -> Plan:
         """The plan for steps of so many tokens in each DP group."""

@@ -17,6 +17,7 @@ from weft.engine.messages import (
     FromRank,
     PlanText,
     Progress,
+    Ran,
     Ready,
     Report,
     Result,
@@ -64,18 +65,19 @@ class Worker:
         self.rules = [group.rule for group in self.groups]
         self.runner = ModelRunner(model, self.mesh, self.rank, transports, self.groups, config.page_size, costs)
 
-    def step(self, step: Step) -> Result | None:
-        """Runs a step; the leader of each DP group draws the tokens, the others return None."""
+    def step(self, step: Step) -> Result:
+        """Runs a step; the leader of each DP group draws the tokens."""
         group = self.mesh.group_of(self.rank)
-        rows = step.groups[group]
+        rows, counts = step.groups[group], tuple(len(g.tokens) for g in step.groups)
         seqs = [SeqRows(p.rows, p.context, p.tables, p.sampling is not None) for p in rows.parts]
         batch = build_batch(rows.tokens, seqs, self.config.page_size, self.rules)
-        logits = self.runner.forward(batch, tuple(len(g.tokens) for g in step.groups))
+        logits = self.runner.forward(batch, counts)
+        ran = Ran(step.number, counts, self.runner.plan_checksum(counts))
         if self.rank != self.mesh.leader(group):
-            return None
+            return Result(self.rank, ran)
         sampled = [(p.request, p.sampling) for p in rows.parts if p.sampling is not None]
         drawn = sample(logits, [request for request, _ in sampled], [how for _, how in sampled])
-        return Result(step.number, group, drawn)
+        return Result(self.rank, ran, drawn)
 
     def serve(self, receive: Callable[[], ToRank], send: Send) -> None:
         """Answers the controller until it says Stop."""
@@ -83,9 +85,7 @@ class Worker:
         while True:
             message = receive()
             if isinstance(message, Step):
-                result = self.step(message)
-                if result is not None:
-                    send(result)
+                send(self.step(message))
             elif isinstance(message, AskReport):
                 ran, naive = self.runner.report(), self.runner.naive_report()
                 send(Report(tuple(Stat(*astuple(s)) for s in ran), tuple(Stat(*astuple(s)) for s in naive)))

@@ -187,9 +187,7 @@ class Stream:
     traced, naming the block and both placements, before it communicates.
     """
 
-    def __init__(
-        self, plan: Plan, transports: Mapping[str, Transport], rows: StepRows, times: StepTimes | None = None
-    ):
+    def __init__(self, plan: Plan, transports: Mapping[str, Transport], rows: StepRows, times: StepTimes | None = None):
         self.mesh, self._plan, self._transports, self._rows, self._times = plan.mesh, plan, transports, rows, times
         self._local = next(iter(transports.values()))
         self._index = 0

@@ -79,7 +79,9 @@ def test_directories_that_cannot_be_served(directory: Path, tmp_path_factory: py
         ({"layer_types": ["sliding_attention"] * 3}, "layer type 'sliding_attention' is not supported"),
         ({"hidden_size": "wide"}, r"not a config of model type 'qwen2_moe': .*'hidden_size' expected int"),
         ({"n_routed_experts": 8}, r"config\.json: config field 'n_routed_experts' \(value 8\) is not understood"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "'quantization_config' .* is not understood"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config .* is not supported"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "'awq'.* is not supported"),
+        ({"dtype": "float2"}, "not a config .*'float2'"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
         ({"model_type": "llama"}, "model type 'llama' is not supported; supported: qwen2_moe"),
         (

@@ -71,11 +71,20 @@ class Fields:
 
 
 @dataclass(frozen=True)
+class Storage:
+    """How a checkpoint may store weights, as `weft.models.checkpoint.Checkpoint` takes it."""
+
+    float8_block: tuple[int, int] | None = None
+    mxfp4: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig(ABC):
     """What every family has; each adds its own fields.
 
     family: the model type that the registry knows it by. Widths in elements. max_position: tokens of a sequence, at
-    most. dtype: the checkpoint's. rope: what turns queries and keys.
+    most. dtype: the checkpoint's. rope: what turns queries and keys. storage: of the weights; they are computed with
+    dequantised.
     """
 
     family: str
@@ -91,6 +100,7 @@ class ModelConfig(ABC):
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     rope: Rope
+    storage: Storage
 
     @abstractmethod
     def build(self, b: Builder) -> Decoder:
@@ -108,6 +118,9 @@ def common_fields(
     fields.only("is_encoder_decoder", False)
     eos = fields.get("eos_token_id", ())
     dtype = fields.get("dtype", fields.get("torch_dtype", "bfloat16"))
+    dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ModelError(f"dtype {fields.get('dtype')!r} is none of torch's, such as bfloat16")
     max_position = fields.need("max_position_embeddings")
     return dict(
         family=fields.family,
@@ -121,9 +134,28 @@ def common_fields(
         rms_norm_eps=fields.need("rms_norm_eps"),
         tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
         eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
-        dtype=dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype)),
+        dtype=dtype,
         rope=_rope(fields, rope_dim or head_dim, max_position, interleaved),
+        storage=_storage(fields),
     )
+
+
+def _storage(fields: Fields) -> Storage:
+    given = dict(fields.get("quantization_config", {}))
+    ignored = ("modules_to_not_convert", "ignored_layers")  # each tensor's own dtype says whether it was
+    rest = {name: value for name, value in given.items() if name not in ignored and value is not None}
+    if not rest:
+        return Storage()
+    if rest == {"quant_method": "mxfp4"}:
+        return Storage(mxfp4=True)
+    block = rest.pop("weight_block_size", ())
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    if len(block) != 2 or any(fp8.get(name) != value for name, value in rest.items()) or "quant_method" not in rest:
+        raise ModelError(
+            f"quantization_config {given} is not supported; supported: quant_method mxfp4, or fp8 with fmt e4m3, a "
+            "weight_block_size and dynamic activations"
+        )
+    return Storage(float8_block=(block[0], block[1]))
 
 
 def _rope(fields: Fields, dim: int, max_position: int, interleaved: bool) -> Rope:

@@ -12,10 +12,11 @@ from weft.hidden import Hidden
 from weft.kv.spec import Latent
 from weft.models.config import Fields, ModelConfig, common_fields
 from weft.models.decoder import Decoder, DecoderLayer, on_group_rows
-from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Linear, Out, RMSNorm, RowLinear, Source
+from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Linear, Out, RMSNorm, RowLinear
 from weft.models.moe import GatedMLP, SparseMoE
 from weft.models.rotary import RotaryTable
 from weft.models.routing import Routing
+from weft.models.source import Source
 
 LATENT_EPS = 1e-6  # of the norms inside attention, whatever the config says of the others
 

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from weft.hidden import Hidden
 from weft.kernels.plain import rms_norm
+from weft.models.source import Source
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
 
 
@@ -68,16 +69,6 @@ class Builder:
         raise LayoutError(
             f"{what}: {units} do not divide over {over}={ranks}; choose {over} among the divisors of {units}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a part of a weight comes from: tensor `name` of the checkpoint, of `shape`, cut by `take`, goes to `at`."""
-
-    name: str
-    shape: tuple[int, ...]
-    take: tuple[slice, ...]
-    at: tuple[slice | int, ...] = ()
 
 
 class Layer(nn.Module):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from weft.models.config import ModelConfig, ModelError
+from weft.models.checkpoint import Checkpoint
+from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder
-from weft.models.layers import Builder, HeadNorm, Layer, RMSNorm, Source, Workspace, torch_empty
+from weft.models.layers import Builder, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
+from weft.models.source import Source
 from weft.place.spec import Mesh
 
 Progress = Callable[[int, int], None]
@@ -55,16 +53,9 @@ def load_model(
     """
     model = build_model(config, mesh, rank, dtype, torch.device(device), workspace)
     jobs = list(_jobs(model))
-    files = _tensor_files(model_dir)
-    with ExitStack() as stack:
-        opened: dict[Path, Any] = {}
+    with Checkpoint(model_dir, config.storage.float8_block, config.storage.mxfp4) as checkpoint:
         for done, (_, weight, source) in enumerate(jobs):
-            path = files.get(source.name)
-            if path is None:
-                raise ModelError(f"{model_dir} has no tensor {source.name}; is the download complete?")
-            if path not in opened:
-                opened[path] = stack.enter_context(_open(path))
-            _fill(weight, source, opened[path], path)
+            weight.data[source.at].copy_(checkpoint.read(source))
             if progress:
                 progress(done + 1, len(jobs))
     return model
@@ -112,9 +103,9 @@ def _make_up(part: torch.Tensor, source: Source) -> None:
     """Fills a slice of a tensor with hashes of the whole tensor's indices."""
     width = source.shape[-1]
     bound = (3 / width) ** 0.5 if len(source.shape) > 1 else 0.1
-    seed = int.from_bytes(hashlib.blake2b(source.name.encode(), digest_size=8).digest(), "little", signed=True)
-    takes = (*source.take, *[slice(None)] * (len(source.shape) - len(source.take)))
-    starts = [take.indices(size)[0] for take, size in zip(takes, source.shape, strict=True)]
+    name = f"{source.name}{source.views or ''}".encode()
+    seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
+    starts = [take.start for take in source.used]
     columns = torch.arange(part.shape[-1], device=part.device) + starts[-1]
     row = torch.zeros(1, dtype=torch.int64, device=part.device)  # each row's number among all of the whole tensor's
     for start, size, whole in zip(starts[:-1], part.shape[:-1], source.shape[:-1], strict=True):
@@ -126,34 +117,3 @@ def _make_up(part: torch.Tensor, source: Source) -> None:
         value = rows[:, None] * width + columns
         value.add_(seed).mul_(-0x61C8864680B583EB).bitwise_xor_(value >> 29).mul_(-0x40A7B892E31B1A47)
         out.copy_((value >> 40).float().mul_(bound / (1 << 23)))
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read: {error}; is the download complete?") from error
-
-
-def _tensor_files(model_dir: Path) -> dict[str, Path]:
-    """Which file holds each tensor."""
-    index = model_dir / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise ModelError(f"{index} is not a weight index: {error}") from error
-        return {name: model_dir / file for name, file in names.items()}
-    single = model_dir / "model.safetensors"
-    if not single.is_file():
-        raise ModelError(f"{model_dir} has no model.safetensors; Weft reads safetensors checkpoints only")
-    with _open(single) as tensors:
-        return dict.fromkeys(tensors.keys(), single)
-
-
-def _fill(weight: torch.Tensor, source: Source, tensors: Any, path: Path) -> None:
-    part = tensors.get_slice(source.name)
-    shape = tuple(part.get_shape())
-    if shape != source.shape:
-        raise ModelError(f"{source.name} in {path} is {shape}, but config.json asks for {source.shape}")
-    weight.data[source.at].copy_(part[source.take])

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.hidden import Hidden
-from weft.models.layers import Builder, ColumnLinear, Layer, Linear, Out, RowLinear, Source
+from weft.models.layers import Builder, ColumnLinear, Layer, Linear, Out, RowLinear
 from weft.models.routing import Router, Routing
+from weft.models.source import Source
 from weft.place.spec import LayoutError, PlacementError, Rows
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.hidden import Hidden
-from weft.models.layers import Builder, Linear, Source
+from weft.models.layers import Builder, Linear
+from weft.models.source import Source
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,111 @@
+"""Checkpoints: slices of safetensors, dequantised on the way in where they are stored in eight bits or four."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from weft.models.config import ModelError
+from weft.models.source import Shape, Slices, Source
+
+MXFP4_BLOCK = 32
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of a four-bit float with two bits of exponent and one of mantissa; the fourth bit is the sign."""
+
+
+class Checkpoint:
+    """A directory's tensors, read slice by slice. A context manager: the files stay open inside.
+
+    float8_block: (rows, columns) of a weight that share a scale, where config.json says that it is stored in FP8: as
+    `name`, float8_e4m3fn, beside `name_scale_inv`, float32, which it is multiplied with (DeepSeek-V3, arXiv
+    2412.19437). mxfp4: that weights may be stored as `name_blocks`, two values a byte, the lower four bits first, and
+    `name_scales`, the power of two of each 32 values plus 127 (OCP Microscaling Formats 1.0).
+    """
+
+    def __init__(self, directory: Path, float8_block: tuple[int, int] | None = None, mxfp4: bool = False):
+        self.directory, self._block, self._mxfp4 = directory, float8_block, mxfp4
+        self._files = _tensor_files(directory)
+        self._opened: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, source: Source) -> Tensor:
+        """What a source asks for, float32 where it is stored quantised. Raises ModelError."""
+        shape, take = source.stored()
+        if source.name not in self._files and self._mxfp4 and f"{source.name}_blocks" in self._files:
+            return source.restore(self._four_bits(source.name, shape, take))
+        part = self._slice(source.name, shape)[take]
+        if part.dtype == torch.float8_e4m3fn:
+            part = part.float() * self._scales(source.name, shape, take)
+        return source.restore(part)
+
+    def _scales(self, name: str, shape: Shape, take: Slices) -> Tensor:
+        """One for each element of a slice."""
+        if self._block is None:
+            raise ModelError(f"{name} is stored in FP8, but config.json has no weight_block_size")
+        blocks = tuple(-(-size // block) for size, block in zip(shape[-2:], self._block, strict=True))
+        runs = tuple(
+            slice(t.start // block, -(-t.stop // block)) for t, block in zip(take[-2:], self._block, strict=True)
+        )
+        scales: Tensor = self._slice(f"{name}_scale_inv", (*shape[:-2], *blocks))[(*take[:-2], *runs)].float()
+        for dim, block in zip((-2, -1), self._block, strict=True):
+            within = take[dim].start % block
+            scales = scales.repeat_interleave(block, dim).narrow(dim, within, take[dim].stop - take[dim].start)
+        return scales
+
+    def _four_bits(self, name: str, shape: Shape, take: Slices) -> Tensor:
+        groups = -(-shape[-1] // MXFP4_BLOCK)
+        first, last = take[-1].start // MXFP4_BLOCK, -(-take[-1].stop // MXFP4_BLOCK)
+        whole = (*take[:-1], slice(first, last))
+        stored = (*shape[:-1], groups, MXFP4_BLOCK // 2)
+        packed = self._slice(f"{name}_blocks", stored)[(*whole, slice(0, MXFP4_BLOCK // 2))]
+        scales = self._slice(f"{name}_scales", (*shape[:-1], groups))[whole]
+        values = torch.tensor((*MXFP4_VALUES, *(-v for v in MXFP4_VALUES)))
+        pairs = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+        part = torch.ldexp(values[pairs.long()], scales.int()[..., None] - 127).flatten(-2)
+        return part.narrow(-1, take[-1].start - first * MXFP4_BLOCK, take[-1].stop - take[-1].start)
+
+    def _slice(self, name: str, shape: Shape) -> Any:
+        path = self._files.get(name)
+        if path is None:
+            raise ModelError(f"{self.directory} has no tensor {name}; is the download complete?")
+        if path not in self._opened:
+            self._opened[path] = self._stack.enter_context(_open(path))
+        part = self._opened[path].get_slice(name)
+        if tuple(part.get_shape()) != shape:
+            raise ModelError(f"{name} in {path} is {tuple(part.get_shape())}, but config.json asks for {shape}")
+        return part
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; is the download complete?") from error
+
+
+def _tensor_files(model_dir: Path) -> dict[str, Path]:
+    """Which file holds each tensor."""
+    index = model_dir / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise ModelError(f"{index} is not a weight index: {error}") from error
+        return {name: model_dir / file for name, file in names.items()}
+    single = model_dir / "model.safetensors"
+    if not single.is_file():
+        raise ModelError(f"{model_dir} has no model.safetensors; Weft reads safetensors checkpoints only")
+    with _open(single) as tensors:
+        return dict.fromkeys(tensors.keys(), single)

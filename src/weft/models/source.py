@@ -1,0 +1,100 @@
+"""Where a weight comes from: a slice of a checkpoint's tensor, and how the tensor is stored where not as it is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+Slices = tuple[slice, ...]
+"""A slice with a start, a stop and step 1 for every dimension."""
+
+
+class View(Protocol):
+    """One difference between a tensor as it is used and as it is stored."""
+
+    def stored(self, shape: Shape, take: Slices) -> tuple[Shape, Slices]:
+        """The stored tensor's shape, and which of its slices holds what `take` asks of the used one."""
+
+    def restore(self, part: Tensor) -> Tensor:
+        """The used tensor's slice from the stored one's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """Stored with its last two dimensions exchanged."""
+
+    def stored(self, shape: Shape, take: Slices) -> tuple[Shape, Slices]:
+        return (*shape[:-2], shape[-1], shape[-2]), (*take[:-2], take[-1], take[-2])
+
+    def restore(self, part: Tensor) -> Tensor:
+        return part.transpose(-1, -2)
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Stored with others of its shape, the index-th of `count`: all experts of a layer in one tensor."""
+
+    index: int
+    count: int
+
+    def stored(self, shape: Shape, take: Slices) -> tuple[Shape, Slices]:
+        return (self.count, *shape), (slice(self.index, self.index + 1), *take)
+
+    def restore(self, part: Tensor) -> Tensor:
+        return part.squeeze(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """Stored among others along its first dimension, which has `total` elements: every `step`-th of them from `start`.
+
+    Gate and up side by side, or taking turns.
+    """
+
+    start: int
+    total: int
+    step: int = 1
+
+    def stored(self, shape: Shape, take: Slices) -> tuple[Shape, Slices]:
+        first, last = (self.start + i * self.step for i in (take[0].start, take[0].stop - 1))
+        return (self.total, *shape[1:]), (slice(first, max(first, last + 1)), *take[1:])
+
+    def restore(self, part: Tensor) -> Tensor:
+        return part[:: self.step]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a part of a weight comes from: tensor `name` of the checkpoint, of `shape`, cut by `take`, goes to `at`.
+
+    take: may leave out dimensions at the end, which are taken whole. views: from the tensor as it is used, which shape
+    and take speak of, to the tensor as it is stored.
+    """
+
+    name: str
+    shape: Shape
+    take: Slices
+    at: tuple[slice | int, ...] = ()
+    views: tuple[View, ...] = ()
+
+    @property
+    def used(self) -> Slices:
+        """`take`, with every dimension's start and stop."""
+        takes = (*self.take, *[slice(None)] * (len(self.shape) - len(self.take)))
+        return tuple(slice(*take.indices(size)) for take, size in zip(takes, self.shape, strict=True))
+
+    def stored(self) -> tuple[Shape, Slices]:
+        """The stored tensor's shape, and the slice of it to read."""
+        shape, take = self.shape, self.used
+        for view in self.views:
+            shape, take = view.stored(shape, take)
+        return shape, take
+
+    def restore(self, part: Tensor) -> Tensor:
+        """What was asked for, from that slice."""
+        for view in reversed(self.views):
+            part = view.restore(part)
+        return part

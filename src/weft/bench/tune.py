@@ -45,7 +45,7 @@ def find_sizes(rank: int, directory: Path, report: Report, world: int) -> None:
         transports[name] = ShmTransport(mesh, rank, directory / name.replace(" ", "-"), tuning=tuning)
     meeting = transports["plain"]
 
-    def threshold(before: str, after: str, at_home: bool, sizes: list[int]) -> int:
+    def threshold(before: str, after: str, in_arena: bool, sizes: list[int]) -> int:
         """The largest size at which `before` is still the faster, or NEVER."""
         best = [0] * len(sizes)
         for at, size in enumerate(sizes):
@@ -54,7 +54,7 @@ def find_sizes(rank: int, directory: Path, report: Report, world: int) -> None:
                 for name in (before, after):
                     shm = transports[name]
                     fresh = torch.ones(size // 2, dtype=torch.bfloat16)
-                    x = shm.empty(*fresh.shape, like=fresh) if at_home else torch.empty_like(fresh)
+                    x = shm.empty(*fresh.shape, like=fresh) if in_arena else torch.empty_like(fresh)
                     call = partial(shm.all_reduce, x, group)
                     found[name] += time_phases(meeting, group, x, fresh, [call], BUDGET_S)[0]
             took = [statistics.median(found[before]), statistics.median(found[after])]

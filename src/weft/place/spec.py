@@ -38,7 +38,8 @@ class Placement:
     """The type of a hidden state. Build it with `Mesh.placement`, which normalises.
 
     rows:  the tokens held.
-    owes:  the group over which a SUM is still missing, or None for a complete value.
+    owes:  None for a complete value. Otherwise the value is a partial sum: the terms of the group's other ranks are
+           still to be added.
     split: the group over which the feature dimension is split, or None; only inside a block, never on the stream.
     """
 

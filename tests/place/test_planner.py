@@ -272,7 +272,8 @@ def test_an_epilogue_takes_no_row_that_is_wider_than_its_transport_says() -> Non
     whole, owing = mesh.placement(Rows.GROUP), mesh.placement(Rows.GROUP, "attn_tp")
     for width, fused in ((WIDTH, True), (WIDTH + 1, False)):
         offer = Offer("narrow", EVERY, EVERY, PRESETS["h200-nvlink"], max_normed_bytes=8 * WIDTH)
-        plan = Planner(mesh, Chain((Read("norm", whole, (owing,)),), width, 8), [offer]).plan((4,))
+        chain = Chain((Read("first", whole, (whole,)), Read("second", whole, (owing,))), width, 8)
+        plan = Planner(mesh, chain, [offer]).plan((4,))
         assert any(step.op == "finish" for _, step, _ in plan.moves()) == fused
 
 

@@ -153,3 +153,41 @@ def test_other_kinds_of_structure(served: Served) -> None:
     assert text(guided_grammar='start: "yes" | "no"') in ("yes", "no")
     held = ask(served, **body | {"max_tokens": 60}, response_format={"type": "json_object"})["choices"][0]
     assert held["text"].startswith("{") and (held["finish_reason"] == "length" or json.loads(held["text"]) is not None)
+
+
+def test_a_prompt_is_scored_as_it_would_be_drawn(served: Served) -> None:
+    """What a prompt's tokens get is what they got when they were drawn, however the prompt was cut and cached."""
+    ids = served.engine.tokenizer.encode("abc")
+    drawn = ask(served, C, prompt=ids, logprobs=3, allowed_token_ids=served.engine.tokenizer.encode("xyz"), **FIXED)
+    text, table = drawn["choices"][0]["text"], drawn["choices"][0]["logprobs"]
+    for more in ({"max_tokens": 0}, {"max_tokens": 1}, {"max_tokens": 1, "stream": True}):
+        body = {"prompt": "abc" + text, "echo": True, "logprobs": 3, "temperature": 0} | more
+        with served.http() as http:
+            answer = http.post(C, json=body)
+        if "stream" in more:
+            chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            choice = chunks[0]["choices"][0]
+        else:
+            choice = answer.json()["choices"][0]
+        echoed = choice["logprobs"]
+        assert choice["text"].startswith("abc" + text) and len(echoed["tokens"]) == 15 + more["max_tokens"]
+        assert echoed["token_logprobs"][0] is None and echoed["top_logprobs"][0] is None
+        assert echoed["token_logprobs"][3:15] == pytest.approx(table["token_logprobs"], abs=1e-4)
+        assert echoed["tokens"][3:15] == table["tokens"] and echoed["text_offset"][:4] == [0, 1, 2, 3]
+        assert [len(top) for top in echoed["top_logprobs"][1:]] == [3] * (14 + more["max_tokens"])
+
+
+def test_prompt_logprobs(served: Served) -> None:
+    ids = served.engine.tokenizer.encode("hello")
+    choice = ask(served, C, prompt=ids, prompt_logprobs=2, max_tokens=0)["choices"][0]
+    assert choice["text"] == "" and choice["finish_reason"] == "length" and choice["prompt_logprobs"][0] is None
+    for token, entry in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True):
+        assert str(token) in entry and 2 <= len(entry) <= 3 and all(e["logprob"] <= 0 for e in entry.values())
+    messages = [{"role": "user", "content": "hi"}]
+    chat = ask(served, H, messages=messages, prompt_logprobs=0, max_tokens=1)
+    assert len(chat["choices"][0]["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert ask(served, C, prompt=[5], prompt_logprobs=1, max_tokens=0)["choices"][0]["prompt_logprobs"] == [None]
+    broken = ask(served, C, prompt=served.engine.tokenizer.encode("ä")[:1] * 3, echo=True, logprobs=1, max_tokens=0)
+    assert broken["choices"][0]["logprobs"]["tokens"] == ["bytes:\\xc3"] * 3
+    full = ask(served, C, prompt="a" * 256, max_tokens=0, echo=True, logprobs=0)
+    assert full["usage"] == full["usage"] | {"prompt_tokens": 256, "completion_tokens": 0}

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from weft.engine.language import Language
-from weft.engine.messages import Drawn
+from weft.engine.messages import Drawn, Scored
 from weft.engine.request import FinishReason, Output, SamplingParams, Sequence, TokenLogprob
 from weft.engine.sampling import bits
 from weft.engine.scheduler import Scheduler
@@ -28,9 +28,18 @@ class Answer:
     eos: frozenset[int]
     scheduler: Scheduler | None = None
 
+    def score(self, scored: Scored) -> None:
+        """Takes logprobs of the prompt; those of a step that is run anew are the same again."""
+        s = self.sequence
+        tokens = s.tokens[scored.first : scored.first + len(scored.logprobs)]
+        made = [TokenLogprob(t, value, top) for t, (value, top) in zip(tokens, scored.logprobs, strict=True)]
+        s.scores[scored.first - 1 : scored.first - 1 + len(made)] = made
+
     def accept(self, drawn: Drawn) -> Output:
         """Takes one drawn token: the increment that comes of it, with a finish_reason where the answer ends."""
         sequence, params = self.sequence, self.sequence.params
+        if sequence.max_tokens == 0:
+            return self._output("", reason="length")
         sequence.tokens.append(drawn.token)
         enough = sequence.drawn >= params.min_tokens
         if enough and drawn.token in sequence.end_ids:
@@ -73,6 +82,7 @@ class Answer:
             completion_tokens=s.drawn,
             error=error,
             queue_s=s.queue_s,
+            prompt_logprobs=tuple(s.scores) if s.drawn <= 1 and error is None else (),
         )
 
 
@@ -98,7 +108,7 @@ def prepare(
         if any(not 0 <= token < vocabulary for token in params.tokens_of(name)):
             raise ValueError(f"the tokens of {name} must be between 0 and {vocabulary - 1}")
     most = context - len(tokens)
-    if most < 1:
+    if most < (params.max_tokens != 0):
         raise ValueError(f"the prompt has {len(tokens)} tokens; at most {context - 1} fit with the answer's first")
     if params.max_tokens is not None and params.max_tokens > most:
         raise ValueError(

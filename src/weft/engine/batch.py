@@ -16,14 +16,15 @@ from weft.kv.spec import Rule
 class SeqRows:
     """The rows of one sequence in a step.
 
-    rows: its new tokens; context: its tokens that have run already; sample: whether logits are wanted for its last row.
-    tables: of each cache group the sequence's page table, long enough for both, or (slot of the state before, after).
+    rows: its new tokens; context: its tokens that have run already; sample: of how many of its last rows logits are
+    wanted. tables: of each cache group the sequence's page table, long enough for both, or (slot of the state before,
+    after).
     """
 
     rows: int
     context: int
     tables: Sequence[Sequence[int]]
-    sample: bool
+    sample: int
 
 
 def build_batch(
@@ -41,12 +42,12 @@ def build_batch(
     if len(tokens) != sum(s.rows for s in seqs):
         raise ValueError(f"{len(tokens)} tokens for {sum(s.rows for s in seqs)} rows")
     positions: list[int] = []
-    starts, sampled = [0], []
+    starts: list[int] = [0]
+    sampled: list[int] = []
     for seq in seqs:
         positions += range(seq.context, seq.context + seq.rows)
         starts.append(len(positions))
-        if seq.sample:
-            sampled.append(len(positions) - 1)
+        sampled += range(len(positions) - seq.sample, len(positions))
     tables = [
         _state_slots(seqs, group, device) if rule.state else _page_tables(seqs, group, page_size, device)
         for group, rule in enumerate(rules)

@@ -362,15 +362,17 @@ class Engine:
         step = Step(self._steps, tuple(s.schedule() for s in self._schedulers))
         results = self._executor.step(step)
         for scheduler, result in zip(self._schedulers, results, strict=True):
+            for scored in result.scored:
+                self._answers[scored.request].score(scored)
             for sequence, drawn in zip(scheduler.advance(), result.drawn, strict=True):
                 if sequence.request != drawn.request:
                     raise EngineError(f"a token for request {drawn.request} came where {sequence.request} was due")
                 if sequence.drawn == 0:
                     self._cached_tokens += sequence.cached or 0
                     self._queue_seconds += sequence.queue_s
-                self._generated_tokens += 1
                 answer = self._answers[sequence.request]
                 output = answer.accept(drawn)
+                self._generated_tokens += len(output.token_ids)
                 if output.finish_reason:
                     self._forget(answer)
                 self._emit(answer, output)

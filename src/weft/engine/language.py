@@ -35,6 +35,14 @@ class Language:
         if written.get("do_sample") is False:
             self.defaults["temperature"] = 0.0
 
+    def token_name(self, token: int) -> str:
+        """A token's text; `bytes:\\xe2` and so on for a part of a character, so that different ones differ."""
+        raw = self.grammars.tokens.decode_bytes([token])
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
     @cached_property
     def grammars(self) -> Grammars:
         """Compiles grammars over the vocabulary."""

@@ -35,10 +35,18 @@ class Sampling(Struct, frozen=True, array_like=True):
     mask: bytes = b""
 
 
+class Score(Struct, frozen=True, array_like=True):
+    """The tokens after a prompt's rows, one a row, whose logprobs are wanted; logprobs: alternatives of each."""
+
+    tokens: tuple[int, ...]
+    logprobs: int
+
+
 class Part(Struct, frozen=True, array_like=True):
     """The rows of one sequence: its tokens number context … context + rows - 1. sampling: None where none is drawn.
 
-    tables: of each cache group its page table, or the slots of its state before and after these rows.
+    tables: of each cache group its page table, or the slots of its state before and after these rows. score: where the
+    logprobs of the prompt's own tokens are wanted.
     """
 
     request: int
@@ -46,6 +54,7 @@ class Part(Struct, frozen=True, array_like=True):
     context: int
     tables: tuple[tuple[int, ...], ...]
     sampling: Sampling | None
+    score: Score | None = None
 
 
 class GroupRows(Struct, frozen=True, array_like=True):
@@ -100,6 +109,14 @@ class Drawn(Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Scored(Struct, frozen=True, array_like=True):
+    """The logprobs of a prompt's tokens from number `first` on, each with its best alternatives (token, logprob)."""
+
+    request: int
+    first: int
+    logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
+
+
 class Ran(Struct, frozen=True, array_like=True):
     """What a rank executed: the step, every DP group's rows, and a checksum of the plan. The same on every rank."""
 
@@ -117,6 +134,7 @@ class Result(Struct, frozen=True, tag=True):
     rank: int
     ran: Ran
     drawn: tuple[Drawn, ...] = ()
+    scored: tuple[Scored, ...] = ()
 
 
 class Stat(Struct, frozen=True, array_like=True):

@@ -17,9 +17,10 @@ FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 class SamplingParams:
     """How to answer. ValueError in one line for a value out of range.
 
-    max_tokens None: as many as fit. temperature 0: greedy. top_k 0: off. seed None: drawn by the engine.
-    stop: strings that end the text and are left out of it. logprobs: alternatives for each token, 0 for the chosen
-    token's alone, None for none. The fields after it are as in OpenAI's and vLLM's APIs.
+    max_tokens None: as many as fit; 0: the prompt is read and nothing drawn. temperature 0: greedy. top_k 0: off. seed
+    None: drawn by the engine. stop: strings that end the text and are left out of it. logprobs: alternatives for each
+    token, 0 for the chosen token's alone, None for none; prompt_logprobs: the same of the prompt. The fields after it
+    are as in OpenAI's and vLLM's APIs.
 
     logit_bias: (token, what is added to its logit). bad_words: each as its tokens. allowed_token_ids: None for all.
     grammar: of llguidance, which the answer's text follows (`weft.engine.grammar`); min_tokens and bad_words do not
@@ -36,6 +37,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -49,12 +51,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         rules = [
-            (self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "1 or more"),
+            (self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "0 or more"),
             (self.min_tokens >= 0, "min_tokens", "0 or more"),
             (0 <= self.temperature <= 100, "temperature", "between 0 and 100"),
             (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
             (0 <= self.top_k < 2**31, "top_k", "0 (off) or more, below 2**31"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20"),
+            (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "between 0 and 20"),
             (all(self.stop), "stop", "without empty strings"),
             (0 <= self.min_p <= 1, "min_p", "between 0 and 1"),
             (-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2"),
@@ -81,10 +84,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, its natural-log probability under the raw logits, and the best alternatives (token, logprob)."""
+    """A token, its natural-log probability under the raw logits, and the best alternatives (token, logprob).
+
+    logprob is None where nothing comes before the token.
+    """
 
     token_id: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -94,7 +100,8 @@ class Output:
 
     finish_reason: set on the last. stop_reason: the stop string or token that matched. The counts are totals so far.
     error: why an answer ended before its time: with "error", "timeout", and "abort" where it was not its client who
-    wanted that. queue_s: seconds that it waited for a place in the batch.
+    wanted that. queue_s: seconds that it waited for a place in the batch. prompt_logprobs: of the prompt's tokens but
+    the first, in the first increment, where they were asked for.
     """
 
     text: str
@@ -107,6 +114,7 @@ class Output:
     completion_tokens: int
     error: str | None = None
     queue_s: float = 0.0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(eq=False)
@@ -116,6 +124,7 @@ class Sequence:
     tokens: the prompt and what was drawn so far. computed: how many of them have run, and are in the caches by what
     `holding` says; the rest are rows still to run. cached: prompt tokens that came from the prefix cache when it was
     first admitted. allowed, grammar: which tokens may come, as a mask and as a grammar; empty and None: all.
+    scores: of the prompt's tokens but the first, where they are wanted, as far as they are known.
     client: whose turn it takes in the queue. arrived, admitted, deadline: seconds of `time.monotonic`; admitted is None
     until it first gets a place in the batch, deadline is None where it may take any time.
     """
@@ -133,6 +142,7 @@ class Sequence:
     holding: Holding | None = None
     allowed: bytes = b""
     grammar: Grammar | None = None
+    scores: list[TokenLogprob] = field(default_factory=list)
     client: str = ""
     arrived: float = field(default_factory=time.monotonic)
     admitted: float | None = None
@@ -147,6 +157,11 @@ class Sequence:
     def drawn(self) -> int:
         """Tokens drawn so far."""
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def to_score(self) -> int:
+        """Tokens of its prompt whose logprobs are wanted and not known."""
+        return 0 if self.params.prompt_logprobs is None else self.prompt_tokens - 1 - len(self.scores)
 
     @property
     def queue_s(self) -> float:

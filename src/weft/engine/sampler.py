@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.engine.messages import Drawn, Sampling
+from weft.engine.messages import Drawn, Sampling, Score
 
 
 def sample(logits: Tensor, requests: Sequence[int], how: Sequence[Sampling]) -> tuple[Drawn, ...]:
@@ -35,6 +35,14 @@ def sample(logits: Tensor, requests: Sequence[int], how: Sequence[Sampling]) -> 
         if logprobs is None or h.logprobs < 0
         else Drawn(request, token, logprobs[row, token].item(), _best(logprobs[row], h.logprobs))
         for row, (request, token, h) in enumerate(zip(requests, chosen, how, strict=True))
+    )
+
+
+def score(logits: Tensor, wanted: Score) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
+    """The logprob of each wanted token under its row of raw logits `[rows, vocabulary]`, with the best alternatives."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    return tuple(
+        (row[token].item(), _best(row, wanted.logprobs)) for row, token in zip(logprobs, wanted.tokens, strict=True)
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from weft.engine.messages import Sampling
+from weft.engine.messages import Sampling, Score
 from weft.engine.request import Sequence
 
 
@@ -27,6 +27,15 @@ def sampling(sequence: Sequence) -> Sampling:
         repeated=tuple(sorted(set(sequence.tokens))) if p.repetition_penalty != 1 else (),
         mask=mask,
     )
+
+
+def scoring(sequence: Sequence, rows: int) -> Score | None:
+    """What the next rows are to say of the prompt's tokens after them; None where that is known or not wanted."""
+    if not sequence.to_score or sequence.params.prompt_logprobs is None:
+        return None
+    first = sequence.computed + 1
+    tokens = sequence.tokens[first : min(first + rows, sequence.prompt_tokens)]
+    return Score(tuple(tokens), sequence.params.prompt_logprobs) if tokens else None
 
 
 def bits(tokens: Iterable[int], vocabulary: int) -> bytes:

@@ -19,10 +19,13 @@ from collections.abc import Sequence as Seq
 from weft.engine.config import EngineConfig
 from weft.engine.messages import GroupRows, Part
 from weft.engine.request import Sequence
-from weft.engine.sampling import sampling
+from weft.engine.sampling import sampling, scoring
 from weft.engine.waiting import WaitingQueue
 from weft.kv.manager import CacheManager
 from weft.kv.spec import CacheGroup
+
+SCORED_COST = 8
+"""Rows that one row of a scored prompt counts for: its logits are wanted, which are many times a row's other values."""
 
 
 class Scheduler:
@@ -97,7 +100,7 @@ class Scheduler:
             how = sampling(sequence) if rows == sequence.left else None
             assert sequence.holding is not None
             tables = tuple(map(tuple, sequence.holding.tables))
-            parts.append(Part(sequence.request, rows, sequence.computed, tables, how))
+            parts.append(Part(sequence.request, rows, sequence.computed, tables, how, scoring(sequence, rows)))
         return GroupRows(tuple(tokens), tuple(parts))
 
     def advance(self) -> list[Sequence]:
@@ -124,12 +127,14 @@ class Scheduler:
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _rows(self, sequence: Sequence, budget: int) -> int:
-        return min(self.caches.rows_to_border(sequence.computed, len(sequence.tokens)), budget)
+        most = max(1, budget // SCORED_COST) if sequence.to_score else budget
+        return min(self.caches.rows_to_border(sequence.computed, len(sequence.tokens)), most)
 
     def _plan_rows(self, sequence: Sequence, budget: int) -> int:
+        """Puts the sequence's next rows into the step; what they cost of the budget."""
         rows = self._rows(sequence, budget)
         self._step.append((sequence, rows))
-        return rows
+        return min(budget, rows * SCORED_COST if sequence.to_score else rows)
 
     def _grow(self, sequence: Sequence, budget: int) -> bool:
         """Room for all the sequence's tokens, at others' cost if need be; False where it had to give way itself."""
@@ -151,7 +156,7 @@ class Scheduler:
         if not self.waiting:
             return None
         sequence = self.waiting.first()
-        admitted = self.caches.admit(sequence.tokens, budget)
+        admitted = self.caches.admit(sequence.tokens, budget, reuse=not sequence.to_score)
         if admitted is None:
             return None
         self.waiting.take()

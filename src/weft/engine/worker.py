@@ -21,13 +21,14 @@ from weft.engine.messages import (
     Ready,
     Report,
     Result,
+    Scored,
     Stat,
     Step,
     Stop,
     ToRank,
 )
 from weft.engine.runner import ModelRunner
-from weft.engine.sampler import sample
+from weft.engine.sampler import sample, score
 from weft.kv.spec import cache_groups
 from weft.models.load import dummy_model, load_model
 from weft.place.cost import Costs
@@ -69,15 +70,28 @@ class Worker:
         """Runs a step; the leader of each DP group draws the tokens."""
         group = self.mesh.group_of(self.rank)
         rows, counts = step.groups[group], tuple(len(g.tokens) for g in step.groups)
-        seqs = [SeqRows(p.rows, p.context, p.tables, p.sampling is not None) for p in rows.parts]
+        # A prompt that is scored has logits in every row, another part in its last at most.
+        wanted = [p.rows if p.score else int(p.sampling is not None) for p in rows.parts]
+        seqs = [SeqRows(p.rows, p.context, p.tables, n) for p, n in zip(rows.parts, wanted, strict=True)]
         batch = build_batch(rows.tokens, seqs, self.config.page_size, self.rules)
         logits = self.runner.forward(batch, counts)
         ran = Ran(step.number, counts, self.runner.plan_checksum(counts))
         if self.rank != self.mesh.leader(group):
             return Result(self.rank, ran)
-        sampled = [(p.request, p.sampling) for p in rows.parts if p.sampling is not None]
-        drawn = sample(logits, [request for request, _ in sampled], [how for _, how in sampled])
-        return Result(self.rank, ran, drawn)
+        scored, sampled, last = [], [], []
+        for part, own in zip(rows.parts, logits.split(wanted), strict=True):
+            if part.score:
+                logprobs = score(own[: len(part.score.tokens)], part.score)
+                scored.append(Scored(part.request, part.context + 1, logprobs))
+            if part.sampling is not None:
+                sampled.append((part.request, part.sampling))
+                last.append(own[-1])
+        drawn = sample(
+            logits if len(last) == len(logits) else torch.stack(last) if last else logits[:0],
+            [request for request, _ in sampled],
+            [how for _, how in sampled],
+        )
+        return Result(self.rank, ran, drawn, tuple(scored))
 
     def serve(self, receive: Callable[[], ToRank], send: Send) -> None:
         """Answers the controller until it says Stop."""

@@ -56,12 +56,14 @@ class CacheManager:
         """How many leading tokens of a request would be reused. One at least has to run."""
         return self.tree.longest(tokens[: len(tokens) - 1]) if self.tree else 0
 
-    def admit(self, tokens: Sequence[int], rows: int) -> tuple[Holding, int] | None:
+    def admit(self, tokens: Sequence[int], rows: int, *, reuse: bool = True) -> tuple[Holding, int] | None:
         """Room for a request and its next `rows` tokens, and how many of its tokens it need not run.
 
-        None where there is too little, and then nothing is taken.
+        None where there is too little, and then nothing is taken. reuse: whether it may begin with what others
+        computed.
         """
-        reused, tables = self.tree.match(tokens[: len(tokens) - 1]) if self.tree else (0, [[] for _ in self.groups])
+        known = tokens[: len(tokens) - 1] if reuse else []
+        reused, tables = self.tree.match(known) if self.tree else (0, [[] for _ in self.groups])
         for group in self._states:
             tables[group] = [*(tables[group] or [ABSENT]), ABSENT]
         holding = Holding(tables)

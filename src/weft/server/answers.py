@@ -32,6 +32,7 @@ class Choice:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     last: Output | None = None
 
     def add(self, output: Output) -> None:
@@ -39,6 +40,7 @@ class Choice:
         self.text += output.text
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         self.last = output
 
 

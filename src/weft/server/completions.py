@@ -61,12 +61,18 @@ class Service:
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Text in, text out."""
         self._check(body)
-        if body.echo and body.logprobs is not None:
-            raise ApiError(400, "echo with logprobs is not supported; leave one out", param="echo")
         prompts = await run_in_threadpool(self.prompts.of_completion, body)  # it must not hold up other streams
-        params = await run_in_threadpool(self._params, body, max_tokens=body.max_tokens, logprobs=body.logprobs)
-        lead = [self.prompts.text(p) if body.echo else "" for p in prompts for _ in range(body.n)]
-        style = render.Completion(self.engine.tokenizer, lead, body.logprobs is not None)
+        wanted = render.Wanted(body.logprobs, body.prompt_logprobs)
+        scored = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
+        params = await run_in_threadpool(
+            self._params,
+            body,
+            max_tokens=body.max_tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=max(scored, default=None),
+        )
+        echoed = [(p, self.prompts.text(p)) for p in prompts for _ in range(body.n)] if body.echo else []
+        style = render.Completion(self.engine.language, echoed, wanted)
         return await self._answer(body, request, prompts, params, style)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
@@ -74,14 +80,21 @@ class Service:
         self._check(body)
         prompt = await run_in_threadpool(self.prompts.of_chat, body)
         params = await run_in_threadpool(self.chat_params, body)
-        style = render.Chat(self.engine.language.grammars.tokens, bool(body.logprobs), calls=bool(body.offered))
+        wanted = render.Wanted(params.logprobs, params.prompt_logprobs)
+        style = render.Chat(self.engine.language, wanted, calls=bool(body.offered))
         return await self._answer(body, request, [prompt], params, style)
 
     def chat_params(self, body: ChatRequest) -> SamplingParams:
         """How to answer a chat. ApiError 400."""
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = self._params(body, calls=body.calls_grammar(), max_tokens=most, logprobs=logprobs)
+        params = self._params(
+            body,
+            calls=body.calls_grammar(),
+            max_tokens=most,
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+        )
         if body.offered and not body.parallel_tool_calls:
             params = replace(params, stop=(*params.stop, END), keep_stop=True)
         return params

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from llguidance import LLTokenizer
-
+from weft.engine.language import Language
 from weft.engine.request import Output, TokenLogprob
 from weft.server.answers import Choice
 from weft.server.tools import Call, CallParser
+
+UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Style(Protocol):
@@ -29,45 +32,83 @@ class Style(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Which logprobs go out: alternatives of each token of the answer, and of the prompt; None for none."""
+
+    answer: int | None = None
+    prompt: int | None = None
+
+
 class Completion:
-    """/v1/completions. lead: text to put before each choice (echo)."""
+    """/v1/completions. echoed: prompts that stand before the choices, tokens and text, and have logprobs as they do."""
 
     id_prefix, name, chunk_name = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, tokenizer: Any, lead: Sequence[str], logprobs: bool):
-        self._tokenizer, self._lead, self._logprobs = tokenizer, lead, logprobs
-        self._offsets = [len(text) for text in lead]
+    def __init__(self, language: Language, echoed: Sequence[tuple[Sequence[int], str]], wanted: Wanted):
+        self._language, self._echoed, self._wanted = language, echoed, wanted
+        self._offsets: defaultdict[int, int] = defaultdict(int)
+        self._characters: defaultdict[int, codecs.IncrementalDecoder] = defaultdict(lambda: UTF8("replace"))
 
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.last is not None
-        return self._body(index, self._lead[index] + choice.text, choice.logprobs, choice.last)
+        return self._body(index, choice.text, choice.logprobs, choice.prompt_logprobs, choice.last, True)
 
     def chunks(self, index: int, output: Output, begins: bool) -> Iterator[dict[str, Any]]:
-        text = (self._lead[index] if begins else "") + output.text
-        if text or output.logprobs or output.finish_reason:
-            yield self._body(index, text, output.logprobs, output)
+        if output.text or output.logprobs or output.finish_reason or (begins and self._echoed):
+            yield self._body(index, output.text, output.logprobs, output.prompt_logprobs, output, begins)
 
-    def _body(self, index: int, text: str, logprobs: Sequence[TokenLogprob], output: Output) -> dict[str, Any]:
-        return {
+    def _body(
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        prompt: Sequence[TokenLogprob],
+        output: Output,
+        begins: bool,
+    ) -> dict[str, Any]:
+        entries: list[TokenLogprob | int] = list(logprobs)
+        if begins and self._echoed:
+            tokens, lead = self._echoed[index]
+            text, entries = lead + text, [tokens[0], *prompt, *entries]
+        body = {
             "index": index,
             "text": text,
-            "logprobs": self._table(index, logprobs) if self._logprobs else None,
+            "logprobs": None if self._wanted.answer is None else self._table(index, entries, self._wanted.answer),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
+        if begins and self._wanted.prompt is not None:
+            body["prompt_logprobs"] = prompt_table(self._language, prompt, self._wanted.prompt)
+        return body
 
-    def _table(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        tokens = [self._tokenizer.decode([p.token_id]) for p in logprobs]
+    def _table(self, index: int, entries: Sequence[TokenLogprob | int], most: int) -> dict[str, Any]:
+        """A prompt's first token is a number alone: nothing comes before it that could say how likely it is."""
+        scores = [TokenLogprob(e, None) if isinstance(e, int) else e for e in entries]
         offsets = []
-        for token in tokens:
+        for p in scores:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(token)
+            raw = self._language.grammars.tokens.decode_bytes([p.token_id])
+            self._offsets[index] += len(self._characters[index].decode(raw))
+        names = self._language.token_name
+        tops = [{names(t): value for t, value in p.top[:most]} for p in scores]
         return {
-            "tokens": tokens,
-            "token_logprobs": [p.logprob for p in logprobs],
-            "top_logprobs": [{self._tokenizer.decode([t]): value for t, value in p.top} for p in logprobs],
+            "tokens": [names(p.token_id) for p in scores],
+            "token_logprobs": [p.logprob for p in scores],
+            "top_logprobs": [None if p.logprob is None else top for p, top in zip(scores, tops, strict=True)],
             "text_offset": offsets,
         }
+
+
+def prompt_table(language: Language, scores: Sequence[TokenLogprob], most: int) -> list[dict[str, Any] | None]:
+    """In vLLM's shape, but for ranks: of a prompt's each token, and the best in its place, the logprob."""
+    return [None] + [
+        {
+            str(token): {"logprob": value, "decoded_token": language.token_name(token)}
+            for token, value in [(p.token_id, p.logprob), *p.top[:most]]
+        }
+        for p in scores
+    ]
 
 
 class Chat:
@@ -75,8 +116,8 @@ class Chat:
 
     id_prefix, name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokens: LLTokenizer, logprobs: bool, calls: bool = False):
-        self._tokens, self._logprobs, self._calls = tokens, logprobs, calls
+    def __init__(self, language: Language, wanted: Wanted, calls: bool = False):
+        self._language, self._wanted, self._calls = language, wanted, calls
         self._parsers: defaultdict[int, CallParser] = defaultdict(CallParser)
 
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
@@ -85,7 +126,10 @@ class Chat:
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
             message |= {"content": text or None, "tool_calls": [call.plain() for call in calls]}
-        return {"index": index, "message": message} | self._rest(choice.logprobs, choice.last, bool(calls))
+        body = {"index": index, "message": message} | self._rest(choice.logprobs, choice.last, bool(calls))
+        if self._wanted.prompt is not None:
+            body["prompt_logprobs"] = prompt_table(self._language, choice.prompt_logprobs, self._wanted.prompt)
+        return body
 
     def chunks(self, index: int, output: Output, begins: bool) -> Iterator[dict[str, Any]]:
         if begins:
@@ -106,7 +150,7 @@ class Chat:
     def _rest(self, logprobs: Sequence[TokenLogprob], output: Output, called: bool) -> dict[str, Any]:
         reason = "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
         return {
-            "logprobs": {"content": [self._token(p) for p in logprobs]} if self._logprobs else None,
+            "logprobs": {"content": [self._token(p) for p in logprobs]} if self._wanted.answer is not None else None,
             "finish_reason": reason,
             "stop_reason": output.stop_reason,
         }
@@ -114,7 +158,7 @@ class Chat:
     def _token(self, p: TokenLogprob) -> dict[str, Any]:
         return self._entry(p.token_id, p.logprob) | {"top_logprobs": [self._entry(t, value) for t, value in p.top]}
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         # A token may be a part of a character, or hold none at all: its bytes are told apart from its text.
-        raw = self._tokens.decode_bytes([token])
+        raw = self._language.grammars.tokens.decode_bytes([token])
         return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}

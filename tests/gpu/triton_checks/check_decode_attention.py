@@ -64,6 +64,20 @@ def check_latent_attention(seed: int, device: torch.device) -> None:
     assert close(found, wanted, 2e-6) and (found[1] == 0).all()
 
 
+@pytest.mark.parametrize("window", [1, 20, 130, 1000])
+def check_a_window(window: int, device: torch.device) -> None:
+    lengths = (300, 5, 0, 131)
+    cache, pages, length = paged(lengths, 2, 32, torch.float32, device)
+    q, keys, values = torch.randn(4, 4, 32, device=device), cache[:, :1], cache[:, 1:]
+    wide = (x.double() for x in (q, keys, values))
+    wanted, wanted_lse = plain.decode_attention(*wide, pages, length, PAGE, 0.2, window)
+    for row, seen in enumerate(lengths):  # pages that no window reaches are given back
+        pages[row, : max(0, seen - window) // PAGE] = -(1 << 24)
+    lse = torch.full((4, 4), float("nan"), device=device)
+    found = kernels.decode_attention(q, keys, values, pages, length, PAGE, 0.2, window=window, lse=lse)
+    assert close(found, wanted, 2e-6) and torch.allclose(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
+
+
 def check_a_row_has_the_same_bits_in_any_company_and_order(device: torch.device) -> None:
     cache, pages, length = paged((300, 7, 150, 0), 2, 32, torch.float32, device)
     q = torch.randn(4, 4, 32, device=device)

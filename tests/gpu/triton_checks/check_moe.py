@@ -61,7 +61,7 @@ def check_routes(case: tuple[int, ...], seed: int, device: torch.device) -> None
         assert_order(found)
 
 
-@pytest.mark.parametrize("pairs", [0, 1, 33, 64, 200, 300, 8192, 8193])
+@pytest.mark.parametrize("pairs", [0, 1, 33, 200, 2048, 2049, 6000])
 @pytest.mark.parametrize("held", [1, 5])
 def check_sorts_pairs(pairs: int, held: int, device: torch.device) -> None:
     expert = torch.randint(-1, held, (pairs, 1), device=device).int()

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 MIN_SPLIT, MAX_SPLITS = 128, 64
-"""A split has this many tokens at least; a row has this many splits at most."""
+"""A split has this many tokens at least; a row has this many splits at most. More splits: a longer merge."""
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 
@@ -41,6 +41,15 @@ def _split_tokens(length, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
     x |= x >> 8
     x |= x >> 16
     return tl.maximum(x + 1, MIN_SPLIT)
+
+
+@triton.jit
+def _seen(length, WINDOW: tl.constexpr):
+    """How many of a row's last tokens it sees."""
+    if WINDOW > 0:
+        return tl.minimum(length, WINDOW)
+    else:
+        return length
 
 
 @triton.jit
@@ -75,6 +84,7 @@ def _attend_splits(
     REST: tl.constexpr,
     TABLE: tl.constexpr,
     PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -87,8 +97,8 @@ def _attend_splits(
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     BLOCKS: tl.constexpr = (HEADS // GROUP) * HEAD_BLOCKS
     every = tl.arange(0, BLOCK_R)
-    every_length = tl.load(lengths + every, mask=every < rows, other=0)
-    splits = tl.cdiv(every_length, _split_tokens(every_length, MIN_SPLIT, MAX_SPLITS))
+    every_seen = _seen(tl.load(lengths + every, mask=every < rows, other=0), WINDOW)
+    splits = tl.cdiv(every_seen, _split_tokens(every_seen, MIN_SPLIT, MAX_SPLITS))
     splits_before = tl.cumsum(splits, 0)  # the row's own included
     d = tl.arange(0, BLOCK_D)
     r = tl.arange(0, BLOCK_REST)
@@ -97,8 +107,8 @@ def _attend_splits(
         row = tl.sum((splits_before <= item // BLOCKS).to(tl.int32), 0)
         split = item // BLOCKS - tl.sum(tl.where(every < row, splits, 0), 0)
         length = tl.load(lengths + row)
-        span = _split_tokens(length, MIN_SPLIT, MAX_SPLITS)
-        start = split * span
+        span = _split_tokens(_seen(length, WINDOW), MIN_SPLIT, MAX_SPLITS)
+        start = length - _seen(length, WINDOW) + split * span
         end = tl.minimum(start + span, length)
         kv_head = block // HEAD_BLOCKS
         in_group = (block % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -156,6 +166,7 @@ def _merge_splits(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     LSE: tl.constexpr,
+    WINDOW: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -165,8 +176,8 @@ def _merge_splits(
 ):
     row = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
-    length = tl.load(lengths + row)
-    splits = tl.cdiv(length, _split_tokens(length, MIN_SPLIT, MAX_SPLITS))
+    seen = _seen(tl.load(lengths + row), WINDOW)
+    splits = tl.cdiv(seen, _split_tokens(seen, MIN_SPLIT, MAX_SPLITS))
     s = tl.arange(0, BLOCK_S)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     at = (row.to(tl.int64) * HEADS + head) * SPLITS + s
@@ -202,6 +213,7 @@ def decode_attention(
     page_size: int,
     scale: float,
     *,
+    window: int | None = None,
     table: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -212,6 +224,7 @@ def decode_attention(
     q `[rows, heads, head_dim]`; keys and values `[slots, kv_heads, head_dim]`, where token t of a row lies at slot
     `pages[row, t // page_size] · page_size + t % page_size`; pages int32 `[rows, max_pages]`; lengths int32 `[rows]`,
     the row's own token included. Last dimensions are contiguous; heads is a multiple of kv_heads.
+    window: a row sees its last `window` tokens only; what the page table says of those before is not read.
     table: int32 `[rows]`, the row of `pages` of each row, where that is not its own index.
     lse: float32 `[rows, heads]`, filled with the natural log-sum-exp of the scaled scores.
     A row of length 0 gets output 0 and lse −inf, and neither its page table nor its slots are read.
@@ -219,7 +232,7 @@ def decode_attention(
     """
     if values.shape != keys.shape:
         raise ValueError(f"keys are {list(keys.shape)}, values {list(values.shape)}; they must be alike")
-    return _launch(q, keys, values, 0, pages, lengths, page_size, scale, table, out, lse, tile)
+    return _launch(q, keys, values, 0, pages, lengths, page_size, scale, window, table, out, lse, tile)
 
 
 def latent_decode_attention(
@@ -231,6 +244,7 @@ def latent_decode_attention(
     page_size: int,
     scale: float,
     *,
+    window: int | None = None,
     table: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -244,7 +258,7 @@ def latent_decode_attention(
     if latents.shape[1] != 1 or not value_dim < latents.shape[2]:
         raise ValueError(f"latents are {list(latents.shape)}; they must be [slots, 1, more than {value_dim}]")
     rest = latents.shape[2] - value_dim
-    return _launch(q, latents, latents, rest, pages, lengths, page_size, scale, table, out, lse, tile)
+    return _launch(q, latents, latents, rest, pages, lengths, page_size, scale, window, table, out, lse, tile)
 
 
 def _launch(
@@ -256,6 +270,7 @@ def _launch(
     lengths: Tensor,
     page_size: int,
     scale: float,
+    window: int | None,
     table: Tensor | None,
     out: Tensor | None,
     lse: Tensor | None,
@@ -274,7 +289,7 @@ def _launch(
         return out
     group = heads // kv_heads
     tile = tile_of(d, group) if tile is None else tile
-    tokens = pages.shape[1] * page_size
+    tokens = min(pages.shape[1] * page_size, window or pages.shape[1] * page_size)
     splits = min(MAX_SPLITS, max(1, triton.cdiv(tokens, MIN_SPLIT)))
     part = q.new_empty(rows, heads, splits, d, dtype=torch.float32)
     part_lse = q.new_empty(rows, heads, splits, dtype=torch.float32)
@@ -303,6 +318,7 @@ def _launch(
         REST=rest,
         TABLE=table is not None,
         PAGE=page_size,
+        WINDOW=window or 0,
         MIN_SPLIT=MIN_SPLIT,
         MAX_SPLITS=MAX_SPLITS,
         SPLITS=splits,
@@ -326,6 +342,7 @@ def _launch(
         HEADS=heads,
         D=d,
         LSE=lse is not None,
+        WINDOW=window or 0,
         MIN_SPLIT=MIN_SPLIT,
         MAX_SPLITS=MAX_SPLITS,
         SPLITS=splits,

@@ -12,7 +12,14 @@ from torch.nn import functional as F
 
 
 def decode_attention(
-    q: Tensor, keys: Tensor, values: Tensor, pages: Tensor, lengths: Tensor, page_size: int, scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    page_size: int,
+    scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(output `[rows, heads, values' dim]`, natural log-sum-exp `[rows, heads]`)."""
     rows, heads, _ = q.shape
@@ -22,7 +29,7 @@ def decode_attention(
     group = heads // keys.shape[1]
     for row, length in enumerate(lengths.tolist()):
         if length:
-            token = torch.arange(length, device=q.device)
+            token = torch.arange(max(0, length - (window or length)), length, device=q.device)
             slot = pages[row].long()[token // page_size] * page_size + token % page_size
             k, v = (x[slot].to(wide).repeat_interleave(group, 1) for x in (keys, values))
             score = torch.einsum("hd,thd->ht", q[row].to(wide), k) * scale

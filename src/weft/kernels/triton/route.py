@@ -1,8 +1,9 @@
 """Which experts a token goes to, and which pairs of token and expert each tile of the expert products takes.
 
 A pair (token, choice) has the number token · k + choice. With few pairs each is a tile of its own, and nothing is
-sorted. Otherwise an expert's pairs form a run, padded to whole tiles: every expert's program counts all pairs, so that
-it knows where its run begins, then writes its run. No atomic addition decides where anything goes.
+sorted. Otherwise an expert's pairs form a run, padded to whole tiles: an expert's program counts all pairs, so that it
+knows where its run begins, then writes its run; with many pairs, programs for each chunk of them do so, and another
+kernel counts each chunk before. No atomic addition decides where anything goes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNKS = 128, 8192
-"""Pairs that an expert's program looks at together, at least and at most.
+CHUNKS = 128, 2048
+"""Pairs of a chunk, at least and at most.
 
 At least the block's threads: with fewer elements than threads Triton 3.6 counts some twice.
 """
@@ -106,32 +107,51 @@ def _route(
     tl.store(expert + pair, chosen, mask=real)
 
 
+@triton.jit
+def _count(found, BLOCK_HELD: tl.constexpr):
+    """How many of the pairs each expert has, int32 `[BLOCK_HELD]`."""
+    return tl.histogram(tl.where(found >= 0, found, 0), BLOCK_HELD, mask=found >= 0)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count_chunks(expert, counts, pairs, BLOCK_HELD: tl.constexpr, CHUNK: tl.constexpr):
+    i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    count = _count(tl.load(expert + i, mask=i < pairs, other=-1), BLOCK_HELD)
+    tl.store(counts + tl.program_id(0) * BLOCK_HELD + tl.arange(0, BLOCK_HELD), count)
+
+
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def _sort_pairs(
-    expert, order, tile_expert, pairs, tiles, HELD: tl.constexpr, BLOCK_HELD: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_TILES: tl.constexpr,
+    expert, counts, order, tile_expert, pairs, tiles, HELD: tl.constexpr, BLOCK_HELD: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
-    me = tl.program_id(0)
-    i = tl.arange(0, CHUNK)
+    me, chunk = tl.program_id(0), tl.program_id(1)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
     e = tl.arange(0, BLOCK_HELD)
-    count = tl.zeros([BLOCK_HELD], tl.int32)
-    for first in range(0, pairs, CHUNK):
-        found = tl.load(expert + first + i, mask=first + i < pairs, other=-1)
-        count += tl.histogram(tl.where(found >= 0, found, 0), BLOCK_HELD, mask=found >= 0)
+    found = tl.load(expert + i, mask=i < pairs, other=-1)
+    before = 0  # pairs of this expert in the chunks before
+    if BLOCK_CHUNKS == 1:
+        count = _count(found, BLOCK_HELD)
+    else:
+        c = tl.arange(0, BLOCK_CHUNKS)
+        all_counts = tl.load(
+            counts + c[:, None] * BLOCK_HELD + e[None, :], mask=(c < tl.num_programs(1))[:, None], other=0
+        )
+        count = tl.sum(all_counts, 0)
+        before = tl.sum(tl.sum(tl.where((c < chunk)[:, None] & (e == me)[None, :], all_counts, 0), 1), 0)
     padded = (count + BLOCK_M - 1) // BLOCK_M * BLOCK_M
-    at = tl.sum(tl.where(e < me, padded, 0), 0)
-    end = at + tl.sum(tl.where(e == me, padded, 0), 0)
-    for first in range(0, tiles, BLOCK_TILES):  # a program names its own tiles, the last those that nobody has
-        tile = first + tl.arange(0, BLOCK_TILES)
-        mine = (tile >= at // BLOCK_M) & (tile < end // BLOCK_M)
-        idle = (tile >= end // BLOCK_M) & (tile < tiles) & (me == HELD - 1)
-        tl.store(tile_expert + tile, tl.where(mine, me, -1), mask=mine | idle)
-    for first in range(0, pairs, CHUNK):
-        mine = (tl.load(expert + first + i, mask=first + i < pairs, other=-1) == me).to(tl.int32)
-        tl.store(order + at + tl.cumsum(mine, 0) - mine, first + i, mask=mine > 0)
-        at += tl.sum(mine, 0)
-    rest = at + tl.arange(0, BLOCK_M)
-    tl.store(order + rest, tl.zeros([BLOCK_M], tl.int32) + pairs, mask=rest < end)
+    start = tl.sum(tl.where(e < me, padded, 0), 0)
+    end = start + tl.sum(tl.where(e == me, padded, 0), 0)
+    mine = (found == me).to(tl.int32)
+    tl.store(order + start + before + tl.cumsum(mine, 0) - mine, i, mask=mine > 0)
+    if chunk == 0:
+        for first in range(0, tiles, BLOCK_TILES):  # a program names its own tiles, the last those that nobody has
+            tile = first + tl.arange(0, BLOCK_TILES)
+            own = (tile >= start // BLOCK_M) & (tile < end // BLOCK_M)
+            idle = (tile >= end // BLOCK_M) & (tile < tiles) & (me == HELD - 1)
+            tl.store(tile_expert + tile, tl.where(own, me, -1), mask=own | idle)
+        rest = start + tl.sum(tl.where(e == me, count, 0), 0) + tl.arange(0, BLOCK_M)
+        tl.store(order + rest, tl.zeros([BLOCK_M], tl.int32) + pairs, mask=rest < end)
 
 
 def route(
@@ -169,8 +189,12 @@ def sort_pairs(weight: Tensor, expert: Tensor, held: int, tile_rows: int) -> Rou
     order, tile_expert = expert.new_empty(tiles * tile_rows), expert.new_empty(tiles)
     if pairs:
         chunk = min(CHUNKS[1], max(CHUNKS[0], triton.next_power_of_2(pairs)))
-        _sort_pairs[(held,)](
-            expert, order, tile_expert, pairs, tiles, HELD=held, BLOCK_HELD=triton.next_power_of_2(held), CHUNK=chunk,
-            BLOCK_M=tile_rows, BLOCK_TILES=256, num_warps=min(32, max(4, chunk // 128)),
+        chunks, block_held, warps = triton.cdiv(pairs, chunk), triton.next_power_of_2(held), max(4, chunk // 256)
+        counts = expert.new_empty(chunks, block_held)
+        if chunks > 1:
+            _count_chunks[(chunks,)](expert, counts, pairs, BLOCK_HELD=block_held, CHUNK=chunk, num_warps=warps)
+        _sort_pairs[(held, chunks)](
+            expert, counts, order, tile_expert, pairs, tiles, HELD=held, BLOCK_HELD=block_held, CHUNK=chunk,
+            BLOCK_CHUNKS=triton.next_power_of_2(chunks), BLOCK_M=tile_rows, BLOCK_TILES=256, num_warps=warps,
         )  # fmt: skip
     return Routing(weight, expert, tile_rows, order, tile_expert)

@@ -121,7 +121,7 @@ def check(backend: Backend, case: Case, spans: list[tuple[int, int]], tolerance:
     assert bool((lse[row:] == -torch.inf).all()), "a padding row sees nothing"
     new = tables.slots[tables.slots >= 0]
     assert torch.equal(case.cache.keys[1, new], case.k[:row]) and torch.equal(case.cache.values[1, new], case.v[:row])
-    old = torch.ones(case.cache.num_pages * case.cache.page_size, dtype=torch.bool)
+    old = torch.ones(case.cache.num_pages * case.cache.page_size, dtype=torch.bool, device=case.q.device)
     old[new] = False
     untouched, was = (x[1, : len(old)][old] for x in (case.cache.keys, before))
     assert torch.equal(untouched.nan_to_num(9e9), was.nan_to_num(9e9)), "a slot that no row owns was written"

@@ -113,4 +113,4 @@ def check_what_does_not_fit_is_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="q is"):
         kernels.decode_attention(q[:, :3], cache, cache, pages, length, PAGE, 1.0)
     with pytest.raises(ValueError, match="latents are"):
-        kernels.latent_decode_attention(q, cache[:, :1], 32, pages, length, PAGE, 1.0)
+        kernels.latent_decode_attention(q, cache[:, :1], 33, pages, length, PAGE, 1.0)

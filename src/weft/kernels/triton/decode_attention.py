@@ -59,7 +59,7 @@ def _slots(pages, token, end, PAGE: tl.constexpr):
     return page.to(tl.int64) * PAGE + token % PAGE
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "room"])
 def _attend_splits(
     q,
     keys,
@@ -70,6 +70,7 @@ def _attend_splits(
     part,
     part_lse,
     rows,
+    room,
     scale_log2,
     q_row,
     q_head,
@@ -87,7 +88,6 @@ def _attend_splits(
     WINDOW: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -149,18 +149,19 @@ def _attend_splits(
             total = total * keep + tl.sum(p, 1)
             acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
             top = new_top
-        at_part = (row.to(tl.int64) * HEADS + head) * SPLITS + split
+        at_part = (row.to(tl.int64) * HEADS + head) * room + split
         tl.store(part + at_part[:, None] * D + d[None, :], acc / total[:, None], mask=real)
         tl.store(part_lse + at_part, top + tl.log2(total), mask=in_group < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room"])
 def _merge_splits(
     part,
     part_lse,
     lengths,
     out,
     lse,
+    room,
     out_row,
     out_head,
     HEADS: tl.constexpr,
@@ -169,7 +170,6 @@ def _merge_splits(
     WINDOW: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     LN2: tl.constexpr,
@@ -180,7 +180,7 @@ def _merge_splits(
     splits = tl.cdiv(seen, _split_tokens(seen, MIN_SPLIT, MAX_SPLITS))
     s = tl.arange(0, BLOCK_S)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    at = (row.to(tl.int64) * HEADS + head) * SPLITS + s
+    at = (row.to(tl.int64) * HEADS + head) * room + s
     each = tl.load(part_lse + at, mask=s < splits, other=float("-inf"))
     x = tl.load(part + at[:, None] * D + d[None, :], mask=(s < splits)[:, None] & (d < D)[None, :], other=0.0)
     top = tl.max(each, 0)
@@ -255,8 +255,8 @@ def latent_decode_attention(
     latents `[slots, 1, dim]` are all heads' keys, and their first `value_dim` elements are the values; gives
     `[rows, heads, value_dim]`.
     """
-    if latents.shape[1] != 1 or not value_dim < latents.shape[2]:
-        raise ValueError(f"latents are {list(latents.shape)}; they must be [slots, 1, more than {value_dim}]")
+    if latents.shape[1] != 1 or not value_dim <= latents.shape[2]:
+        raise ValueError(f"latents are {list(latents.shape)}; they must be [slots, 1, {value_dim} or more]")
     rest = latents.shape[2] - value_dim
     return _launch(q, latents, latents, rest, pages, lengths, page_size, scale, window, table, out, lse, tile)
 
@@ -304,6 +304,7 @@ def _launch(
         part,
         part_lse,
         rows,
+        splits,
         scale * LOG2E,
         q.stride(0),
         q.stride(1),
@@ -321,7 +322,6 @@ def _launch(
         WINDOW=window or 0,
         MIN_SPLIT=MIN_SPLIT,
         MAX_SPLITS=MAX_SPLITS,
-        SPLITS=splits,
         BLOCK_R=max(16, triton.next_power_of_2(rows)),
         BLOCK_H=tile.heads,
         BLOCK_N=tile.tokens,
@@ -337,6 +337,7 @@ def _launch(
         lengths,
         out,
         part_lse if lse is None else lse,
+        splits,
         out.stride(0),
         out.stride(1),
         HEADS=heads,
@@ -345,7 +346,6 @@ def _launch(
         WINDOW=window or 0,
         MIN_SPLIT=MIN_SPLIT,
         MAX_SPLITS=MAX_SPLITS,
-        SPLITS=splits,
         BLOCK_S=triton.next_power_of_2(splits),
         BLOCK_D=block_d,
         LN2=LN2,

@@ -90,8 +90,13 @@ def test_what_the_model_directory_says_of_answers(tmp_path: Path) -> None:
     written = {"eos_token_id": [0, 1], "temperature": 0.7, "top_k": 20, "max_new_tokens": 5}
     (tmp_path / "generation_config.json").write_text(json.dumps(written))
     language = Language(TOKENIZER, tmp_path, 1024, (2,))
+    ends = "token 0 ends answers too, token 1 ends answers too"
+    assert language.says == f"temperature 0.7 by default, top_k 20 by default, {ends}"
     assert language.ends == {0, 1, 2} and language.defaults == {"temperature": 0.7, "top_k": 20}
     assert LANGUAGE.defaults == {"temperature": 0.0}, "do_sample is false"
+    for eos in (0, None):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        assert Language(TOKENIZER, tmp_path, 1024, (2,)).ends == ({0, 2} if eos == 0 else {2})
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match="not JSON"):
         Language(TOKENIZER, tmp_path, 1024, (2,))

@@ -123,7 +123,7 @@ def stop_on_sigterm() -> None:
 def start_engine(config: Any) -> Any:
     """A started engine, with a progress bar on stderr while it loads."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from transformers.utils import logging as transformers_logging
 
     from weft.engine.engine import Engine
@@ -132,10 +132,11 @@ def start_engine(config: Any) -> Any:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
+        TaskProgressColumn(),
         TimeElapsedColumn(),
     )
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"starting {config.mesh.world} rank(s)", total=1.0)
-        return Engine(config, lambda what, fraction: bar.update(task, description=what, completed=fraction))
+        # Without a total the bar swings, so that it moves while processes start, of which nothing can be counted.
+        task = bar.add_task(f"starting {config.mesh.world} rank(s)", total=None)
+        return Engine(config, lambda what, part: bar.update(task, description=what, completed=part, total=1.0))

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 
+from weft import __version__
 from weft.cli.command import COMMANDS, UserError, parse
 
 
@@ -15,6 +16,12 @@ def main(arguments: list[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2
+    if arguments[0] in ("--version", "-V", "version"):
+        print(f"weft {__version__}")
+        return 0
+    if arguments[0] == "bench" and arguments[1:2] in ([], ["-h"], ["--help"]):
+        print(usage("bench "))
+        return 0 if arguments[1:] else 2
     name = next((c for c in COMMANDS if arguments[: len(c.split())] == c.split()), None)
     if name is None:
         print(f"weft: no command {arguments[0]!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
@@ -52,15 +59,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 1 if isinstance(error, CommError | EngineError) else 2
 
 
-def usage() -> str:
-    """The list of commands."""
+def usage(prefix: str = "") -> str:
+    """The list of commands; of those whose names begin so."""
     lines = [
         "weft: serve mixture-of-experts models on any layout of ranks",
         "",
         "usage: weft COMMAND [MODEL_DIR] [OPTIONS]",
         "",
     ]
-    lines += [f"  {name:19}{what}" for name, what in COMMANDS.items()]
+    lines += [f"  {name:19}{what}" for name, what in COMMANDS.items() if name.startswith(prefix)]
     return "\n".join([*lines, "", "`weft COMMAND --help` explains a command. MODEL_DIR left out: the embedded model."])
 
 

@@ -104,6 +104,8 @@ class Command:
         with listener, start_engine(config) as engine:
             host, port = listener.getsockname()[:2]
             print(f"serving {name} on http://{host}:{port} ({config.mesh}); Ctrl-C stops", file=sys.stderr, flush=True)
+            if engine.language.says:
+                print(f"generation_config.json: {engine.language.says}", file=sys.stderr, flush=True)
             log.configure(self.log_format)
             intake = Intake(engine, Metrics(engine), self.request_timeout_s)
             server = run.Server(app.create_app(intake, name, options), intake, options)

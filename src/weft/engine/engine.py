@@ -187,6 +187,15 @@ class Engine:
         """The plan for so many tokens in each DP group, beside the naive one."""
         return self._ask(lambda: self._executor.plan_text(tokens_per_group))
 
+    def reset_cache(self) -> None:
+        """Forgets the prefixes that no request holds."""
+
+        def forget() -> None:
+            for scheduler in self._schedulers:
+                scheduler.caches.forget()
+
+        self._ask(forget)
+
     def check_idle(self) -> None:
         """AssertionError where pages leaked; to be called when nothing runs."""
 

@@ -19,7 +19,7 @@ class Language:
     of its config.json.
 
     ends: those, and what generation_config.json adds. defaults: of requests that do not say how to draw; `do_sample:
-    false` is temperature 0. Raises ModelError, in one line.
+    false` is temperature 0. says: what the file changes, in a line. Raises ModelError, in one line.
     """
 
     def __init__(self, tokenizer: Any, directory: Path, vocabulary: int, eos: tuple[int, ...]):
@@ -29,11 +29,15 @@ class Language:
             written = json.loads(path.read_text()) if path.exists() else {}
         except ValueError as error:
             raise ModelError(f"{path} is not JSON: {error}") from error
-        more = written.get("eos_token_id") or ()
-        self.ends = frozenset(eos) | frozenset(more if isinstance(more, list | tuple) else (more,))
+        more = written.get("eos_token_id", ())
+        added = set(more if isinstance(more, list | tuple) else (more,)) - {*eos, None}
+        self.ends = frozenset(eos) | added
         self.defaults: dict[str, float] = {k: written[k] for k in DEFAULTS if written.get(k) is not None}
         if written.get("do_sample") is False:
             self.defaults["temperature"] = 0.0
+        texts = [f"{name} {value:g} by default" for name, value in self.defaults.items()]
+        texts += [f"token {token} ends answers too" for token in sorted(added)]
+        self.says = ", ".join(texts)
 
     def token_name(self, token: int) -> str:
         """A token's text; `bytes:\\xe2` and so on for a part of a character, so that different ones differ."""

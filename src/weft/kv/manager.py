@@ -145,6 +145,12 @@ class CacheManager:
             self.pools[group].release(page for page in dict.fromkeys(table) if page != ABSENT)
             holding.tables[group] = []
 
+    def forget(self) -> None:
+        """Gives back what nobody but the prefix tree holds."""
+        for group, each in enumerate(self.pools if self.tree else []):
+            assert self.tree is not None
+            self.tree.evict(group, each.total)
+
     def _border(self, tokens: int) -> int:
         return (tokens - 1) // self.page_size * self.page_size
 

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from weft import __version__
-from weft.server import errors
+from weft.server import errors, extras
 from weft.server.answers import Intake
 from weft.server.completions import Service
 from weft.server.errors import ApiError
@@ -43,8 +43,10 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
     card = {"id": model_name, "object": "model", "created": created, "owned_by": "weft"}
     card |= {"max_model_len": engine.max_model_len}
     app.include_router(Service(intake, model_name).router())
+    app.include_router(extras.router(engine))
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
     async def health() -> Response:
         state = "draining" if intake.closed else engine.state
         if state == "failed":

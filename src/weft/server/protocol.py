@@ -185,10 +185,10 @@ class CompletionRequest(CommonRequest):
 
 
 class TokenizeRequest(Body):
-    """POST /tokenize. prompt: text; or messages, through the chat template."""
+    """POST /tokenize, of a text; of a chat, it takes what the chat takes."""
 
     model: str | None = None
-    prompt: Text | None = None
+    prompt: Text
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

@@ -1,0 +1,50 @@
+"""What stands beside the completions: tokens of a text and text of tokens, versions, and the prefix cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi.concurrency import run_in_threadpool
+
+from weft import __version__
+from weft.engine.engine import Engine
+from weft.server.chats import ChatRequest
+from weft.server.prompts import Prompts
+from weft.server.protocol import DetokenizeRequest, TokenizeRequest
+
+
+def router(engine: Engine) -> APIRouter:
+    """The routes, in vLLM's shapes."""
+    made, prompts = APIRouter(), Prompts(engine)
+
+    @made.get("/version")
+    async def version() -> dict[str, Any]:
+        return {"version": __version__}
+
+    # One body or the other: a chat has messages, a text a prompt.
+
+    @made.post("/tokenize", response_model=None)
+    async def tokenize(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+        body.refuse_unsupported()
+        if isinstance(body, ChatRequest):
+            tokens = await run_in_threadpool(prompts.of_chat, body)
+        else:
+            prompts.check_length(len(body.prompt), "prompt")
+            tokens = await run_in_threadpool(prompts.encode, body.prompt, body.add_special_tokens)
+        wants_names = isinstance(body, TokenizeRequest) and body.return_token_strs
+        strings = [engine.language.token_name(t) for t in tokens] if wants_names else None
+        shape = {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens}
+        return shape | {"token_strs": strings}
+
+    @made.post("/detokenize", response_model=None)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        body.refuse_unsupported()
+        return {"prompt": await run_in_threadpool(prompts.text, body.tokens)}
+
+    @made.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        await run_in_threadpool(engine.reset_cache)
+        return Response()
+
+    return made

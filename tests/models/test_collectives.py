@@ -54,7 +54,7 @@ class Recording:
 
     def __init__(self, transport: ReferenceTransport, kinds: frozenset[str]):
         self._transport, self._kinds, self.calls = transport, kinds, Counter()
-        self.name, self.rank, self.max_bytes = transport.name, transport.rank, None
+        self.name, self.rank, self.max_bytes, self.max_normed_bytes = transport.name, transport.rank, None, None
 
     def offers(self, exchange: Exchange, epilogue: bool = False) -> bool:
         return exchange.kind in self._kinds and not epilogue

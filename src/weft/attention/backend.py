@@ -2,12 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from weft.attention.batch import Batch, PageTables
 from weft.kv.cache import KVCache
+
+
+class Turn(Protocol):
+    """A rotary embedding's table: cos, sin `[T, 1, dim]`; turns `[T, heads, dim]`."""
+
+    @property
+    def cos(self) -> Tensor: ...
+
+    @property
+    def sin(self) -> Tensor: ...
+
+    @property
+    def interleaved(self) -> bool: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Scaled(Protocol):
+    """A norm over the last dimension of `[T, heads, dim]`, with a weight `[dim]`."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSplit:
+    """How `[T, features]` becomes queries, keys and values: sizes features of each, heads of `dim`, then each head of
+    queries and keys is normalised, where norms are given, and turned.
+    """
+
+    sizes: Sequence[int]
+    dim: int
+    turn: Turn
+    norms: tuple[Scaled, Scaled] | None
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, `[T, heads, dim]` each."""
+        q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in qkv.split(list(self.sizes), dim=-1))
+        if self.norms is not None:
+            q, k = self.norms[0](q), self.norms[1](k)
+        return self.turn(q), self.turn(k), v
 
 
 class Backend(Protocol):
@@ -34,5 +82,11 @@ class Backend(Protocol):
         Gives the output `[T, heads, value dim]`, and where `lse` is set also the logarithm, to base e, of the sum of
         exponentials of each row's scaled scores, float32 `[T, heads]`; else None. A row that sees nothing (length 0)
         has output 0 and lse −inf.
+        """
+        ...
+
+    def project(self, layer: int, qkv: Tensor, heads: HeadSplit, scale: float) -> Tensor:
+        """The same from queries, keys and values side by side, `[T, features]`, which are still to be split, normalised
+        and turned as `heads` says: what one kernel can do on the way into the cache. Gives the output.
         """
         ...

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from weft.attention.backend import Backend
+from weft.attention.backend import Backend, HeadSplit
 from weft.attention.batch import Batch, PageTables, StateSlots
 from weft.attention.sdpa import SDPA
 from weft.kv.cache import KVCache, StateCache
@@ -93,6 +93,11 @@ class Caches:
         """Attention of a layer over its PagedKV, Window or Latent: see `Backend.__call__`."""
         backend, at = self._backend_of[layer.path]
         return backend(at, q, k, v, scale=scale, lse=lse)
+
+    def project(self, layer: Cached, qkv: Tensor, heads: HeadSplit, scale: float) -> Tensor:
+        """Attention of a layer over its PagedKV or Window, from what its projection gives: see `Backend.project`."""
+        backend, at = self._backend_of[layer.path]
+        return backend.project(at, qkv, heads, scale)
 
     def load(self, layer: Cached) -> tuple[Tensor, ...]:
         """The states that a Recurrent layer's sequences go on from: float32 `[B, …]`, zeros where one begins."""

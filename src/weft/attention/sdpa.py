@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from weft.attention.backend import HeadSplit
 from weft.attention.batch import Batch, PageTables
 from weft.kv.cache import KVCache
 
@@ -24,7 +25,7 @@ class SDPA:
         device, page_size = tables.slots.device, self.cache.page_size
         offsets = torch.arange(page_size, dtype=torch.int32, device=device)
         window = self.cache.window
-        self._write = self.cache.writable(tables.slots)
+        self._stored = tables.slots
         self._prefills: list[tuple[int, int, Tensor, Tensor]] = []  # first row, rows, slots and mask of what they see
         self._single: Tensor | None = None  # the rows of the sequences that have one; None: all rows
         pages, lengths = tables.pages, batch.lengths
@@ -47,9 +48,15 @@ class SDPA:
                 at = torch.tensor(sequences, dtype=torch.int64, device=device)
                 pages, lengths = pages[at], lengths[at]
             pages = pages[:, : -(-longest // page_size)]
+        self._plan_single(pages, lengths)
+
+    def _plan_single(self, pages: Tensor, lengths: Tensor) -> None:
+        """Of the sequences of one row: their page tables `[B, W]` and lengths `[B]`."""
+        offsets = torch.arange(self.cache.page_size, dtype=torch.int32, device=pages.device)
+        self._write = self.cache.writable(self._stored)
         slots = _slots(pages, offsets)
         alive = lengths[:, None] > 0
-        self._mask = _sees(torch.arange(slots.shape[1], device=device), lengths[:, None] - 1, window)
+        self._mask = _sees(torch.arange(slots.shape[1], device=slots.device), lengths[:, None] - 1, self.cache.window)
         self._alive = alive[:, None]
         if len(slots):
             # A masked token is multiplied too, and 0 · NaN is NaN: the row's own takes its place, which is written.
@@ -61,11 +68,19 @@ class SDPA:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.__call__`."""
+        self.cache.write(layer, self._write, k, v)
+        return self._attend(layer, q, scale, lse)
+
+    def project(self, layer: int, qkv: Tensor, heads: HeadSplit, scale: float) -> Tensor:
+        """See `Backend.project`."""
+        q, k, v = heads.split(qkv)
+        return self(layer, q, k, v, scale=scale)[0]
+
+    def _attend(self, layer: int, q: Tensor, scale: float, lse: bool) -> tuple[Tensor, Tensor | None]:
         out = q.new_empty(*q.shape[:2], self.cache.values.shape[-1])
         sums = q.new_empty(q.shape[:2], dtype=torch.float32) if lse else None
         if not q.shape[0]:
             return out, sums
-        self.cache.write(layer, self._write, k, v)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         for first, rows, slots, mask in self._prefills:
             at = slice(first, first + rows)
@@ -73,17 +88,20 @@ class SDPA:
             out[at] = _attend(q[None, at], seen, _rows(values, slots[None]), mask, scale)[0]
             if sums is not None:
                 sums[at] = _lse(q[None, at], seen, mask, scale)[0]
-        if self._slots.shape[0]:
-            seen, mask = _rows(keys, self._slots), self._mask[:, None, None]
-            single = q if self._single is None else q[self._single]
-            one = _attend(single[:, None], seen, _rows(values, self._slots), mask, scale)[:, 0].where(self._alive, 0.0)
-            total = _lse(single[:, None], seen, mask, scale)[:, 0] if lse else None
-            if self._single is None:
-                return one, total
-            out[self._single] = one
+        if self._single is None:
+            return self._attend_single(layer, q, scale, lse) if not self._prefills else (out, sums)
+        if len(self._single):
+            out[self._single], total = self._attend_single(layer, q[self._single], scale, lse)
             if sums is not None and total is not None:
                 sums[self._single] = total
         return out, sums
+
+    def _attend_single(self, layer: int, q: Tensor, scale: float, lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Of the sequences of one row: q `[B, heads, D]`."""
+        seen, mask = _rows(self.cache.keys[layer], self._slots), self._mask[:, None, None]
+        one = _attend(q[:, None], seen, _rows(self.cache.values[layer], self._slots), mask, scale)[:, 0]
+        total = _lse(q[:, None], seen, mask, scale)[:, 0] if lse else None
+        return one.where(self._alive, 0.0), total
 
 
 def _slots(pages: Tensor, offsets: Tensor) -> Tensor:

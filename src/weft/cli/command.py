@@ -43,8 +43,10 @@ class Layout:
     """Parts that the experts are dealt out to; left out, the same as --attn-dp."""
     moe_tp: int | None = None
     """Ranks that share each expert; left out, the same as --attn-tp."""
-    transport: Literal["auto", "shm", "gloo"] = "auto"
-    """Between the ranks: shared memory, gloo, or whichever costs less, step by step."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """cuda: a GPU a rank; auto: GPUs where there are as many as ranks."""
+    transport: Literal["auto", "shm", "gloo", "peer", "nccl"] = "auto"
+    """Between the ranks: on CPUs shm or gloo, on GPUs peer or nccl, or whichever costs less, step by step."""
     cost: str = "auto"
     """Cost model of the planner: auto (this host's table, once weft tune wrote one), a preset, or FILE.json."""
     plugins: tuple[str, ...] = ()
@@ -64,7 +66,7 @@ class Layout:
         moe_tp = self.attn_tp if self.moe_tp is None else self.moe_tp
         return {"attn_dp": self.attn_dp, "attn_tp": self.attn_tp, "ep": ep, "moe_tp": moe_tp} | {
             name: getattr(self, name)
-            for name in ("transport", "cost", "plugins", "load_format", "num_layers", "cpu_bind")
+            for name in ("device", "transport", "cost", "plugins", "load_format", "num_layers", "cpu_bind")
         }
 
 

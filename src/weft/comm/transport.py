@@ -132,6 +132,10 @@ class Transport(Protocol):
         """Returns once every rank of the group has called it."""
         ...
 
+    def check(self) -> None:
+        """Raises what calls that were queued have met since, and PeerLost where a rank is known to be gone."""
+        ...
+
     def close(self) -> None:
         """Leaves the world; the transport is of no use after."""
         ...
@@ -149,6 +153,9 @@ class NamedCalls:
     ) -> Tensor:
         """As the protocol says."""
         raise NotImplementedError
+
+    def check(self) -> None:
+        """Nothing is queued: calls raise what they meet."""
 
     def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
         """Sum of every rank's x."""

@@ -42,7 +42,7 @@ class QueueFull(EngineError):
 class EngineConfig:
     """Checked on construction: LayoutError for a layout, ValueError for a number, each in one line.
 
-    attn_dp, attn_tp, ep, moe_tp: the layout (`weft.place.spec.Mesh`). dtype auto: float32 on CPUs.
+    attn_dp, attn_tp, ep, moe_tp: the layout (`weft.place.spec.Mesh`). dtype auto: float32 on CPUs, bfloat16 on GPUs.
     page_size: tokens a page of the key-value cache. kv_tokens: its size, for each DP group.
     max_batch_tokens: rows of one step of a DP group, which cuts long prompts into chunks. max_running: its sequences.
     max_waiting: requests that may wait for a place, of all groups together; more are refused. max_choices: answers to
@@ -52,8 +52,11 @@ class EngineConfig:
     plugins: modules or .py files that add model families (`weft.models.registry`).
     load_format auto: the directory's safetensors; dummy: made-up weights (`weft.models.load.dummy_model`), of which the
     text means nothing, so the tokenizer is the embedded model's. num_layers: only the model's first so many layers.
-    transport: of processes: shm (shared memory), gloo, or auto: both, chosen edge by edge by cost. cost: the cost model
-    (`weft.place.cost.costs`); auto: this host's table where `weft tune` has written one, else the CPU presets.
+    device: cuda (a GPU a rank), cpu, or auto: GPUs where there are as many as ranks. cuda_graphs: steps in which every
+    sequence has one row replay a captured graph.
+    transport: of processes: shm (shared memory) and gloo on CPUs, peer (peer memory) and nccl on GPUs, or auto: both,
+    chosen edge by edge by cost. cost: the cost model (`weft.place.cost.costs`); auto: this host's table where
+    `weft tune` has written one, else what is known of hosts like it.
     threads: of each rank's process; more ranks use more cores better. cpu_bind: cores of each rank, as `0-3|4-7`; auto:
     this process's cores dealt out evenly; None: wherever the system puts them. seed: of requests that bring none.
     step_timeout_s: a step that takes longer counts as a failure of the ranks. max_restarts: failures of ranks that are
@@ -75,7 +78,9 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_cache: bool = True
     executor: Literal["process", "thread"] = "process"
-    transport: Literal["auto", "shm", "gloo"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    cuda_graphs: bool = True
+    transport: Literal["auto", "shm", "gloo", "peer", "nccl"] = "auto"
     cost: str = "auto"
     threads: int = 1
     cpu_bind: str | None = None

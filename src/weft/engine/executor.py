@@ -78,7 +78,7 @@ class Executor(ABC):
                 if isinstance(message, Progress):
                     loaded[message.rank] = message.done / message.total
                     if progress:
-                        progress("loading weights", sum(loaded.values()) / len(loaded))
+                        progress(message.what, sum(loaded.values()) / len(loaded))
                 if isinstance(message, Ready):
                     ready, self.groups = ready + 1, message.groups
         except BaseException:

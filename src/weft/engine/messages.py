@@ -86,11 +86,12 @@ class Stop(Struct, frozen=True, tag=True):
 
 
 class Progress(Struct, frozen=True, tag=True):
-    """From a rank that loads: tensors read, of how many."""
+    """From a rank that starts: how much of what is done. what: such as "loading weights"."""
 
     rank: int
     done: int
     total: int
+    what: str = "loading weights"
 
 
 class Ready(Struct, frozen=True, tag=True):

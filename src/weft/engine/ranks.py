@@ -5,52 +5,68 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from weft.comm.shm import MAX_RANKS, ShmTransport, ShmTuning
+from weft.comm.peer import PeerTransport, PeerTuning
+from weft.comm.reference import ReferenceWorld
+from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
 from weft.engine.arena import arena_need, available_bytes, check_memory
 from weft.engine.config import EngineConfig
-from weft.engine.worker import DTYPES
+from weft.engine.device import carriers, device_of, dtype_of, on_gpus
 from weft.place.cost import Costs, costs, host_table, read_tuning
+from weft.place.plan import bucket
+
+GPU_COSTS = "h200x4"
+"""The cost model of GPUs that were never measured: times of four H200s over NVLink."""
 
 
 def cost_model(config: EngineConfig) -> Costs:
-    """The cost model that a configuration names; auto: this host's table, where there is one. Raises LayoutError."""
-    return costs(str(table) if (table := _table(config)) else "cpu" if config.cost == "auto" else config.cost)
-
-
-def uses_shm(config: EngineConfig) -> bool:
-    """Whether ranks open shared memory: where asked for, and where left open, if it can hold them all."""
-    return config.transport == "shm" or (config.transport == "auto" and config.mesh.world <= MAX_RANKS)
-
-
-def uses_gloo(config: EngineConfig) -> bool:
-    """Whether ranks open torch.distributed."""
-    return config.transport != "shm"
+    """The cost model that a configuration names; auto: this host's table, where it has one with times of what carries
+    the ranks' exchanges, else what is known of hosts like it. Raises LayoutError.
+    """
+    if config.cost != "auto":
+        return costs(config.cost)
+    if config.executor == "thread":
+        return costs("cpu")
+    names = carriers(config)
+    if host_table().is_file():
+        found = costs(str(host_table()))
+        if not on_gpus(config) or all(name in found.by_transport for name in names):
+            return found
+    return costs(GPU_COSTS if set(names) <= {"peer", "torchdist/nccl"} else "cpu")
 
 
 def open_transports(config: EngineConfig, rank: int, directory: Path) -> list[Transport]:
     """The transports of a rank, the first being where activations live. Collective. Raises CommError, LayoutError."""
-    opened: list[Transport] = []
-    if uses_shm(config):
-        table = _table(config)
-        need = arena_need(config, config.read_model(), DTYPES[config.dtype])
+    return [_open(name, config, rank, directory) for name in carriers(config)]
+
+
+def _open(name: str, config: EngineConfig, rank: int, directory: Path) -> Transport:
+    mesh, timeout_s, table = config.mesh, config.step_timeout_s, _table(config)
+    if name == "shm":
+        need = arena_need(config, config.read_model(), dtype_of(config))
         check_memory(config, need, available_bytes())
-        opened.append(
-            ShmTransport(
-                config.mesh,
-                rank,
-                directory / "shm",
-                timeout_s=config.step_timeout_s,
-                blocks=need.blocks,
-                block_bytes=need.block_bytes,
-                tuning=read_tuning(table, "shm_tuning", ShmTuning) if table else None,
-            )
+        tuning = read_tuning(table, "shm_tuning", ShmTuning) if table else None
+        return ShmTransport(
+            mesh,
+            rank,
+            directory / "shm",
+            timeout_s=timeout_s,
+            blocks=need.blocks,
+            block_bytes=need.block_bytes,
+            tuning=tuning,
         )
-    if uses_gloo(config):
-        meet = f"file://{directory}/rendezvous"
-        opened.append(TorchDistTransport(config.mesh, rank, meet, timeout_s=config.step_timeout_s))
-    return opened
+    if name == "peer":
+        # Plans are made for counts rounded up to a power of two.
+        rows = sum(bucket((config.max_batch_tokens,) * mesh.attn_dp))
+        largest = rows * config.read_model().hidden_size * dtype_of(config).itemsize
+        tuned = read_tuning(table, "peer_tuning", PeerTuning) if table else None
+        device = device_of(config, rank)
+        return PeerTransport(mesh, rank, directory / "peer", device, max_bytes=largest, tuning=tuned)
+    if name == "reference":
+        return ReferenceWorld(1).transports()[0]
+    backend, meet = name.removeprefix("torchdist/"), f"file://{directory}/rendezvous"
+    return TorchDistTransport(mesh, rank, meet, backend=backend, timeout_s=timeout_s)
 
 
 def bind(config: EngineConfig, rank: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from weft.attention.batch import Batch
 from weft.attention.caches import Caches, cached_layers
 from weft.comm.rows import StepRows
 from weft.comm.transport import Transport, offer_of
-from weft.engine.batch import build_batch
+from weft.engine.batch import SeqRows, build_batch
+from weft.engine.graphs import DecodeGraphs
 from weft.kv.spec import CacheGroup, rule
 from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder
@@ -23,7 +24,7 @@ from weft.place.cost import Costs, Offer
 from weft.place.cost import costs as load_costs
 from weft.place.plan import Chain, Counts, Plan, Planner
 from weft.place.show import plan_text
-from weft.place.spec import Mesh
+from weft.place.spec import LayoutError, Mesh
 from weft.stream import Stats, StepStat, StepTimes, Stream, TraceStream
 
 TIMED_EVERY = 16
@@ -80,11 +81,23 @@ class ModelRunner:
             for t in transports
         ]
         self.planner = plan_model(config, mesh, weight.dtype, offers)
-        self.caches = Caches(cached_layers(model), groups, page_size, weight.dtype, weight.device)
+        self._rules, self._page_size = [group.rule for group in groups], page_size
+        layers, device = cached_layers(model), weight.device
+        if device.type == "cuda":
+            from weft.attention.paged_triton import gpu_backend  # a CPU need not have Triton
+
+            self.caches = Caches(layers, groups, page_size, weight.dtype, device, gpu_backend)
+        else:
+            self.caches = Caches(layers, groups, page_size, weight.dtype, device)
+        self._graphs: DecodeGraphs | None = None
+        self._graph_planner = self.planner
         self._stats, self._naive_stats, self._times = Stats(), Stats(), StepTimes(weight.device)
         self._checksums: dict[Counts, int] = {}
         self._steps: Counter[Counts] = Counter()  # walked since the totals were last worked out
+        self._replays: Counter[Counts] = Counter()  # the same of graphs
         self._walks = 0
+        self.replayed = 0
+        """Steps that replayed a graph; the others ran eagerly."""
 
     @torch.inference_mode()
     def forward(self, batch: Batch, counts: Counts) -> Tensor:
@@ -114,6 +127,43 @@ class ModelRunner:
             self._checksums[plan.counts] = zlib.crc32(text.encode())
         return self._checksums[plan.counts]
 
+    def capture(self, most_rows: int, max_pages: int, progress: Callable[[int, int], None] | None = None) -> None:
+        """Captures graphs for steps of up to most_rows rows of each DP group. Collective; on GPUs only.
+
+        max_pages: of a sequence. progress(done, of). Raises LayoutError where a layer's cache has no pages.
+        """
+        if any(rule.state or rule.window is not None for rule in self._rules):
+            raise LayoutError("steps of layers with states or windows are not captured yet; start with no cuda_graphs")
+        # Plans of graphs hold only what reads counts on the device, where there is such a transport.
+        able = {name: t for name, t in self.transports.items() if t.takes_live_sizes} or self.transports
+        offers = [offer for offer in self.planner.offers if offer.transport in able]
+        planner = Planner(self.mesh, self.planner.chain, offers)
+        self._graphs = DecodeGraphs(
+            self.model,
+            self.mesh,
+            self.rank,
+            planner.plan,
+            able,
+            self.caches,
+            self._rules,
+            self._page_size,
+            most_rows,
+            max_pages,
+        )
+        self._graph_planner = planner
+        self._graphs.capture(progress)
+
+    def step(self, tokens: Sequence[int], seqs: Sequence[SeqRows], counts: Counts, decodes: bool) -> Tensor:
+        """Logits as `forward`, for rows as a message names them. decodes: every row of every group is a sequence's one,
+        and sampled. Such a step replays a graph, where one was captured that fits; the next then overwrites its logits.
+        """
+        if decodes and self._graphs is not None and self._graphs.fits(counts):
+            self.replayed += 1
+            self._replays[counts] += 1
+            return self._graphs.replay(tokens, seqs, counts)
+        device = self.model.embed.weight.device
+        return self.forward(build_batch(tokens, seqs, self._page_size, self._rules, device), counts)
+
     def plan(self, tokens_per_group: int) -> Plan:
         """The plan for steps of so many tokens in each DP group."""
         return self.planner.plan((tokens_per_group,) * self.mesh.attn_dp)
@@ -134,6 +184,12 @@ class ModelRunner:
             self._stats.record(self.planner, self.planner.plan(counts), counts, walks)
             self._naive_stats.record(self.planner, self.planner.naive(counts), counts, walks)
         self._steps.clear()
+        for counts, walks in self._replays.items():
+            assert self._graphs is not None
+            room = (self._graphs.capacity_of(counts),) * self.mesh.attn_dp
+            self._stats.record(self.planner, self._graph_planner.plan(room), counts, walks)
+            self._naive_stats.record(self.planner, self.planner.naive(room), counts, walks)
+        self._replays.clear()
 
     def plan_text(self, tokens_per_group: int) -> str:
         """The plan for so many tokens in each DP group, beside the naive one."""

@@ -7,16 +7,12 @@ from typing import Any
 import jinja2
 from transformers import AutoTokenizer
 
-from weft.comm.reference import ReferenceTransport
-from weft.comm.shm import ShmTransport
-from weft.comm.torchdist import offers as torchdist_offers
 from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
-from weft.engine.ranks import cost_model, uses_gloo, uses_shm
+from weft.engine.device import carriers, dtype_of
+from weft.engine.ranks import cost_model
 from weft.engine.runner import plan_model
-from weft.engine.worker import DTYPES
 from weft.models.config import ModelConfig, ModelError
-from weft.place.cost import costs
 from weft.place.spec import LayoutError, PlacementError
 
 
@@ -64,17 +60,10 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> None:
     Raises ModelError for sizes of which no model can be; LayoutError where it does not divide over the
     layout, or the cost table lacks an edge that is needed.
     """
-    mesh = config.mesh
-    if config.executor == "thread":
-        carriers, table = {"reference": ReferenceTransport.offers}, costs("cpu")
-    else:
-        table = cost_model(config)
-        carriers = {"shm": ShmTransport.offers} if uses_shm(config) else {}
-        if uses_gloo(config):
-            carriers["torchdist/gloo"] = lambda exchange, epilogue=False: torchdist_offers("gloo", exchange, epilogue)
-    offers = [offer_of(name, has, mesh, table.of(name, mesh.world), None) for name, has in carriers.items()]
+    mesh, table = config.mesh, cost_model(config)
+    offers = [offer_of(name, has, mesh, table.of(name, mesh.world), None) for name, has in carriers(config).items()]
     try:
-        planner = plan_model(model, mesh, DTYPES[config.dtype], offers)
+        planner = plan_model(model, mesh, dtype_of(config), offers)
     except (LayoutError, PlacementError):
         raise
     except Exception as error:  # sizes that torch has no tensor for

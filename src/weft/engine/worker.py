@@ -9,8 +9,9 @@ import torch
 
 from weft.attention.caches import cached_layers
 from weft.comm.transport import Transport
-from weft.engine.batch import SeqRows, build_batch
+from weft.engine.batch import SeqRows
 from weft.engine.config import EngineConfig
+from weft.engine.device import device_of, dtype_of
 from weft.engine.messages import (
     AskPlan,
     AskReport,
@@ -34,7 +35,6 @@ from weft.models.load import dummy_model, load_model
 from weft.place.cost import Costs
 
 Send = Callable[[FromRank], None]
-DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Worker:
@@ -50,11 +50,14 @@ class Worker:
                 shown = percent
                 send(Progress(self.rank, done, total))
 
-        model_config, dtype, empty = config.read_model(), DTYPES[config.dtype], transports[0].empty
+        model_config, dtype, empty = config.read_model(), dtype_of(config), transports[0].empty
+        device = device_of(config, self.rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         if config.load_format == "dummy":
-            model = dummy_model(model_config, self.mesh, self.rank, dtype, "cpu", progress, empty)
+            model = dummy_model(model_config, self.mesh, self.rank, dtype, device, progress, empty)
         else:
-            model = load_model(config.model, model_config, self.mesh, self.rank, dtype, "cpu", progress, empty)
+            model = load_model(config.model, model_config, self.mesh, self.rank, dtype, device, progress, empty)
         self.groups = cache_groups(
             cached_layers(model).values(),
             page_size=config.page_size,
@@ -63,18 +66,30 @@ class Worker:
             max_batch_tokens=config.max_batch_tokens,
             prefix_cache=config.prefix_cache,
         )
-        self.rules = [group.rule for group in self.groups]
         self.runner = ModelRunner(model, self.mesh, self.rank, transports, self.groups, config.page_size, costs)
+        if device.type == "cuda" and config.cuda_graphs:
+            tokens = min(config.max_model_len or model_config.max_position, config.kv_tokens)
+            self.runner.capture(
+                config.max_running,
+                -(-tokens // config.page_size),
+                lambda done, total: send(Progress(self.rank, done, total, "capturing graphs")),
+            )
 
     def step(self, step: Step) -> Result:
         """Runs a step; the leader of each DP group draws the tokens."""
         group = self.mesh.group_of(self.rank)
         rows, counts = step.groups[group], tuple(len(g.tokens) for g in step.groups)
+<<<<<<< HEAD
         # A prompt that is scored has logits in every row, another part in its last at most.
         wanted = [p.rows if p.score else int(p.sampling is not None) for p in rows.parts]
         seqs = [SeqRows(p.rows, p.context, p.tables, n) for p, n in zip(rows.parts, wanted, strict=True)]
         batch = build_batch(rows.tokens, seqs, self.config.page_size, self.rules)
         logits = self.runner.forward(batch, counts)
+=======
+        seqs = [SeqRows(p.rows, p.context, p.tables, p.sampling is not None) for p in rows.parts]
+        decodes = all(p.rows == 1 and p.sampling is not None for g in step.groups for p in g.parts)
+        logits = self.runner.step(rows.tokens, seqs, counts, decodes)
+>>>>>>> cd8572f (Engine on GPUs: a process a GPU, decode steps as CUDA graphs, kernels from Triton)
         ran = Ran(step.number, counts, self.runner.plan_checksum(counts))
         if self.rank != self.mesh.leader(group):
             return Result(self.rank, ran)

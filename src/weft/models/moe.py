@@ -56,43 +56,53 @@ class Experts(Layer):
             self.sources["down"].append(Source(f"{name}.down_proj.weight", (width, inner), (slice(None), cut), (i,)))
 
     def forward(self, x: Hidden, probability: Tensor, expert: Tensor) -> Hidden:
-        value = x.require_complete(self.path)
-        if not x.mesh.same_rows(x.placement.rows, "world"):
-            wanted = x.mesh.placement(Rows.WORLD)
-            raise PlacementError(f"{self.path} needs {wanted}, but {x.origin} is {x.placement}")
+        value = self._world_rows(x)
         out = self.workspace(*value.shape, like=value)
         routed(value, probability, expert - self.first, self.gate_up, self.down, out)
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
+    def on_gpu(self, x: Hidden, router: Router) -> Hidden:
+        """The same by Triton kernels, routing included: what lies behind x's live rows chooses no expert.
+
+        Plain softmax routing is part of them; other routers choose in torch.
+        """
+        from weft.kernels.triton import moe, route  # GPUs only: a CPU need not have Triton
+
+        value = self._world_rows(x)
+        held, rows = self.gate_up.shape[0], value.shape[0]
+        live = x.live if x.live is not None else torch.full((1,), rows, dtype=torch.int32, device=value.device)
+        tile_rows = moe.tile_rows_of(rows)
+        if router.routing.plain:
+            logits = router.logits(x)
+            routing = route.route(
+                logits, router.routing.k, router.routing.renormalise, live, tile_rows, first=self.first, held=held
+            )
+        else:
+            weight, expert = router.choose(x)
+            expert = (expert - self.first).int()
+            here = (expert >= 0) & (expert < held) & (torch.arange(rows, device=value.device)[:, None] < live)
+            routing = route.sort_pairs(weight.float(), expert.where(here, -1), held, tile_rows)
+        out = moe.experts(value, routing, self.gate_up, self.down, self.workspace(*value.shape, like=value))
+        return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
+
+    def _world_rows(self, x: Hidden) -> Tensor:
+        """The value, if it is complete and every rank holds the same rows; else PlacementError."""
+        value = x.require_complete(self.path)
+        if not x.mesh.same_rows(x.placement.rows, "world"):
+            wanted = x.mesh.placement(Rows.WORLD)
+            raise PlacementError(f"{self.path} needs {wanted}, but {x.origin} is {x.placement}")
+        return value
+
 
 def routed(x: Tensor, probability: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor, out: Tensor) -> None:
-    """Σ over a token's experts that are here of probability · down(silu(gate(x)) · up(x)).
+    """Σ over a token's experts that are here of probability · down(silu(gate(x)) · up(x)), on CPUs.
 
     x `[T, width]`; probability `[T, k]`; expert `[T, k]`, where an index outside `[0, E)` is an expert held elsewhere;
-    gate_up `[E, 2·inner, width]`; down `[E, width, inner]`. Fills out `[T, width]`, zero where no expert is here.
+    gate_up `[E, 2·inner, width]`; down `[E, width, inner]`. Fills out `[T, width]`, zero where no expert is here. Two
+    products for each expert that has a row: torch's grouped product is on CPUs a loop over all of them.
     """
-    if x.shape[0]:
-        # On CPUs grouped_mm is itself a loop, over the experts without a row too.
-        (one_by_one if x.device.type == "cpu" else grouped)(x, probability, expert, gate_up, down, out)
-
-
-def grouped(x: Tensor, probability: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor, out: Tensor) -> None:
-    """`routed` in two grouped products; the host never waits to learn how many rows an expert has."""
-    k, held = expert.shape[1], gate_up.shape[0]
-    expert = expert.flatten()
-    here = (expert >= 0) & (expert < held)
-    expert, order = torch.where(here, expert, held).sort(stable=True)
-    ends = torch.searchsorted(expert, torch.arange(held, device=x.device), right=True).to(torch.int32)
-    token = order // k
-    inner = _silu_and_multiply(F.grouped_mm(x[token], gate_up.transpose(1, 2), offs=ends))
-    rows = F.grouped_mm(inner, down.transpose(1, 2), offs=ends) * probability.flatten()[order, None]
-    # Rows past the last held expert were never written by the product: select, a product with zero would keep a NaN.
-    rows = torch.where((expert < held)[:, None], rows, 0)
-    out.zero_().index_add_(0, token, rows)
-
-
-def one_by_one(x: Tensor, probability: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor, out: Tensor) -> None:
-    """`routed` in two products for each expert that has a row."""
+    if not x.shape[0]:
+        return
     k, held = expert.shape[1], gate_up.shape[0]
     out.zero_()
     expert, order = expert.flatten().sort(stable=True)
@@ -130,7 +140,7 @@ class SparseMoE(Layer):
         self.shared_gate = Linear(b, f"{path}.{shared_name}_gate", width, 1) if shared and gated else None
 
     def forward(self, x: Hidden) -> Hidden:
-        out = self.experts(x, *self.router.choose(x))
+        out = self.experts.on_gpu(x, self.router) if x.value.is_cuda else self.experts(x, *self.router.choose(x))
         if self.shared is not None:
             shared = self.shared(x)
             if self.shared_gate is not None:

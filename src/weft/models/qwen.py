@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from weft.attention.backend import HeadSplit
 from weft.attention.caches import Caches
 from weft.hidden import Hidden
 from weft.kv.spec import PagedKV
@@ -94,16 +95,17 @@ class Attention(Layer):
         self.out = RowLinear(
             b, f"{path}.o_proj", inputs, c.hidden_size, over="attn_tp", unit=c.head_dim, bias=c.output_bias
         )
-        self.q_norm = HeadNorm(b, f"{path}.q_norm", c.head_dim, c.rms_norm_eps) if c.head_norms else nn.Identity()
-        self.k_norm = HeadNorm(b, f"{path}.k_norm", c.head_dim, c.rms_norm_eps) if c.head_norms else nn.Identity()
+        self.q_norm = HeadNorm(b, f"{path}.q_norm", c.head_dim, c.rms_norm_eps) if c.head_norms else None
+        self.k_norm = HeadNorm(b, f"{path}.k_norm", c.head_dim, c.rms_norm_eps) if c.head_norms else None
 
     def forward(self, x: Hidden, rotary: RotaryTable, caches: Caches) -> Hidden:
         on_group_rows(self.path, x)
 
+        norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
+        heads = HeadSplit(self.qkv.sizes, self.head_dim, rotary, norms)
+
         def attend(qkv: Tensor) -> Tensor:
-            q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(self.qkv.sizes, dim=-1))
-            q, k = rotary(self.q_norm(q)), rotary(self.k_norm(k))
-            return caches.attend(self, q, k, v, scale=self.scale)[0].flatten(1)
+            return caches.project(self, qkv, heads, self.scale).flatten(1)
 
         return self.out(self.qkv(x).elementwise(attend, self.path))
 

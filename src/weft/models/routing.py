@@ -35,6 +35,11 @@ class Routing:
     scale: float = 1.0
     wide: bool = False
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is the softmax's k greatest alone, renormalised or not."""
+        return self.score == "softmax" and self.groups == 1 and not self.bias and self.scale == 1.0 and not self.wide
+
     def choose(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(weight float32 `[T, k]`, expert int64 `[T, k]`, in no stated order) of logits `[T, E]`; bias: `[E]`."""
         logits = logits.float()
@@ -63,9 +68,12 @@ class Router(Linear):
             self.bias = b.empty(experts, dtype=torch.float32)
             self.sources["bias"] = [Source(f"{path}.e_score_correction_bias", (experts,), (slice(None),))]
 
+    def logits(self, x: Hidden) -> Tensor:
+        """`[T, E]`, in x's dtype or, where the routing is wide, in float32."""
+        value = x.require_complete(self.path)
+        return F.linear(*((value.float(), self.weight.float()) if self.routing.wide else (value, self.weight)))
+
     def choose(self, x: Hidden) -> tuple[Tensor, Tensor]:
         """(weight `[T, k]` in x's dtype, expert int64 `[T, k]`)."""
-        value = x.require_complete(self.path)
-        wide = (value.float(), self.weight.float()) if self.routing.wide else (value, self.weight)
-        weight, expert = self.routing.choose(F.linear(*wide), self.bias)
-        return weight.to(value.dtype), expert
+        weight, expert = self.routing.choose(self.logits(x), self.bias)
+        return weight.to(x.value.dtype), expert

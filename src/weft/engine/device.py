@@ -1,0 +1,71 @@
+"""On which devices the ranks run, in which dtype, and what carries their exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from weft.comm.peer import PeerTransport
+from weft.comm.reference import ReferenceTransport
+from weft.comm.shm import MAX_RANKS, ShmTransport
+from weft.comm.torchdist import offers as torchdist_offers
+from weft.engine.config import EngineConfig
+from weft.place.exchange import Exchange
+from weft.place.spec import LayoutError
+
+Offers = Callable[[Exchange, bool], bool]
+GPU_TRANSPORTS = ("peer", "nccl")
+CPU_TRANSPORTS = ("shm", "gloo")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def on_gpus(config: EngineConfig) -> bool:
+    """Whether the ranks run on GPUs, one each. Raises LayoutError where they are asked for and cannot be had."""
+    if config.device == "cpu" or config.executor == "thread":
+        if config.transport in GPU_TRANSPORTS:
+            raise LayoutError(f"transport {config.transport} is of GPUs; leave it out, or take device cuda")
+        return False
+    asked = config.device == "cuda" or config.transport in GPU_TRANSPORTS
+    have, world = torch.cuda.device_count(), config.mesh.world
+    if asked and have < world:
+        raise LayoutError(
+            f"the layout has {world} ranks, a GPU each, and this machine has {have} GPU(s) that CUDA sees; choose a "
+            "smaller layout, or device cpu"
+        )
+    if asked and config.transport in CPU_TRANSPORTS:
+        raise LayoutError(f"transport {config.transport} is of CPUs; leave it out, or take device cpu")
+    return have >= world and config.transport not in CPU_TRANSPORTS
+
+
+def device_of(config: EngineConfig, rank: int) -> torch.device:
+    """A rank's."""
+    return torch.device("cuda", rank) if on_gpus(config) else torch.device("cpu")
+
+
+def dtype_of(config: EngineConfig) -> torch.dtype:
+    """Of weights and activations: auto is bfloat16 on GPUs and float32 on CPUs."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if on_gpus(config) else torch.float32
+    return DTYPES[config.dtype]
+
+
+def carriers(config: EngineConfig) -> dict[str, Offers]:
+    """The transports of the ranks, by name, and what each offers; the first is where activations live."""
+    if config.executor == "thread":
+        return {"reference": ReferenceTransport.offers}
+    found: dict[str, Offers] = {}
+    if on_gpus(config):
+        if config.mesh.world == 1:  # nothing is exchanged
+            return {"reference": ReferenceTransport.offers}
+        if config.transport != "nccl":
+            found["peer"] = PeerTransport.offers
+        if config.transport != "peer":
+            found["torchdist/nccl"] = partial(torchdist_offers, "nccl")
+        return found
+    if config.transport == "shm" or (config.transport == "auto" and config.mesh.world <= MAX_RANKS):
+        found["shm"] = ShmTransport.offers
+    if config.transport != "shm":
+        found["torchdist/gloo"] = partial(torchdist_offers, "gloo")
+    return found

@@ -79,17 +79,12 @@ class Worker:
         """Runs a step; the leader of each DP group draws the tokens."""
         group = self.mesh.group_of(self.rank)
         rows, counts = step.groups[group], tuple(len(g.tokens) for g in step.groups)
-<<<<<<< HEAD
         # A prompt that is scored has logits in every row, another part in its last at most.
         wanted = [p.rows if p.score else int(p.sampling is not None) for p in rows.parts]
         seqs = [SeqRows(p.rows, p.context, p.tables, n) for p, n in zip(rows.parts, wanted, strict=True)]
-        batch = build_batch(rows.tokens, seqs, self.config.page_size, self.rules)
-        logits = self.runner.forward(batch, counts)
-=======
-        seqs = [SeqRows(p.rows, p.context, p.tables, p.sampling is not None) for p in rows.parts]
-        decodes = all(p.rows == 1 and p.sampling is not None for g in step.groups for p in g.parts)
+        parts = [part for g in step.groups for part in g.parts]
+        decodes = all(p.rows == 1 and p.sampling is not None and not p.score for p in parts)
         logits = self.runner.step(rows.tokens, seqs, counts, decodes)
->>>>>>> cd8572f (Engine on GPUs: a process a GPU, decode steps as CUDA graphs, kernels from Triton)
         ran = Ran(step.number, counts, self.runner.plan_checksum(counts))
         if self.rank != self.mesh.leader(group):
             return Result(self.rank, ran)

@@ -19,7 +19,7 @@ from weft.comm.rows import PaddedRows
 from weft.comm.transport import Transport
 from weft.engine.batch import SeqRows
 from weft.kv.spec import Rule
-from weft.models.qwen import Qwen
+from weft.models.decoder import Decoder
 from weft.place.plan import Counts, Plan
 from weft.place.spec import Mesh
 from weft.stream import Stream
@@ -40,7 +40,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Qwen,
+        model: Decoder,
         mesh: Mesh,
         rank: int,
         plan: Callable[[Counts], Plan],

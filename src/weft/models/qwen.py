@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.attention.backend import HeadSplit
 from weft.attention.caches import Caches

@@ -151,7 +151,7 @@ def test_bad_requests_are_refused_with_one_line(model_dir: Path) -> None:
         assert engine.generate([[1, 2]], GREEDY)[0].finish_reason == "length"
     with pytest.raises(EngineError, match="takes no new requests"):
         engine.submit([1], GREEDY, lambda output: None)
-    for bad in (dict(max_tokens=0), dict(temperature=-1), dict(top_p=0), dict(stop=("",)), dict(min_tokens=20)):
+    for bad in (dict(max_tokens=-1), dict(temperature=-1), dict(top_p=0), dict(stop=("",)), dict(min_tokens=20)):
         with pytest.raises(ValueError):
             SamplingParams(**bad)
 

@@ -189,21 +189,11 @@ class Engine:
 
     def reset_cache(self) -> None:
         """Forgets the prefixes that no request holds."""
-
-        def forget() -> None:
-            for scheduler in self._schedulers:
-                scheduler.caches.forget()
-
-        self._ask(forget)
+        self._ask(lambda: [scheduler.caches.forget() for scheduler in self._schedulers])
 
     def check_idle(self) -> None:
         """AssertionError where pages leaked; to be called when nothing runs."""
-
-        def check() -> None:
-            for scheduler in self._schedulers:
-                scheduler.check_idle()
-
-        self._ask(check)
+        self._ask(lambda: [scheduler.check_idle() for scheduler in self._schedulers])
 
     def drain(self, seconds: float) -> int:
         """Takes no new requests, lets those here end for so long, then ends the rest with "abort" and stops the ranks.

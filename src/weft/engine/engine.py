@@ -110,11 +110,8 @@ class Engine:
         Raises ValueError for a prompt that is empty, too long or holds unknown tokens, and for more requests than
         max_choices; QueueFull where too many wait already; EngineError when not healthy.
         """
-        if len(requests) > self.config.max_choices:
-            raise ValueError(
-                f"{len(requests)} answers are asked for at once (prompts × n); "
-                f"at most {self.config.max_choices} are given"
-            )
+        if len(requests) > (most := self.config.max_choices):
+            raise ValueError(f"{len(requests)} answers are asked for at once (prompts × n); at most {most} are given")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         context = min(self.max_model_len, self.config.num_pages * self.config.page_size)
         answers = []
@@ -189,11 +186,11 @@ class Engine:
 
     def reset_cache(self) -> None:
         """Forgets the prefixes that no request holds."""
-        self._ask(lambda: [scheduler.caches.forget() for scheduler in self._schedulers])
+        self._ask(lambda: self._each(lambda scheduler: scheduler.caches.forget()))
 
     def check_idle(self) -> None:
         """AssertionError where pages leaked; to be called when nothing runs."""
-        self._ask(lambda: [scheduler.check_idle() for scheduler in self._schedulers])
+        self._ask(lambda: self._each(Scheduler.check_idle))
 
     def drain(self, seconds: float) -> int:
         """Takes no new requests, lets those here end for so long, then ends the rest with "abort" and stops the ranks.
@@ -225,6 +222,10 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _each(self, do: Callable[[Scheduler], None]) -> None:
+        for scheduler in self._schedulers:
+            do(scheduler)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """Runs a question on the engine's thread, between steps, and gives its answer."""

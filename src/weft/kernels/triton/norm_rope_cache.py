@@ -1,6 +1,7 @@
 """What lies between the query-key-value product and attention: norms of queries and keys, rotary, the cache's write.
 
-One program a row and head. Arithmetic is in float32 and is rounded once, where a value is stored.
+A program takes one head of one row, or of a few where there are many. Arithmetic is in float32 and is rounded once,
+where a value is stored.
 """
 
 from __future__ import annotations
@@ -10,59 +11,62 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_rope_cache(
     qkv, q_weight, k_weight, cos, sin, slots, q_out, keys, values,
-    qkv_row, angle_row, q_row, q_head, k_slot, k_head, v_slot, v_head, eps,
+    rows, qkv_row, angle_row, q_row, q_head, k_slot, k_head, v_slot, v_head, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    real = row < rows
     head = tl.program_id(1)
-    qkv += row * qkv_row + head * D
-    slot = tl.load(slots + row).to(tl.int64)
-    if (head >= HEADS) & (slot < 0):  # keys and values of a row without a slot go nowhere
-        return
+    at = qkv + row.to(tl.int64) * qkv_row + head * D
+    slot = tl.load(slots + row, mask=real, other=-1).to(tl.int64)
+    if head >= HEADS:
+        real = slot >= 0  # keys and values of a row without a slot go nowhere
     if head >= HEADS + KV_HEADS:
-        d = tl.arange(0, BLOCK_D)
-        v = tl.load(qkv + d, mask=d < D)
-        tl.store(values + slot * v_slot + (head - HEADS - KV_HEADS) * v_head + d, v, mask=d < D)
+        d = tl.arange(0, BLOCK_D)[None, :]
+        v = tl.load(at + d, mask=real & (d < D))
+        tl.store(values + slot * v_slot + (head - HEADS - KV_HEADS) * v_head + d, v, mask=real & (d < D))
         return
-    i = tl.arange(0, BLOCK_PAIRS)
-    paired = i < TURNED // 2
+    i = tl.arange(0, BLOCK_PAIRS)[None, :]
+    paired = real & (i < TURNED // 2)
     if INTERLEAVED:
         left_at = 2 * i
         right_at = left_at + 1
     else:
         left_at = i
         right_at = i + TURNED // 2
-    rest_at = TURNED + tl.arange(0, BLOCK_REST)
-    left = tl.load(qkv + left_at, mask=paired, other=0.0).to(tl.float32)
-    right = tl.load(qkv + right_at, mask=paired, other=0.0).to(tl.float32)
+    rest_at = TURNED + tl.arange(0, BLOCK_REST)[None, :]
+    left = tl.load(at + left_at, mask=paired, other=0.0).to(tl.float32)
+    right = tl.load(at + right_at, mask=paired, other=0.0).to(tl.float32)
     c = tl.load(cos + row * angle_row + i, mask=paired, other=0.0).to(tl.float32)
     s = tl.load(sin + row * angle_row + i, mask=paired, other=0.0).to(tl.float32)
     if TURNED < D:
-        rest = tl.load(qkv + rest_at, mask=rest_at < D, other=0.0).to(tl.float32)
+        rest = tl.load(at + rest_at, mask=real & (rest_at < D), other=0.0).to(tl.float32)
     if NORM:
-        square = tl.sum(left * left + right * right, 0)
+        square = tl.sum(left * left + right * right, 1, keep_dims=True)
         if TURNED < D:
-            square += tl.sum(rest * rest, 0)
+            square += tl.sum(rest * rest, 1, keep_dims=True)
         factor = tl.rsqrt(square / D + eps)
         weight = k_weight
         if head < HEADS:
             weight = q_weight
-        left *= factor * tl.load(weight + left_at, mask=paired, other=0.0).to(tl.float32)
-        right *= factor * tl.load(weight + right_at, mask=paired, other=0.0).to(tl.float32)
+        inside = i < TURNED // 2
+        left *= factor * tl.load(weight + left_at, mask=inside, other=0.0).to(tl.float32)
+        right *= factor * tl.load(weight + right_at, mask=inside, other=0.0).to(tl.float32)
         if TURNED < D:
             rest *= factor * tl.load(weight + rest_at, mask=rest_at < D, other=0.0).to(tl.float32)
     to = keys + slot * k_slot + (head - HEADS) * k_head
     if head < HEADS:
-        to = q_out + row * q_row + head * q_head
+        to = q_out + row.to(tl.int64) * q_row + head * q_head
     dtype = q_out.dtype.element_ty
     tl.store(to + left_at, (left * c - right * s).to(dtype), mask=paired)
     tl.store(to + right_at, (right * c + left * s).to(dtype), mask=paired)
     if TURNED < D:
-        tl.store(to + rest_at, rest.to(dtype), mask=rest_at < D)
+        tl.store(to + rest_at, rest.to(dtype), mask=real & (rest_at < D))
 
 
 def norm_rope_cache(
@@ -103,12 +107,14 @@ def norm_rope_cache(
         raise ValueError("the last dimensions must be contiguous")
     out = qkv.new_empty(rows, heads, d) if q_out is None else q_out
     if rows:
-        _norm_rope_cache[(rows, heads + 2 * kv_heads)](
+        block_t = 1 if rows < 256 else 8
+        _norm_rope_cache[(triton.cdiv(rows, block_t), heads + 2 * kv_heads)](
             qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos, sin, slots, out,
-            keys, values, qkv.stride(0), cos.stride(0), out.stride(0), out.stride(1), keys.stride(0), keys.stride(1),
-            values.stride(0), values.stride(1), eps, HEADS=heads, KV_HEADS=kv_heads, D=d, TURNED=turned,
-            NORM=q_weight is not None, INTERLEAVED=interleaved,
+            keys, values, rows, qkv.stride(0), cos.stride(0), out.stride(0), out.stride(1), keys.stride(0),
+            keys.stride(1), values.stride(0), values.stride(1), eps, HEADS=heads, KV_HEADS=kv_heads, D=d, TURNED=turned,
+            NORM=q_weight is not None, INTERLEAVED=interleaved, BLOCK_T=block_t,
             BLOCK_PAIRS=max(1, triton.next_power_of_2(turned // 2)),
-            BLOCK_REST=max(1, triton.next_power_of_2(d - turned)), BLOCK_D=triton.next_power_of_2(d), num_warps=1,
+            BLOCK_REST=max(1, triton.next_power_of_2(d - turned)), BLOCK_D=triton.next_power_of_2(d),
+            num_warps=1 if block_t == 1 else 4,
         )  # fmt: skip
     return out

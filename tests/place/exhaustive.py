@@ -37,7 +37,8 @@ class Value:
 class Machine:
     """A transport and what it costs: µs a call and a doubling of the group, bytes/µs; the same of local work.
 
-    fused: whether a summing edge takes residual add and norm along. room: bytes of a tensor, if limited.
+    fused: whether a summing edge takes residual add and norm along. room: bytes of a tensor, if limited; norm_room: of
+    a row that is normalised along.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Machine:
     local_us: float
     local_bytes_us: float
     room: int | None = None
+    norm_room: int | None = None
 
     def offer(self) -> Offer:
         """The same as the planner takes it."""
@@ -61,7 +63,7 @@ class Machine:
             self.local_bytes_us / 1e3,
         )
         fused = frozenset(k for k in self.kinds if "reduce" in k) if self.fused else frozenset()
-        return Offer(self.name, self.kinds, fused, cost, self.room)
+        return Offer(self.name, self.kinds, fused, cost, self.room, self.norm_room)
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,8 @@ class Prices:
         if hop.kind == "slice":
             return math.inf if finish else 0.0
         if hop.kind not in by.kinds or (finish and not (by.fused and "reduce" in hop.kind)):
+            return math.inf
+        if finish and by.norm_room is not None and self.row_bytes > by.norm_room:
             return math.inf
         if by.room is not None and max(self.tensor(hop.src), self.tensor(hop.dst)) > by.room:
             return math.inf

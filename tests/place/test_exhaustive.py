@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from place.exhaustive import Machine, least, price, world
-from weft.place.cost import AlphaBeta
+from weft.place.cost import AlphaBeta, Offer
 from weft.place.edges import legal_edges
 from weft.place.plan import Chain, Planner, Read
 from weft.place.spec import GROUP_NAMES, LayoutError, Mesh, Placement, PlacementError, Rows, layouts
 
 WIDTH, ELEMENT_BYTES = 6, 8
+ROW_BYTES = WIDTH * ELEMENT_BYTES
 BASIC = frozenset({"all_reduce", "reduce_scatterv", "all_gatherv"})
 ALL = BASIC | {"all_reduce+all_gatherv", "reduce_scatterv+all_reduce"}
 FIXED = settings(
@@ -52,6 +54,7 @@ def machines(draw: st.DrawFn, name: str) -> Machine:
         local_us=draw(st.floats(0, 50)),
         local_bytes_us=draw(st.floats(1, 1e4)),
         room=draw(st.sampled_from([None, None, 64, 256, 1024, 4096])),
+        norm_room=draw(st.sampled_from([None, None, ROW_BYTES, ROW_BYTES - 1])),
     )
 
 
@@ -132,6 +135,15 @@ def room_for_the_source_only(m: pytest.MonkeyPatch) -> None:
     m.setattr(Planner, "_needed_bytes", lambda self, edge, counts: self._most_bytes(edge.src.rows, counts))
 
 
+def rows_of_any_width_are_normalised(m: pytest.MonkeyPatch) -> None:
+    true = Planner.__init__
+
+    def init(self: Planner, mesh: Mesh, chain: Chain, offers: list[Offer]) -> None:
+        true(self, mesh, chain, [replace(o, max_normed_bytes=None) for o in offers])
+
+    m.setattr(Planner, "__init__", init)
+
+
 def adding_is_free(m: pytest.MonkeyPatch) -> None:
     true = Planner._local_us
     m.setattr(Planner, "_local_us", lambda self, rows, touches, counts: touches != 3 and true(self, rows, 2, counts))
@@ -149,6 +161,7 @@ PLANTED = [
     cheapest_offers_local_steps,
     room_for_the_result_only,
     room_for_the_source_only,
+    rows_of_any_width_are_normalised,
     adding_is_free,
     bytes_of_the_first_rank,
 ]

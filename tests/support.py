@@ -11,6 +11,8 @@ import torch
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3Config,
@@ -32,8 +34,10 @@ MODELS = {
     "qwen3_moe": Qwen3MoeForCausalLM,
     "qwen3": Qwen3ForCausalLM,
     "deepseek_v2": DeepseekV2ForCausalLM,
+    "deepseek_v3": DeepseekV3ForCausalLM,
 }
-FAMILIES = tuple(MODELS)
+FAMILIES = ("qwen2_moe", "qwen3_moe", "qwen3", "deepseek_v2")
+"""Those that every test of layouts runs; DeepSeek-V3 differs from V2 in its router alone."""
 
 
 def run_world(world: int | ReferenceWorld, rank_main: Callable[[ReferenceTransport], T]) -> list[T]:
@@ -86,7 +90,7 @@ def small_config(family: str, parts: int, **changes: Any) -> Any:
         return Qwen2MoeConfig(**shape | moe | {"shared_expert_intermediate_size": 8 * parts} | changes)
     if family == "qwen3_moe":
         return Qwen3MoeConfig(**shape | moe | {"head_dim": 8, "norm_topk_prob": True, "attention_bias": True} | changes)
-    if family == "deepseek_v2":
+    if family.startswith("deepseek"):
         rope = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
         latent = dict(q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
         routed = dict(
@@ -102,6 +106,9 @@ def small_config(family: str, parts: int, **changes: Any) -> Any:
         )
         heads = dict(hidden_size=8 * parts, num_key_value_heads=2 * parts)
         rope |= dict(mscale=0.7, mscale_all_dim=0.9)
+        if family == "deepseek_v3":
+            del routed["topk_method"]
+            return DeepseekV3Config(**shape | latent | routed | heads | {"rope_parameters": rope} | changes)
         return DeepseekV2Config(**shape | latent | routed | heads | {"rope_parameters": rope} | changes)
     return Qwen3Config(**shape | {"head_dim": 8, "tie_word_embeddings": True} | changes)
 
@@ -111,6 +118,9 @@ def small_model(family: str, parts: int, directory: Path, seed: int = 0, **chang
     torch.manual_seed(seed)
     model = MODELS[family](small_config(family, parts, **changes)).eval()
     with torch.no_grad():
+        for name, weight in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                weight.uniform_(-0.5, 0.5)
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.uniform_(0.5, 1.5)

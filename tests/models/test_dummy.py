@@ -62,7 +62,13 @@ def test_values_are_spread_and_unlike() -> None:
     assert all(torch.equal(again[name], weight.bfloat16()) for name, weight in model.named_parameters())
 
 
-PUBLISHED = {"qwen3-30b-a3b": 30.53, "qwen3-235b-a22b": 235.09, "deepseek-v2": 235.74, "deepseek-v2-lite": 15.71}
+PUBLISHED = {
+    "qwen3-30b-a3b": 30.53,
+    "qwen3-235b-a22b": 235.09,
+    "deepseek-v2": 235.74,
+    "deepseek-v2-lite": 15.71,
+    "deepseek-v3": 671.03,
+}
 
 
 @pytest.mark.parametrize("name, billions", PUBLISHED.items())

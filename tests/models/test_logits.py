@@ -125,11 +125,20 @@ def test_every_layout_gives_transformers_logits(saved: Any, family: str, mesh: M
     assert compare(results, runs, mesh, model) >= mesh.world
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(2, 2, 4, 1)], ids=str)
-def test_deepseek_v2_lite(mesh: Mesh, tmp_path: Path) -> None:
-    """Queries straight from the hidden state, routing without groups, no YaRN."""
-    changes = dict(q_lora_rank=None, topk_method="greedy", n_group=1, rope_parameters=dict(rope_theta=1e4))
-    model = small_model("deepseek_v2", 4, tmp_path, **changes)
+LITE = dict(q_lora_rank=None, topk_method="greedy", n_group=1, rope_parameters=dict(rope_theta=1e4))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(2, 2, 4, 1), Mesh(1, 4, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        pytest.param("deepseek_v2", LITE, id="v2-lite"),  # queries of the hidden state, routing without groups, no YaRN
+        pytest.param("deepseek_v3", {}, id="v3"),
+        pytest.param("deepseek_v3", dict(norm_topk_prob=False, rope_interleave=False), id="v3 otherwise"),
+    ],
+)
+def test_other_deepseeks(family: str, changes: dict, mesh: Mesh, tmp_path: Path) -> None:
+    model = small_model(family, 4, tmp_path, **changes)
     runs = [sequences(mesh, pattern, torch.Generator().manual_seed(3)) for pattern in ("ragged", "empty group")]
     results = run_world(mesh.world, lambda t: drive(t, tmp_path, mesh, runs, decodes=2))
     assert compare(results, runs, mesh, model) >= mesh.world

@@ -69,7 +69,7 @@ def test_what_is_no_plugin_is_refused(plugin: str) -> None:
 def test_a_field_of_another_family_is_refused(family: str) -> None:
     """Such as another name for the number of experts: read as none, the model would be another one."""
     values = small_config(family, 2).to_dict()
-    foreign = "moe_num_experts" if family == "deepseek_v2" else "n_routed_experts"
+    foreign = "moe_num_experts" if family.startswith("deepseek") else "n_routed_experts"
     with pytest.raises(ModelError, match=rf"'{foreign}' \(value 64\) is not understood"):
         read_config(values | {foreign: 64})
     assert read_config(values | {"initializer_range": 0.5, "attention_dropout": 0.1}) == read_config(values)

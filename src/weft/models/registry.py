@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from weft.models import deepseek_v2, qwen
+from weft.models import deepseek, qwen
 from weft.models.config import Fields, ModelConfig, ModelError
 
 Registry = Mapping[str, Callable[[Fields], ModelConfig]]
@@ -24,7 +24,8 @@ FAMILIES: Registry = MappingProxyType(
         "qwen2_moe": qwen.read,
         "qwen3_moe": qwen.read,
         "qwen3": qwen.read,
-        "deepseek_v2": deepseek_v2.read,
+        "deepseek_v2": deepseek.read,
+        "deepseek_v3": deepseek.read,
     }
 )
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (arXiv 2405.04434): latent attention, routed experts in groups, shared experts without a gate."""
+"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention, experts in groups, shared experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LATENT_EPS = 1e-6  # of the norms inside attention, whatever the config says of 
 
 
 @dataclass(frozen=True)
-class DeepseekV2Config(ModelConfig):
+class DeepseekConfig(ModelConfig):
     """Widths in elements. q_rank: of the latent vector that queries are made of; None: they are made of the hidden
     state. kv_rank: of the one that keys and values are made of. A head's key is `nope_dim` elements of it and
     `rope_dim` rotated ones, which all heads share; its value has `value_dim`. dense_layers: the first so many have an
@@ -45,21 +45,27 @@ class DeepseekV2Config(ModelConfig):
         return Decoder(b, self, [_layer(b, f"model.layers.{i}", self, i) for i in range(self.num_layers)])
 
 
-def read(fields: Fields) -> DeepseekV2Config:
-    """Reads a config of DeepSeek-V2, V2-Lite or Coder-V2. Raises ModelError."""
-    for name in ("attention_bias", "mlp_bias", "norm_topk_prob"):
+def read(fields: Fields) -> DeepseekConfig:
+    """Reads a config of DeepSeek-V2, V2-Lite, Coder-V2, V3 or R1. Raises ModelError."""
+    v3 = fields.family == "deepseek_v3"
+    for name in ("attention_bias", "mlp_bias"):
         fields.only(name, False)
-    fields.only("scoring_func", "softmax")
     fields.only("moe_layer_freq", 1)
-    fields.only("topk_method", "greedy", "group_limited_greedy")
+    fields.only("scoring_func", "sigmoid" if v3 else "softmax")
+    fields.only("topk_method", *(("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")))
+    if v3:
+        fields.get("num_nextn_predict_layers"), fields.get("num_mtp_layers")  # they only draft tokens, and are not run
+    else:
+        fields.only("norm_topk_prob", False)
     fields.only("num_key_value_heads", fields.need("num_attention_heads"))
     nope, rope, inner = (fields.need(n) for n in ("qk_nope_head_dim", "qk_rope_head_dim", "moe_intermediate_size"))
     fields.only("qk_head_dim", nope + rope)
     fields.only("head_dim", rope)  # so transformers calls it
     groups, top_groups = fields.get("n_group", 1), fields.get("topk_group", 1)
-    grouped = fields.get("topk_method", "greedy") == "group_limited_greedy"
-    return DeepseekV2Config(
-        **common_fields(fields, nope + rope, rope, interleaved=True),
+    if fields.get("topk_method", "greedy") == "greedy" and not v3:
+        groups = top_groups = 1
+    return DeepseekConfig(
+        **common_fields(fields, nope + rope, rope, interleaved=fields.get("rope_interleave", True)),
         q_rank=fields.get("q_lora_rank"),
         kv_rank=fields.need("kv_lora_rank"),
         nope_dim=nope,
@@ -72,8 +78,12 @@ def read(fields: Fields) -> DeepseekV2Config:
         shared_size=inner * fields.get("n_shared_experts", 0),
         routing=Routing(
             fields.need("num_experts_per_tok"),
-            groups=groups if grouped else 1,
-            top_groups=top_groups if grouped else 1,
+            score="sigmoid" if v3 else "softmax",
+            groups=groups,
+            top_groups=top_groups,
+            group_best=2 if v3 else 1,
+            bias=v3,
+            renormalise=fields.get("norm_topk_prob", False),
             scale=fields.get("routed_scaling_factor", 1.0),
             wide=True,
         ),
@@ -87,7 +97,7 @@ class LatentAttention(Layer):
     query and the output: q·(U c) = (Uᵀ q)·c, so nothing that was cached is ever expanded.
     """
 
-    def __init__(self, b: Builder, path: str, c: DeepseekV2Config):
+    def __init__(self, b: Builder, path: str, c: DeepseekConfig):
         super().__init__(path)
         self.dims, self.latent_dims = [c.nope_dim, c.rope_dim], [c.kv_rank, c.rope_dim]
         self.up_dims = [c.nope_dim, c.value_dim]
@@ -124,7 +134,7 @@ class LatentAttention(Layer):
         return self.out(self.q(source).elementwise(attend, self.path))
 
 
-def _layer(b: Builder, path: str, c: DeepseekV2Config, index: int) -> DecoderLayer:
+def _layer(b: Builder, path: str, c: DeepseekConfig, index: int) -> DecoderLayer:
     mlp: Layer
     if index < c.dense_layers:
         mlp = GatedMLP(b, f"{path}.mlp", c.hidden_size, c.intermediate_size)

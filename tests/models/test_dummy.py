@@ -24,7 +24,7 @@ from weft.place.spec import Mesh
 def test_ranks_hold_parts_of_the_same_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_config(small_config(family, 4).to_dict())
     whole = dummy_model(config, Mesh(), 0)
-    monkeypatch.setattr(load, "DUMMY_BLOCK", 7)  # rows are made in blocks: their borders must not show
+    monkeypatch.setattr(load, "DUMMY_BLOCK_CPU", 7)  # rows are made in blocks: their borders must not show
     mesh = Mesh(2, 2, 2, 2)
     ranks = [dummy_model(config, mesh, r) for r in range(4)]
     for layer, index in ((0, 3), (2, 0)):

@@ -16,8 +16,8 @@ from weft.models.source import Source
 from weft.place.spec import Mesh
 
 Progress = Callable[[int, int], None]
-DUMMY_BLOCK = 1 << 24
-"""Elements that `dummy_model` makes at a time: its temporaries take 20 bytes for each."""
+DUMMY_BLOCK, DUMMY_BLOCK_CPU = 1 << 24, 1 << 16
+"""Elements that `dummy_model` makes at a time, on CPUs as many as a cache holds: temporaries take 20 bytes for each."""
 
 
 def build_model(
@@ -111,7 +111,7 @@ def _make_up(part: torch.Tensor, source: Source) -> None:
     for start, size, whole in zip(starts[:-1], part.shape[:-1], source.shape[:-1], strict=True):
         row = (row[:, None] * whole + torch.arange(start, start + size, device=part.device)).flatten()
     flat = part.view(-1, part.shape[-1])
-    step = max(1, DUMMY_BLOCK // flat.shape[1])
+    step = max(1, (DUMMY_BLOCK_CPU if part.device.type == "cpu" else DUMMY_BLOCK) // flat.shape[1])
     for rows, out in zip(row.split(step), flat.split(step), strict=True):
         # Two rounds of multiply and shift (as in SplitMix64) in integers that wrap: the same bits on every device.
         value = rows[:, None] * width + columns

@@ -46,6 +46,10 @@ class Command:
     """Requests that may wait for a place; more are refused with 429, and told when to come again."""
     request_timeout_s: float | None = None
     """For a request, its wait included; left out, it may take any time."""
+    step_timeout_s: float = 60.0
+    """A step that takes longer counts as a failure of the ranks."""
+    max_restarts: int = 3
+    """Failures of ranks within ten minutes after which they are started anew; one more ends the server."""
     log_format: Literal["text", "json"] = "text"
     """Of the log on stderr."""
     served_model_name: str | None = None
@@ -92,6 +96,8 @@ class Command:
             max_running=self.max_running,
             max_model_len=self.max_model_len,
             max_waiting=self.max_waiting,
+            step_timeout_s=self.step_timeout_s,
+            max_restarts=self.max_restarts,
             threads=self.threads,
             executor=self.executor,
         )

@@ -1,0 +1,80 @@
+"""`weft chaos`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from weft.cli.command import Layout, ModelDir, UserError, check_writable
+
+
+@dataclass(frozen=True)
+class Command:
+    """Serve a model, ask it without end, and do faults to it.
+
+    Ranks are killed, or stopped for a while; clients leave, read slowly, or never finish their headers; the log cannot
+    be written. It starts a server of its own, and asks that alone.
+
+    It holds where no request is lost or answered differently, nothing hangs, and no process, file or segment is left.
+    Exit code 1 where it does not.
+
+    Examples:
+      weft chaos --faults 12                                          a short look, one rank
+      weft chaos --attn-dp 2 --attn-tp 2 --faults 100 --json out.json   four ranks, each fault about seven times
+    """
+
+    model: ModelDir = None
+    """A Hugging Face model directory; left out, the embedded model."""
+    layout: Annotated[Layout, tyro.conf.arg(name="")] = field(default_factory=Layout)
+    faults: int = 100
+    """How many; each kind about equally often."""
+    clients: int = 4
+    """That ask at once, each one request after the other."""
+    tokens: int = 48
+    """Of an answer, at most."""
+    seed: int = 0
+    """Of the questions, and of which fault comes when."""
+    step_timeout_s: float = 60.0
+    """A step that takes longer counts as a fault of the ranks."""
+    json: Path | None = None
+    """Write the report to this file."""
+
+    def run(self) -> int:
+        """Prints the report, and says on stderr what it does. Raises UserError, LayoutError, EngineError."""
+        from weft.bench.chaos import run
+        from weft.bench.served import ServerError
+        from weft.cli.command import engine_config
+        from weft.engine.config import EngineError
+
+        if self.faults < 1 or self.clients < 1 or self.tokens < 2:
+            raise UserError("--faults and --clients must be 1 or more, --tokens 2 or more")
+        if self.json is not None:
+            check_writable(self.json, "--json")
+        config = engine_config(self.model, self.layout)
+        arguments = [] if self.model is None else [str(self.model)]
+        arguments.append(f"--step-timeout-s={self.step_timeout_s}")
+        for name, value in self.layout.values().items():
+            every = value if isinstance(value, tuple) else () if value is None else (value,)
+            arguments += [f"--{name.replace('_', '-')}", *map(str, every)] if every else []
+        try:
+            report = run(
+                arguments,
+                config.mesh.world,
+                self.faults,
+                self.clients,
+                self.tokens,
+                self.seed,
+                lambda line: print(line, file=sys.stderr, flush=True),
+            )
+        except ServerError as error:
+            raise EngineError(str(error)) from error
+        text = json.dumps(report, indent=1, ensure_ascii=False)
+        if self.json is not None:
+            self.json.write_text(text + "\n")
+        print(text)
+        return 0 if report["held"] else 1

@@ -1,0 +1,58 @@
+"""`weft chaos`, the short form: each fault once on two ranks. The long one is a command: `weft chaos --faults 100`."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.bench.chaos import Chaos
+from weft.bench.load import LoadError, ask, questions
+from weft.cli.main import main
+
+
+def test_nothing_is_lost_hangs_or_stays_behind(tmp_path: Path) -> None:
+    kinds = len(Chaos(None, 2, random.Random(0)).faults)  # type: ignore[arg-type]
+    report = tmp_path / "report.json"
+    options = ["--attn-tp", "2", "--clients", "2", "--tokens", "24"]
+    code = main(["chaos", *options, "--faults", str(kinds), "--json", str(report)])
+    found = json.loads(report.read_text())
+    assert code == 0 and found["held"], json.dumps(found, indent=1)
+    assert set(found["faults"].values()) == {1} and found["restarts"] >= 3
+    assert found["requests"]["whole"] > 0 and not found["requests"]["lost"]
+
+
+class Response:
+    """A server's answer, line by line."""
+
+    status = 200
+
+    def __init__(self, *lines: str):
+        self.lines = [f"data: {line}\n".encode() for line in lines]
+
+    def __iter__(self) -> Any:
+        return iter(self.lines)
+
+
+@pytest.mark.parametrize(
+    "lines, wrong",
+    [
+        (['{"choices": [{"text": "a", "finish_reason": null}]}'], "without \\[DONE\\]"),
+        (['{"choices": [{"text": "a", "finish_reason": "abort"}]}', "[DONE]"], "'abort'"),
+        (['{"error": {"message": "gone"}}', "[DONE]"], "gone"),
+    ],
+)
+def test_a_lost_answer_is_seen(monkeypatch: pytest.MonkeyPatch, lines: list[str], wrong: str) -> None:
+    class Connection:
+        def __init__(self, *arguments: Any, **options: Any):
+            self.request = self.close = lambda *arguments, **options: None
+
+        def getresponse(self) -> Response:
+            return Response(*lines)
+
+    monkeypatch.setattr("weft.bench.load.http.client.HTTPConnection", Connection)
+    with pytest.raises(LoadError, match=wrong):
+        ask(1, "model", questions(1, 4, 0)[0])

@@ -228,23 +228,14 @@ class Engine:
             do(scheduler)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """Runs a question on the engine's thread, between steps, and gives its answer."""
-        answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        """The answer to a question, on the engine's thread and between steps. Raises EngineError when not serving."""
 
-        def run() -> None:
-            try:
-                if self._phase != "serving":
-                    raise EngineError(self.error or f"the engine is {self._phase}")
-                answer.put((question(), None))
-            except BaseException as error:
-                answer.put((None, error))
+        def when_serving() -> Any:
+            if self._phase != "serving":
+                raise EngineError(self.error or f"the engine is {self._phase}")
+            return question()
 
-        if self._phase != "serving" or not self._intake.put(run):
-            raise EngineError(self.error or f"the engine is {self._phase}")
-        value, error = answer.get()
-        if error is not None:
-            raise error
-        return value
+        return self._intake.ask(when_serving)
 
     # --- on the engine's thread -------------------------------------------------------------------------------
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 from weft.engine.answer import Answer
 from weft.engine.config import EngineError, QueueFull
 
+T = TypeVar("T")
 Command = Callable[[], None]
 RATE_OVER = 64
 """Requests that ended last, by whose times the wait of one that is refused is estimated."""
@@ -37,6 +40,23 @@ class Intake:
                 self._commands.append(command)
                 self._changed.notify()
             return self._open
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """Hands over a command and waits for what it gives or raises. Raises EngineError where none is taken."""
+        answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answer.put((question(), None))
+            except BaseException as error:
+                answer.put((None, error))
+
+        if not self.put(run):
+            raise EngineError(self._closed or "the engine is closed")
+        value, error = answer.get()
+        if error is not None:
+            raise error
+        return cast(T, value)
 
     def add(self, newcomers: Sequence[Answer]) -> None:
         """Hands over requests, all or none. Raises QueueFull, EngineError where no more are taken."""

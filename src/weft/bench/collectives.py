@@ -75,8 +75,8 @@ def measure(
     rank: int, directory: Path, report: Report, cases: list[Case], baselines: list[str], tuning: ShmTuning
 ) -> None:
     """A rank's part; rank 0 reports a Timing for each case."""
-    mesh = mesh_of(cases[0].ranks)
-    shm = ShmTransport(mesh, rank, directory / "shm", tuning=tuning, block_bytes=2 * max(c.bytes for c in cases))
+    mesh, room = mesh_of(cases[0].ranks), max(1 << 20, *(2 * c.bytes for c in cases))
+    shm = ShmTransport(mesh, rank, directory / "shm", tuning=tuning, block_bytes=room)
     group = tuple(range(mesh.world))
     # Between calls of gloo a rank must not spin: gloo's own thread has to get onto the rank's core.
     patient = ShmTransport(mesh, rank, directory / "patient", spins=0)

@@ -27,7 +27,7 @@ from weft.comm.transport import (
     place_in,
 )
 from weft.kernels.build import KernelError, KernelPeerLost, KernelTimeout, cpu_kernels
-from weft.place.exchange import Exchange, all_reduce, parts
+from weft.place.exchange import Exchange, parts
 from weft.place.spec import GROUP_NAMES, Mesh
 
 MAX_RANKS = 16
@@ -129,7 +129,8 @@ class ShmTransport(NamedCalls):
         finally:
             meeting.close()
         self._plans: dict[tuple[Exchange, Ranks, Sizes], int] = {}
-        self._exchange = kernels.exchange
+        self._all_reduces: dict[Ranks, int] = {}
+        self._exchange, self._exchange_in_place = kernels.exchange, kernels.exchange_in_place
 
     @staticmethod
     def offers(exchange: Exchange, epilogue: bool = False) -> bool:
@@ -181,7 +182,7 @@ class ShmTransport(NamedCalls):
     ) -> Tensor:
         # A small call takes hardly longer than the way from here to the kernel, so that is kept short.
         plan = self._plans.get((exchange, group, sizes))
-        if plan is None or epilogue is not None:
+        if plan is None or (epilogue is not None and exchange.combine != "sum"):
             plan = self._prepare(x, exchange, group, sizes, epilogue)
         if x.is_neg() or x.is_conj():
             x = _plain(x)
@@ -202,15 +203,33 @@ class ShmTransport(NamedCalls):
         place_in(group, self.rank)
         self._call("barrier", group, self._id(group))
 
+    def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
+        """Sum of every rank's x. Its plan is of any number of rows, so that the shortest calls look up least."""
+        if epilogue is not None or x.is_neg():
+            return super().all_reduce(x, group, epilogue)
+        try:
+            return self._exchange(self._handle, self._all_reduces.get(group) or self._prepare_all_reduce(group), x)
+        except KernelError as error:
+            if not x.is_contiguous():  # which the kernel finds before it does anything
+                return self.all_reduce(x.contiguous(), group)
+            self._explain(error, "all_reduce", group)
+
     def all_reduce_(self, x: Tensor, group: Ranks) -> None:
         """all_reduce over x itself, which must be contiguous: no result is allocated."""
-        call = all_reduce(len(group)), group, (x.shape[0],)
-        plan = self._plans.get(call)
-        if plan is None:
-            plan = self._prepare(x, *call, None)
-        if not x.is_contiguous() or x.is_neg():
-            raise CommError(f"rank {self.rank}: all_reduce_ takes a contiguous tensor, and no lazily negated one")
-        self._call("exchange_in_place", group, plan, x)
+        if x.is_neg():
+            raise CommError(f"rank {self.rank}: all_reduce_ over a lazily negated view; give it a tensor of its own")
+        try:
+            plan = self._all_reduces.get(group) or self._prepare_all_reduce(group)
+            self._exchange_in_place(self._handle, plan, x)
+        except KernelError as error:
+            self._explain(error, "all_reduce_", group)
+
+    def _prepare_all_reduce(self, group: Ranks) -> int:
+        place_in(group, self.rank)
+        everyone = _mask(tuple(range(len(group))))
+        plan = int(self._call("prepare", group, self._id(group), False, True, [everyone, everyone, 0, 0, -1]))
+        self._all_reduces[group] = plan
+        return plan
 
     def _prepare(self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None) -> int:
         """The kernel's plan of a call that this rank can make. Raises CommError for one that it cannot."""
@@ -219,6 +238,7 @@ class ShmTransport(NamedCalls):
         if plan is None:
             if len(self._plans) == MAX_PLANS:
                 self._plans.clear()
+                self._all_reduces.clear()
                 self._kernels.forget(self._handle)
             flat = [
                 number

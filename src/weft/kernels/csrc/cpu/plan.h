@@ -49,7 +49,8 @@ class Plan {
  public:
   // me: this rank's place in the group. permute: rows that only their sender and their receiver know. sums: parts are
   // summed over their sources; else the first source's rows are taken. flat: of each part its sources, readers, first
-  // row in a source's input, first row in a reader's result, and number of rows.
+  // row in a source's input, first row in a reader's result, and number of rows. One part alone may leave its number of
+  // rows open, as -1: the plan then serves inputs of any number, all of whose rows are the part's.
   Plan(int group, int me, bool permute, bool sums, const std::vector<int64_t>& flat)
       : group_(group), permute_(permute), sums_(sums), signature_(mix(1, permute ? 2 : sums)) {
     Lanes lanes, share_lanes;
@@ -65,35 +66,39 @@ class Plan {
       for (int r = 0; r < kMaxRanks; ++r)
         if (owners >> r & 1) part.shares.push_back(Share{r, share_lanes.take(part.sources)});
       if (sums && part.shares.size() > 1) shared_ = true;
+      open_ = part.rows < 0;
       rows_ += part.rows;
       moved_ |= part.source_row != part.reader_row;
       if (!permute)
-        for (size_t k = 0; k < 5; ++k) signature_ = mix(signature_, uint64_t(flat[i + k]));
+        for (size_t k = 0; k < (open_ ? 4 : 5); ++k) signature_ = mix(signature_, uint64_t(flat[i + k]));
       if (!permute || ((part.sources | part.readers) >> me & 1)) parts_.push_back(std::move(part));
     }
     lanes_ = lanes.count(), share_lanes_ = share_lanes.count();
   }
 
-  int64_t input_rows() const { return input_rows_; }
-  int64_t result_rows() const { return result_rows_; }
+  // Rows of this rank's input and of its result, where the input has `given`.
+  int64_t input_rows(int64_t given) const { return open_ ? given : input_rows_; }
+  int64_t result_rows(int64_t given) const { return open_ ? given : result_rows_; }
   bool sums() const { return sums_; }
   // Whether the result may lie over the input: every row has the same place in both.
   bool in_place() const { return !moved_ && !permute_ && input_rows_ == result_rows_; }
 
-  // Fills in what of a call follows from the plan. call.element is set. width: elements of a row. norm: rows go on to
-  // it, so that none is cut.
-  void lay_out(Call& call, std::vector<Part>& parts, int64_t width, bool norm, const Tuning& tuning) const {
+  // Fills in what of a call follows from the plan. call.element is set. given, width: the input's rows, and their
+  // elements. norm: rows go on to it, so that none is cut.
+  void lay_out(Call& call, std::vector<Part>& parts, int64_t given, int64_t width, bool norm,
+               const Tuning& tuning) const {
     call.group = group_;
     call.sums = sums_;
     call.ragged = permute_;
-    call.two_shot = shared_ && rows_ * width * call.element > tuning.two_shot_bytes;
+    call.two_shot = shared_ && (open_ ? given : rows_) * width * call.element > tuning.two_shot_bytes;
     call.lanes = call.two_shot ? share_lanes_ : lanes_;
-    call.bytes = result_rows_ * width * call.element;
-    call.signature = mix(mix(signature_, uint64_t(width)), norm);
+    call.bytes = result_rows(given) * width * call.element;
+    call.signature = mix(mix(open_ ? mix(signature_, uint64_t(given)) : signature_, uint64_t(width)), norm);
     call.parts = &parts;
     parts.clear();
     for (const RowPart& part : parts_) {
-      const int64_t from = part.source_row * width, to = part.reader_row * width, length = part.rows * width;
+      const int64_t from = part.source_row * width, to = part.reader_row * width;
+      const int64_t length = (open_ ? given : part.rows) * width;
       if (!call.two_shot) {
         const int first = __builtin_ctz(part.sources);
         parts.push_back(Part{from, to, length, part.sources, part.readers, first, part.lane});
@@ -115,7 +120,7 @@ class Plan {
 
  private:
   int group_;
-  bool permute_, sums_, shared_ = false, moved_ = false;
+  bool permute_, sums_, shared_ = false, moved_ = false, open_ = false;
   uint32_t signature_;
   int64_t input_rows_ = 0, result_rows_ = 0, rows_ = 0;
   int lanes_ = 1, share_lanes_ = 1;

@@ -85,28 +85,29 @@ struct Setup {
   World& w;
   const Plan& plan;
   TensorView x;
-  int64_t width;
+  int64_t rows, width;
   Call call;
 
   Setup(World& world, int64_t id, TensorView input, bool norm)
-      : w(world), plan(world.plans[size_t(id)]), x(input), width(width_of(input)) {
+      : w(world), plan(world.plans[size_t(id - 1)]), x(input), width(width_of(input)) {
     if (x.ndim() < 1 || x.ndim() > kMaxDims || x.device().device_type != kDLCPU)
       throw CallError("a collective takes a CPU tensor of one to eight dimensions");
     if (!x.IsContiguous()) throw CallError("a collective takes a contiguous tensor");
-    if (x.size(0) != plan.input_rows())
-      throw CallError("a tensor of " + std::to_string(x.size(0)) + " rows where the sizes say " +
-                      std::to_string(plan.input_rows()));
+    rows = x.size(0);
+    if (rows != plan.input_rows(rows))
+      throw CallError("a tensor of " + std::to_string(rows) + " rows where the sizes say " +
+                      std::to_string(plan.input_rows(rows)));
     const DLDataType t = x.dtype();
     call.element = (t.bits * t.lanes + 7) / 8;
     if (plan.sums()) call.dtype = summable(t);
     call.x = static_cast<const char*>(x.data_ptr());
-    plan.lay_out(call, w.parts, width, norm, w.exchange->tuning);
+    plan.lay_out(call, w.parts, rows, width, norm, w.exchange->tuning);
     call.signature = mix(call.signature, uint64_t(t.code) << 8 | t.bits);
   }
 
   // Room for `copies` results one after the other; more than one get a dimension of their own.
   ffi::Tensor result(int64_t copies) {
-    int64_t shape[2 + kMaxDims] = {copies, plan.result_rows()};
+    int64_t shape[2 + kMaxDims] = {copies, plan.result_rows(rows)};
     const size_t dims = size_t(x.ndim());
     for (size_t i = 1; i < dims; ++i) shape[i + 1] = x.size(int(i));
     return new_tensor(w, copies == 1 ? ffi::ShapeView(shape + 1, dims) : ffi::ShapeView(shape, dims + 1), x.dtype());
@@ -198,7 +199,7 @@ void barrier(int64_t handle, int64_t group) {
   guarded([&] { world_of(handle).exchange->barrier(int(group)); });
 }
 
-// A collective's plan, by the number that calls name it by; see Plan.
+// A collective's plan, by the number, from 1 on, that calls name it by; see Plan.
 int64_t prepare(int64_t handle, int64_t group, bool permute, bool sums, Sizes parts) {
   return guarded([&] {
     World& w = world_of(handle);
@@ -207,7 +208,7 @@ int64_t prepare(int64_t handle, int64_t group, bool permute, bool sums, Sizes pa
     if (me == ranks.end()) throw CallError("this rank is not in the group");
     w.plans.emplace_back(int(group), int(me - ranks.begin()), permute, sums,
                          std::vector<int64_t>(parts.begin(), parts.end()));
-    return int64_t(w.plans.size() - 1);
+    return int64_t(w.plans.size());
   });
 }
 
@@ -249,7 +250,7 @@ ffi::Tensor exchange_norm(int64_t handle, int64_t plan, TensorView x, TensorView
       return t.dtype().code == x.dtype().code && t.dtype().bits == x.dtype().bits && t.IsContiguous();
     };
     if (!same(residual) || !same(weight) || weight.ndim() != 1 || weight.size(0) != s.width || residual.ndim() < 1 ||
-        residual.size(0) != s.plan.result_rows() || width_of(residual) != s.width)
+        residual.size(0) != s.plan.result_rows(s.rows) || width_of(residual) != s.width)
       throw CallError("residual [rows, width] and weight [width] must be contiguous, of the input's dtype and width");
     const ffi::Tensor delta = s.result(1);
     ffi::Tensor both = s.result(2);

@@ -113,8 +113,11 @@ def compare(results: list[list[Any]], runs: list[Sequences], mesh: Mesh, model: 
     return checked
 
 
-@pytest.mark.parametrize("mesh", layouts(8), ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+# A model without experts is the same however they would be dealt out.
+CASES = [(family, mesh) for family in FAMILIES for mesh in layouts(8) if family != "qwen3" or mesh.ep == 1]
+
+
+@pytest.mark.parametrize("family, mesh", CASES, ids=str)
 def test_every_layout_gives_transformers_logits(saved: Any, family: str, mesh: Mesh) -> None:
     # transformers' own float32 rounding is near 1e-7 here, so 1e-5 leaves a wrong sum no room.
     parts = {1: 2, 2: 2, 3: 6, 4: 4}.get(mesh.world, mesh.world)

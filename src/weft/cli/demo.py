@@ -150,9 +150,8 @@ def _report_text(report: dict[str, Any]) -> str:
     lines += ["", "What the naive plan would have run", *_table(naive, "calls", "bytes")]
     calls, naive_calls = (sum(r["count"] for r in rows) for rows in (ran, naive))
     moved, naive_moved = (sum(r["bytes"] for r in rows) for rows in (ran, naive))
-    lines += ["", f"{calls:,} collectives instead of {naive_calls:,}"]
-    if naive_moved:
-        lines[-1] += f"; {size_text(moved)} instead of {size_text(naive_moved)}: {1 - moved / naive_moved:.0%} saved"
+    bytes_text = f"{size_text(moved)} a rank instead of {size_text(naive_moved)}"
+    lines += ["", f"{calls:,} collectives instead of {naive_calls:,}, {bytes_text}"]
     return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ from weft.server.completions import Service
 from weft.server.errors import ApiError
 from weft.server.guard import Guard
 from weft.server.options import Options
+from weft.server.responses import Responses
 
 MOST_PLANNED = 2**20
 """Tokens of the largest plan to ask for: far above any step, and numbers that the cost model can hold."""
@@ -42,7 +43,9 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
     created = int(time.time())
     card = {"id": model_name, "object": "model", "created": created, "owned_by": "weft"}
     card |= {"max_model_len": engine.max_model_len}
-    app.include_router(Service(intake, model_name).router())
+    service = Service(intake, model_name)
+    app.include_router(service.router())
+    app.include_router(Responses(service).router())
     app.include_router(extras.router(engine))
 
     @app.head("/health", include_in_schema=False)

@@ -99,11 +99,19 @@ class Service:
             params = replace(params, stop=(*params.stop, END), keep_stop=True)
         return params
 
+    def check_model(self, asked: str | None) -> None:
+        """ApiError 404 for a model that is not the one here."""
+        if asked is not None and asked != self.model_name:
+            raise unknown_model(asked, self.model_name)
+
+    def client_of(self, user: str | None, request: Request) -> str:
+        """By what clients are told apart in the queue."""
+        return user or (request.client.host if request.client else "")
+
     # --- shared -----------------------------------------------------------------------------------------------
 
     def _check(self, body: CommonRequest) -> None:
-        if body.model is not None and body.model != self.model_name:
-            raise unknown_model(body.model, self.model_name)
+        self.check_model(body.model)
         if body.stream_options and not body.stream:
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
         body.refuse_unsupported()
@@ -134,7 +142,7 @@ class Service:
         each = [replace(params, seed=None if params.seed is None else params.seed + i) for i in range(body.n)]
         jobs = [(prompt, how) for prompt in prompts for how in each]
         head = {"id": f"{style.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model_name}
-        client = body.user or (request.client.host if request.client else "")
+        client = self.client_of(body.user, request)
         stream = self.intake.answers(request, [p for p, _ in jobs], [how for _, how in jobs], client)
         choices = [Choice() for _ in jobs]
         if body.stream:

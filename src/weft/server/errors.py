@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -67,22 +68,26 @@ def install(app: FastAPI) -> None:
 
 def describe(error: RequestValidationError) -> ApiError:
     """What is wrong with the first field that is wrong."""
-    problems = error.errors()
-    first = problems[0]
+    first = error.errors()[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
     if first["loc"] == ("body",):
         return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
+    return field_errors(error.errors(), error.body)
+
+
+def field_errors(problems: Sequence[Any], body: Any) -> ApiError:
+    """What is wrong with the first field that is wrong, of pydantic's problems with a body."""
     # A field of several types has a problem for each type, named at the end of its place; the client's field is before.
-    field = _field(first, error.body)
-    ways = [p["msg"] for p in problems if _field(p, error.body) == field]
+    field = _field(problems[0], body)
+    ways = [p["msg"] for p in problems if _field(p, body) == field]
     return ApiError(400, f"{field}: {' or '.join(dict.fromkeys(ways))}", param=field)
 
 
 def _field(problem: dict[str, Any], value: Any) -> str:
     """The place of a problem, as far as it is one in the body."""
-    place = problem["loc"][1:]
-    if problem["loc"][0] != "body" or problem["type"] == "missing":
+    place = problem["loc"][1:] if problem["loc"][0] in ("body", "query", "path") else problem["loc"]
+    if problem["loc"][0] in ("query", "path") or problem["type"] == "missing":
         return ".".join(map(str, place))
     parts = []
     for part in place:

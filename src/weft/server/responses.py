@@ -1,0 +1,279 @@
+"""POST /v1/responses: OpenAI's newer shape of a chat, with text and tools. Nothing is stored."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, ClassVar, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import Field, ValidationError
+
+from weft.server.answers import Choice, usage
+from weft.server.chats import ChatRequest
+from weft.server.completions import Service
+from weft.server.errors import ApiError, field_errors
+from weft.server.protocol import Body, Text
+from weft.server.tools import Call, CallParser
+
+
+class ResponsesRequest(Body):
+    """The served fields. Conversations are sent whole: previous_response_id is not supported."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "truncation": ("disabled",),
+        "include": ([],),
+        "background": (False,),
+        "reasoning": ({},),
+        "top_logprobs": (0,),
+        "max_tool_calls": (),
+    }
+
+    model: str | None = None
+    user: Text | None = None
+    input: Text | list[dict[str, Any]]
+    instructions: Text | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool = False
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    text: dict[str, Any] = Field(default_factory=dict)
+
+    def chat(self) -> ChatRequest:
+        """The same as a chat. ApiError 400."""
+        self.refuse_unsupported()
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        for item in items:
+            message = _message(item)
+            if "tool_calls" in message and messages and "tool_calls" in messages[-1]:
+                messages[-1]["tool_calls"] += message["tool_calls"]  # calls at once are one message
+            else:
+                messages.append(message)
+        body: dict[str, Any] = {
+            "messages": messages,
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "user": self.user,
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+        if self.tools:
+            body["tools"] = [{"type": t.get("type"), "function": {**t, "type": None}} for t in self.tools]
+            choice = self.tool_choice
+            body["tool_choice"] = choice if isinstance(choice, str) else {"type": "function", "function": choice}
+        elif self.tool_choice not in ("none", "auto"):
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+        form = self.text.get("format") or {"type": "text"}
+        body["response_format"] = {"type": "json_schema", "json_schema": form} if "schema" in form else form
+        try:
+            chat = ChatRequest.model_validate(body)
+        except ValidationError as error:
+            raise field_errors(error.errors(), body) from error
+        chat.refuse_unsupported()
+        return chat
+
+
+def _message(item: dict[str, Any]) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    if kind == "message":
+        content = item.get("content")
+        if isinstance(content, list):
+            content = [p | {"type": "text"} if _is_text(p) else p for p in content]
+        role = item.get("role")
+        return {"role": "system" if role == "developer" else role, "content": content}
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        return {"role": "assistant", "tool_calls": [{"id": item.get("call_id"), "function": function}]}
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+    raise ApiError(400, f"input of type {kind!r} is not supported", param="input")
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text")
+
+
+class Responses:
+    """Answers the endpoint by a chat service."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    def router(self) -> APIRouter:
+        """The route."""
+        made = APIRouter()
+
+        @made.post("/v1/responses", response_model=None)
+        async def responses(body: ResponsesRequest, request: Request) -> Response:
+            return await self._answer(body, request)
+
+        return made
+
+    async def _answer(self, body: ResponsesRequest, request: Request) -> Response:
+        service, chat = self._service, body.chat()
+        service.check_model(body.model)
+        prompt = await run_in_threadpool(service.prompts.of_chat, chat)
+        params = await run_in_threadpool(service.chat_params, chat)
+        stream = service.intake.answers(request, [prompt], [params], service.client_of(body.user, request))
+        made = _Made(body, service.model_name, prompt, bool(chat.offered))
+        if body.stream:
+            first = await anext(stream, None)  # a refusal must still be an HTTP status
+
+            async def events() -> AsyncIterator[str]:
+                for event in made.begin():
+                    yield event
+                try:
+                    async with aclosing(stream):
+                        if first is not None:
+                            for event in made.increment(first[1]):
+                                yield event
+                            async for _, output in stream:
+                                for event in made.increment(output):
+                                    yield event
+                    for event in made.end():
+                        yield event
+                except ApiError as error:
+                    yield made.event("error", message=error.message, code=error.code, param=error.param)
+
+            return StreamingResponse(events(), media_type="text/event-stream")
+        async with aclosing(stream):
+            async for _, output in stream:
+                list(made.increment(output))
+        if made.choice.last is None or made.choice.last.finish_reason is None:
+            return Response(status_code=499)  # the client has gone: nobody reads this
+        list(made.end())
+        return JSONResponse(made.body())
+
+
+class _Made:
+    """A response as far as it has come, and the events that tell of it."""
+
+    def __init__(self, body: ResponsesRequest, model: str, prompt: list[int], calls: bool):
+        self._asked, self._model, self._prompt = body, model, prompt
+        self._id, self._created, self._number = f"resp_{uuid.uuid4().hex}", int(time.time()), 0
+        self._parser = CallParser() if calls else None
+        self._items: list[dict[str, Any]] = []
+        self._text: str | None = None
+        self.choice = Choice()
+
+    def body(self, status: str | None = None) -> dict[str, Any]:
+        """The whole response."""
+        last, asked = self.choice.last, self._asked
+        cut = last is not None and last.finish_reason == "length"
+        counts = usage([self._prompt], [self.choice])
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status or ("incomplete" if cut else "completed"),
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut and not status else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "model": self._model,
+            "output": self._items,
+            "parallel_tool_calls": asked.parallel_tool_calls,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": asked.temperature,
+            "text": asked.text or {"format": {"type": "text"}},
+            "tool_choice": asked.tool_choice,
+            "tools": asked.tools,
+            "top_p": asked.top_p,
+            "truncation": "disabled",
+            "metadata": {},
+            "usage": None
+            if status
+            else {
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": counts["prompt_tokens_details"],
+                "output_tokens": counts["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counts["total_tokens"],
+            },
+        }
+
+    def event(self, kind: str, **fields: Any) -> str:
+        """One event, numbered."""
+        made = {"type": kind, "sequence_number": self._number} | fields
+        self._number += 1
+        return f"event: {kind}\ndata: {json.dumps(made, ensure_ascii=False)}\n\n"
+
+    def begin(self) -> list[str]:
+        """Before anything has come."""
+        body = self.body("in_progress")
+        return [self.event("response.created", response=body), self.event("response.in_progress", response=body)]
+
+    def increment(self, output: Any) -> list[str]:
+        """The events of an increment."""
+        self.choice.add(output)
+        text = output.text
+        calls: list[Call] = []
+        if self._parser is not None:
+            text, calls = self._parser.push(output.text, last=output.finish_reason is not None)
+        events = self._text_events(text) if text else []
+        for call in calls:
+            events += self._close_text() + self._call_events(call)
+        return events
+
+    def end(self) -> list[str]:
+        """After everything has come."""
+        events = [] if self._items else self._text_events("")  # an empty answer is a message too
+        events += self._close_text()
+        body = self.body()
+        return [*events, self.event(f"response.{body['status']}", response=body)]
+
+    def _text_events(self, text: str) -> list[str]:
+        events: list[str] = []
+        if self._text is None:
+            item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+            self._items.append(item | {"status": "in_progress", "content": []})
+            self._text, at = "", len(self._items) - 1
+            events.append(self.event("response.output_item.added", output_index=at, item=self._items[-1]))
+            events.append(self._part("response.content_part.added", part=_part("")))
+        if text:
+            self._text += text
+            events.append(self._part("response.output_text.delta", delta=text, logprobs=[]))
+        return events
+
+    def _close_text(self) -> list[str]:
+        if self._text is None:
+            return []
+        part, item = _part(self._text), self._items[-1]
+        events = [
+            self._part("response.output_text.done", text=self._text, logprobs=[]),
+            self._part("response.content_part.done", part=part),
+        ]
+        item |= {"status": "completed", "content": [part]}
+        self._text = None
+        return [*events, self.event("response.output_item.done", output_index=len(self._items) - 1, item=item)]
+
+    def _part(self, kind: str, **fields: Any) -> str:
+        item = self._items[-1]["id"]
+        return self.event(kind, item_id=item, output_index=len(self._items) - 1, content_index=0, **fields)
+
+    def _call_events(self, call: Call) -> list[str]:
+        item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call.id, "name": call.name}
+        at = {"output_index": len(self._items), "item_id": item["id"]}
+        done = item | {"arguments": call.arguments, "status": "completed"}
+        self._items.append(done)
+        begun = item | {"arguments": "", "status": "in_progress"}
+        return [
+            self.event("response.output_item.added", output_index=at["output_index"], item=begun),
+            self.event("response.function_call_arguments.delta", delta=call.arguments, **at),
+            self.event("response.function_call_arguments.done", arguments=call.arguments, name=call.name, **at),
+            self.event("response.output_item.done", output_index=at["output_index"], item=done),
+        ]
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

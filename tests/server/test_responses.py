@@ -1,0 +1,105 @@
+"""POST /v1/responses, with the official client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from server.conftest import Served
+from server.test_tools import TEMPLATE, TOOLS
+
+FIXED: Any = {"model": "small", "temperature": 0, "max_output_tokens": 8}
+FLAT: Any = [{"type": "function"} | tool["function"] for tool in TOOLS]
+
+
+def test_text(served: Served) -> None:
+    client = served.client()
+    whole = client.responses.create(input="hello", **FIXED)
+    chat = client.chat.completions.create(
+        model="small", messages=[{"role": "user", "content": "hello"}], temperature=0, max_tokens=8
+    )
+    assert whole.output_text == chat.choices[0].message.content
+    assert whole.status == "incomplete" and whole.incomplete_details.reason == "max_output_tokens"
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (chat.usage.prompt_tokens, 8)
+    items: Any = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+    ]
+    assert client.responses.create(input=items, **FIXED).usage.input_tokens == len(
+        "system: be kind\nuser: hello\nassistant:"
+    )
+    assert client.responses.create(input="hello", instructions="be kind", **FIXED).usage.input_tokens == len(
+        "system: be kind\nuser: hello\nassistant:"
+    )
+
+
+def test_streamed_text_is_the_same(served: Served) -> None:
+    client = served.client()
+    whole = client.responses.create(input="hello", **FIXED)
+    events = list(client.responses.create(input="hello", stream=True, **FIXED))
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    kinds = [e.type for e in events]
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert kinds[-1] == "response.incomplete" and events[-1].response.output_text == whole.output_text
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == whole.output_text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_and_structure(served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", TEMPLATE)
+    client = served.client()
+    body: Any = {"model": "small", "input": "hi", "tools": FLAT, "max_output_tokens": 200, "temperature": 1}
+    body |= {"tool_choice": {"type": "function", "name": "time"}}
+    if stream:
+        response = list(client.responses.create(**body, stream=True))[-1].response
+    else:
+        response = client.responses.create(**body)
+    [call] = response.output
+    assert (call.type, call.name) == ("function_call", "time") and list(json.loads(call.arguments)) == ["city"]
+    said: Any = [
+        {"role": "user", "content": "hi"},
+        {"type": "function_call", "call_id": call.call_id, "name": "time", "arguments": '{"city": "Bern"}'},
+        {"type": "function_call_output", "call_id": call.call_id, "output": "noon"},
+    ]
+    prompt = 'weather;time;user:hi\nassistant:<tool_call>{"city": "Bern"}</tool_call>\ntool:noon\n'
+    assert client.responses.create(
+        model="small", input=said, tools=FLAT, max_output_tokens=1
+    ).usage.input_tokens == len(prompt)
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "boolean"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    form: Any = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
+    text = client.responses.create(model="small", input="hi", text=form, max_output_tokens=100).output_text
+    assert json.loads(text)["n"] in (True, False)
+
+
+@pytest.mark.parametrize(
+    "body, text",
+    [
+        ({}, "input"),
+        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id is not supported"),
+        ({"input": "a", "background": True}, "background is not supported"),
+        ({"input": [{"type": "image"}]}, "input of type 'image' is not supported"),
+        ({"input": []}, "messages"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"input": "a", "tool_choice": "required"}, "tool_choice needs tools"),
+        ({"input": "a", "max_output_tokens": -1}, "max_tokens is -1"),
+        ({"input": "a", "model": "other"}, "not served here"),
+    ],
+    ids=range(9),
+)
+def test_bad_input(served: Served, body: Any, text: str) -> None:
+    with served.http() as http:
+        answer = http.post("/v1/responses", json=body)
+    assert answer.status_code in (400, 404) and text in answer.json()["error"]["message"], answer.text
+
+
+def test_a_refusal_is_a_status_in_streams_too(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="317 tokens"):
+        served.client().responses.create(model="small", input="a" * 300, stream=True)

@@ -50,7 +50,8 @@ class StubExecutor(Executor):
                 return
         raise AssertionError("a test waited too long")
 
-    def step(self, step: Step) -> list[Result]:
+    def step(self, step: Step, meanwhile: Callable[[], None] = lambda: None) -> list[Result]:
+        meanwhile()
         self._wait(self.world.go)
         self.world.steps.append(step)
         if self.world.fail(self, "before"):

@@ -192,7 +192,7 @@ class Broken(Executor):
     def start(self, progress: Any = None, poll: Any = None) -> None:
         pass
 
-    def step(self, step: Step) -> Any:
+    def step(self, step: Step, meanwhile: Any = None) -> Any:
         self.go.wait(10)
         raise RuntimeError("no step today")
 

@@ -37,7 +37,7 @@ def answer(params: SamplingParams, seed: int) -> tuple[str, str | None]:
     while True:
         logits = torch.randn(1, LANGUAGE.vocabulary, generator=generator)
         [drawn] = sample(logits, [0], [sampling(made.sequence)])
-        output = made.accept(Drawn(0, drawn.token))
+        output = made.accept(Drawn(0, drawn.token))[1]()
         text += output.text
         if output.finish_reason:
             return text, output.finish_reason
@@ -107,13 +107,13 @@ def test_what_stays_in_the_text(keep: bool) -> None:
     tokens = [*LANGUAGE.tokenizer.encode("a stop b", add_special_tokens=False), 1, 2]
     params = SamplingParams(max_tokens=None, stop=("zzz",), keep_special=keep, keep_stop=keep)
     made = prepare([5], params, print, 0, 400, LANGUAGE)
-    outputs = [made.accept(Drawn(0, token)) for token in tokens]
+    outputs = [made.accept(Drawn(0, token))[1]() for token in tokens]
     text = "".join(o.text for o in outputs)
     assert outputs[-1].finish_reason == "stop" and text == ("a stop b<|im_start|><|im_end|>" if keep else "a stop b")
     made = prepare([5], SamplingParams(max_tokens=None, stop=("sto",), keep_stop=keep), print, 0, 400, LANGUAGE)
     text = ""
     for token in tokens:
-        output = made.accept(Drawn(0, token))
+        output = made.accept(Drawn(0, token))[1]()
         text += output.text
         if output.finish_reason:
             break

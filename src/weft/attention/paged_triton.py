@@ -5,22 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.attention.backend import Backend, HeadSplit
+from weft.attention.backend import HeadSplit
 from weft.attention.batch import Batch, PageTables
 from weft.attention.sdpa import SDPA
 from weft.kernels.triton.decode_attention import decode_attention, latent_decode_attention
 from weft.kernels.triton.norm_rope_cache import norm_rope_cache
-from weft.kv.cache import KVCache
-from weft.kv.spec import Latent, Window
-
-
-def gpu_backend(cache: KVCache) -> Backend:
-    """What attends over a cache on a GPU."""
-    return SDPA(cache) if isinstance(cache.spec, Window) else PagedTriton(cache)
+from weft.kv.spec import Latent
 
 
 class PagedTriton(SDPA):
-    """A `weft.attention.backend.Backend` for PagedKV and Latent caches on a GPU; can be captured in a CUDA graph."""
+    """A `weft.attention.backend.Backend` on a GPU; steps of one row a sequence can be captured in a CUDA graph."""
 
     def plan(self, batch: Batch, tables: PageTables) -> None:
         """See `Backend.plan`."""
@@ -61,6 +55,5 @@ class PagedTriton(SDPA):
             sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         where = (self._pages, self._lengths, cache.page_size, scale)
         if isinstance(cache.spec, Latent):
-            latents, width = cache.keys[layer][:, 0], cache.spec.value_width
-            return latent_decode_attention(q, latents, width, *where, lse=sums), sums
-        return decode_attention(q, cache.keys[layer], cache.values[layer], *where, lse=sums), sums
+            return latent_decode_attention(q, cache.keys[layer], cache.spec.value_width, *where, lse=sums), sums
+        return decode_attention(q, cache.keys[layer], cache.values[layer], *where, window=cache.window, lse=sums), sums

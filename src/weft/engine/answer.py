@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 
 from weft.engine.language import Language
 from weft.engine.messages import Drawn, Scored
@@ -35,12 +36,26 @@ class Answer:
         made = [TokenLogprob(t, value, top) for t, (value, top) in zip(tokens, scored.logprobs, strict=True)]
         s.scores[scored.first - 1 : scored.first - 1 + len(made)] = made
 
-    def accept(self, drawn: Drawn) -> Output:
-        """Takes one drawn token: the increment that comes of it, with a finish_reason where the answer ends."""
-        sequence, params = self.sequence, self.sequence.params
+    def accept(self, drawn: Drawn) -> tuple[bool, Callable[[], Output]]:
+        """Takes one drawn token: (whether the answer ends with it, what makes the increment that comes of it).
+
+        The increment must be made before the next token is taken. It can wait until the ranks run the next step, since
+        the text decides about the end only where there are stop strings or a grammar.
+        """
+        sequence = self.sequence
         if sequence.max_tokens == 0:
-            return self._output("", reason="length")
+            return True, partial(self._output, "", reason="length")
         sequence.tokens.append(drawn.token)
+        if sequence.params.stop or sequence.grammar:
+            output = self._increment(drawn)
+            return output.finish_reason is not None, lambda: output
+        enough = sequence.drawn >= sequence.params.min_tokens
+        ends = (enough and drawn.token in sequence.end_ids) or sequence.drawn >= sequence.max_tokens
+        return ends, partial(self._increment, drawn)
+
+    def _increment(self, drawn: Drawn) -> Output:
+        """What comes of the last token, with a finish_reason where the answer ends."""
+        sequence, params = self.sequence, self.sequence.params
         enough = sequence.drawn >= params.min_tokens
         if enough and drawn.token in sequence.end_ids:
             text = self.text.push(drawn.token, check_stop=False)[0] if params.keep_stop else ""

@@ -17,12 +17,12 @@ from typing import Any, Literal
 from weft.engine.answer import Answer, OnOutput, prepare
 from weft.engine.config import EngineConfig, EngineError, QueueFull
 from weft.engine.executor import Executor, make_executor
-from weft.engine.faults import FaultWindow
+from weft.engine.faults import FaultWindow, one_line
 from weft.engine.intake import Intake
 from weft.engine.language import Language
 from weft.engine.messages import Step
 from weft.engine.request import FinishReason, Output, SamplingParams, Sequence
-from weft.engine.results import EngineStats, GenerationResult, step_stats, whole
+from weft.engine.results import EngineStats, GenerationResult, gather, step_stats
 from weft.engine.scheduler import Scheduler, make_schedulers
 from weft.engine.startup import check_plans, context_tokens, load_tokenizer, read_model
 from weft.stream import StepStat
@@ -69,6 +69,7 @@ class Engine:
         self._answers: dict[int, Answer] = {}
         self._deadlines: list[tuple[float, int]] = []  # a heap; entries of requests that have ended stay until due
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = self._timeouts = 0
+        self._untold: list[tuple[Answer, Callable[[], Output]]] = []
         self._queue_seconds = 0.0
         self._closing, self._ended = threading.Event(), threading.Event()
         self._draining = self._stopping = False
@@ -132,29 +133,19 @@ class Engine:
     def generate(self, prompts: Seq[Seq[int]], params: SamplingParams) -> list[GenerationResult]:
         """Answers prompts, however many, and waits for all. Raises as `submit`, and EngineError where the engine fails
         meanwhile."""
-        outputs: list[list[Output]] = [[] for _ in prompts]
-        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-        def listen(at: int) -> OnOutput:
-            def on_output(output: Output) -> None:
-                outputs[at].append(output)
-                if output.finish_reason:
-                    ended.put(at)
-
-            return on_output
-
-        for at, prompt in enumerate(prompts):
+        def submit(prompt: Seq[int], listen: OnOutput) -> None:
             while True:
                 try:
-                    self.submit(prompt, params, listen(at))
-                    break
+                    self.submit(prompt, params, listen)
+                    return
                 except QueueFull:
                     self._intake.wait_for_room(IDLE_CHECK_S)
-        for _ in prompts:
-            ended.get()
-        if any(o[-1].finish_reason == "error" for o in outputs):
+
+        results = gather(prompts, submit)
+        if any(result.finish_reason == "error" for result in results):
             raise EngineError(self.error or "the engine failed")
-        return [whole(o) for o in outputs]
+        return results
 
     def stats(self) -> EngineStats:
         """Numbers of now."""
@@ -251,7 +242,7 @@ class Engine:
                 except Exception as error:
                     self._restart(error)
         except Exception as error:
-            self.error, self._phase = _line(error), "failed"
+            self.error, self._phase = one_line(error), "failed"
             log.error("the engine ends: %s", self.error)
             self._executor.close(grace_s=0)
         finally:
@@ -264,8 +255,8 @@ class Engine:
         under way is forgotten: a step counts only once its results have been taken. Raises where it fails too often.
         """
         while not self._closing.is_set():
-            self._faults.add(_line(error))
-            log.error("%s; the ranks are started anew, %d requests wait", _line(error), len(self._answers))
+            self._faults.add(one_line(error))
+            log.error("%s; the ranks are started anew, %d requests wait", one_line(error), len(self._answers))
             self._phase, began = "restarting", time.monotonic()
             # All ranks, not only the one that failed: the others may wait in a collective that will never end, or hold
             # a device that has faulted. Their weights come again from the system's file cache.
@@ -351,7 +342,7 @@ class Engine:
     def _step(self) -> None:
         self._steps += 1
         step = Step(self._steps, tuple(s.schedule() for s in self._schedulers))
-        results = self._executor.step(step)
+        results = self._executor.step(step, self._tell)
         for scheduler, result in zip(self._schedulers, results, strict=True):
             for scored in result.scored:
                 self._answers[scored.request].score(scored)
@@ -362,13 +353,22 @@ class Engine:
                     self._cached_tokens += sequence.cached or 0
                     self._queue_seconds += sequence.queue_s
                 answer = self._answers[sequence.request]
-                output = answer.accept(drawn)
-                self._generated_tokens += len(output.token_ids)
-                if output.finish_reason:
+                ends, increment = answer.accept(drawn)
+                self._generated_tokens += sequence.max_tokens > 0
+                if ends:
                     self._forget(answer)
-                self._emit(answer, output)
+                self._untold.append((answer, increment))
+        if not self._answers:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Gives listeners what came of the last step: mostly while the ranks run the next."""
+        untold, self._untold = self._untold, []
+        for answer, increment in untold:
+            self._emit(answer, increment())
 
     def _end(self, answer: Answer, reason: FinishReason, error: str | None = None) -> None:
+        self._tell()
         self._forget(answer)
         self._emit(answer, answer.end(reason, error))
 
@@ -385,7 +385,3 @@ class Engine:
             self.cancel(answer.sequence.request)
         if output.finish_reason:
             self._intake.ended()
-
-
-def _line(error: Exception) -> str:
-    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"

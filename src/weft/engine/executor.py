@@ -85,13 +85,14 @@ class Executor(ABC):
             self._stop_ranks(grace_s=0)
             raise
 
-    def step(self, step: Step) -> list[Result]:
-        """Runs a step on every rank; gives each DP group's result, in group order.
+    def step(self, step: Step, meanwhile: Callable[[], None] = lambda: None) -> list[Result]:
+        """Runs a step on every rank; gives each DP group's result, in group order. meanwhile: is called as they run.
 
         Raises EngineError also where ranks did not all execute this step, with these counts, by the same plan.
         """
         for rank in range(self.mesh.world):
             self._send(rank, step)
+        meanwhile()
         deadline = time.monotonic() + self.config.step_timeout_s
         results: dict[int, Result] = {}
         while len(results) < self.mesh.world:

@@ -34,3 +34,8 @@ class FaultWindow:
                 f"gave up after {len(self._failures)} failures in {self._window_s:g} s (max_restarts={self._most}): "
                 f"{listed}"
             )
+
+
+def one_line(error: Exception) -> str:
+    """What the engine says of an error."""
+    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"

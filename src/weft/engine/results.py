@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import queue
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from weft.engine.messages import Stat
@@ -42,6 +43,28 @@ class GenerationResult:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason
     cached_tokens: int
+
+
+def gather(
+    prompts: Sequence[Sequence[int]], submit: Callable[[Sequence[int], Callable[[Output], None]], None]
+) -> list[GenerationResult]:
+    """Submits each prompt with a listener, and waits for all answers."""
+    outputs: list[list[Output]] = [[] for _ in prompts]
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def listener(at: int) -> Callable[[Output], None]:
+        def listen(output: Output) -> None:
+            outputs[at].append(output)
+            if output.finish_reason:
+                ended.put(at)
+
+        return listen
+
+    for at, prompt in enumerate(prompts):
+        submit(prompt, listener(at))
+    for _ in prompts:
+        ended.get()
+    return [whole(o) for o in outputs]
 
 
 def whole(outputs: Sequence[Output]) -> GenerationResult:

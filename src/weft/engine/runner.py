@@ -84,9 +84,9 @@ class ModelRunner:
         self._rules, self._page_size = [group.rule for group in groups], page_size
         layers, device = cached_layers(model), weight.device
         if device.type == "cuda":
-            from weft.attention.paged_triton import gpu_backend  # a CPU need not have Triton
+            from weft.attention.paged_triton import PagedTriton  # a CPU need not have Triton
 
-            self.caches = Caches(layers, groups, page_size, weight.dtype, device, gpu_backend)
+            self.caches = Caches(layers, groups, page_size, weight.dtype, device, PagedTriton)
         else:
             self.caches = Caches(layers, groups, page_size, weight.dtype, device)
         self._graphs: DecodeGraphs | None = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention.oracle import Case, check, make_case, padded
-from weft.attention.triton_decode import TritonDecode
+from weft.attention.paged_triton import PagedTriton
 from weft.kv.spec import Latent, PagedKV, Window
 
 DECODE = [(1, 7), (1, 0), (1, 20), (1, 3)]
@@ -38,16 +38,16 @@ def on(device: torch.device, case: Case) -> Case:
 @pytest.mark.parametrize("spec", [PagedKV(1, 8), PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8), Latent(8, 8)], ids=str)
 def check_decode(spec: PagedKV | Window | Latent, device: torch.device) -> None:
     case = on(device, make_case(DECODE, seed=1, spec=spec))
-    check(TritonDecode(case.cache), case, DECODE)
+    check(PagedTriton(case.cache), case, DECODE)
 
 
 @pytest.mark.parametrize("spec", [PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8)], ids=str)
 def check_padding_rows(spec: PagedKV | Window | Latent, device: torch.device) -> None:
     case = on(device, padded(make_case(DECODE, seed=2, spec=spec), 6))
-    check(TritonDecode(case.cache), case, DECODE)
+    check(PagedTriton(case.cache), case, DECODE)
 
 
 def check_steps_with_prompts(device: torch.device) -> None:
     spans = [(1, 12), (6, 2), (1, 0)]
     case = on(device, make_case(spans, seed=3))
-    check(TritonDecode(case.cache), case, spans)
+    check(PagedTriton(case.cache), case, spans)

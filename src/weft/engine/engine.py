@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-import queue
 import random
 import threading
 import time

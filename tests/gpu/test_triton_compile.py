@@ -142,6 +142,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "experts, 128 rows": (lambda: mix_experts(128), ("HMMA", "LDGSTS")),
     "experts, 4096 rows": (lambda: mix_experts(4096), ("HGMMA", "LDGSTS")),
     "norm, rotary, cache": (lambda: norm_and_turn(64), ()),
+    "norm, rotary, cache, many rows": (lambda: norm_and_turn(4096), ()),
     "rms norm": (lambda: rms_norm.rms_norm(empty(64, 7168), empty(7168), 1e-6, empty(64, 7168)), ()),
     "silu": (lambda: rms_norm.silu_and_mul(empty(64, 2048)), ()),
     "sample": (lambda: draw(64), ()),

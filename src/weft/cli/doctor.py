@@ -1,0 +1,156 @@
+"""`weft doctor`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import os
+import platform
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from weft import __version__
+
+Level = Literal["ok", "slow", "bad"]
+SHARED_MEMORY = 2**30
+"""Bytes of /dev/shm that are enough for the ranks of a host; containers often get 64 MiB."""
+DESCRIPTORS = 4096
+OLD_TABLE_DAYS = 30
+PACKAGES = ("torch", "transformers", "tokenizers", "llguidance", "apache-tvm-ffi", "uvicorn", "fastapi")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing about the host. why: what follows from it, and what to do, where it is not ok."""
+
+    level: Level
+    what: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Command:
+    """Look at this host: what Weft finds, what will be slow, and why. Exit code 1 where something will not work.
+
+    Examples:
+      weft doctor
+    """
+
+    def run(self) -> int:
+        """Prints the findings."""
+        findings = list(examine())
+        for finding in findings:
+            print(f"{finding.level:5}{finding.what}")
+            if finding.why:
+                print(f"     {finding.why}")
+        return int(any(f.level == "bad" for f in findings))
+
+
+def examine() -> Iterator[Finding]:
+    """Everything that is looked at."""
+    yield Finding("ok", f"weft {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    yield from packages()
+    yield from processor(Path("/proc/cpuinfo").read_text(), len(os.sched_getaffinity(0)), os.getloadavg()[0])
+    yield memory(Path("/dev/shm"))
+    yield descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    yield compiler("c++", "g++", "clang++")
+    yield from gpus()
+    yield table()
+
+
+def packages() -> Iterator[Finding]:
+    """Versions of what Weft stands on."""
+    found, missing = [], []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    yield Finding("ok", ", ".join(found))
+    if missing:
+        yield Finding("bad", f"not installed: {', '.join(missing)}", "pip install 'weft[serve]'")
+
+
+def processor(cpuinfo: str, cores: int, load: float) -> Iterator[Finding]:
+    """cpuinfo: the text of /proc/cpuinfo. load: processes that want to run."""
+    lines = (line.split(":", 1)[1] for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")))
+    flags = set(next(lines, "").split())
+    best = next((name for name in ("avx512f", "avx2", "asimd") if name in flags), None)
+    why = "" if best else "no vector instructions that Weft's kernels know: sums of transport shm take scalar ones"
+    yield Finding("ok" if best else "slow", f"{cores} cores, {best or 'scalar'}", why)
+    if load > 0.5 * cores:
+        why = "others use the cores: ranks wait for one another, and measurements mean nothing"
+        yield Finding("slow", f"load {load:.1f} on {cores} cores", why)
+
+
+def memory(shared: Path) -> Finding:
+    """The file system of shared memory."""
+    if not shared.is_dir():
+        return Finding("bad", f"no {shared}", "transport shm has no memory to share; use --transport gloo")
+    free = shutil.disk_usage(shared).free
+    why = "a large step may not fit; give the container more, such as docker run --shm-size 4g"
+    enough = free >= SHARED_MEMORY
+    return Finding("ok" if enough else "slow", f"{free / 2**20:,.0f} MiB free in {shared}", "" if enough else why)
+
+
+def descriptors(hard: int) -> Finding:
+    """hard: how many files the process may open."""
+    enough = hard == resource.RLIM_INFINITY or hard >= DESCRIPTORS
+    what = f"{'any number of' if hard == resource.RLIM_INFINITY else hard} open files"
+    return Finding(
+        "ok" if enough else "slow", what, "" if enough else "fewer clients at once; raise it with ulimit -Hn"
+    )
+
+
+def compiler(*names: str) -> Finding:
+    """What native kernels are compiled with when first used."""
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found:
+        return Finding("ok", f"compiler {found}")
+    return Finding("slow", f"none of {', '.join(names)}", "transport shm cannot be built: ranks use gloo; install g++")
+
+
+def gpus() -> Iterator[Finding]:
+    """GPUs, whether each reaches the others' memory, and what compiles for them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding("ok", "no GPU that torch can use")
+        return
+    count = torch.cuda.device_count()
+    for gpu in range(count):
+        about = torch.cuda.get_device_properties(gpu)
+        size, arch = f"{about.total_memory / 2**30:.0f} GiB", f"sm_{about.major}{about.minor}"
+        yield Finding("ok", f"GPU {gpu}: {about.name}, {size}, {arch}")
+    apart = [(a, b) for a, b in itertools.permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
+        pairs = ", ".join(f"{a}→{b}" for a, b in apart)
+        why = "transport peer cannot be used between them; NCCL goes by the host"
+        yield Finding("slow", f"no peer access {pairs}", why)
+    elif count > 1:
+        yield Finding("ok", "every GPU reaches the others' memory")
+    if not shutil.which("nvcc"):
+        yield Finding("slow", "no nvcc", "transport peer cannot be built; install CUDA's nvcc, or set PATH to it")
+
+
+def table() -> Finding:
+    """What `weft tune` measured here."""
+    from weft.place.cost import host_table, read_table
+    from weft.place.spec import LayoutError
+
+    path = host_table()
+    if not path.exists():
+        return Finding("slow", "no cost table of this host", "plans are made by presets; run weft tune once")
+    try:
+        read_table(path)
+    except LayoutError as error:
+        return Finding("bad", f"{path} cannot be used", f"{error}; run weft tune again")
+    days = (time.time() - path.stat().st_mtime) / 86400
+    why = "the host may have changed since; run weft tune again"
+    old = days > OLD_TABLE_DAYS
+    return Finding("slow" if old else "ok", f"{path}, measured {days:.0f} days ago", why if old else "")

@@ -1,0 +1,53 @@
+"""`weft doctor`, `weft --version`, `weft bench`."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from e2e.here import weft_here
+from weft import __version__
+from weft.cli import doctor
+
+
+def test_this_host_is_examined() -> None:
+    code, out, err = weft_here("doctor")
+    assert code in (0, 1) and not err
+    for text in (f"weft {__version__}", "torch", "cores", "/dev/shm", "open files"):
+        assert text in out, out
+
+
+def test_versions_and_lists() -> None:
+    assert weft_here("--version")[:2] == (0, f"weft {__version__}\n")
+    code, out, _ = weft_here("bench")
+    assert code == 2 and "bench latency" in out and "serve" not in out.split("usage")[1]
+    assert weft_here("bench", "--help")[0] == 0
+
+
+def test_what_is_slow_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = list(doctor.processor("flags\t\t: sse avx2 avx512f\n", 8, 0.1))
+    assert [f.level for f in fast] == ["ok"] and "avx512f" in fast[0].what
+    slow = list(doctor.processor("flags : sse\n", 2, 9.0))
+    assert [f.level for f in slow] == ["slow", "slow"] and all(f.why for f in slow)
+    assert doctor.memory(tmp_path / "none").level == "bad"
+    assert doctor.descriptors(128).level == "slow" and doctor.descriptors(2**20).level == "ok"
+    assert doctor.compiler("no-such-compiler").level == "slow"
+
+
+def test_the_tables_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "run weft tune" in doctor.table().why
+    from weft.place.cost import host_table
+
+    host_table().parent.mkdir(parents=True)
+    host_table().write_text("{")
+    assert doctor.table().level == "bad"
+    shipped = Path(doctor.__file__).parent.parent / "place" / "h200x4.json"
+    host_table().write_text(shipped.read_text())
+    assert doctor.table().level == "ok"
+    long_ago = time.time() - 40 * 86400
+    os.utime(host_table(), (long_ago, long_ago))
+    assert doctor.table().level == "slow"

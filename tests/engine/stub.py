@@ -51,11 +51,11 @@ class StubExecutor(Executor):
         raise AssertionError("a test waited too long")
 
     def step(self, step: Step, meanwhile: Callable[[], None] = lambda: None) -> list[Result]:
-        meanwhile()
         self._wait(self.world.go)
         self.world.steps.append(step)
         if self.world.fail(self, "before"):
             raise EngineError("rank 1 was killed by signal 9")
+        meanwhile()
         drawn = [device.run(rows) for device, rows in zip(self.devices, step.groups, strict=True)]
         if self.world.fail(self, "after"):
             raise EngineError("rank 2 was killed by signal 9")

@@ -133,6 +133,30 @@ def test_while_ranks_start_anew_requests_come_and_go(world: World) -> None:
         engine.check_idle()
 
 
+@pytest.mark.parametrize("borne", [True, False])
+def test_what_came_before_a_failure_is_heard_before_anything_else(world: World, borne: bool) -> None:
+    """Listeners hear of a step while the next one runs: also where that never does."""
+    with world.engine(max_restarts=int(borne)) as engine:
+        world.fail = lambda executor, when: when == "before" and len(world.steps) == 3
+        world.may_start.clear()
+        client = Client(engine)
+        client.ask([1, 2], 5)
+        client.ask([3, 4], 2)
+        if borne:
+            while engine.state != "restarting":
+                threading.Event().wait(0.01)
+            client.wait(1)
+            client.check_whole(1, 2)
+            assert client.tokens(0) == answer([1, 2], 5)[:2]
+            world.may_start.set()
+            client.wait(1)
+            client.check_whole(0, 5)
+        else:
+            client.wait(2)
+            client.check_whole(1, 2)
+            assert client.tokens(0) == answer([1, 2], 5)[:2] and client.last(0).finish_reason == "error"
+
+
 def test_an_engine_can_be_closed_while_its_ranks_start_anew(world: World) -> None:
     engine = world.engine()
     failed = threading.Event()

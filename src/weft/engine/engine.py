@@ -253,6 +253,7 @@ class Engine:
         A request's next token depends on these and its seed alone, so it goes on as if nothing had been. Whatever was
         under way is forgotten: a step counts only once its results have been taken. Raises where it fails too often.
         """
+        self._tell()
         while not self._closing.is_set():
             self._faults.add(one_line(error))
             log.error("%s; the ranks are started anew, %d requests wait", one_line(error), len(self._answers))
@@ -296,6 +297,7 @@ class Engine:
     def _leave(self) -> None:
         """Ends every request and runs what came until the end, so that everyone hears of it; then takes no more."""
         self._stopping = True
+        self._tell()
         if self.error is None:
             self._phase = "stopped"
         self._intake.refuse(self.error or "the engine is closed")

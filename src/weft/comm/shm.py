@@ -8,7 +8,7 @@ result does, are read where they are. Every rank gets the same bits, on every ru
 from __future__ import annotations
 
 import os
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -131,6 +131,7 @@ class ShmTransport(NamedCalls):
         self._plans: dict[tuple[Exchange, Ranks, Sizes], int] = {}
         self._all_reduces: dict[Ranks, int] = {}
         self._exchange, self._exchange_in_place = kernels.exchange, kernels.exchange_in_place
+        self._exchange_norm = kernels.exchange_norm
 
     @staticmethod
     def offers(exchange: Exchange, epilogue: bool = False) -> bool:
@@ -193,11 +194,7 @@ class ShmTransport(NamedCalls):
                 if not x.is_contiguous():  # which the kernel finds before it does anything
                     return self.exchange(x.contiguous(), exchange, group, sizes)
                 self._explain(error, exchange.kind, group)
-        residual, weight = _plain(epilogue.residual), _plain(epilogue.weight)
-        out: Tensor = self._call("exchange_norm", group, plan, _plain(x), residual, weight, epilogue.eps)
-        if epilogue.quantised is not None:
-            epilogue.quantised.fill(out[1])
-        return out
+        return self._normed(plan, x, epilogue, exchange.kind, group)
 
     def barrier(self, group: Ranks) -> None:
         place_in(group, self.rank)
@@ -205,10 +202,13 @@ class ShmTransport(NamedCalls):
 
     def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
         """Sum of every rank's x. Its plan is of any number of rows, so that the shortest calls look up least."""
-        if epilogue is not None or x.is_neg():
-            return super().all_reduce(x, group, epilogue)
+        plan = self._all_reduces.get(group) or self._prepare_all_reduce(group)
+        if x.is_neg():
+            x = _plain(x)
+        if epilogue is not None:
+            return self._normed(plan, x, epilogue, "all_reduce", group)
         try:
-            return self._exchange(self._handle, self._all_reduces.get(group) or self._prepare_all_reduce(group), x)
+            return self._exchange(self._handle, plan, x)
         except KernelError as error:
             if not x.is_contiguous():  # which the kernel finds before it does anything
                 return self.all_reduce(x.contiguous(), group)
@@ -223,6 +223,22 @@ class ShmTransport(NamedCalls):
             self._exchange_in_place(self._handle, plan, x)
         except KernelError as error:
             self._explain(error, "all_reduce_", group)
+
+    def _normed(self, plan: int, x: Tensor, epilogue: Epilogue, what: str, group: Ranks) -> Tensor:
+        """The call with its epilogue."""
+        residual, weight = epilogue.residual, epilogue.weight
+        if residual.is_neg() or weight.is_neg():
+            residual, weight = _plain(residual), _plain(weight)
+        try:
+            out = self._exchange_norm(self._handle, plan, x, residual, weight, epilogue.eps)
+        except KernelError as error:
+            if x.is_contiguous() and residual.is_contiguous() and weight.is_contiguous():
+                self._explain(error, what, group)
+            plain = replace(epilogue, residual=residual.contiguous(), weight=weight.contiguous())
+            return self._normed(plan, x.contiguous(), plain, what, group)
+        if epilogue.quantised is not None:
+            epilogue.quantised.fill(out[1])
+        return out
 
     def _prepare_all_reduce(self, group: Ranks) -> int:
         place_in(group, self.rank)

@@ -93,7 +93,6 @@ def test_blocks_do_not_overlap_and_the_warmest_is_taken_first(tmp_path: Path) ->
     tensors = [transport.empty(5000, like=like).fill_(i) for i in range(64)]
     assert all((t == i).all() for i, t in enumerate(tensors))
     assert all(t.data_ptr() % 64 == 0 for t in tensors), "streamed stores need it"
-    assert len({t.data_ptr() % 4096 for t in tensors}) == 64, "else they compete for the same sets of the cache"
     last = tensors.pop(20).data_ptr()
     assert transport.empty(1, like=like).data_ptr() == last
     transport.close()

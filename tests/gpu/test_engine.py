@@ -1,0 +1,74 @@
+"""The engine on GPUs: the embedded model's greedy answers on every layout that fits, by graphs and eagerly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.request import SamplingParams
+from weft.evals import word_problems
+from weft.place.spec import LayoutError
+
+GPUS = torch.cuda.device_count()
+LAYOUTS = {
+    "1x1": dict(),
+    "1x2": dict(attn_tp=2, ep=2),
+    "2x1": dict(attn_dp=2, ep=2),
+    "2x2": dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2),
+}
+PROBLEMS = word_problems.generate("heldout", 12, seed=7)
+GREEDY = SamplingParams(max_tokens=60, temperature=0.0)
+
+
+def answers(device: str, **options: Any) -> list[tuple[int, ...]]:
+    """The tokens of every problem: all at once, of prompts of several lengths, with ends at several steps."""
+    config = EngineConfig(dtype="float32", device=device, max_running=8, kv_tokens=4096, max_model_len=256, **options)
+    with Engine(config) as engine:
+        prompts = [
+            engine.tokenizer.apply_chat_template(
+                word_problems.prompt(p.question), add_generation_prompt=True, return_dict=False
+            )
+            for p in PROBLEMS
+        ]
+        found = [result.token_ids for result in engine.generate(prompts, GREEDY)]
+        engine.check_idle()
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[int, ...]]:
+    return answers("cpu")
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_greedy_answers_are_those_of_a_cpu(name: str, graphs: bool, expected: list[tuple[int, ...]]) -> None:
+    layout = LAYOUTS[name]
+    world = layout.get("attn_dp", 1) * layout.get("attn_tp", 1)
+    if world > GPUS:
+        pytest.skip(f"needs {world} GPUs; this machine has {GPUS}")
+    if not graphs and name not in ("1x1", "2x1"):
+        pytest.skip("eager steps run in two layouts, to save time")
+    assert answers("cuda", cuda_graphs=graphs, **layout) == expected
+
+
+def test_more_ranks_than_gpus_are_refused_in_one_line() -> None:
+    ranks = 8 if GPUS < 8 else 16
+    with pytest.raises(LayoutError, match=rf"the layout has {ranks} ranks, a GPU each, and this machine has {GPUS}"):
+        Engine(EngineConfig(device="cuda", attn_dp=ranks, ep=ranks))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (dict(device="cpu", transport="peer"), "transport peer is of GPUs"),
+        (dict(device="cpu", transport="nccl"), "transport nccl is of GPUs"),
+    ],
+)
+def test_a_transport_of_the_other_kind_of_device_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        Engine(EngineConfig(**options))

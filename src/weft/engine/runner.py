@@ -96,8 +96,6 @@ class ModelRunner:
         self._steps: Counter[Counts] = Counter()  # walked since the totals were last worked out
         self._replays: Counter[Counts] = Counter()  # the same of graphs
         self._walks = 0
-        self.replayed = 0
-        """Steps that replayed a graph; the others ran eagerly."""
 
     @torch.inference_mode()
     def forward(self, batch: Batch, counts: Counts) -> Tensor:
@@ -158,7 +156,6 @@ class ModelRunner:
         and sampled. Such a step replays a graph, where one was captured that fits; the next then overwrites its logits.
         """
         if decodes and self._graphs is not None and self._graphs.fits(counts):
-            self.replayed += 1
             self._replays[counts] += 1
             return self._graphs.replay(tokens, seqs, counts)
         device = self.model.embed.weight.device

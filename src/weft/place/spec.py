@@ -197,10 +197,6 @@ class Mesh:
         n = counts[self.group_of(rank)]
         return n if rows is Rows.GROUP else (n + self.attn_tp - 1 - rank % self.attn_tp) // self.attn_tp
 
-    def segment_sizes(self, rows: Rows, group: str, rank: int, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Rows of each peer in `group`, in rank order: the segment sizes of a gather to, or scatter from, them."""
-        return tuple(self.row_count(rows, r, counts) for r in self.peers(group, rank))
-
 
 @cache
 def layouts(max_world: int) -> tuple[Mesh, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -233,6 +234,28 @@ def test_bad_layouts_say_what_to_change() -> None:
         Mesh(2, 2, 3, 1)
     with pytest.raises(LayoutError, match="ep is 0"):
         Mesh(ep=0)
+    with pytest.raises(LayoutError, match="dcp=3 does not divide attn_tp=8; nearest that do: 2 and 4"):
+        Mesh(1, 8, 8, 1, dcp=3)
+    with pytest.raises(LayoutError, match=r"dcp=5 does not divide attn_tp=2; nearest that do: 2$"):
+        Mesh(2, 2, 2, 2, dcp=5)
+
+
+def test_dcp_groups_are_neighbours_within_attn_tp() -> None:
+    mesh = Mesh(2, 4, 8, 1, dcp=2)
+    assert mesh.partitions["dcp"] == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert mesh.canonical("dcp") == "dcp" and mesh.peers("dcp", 5) == (4, 5) and (4, 5) in mesh.groups
+    assert Mesh(2, 4, 8, 1, dcp=4).canonical("dcp") == "attn_tp"
+    assert str(mesh).endswith(" dcp=2")
+
+
+@pytest.mark.parametrize("mesh", layouts(8), ids=str)
+def test_without_dcp_nothing_is_different(mesh: Mesh) -> None:
+    others = {group for name in GROUP_NAMES if name != "dcp" for group in mesh.partitions[name]}
+    assert mesh.canonical("dcp") is None and "dcp" not in str(mesh)
+    assert mesh.groups[0] == tuple(range(mesh.world)) and sorted(mesh.groups) == sorted(others)
+    for dcp in (n for n in range(2, mesh.attn_tp + 1) if mesh.attn_tp % n == 0):
+        split = replace(mesh, dcp=dcp)
+        assert legal_edges(split) == legal_edges(mesh) and set(split.groups) == others | set(split.partitions["dcp"])
 
 
 def test_bytes_are_those_of_the_bandwidth_optimal_algorithms() -> None:

@@ -40,7 +40,7 @@ from weft.comm.transport import (
 )
 from weft.kernels.build import KernelError, cuda_kernels
 from weft.place.exchange import Exchange, result_rows
-from weft.place.spec import GROUP_NAMES, Mesh
+from weft.place.spec import Mesh
 
 MAX_BYTES = 8 << 20
 """Of a call's largest tensor, unless told otherwise."""
@@ -118,8 +118,7 @@ class PeerTransport(NamedCalls):
         if mesh.world > MAX_RANKS:
             raise CommError(f"peer takes at most {MAX_RANKS} ranks, not {mesh.world}")
         self.rank, self.device, self.world = rank, device, tuple(range(mesh.world))
-        partitions = dict.fromkeys([(self.world,), *(mesh.partitions[name] for name in GROUP_NAMES)])
-        groups = [next(g for g in partition if rank in g) for partition in partitions]  # on every rank in this order
+        groups = [g for g in mesh.groups if rank in g]  # of every rank as many, in the same order
         self._ids = {g: i for i, g in reversed([*enumerate(groups)])}
         self._tuning, self._timeout_s = tuning or PeerTuning(), timeout_s
         self._calls: dict[tuple[object, ...], tuple[Request, int]] = {}

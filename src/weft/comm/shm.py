@@ -28,7 +28,7 @@ from weft.comm.transport import (
 )
 from weft.kernels.build import KernelError, KernelPeerLost, KernelTimeout, cpu_kernels
 from weft.place.exchange import Exchange, parts
-from weft.place.spec import GROUP_NAMES, Mesh
+from weft.place.spec import Mesh
 
 MAX_RANKS = 16
 MAX_PLANS = 4096
@@ -86,8 +86,7 @@ class ShmTransport(NamedCalls):
             raise CommError(f"shm takes at most {MAX_RANKS} ranks, not {mesh.world}")
         self.rank, self._world = rank, tuple(range(mesh.world))
         self.max_bytes: int | None = block_bytes // 2  # an epilogue's result holds the residual and its norm
-        every = dict.fromkeys(p for name in GROUP_NAMES for p in mesh.partitions[name])
-        groups = [self._world, *(g for g in every if g != self._world)]
+        groups = mesh.groups
         self._ids = {g: i for i, g in enumerate(groups)}
         self._timeout_s = timeout_s
         self._kernels = kernels = cpu_kernels()

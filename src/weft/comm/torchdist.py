@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.comm.transport import CommError, Epilogue, NamedCalls, Ranks, Sizes, check_call
 from weft.place.exchange import Exchange, Part, in_two_steps, parts
-from weft.place.spec import GROUP_NAMES, Mesh
+from weft.place.spec import Mesh
 
 NCCL_CALLS = ("all_reduce", "reduce_scatterv", "all_gatherv", "all_to_allv")
 """What NCCL has a call of its own for."""
@@ -57,7 +57,7 @@ class TorchDistTransport(NamedCalls):
         timeout = datetime.timedelta(seconds=timeout_s)
         try:
             dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=mesh.world, timeout=timeout)
-            for ranks in dict.fromkeys(p for name in GROUP_NAMES for p in mesh.partitions[name]):
+            for ranks in mesh.groups:
                 if len(ranks) > 1:
                     self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         except (RuntimeError, ValueError) as error:

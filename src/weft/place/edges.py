@@ -74,7 +74,8 @@ def legal_edges(mesh: Mesh) -> dict[Placement, tuple[Edge, ...]]:
     """Every legal edge of the mesh, by the placement it starts from."""
     # Which group joins the rows of one kind into the rows of the next: gathers walk it up, scatters walk it down.
     joins = [(Rows.OWN, Rows.GROUP, "attn_tp"), (Rows.GROUP, Rows.WORLD, "attn_dp"), (Rows.OWN, Rows.WORLD, "world")]
-    debts = [None, *sorted({g for n in GROUP_NAMES if (g := mesh.canonical(n))})]
+    # Hidden states owe no sum over dcp: its ranks hold the same heads' outputs over parts of the keys (weft.dcp.merge).
+    debts = [None, *sorted({g for n in GROUP_NAMES if n != "dcp" and (g := mesh.canonical(n))})]
     found: dict[Placement, dict[Edge, None]] = {}
 
     def edge(step: Exchange | None, group: str | None, src: Placement | None, dst: Placement | None) -> None:

@@ -1,6 +1,8 @@
 """What a hidden state holds and what it still owes.
 
 A `Mesh` lays N ranks out twice: for attention (`attn_dp × attn_tp`) and for the mixture of experts (`ep × moe_tp`).
+Inside attn_tp, `dcp` neighbouring ranks may share their heads and split the cached tokens between them (decode context
+parallelism).
 A `Placement` is the type of a hidden state on that mesh. All is normalised, so that placements that mean the
 same compare equal: a group of one rank is `None`, and two names of the same partition of the ranks are one name.
 """
@@ -11,7 +13,7 @@ import enum
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-GROUP_NAMES = ("world", "attn_tp", "attn_dp", "moe_tp", "ep")
+GROUP_NAMES = ("world", "attn_tp", "attn_dp", "moe_tp", "ep", "dcp")
 """Names of rank groups; where two name the same partition, the one further left is the canonical one."""
 
 Partition = tuple[tuple[int, ...], ...]
@@ -60,17 +62,19 @@ class Placement:
 class Mesh:
     """A layout of N = attn_dp·attn_tp = ep·moe_tp ranks.
 
-    Rank r is place `r % attn_tp` of DP group `r // attn_tp`, and place `r % moe_tp` of expert group `r // moe_tp`.
-    Raises LayoutError where the two views differ in size.
+    Rank r is place `r % attn_tp` of DP group `r // attn_tp`, place `r % moe_tp` of expert group `r // moe_tp`, and
+    place `r % dcp` of the `dcp` neighbours that hold a share of the same cached tokens each. Raises LayoutError where
+    the two views differ in size, or dcp does not divide attn_tp.
     """
 
     attn_dp: int = 1
     attn_tp: int = 1
     ep: int = 1
     moe_tp: int = 1
+    dcp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("attn_dp", "attn_tp", "ep", "moe_tp"):
+        for name in ("attn_dp", "attn_tp", "ep", "moe_tp", "dcp"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if self.attn_dp * self.attn_tp != self.ep * self.moe_tp:
@@ -78,9 +82,15 @@ class Mesh:
                 f"attn_dp × attn_tp = {self.attn_dp}×{self.attn_tp} = {self.attn_dp * self.attn_tp} ranks, but "
                 f"ep × moe_tp = {self.ep}×{self.moe_tp} = {self.ep * self.moe_tp}; both must be the number of ranks"
             )
+        if self.attn_tp % self.dcp:
+            divisors = [n for n in range(1, self.attn_tp + 1) if self.attn_tp % n == 0]
+            below, above = (max(n for n in divisors if n < self.dcp), [n for n in divisors if n > self.dcp][:1])
+            legal = " and ".join(map(str, [below, *above]))
+            raise LayoutError(f"dcp={self.dcp} does not divide attn_tp={self.attn_tp}; nearest that do: {legal}")
 
     def __str__(self) -> str:
-        return f"attn_dp={self.attn_dp} attn_tp={self.attn_tp} ep={self.ep} moe_tp={self.moe_tp}"
+        dcp = f" dcp={self.dcp}" if self.dcp > 1 else ""
+        return f"attn_dp={self.attn_dp} attn_tp={self.attn_tp} ep={self.ep} moe_tp={self.moe_tp}{dcp}"
 
     @property
     def world(self) -> int:
@@ -114,7 +124,14 @@ class Mesh:
             "attn_dp": strided(self.attn_tp),
             "moe_tp": blocks(self.moe_tp),
             "ep": strided(self.moe_tp),
+            "dcp": blocks(self.dcp),
         }
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Every group that may communicate, once, the world first. With dcp = 1 there are none of dcp."""
+        names = [name for name in GROUP_NAMES if name != "dcp" or self.dcp > 1]
+        return tuple(dict.fromkeys(group for name in names for group in self.partitions[name]))
 
     @cached_property
     def _canonical(self) -> dict[str, str | None]:

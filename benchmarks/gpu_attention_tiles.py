@@ -34,7 +34,7 @@ def tiles(latent: bool) -> list[Tile]:
         cuts = itertools.product((16,), (16, 32, 64), (4, 8), (2, 3, 4), (132, 264, 528, 1056))
     else:
         cuts = itertools.product((16,), (32, 64, 128), (2, 4, 8), (2, 3, 4), tuple(132 * n for n in (3, 4, 6, 8, 16)))
-    row = 2 * (1088 if latent else 2 * HEAD_DIM)  # bytes of a token's key and value in a stage
+    row = 2 * (576 if latent else 2 * HEAD_DIM)  # bytes of a token's key and value in a stage
     return [t for t in itertools.starmap(Tile, cuts) if t.tokens * row * (t.stages - 1) + (20 << 10) <= 227 << 10]
 
 

@@ -83,6 +83,7 @@ def _attend_splits(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     REST: tl.constexpr,
+    LATENT: tl.constexpr,
     TABLE: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -131,8 +132,12 @@ def _attend_splits(
         slot = _slots(row_pages, start + tl.arange(0, BLOCK_N), end, PAGE)
         for first in range(start, end, BLOCK_N):
             seen = first + tl.arange(0, BLOCK_N) < end
-            k = tl.load(k_at + slot[None, :] * k_slot + d[:, None], mask=seen[None, :] & (d < D)[:, None], other=0.0)
             v = tl.load(v_at + slot[:, None] * v_slot + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
+            if LATENT:
+                k = tl.trans(v)
+            else:
+                k_to = k_at + slot[None, :] * k_slot + d[:, None]
+                k = tl.load(k_to, mask=seen[None, :] & (d < D)[:, None], other=0.0)
             score = tl.dot(main, k, input_precision="ieee")
             if REST > 0:
                 k_rest = tl.load(
@@ -317,6 +322,7 @@ def _launch(
         GROUP=group,
         D=d,
         REST=rest,
+        LATENT=keys is values,
         TABLE=table is not None,
         PAGE=page_size,
         WINDOW=window or 0,

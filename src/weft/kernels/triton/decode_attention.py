@@ -206,7 +206,7 @@ def tile_of(head_dim: int, group: int) -> Tile:
         return Tile(heads, 64, 4, 3, 132 * 3)
     if head_dim <= 256:
         return Tile(min(heads, 32), 32, 4, 3, 132 * 3)
-    return Tile(16, 32, 8, 3, 132)
+    return Tile(16, 32, 4, 3, 264)
 
 
 def decode_attention(

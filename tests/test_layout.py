@@ -13,6 +13,7 @@ ORDER = (
     "place",
     "kernels",
     "comm",
+    "dcp",
     "hidden",
     "stream",
     "kv",

@@ -22,8 +22,9 @@ from typing import Any
 
 import tyro
 
+from weft.bench.answer import LoadError
 from weft.bench.host import describe_host
-from weft.bench.load import Load, LoadError, ask, questions
+from weft.bench.load import Load, ask, questions
 from weft.bench.served import Served
 
 SAMPLE_S = 5.0

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from weft.bench.answer import LoadError
 from weft.bench.chaos import Chaos
-from weft.bench.load import LoadError, ask, questions
+from weft.bench.load import ask, questions
 from weft.cli.main import main
 
 

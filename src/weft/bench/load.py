@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weft.bench.answer import LoadError, Streamed
+
 TIMEOUT_S = 300.0
 """Without a byte for so long, an answer hangs."""
 
@@ -43,10 +45,6 @@ def questions(count: int, tokens: int, seed: int) -> list[Question]:
     return made
 
 
-class LoadError(Exception):
-    """An answer that ended before its end: the text says how."""
-
-
 def ask(port: int, model: str, question: Question, gaps: list[float] | None = None) -> str:
     """The streamed answer. gaps: takes the longest pause between two pieces of it, in seconds.
 
@@ -59,24 +57,17 @@ def ask(port: int, model: str, question: Question, gaps: list[float] | None = No
         response = connection.getresponse()
         if response.status != 200:
             raise LoadError(f"status {response.status}: {response.read(500)!r}")
-        text, reason, last, longest = "", None, time.monotonic(), 0.0
+        answer, last, longest = Streamed(), time.monotonic(), 0.0
         for line in response:
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
-            data = line.decode().strip().removeprefix("data: ")
-            if data == "[DONE]":
-                if reason != "length":
-                    raise LoadError(f"it ended with finish_reason {reason!r}")
-                if gaps is not None:
-                    gaps.append(longest)
-                return text
-            if data:
-                event = json.loads(data)
-                if "error" in event:
-                    raise LoadError(f"error event: {event['error']}")
-                for choice in event["choices"]:
-                    text += choice["text"]
-                    reason = choice["finish_reason"] or reason
-        raise LoadError("the stream ended without [DONE]")
+            answer.take(line, last)
+        if not answer.done:
+            raise LoadError("the stream ended without [DONE]")
+        if answer.reason != "length":
+            raise LoadError(f"it ended with finish_reason {answer.reason!r}")
+        if gaps is not None:
+            gaps.append(longest)
+        return answer.text
     finally:
         connection.close()
 

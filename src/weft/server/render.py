@@ -55,7 +55,8 @@ class Completion:
         return self._body(index, choice.text, choice.logprobs, choice.prompt_logprobs, choice.last, True)
 
     def chunks(self, index: int, output: Output, begins: bool) -> Iterator[dict[str, Any]]:
-        if output.text or output.logprobs or output.finish_reason or (begins and self._echoed):
+        # A token whose text is not whole yet has its event too, as in vLLM: clients that measure count events.
+        if output.token_ids or output.text or output.finish_reason or (begins and self._echoed):
             yield self._body(index, output.text, output.logprobs, output.prompt_logprobs, output, begins)
 
     def _body(

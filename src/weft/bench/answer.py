@@ -1,0 +1,55 @@
+"""An answer as an OpenAI-compatible server streams it: its text, its token counts, and when each piece came."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+
+class LoadError(Exception):
+    """An answer that ended before its end: the text says how."""
+
+
+@dataclass
+class Streamed:
+    """What has come so far of one completion or chat.
+
+    times: of each piece, on the clock of who reads: an event that brings tokens, though their text may still be empty.
+    reason: the finish_reason. prompt_tokens, completion_tokens: the usage, where the server tells it. done: the stream
+    has ended as it must, with [DONE].
+    """
+
+    text: str = ""
+    times: list[float] = field(default_factory=list)
+    reason: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    done: bool = False
+
+    def take(self, line: bytes, now: float) -> None:
+        """Takes a line of server-sent events. Raises LoadError for an error event, and for what is none at all."""
+        if not line.startswith(b"data:"):
+            return
+        data = line[len(b"data:") :].strip()
+        if data == b"[DONE]":
+            self.done = True
+            return
+        try:
+            event = json.loads(data)
+        except ValueError:
+            raise LoadError(f"not JSON: {data[:200]!r}") from None
+        if "error" in event:
+            raise LoadError(f"error event: {event['error']}")
+        if usage := event.get("usage"):
+            self.prompt_tokens, self.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        for choice in event.get("choices") or ():
+            if "delta" in choice:  # a chat begins with an event that names the role and brings no token
+                text = choice["delta"].get("content") or choice["delta"].get("reasoning_content") or ""
+                piece = bool(text)
+            else:
+                text = choice.get("text") or ""
+                piece = bool(text) or not choice.get("finish_reason")
+            self.text += text
+            self.reason = choice.get("finish_reason") or self.reason
+            if piece:
+                self.times.append(now)

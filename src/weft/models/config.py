@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -83,10 +83,11 @@ class ModelConfig(ABC):
     """What every family has; each adds its own fields.
 
     family: the model type that the registry knows it by. Widths in elements. max_position: tokens of a sequence, at
-    most. dtype: the checkpoint's. rope: what turns queries and keys. storage: of the weights; they are computed with
-    dequantised.
+    most. dtype: the checkpoint's. rope: what turns queries and keys, where a layer says nothing else. storage: of the
+    weights; they are computed with dequantised. norms_less_one: norms store their weights' difference from one.
     """
 
+    norms_less_one: ClassVar[bool] = False
     family: str
     vocab_size: int
     hidden_size: int
@@ -108,11 +109,17 @@ class ModelConfig(ABC):
 
 
 def common_fields(
-    fields: Fields, head_dim: int, rope_dim: int | None = None, interleaved: bool = False
+    fields: Fields,
+    head_dim: int,
+    rope_dim: int | None = None,
+    interleaved: bool = False,
+    rope: Rope | None = None,
+    eps: float | None = None,
 ) -> dict[str, Any]:
     """ModelConfig's own fields. rope_dim: how many of a head's elements are turned, if not all; interleaved: as `Rope`.
 
-    Raises ModelError.
+    rope: where the family has read it otherwise than from `rope_parameters`. eps: of the norms, where a config may
+    leave it out. Raises ModelError.
     """
     fields.only("hidden_act", "silu")
     fields.only("is_encoder_decoder", False)
@@ -131,11 +138,11 @@ def common_fields(
         num_kv_heads=fields.get("num_key_value_heads", fields.need("num_attention_heads")),
         head_dim=head_dim,
         max_position=max_position,
-        rms_norm_eps=fields.need("rms_norm_eps"),
+        rms_norm_eps=fields.need("rms_norm_eps") if eps is None else fields.get("rms_norm_eps", eps),
         tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
         eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
         dtype=dtype,
-        rope=_rope(fields, rope_dim or head_dim, max_position, interleaved),
+        rope=rope or rope_of(fields.need("rope_parameters"), rope_dim or head_dim, max_position, interleaved),
         storage=_storage(fields),
     )
 
@@ -158,8 +165,8 @@ def _storage(fields: Fields) -> Storage:
     return Storage(float8_block=(block[0], block[1]))
 
 
-def _rope(fields: Fields, dim: int, max_position: int, interleaved: bool) -> Rope:
-    parameters = dict(fields.need("rope_parameters"))
+def rope_of(parameters: Mapping[str, Any], dim: int, max_position: int, interleaved: bool = False) -> Rope:
+    """Checks parameters as transformers names them. dim: elements of a head that are turned. Raises ModelError."""
     kind = parameters.get("rope_type", "default")
     if kind not in ROPES:
         raise ModelError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPES)}")

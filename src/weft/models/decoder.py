@@ -12,7 +12,7 @@ from weft.attention.caches import Caches
 from weft.hidden import Hidden
 from weft.models.config import ModelConfig
 from weft.models.layers import Builder, Embedding, Layer, Linear, RMSNorm
-from weft.models.rotary import Rotary, RotaryTable
+from weft.models.rotary import Rope, Rotary, RotaryTable
 from weft.place.spec import PlacementError
 from weft.stream import GROUP, WORLD, Stream, TraceStream
 
@@ -20,14 +20,16 @@ from weft.stream import GROUP, WORLD, Stream, TraceStream
 class DecoderLayer(Layer):
     """Attention on the DP group's tokens, then experts (or an MLP) on everyone's.
 
-    attention: (Hidden, RotaryTable, Caches) → Hidden; mlp: Hidden → Hidden.
+    attention: (Hidden, RotaryTable, Caches) → Hidden; mlp: Hidden → Hidden. rope: which of the decoder's turns its
+    queries and keys.
     """
 
-    def __init__(self, b: Builder, path: str, c: ModelConfig, attention: Layer, mlp: Layer):
+    def __init__(self, b: Builder, path: str, c: ModelConfig, attention: Layer, mlp: Layer, rope: int = 0):
         super().__init__(path)
-        self.input_norm = RMSNorm(b, f"{path}.input_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.rope = rope
+        self.input_norm = _norm(b, f"{path}.input_layernorm", c)
         self.attention = attention
-        self.post_norm = RMSNorm(b, f"{path}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
+        self.post_norm = _norm(b, f"{path}.post_attention_layernorm", c)
         self.mlp = mlp
 
     def forward(self, stream: Stream | TraceStream, rotary: RotaryTable, caches: Caches) -> None:
@@ -36,26 +38,33 @@ class DecoderLayer(Layer):
 
 
 class Decoder(Layer):
-    """The decoder and its head. forward gives float32 logits `[S, vocabulary]` of the batch's sampled rows."""
+    """The decoder and its head. forward gives float32 logits `[S, vocabulary]` of the batch's sampled rows.
 
-    def __init__(self, b: Builder, c: ModelConfig, layers: Sequence[DecoderLayer]):
+    ropes: that layers choose from by number; left out, the config's alone.
+    """
+
+    def __init__(self, b: Builder, c: ModelConfig, layers: Sequence[DecoderLayer], ropes: Sequence[Rope] = ()):
         super().__init__("model")
         self.config = c
         self.embed = Embedding(b, "model.embed_tokens", c.vocab_size, c.hidden_size)
-        self.rotary = Rotary(c.rope, b.device)
-        self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(b, "model.norm", c.hidden_size, c.rms_norm_eps)
+        self.rotaries = nn.ModuleList(Rotary(rope, b.device) for rope in ropes or [c.rope])
+        self.layers, self._rope_of_layer = nn.ModuleList(layers), [layer.rope for layer in layers]
+        self.norm = _norm(b, "model.norm", c)
         self.head = None if c.tie_embeddings else Linear(b, "lm_head", c.hidden_size, c.vocab_size)
 
     def forward(self, stream: Stream | TraceStream, batch: Batch, caches: Caches) -> Tensor:
         hidden = self.embed(batch.tokens)
-        rotary = self.rotary(batch.positions, hidden.value.dtype)
+        tables = [rotary(batch.positions, hidden.value.dtype) for rotary in self.rotaries]
         stream.add(hidden)
-        for layer in self.layers:
-            layer(stream, rotary, caches)
+        for layer, rope in zip(self.layers, self._rope_of_layer, strict=True):
+            layer(stream, tables[rope], caches)
         rows = stream.read(self.norm, rows=GROUP).require_complete("lm_head")[batch.sample_rows]
         weight = self.embed.weight if self.head is None else self.head.weight
         return torch.nn.functional.linear(rows, weight).float()
+
+
+def _norm(b: Builder, path: str, c: ModelConfig) -> RMSNorm:
+    return RMSNorm(b, path, c.hidden_size, c.rms_norm_eps, c.norms_less_one)
 
 
 def on_group_rows(path: str, x: Hidden) -> None:

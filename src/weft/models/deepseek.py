@@ -13,7 +13,7 @@ from weft.kv.spec import Latent
 from weft.models.config import Fields, ModelConfig, common_fields
 from weft.models.decoder import Decoder, DecoderLayer, on_group_rows
 from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Linear, Out, RMSNorm, RowLinear
-from weft.models.moe import GatedMLP, SparseMoE
+from weft.models.moe import GatedMLP, SparseMoE, Stored
 from weft.models.rotary import RotaryTable
 from weft.models.routing import Routing
 from weft.models.source import Source
@@ -147,7 +147,7 @@ def _layer(b: Builder, path: str, c: DeepseekConfig, index: int) -> DecoderLayer
             inner=c.moe_intermediate_size,
             routing=c.routing,
             shared=c.shared_size,
-            shared_name="shared_experts",
-            gated=False,
+            shared_gate=False,
+            stored=Stored(shared="shared_experts"),
         )
     return DecoderLayer(b, path, c, LatentAttention(b, f"{path}.self_attn", c), mlp)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from weft.hidden import Hidden
 from weft.kernels.plain import rms_norm
-from weft.models.source import Source
+from weft.models.source import LessOne, Source, View
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
 
 
@@ -94,12 +94,16 @@ class Linear(Layer):
 
 @dataclass(frozen=True, slots=True)
 class Out:
-    """One of a ColumnLinear's outputs: checkpoint prefix, features, and the unit that is never cut (a head)."""
+    """One of a ColumnLinear's outputs: checkpoint prefix, features, and the unit that is never cut (a head).
+
+    views: from the weight to how it is stored.
+    """
 
     name: str
     features: int
     unit: int = 1
     replicate: bool = False
+    views: tuple[View, ...] = ()
 
 
 class ColumnLinear(Layer):
@@ -122,9 +126,9 @@ class ColumnLinear(Layer):
         start = 0
         for out, share, size in zip(outs, shares, self.sizes, strict=True):
             at = (slice(start, start + size),)
-            self.sources["weight"].append(Source(f"{out.name}.weight", (out.features, inputs), (share,), at))
+            self.sources["weight"].append(Source(f"{out.name}.weight", (out.features, inputs), (share,), at, out.views))
             if bias:
-                self.sources["bias"].append(Source(f"{out.name}.bias", (out.features,), (share,), at))
+                self.sources["bias"].append(Source(f"{out.name}.bias", (out.features,), (share,), at, out.views))
             start += size
 
     def forward(self, x: Hidden) -> Hidden:
@@ -167,13 +171,16 @@ class RowLinear(Layer):
 
 
 class RMSNorm(Layer):
-    """`weft.kernels.plain.rms_norm` over all features of hidden states; split features or a debt are refused."""
+    """`weft.kernels.plain.rms_norm` over all features of hidden states; split features or a debt are refused.
 
-    def __init__(self, b: Builder, path: str, width: int, eps: float):
+    less_one: checkpoints store the weight's difference from one.
+    """
+
+    def __init__(self, b: Builder, path: str, width: int, eps: float, less_one: bool = False):
         super().__init__(path)
         self.eps = eps
         self.weight = b.empty(width)
-        self.sources["weight"] = [Source(f"{path}.weight", (width,), (slice(None),))]
+        self.sources["weight"] = [_norm_source(path, width, less_one)]
 
     def forward(self, x: Hidden) -> Hidden:
         return x.rowwise(lambda rows: rms_norm(rows, self.weight, self.eps), self.path)
@@ -182,14 +189,18 @@ class RMSNorm(Layer):
 class HeadNorm(Layer):
     """The same of plain queries or keys `[T, heads, head_dim]`, head by head: a head is whole where it is held."""
 
-    def __init__(self, b: Builder, path: str, head_dim: int, eps: float):
+    def __init__(self, b: Builder, path: str, head_dim: int, eps: float, less_one: bool = False):
         super().__init__(path)
         self.eps = eps
         self.weight = b.empty(head_dim)
-        self.sources["weight"] = [Source(f"{path}.weight", (head_dim,), (slice(None),))]
+        self.sources["weight"] = [_norm_source(path, head_dim, less_one)]
 
     def forward(self, heads: Tensor) -> Tensor:
         return rms_norm(heads, self.weight, self.eps)
+
+
+def _norm_source(path: str, width: int, less_one: bool) -> Source:
+    return Source(f"{path}.weight", (width,), (slice(None),), views=(LessOne(),) if less_one else ())
 
 
 class Embedding(Layer):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,27 +17,53 @@ from weft.models.source import Source
 from weft.place.spec import LayoutError, PlacementError, Rows
 
 
-class GatedMLP(Layer):
-    """down(silu(gate(x)) · up(x)), features split over the whole world; owes a sum over it."""
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where checkpoints keep the weights of a mixture of experts, behind its path.
 
-    def __init__(self, b: Builder, path: str, width: int, inner: int):
+    bias: of the router; left out, `e_score_correction_bias` behind it. form: of the experts' weights, a tensor for each
+    expert and projection ("each"), one for each projection of all experts ("stacked"), or these with gate and up in one
+    ("fused").
+    """
+
+    router: str = "gate"
+    bias: str = ""
+    experts: str = "experts"
+    form: Literal["each", "stacked", "fused"] = "each"
+    shared: str = "shared_expert"
+
+
+class GatedMLP(Layer):
+    """down(silu(gate(x)) · up(x)), features split over the whole world; owes a sum over it. limit: see `gated`."""
+
+    def __init__(self, b: Builder, path: str, width: int, inner: int, limit: float | None = None):
         super().__init__(path)
+        self.limit = limit
         outs = [Out(f"{path}.gate_proj", inner), Out(f"{path}.up_proj", inner)]
         self.gate_up = ColumnLinear(b, f"{path}.gate_up", width, outs, over="world")
         self.down = RowLinear(b, f"{path}.down_proj", inner, width, over="world")
 
     def forward(self, x: Hidden) -> Hidden:
-        return self.down(self.gate_up(x).elementwise(_silu_and_multiply, self.path))
+        return self.down(self.gate_up(x).elementwise(partial(gated, limit=self.limit), self.path))
 
 
 class Experts(Layer):
     """Routed experts: whole experts over `ep`, their inner features over `moe_tp`; owes a sum over both, the world.
 
-    x: complete `[T, width]`; probability `[T, k]` and expert int64 `[T, k]` from the router. Building raises
-    LayoutError where the split leaves sizes that torch's grouped product does not take.
+    x: complete `[T, width]`; probability `[T, k]` and expert int64 `[T, k]` from the router. form: as `Stored`; limit:
+    see `gated`. Building raises LayoutError where the split leaves sizes that torch's grouped product does not take.
     """
 
-    def __init__(self, b: Builder, path: str, experts: int, width: int, inner: int):
+    def __init__(
+        self,
+        b: Builder,
+        path: str,
+        experts: int,
+        width: int,
+        inner: int,
+        form: Literal["each", "stacked", "fused"] = "each",
+        limit: float | None = None,
+    ):
         super().__init__(path)
         mine = b.share(f"{path} (experts)", experts, "ep")
         cut = b.share(f"{path} (inner features)", inner, "moe_tp")
@@ -43,22 +73,15 @@ class Experts(Layer):
                 f"{path}: {size} inner features a rank and {width} wide, but grouped products on GPUs take multiples "
                 f"of {step}; choose a smaller moe_tp"
             )
-        self.first, self.workspace = mine.start, b.workspace
+        self.first, self.workspace, self.limit = mine.start, b.workspace, limit
         self.gate_up = b.empty(mine.stop - mine.start, 2 * size, width)
         self.down = b.empty(mine.stop - mine.start, width, size)
-        self.sources = {"gate_up": [], "down": []}
-        for i, e in enumerate(range(mine.start, mine.stop)):
-            name, column = f"{path}.{e}", (inner, width)
-            self.sources["gate_up"] += [
-                Source(f"{name}.gate_proj.weight", column, (cut,), (i, slice(0, size))),
-                Source(f"{name}.up_proj.weight", column, (cut,), (i, slice(size, 2 * size))),
-            ]
-            self.sources["down"].append(Source(f"{name}.down_proj.weight", (width, inner), (slice(None), cut), (i,)))
+        self.sources = _expert_sources(path, form, experts, width, inner, mine, cut)
 
     def forward(self, x: Hidden, probability: Tensor, expert: Tensor) -> Hidden:
         value = self._world_rows(x)
         out = self.workspace(*value.shape, like=value)
-        routed(value, probability, expert - self.first, self.gate_up, self.down, out)
+        routed(value, probability, expert - self.first, self.gate_up, self.down, out, self.limit)
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
     def on_gpu(self, x: Hidden, router: Router) -> Hidden:
@@ -82,7 +105,8 @@ class Experts(Layer):
             expert = (expert - self.first).int()
             here = (expert >= 0) & (expert < held) & (torch.arange(rows, device=value.device)[:, None] < live)
             routing = route.sort_pairs(weight.float(), expert.where(here, -1), held, tile_rows)
-        out = moe.experts(value, routing, self.gate_up, self.down, self.workspace(*value.shape, like=value))
+        out = self.workspace(*value.shape, like=value)
+        moe.experts(value, routing, self.gate_up, self.down, out, limit=self.limit)
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
     def _world_rows(self, x: Hidden) -> Tensor:
@@ -94,12 +118,48 @@ class Experts(Layer):
         return value
 
 
-def routed(x: Tensor, probability: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor, out: Tensor) -> None:
+def _expert_sources(
+    path: str, form: str, experts: int, width: int, inner: int, mine: slice, cut: slice
+) -> dict[str, list[Source]]:
+    """Of the experts `mine` and of their inner features `cut`: `gate_up`, gate's rows first, and `down`."""
+    size = cut.stop - cut.start
+    gate, up, every = slice(0, size), slice(size, 2 * size), slice(None)
+    if form == "each":
+        shape, sources = (inner, width), dict[str, list[Source]](gate_up=[], down=[])
+        for i, e in enumerate(range(mine.start, mine.stop)):
+            name = f"{path}.{e}"
+            sources["gate_up"] += [
+                Source(f"{name}.gate_proj.weight", shape, (cut,), (i, gate)),
+                Source(f"{name}.up_proj.weight", shape, (cut,), (i, up)),
+            ]
+            sources["down"].append(Source(f"{name}.down_proj.weight", (width, inner), (every, cut), (i,)))
+        return sources
+    end, fused = (".weight", False) if form == "stacked" else ("", True)
+    rows, gate_name, up_name = (2 * inner, "gate_up", "gate_up") if fused else (inner, "gate", "up")
+    below = slice(inner + cut.start, inner + cut.stop) if fused else cut
+    return {
+        "gate_up": [
+            Source(f"{path}.{gate_name}_proj{end}", (experts, rows, width), (mine, cut), (every, gate)),
+            Source(f"{path}.{up_name}_proj{end}", (experts, rows, width), (mine, below), (every, up)),
+        ],
+        "down": [Source(f"{path}.down_proj{end}", (experts, width, inner), (mine, every, cut))],
+    }
+
+
+def routed(
+    x: Tensor,
+    probability: Tensor,
+    expert: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    out: Tensor,
+    limit: float | None = None,
+) -> None:
     """Σ over a token's experts that are here of probability · down(silu(gate(x)) · up(x)), on CPUs.
 
     x `[T, width]`; probability `[T, k]`; expert `[T, k]`, where an index outside `[0, E)` is an expert held elsewhere;
-    gate_up `[E, 2·inner, width]`; down `[E, width, inner]`. Fills out `[T, width]`, zero where no expert is here. Two
-    products for each expert that has a row: torch's grouped product is on CPUs a loop over all of them.
+    gate_up `[E, 2·inner, width]`; down `[E, width, inner]`; limit: see `gated`. Fills out `[T, width]`, zero where no
+    expert is here. Two products for each expert that has a row: torch's grouped product is on CPUs a loop over all.
     """
     if not x.shape[0]:
         return
@@ -110,14 +170,15 @@ def routed(x: Tensor, probability: Tensor, expert: Tensor, gate_up: Tensor, down
     for e, at in zip(numbers.tolist(), order.split(sizes.tolist()), strict=True):
         if 0 <= e < held:
             token = at // k
-            inner = _silu_and_multiply(F.linear(x[token], gate_up[e]))
+            inner = gated(F.linear(x[token], gate_up[e]), limit)
             out.index_add_(0, token, F.linear(inner, down[e]) * probability.flatten()[at, None])
 
 
 class SparseMoE(Layer):
     """Router, routed experts and, where the model has one, a shared expert for every token.
 
-    shared: its inner features; 0: there is none. shared_name: as checkpoints name it. gated: it has a sigmoid gate.
+    shared: its inner features; 0: there is none. shared_gate: it has a sigmoid gate. limit, shared_limit: of the
+    routed experts and of the shared one, see `gated`.
     """
 
     def __init__(
@@ -130,14 +191,17 @@ class SparseMoE(Layer):
         inner: int,
         routing: Routing,
         shared: int = 0,
-        shared_name: str = "shared_expert",
-        gated: bool = True,
+        shared_gate: bool = True,
+        stored: Stored = Stored(),
+        limit: float | None = None,
+        shared_limit: float | None = None,
     ):
         super().__init__(path)
-        self.router = Router(b, f"{path}.gate", width, experts, routing)
-        self.experts = Experts(b, f"{path}.experts", experts, width, inner)
-        self.shared = GatedMLP(b, f"{path}.{shared_name}", width, shared) if shared else None
-        self.shared_gate = Linear(b, f"{path}.{shared_name}_gate", width, 1) if shared and gated else None
+        bias = f"{path}.{stored.bias}" if stored.bias else ""
+        self.router = Router(b, f"{path}.{stored.router}", width, experts, routing, bias)
+        self.experts = Experts(b, f"{path}.{stored.experts}", experts, width, inner, stored.form, limit)
+        self.shared = GatedMLP(b, f"{path}.{stored.shared}", width, shared, shared_limit) if shared else None
+        self.shared_gate = Linear(b, f"{path}.{stored.shared}_gate", width, 1) if shared and shared_gate else None
 
     def forward(self, x: Hidden) -> Hidden:
         out = self.experts.on_gpu(x, self.router) if x.value.is_cuda else self.experts(x, *self.router.choose(x))
@@ -149,6 +213,9 @@ class SparseMoE(Layer):
         return out
 
 
-def _silu_and_multiply(x: Tensor) -> Tensor:
+def gated(x: Tensor, limit: float | None = None) -> Tensor:
+    """silu(gate) · up of `[…, 2 · inner]`, gate first. limit: silu(gate) is at most that, up within ± that."""
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    if limit is None:
+        return F.silu(gate) * up
+    return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)

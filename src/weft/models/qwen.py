@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from weft.attention.backend import HeadSplit
-from weft.attention.caches import Caches
-from weft.hidden import Hidden
-from weft.kv.spec import PagedKV
+from weft.models.attention import Attention, HeadNorms, Heads
 from weft.models.config import Fields, ModelConfig, ModelError, common_fields
-from weft.models.decoder import Decoder, DecoderLayer, on_group_rows
-from weft.models.layers import (
-    Builder,
-    ColumnLinear,
-    HeadNorm,
-    Layer,
-    Out,
-    RowLinear,
-)
+from weft.models.decoder import Decoder, DecoderLayer
+from weft.models.layers import Builder, Layer
 from weft.models.moe import GatedMLP, SparseMoE
-from weft.models.rotary import RotaryTable
 from weft.models.routing import Routing
 
 
@@ -77,39 +64,6 @@ def read(fields: Fields) -> QwenConfig:
     )
 
 
-class Attention(Layer):
-    """Grouped-query attention, heads split over attn_tp; Qwen3 normalises each head's query and key."""
-
-    def __init__(self, b: Builder, path: str, c: QwenConfig):
-        super().__init__(path)
-        self.head_dim, self.scale = c.head_dim, c.head_dim**-0.5
-        kv_features = c.num_kv_heads * c.head_dim
-        outs = [
-            Out(f"{path}.q_proj", c.num_heads * c.head_dim, unit=c.head_dim),
-            Out(f"{path}.k_proj", kv_features, unit=c.head_dim, replicate=True),
-            Out(f"{path}.v_proj", kv_features, unit=c.head_dim, replicate=True),
-        ]
-        self.qkv = ColumnLinear(b, f"{path}.qkv", c.hidden_size, outs, over="attn_tp", bias=c.bias)
-        self.cache = PagedKV(self.qkv.sizes[1] // c.head_dim, c.head_dim)
-        inputs = c.num_heads * c.head_dim
-        self.out = RowLinear(
-            b, f"{path}.o_proj", inputs, c.hidden_size, over="attn_tp", unit=c.head_dim, bias=c.output_bias
-        )
-        self.q_norm = HeadNorm(b, f"{path}.q_norm", c.head_dim, c.rms_norm_eps) if c.head_norms else None
-        self.k_norm = HeadNorm(b, f"{path}.k_norm", c.head_dim, c.rms_norm_eps) if c.head_norms else None
-
-    def forward(self, x: Hidden, rotary: RotaryTable, caches: Caches) -> Hidden:
-        on_group_rows(self.path, x)
-
-        norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
-        heads = HeadSplit(self.qkv.sizes, self.head_dim, rotary, norms)
-
-        def attend(qkv: Tensor) -> Tensor:
-            return caches.project(self, qkv, heads, self.scale).flatten(1)
-
-        return self.out(self.qkv(x).elementwise(attend, self.path))
-
-
 def _layer(b: Builder, path: str, c: QwenConfig, index: int) -> DecoderLayer:
     mlp: Layer
     if index in c.moe_layers:
@@ -124,4 +78,6 @@ def _layer(b: Builder, path: str, c: QwenConfig, index: int) -> DecoderLayer:
         )
     else:
         mlp = GatedMLP(b, f"{path}.mlp", c.hidden_size, c.intermediate_size)
-    return DecoderLayer(b, path, c, Attention(b, f"{path}.self_attn", c), mlp)
+    norms = HeadNorms(c.rms_norm_eps) if c.head_norms else None
+    heads = Heads(c.num_heads, c.num_kv_heads, c.head_dim, norms, bias=c.bias, output_bias=c.output_bias)
+    return DecoderLayer(b, path, c, Attention(b, f"{path}.self_attn", c.hidden_size, heads), mlp)

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from weft.models import deepseek, qwen
+from weft.models import deepseek, qwen, step
 from weft.models.config import Fields, ModelConfig, ModelError
 
 Registry = Mapping[str, Callable[[Fields], ModelConfig]]
@@ -26,8 +26,12 @@ FAMILIES: Registry = MappingProxyType(
         "qwen3": qwen.read,
         "deepseek_v2": deepseek.read,
         "deepseek_v3": deepseek.read,
+        "step3p5": step.read,
     }
 )
+
+AS_PUBLISHED = frozenset({"step3p5"})
+"""Types whose config.json is read as it is: the class that transformers has for them leaves fields out unseen."""
 
 
 def registry(plugins: Sequence[str] = ()) -> Registry:
@@ -70,11 +74,11 @@ def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int 
 
 
 def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> ModelConfig:
-    """The same from config.json's values. transformers fills in defaults and old names of the types that it knows."""
+    """The same from config.json's values. transformers fills in defaults and old names of most types that it knows."""
     kind = str(values.get("model_type"))
     if kind not in families:
         raise ModelError(f"model type {kind!r} is not supported; supported: {', '.join(families)}")
-    if kind in CONFIG_MAPPING:
+    if kind in CONFIG_MAPPING and kind not in AS_PUBLISHED:
         try:
             values = CONFIG_MAPPING[kind].from_dict(dict(values)).to_dict()
         except Exception as error:  # its checks raise errors of many classes; all say that a field is wrong

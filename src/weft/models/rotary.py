@@ -25,7 +25,7 @@ ROPES: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class Rope:
-    """parameters: as transformers names them (`rope_parameters`). dim: elements of a head that are turned.
+    """parameters: as transformers names them (`rope_parameters`). dim: elements of a head that are turned, the first.
 
     interleaved: an angle turns two neighbouring elements (DeepSeek), else an element of each half (most checkpoints).
     """
@@ -77,10 +77,13 @@ class RotaryTable:
     interleaved: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Turns x `[T, heads, dim]`."""
+        """Turns the first `dim` elements of x `[T, heads, at least dim]`."""
+        turned = self.cos.shape[-1]
+        if turned < x.shape[-1]:
+            return torch.cat((self(x[..., :turned]), x[..., turned:]), dim=-1)
         if self.interleaved:
-            turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+            across = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
         else:
             left, right = x.chunk(2, dim=-1)
-            turned = torch.cat((-right, left), dim=-1)
-        return x * self.cos + turned * self.sin
+            across = torch.cat((-right, left), dim=-1)
+        return x * self.cos + across * self.sin

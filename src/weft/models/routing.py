@@ -58,15 +58,15 @@ class Routing:
 
 
 class Router(Linear):
-    """Scores every expert for each token, and chooses."""
+    """Scores every expert for each token, and chooses. bias: the name of the experts' biases, if it is another."""
 
-    def __init__(self, b: Builder, path: str, width: int, experts: int, routing: Routing):
+    def __init__(self, b: Builder, path: str, width: int, experts: int, routing: Routing, bias: str = ""):
         super().__init__(b, path, width, experts)
         self.routing = routing
         self.bias = None
         if routing.bias:
             self.bias = b.empty(experts, dtype=torch.float32)
-            self.sources["bias"] = [Source(f"{path}.e_score_correction_bias", (experts,), (slice(None),))]
+            self.sources["bias"] = [Source(bias or f"{path}.e_score_correction_bias", (experts,), (slice(None),))]
 
     def logits(self, x: Hidden) -> Tensor:
         """`[T, E]`, in x's dtype or, where the routing is wide, in float32."""

@@ -67,6 +67,36 @@ class Fused:
 
 
 @dataclass(frozen=True, slots=True)
+class PartOfHeads:
+    """Stored with others head by head: `dim` rows of each of `count` tensors, of which it is the index-th, then the
+    next head's. Only whole heads can be read.
+    """
+
+    index: int
+    count: int
+    dim: int
+
+    def stored(self, shape: Shape, take: Slices) -> tuple[Shape, Slices]:
+        assert take[0].start % self.dim == take[0].stop % self.dim == 0, "a head is cut"
+        rows = slice(take[0].start * self.count, take[0].stop * self.count)
+        return (shape[0] * self.count, *shape[1:]), (rows, *take[1:])
+
+    def restore(self, part: Tensor) -> Tensor:
+        return part.unflatten(0, (-1, self.count, self.dim))[:, self.index].flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LessOne:
+    """Stored as its difference from one: the weights of norms that training keeps near zero."""
+
+    def stored(self, shape: Shape, take: Slices) -> tuple[Shape, Slices]:
+        return shape, take
+
+    def restore(self, part: Tensor) -> Tensor:
+        return part.float() + 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """Where a part of a weight comes from: tensor `name` of the checkpoint, of `shape`, cut by `take`, goes to `at`.
 

@@ -79,13 +79,14 @@ HALF = ("few pairs", "one kernel")
 
 
 @pytest.mark.parametrize(
-    "case, dtype",
+    "case, dtype, limit",
     [
-        *(pytest.param(case, torch.float32, id=name) for name, case in CASES.items()),
-        *(pytest.param(CASES[name], torch.float16, id=f"{name}, float16") for name in HALF),
+        *(pytest.param(case, torch.float32, None, id=name) for name, case in CASES.items()),
+        *(pytest.param(CASES[name], torch.float16, None, id=f"{name}, float16") for name in HALF),
+        pytest.param(CASES["few pairs"], torch.float32, 0.5, id="few pairs, limited"),
     ],
 )
-def check_experts(case: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def check_experts(case: tuple[int, ...], dtype: torch.dtype, limit: float | None, device: torch.device) -> None:
     rows, live, held = case[0], case[1], case[5]
     found, weight, expert = routed(*case, device)
     width, inner = 40, 24  # no multiples of a tile's sides
@@ -96,8 +97,8 @@ def check_experts(case: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     gate_up[[e for e in range(held) if e not in expert.flatten().tolist()]] = NAN  # unchosen weights are not read
     out = torch.full((rows, width), NAN, dtype=dtype, device=device)
     tile = moe.Tile(32, 32, 4, 2)
-    moe.experts(x, found, gate_up, down, out, tile, tile)
-    wanted = plain.experts(x.double(), weight, expert, gate_up.double(), down.double())
+    moe.experts(x, found, gate_up, down, out, tile, tile, limit)
+    wanted = plain.experts(x.double(), weight, expert, gate_up.double(), down.double(), limit)
     assert (out.double() - wanted).norm() <= (2e-6 if dtype == torch.float32 else 3e-3) * wanted.norm()
     assert (out[(expert < 0).all(-1)] == 0).all()
 

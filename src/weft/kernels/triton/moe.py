@@ -44,7 +44,7 @@ def _pairs_of(tile, order, tile_expert, pairs, SORTED: tl.constexpr, BLOCK_M: tl
 @triton.jit(do_not_specialize=["pairs"])
 def _up(
     x, weight, order, tile_expert, out, pairs, x_row,
-    WIDTH: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SORTED: tl.constexpr,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SORTED: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     COLUMN_BLOCKS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
@@ -74,7 +74,11 @@ def _up(
             c = tl.load(up_at + k, mask=inside[:, None], other=0.0)
         gate = tl.dot(a, b, gate, input_precision="ieee")
         up = tl.dot(a, c, up, input_precision="ieee")
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    value = gate / (1.0 + tl.exp(-gate))
+    if LIMIT is not None:
+        value = tl.minimum(value, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    value *= up
     to = out + pair.to(tl.int64)[:, None] * INNER + column[None, :]
     tl.store(to, value.to(out.dtype.element_ty), mask=real[:, None] & wanted[None, :])
 
@@ -159,11 +163,13 @@ def experts(
     out: Tensor,
     up_tile: Tile | None = None,
     down_tile: Tile | None = None,
+    limit: float | None = None,
 ) -> Tensor:
     """Σ over a token's pairs that are here of weight · down(silu(gate(x)) · up(x)); fills and returns out.
 
     x `[T, width]` with contiguous rows; routing by `route` with `tile_rows_of(T)`; gate_up `[E, 2 · inner, width]`,
-    gate's rows first; down `[E, width, inner]`; out `[T, width]`, zero where no expert is here.
+    gate's rows first; down `[E, width, inner]`; out `[T, width]`, zero where no expert is here. limit: silu(gate) is at
+    most that, up within ± that.
     Raises ValueError where shapes or dtypes do not fit together.
     """
     (rows, width), k = x.shape, routing.expert.shape[1]
@@ -185,7 +191,8 @@ def experts(
     cut = up_tile or up_tile_of(rows)
     _up[(tiles * triton.cdiv(inner, cut.columns),)](
         x, gate_up, order, tile_expert, hidden, pairs, x.stride(0), WIDTH=width, INNER=inner, K=k, SORTED=ordered,
-        BLOCK_M=tile_rows, BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
+        LIMIT=limit, BLOCK_M=tile_rows, BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps,
+        num_stages=cut.stages,
     )  # fmt: skip
     cut = down_tile or down_tile_of(rows)
     each = x.new_empty(pairs, width)

@@ -54,7 +54,9 @@ def route(
     return weight, torch.where(here, expert, -1).int()
 
 
-def experts(x: Tensor, weight: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def experts(
+    x: Tensor, weight: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor, limit: float | None = None
+) -> Tensor:
     """`[T, width]`; pairs whose expert is −1 are left out."""
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
@@ -62,7 +64,8 @@ def experts(x: Tensor, weight: Tensor, expert: Tensor, gate_up: Tensor, down: Te
         if e >= 0:
             token, choice = (expert == e).nonzero(as_tuple=True)
             gate, up = F.linear(x[token].to(wide), gate_up[e].to(wide)).chunk(2, -1)
-            rows = F.linear(F.silu(gate) * up, down[e].to(wide))
+            inner = F.silu(gate) * up if limit is None else F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+            rows = F.linear(inner, down[e].to(wide))
             out.index_add_(0, token, rows * weight[token, choice, None].to(wide))
     return out.to(x.dtype)
 

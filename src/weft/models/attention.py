@@ -1,0 +1,93 @@
+"""Grouped-query attention, with what families add to it: norms of heads, a window, a gate on the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from weft.attention.backend import HeadSplit
+from weft.attention.caches import Caches
+from weft.hidden import Hidden
+from weft.kv.spec import PagedKV, Window
+from weft.models.decoder import on_group_rows
+from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Out, RowLinear
+from weft.models.rotary import RotaryTable
+from weft.models.source import PartOfHeads
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Queries and keys are normalised head by head. less_one: as `RMSNorm`."""
+
+    eps: float
+    less_one: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of a layer, of all ranks together. dim: elements of a head.
+
+    window: a row sees itself and the window − 1 tokens before it. bias: of query, key and value; output_bias: of the
+    output. gate: a sigmoid of another projection, which scales each head of the output ("head", checkpoint `g_proj`)
+    or each element of it ("element", stored head by head behind the queries in `q_proj`).
+    """
+
+    query: int
+    kv: int
+    dim: int
+    norms: HeadNorms | None = None
+    window: int | None = None
+    bias: bool = False
+    output_bias: bool = False
+    gate: Literal["head", "element"] | None = None
+
+
+class Attention(Layer):
+    """Attention of every query head to the keys and values of its group's head; heads are split over attn_tp.
+
+    A key-value head that there are fewer of than ranks is held by several.
+    """
+
+    def __init__(self, b: Builder, path: str, width: int, heads: Heads):
+        super().__init__(path)
+        self.dim, self.scale = heads.dim, heads.dim**-0.5
+        queries, values = heads.query * heads.dim, heads.kv * heads.dim
+        beside = heads.gate == "element"
+        outs = [
+            Out(f"{path}.q_proj", queries, unit=heads.dim, views=(PartOfHeads(0, 2, heads.dim),) if beside else ()),
+            Out(f"{path}.k_proj", values, unit=heads.dim, replicate=True),
+            Out(f"{path}.v_proj", values, unit=heads.dim, replicate=True),
+        ]
+        if heads.gate == "head":
+            outs.append(Out(f"{path}.g_proj", heads.query))
+        elif beside:
+            outs.append(Out(f"{path}.q_proj", queries, unit=heads.dim, views=(PartOfHeads(1, 2, heads.dim),)))
+        self.qkv = ColumnLinear(b, f"{path}.qkv", width, outs, over="attn_tp", bias=heads.bias)
+        self.sizes = self.qkv.sizes[:3]
+        kv = self.sizes[1] // heads.dim
+        self.cache = PagedKV(kv, heads.dim) if heads.window is None else Window(heads.window, kv, heads.dim)
+        self.out = RowLinear(
+            b, f"{path}.o_proj", queries, width, over="attn_tp", unit=heads.dim, bias=heads.output_bias
+        )
+        self.q_norm = self.k_norm = None
+        if heads.norms is not None:
+            eps, less_one = heads.norms.eps, heads.norms.less_one
+            self.q_norm, self.k_norm = (
+                HeadNorm(b, f"{path}.{name}", heads.dim, eps, less_one) for name in ("q_norm", "k_norm")
+            )
+
+    def forward(self, x: Hidden, rotary: RotaryTable, caches: Caches) -> Hidden:
+        on_group_rows(self.path, x)
+        norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
+        heads = HeadSplit(self.sizes, self.dim, rotary, norms)
+
+        def attend(product: Tensor) -> Tensor:
+            qkv, gate = product.tensor_split([sum(self.sizes)], dim=-1)
+            out = caches.project(self, qkv, heads, self.scale)
+            if gate.shape[-1]:
+                out = out * gate.sigmoid().unflatten(-1, (out.shape[1], -1))
+            return out.flatten(1)
+
+        return self.out(self.qkv(x).elementwise(attend, self.path))

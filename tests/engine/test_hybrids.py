@@ -1,0 +1,57 @@
+"""Families whose layers differ, through the engine: greedy tokens are transformers', come what may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.conftest import byte_tokenizer
+from engine.test_engine import GREEDY, LAYOUTS, config, prompts
+from models.stepfun import small_step
+from weft.engine.engine import Engine
+
+Oracle = Callable[[torch.Tensor], torch.Tensor]
+SIZES = dict(vocab_size=257, max_position_embeddings=256)
+FAMILIES: dict[str, Callable[[Path], Oracle]] = {
+    "step3p5": lambda directory: small_step(directory, seed=3, **SIZES),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, ...]]]:
+    """A model, and transformers' greedy answers."""
+    directory = tmp_path_factory.mktemp(request.param)
+    oracle = FAMILIES[request.param](directory)
+    byte_tokenizer(directory)
+    answers = []
+    for prompt in prompts():
+        tokens = list(prompt)
+        for _ in range(GREEDY.max_tokens):
+            with torch.no_grad():
+                tokens.append(int(oracle(torch.tensor(tokens))[-1].argmax()))
+        answers.append(tuple(tokens[len(prompt) :]))
+    assert len({t for a in answers for t in a}) > 20, "answers that hardly differ would show little"
+    return directory, answers
+
+
+@pytest.mark.parametrize("layout", ["2x2", "1x4"])
+def test_greedy_tokens_are_transformers(served: tuple[Path, list[tuple[int, ...]]], layout: str) -> None:
+    """Prompts are cut into chunks; the second time they start from a cached prefix."""
+    directory, wanted = served
+    with Engine(config(directory, **LAYOUTS[layout])) as engine:
+        cold, warm = engine.generate(prompts(), GREEDY), engine.generate(prompts(), GREEDY)
+        assert [r.token_ids for r in cold] == [r.token_ids for r in warm] == wanted
+        assert sum(r.cached_tokens for r in warm) > sum(r.cached_tokens for r in cold)
+        engine.check_idle()
+
+
+def test_requests_that_are_preempted_say_the_same(served: tuple[Path, list[tuple[int, ...]]]) -> None:
+    directory, wanted = served
+    with Engine(config(directory, kv_tokens=64, max_batch_tokens=8, attn_dp=2, attn_tp=2, ep=4, moe_tp=1)) as engine:
+        assert [r.token_ids for r in engine.generate(prompts(), GREEDY)] == wanted
+        assert engine.stats().preemptions > 0
+        engine.check_idle()

@@ -1,0 +1,165 @@
+"""Step-3.5-Flash against transformers' implementation, its checkpoints, its plans, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import EVERY, run_world
+
+from models.layouts import MESHES, check, drive, sequences
+from models.stepfun import Step, small_config, small_step
+from weft.assets import preset_dir
+from weft.attention.caches import cached_layers
+from weft.engine.runner import plan_model
+from weft.kv.spec import PagedKV, Window
+from weft.models.config import ModelError
+from weft.models.layers import Builder, Layer
+from weft.models.load import build_model
+from weft.models.registry import load_config, read_config
+from weft.place.cost import PRESETS, Offer
+from weft.place.show import fold
+from weft.place.spec import Mesh
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Step]:
+    directory = tmp_path_factory.mktemp("step")
+    return directory, small_step(directory)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_logits_are_transformers(saved: tuple[Path, Step], mesh: Mesh) -> None:
+    check(saved[0], mesh, saved[1], 61)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(moe_layers_enum=[1, 2, 3], swiglu_limits_shared=None),
+        dict(rope_scaling=None, yarn_only_types=None, rope_theta=1e4, swiglu_limits=None, sliding_window=5),
+    ],
+    ids=["experts everywhere", "one rope"],
+)
+def test_other_configs(changes: dict, tmp_path: Path) -> None:
+    """Fields may be left out, and the draft layers' values may be missing."""
+    values = {name: value for name, value in (small_config() | changes).items() if value is not None}
+    model = small_step(tmp_path, **changes)
+    assert read_config(values) == load_config(tmp_path)
+    check(tmp_path, Mesh(1, 2, 2, 1), model, 61)
+
+
+def test_bfloat16_is_as_near_to_the_truth_as_transformers(tmp_path: Path) -> None:
+    small = Step(small_config(), 1).bfloat16()
+    save_file(small.published(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(small_config()))
+    mesh = Mesh(2, 2, 2, 2)
+    runs = [sequences(mesh, "equal", 61, seed) for seed in range(12)]
+    ours = run_world(mesh.world, lambda t: drive(t, tmp_path, mesh, runs, torch.bfloat16))
+    texts = [torch.tensor(run[0][0]) for run in runs]
+    with torch.no_grad():
+        theirs = torch.stack([small(text)[-1] for text in texts]).double()
+        truth = torch.stack([small.float()(text)[-1] for text in texts]).double()
+    # A median: where rounding makes a router choose another expert, on either side, one prompt is far off.
+    found = torch.stack([seen[0, len(text) - 1] for seen, text in zip(ours[0], texts, strict=True)]).double()
+    assert (found - truth).norm(dim=-1).median() <= 1.5 * (theirs - truth).norm(dim=-1).median()
+
+
+def sources(directory: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    model = build_model(load_config(directory), Mesh(), 0, torch.bfloat16, torch.device("meta"))
+    for layer in model.modules():
+        if isinstance(layer, Layer):
+            for source in (s for found in layer.sources.values() for s in found):
+                yield source.name, source.stored()[0]
+
+
+def test_every_published_tensor_is_read_and_no_other(saved: tuple[Path, Step]) -> None:
+    stored = {name: tuple(t.shape) for name, t in load_file(saved[0] / "model.safetensors").items()}
+    assert dict(sources(saved[0])) == stored
+
+
+PUBLISHED = {
+    "model.embed_tokens.weight": (128896, 4096),
+    "lm_head.weight": (128896, 4096),
+    "model.norm.weight": (4096,),
+    "model.layers.0.self_attn.q_proj.weight": (8192, 4096),
+    "model.layers.0.self_attn.g_proj.weight": (64, 4096),
+    "model.layers.1.self_attn.q_proj.weight": (12288, 4096),
+    "model.layers.1.self_attn.k_proj.weight": (1024, 4096),
+    "model.layers.1.self_attn.g_proj.weight": (96, 4096),
+    "model.layers.1.self_attn.q_norm.weight": (128,),
+    "model.layers.1.self_attn.o_proj.weight": (4096, 12288),
+    "model.layers.2.mlp.down_proj.weight": (4096, 11264),
+    "model.layers.3.moe.gate.weight": (288, 4096),
+    "model.layers.3.moe.router_bias": (288,),
+    "model.layers.3.moe.gate_proj.weight": (288, 1280, 4096),
+    "model.layers.3.moe.up_proj.weight": (288, 1280, 4096),
+    "model.layers.3.moe.down_proj.weight": (288, 4096, 1280),
+    "model.layers.44.share_expert.up_proj.weight": (1280, 4096),
+}
+"""Names and shapes in the published index."""
+
+
+def test_the_preset_is_what_is_published() -> None:
+    config = load_config(preset_dir("step-3.5-flash"))
+    found = dict(sources(preset_dir("step-3.5-flash")))
+    assert found.items() >= PUBLISHED.items() and not any(".layers.45." in name for name in found)
+    model = config.build(Builder(Mesh(1, 4, 4, 1), 0, torch.bfloat16, torch.device("meta")))
+    caches = Counter(cached_layers(model).values())
+    assert caches == {PagedKV(2, 128): 12, Window(512, 2, 128): 33}
+    limited = {i: (layer.mlp.experts.limit, layer.mlp.shared.limit) for i, layer in enumerate(model.layers) if i > 2}
+    assert {i: limits for i, limits in limited.items() if any(limits)} == {43: (7.0, None), 44: (7.0, 16.0)}
+
+
+# Collectives of 45 layers on four ranks, eight tokens in each DP group. Heads split over all ranks: two sums a layer,
+# dense or sparse, each with the residual's addition and the norm in the same call. Whole heads: one sum a layer.
+PLANS = {
+    Mesh(1, 4, 4, 1): {
+        "model.norm all_reduce world finish": 1,
+        "model.layers.*.input_layernorm all_reduce world finish": 44,
+        "model.layers.*.post_attention_layernorm all_reduce world finish": 45,
+    },
+    Mesh(4, 1, 4, 1): {
+        "model.norm reduce_scatterv world finish": 1,
+        "model.layers.*.input_layernorm all_reduce world finish": 44,
+        "model.layers.*.post_attention_layernorm all_gatherv world move": 1,
+        "model.layers.*.post_attention_layernorm all_gatherv world finish": 44,
+    },
+}
+
+
+@pytest.mark.parametrize("mesh", PLANS, ids=str)
+def test_plans(mesh: Mesh) -> None:
+    config = load_config(preset_dir("step-3.5-flash"))
+    planner = plan_model(config, mesh, torch.bfloat16, [Offer("any", EVERY, EVERY, PRESETS["h200-nvlink"])])
+    moves = planner.plan((8,) * mesh.attn_dp).moves()
+    assert Counter(f"{fold(read.site)} {edge.kind} {edge.group} {step.op}" for read, step, edge in moves) == PLANS[mesh]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(sink=True), "sink=True is not supported"),
+        (dict(use_head_wise_attn_gate=False), "use_head_wise_attn_gate=False is not supported"),
+        (dict(yarn_only_types=None), "needs a value for 'yarn_only_types'"),
+        (dict(zero_centered=False), "zero_centered=False is not supported"),
+        (dict(moe_router_activation="softmax"), "moe_router_activation='softmax' is not supported"),
+        (dict(use_rope_layers=[0]), r"use_rope_layers=\[0\] is not supported"),
+        (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
+        (dict(layer_types=["full_attention", "linear"] * 3), "layer type 'linear' is not supported"),
+        (dict(layer_types=["full_attention"]), "layer_types has 1 values for 4 layers"),
+        (dict(attention_other_setting=dict(head_dim=16)), r"attention_other_setting: 'head_dim' \(value 16\)"),
+        (dict(attention_other_setting=dict(sink=True)), r"attention_other_setting: 'sink' \(value True\)"),
+        (dict(rope_scaling=dict(rope_type="dynamic")), "rope type 'dynamic' is not supported"),
+        (dict(head_wise_sink=1), r"'head_wise_sink' \(value 1\) is not understood"),
+        (dict(moe_num_experts=None), "needs a value for 'moe_num_experts'"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(changes: dict, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_config(small_config(**changes))

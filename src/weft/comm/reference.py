@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from weft.comm.transport import CommError, Epilogue, NamedCalls, Ranks, Sizes, check_call, finish, place_in
-from weft.place.exchange import Exchange, parts
+from weft.comm.transport import CommError, Epilogue, NamedCalls, Ranks, Sizes, check_call, check_merge, finish, place_in
+from weft.kernels.plain import softmax_merge
+from weft.place.exchange import Exchange, merge_scatterv, parts
 from weft.place.spec import PlacementError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class _Meeting:
@@ -53,7 +55,7 @@ class ReferenceWorld:
         for meeting in meetings:
             meeting.barrier.abort()
 
-    def meet(self, rank: int, group: Ranks, call: Hashable, value: T, work: Callable[[list[T]], Tensor]) -> Tensor:
+    def meet(self, rank: int, group: Ranks, call: Hashable, value: T, work: Callable[[list[T]], R]) -> R:
         """Shows a value to the group, waits for all, and returns `work` on every rank's value in rank order."""
         place_in(group, rank)
         with self._lock:
@@ -97,7 +99,9 @@ class ReferenceTransport(NamedCalls):
 
     @staticmethod
     def offers(exchange: Exchange, epilogue: bool = False) -> bool:
-        return exchange.combine == "sum" or (exchange.combine == "none" and not epilogue)
+        if exchange.combine == "softmax_merge":
+            return exchange == merge_scatterv(exchange.ranks) and not epilogue
+        return exchange.combine == "sum" or not epilogue
 
     def close(self) -> None:
         pass
@@ -123,6 +127,19 @@ class ReferenceTransport(NamedCalls):
         call = (exchange, () if permutes else sizes, x.shape[1:], x.dtype)
         out = self._world.meet(self.rank, group, call, (x, sizes), combine)
         return finish(out, epilogue) if epilogue else out
+
+
+    def merge_scatterv(
+        self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        place, n = check_merge(self, out, lse, group), len(group)
+
+        def combine(given: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+            outs, lses = (torch.stack([g[i].tensor_split(n, 1)[place].double() for g in given]) for i in range(2))
+            merged, total = softmax_merge(outs, lses)
+            return merged.to(out.dtype), total.float()
+
+        return self._world.meet(self.rank, group, ("merge_scatterv", out.shape, out.dtype), (out, lse), combine)
 
 
 def _sent(given: list[tuple[Tensor, Sizes]], place: int) -> Sizes:

@@ -18,6 +18,7 @@ from weft.place import exchange as named
 from weft.place.cost import Cost, Offer
 from weft.place.edges import legal_edges
 from weft.place.exchange import Exchange, input_rows
+from weft.place.merge import merge_exchanges
 from weft.place.spec import Mesh
 
 Ranks = tuple[int, ...]
@@ -124,6 +125,18 @@ class Transport(Protocol):
         """
         ...
 
+    def merge_scatterv(
+        self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Merges attention over the ranks' shards of the keys: each rank gets its own heads, complete.
+
+        out `[T, H, D]`, its last dimension contiguous, and lse `[T, H]`, float32: this rank's part of every head, as
+        `weft.kernels.plain.softmax_merge` takes them. live: int32 `[1]` in device memory, where only so many of the T
+        tokens count. Gives new tensors `[T, H/n, D]` and `[T, H/n]`: the i-th rank's are the i-th run of heads. T is
+        the same on all ranks. Raises CommError as `exchange` does.
+        """
+        ...
+
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         """An unfilled tensor of like's dtype and device, where this transport reads its inputs fastest."""
         ...
@@ -153,6 +166,12 @@ class NamedCalls:
     ) -> Tensor:
         """As the protocol says."""
         raise NotImplementedError
+
+    def merge_scatterv(
+        self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As the protocol says, where it is offered."""
+        raise CommError(f"{type(self).__name__} does not offer merge_scatterv")
 
     def check(self) -> None:
         """Nothing is queued: calls raise what they meet."""
@@ -222,6 +241,8 @@ def check_call(
     if not transport.offers(exchange, epilogue is not None):
         what = f"{exchange.kind} with an epilogue" if epilogue is not None else exchange.kind
         raise CommError(f"{transport.name} does not offer {what}")
+    if exchange.combine == "softmax_merge":
+        raise CommError(f"rank {transport.rank}: {exchange.kind} takes lse too; it has a call of its own")
     if exchange.ranks != len(group):
         raise CommError(f"rank {transport.rank}: {exchange.kind} of {exchange.ranks} ranks over {len(group)} ranks")
     try:
@@ -235,6 +256,23 @@ def check_call(
     return place
 
 
+def check_merge(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> int:
+    """The rank's place in the group. Raises CommError for a merge that this rank alone can tell to be wrong."""
+    place, rank = place_in(group, transport.rank), transport.rank
+    if not transport.offers(named.merge_scatterv(len(group))):
+        raise CommError(f"{transport.name} does not offer merge_scatterv")
+    if out.dim() != 3 or out.shape[1] % len(group):
+        raise CommError(
+            f"rank {rank}: merge_scatterv takes [T, H, D], H a multiple of {len(group)}, not {list(out.shape)}"
+        )
+    if lse.shape != out.shape[:2] or lse.dtype != torch.float32:
+        raise CommError(
+            f"rank {rank}: merge_scatterv of {list(out.shape)} takes lse {list(out.shape[:2])} in float32, not "
+            f"{list(lse.shape)} in {lse.dtype}"
+        )
+    return place
+
+
 def offer_of(
     name: str,
     offers: Callable[[Exchange, bool], bool],
@@ -243,7 +281,10 @@ def offer_of(
     max_bytes: int | None,
     max_normed_bytes: int | None = None,
 ) -> Offer:
-    """What the transport `name` offers the planner: those of the mesh's edges that it carries (`Transport.offers`)."""
+    """What the transport `name` offers the planner: those of the mesh's edges, and of the exchanges by which attention
+    over shards is merged, that it carries (`Transport.offers`).
+    """
     exchanges = {e.exchange for found in legal_edges(mesh).values() for e in found if e.exchange is not None}
+    exchanges |= merge_exchanges(mesh.dcp)
     kinds, epilogues = (frozenset(e.kind for e in exchanges if offers(e, epilogue)) for epilogue in (False, True))
     return Offer(name, kinds, epilogues, cost, max_bytes, max_normed_bytes)

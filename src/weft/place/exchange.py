@@ -11,6 +11,7 @@ wants them. Transports, costs, expected results and the native kernels are all b
 | all_reduce+all_gatherv (dp groups of tp ranks) | gather | dp | tp | sum |
 | reduce_scatterv+all_reduce | scatter | dp | tp | sum |
 | all_to_allv | permute | n | 1 | none |
+| merge_scatterv over n ranks | scatter | n | 1 | softmax_merge |
 
 A broadcast is an all_gatherv in which one rank alone has rows.
 """
@@ -33,7 +34,7 @@ class Exchange(NamedTuple):
     ranks want their own. permute: every rank holds a run for each rank.
 
     combine: what becomes of the terms of a run: they are added (sum), or merged by their log-sum-exp (softmax_merge:
-    attention over parts of the keys, arXiv 2205.14135); none where a run has one source.
+    attention over parts of the keys, `weft.kernels.plain.softmax_merge`); none where a run has one source.
     """
 
     kind: str
@@ -82,6 +83,12 @@ def reduce_scatterv_all_reduce(groups: int, ranks: int) -> Exchange:
 def all_to_allv(ranks: int) -> Exchange:
     """The j-th rank gets the j-th run of every rank, in rank order."""
     return Exchange("all_to_allv", "permute", ranks, 1, "none")
+
+
+@cache
+def merge_scatterv(ranks: int) -> Exchange:
+    """The i-th rank gets, of its own heads, what attention over all ranks' keys gives; a row is a head of a token."""
+    return Exchange("merge_scatterv", "scatter", ranks, 1, "softmax_merge")
 
 
 class Part(NamedTuple):

@@ -1,0 +1,136 @@
+"""Attention over shards of the keys, merged: each rank of a dcp group gets its own heads, complete.
+
+Every rank has attended with all heads of the group over its own tokens. `Merger` settles that by the way that the
+planner finds quickest (`weft.place.merge`): these are the ways that are built from other exchanges, and that any
+transport can take which has them; `fused` is a transport's own `merge_scatterv`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weft.comm.transport import CommError, Ranks, Transport, place_in
+from weft.kernels.plain import merge_weights, softmax_merge
+from weft.place import exchange
+from weft.place.cost import Offer
+from weft.place.merge import Merge, MergePlan, plan_merge
+from weft.place.plan import bucket
+from weft.place.spec import Mesh
+
+UNIT_BYTES = 16
+
+
+class Merging(Protocol):
+    """What attention calls where its tokens are sharded."""
+
+    def __call__(self, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """out `[T, H, D]`, lse `[T, H]`: of all heads over this rank's tokens. Gives those of its own heads over all:
+        `[T, H/n, D]`, `[T, H/n]`. See `Transport.merge_scatterv`.
+        """
+        ...
+
+
+class Merger:
+    """Merges over this rank's dcp group, each number of tokens by the quickest way, or all by the way asked for.
+
+    transports: by name; offers: what they cost (`weft.comm.transport.offer_of`). way: auto, ag_rs, a2a or fused. The
+    choice depends on the tensors' shapes alone, so every rank of the group comes to the same. A call raises LayoutError
+    where no transport has a way for it, CommError as transports do.
+    """
+
+    def __init__(
+        self, mesh: Mesh, rank: int, transports: Mapping[str, Transport], offers: Sequence[Offer], way: str = "auto"
+    ):
+        self._group = mesh.peers("dcp", rank)
+        self._transports, self._offers, self._way = transports, offers, way
+        self._plans: dict[tuple[Merge, int], MergePlan] = {}
+
+    def plan(self, merge: Merge, tokens: int) -> MergePlan:
+        """How so many tokens, rounded up to a power of two, are merged."""
+        (most,) = bucket((tokens,))
+        found = self._plans.get((merge, most))
+        if found is None:
+            found = plan_merge(merge, len(self._group), most, self._offers, self._way)
+            self._plans[merge, most] = found
+        return found
+
+    def __call__(self, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As `Merging` says."""
+        tokens, heads, dim = out.shape
+        if not tokens:
+            return own_heads(out, self._group), own_heads(lse, self._group)
+        plan = self.plan(Merge(heads, dim, out.element_size()), tokens)
+        transport = self._transports[plan.transport]
+        if plan.way == "fused":
+            return transport.merge_scatterv(out, lse, self._group, live)
+        return (ag_rs if plan.way == "ag_rs" else a2a)(transport, out, lse, self._group)
+
+
+class TraceMerger:
+    """Writes down what attention merges, as often as it does: merges by (heads, dim, bytes an element)."""
+
+    def __init__(self, ranks: int):
+        self._ranks = ranks
+        self.merges: Counter[Merge] = Counter()
+
+    def __call__(self, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As `Merging` says, but for the values."""
+        self.merges[Merge(out.shape[1], out.shape[2], out.element_size())] += 1
+        return own_heads(out, range(self._ranks)), own_heads(lse, range(self._ranks))
+
+
+def own_heads(x: Tensor, group: Sequence[int]) -> Tensor:
+    """An unfilled tensor for this rank's heads of x `[T, H, …]`. Raises CommError where they do not divide."""
+    tokens, heads, *rest = x.shape
+    if heads % len(group):
+        raise CommError(f"{heads} heads do not divide over a dcp group of {len(group)} ranks")
+    return x.new_empty(tokens, heads // len(group), *rest)
+
+
+def natural(lse: Tensor) -> Tensor:
+    """A log-sum-exp to base 2, which some kernels give, to base e, which is Weft's."""
+    return lse * math.log(2)
+
+
+def ag_rs(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> tuple[Tensor, Tensor]:
+    """Gathers every rank's lse, scales the output by this rank's weight, and reduce-scatters it by heads.
+
+    The terms are rounded to the output's dtype before they are summed.
+    """
+    place, n = place_in(group, transport.rank), len(group)
+    own = own_heads(out, group)
+    gathered = transport.exchange(lse.reshape(1, -1), exchange.all_gatherv(n), group, (1,) * n)
+    weights, total = merge_weights(gathered.view(n, *lse.shape))
+    weight = weights[place, :, :, None]
+    scaled = (weight * out).where(weight > 0, 0.0)
+    by_rank = transport.empty(n, own.numel(), like=out)
+    by_rank.view(n, *own.shape).copy_(scaled.unflatten(1, (n, -1)).transpose(0, 1))
+    summed = transport.exchange(by_rank, exchange.reduce_scatterv(n), group, (1,) * n)
+    return summed.view(own.shape), total.unflatten(1, (n, -1))[:, place]
+
+
+def a2a(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> tuple[Tensor, Tensor]:
+    """Sends every rank its heads, lse and output in one, and combines what comes in rank order and float32."""
+    n, own = len(group), own_heads(out, group)
+    lse_dtype = torch.promote_types(torch.float32, out.dtype)
+    unit = UNIT_BYTES // out.element_size()  # lse and outputs each take whole units, which every transport moves well
+    begin = -(-own.shape[:2].numel() * lse_dtype.itemsize // UNIT_BYTES) * unit
+    packed = transport.empty(n, begin + -(-own.numel() // unit) * unit, like=out)
+
+    def lses(x: Tensor) -> Tensor:
+        return x.view(lse_dtype)[:, : own.shape[:2].numel()].view(n, *own.shape[:2])
+
+    def outs(x: Tensor) -> Tensor:
+        return x[:, begin : begin + own.numel()].view(n, *own.shape)
+
+    lses(packed).copy_(lse.unflatten(1, (n, -1)).transpose(0, 1))
+    outs(packed).copy_(out.unflatten(1, (n, -1)).transpose(0, 1))
+    came = transport.exchange(packed, exchange.all_to_allv(n), group, (1,) * n**2)
+    merged, total = softmax_merge(outs(came), lses(came))
+    return merged, total.float()

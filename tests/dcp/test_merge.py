@@ -1,0 +1,211 @@
+"""The merge of attention over shards against float64 over all tokens: its definition, and every way to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support import run_world
+from torch import Tensor
+
+from comm.processes import run_processes, run_threads
+from dcp.shards import Shards, check, own, shards_of
+from weft.comm.transport import CommError, Transport, offer_of
+from weft.dcp.merge import Merger, TraceMerger, a2a, ag_rs, natural
+from weft.kernels.plain import merge_weights, softmax_merge
+from weft.place.cost import PRESETS, AlphaBeta, Offer
+from weft.place.exchange import merge_scatterv
+from weft.place.merge import Merge, plan_merge
+from weft.place.spec import LayoutError, Mesh
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PAGE = 32
+
+
+@pytest.mark.parametrize("run", [1, 16, PAGE])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_parts_of_any_length_merge_to_the_whole(ranks: int, run: int) -> None:
+    edges = {around + by for around in (0, run, ranks * run, (ranks - 1) * run, PAGE * ranks) for by in (-1, 0, 1)}
+    shards = shards_of(sorted(n for n in edges if n >= 0), ranks, 2, 8, torch.float64, seed=run, run=run)
+    check(softmax_merge(shards.outs, shards.lses), (shards.out, shards.lse), f"{ranks} ranks, runs of {run}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_each_part_empty_in_turn_and_all(ranks: int, dtype: torch.dtype) -> None:
+    for seed in range(3):  # empty parts show it by −inf, +inf or NaN
+        shards = shards_of([40] * (ranks + 1), ranks, 4, 16, dtype, seed=seed, empty=lambda r, t: t in (r, ranks))
+        assert shards.outs.isnan().any()
+        check(softmax_merge(shards.outs, shards.lses), (shards.out, shards.lse), f"{dtype}, seed {seed}")
+
+
+def test_weights_of_unequal_parts() -> None:
+    lses = torch.tensor([[0.0, 1000.0, -1000.0, -math.inf], [math.log(3.0), -1000.0, -1000.0, math.nan]])
+    weights, lse = merge_weights(lses)
+    torch.testing.assert_close(weights, torch.tensor([[0.25, 1.0, 0.5, 0.0], [0.75, 0.0, 0.5, 0.0]]))
+    torch.testing.assert_close(lse, torch.tensor([math.log(4.0), 1000.0, -1000.0 + math.log(2), -math.inf]))
+
+
+def test_base_two_is_converted_at_the_seam() -> None:
+    shards = shards_of([50, 3, 1], 3, 2, 8, seed=4)
+    by_two = shards.lses / math.log(2)
+    check(softmax_merge(shards.outs, natural(by_two)), (shards.out, shards.lse), "base 2")
+    with pytest.raises(AssertionError, match="error"):
+        check(softmax_merge(shards.outs, by_two), (shards.out, shards.lse), "not converted")
+
+
+# --- every way, on every transport -----------------------------------------------------------------------------------
+
+
+def ways(transport: Transport, ranks: int) -> dict[str, Callable[..., tuple[Tensor, Tensor]]]:
+    found: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+        "ag_rs": lambda out, lse, group: ag_rs(transport, out, lse, group),
+        "a2a": lambda out, lse, group: a2a(transport, out, lse, group),
+    }
+    if transport.offers(merge_scatterv(ranks)):
+        found["fused"] = transport.merge_scatterv
+    return found
+
+
+def cases(ranks: int) -> list[Shards]:
+    """Ragged lengths, each rank empty in turn, all empty, one token, none."""
+    found = []
+    for seed, dtype in enumerate(DTYPES):
+        found.append(shards_of([1, 70, 0, 33, 2, ranks, 5], ranks, 2 * ranks, 24, dtype, seed=seed, run=16))
+        each_and_all = [9] * (ranks + 1)
+        found.append(shards_of(each_and_all, ranks, ranks, 5, dtype, seed=seed, empty=lambda r, t: t in (r, ranks)))
+        found.append(shards_of([40], ranks, 3 * ranks, 128, dtype, seed=seed))
+    return found
+
+
+def merge_all(transport: Transport, mesh: Mesh, *args: object) -> dict[str, list[Tensor]]:
+    """Every way on every case: right, the same bits on every run and in any company, the inputs left as they are."""
+    group, found = mesh.peers("dcp", transport.rank), {}
+    n, me = len(group), group.index(transport.rank)
+    for name, merge in ways(transport, n).items():
+        found[name] = []
+        for at, shards in enumerate(cases(n)):
+            what = f"{name} on {transport.name}, rank {transport.rank} of {group}, case {at}"
+            out, lse = shards.outs[me], shards.lses[me]
+            before = out.clone(), lse.clone()
+            got = merge(out, lse, group)
+            check(got, (own(shards.out, n, me), own(shards.lse, n, me)), what)
+            assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(before, (out, lse), strict=True))
+            found[name] += got
+            heads_first = out.transpose(0, 1).contiguous().transpose(0, 1)
+            again = merge(heads_first, lse.t().contiguous().t(), group)
+            assert all(map(torch.equal, got, again)), f"another layout in memory, {what}"
+            backwards = list(reversed(range(len(out))))
+            turned = merge(out[backwards], lse[backwards], group)
+            assert all(torch.equal(a, b[backwards]) for a, b in zip(got, turned, strict=True)), f"other order, {what}"
+            alone = merge(out[-1:], lse[-1:], group)
+            assert all(torch.equal(a[-1:], b) for a, b in zip(got, alone, strict=True)), f"alone, {what}"
+    transport.barrier(mesh.peers("world", transport.rank))
+    return found
+
+
+MESHES = [Mesh(1, 2, 2, 1, dcp=2), Mesh(2, 4, 8, 1, dcp=2), Mesh(1, 3, 3, 1, dcp=3), Mesh(1, 4, 1, 4, dcp=4)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_on_the_reference(mesh: Mesh) -> None:
+    run_world(mesh.world, lambda t: merge_all(t, mesh))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_on_shared_memory(mesh: Mesh, tmp_path: Path) -> None:
+    run_threads(mesh, tmp_path, merge_all)
+
+
+def test_over_gloo(tmp_path: Path) -> None:
+    run_processes("gloo", Mesh(1, 4, 4, 1, dcp=2), tmp_path, merge_all)
+
+
+def refused(transport: Transport, mesh: Mesh | None = None) -> None:
+    out, lse, group = torch.ones(2, 4, 8), torch.ones(2, 4), (0, 1)
+    exchange = merge_scatterv(2)
+    if not transport.offers(exchange):
+        with pytest.raises(CommError, match="does not offer merge_scatterv"):
+            transport.merge_scatterv(out, lse, group)
+        return
+    assert not transport.offers(exchange, True)
+    for wrong, match in (
+        ((out[:, :3], lse[:, :3]), r"H a multiple of 2, not \[2, 3, 8\]"),
+        ((out, lse[:1]), r"takes lse \[2, 4\] in float32, not \[1, 4\]"),
+        ((out, lse.double()), "not .* in torch.float64"),
+    ):
+        with pytest.raises(CommError, match=match):
+            transport.merge_scatterv(*wrong, group)
+    with pytest.raises(CommError, match="takes lse too; it has a call of its own"):
+        transport.exchange(torch.ones(4, 8), exchange, group, (2, 2))
+
+
+def test_what_cannot_be_merged_is_refused() -> None:
+    run_world(2, refused)
+
+
+# --- the choice -----------------------------------------------------------------------------------------------------
+
+
+def merge_by(transport: Transport, mesh: Mesh, way: str) -> tuple[Tensor, Tensor]:
+    offer = offer_of(transport.name, transport.offers, mesh, PRESETS["cpu-shm"], transport.max_bytes)
+    merge = Merger(mesh, transport.rank, {transport.name: transport}, [offer], way)
+    shards = shards_of([30, 1, 8], mesh.dcp, 2 * mesh.dcp, 16)
+    at = transport.rank % mesh.dcp
+    got = merge(shards.outs[at], shards.lses[at])
+    check(got, (own(shards.out, mesh.dcp, at), own(shards.lse, mesh.dcp, at)), way)
+    none = merge(shards.outs[at, :0], shards.lses[at, :0])
+    assert none[0].shape == (0, 2, 16) and none[1].shape == (0, 2)
+    assert merge.plan(Merge(2 * mesh.dcp, 16, 4), 3).way == (way if way != "auto" else "fused")
+    with pytest.raises(CommError, match="3 heads do not divide over a dcp group of 2 ranks"):
+        merge(shards.outs[at, :0, :3], shards.lses[at, :0, :3])
+    return got
+
+
+@pytest.mark.parametrize("way", ["auto", "ag_rs", "a2a", "fused"])
+def test_a_merger_goes_the_way_that_is_planned(way: str) -> None:
+    mesh = Mesh(1, 4, 4, 1, dcp=2)
+    run_world(4, lambda t: merge_by(t, mesh, way))
+
+
+ALL = frozenset({"all_gatherv", "reduce_scatterv", "all_to_allv", "merge_scatterv"})
+
+
+def offered(name: str, kinds: frozenset[str], us: float, gb_s: float, max_bytes: int | None = None) -> Offer:
+    return Offer(name, kinds, frozenset(), AlphaBeta(name, us, 0.0, gb_s, 1.0, 1000.0), max_bytes)
+
+
+def test_the_quickest_way_is_planned() -> None:
+    merge = Merge(heads=64, dim=128, element_bytes=2)
+    quick, wide = offered("quick", ALL, 2.0, 10.0), offered("wide", ALL - {"merge_scatterv"}, 20.0, 1000.0)
+    assert plan_merge(merge, 4, 1, [quick, wide]).transport == "quick"
+    many = plan_merge(merge, 4, 1 << 14, [quick, wide])
+    assert many.transport == "wide" and many.way == "ag_rs"
+    assert plan_merge(merge, 4, 1, [quick, wide]).way == "fused"
+    assert plan_merge(merge, 4, 1, [wide]).way == "a2a"  # one collective where ag_rs takes two
+    assert plan_merge(merge, 4, 1, [quick, wide], "ag_rs").way == "ag_rs"
+    assert plan_merge(merge, 4, 2, [quick]).bytes == 2 * 64 * (128 * 2 + 4) * 3 // 4
+
+
+def test_what_has_no_room_or_no_way_is_refused() -> None:
+    merge, needed = Merge(64, 128, 2), 64 * (128 * 2 + 4) * 8
+    small, other = offered("small", ALL, 1.0, 10.0, needed - 1), offered("other", frozenset({"all_to_allv"}), 9.0, 1.0)
+    assert plan_merge(merge, 2, 7, [small, other]).transport == "small"
+    assert plan_merge(merge, 2, 8, [small, other]).transport == "other"
+    with pytest.raises(LayoutError, match=rf"by fused for 8 .*\({needed} bytes; small has max_bytes=.*a2a on other"):
+        plan_merge(merge, 2, 8, [small, other], "fused")
+    with pytest.raises(LayoutError, match="there are auto, ag_rs, a2a, fused"):
+        plan_merge(merge, 2, 8, [small], "quickest")
+
+
+def test_a_trace_counts_merges_by_shape() -> None:
+    trace = TraceMerger(2)
+    for _ in range(3):
+        out, lse = trace(torch.empty(0, 8, 16, dtype=torch.bfloat16, device="meta"), torch.empty(0, 8, device="meta"))
+        assert out.shape == (0, 4, 16) and lse.shape == (0, 4)
+    assert trace.merges == {Merge(8, 16, 2): 3}
+
+

@@ -61,6 +61,19 @@ def test_tensors_say_the_same_and_slots_follow(deal: Interleave, tokens: int, dr
             assert found.dtype == dtype and found.tolist() == expected
 
 
+@settings(max_examples=80, deadline=None)
+@given(deals(), st.lists(st.integers(0, 40), max_size=4))
+def test_gathered_tokens_are_found_again(deal: Interleave, lengths: list[int]) -> None:
+    hands = [dealt(deal, n) for n in lengths]
+    laid = [[(at, t) for at, hand in enumerate(hands) for t in hand[place]] for place in range(deal.ranks)]
+    sizes, rows = deal.gathered(lengths)
+    assert sizes == tuple(map(len, laid))
+    flat = [each for rank in laid for each in rank]
+    assert [[flat[row] for row in found.tolist()] for found in rows] == [
+        [(at, t) for t in range(n)] for at, n in enumerate(lengths)
+    ]
+
+
 def test_runs_that_do_not_divide_the_page_are_refused() -> None:
     with pytest.raises(ValueError, match=r"dealt out 3 at a time over 2 rank.*page of 16 tokens a multiple"):
         Interleave(2, 3, 16)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from weft.attention.backend import Backend, HeadSplit
 from weft.attention.batch import Batch, PageTables, StateSlots
 from weft.attention.sdpa import SDPA
+from weft.dcp.group import ContextGroup
 from weft.kv.cache import KVCache, StateCache
-from weft.kv.spec import CacheGroup, Recurrent, Spec, rule
+from weft.kv.spec import CacheGroup, Recurrent, Spec, Window, rule
 
-MakeBackend = Callable[[KVCache], Backend]
+MakeBackend = Callable[[KVCache, ContextGroup | None], Backend]
 
 
 class Cached(Protocol):
@@ -40,7 +41,8 @@ class Caches:
     """The caches of a model on a rank: `plan` once a step, then each layer's own call.
 
     layers: as `cached_layers` gives them. groups: what there is of each rule; batches carry tables in their order.
-    backend: makes what attends over a paged cache.
+    page_size: tokens of a sequence that an entry of its page tables stands for. backend: makes what attends over a paged
+    cache. group: where the tokens of whole sequences are dealt out over ranks; windows and states each rank has whole.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Caches:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         backend: MakeBackend = SDPA,
+        group: ContextGroup | None = None,
     ):
         place = {group.rule: at for at, group in enumerate(groups)}
         paths: dict[Spec, list[str]] = {}
@@ -67,7 +70,9 @@ class Caches:
                 self.states.append((at, states))
                 self._states_of |= {name: (states, i, at) for i, name in enumerate(names)}
             else:
-                attend = backend(KVCache(spec, len(names), groups[at].size, page_size, dtype, device))
+                dealt = None if isinstance(spec, Window) else group
+                slots = page_size if dealt is None else dealt.deal.page_size
+                attend = backend(KVCache(spec, len(names), groups[at].size, slots, dtype, device), dealt)
                 self.paged.append((at, attend))
                 self._backend_of |= {name: (attend, i) for i, name in enumerate(names)}
 

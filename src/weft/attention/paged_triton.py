@@ -20,8 +20,7 @@ class PagedTriton(SDPA):
         """See `Backend.plan`."""
         if batch.spans is not None and any(rows > 1 for rows, _ in batch.spans):
             return super().plan(batch, tables)
-        self._stored, self._prefills, self._single = tables.slots, [], None
-        self._plan_single(tables.pages, batch.lengths)
+        self._plan_single(tables.pages, self._begin_plan(batch, tables))
 
     def _plan_single(self, pages: Tensor, lengths: Tensor) -> None:
         self._pages, self._lengths = pages.contiguous(), lengths

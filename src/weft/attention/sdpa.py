@@ -8,47 +8,79 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from weft.attention.backend import HeadSplit
 from weft.attention.batch import Batch, PageTables
+from weft.dcp.group import ContextGroup
 from weft.kv.cache import KVCache
+from weft.kv.spec import Latent
 
 
 class SDPA:
     """A `weft.attention.backend.Backend` that gathers the tokens a row sees and calls torch.
 
     Sequences of one row are attended together, padded to the longest; the others one by one.
+
+    group: where the ranks of a dcp group hold parts of the tokens. Rows of one a sequence then attend with all ranks'
+    heads over the tokens here, and are merged. For the others the tokens are gathered: a prompt's queries are more.
     """
 
-    def __init__(self, cache: KVCache):
-        self.cache = cache
+    def __init__(self, cache: KVCache, group: ContextGroup | None = None):
+        self.cache, self._group = cache, group
 
     def plan(self, batch: Batch, tables: PageTables) -> None:
         """See `Backend.plan`."""
         device, page_size = tables.slots.device, self.cache.page_size
-        offsets = torch.arange(page_size, dtype=torch.int32, device=device)
-        window = self.cache.window
-        self._stored = tables.slots
-        self._prefills: list[tuple[int, int, Tensor, Tensor]] = []  # first row, rows, slots and mask of what they see
-        self._single: Tensor | None = None  # the rows of the sequences that have one; None: all rows
-        pages, lengths = tables.pages, batch.lengths
+        pages, lengths = tables.pages, self._begin_plan(batch, tables)
         if batch.spans is not None:
             sequences, rows, longest, first = [], [], 0, 0
+            prompts: list[tuple[int, int, int, int]] = []
             for sequence, (count, context) in enumerate(batch.spans):
-                visible = context + count
                 if count == 1:
                     sequences.append(sequence)
                     rows.append(first)
-                    longest = max(longest, visible)
+                    longest = max(longest, context + 1)
                 elif count:
-                    begin = 0 if window is None else max(0, context - window + 1)
-                    seen = _slots(tables.pages[sequence, : -(-visible // page_size)], offsets)[begin:visible]
-                    position = torch.arange(begin, visible, device=device)
-                    self._prefills.append((first, count, seen, _sees(position, position[-count:, None], window)))
+                    prompts.append((first, count, context, sequence))
                 first += count
+            if prompts:
+                self._plan_prompts(pages, prompts)
+            if self._group is not None:
+                longest = self._group.deal.most(longest)
             if len(rows) < first:
                 self._single = torch.tensor(rows, dtype=torch.int64, device=device)
                 at = torch.tensor(sequences, dtype=torch.int64, device=device)
                 pages, lengths = pages[at], lengths[at]
             pages = pages[:, : -(-longest // page_size)]
         self._plan_single(pages, lengths)
+
+    def _begin_plan(self, batch: Batch, tables: PageTables) -> Tensor:
+        """Gives how many tokens of each sequence lie here."""
+        group = self._group
+        self._stored = tables.slots if group is None else group.slots(tables.slots)
+        self._prefills: list[tuple[int, int, Tensor, Tensor]] = []  # first row, rows, where what they see lies, mask
+        self._single: Tensor | None = None  # the rows of the sequences that have one; None: all rows
+        self._gathered: tuple[Tensor, tuple[int, ...]] | None = None  # of prompts: slots here, tokens of each rank
+        return batch.lengths if group is None else group.lengths(batch.lengths)
+
+    def _plan_prompts(self, pages: Tensor, prompts: list[tuple[int, int, int, int]]) -> None:
+        """Of the sequences of several rows: (first row, rows, context, place among the page tables `pages`)."""
+        page_size, window, group = self.cache.page_size, self.cache.window, self._group
+        offsets = torch.arange(page_size, dtype=torch.int32, device=pages.device)
+
+        def slots(sequence: int, tokens: int) -> Tensor:
+            return _slots(pages[sequence, : -(-tokens // page_size)], offsets)[:tokens]
+
+        lengths = [context + count for _, count, context, _ in prompts]
+        if group is None:
+            where = [slots(sequence, n) for (*_, sequence), n in zip(prompts, lengths, strict=True)]
+        else:
+            sizes, where = group.deal.gathered(lengths, pages.device)
+            own = [group.deal.length(n, group.place) for n in lengths]
+            here = torch.cat([slots(sequence, n) for (*_, sequence), n in zip(prompts, own, strict=True)])
+            self._gathered = here, sizes
+        for (first, count, context, _), length, seen in zip(prompts, lengths, where, strict=True):
+            begin = 0 if window is None else max(0, context - window + 1)
+            position = torch.arange(begin, length, device=pages.device)
+            mask = _sees(position, position[-count:, None], window)
+            self._prefills.append((first, count, seen[begin:], mask))
 
     def _plan_single(self, pages: Tensor, lengths: Tensor) -> None:
         """Of the sequences of one row: their page tables `[B, W]` and lengths `[B]`."""
@@ -77,27 +109,49 @@ class SDPA:
         return self(layer, q, k, v, scale=scale)[0]
 
     def _attend(self, layer: int, q: Tensor, scale: float, lse: bool) -> tuple[Tensor, Tensor | None]:
+        if not self._prefills and self._single is None:
+            return self._merge_single(layer, q, scale, lse)
         out = q.new_empty(*q.shape[:2], self.cache.values.shape[-1])
         sums = q.new_empty(q.shape[:2], dtype=torch.float32) if lse else None
-        if not q.shape[0]:
-            return out, sums
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys, values = self._at_hand(layer)
         for first, rows, slots, mask in self._prefills:
             at = slice(first, first + rows)
             seen = _rows(keys, slots[None])
             out[at] = _attend(q[None, at], seen, _rows(values, slots[None]), mask, scale)[0]
             if sums is not None:
                 sums[at] = _lse(q[None, at], seen, mask, scale)[0]
-        if self._single is None:
-            return self._attend_single(layer, q, scale, lse) if not self._prefills else (out, sums)
-        if len(self._single):
-            out[self._single], total = self._attend_single(layer, q[self._single], scale, lse)
+        if self._single is not None and len(self._single):
+            out[self._single], total = self._merge_single(layer, q[self._single], scale, lse)
             if sums is not None and total is not None:
                 sums[self._single] = total
         return out, sums
 
+    def _at_hand(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The keys and values that prompts look into."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        if self._group is None or self._gathered is None:
+            return keys, values
+        slots, sizes = self._gathered
+        (_, heads, dim), latent = keys.shape, isinstance(self.cache.spec, Latent)
+        here = [_rows(kind, slots).flatten(1) for kind in ((keys,) if latent else (keys, values))]
+        every = self._group.gather(here[0] if latent else torch.cat(here, dim=1), sizes)
+        keys = every[:, : heads * dim].unflatten(1, (heads, dim))
+        values = keys[..., : values.shape[-1]] if latent else every[:, heads * dim :].unflatten(1, (heads, dim))
+        return keys, values
+
+    def _merge_single(self, layer: int, q: Tensor, scale: float, lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Of the sequences of one row, whoever holds their tokens: q `[B, heads, D]`."""
+        if self._group is None:
+            return self._attend_single(layer, q, scale, lse)
+        out, here = self._attend_single(layer, self._group.heads(q), scale, True)
+        assert here is not None
+        out, total = self._group.merge(out, here)
+        return out, total if lse else None
+
     def _attend_single(self, layer: int, q: Tensor, scale: float, lse: bool) -> tuple[Tensor, Tensor | None]:
-        """Of the sequences of one row: q `[B, heads, D]`."""
+        """Of the same, over the tokens that lie here."""
+        if not len(q):
+            return q.new_empty(*q.shape[:2], self.cache.values.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
         seen, mask = _rows(self.cache.keys[layer], self._slots), self._mask[:, None, None]
         one = _attend(q[:, None], seen, _rows(self.cache.values[layer], self._slots), mask, scale)[:, 0]
         total = _lse(q[:, None], seen, mask, scale)[:, 0] if lse else None

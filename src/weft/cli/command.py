@@ -46,6 +46,12 @@ class Layout:
     """Parts that the experts are dealt out to; left out, the same as --attn-dp."""
     moe_tp: int | None = None
     """Ranks that share each expert; left out, the same as --attn-tp."""
+    dcp: int = 1
+    """Ranks of --attn-tp that deal out a group's cached tokens among them, so that it holds so many times as many."""
+    dcp_interleave: int | None = None
+    """Tokens in a row that one of them holds; left out, a page."""
+    dcp_exchange: Literal["auto", "ag_rs", "a2a", "fused"] = "auto"
+    """How their attention is merged; auto: whichever costs least."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cuda: a GPU a rank; auto: GPUs where there are as many as ranks."""
     transport: Literal["auto", "shm", "gloo", "peer", "nccl"] = "auto"
@@ -69,7 +75,18 @@ class Layout:
         moe_tp = self.attn_tp if self.moe_tp is None else self.moe_tp
         return {"attn_dp": self.attn_dp, "attn_tp": self.attn_tp, "ep": ep, "moe_tp": moe_tp} | {
             name: getattr(self, name)
-            for name in ("device", "transport", "cost", "plugins", "load_format", "num_layers", "cpu_bind")
+            for name in (
+                "dcp",
+                "dcp_interleave",
+                "dcp_exchange",
+                "device",
+                "transport",
+                "cost",
+                "plugins",
+                "load_format",
+                "num_layers",
+                "cpu_bind",
+            )
         }
 
 

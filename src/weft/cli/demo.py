@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -32,12 +32,18 @@ class Command:
     Starts `weft serve` with attn_dp=2 attn_tp=2 ep=2 moe_tp=2, sends the questions at once through the official openai
     client, streams the answers, prints the plan that ran and the collectives beside the naive plan's, and stops.
 
-    Example:
+    With --dcp 2 there are 8 ranks, attn_tp=8 ep=2 moe_tp=4: the model's 4 key-value heads are each held by 2 of them,
+    which deal out the cached tokens among them.
+
+    Examples:
       weft demo --questions 6
+      weft demo --dcp 2
     """
 
     questions: int = 4
     """How many word problems to ask."""
+    dcp: Literal[1, 2] = 1
+    """Ranks that share a key-value head and deal out its tokens."""
 
     def run(self) -> int:
         """Runs the demonstration. Raises UserError where the server does not start, EngineError where it fails."""
@@ -52,7 +58,10 @@ class Command:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        serve = f"serve --port {port} --kv-tokens 8192 --attn-dp 2 --attn-tp 2 --ep 2 --moe-tp 2"
+        layout = "--attn-dp 2 --attn-tp 2 --ep 2 --moe-tp 2"
+        if self.dcp > 1:
+            layout = f"--attn-tp 8 --dcp {self.dcp} --ep 2 --moe-tp 4"
+        serve = f"serve --port {port} --kv-tokens 8192 {layout}"
         console.print(f"[bold]$ weft {serve}[/bold]", soft_wrap=True)
         command = [sys.executable, "-m", "weft.cli.main", *shlex.split(serve)]
         early: list[int] = []  # an exception in the midst of Popen would lose the process
@@ -63,7 +72,7 @@ class Command:
             stop_on_sigterm()
             if early:
                 return 130
-            with console.status("starting 4 ranks"):
+            with console.status(f"starting {4 * self.dcp} ranks"):
                 _wait_until_healthy(server, base, log)
             right = self._ask(console, base)
             with urllib.request.urlopen(f"{base}/weft/plan?tokens=1", timeout=30) as plan:

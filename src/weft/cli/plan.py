@@ -60,6 +60,8 @@ class Command:
     """Python modules or .py files that add model families; they run, so name only what you trust."""
     layout: str = "2x2"
     """ATTN_DPxATTN_TP,EPxMOE_TP; with the second half left out it is the same as the first."""
+    dcp: int = 1
+    """Ranks of ATTN_TP that deal out a group's cached tokens among them."""
     tokens: str = "1,64,4096"
     """Tokens in each DP group, one plan for each number."""
     transport: tuple[Literal["shm", "peer", "torchdist/gloo", "torchdist/nccl", "reference"], ...] = ()
@@ -75,7 +77,7 @@ class Command:
     def run(self) -> int:
         """Prints the plans. Raises LayoutError, ModelError, PlacementError with one line."""
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        mesh, tokens = parse_layout(self.layout), parse_tokens(self.tokens)
+        mesh, tokens = parse_layout(self.layout, self.dcp), parse_tokens(self.tokens)
         names: tuple[str, ...] = self.transport or ON_GPUS[mesh.world > peer.MAX_RANKS :]
         for name in names:
             if mesh.world > (most := MOST_RANKS.get(name, mesh.world)):
@@ -108,13 +110,13 @@ class Command:
         return "h200x4" if set(names) <= set(ON_GPUS) and world <= peer.MAX_RANKS else "h200-nvlink"
 
 
-def parse_layout(text: str) -> Mesh:
-    """`2x2,4x1` → Mesh(2, 2, 4, 1). Raises LayoutError."""
+def parse_layout(text: str, dcp: int = 1) -> Mesh:
+    """`2x2,4x1` → Mesh(2, 2, 4, 1, dcp). Raises LayoutError."""
     match = re.fullmatch(r"(\d+)x(\d+)(?:,(\d+)x(\d+))?", text.replace(" ", ""))
     if match is None:
         raise LayoutError(f"layout {text!r} is not ATTN_DPxATTN_TP,EPxMOE_TP, such as 2x2,4x1")
     dp, tp, ep, moe_tp = match.groups()
-    return Mesh(int(dp), int(tp), int(ep or dp), int(moe_tp or tp))
+    return Mesh(int(dp), int(tp), int(ep or dp), int(moe_tp or tp), dcp)
 
 
 def parse_tokens(text: str) -> list[int]:

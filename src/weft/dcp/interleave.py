@@ -10,6 +10,7 @@ Every function takes whole numbers or tensors of them, and works on tensors with
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -76,6 +77,23 @@ class Interleave:
         page, offset = slots // self.span, slots % self.span
         mine = (slots >= 0) & (self.owner(offset) == place)
         return torch.where(mine, page * self.page_size + self.local(offset), -1)
+
+    def gathered(
+        self, lengths: Sequence[int], device: torch.device | str = "cpu"
+    ) -> tuple[tuple[int, ...], list[Tensor]]:
+        """Where tokens lie once every rank's were put one after the other, sequence by sequence within a rank.
+
+        lengths: of the sequences. Gives how many tokens each rank holds of all, and for each sequence, int64
+        `[length]`, the row of each of its tokens.
+        """
+        held = [[self.length(n, place) for n in lengths] for place in range(self.ranks)]
+        rows, begins = [], [sum(map(sum, held[:place])) for place in range(self.ranks)]
+        for at, length in enumerate(lengths):
+            token = torch.arange(length, device=device)
+            begin = torch.tensor(begins, device=device)
+            rows.append(begin[self.owner(token)] + self.local(token))
+            begins = [begin + own[at] for begin, own in zip(begins, held, strict=True)]
+        return tuple(map(sum, held)), rows
 
 
 def _clip(value: Whole, most: int) -> Whole:

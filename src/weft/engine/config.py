@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.assets import embedded_model_dir
+from weft.dcp.interleave import Interleave
 from weft.models.config import ModelConfig
 from weft.models.registry import load_config, registry
 from weft.place.spec import Mesh
@@ -43,7 +44,9 @@ class EngineConfig:
     """Checked on construction: LayoutError for a layout, ValueError for a number, each in one line.
 
     attn_dp, attn_tp, ep, moe_tp: the layout (`weft.place.spec.Mesh`). dtype auto: float32 on CPUs, bfloat16 on GPUs.
-    page_size: tokens a page of the key-value cache. kv_tokens: its size, for each DP group.
+    dcp: neighbouring ranks of attn_tp among which the cached tokens are dealt out (decode context parallelism), in turn,
+    dcp_interleave at a time (None: a page). dcp_exchange: how their attention is merged (`weft.place.merge`).
+    page_size: tokens a page of the key-value cache. kv_tokens: its size on a rank: a DP group holds dcp times as many.
     max_batch_tokens: rows of one step of a DP group, which cuts long prompts into chunks. max_running: its sequences.
     max_waiting: requests that may wait for a place, of all groups together; more are refused. max_choices: answers to
     one request of a client, its prompts times its choices.
@@ -68,6 +71,9 @@ class EngineConfig:
     attn_tp: int = 1
     ep: int = 1
     moe_tp: int = 1
+    dcp: int = 1
+    dcp_interleave: int | None = None
+    dcp_exchange: Literal["auto", "ag_rs", "a2a", "fused"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     page_size: int = 16
     kv_tokens: int = 65536
@@ -107,6 +113,14 @@ class EngineConfig:
             )
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts is {self.max_restarts}; it must be 0 or more")
+        run = self.page_size if self.dcp_interleave is None else self.dcp_interleave
+        if run < 1 or self.page_size % run:
+            divisors = [n for n in range(1, self.page_size + 1) if self.page_size % n == 0]
+            near = [max((n for n in divisors if n < run), default=1), *[n for n in divisors if n > run][:1]]
+            raise ValueError(
+                f"dcp_interleave is {run}; it must divide a page of {self.page_size} tokens; nearest that do: "
+                + " and ".join(map(str, dict.fromkeys(near)))
+            )
         if self.kv_tokens < self.page_size:
             raise ValueError(f"kv_tokens={self.kv_tokens} is less than one page of {self.page_size} tokens")
         if self.max_batch_tokens < self.max_running:
@@ -118,7 +132,12 @@ class EngineConfig:
     @property
     def mesh(self) -> Mesh:
         """The layout."""
-        return Mesh(self.attn_dp, self.attn_tp, self.ep, self.moe_tp)
+        return Mesh(self.attn_dp, self.attn_tp, self.ep, self.moe_tp, self.dcp)
+
+    @property
+    def deal(self) -> Interleave:
+        """How cached tokens are dealt out. Pages of whole DP groups stand for `deal.span` tokens."""
+        return Interleave(self.dcp, self.dcp_interleave or self.page_size, self.page_size)
 
     @property
     def cores(self) -> list[set[int]]:
@@ -155,8 +174,13 @@ class EngineConfig:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the key-value cache of a DP group."""
+        """Pages of a rank's key-value cache, each of which stands for `deal.span` tokens of the DP group."""
         return self.kv_tokens // self.page_size
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that the key-value cache of a DP group holds, in whole pages."""
+        return self.num_pages * self.deal.span
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a rank's process."""

@@ -113,7 +113,7 @@ class Engine:
         if len(requests) > (most := self.config.max_choices):
             raise ValueError(f"{len(requests)} answers are asked for at once (prompts × n); at most {most} are given")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        context = min(self.max_model_len, self.config.num_pages * self.config.page_size)
+        context = min(self.max_model_len, self.config.cached_tokens)
         answers = []
         for prompt, params, on_output in requests:
             seed = self._seeds.getrandbits(62)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +13,12 @@ from weft.attention.batch import Batch
 from weft.attention.caches import Caches, cached_layers
 from weft.comm.rows import StepRows
 from weft.comm.transport import Transport, offer_of
+from weft.dcp.group import ContextGroup, Gatherer, context_group
+from weft.dcp.interleave import Interleave
+from weft.dcp.merge import TraceMerger
 from weft.engine.batch import SeqRows, build_batch
 from weft.engine.graphs import DecodeGraphs
-from weft.kv.spec import CacheGroup, rule
+from weft.kv.spec import CacheGroup, PagedKV, Spec, rule
 from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder
 from weft.models.layers import Workspace, torch_empty
@@ -33,21 +36,51 @@ MOST_COUNTS = 4096
 """How many different counts are kept before they are added up, so that they take no more room with every step."""
 
 
-def trace(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, workspace: Workspace = torch_empty) -> Chain:
+def trace(
+    config: ModelConfig,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    workspace: Workspace = torch_empty,
+    merger: TraceMerger | None = None,
+) -> Chain:
     """The model's chain of reads and adds, from a run on zero rows with weights on the `meta` device.
 
-    workspace: sees every tensor that the layers take from it on the way.
+    workspace: sees every tensor that the layers take from it on the way. merger: sees what attention merges over dcp.
+    Raises LayoutError where the layout is not one of the model's.
     """
     meta = torch.device("meta")
     model = build_model(config, mesh, 0, dtype, meta, workspace)
     stream = TraceStream(mesh, config.hidden_size, dtype, meta)
     layers = cached_layers(model)
+    check_heads(config, mesh, layers.values())
     groups = [CacheGroup(r, 0) for r in dict.fromkeys(map(rule, layers.values()))]
-    caches = Caches(layers, groups, 1, dtype, meta)
-    batch = build_batch([], [], 1, [group.rule for group in groups], meta)
+    group = None
+    if mesh.dcp > 1:
+        merge = merger or TraceMerger(mesh.dcp)
+        group = ContextGroup(Interleave(mesh.dcp, 1, 1), 0, Gatherer(mesh.peers("dcp", 0), {}, []), merge)
+    caches = Caches(layers, groups, mesh.dcp, dtype, meta, group=group)
+    batch = build_batch([], [], mesh.dcp, [group.rule for group in groups], meta)
     caches.plan(batch)
     model(stream, batch, caches)
     return stream.chain()
+
+
+def check_heads(config: ModelConfig, mesh: Mesh, caches: Iterable[Spec]) -> None:
+    """Raises LayoutError where the ranks of a dcp group would hold other key-value heads than each other.
+
+    Only where attn_tp has more ranks than there are key-value heads do neighbours hold the same. A latent cache is the
+    same on all ranks.
+    """
+    copies = max(1, mesh.attn_tp // config.num_kv_heads)
+    if mesh.dcp == 1 or copies % mesh.dcp == 0 or not any(isinstance(spec, PagedKV) for spec in caches):
+        return
+    legal = [n for n in range(1, copies + 1) if copies % n == 0]
+    near = sorted(legal, key=lambda n: (abs(n - mesh.dcp), n))[0]
+    raise LayoutError(
+        f"dcp={mesh.dcp}: the ranks of a dcp group must hold the same key-value heads, but attn_tp={mesh.attn_tp} over "
+        f"{config.num_kv_heads} of them gives each to {copies} rank(s); the nearest dcp is {near}, or take attn_tp="
+        f"{config.num_kv_heads * mesh.dcp}"
+    )
 
 
 def plan_model(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, offers: Sequence[Offer]) -> Planner:
@@ -59,7 +92,8 @@ class ModelRunner:
     """Runs a model on one rank. Every rank must call `forward` for every step, with the same counts.
 
     transports: the planner chooses among them, edge by edge, by the costs (`weft.place.cost.costs`). groups,
-    page_size: of the caches, which are allocated here once.
+    page_size: of the caches, which are allocated here once. interleave: under decode context parallelism, tokens in a
+    row that one rank holds (None: a page); dcp_exchange: how attention is merged (`weft.dcp.merge.Merger`).
     """
 
     def __init__(
@@ -71,6 +105,9 @@ class ModelRunner:
         groups: Sequence[CacheGroup],
         page_size: int,
         costs: Costs | None = None,
+        *,
+        interleave: int | None = None,
+        dcp_exchange: str = "auto",
     ):
         config, weight = model.config, model.embed.weight
         self.model, self.mesh, self.rank = model, mesh, rank
@@ -81,14 +118,16 @@ class ModelRunner:
             for t in transports
         ]
         self.planner = plan_model(config, mesh, weight.dtype, offers)
-        self._rules, self._page_size = [group.rule for group in groups], page_size
+        deal = Interleave(mesh.dcp, interleave or page_size, page_size)
+        dealt = context_group(mesh, rank, deal, self.transports, offers, dcp_exchange)
+        self._rules, self._page_size = [group.rule for group in groups], deal.span
         layers, device = cached_layers(model), weight.device
         if device.type == "cuda":
             from weft.attention.paged_triton import PagedTriton  # a CPU need not have Triton
 
-            self.caches = Caches(layers, groups, page_size, weight.dtype, device, PagedTriton)
+            self.caches = Caches(layers, groups, deal.span, weight.dtype, device, PagedTriton, dealt)
         else:
-            self.caches = Caches(layers, groups, page_size, weight.dtype, device)
+            self.caches = Caches(layers, groups, deal.span, weight.dtype, device, group=dealt)
         self._graphs: DecodeGraphs | None = None
         self._graph_planner = self.planner
         self._stats, self._naive_stats, self._times = Stats(), Stats(), StepTimes(weight.device)

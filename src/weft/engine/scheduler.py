@@ -184,7 +184,7 @@ def make_schedulers(config: EngineConfig, groups: Seq[CacheGroup]) -> list[Sched
     """One for each DP group, empty. groups: of the model's caches."""
     return [
         Scheduler(
-            CacheManager(groups, config.page_size, prefix_cache=config.prefix_cache),
+            CacheManager(groups, config.deal.span, prefix_cache=config.prefix_cache),
             max_batch_tokens=config.max_batch_tokens,
             max_running=config.max_running,
         )

@@ -60,18 +60,28 @@ class Worker:
             model = load_model(config.model, model_config, self.mesh, self.rank, dtype, device, progress, empty)
         self.groups = cache_groups(
             cached_layers(model).values(),
-            page_size=config.page_size,
-            kv_tokens=config.kv_tokens,
+            page_size=config.deal.span,
+            kv_tokens=config.cached_tokens,
             max_running=config.max_running,
             max_batch_tokens=config.max_batch_tokens,
             prefix_cache=config.prefix_cache,
         )
-        self.runner = ModelRunner(model, self.mesh, self.rank, transports, self.groups, config.page_size, costs)
+        self.runner = ModelRunner(
+            model,
+            self.mesh,
+            self.rank,
+            transports,
+            self.groups,
+            config.page_size,
+            costs,
+            interleave=config.dcp_interleave,
+            dcp_exchange=config.dcp_exchange,
+        )
         if device.type == "cuda" and config.cuda_graphs:
-            tokens = min(config.max_model_len or model_config.max_position, config.kv_tokens)
+            tokens = min(config.max_model_len or model_config.max_position, config.cached_tokens)
             self.runner.capture(
                 config.max_running,
-                -(-tokens // config.page_size),
+                -(-tokens // config.deal.span),
                 lambda done, total: send(Progress(self.rank, done, total, "capturing graphs")),
             )
 

@@ -1,0 +1,115 @@
+"""A rank's end of its dcp group: which tokens it holds, and what passes between the group's ranks around attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.comm.transport import Ranks, Transport
+from weft.dcp.interleave import Interleave
+from weft.dcp.merge import Merger, Merging
+from weft.place import exchange
+from weft.place.cost import Offer
+from weft.place.spec import LayoutError, Mesh
+
+
+class Gatherer:
+    """All-gathers rows over a group by the transport that is quickest for their size.
+
+    transports: by name; offers: what they cost. Rows that a transport cannot take at once go in several calls.
+    """
+
+    def __init__(self, group: Ranks, transports: Mapping[str, Transport], offers: Sequence[Offer]):
+        self._group, self._transports = group, transports
+        self._offers = [offer for offer in offers if "all_gatherv" in offer.kinds]
+
+    def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """x: this rank's rows `[own, width]`; sizes: rows of every rank. Gives `[sum(sizes), width]`, in rank order.
+
+        Raises CommError, and LayoutError where no transport takes even a row of each rank.
+        """
+        if not sum(sizes):
+            return x
+        offer, rows = self._choose(sizes, x.shape[1] * x.element_size())
+        transport, kind = self._transports[offer.transport], exchange.all_gatherv(len(self._group))
+        if rows >= max(sizes):
+            return transport.exchange(x, kind, self._group, sizes)
+        out = x.new_empty(sum(sizes), x.shape[1])
+        into = out.split(list(sizes))
+        for begin in range(0, max(sizes), rows):
+            part = tuple(min(rows, max(0, size - begin)) for size in sizes)
+            came = transport.exchange(x[begin : begin + rows], kind, self._group, part)
+            for run, rank_rows in zip(came.split(list(part)), into, strict=True):
+                rank_rows[begin : begin + len(run)] = run
+        return out
+
+    def _choose(self, sizes: tuple[int, ...], row_bytes: int) -> tuple[Offer, int]:
+        """The quickest offer, and how many rows of each rank it takes in a call. The same on every rank."""
+        found: list[tuple[float, Offer, int]] = []
+        ranks = len(sizes)
+        for offer in self._offers:
+            rows = max(sizes) if offer.max_bytes is None else min(max(sizes), offer.max_bytes // (ranks * row_bytes))
+            if rows:
+                try:
+                    one = offer.cost.collective_us("all_gatherv", ranks, rows * (ranks - 1) * row_bytes)
+                except LayoutError:  # not measured
+                    continue
+                found.append((one * -(-max(sizes) // rows), offer, rows))
+        if not found:
+            raise LayoutError(
+                f"nothing gathers rows of {row_bytes} bytes over {ranks} ranks here: no transport has room for one of "
+                "each rank, or weft tune measured none"
+            )
+        _, offer, rows = min(found, key=lambda each: each[0])
+        return offer, rows
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """What attention needs where its tokens are dealt out over ranks. place: this rank's in the group.
+
+    gather: as `Gatherer`; merge: as `weft.dcp.merge.Merging`. Without rows neither communicates.
+    """
+
+    deal: Interleave
+    place: int
+    gather: Gatherer
+    merge: Merging
+
+    def lengths(self, lengths: Tensor) -> Tensor:
+        """How many tokens of sequences of these lengths lie here."""
+        return self.deal.length(lengths, self.place)
+
+    def slots(self, slots: Tensor) -> Tensor:
+        """Where rows are stored here, −1 for another rank's: see `Interleave.slots`."""
+        return self.deal.slots(slots, self.place)
+
+    def heads(self, q: Tensor) -> Tensor:
+        """Every rank's heads, in rank order: `[T, heads, D]` → `[T, ranks · heads, D]`."""
+        ranks, (rows, heads, dim) = self.deal.ranks, q.shape
+        if not rows:
+            return q.new_empty(0, ranks * heads, dim)
+        every = self.gather(q.reshape(rows, heads * dim), (rows,) * ranks)
+        return every.view(ranks, rows, heads, dim).transpose(0, 1).reshape(rows, ranks * heads, dim)
+
+
+def context_group(
+    mesh: Mesh,
+    rank: int,
+    deal: Interleave,
+    transports: Mapping[str, Transport],
+    offers: Sequence[Offer],
+    way: str = "auto",
+) -> ContextGroup | None:
+    """The rank's, by the transports' offers; way: to merge, as `Merger` takes it. None where no tokens are dealt out.
+
+    Raises LayoutError where nothing merges in this way.
+    """
+    if mesh.dcp == 1:
+        return None
+    group = mesh.peers("dcp", rank)
+    merge = Merger(mesh, rank, transports, offers, way)
+    return ContextGroup(deal, group.index(rank), Gatherer(group, transports, offers), merge)

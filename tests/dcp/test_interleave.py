@@ -45,7 +45,7 @@ def test_every_token_has_one_place(deal: Interleave, tokens: int) -> None:
 @settings(max_examples=150, deadline=None)
 @given(deals(), st.integers(0, 90), st.randoms(use_true_random=False))
 def test_tensors_say_the_same_and_slots_follow(deal: Interleave, tokens: int, draw) -> None:
-    table = draw.sample(range(40), -(-tokens // deal.span))
+    table = draw.sample(range(90), -(-tokens // deal.span))
     position = torch.arange(tokens)
     whole = torch.tensor([table[t // deal.span] * deal.span + t % deal.span for t in range(tokens)] + [-1])
     for place, hand in enumerate(dealt(deal, tokens)):

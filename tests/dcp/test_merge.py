@@ -207,5 +207,3 @@ def test_a_trace_counts_merges_by_shape() -> None:
         out, lse = trace(torch.empty(0, 8, 16, dtype=torch.bfloat16, device="meta"), torch.empty(0, 8, device="meta"))
         assert out.shape == (0, 4, 16) and lse.shape == (0, 4)
     assert trace.merges == {Merge(8, 16, 2): 3}
-
-

@@ -41,8 +41,9 @@ class Caches:
     """The caches of a model on a rank: `plan` once a step, then each layer's own call.
 
     layers: as `cached_layers` gives them. groups: what there is of each rule; batches carry tables in their order.
-    page_size: tokens of a sequence that an entry of its page tables stands for. backend: makes what attends over a paged
-    cache. group: where the tokens of whole sequences are dealt out over ranks; windows and states each rank has whole.
+    page_size: tokens of a sequence that an entry of its page tables stands for. backend: makes what attends over a
+    paged cache. group: where the tokens of whole sequences are dealt out over ranks; of windows and states every rank
+    has all.
     """
 
     def __init__(

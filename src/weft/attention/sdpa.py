@@ -25,6 +25,15 @@ class SDPA:
     def __init__(self, cache: KVCache, group: ContextGroup | None = None):
         self.cache, self._group = cache, group
 
+    def _begin_plan(self, batch: Batch, tables: PageTables) -> Tensor:
+        """Gives how many tokens of each sequence lie here."""
+        group = self._group
+        self._stored = tables.slots if group is None else group.slots(tables.slots)
+        self._prefills: list[tuple[int, int, Tensor, Tensor]] = []  # first row, rows, where what they see lies, mask
+        self._single: Tensor | None = None  # the rows of the sequences that have one; None: all rows
+        self._gathered: tuple[Tensor, tuple[int, ...]] | None = None  # of prompts: slots here, tokens of each rank
+        return batch.lengths if group is None else group.lengths(batch.lengths)
+
     def plan(self, batch: Batch, tables: PageTables) -> None:
         """See `Backend.plan`."""
         device, page_size = tables.slots.device, self.cache.page_size
@@ -50,15 +59,6 @@ class SDPA:
                 pages, lengths = pages[at], lengths[at]
             pages = pages[:, : -(-longest // page_size)]
         self._plan_single(pages, lengths)
-
-    def _begin_plan(self, batch: Batch, tables: PageTables) -> Tensor:
-        """Gives how many tokens of each sequence lie here."""
-        group = self._group
-        self._stored = tables.slots if group is None else group.slots(tables.slots)
-        self._prefills: list[tuple[int, int, Tensor, Tensor]] = []  # first row, rows, where what they see lies, mask
-        self._single: Tensor | None = None  # the rows of the sequences that have one; None: all rows
-        self._gathered: tuple[Tensor, tuple[int, ...]] | None = None  # of prompts: slots here, tokens of each rank
-        return batch.lengths if group is None else group.lengths(batch.lengths)
 
     def _plan_prompts(self, pages: Tensor, prompts: list[tuple[int, int, int, int]]) -> None:
         """Of the sequences of several rows: (first row, rows, context, place among the page tables `pages`)."""

@@ -57,7 +57,7 @@ class Command:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations; auto is float32 on CPUs."""
     kv_tokens: int = 65536
-    """Tokens in the key-value cache of each DP group."""
+    """Tokens in the key-value cache of each rank; a DP group holds dcp times as many."""
     max_batch_tokens: int = 2048
     """Rows of one step of a DP group; longer prompts are read in chunks."""
     max_running: int = 64

@@ -44,7 +44,7 @@ class EngineConfig:
     """Checked on construction: LayoutError for a layout, ValueError for a number, each in one line.
 
     attn_dp, attn_tp, ep, moe_tp: the layout (`weft.place.spec.Mesh`). dtype auto: float32 on CPUs, bfloat16 on GPUs.
-    dcp: neighbouring ranks of attn_tp among which the cached tokens are dealt out (decode context parallelism), in turn,
+    dcp: neighbouring ranks of attn_tp among which the cached tokens are dealt out (decode context parallelism),
     dcp_interleave at a time (None: a page). dcp_exchange: how their attention is merged (`weft.place.merge`).
     page_size: tokens a page of the key-value cache. kv_tokens: its size on a rank: a DP group holds dcp times as many.
     max_batch_tokens: rows of one step of a DP group, which cuts long prompts into chunks. max_running: its sequences.

@@ -1,0 +1,126 @@
+"""The engine with tokens dealt out over ranks: the same greedy tokens as without, whatever happens to the requests."""
+
+from __future__ import annotations
+
+import queue
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import small_model
+
+from engine.conftest import byte_tokenizer
+from engine.test_engine import GREEDY, prompts
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.request import Output
+from weft.place.spec import LayoutError
+
+SHAPES = {
+    "two heads": ("qwen2_moe", dict(num_key_value_heads=2)),
+    "one head": ("qwen3", dict(num_key_value_heads=1)),
+    "latent": ("deepseek_v2", {}),
+}
+CASES = [
+    ("two heads", "thread", dict(attn_tp=4, ep=2, moe_tp=2, dcp=2, dcp_exchange="ag_rs")),
+    ("two heads", "thread", dict(attn_dp=2, attn_tp=4, ep=8, dcp=2, dcp_interleave=1, dcp_exchange="a2a")),
+    ("one head", "thread", dict(attn_tp=4, moe_tp=4, dcp=4, dcp_interleave=2, dcp_exchange="fused")),
+    ("latent", "thread", dict(attn_tp=4, ep=4, dcp=4, dcp_exchange="a2a")),
+    ("latent", "thread", dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, dcp=2, dcp_interleave=1)),
+    ("latent", "process", dict(attn_dp=1, attn_tp=2, ep=2, moe_tp=1, dcp=2, dcp_interleave=2)),
+]
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of each shape a saved model, and what transformers answers, greedy."""
+    made: dict[str, tuple[Path, list[tuple[int, ...]]]] = {}
+
+    def get(shape: str) -> tuple[Path, list[tuple[int, ...]]]:
+        if shape not in made:
+            family, changes = SHAPES[shape]
+            directory = tmp_path_factory.mktemp("dcp")
+            changes = dict(vocab_size=257, max_position_embeddings=256, num_hidden_layers=2) | changes
+            model = small_model(family, 4, directory, seed=3, **changes)
+            byte_tokenizer(directory)
+            answers = []
+            for prompt in prompts():
+                tokens = list(prompt)
+                for _ in range(GREEDY.max_tokens):
+                    with torch.no_grad():
+                        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+                answers.append(tuple(tokens[len(prompt) :]))
+            made[shape] = directory, answers
+        return made[shape]
+
+    return get
+
+
+def config(model: Path, **changes: Any) -> EngineConfig:
+    """A rank's cache is small: pages of four tokens, which dcp makes eight or sixteen. Prompts are read in chunks."""
+    values = dict(model=model, executor="thread", kv_tokens=256, page_size=4, max_batch_tokens=16, max_running=8)
+    return EngineConfig(**values | changes)
+
+
+@pytest.mark.parametrize("shape, executor, layout", CASES, ids=str)
+def test_greedy_tokens_are_transformers(shapes: Any, shape: str, executor: str, layout: dict[str, Any]) -> None:
+    directory, expected = shapes(shape)
+    with Engine(config(directory, executor=executor, **layout)) as engine:
+        asked = prompts()[: 3 if executor == "process" else None]
+        cold, warm = engine.generate(asked, GREEDY), engine.generate(asked, GREEDY)
+        assert [r.token_ids for r in cold] == [r.token_ids for r in warm] == expected[: len(asked)]
+        span = 4 * layout["dcp"]
+        assert sum(r.cached_tokens for r in warm) > sum(r.cached_tokens for r in cold)
+        assert all(r.cached_tokens % span == 0 for r in warm)
+        engine.check_idle()
+
+
+@pytest.mark.parametrize("shape, layout", [("two heads", CASES[0][2]), ("latent", CASES[4][2])])
+def test_pages_run_out_and_requests_are_cancelled(shapes: Any, shape: str, layout: dict[str, Any]) -> None:
+    directory, expected = shapes(shape)
+    draw = random.Random(1)
+    with Engine(config(directory, **layout, kv_tokens=32, max_batch_tokens=8)) as engine:
+        cancelled = {at: draw.randrange(6) for at in draw.sample(range(7), 2)}
+        answers: dict[int, list[int]] = {at: [] for at in range(7)}
+        ended: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        ids: dict[int, int] = {}
+
+        def listen(at: int) -> Any:
+            def on_output(output: Output) -> None:
+                answers[at].extend(output.token_ids)
+                if output.finish_reason:
+                    ended.put((at, output.finish_reason))
+                elif len(answers[at]) > cancelled.get(at, 99):
+                    engine.cancel(ids[at])
+
+            return on_output
+
+        for at, prompt in enumerate(prompts()):
+            ids[at] = engine.submit(prompt, GREEDY, listen(at))
+        reasons = dict(ended.get(timeout=60) for _ in range(7))
+        for at in range(7):
+            assert reasons[at] == ("abort" if at in cancelled else "length")
+            assert tuple(answers[at]) == expected[at][: len(answers[at])]
+        engine.check_idle()
+        assert engine.stats().preemptions > 0
+
+
+def test_a_group_holds_dcp_times_as_many_tokens(shapes: Any) -> None:
+    """A request that the cache of one rank has no room for."""
+    directory, _ = shapes("latent")
+    layout = dict(attn_tp=2, moe_tp=2, kv_tokens=32)
+    prompt = prompts()[1][:20] * 2
+    with Engine(config(directory, **layout, dcp=2)) as engine:
+        assert len(engine.generate([prompt], GREEDY)[0].token_ids) == 12
+    with Engine(config(directory, **layout)) as engine, pytest.raises(ValueError, match="40 tokens; at most 31 fit"):
+        engine.generate([prompt], GREEDY)
+
+
+def test_ranks_that_hold_other_heads_are_refused(shapes: Any) -> None:
+    directory, _ = shapes("two heads")
+    with pytest.raises(LayoutError, match=r"dcp=4: .* attn_tp=4 over 2 of them gives each to 2 .*nearest dcp is 2.*=8"):
+        Engine(config(directory, attn_tp=4, moe_tp=4, dcp=4))
+    with pytest.raises(ValueError, match=r"dcp_interleave is 3; it must divide a page of 4 tokens; .*: 2 and 4"):
+        config(directory, attn_tp=4, moe_tp=4, dcp=2, dcp_interleave=3)

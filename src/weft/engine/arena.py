@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from weft.dcp.merge import TraceMerger
 from weft.engine.config import EngineConfig
 from weft.engine.runner import trace
 from weft.models.config import ModelConfig
@@ -52,13 +53,16 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
 
     Alive at once are the residual, what was last read, the blocks' sums or the deltas made of them, and while a
     collective runs with an epilogue its plain result and its residual and norm together. The last is also the largest:
-    two values of every group's rows, as many as a plan can be made for.
+    two values of every group's rows, as many as a plan can be made for. Where tokens are dealt out over dcp, attention
+    has gathered queries and merged outputs besides, of a row a running sequence.
     """
-    ledger = Ledger()
-    chain = trace(model, config.mesh, dtype, ledger.empty)
+    ledger, merger = Ledger(), TraceMerger(config.dcp)
+    chain = trace(model, config.mesh, dtype, ledger.empty, merger)
     deltas = max(ledger.most, *(len(read.deltas) for read in chain.reads))
     rows = sum(bucket((config.max_batch_tokens,) * config.attn_dp))
-    return ArenaNeed(blocks=4 + deltas, block_bytes=2 * rows * chain.width * chain.element_bytes)
+    merged = max((merge.bytes(bucket((config.max_running,))[0]) for merge in merger.merges), default=0)
+    value = max(rows * chain.width * chain.element_bytes, merged)
+    return ArenaNeed(blocks=4 + deltas + (4 if merged else 0), block_bytes=2 * value)
 
 
 def check_memory(config: EngineConfig, need: ArenaNeed, available: int) -> None:

@@ -24,10 +24,11 @@ from weft.comm.transport import (
     Ranks,
     Sizes,
     check_call,
+    check_merge,
     place_in,
 )
 from weft.kernels.build import KernelError, KernelPeerLost, KernelTimeout, cpu_kernels
-from weft.place.exchange import Exchange, parts
+from weft.place.exchange import Exchange, merge_scatterv, parts
 from weft.place.spec import Mesh
 
 MAX_RANKS = 16
@@ -134,7 +135,9 @@ class ShmTransport(NamedCalls):
 
     @staticmethod
     def offers(exchange: Exchange, epilogue: bool = False) -> bool:
-        return exchange.combine == "sum" or (exchange.combine == "none" and not epilogue)
+        if exchange.combine == "softmax_merge":
+            return exchange == merge_scatterv(exchange.ranks) and not epilogue
+        return exchange.combine == "sum" or not epilogue
 
     def close(self) -> None:
         """Leaves the world. Tensors in the arena stay valid; the transport is of no use after."""
@@ -194,6 +197,17 @@ class ShmTransport(NamedCalls):
                     return self.exchange(x.contiguous(), exchange, group, sizes)
                 self._explain(error, exchange.kind, group)
         return self._normed(plan, x, epilogue, exchange.kind, group)
+
+    def merge_scatterv(
+        self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        check_merge(self, out, lse, group)
+        if out.stride(2) != 1 or out.is_neg():
+            out = _plain(out)
+        tokens, heads, dim = out.shape
+        own = out.new_empty(tokens, heads // len(group), dim), lse.new_empty(tokens, heads // len(group))
+        self._call("merge", group, self._id(group), out, lse.resolve_neg(), *own)
+        return own
 
     def barrier(self, group: Ranks) -> None:
         place_in(group, self.rank)

@@ -64,6 +64,10 @@ struct NoProbe {
   void read(Holds, uint32_t, const void*, int64_t) {}
 };
 
+template <class Probe>
+class Merge;
+struct MergeCall;
+
 template <class Probe = NoProbe>
 class Exchange {
  public:
@@ -97,7 +101,14 @@ class Exchange {
     in_step([&] { live.run(); });
   }
 
+  void run(const MergeCall& call) {  // see merge.h
+    Merge<Probe> merge(*this, call);
+    in_step([&] { merge.run(); });
+  }
+
  private:
+  friend class Merge<Probe>;
+
   // A call that fails on its way leaves phases and notes behind that a later call would take for its own.
   template <class F>
   void in_step(F&& call) {

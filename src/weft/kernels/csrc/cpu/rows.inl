@@ -53,6 +53,31 @@ WEFT_TARGET void reduce(DType dtype, void* out, const void* const* sources, int 
   }
 }
 
+template <class T>
+WEFT_TARGET void weighted_t(void* out, const void* const* sources, const float* weights, int n, int64_t count) {
+  const auto from = reinterpret_cast<const T* const*>(sources);
+  auto to = static_cast<T*>(out);
+  int64_t i = 0;
+#pragma GCC unroll 4
+  for (; i + V::W <= count; i += V::W) {
+    typename V::R total = V::mul(V::load(from[0] + i), V::all(weights[0]));
+    for (int k = 1; k < n; ++k) total = V::add(total, V::mul(V::load(from[k] + i), V::all(weights[k])));
+    V::store(to + i, total);
+  }
+  for (; i < count; ++i) {
+    float total = widen(from[0][i]) * weights[0];
+    for (int k = 1; k < n; ++k) total += widen(from[k][i]) * weights[k];
+    narrow(total, to + i);
+  }
+}
+
+WEFT_TARGET void weighted(DType dtype, void* out, const void* const* sources, const float* weights, int n,
+                          int64_t count) {
+  if (dtype == DType::f32) weighted_t<float>(out, sources, weights, n, count);
+  if (dtype == DType::bf16) weighted_t<bf16>(out, sources, weights, n, count);
+  if (dtype == DType::f16) weighted_t<f16>(out, sources, weights, n, count);
+}
+
 // residual_out = residual + delta; normed = weight · round(residual_out / √(mean(residual_out²) + eps)), row by row.
 template <class T>
 WEFT_TARGET void add_norm_t(T* residual_out, T* normed, const T* delta, const T* residual, const T* weight,
@@ -117,4 +142,4 @@ WEFT_TARGET void add_norm(DType dtype, void* residual_out, void* normed, const v
                  static_cast<const double*>(residual), static_cast<const double*>(weight), rows, width, eps);
 }
 
-inline constexpr Rows kRows{WEFT_ISA_NAME, reduce, copy_stream, add_norm};
+inline constexpr Rows kRows{WEFT_ISA_NAME, reduce, weighted, copy_stream, add_norm};

@@ -8,6 +8,7 @@
 
 #include <optional>
 
+#include "merge.h"
 #include "plan.h"
 
 namespace ffi = tvm::ffi;
@@ -241,6 +242,30 @@ void exchange_in_place(int64_t handle, int64_t plan, TensorView x) {
   });
 }
 
+// Fills own [tokens, heads / ranks, dim] and own_lse with this rank's heads of out [tokens, heads, dim] and lse, merged
+// over the group; see MergeCall. Checked by the caller: the shapes, that dim is dense in out, and own and own_lse whole.
+void merge(int64_t handle, int64_t group, TensorView out, TensorView lse, TensorView own, TensorView own_lse) {
+  guarded([&] {
+    const DLDataType t = out.dtype();
+    const auto stride = [](TensorView x, size_t i) { return x.strides()[i]; };
+    MergeCall c;
+    c.group = int(group);
+    c.dtype = summable(t);
+    if (c.dtype == DType::f64) throw CallError("merges take float32, bfloat16 or float16, not float64");
+    c.element = (t.bits + 7) / 8;
+    c.tokens = out.size(0), c.heads = out.size(1), c.dim = out.size(2);
+    c.out = static_cast<const char*>(out.data_ptr());
+    c.out_token = stride(out, 0) * c.element, c.out_head = stride(out, 1) * c.element;
+    c.lse = static_cast<const float*>(lse.data_ptr());
+    c.lse_token = stride(lse, 0), c.lse_head = stride(lse, 1);
+    c.own = static_cast<char*>(own.data_ptr());
+    c.own_lse = static_cast<float*>(own_lse.data_ptr());
+    for (const int64_t said : {int64_t(3), c.tokens, c.heads, c.dim, int64_t(t.code) << 8 | t.bits})
+      c.signature = mix(c.signature, uint64_t(said));
+    world_of(handle).exchange->run(c);
+  });
+}
+
 // Gives [2, rows, …]: the residual with the result added, and its RMSNorm.
 ffi::Tensor exchange_norm(int64_t handle, int64_t plan, TensorView x, TensorView residual, TensorView weight,
                           double eps) {
@@ -286,3 +311,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(forget, weft::forget)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(exchange, weft::exchange)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(exchange_in_place, weft::exchange_in_place)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(exchange_norm, weft::exchange_norm)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge, weft::merge)

@@ -24,7 +24,17 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.kernels.triton import decode_attention, moe, norm_rope_cache, plain, rms_norm, route, sample, step
+from weft.kernels.triton import (
+    decode_attention,
+    moe,
+    norm_rope_cache,
+    plain,
+    prefill_attention,
+    rms_norm,
+    route,
+    sample,
+    step,
+)
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -130,6 +140,37 @@ def time_attention(report: Report, rows: int, context: int) -> None:
     size = int(lengths.sum()) * KV_HEADS * HEAD_DIM * 4
     errors = {"error": error(found, wanted), "lse_error": error(lse, wanted_lse)}
     report.add("decode_attention", f"{rows} rows × {context}", us, torch_us, size, 2, **errors)
+
+
+def time_prefill(report: Report, sequences: int, rows: int, context: int) -> None:
+    """Prompts, or chunks of them behind a context; torch's column gathers the pages and masks, sequence by sequence."""
+    length = rows + context
+    pages = torch.randperm(sequences * length // PAGE, device=DEVICE).view(sequences, -1).int()
+    keys, values = normal(2, sequences * length, KV_HEADS, HEAD_DIM)
+    q, scale = normal(sequences * rows, HEADS, HEAD_DIM), HEAD_DIM**-0.5
+    out = torch.empty_like(q)
+    starts = torch.arange(0, q.shape[0] + 1, rows, dtype=torch.int32, device=DEVICE)
+    limits = (torch.arange(rows, dtype=torch.int32, device=DEVICE) + context + 1).repeat(sequences)
+    slots = (pages.long()[:, :, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten(1)
+    mask = torch.arange(length, device=DEVICE)[None] < limits[:rows, None]
+
+    def ours() -> None:
+        prefill_attention.prefill_attention(q, keys, values, pages, starts, limits, PAGE, scale, out)
+
+    def today() -> Tensor:
+        for at in range(sequences):
+            k, v = (x.index_select(0, slots[at]).transpose(0, 1)[None] for x in (keys, values))
+            own = q[at * rows : (at + 1) * rows].transpose(0, 1)[None]
+            found = F.scaled_dot_product_attention(own, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        return found[0].transpose(0, 1)
+
+    ours()
+    us, torch_us = graph_us([ours] * 4), graph_us([today], 5)
+    flops = 4 * HEADS * HEAD_DIM * int(limits.sum())
+    size = sequences * length * KV_HEADS * HEAD_DIM * 4 + 4 * q.numel()
+    wrong = error(out[-rows:], today().double())
+    what = f"{sequences} × {rows} rows behind {context}"
+    report.add("prefill attention", what, us, torch_us, size, 1, tflops=flops / us / 1e6, error=wrong)
 
 
 def time_latent_attention(report: Report, rows: int, context: int) -> None:
@@ -276,6 +317,8 @@ def time_all(report: Report) -> None:
         time_attention(report, rows, context)
     for rows in (1, 16, 64):
         time_latent_attention(report, rows, 1024)
+    for sequences, rows, context in ((1, 4096, 0), (16, 256, 0), (4, 512, 8192)):
+        time_prefill(report, sequences, rows, context)
     for split in SPLITS:
         for rows in (1, 4, 16, 64, 256, 4096):
             time_moe(report, split, rows)

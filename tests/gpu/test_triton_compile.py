@@ -22,7 +22,16 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from weft.kernels.triton import decode_attention, moe, norm_rope_cache, rms_norm, route, sample, step  # noqa: E402
+from weft.kernels.triton import (  # noqa: E402
+    decode_attention,
+    moe,
+    norm_rope_cache,
+    prefill_attention,
+    rms_norm,
+    route,
+    sample,
+    step,
+)
 
 SHARED_BYTES, REGISTERS = 227 << 10, 64 << 10
 """What a block of sm_90 can have."""
@@ -105,6 +114,15 @@ def attend_to_latents(heads: int) -> None:
     decode_attention.latent_decode_attention(empty(16, heads, 576), latents, 512, page_table, lengths, 16, 0.1)
 
 
+def attend_prompts(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
+    keys, out, limits = empty(100_000, kv_heads, dim), empty(2048, heads, value_dim), empty(2048, dtype=INT)
+    values = empty(100_000, kv_heads, dim) if dim == value_dim else keys[..., :value_dim]
+    page_table, starts = empty(16, 2048, dtype=INT), empty(17, dtype=INT)
+    prefill_attention.prefill_attention(
+        empty(2048, heads, dim), keys, values, page_table, starts, limits, 16, 0.1, out, window=None
+    )
+
+
 def mix_experts(rows: int, held: int = 64, inner: int = 768, width: int = 2048) -> None:
     live, tile_rows = empty(1, dtype=INT), moe.tile_rows_of(rows)
     routing = route.route(empty(rows, 128), 8, True, live, tile_rows, 64, held)
@@ -136,6 +154,9 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "attention, short table": (lambda: attend(1, 32, 4, 128, 32), ("HMMA", "LDGSTS")),
     "attention, wide heads": (lambda: attend(16, 16, 2, 256, 2048), ("HMMA", "LDGSTS")),
     "latent attention": (lambda: attend_to_latents(128), ("HMMA",)),
+    "prompts": (lambda: attend_prompts(16, 2, 128, 128), ("HGMMA", "LDGSTS")),
+    "prompts, wide heads": (lambda: attend_prompts(16, 2, 256, 256), ("HGMMA", "LDGSTS")),
+    "prompts, latents": (lambda: attend_prompts(128, 1, 576, 512), ("HGMMA",)),
     "experts, 1 row": (lambda: mix_experts(1), ("HMMA", "LDGSTS")),
     "experts, 64 rows": (lambda: mix_experts(64), ("HMMA", "LDGSTS")),
     "experts, 256 rows": (lambda: mix_experts(256), ("HGMMA", "LDGSTS")),

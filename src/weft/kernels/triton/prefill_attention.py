@@ -1,0 +1,197 @@
+"""Attention of several queries a sequence over paged keys and values: prompts, whole or in chunks.
+
+The algorithm is FlashAttention-2's (arXiv 2307.08691): a program keeps a block of queries and walks over the tokens
+that they see. The query heads that share a key head lie side by side in the block. A row's tokens are taken in blocks
+that begin at multiples of the block's size, so a row's bits depend neither on its neighbours nor on how a prompt was
+cut into chunks. Which block of which sequence a program has, it finds on the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.triton.decode_attention import LN2, LOG2E
+
+
+class Tile(NamedTuple):
+    """A program's block: queries (rows times heads), tokens of a turn, warps, stages of the pipeline of loads."""
+
+    queries: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _turn(
+    first, main, rest, k_at, v_at, row_pages, begin, end, limit, top, total, acc, scale_log2, k_slot, v_slot,
+    D: tl.constexpr, REST: tl.constexpr, LATENT: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """The state (top, total, acc) after the tokens first … first + BLOCK_N − 1; MASKED: some rows see only some."""
+    d = tl.arange(0, BLOCK_D)
+    token = first + tl.arange(0, BLOCK_N)
+    there = (token >= begin) & (token < end)
+    page = tl.load(row_pages + token // PAGE, mask=there, other=0)
+    slot = page.to(tl.int64) * PAGE + token % PAGE
+    inside = there[:, None] & (d < D)[None, :]
+    v = tl.load(v_at + slot[:, None] * v_slot + d[None, :], mask=inside, other=0.0)
+    k = v if LATENT else tl.load(k_at + slot[:, None] * k_slot + d[None, :], mask=inside, other=0.0)
+    score = tl.dot(main, tl.trans(k), input_precision="ieee")
+    if REST > 0:
+        r = tl.arange(0, BLOCK_REST)
+        k_rest = tl.load(
+            k_at + slot[:, None] * k_slot + D + r[None, :], mask=there[:, None] & (r < REST)[None, :], other=0.0
+        )
+        score = tl.dot(rest, tl.trans(k_rest), score, input_precision="ieee")
+    score *= scale_log2
+    if MASKED:
+        seen = token[None, :] < limit[:, None]
+        if WINDOW > 0:
+            seen = seen & (token[None, :] >= limit[:, None] - WINDOW)
+        score = tl.where(seen, score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1))
+    finite = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that saw nothing yet: -inf minus -inf is NaN
+    keep = tl.exp2(top - finite)
+    p = tl.exp2(score - finite[:, None])
+    total = total * keep + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def _attend(
+    q, keys, values, pages, starts, limits, out, lse, sequences, scale_log2, q_row, q_head, k_slot, k_head, v_slot,
+    v_head, pages_row, out_row, out_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, LATENT: tl.constexpr,
+    LSE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr, LN2: tl.constexpr,
+):  # fmt: skip
+    HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
+    BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
+    every = tl.arange(0, BLOCK_B)
+    first_row = tl.load(starts + every, mask=every < sequences, other=0)
+    count = tl.load(starts + every + 1, mask=every < sequences, other=0) - first_row
+    blocks = tl.where(count > 1, tl.cdiv(count, BLOCK_T), 0)
+    blocks_before = tl.cumsum(blocks, 0)  # the sequence's own included
+    # The last blocks of a prompt see the most: they begin first.
+    item = tl.sum(blocks, 0) - 1 - tl.program_id(1)
+    if item < 0:
+        return
+    sequence = tl.sum((blocks_before <= item).to(tl.int32), 0)
+    block = item - tl.sum(tl.where(every < sequence, blocks, 0), 0)
+    start = tl.load(starts + sequence)
+    last = tl.load(starts + sequence + 1) - 1
+    m = tl.arange(0, BLOCK_M)
+    row = start + block * BLOCK_T + m // BLOCK_G
+    in_group = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_G + m % BLOCK_G
+    kv_head = tl.program_id(0) // HEAD_BLOCKS
+    head = kv_head * GROUP + in_group
+    real = (row <= last) & (in_group < GROUP)
+    limit = tl.load(limits + row, mask=row <= last, other=0)
+    end = tl.load(limits + tl.minimum(start + block * BLOCK_T + BLOCK_T - 1, last))
+    least = tl.load(limits + start + block * BLOCK_T)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(least - WINDOW, 0)
+    d = tl.arange(0, BLOCK_D)
+    r = tl.arange(0, BLOCK_REST)
+    q_at = q + row.to(tl.int64)[:, None] * q_row + head[:, None] * q_head
+    main = tl.load(q_at + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
+    rest = main
+    if REST > 0:
+        rest = tl.load(q_at + D + r[None, :], mask=real[:, None] & (r < REST)[None, :], other=0.0)
+    row_pages = pages + sequence.to(tl.int64) * pages_row
+    k_at = keys + kv_head * k_head
+    v_at = values + kv_head * v_head
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    masked_from = begin // BLOCK_N * BLOCK_N
+    if WINDOW == 0:
+        masked_from = least // BLOCK_N * BLOCK_N
+        for first in range(0, masked_from, BLOCK_N):
+            top, total, acc = _turn(
+                first, main, rest, k_at, v_at, row_pages, begin, end, limit, top, total, acc, scale_log2, k_slot,
+                v_slot, D, REST, LATENT, PAGE, WINDOW, False, BLOCK_N, BLOCK_D, BLOCK_REST,
+            )  # fmt: skip
+    for first in range(masked_from, end, BLOCK_N):
+        top, total, acc = _turn(
+            first, main, rest, k_at, v_at, row_pages, begin, end, limit, top, total, acc, scale_log2, k_slot, v_slot,
+            D, REST, LATENT, PAGE, WINDOW, True, BLOCK_N, BLOCK_D, BLOCK_REST,
+        )  # fmt: skip
+    saw = total > 0
+    acc = tl.where(saw[:, None], acc / tl.where(saw, total, 1.0)[:, None], 0.0)
+    to = out + row.to(tl.int64)[:, None] * out_row + head[:, None] * out_head + d[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
+    if LSE:
+        found = tl.where(saw, (top + tl.log2(tl.where(saw, total, 1.0))) * LN2, float("-inf"))
+        tl.store(lse + row.to(tl.int64) * HEADS + head, found, mask=real)
+
+
+def tile_of(head_dim: int, element_size: int) -> Tile:
+    """By the model's shape alone, so that a row has the same bits in every step."""
+    if element_size > 2:
+        return Tile(32, 16, 4, 1)
+    if head_dim <= 128:
+        return Tile(128, 64, 8, 3)
+    if head_dim <= 256:
+        return Tile(64, 64, 8, 2)
+    return Tile(64, 16, 8, 2)
+
+
+def prefill_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    starts: Tensor,
+    limits: Tensor,
+    page_size: int,
+    scale: float,
+    out: Tensor,
+    *,
+    window: int | None = None,
+    lse: Tensor | None = None,
+    tile: Tile | None = None,
+) -> None:
+    """softmax(scale · q Kᵀ) V of every row of the sequences that have two rows or more; the others' are left alone.
+
+    q `[T, heads, head_dim]`, the rows of a sequence one after the other; keys `[slots, kv_heads, head_dim]` and values
+    `[slots, kv_heads, value_dim]`, where token t of a sequence lies at slot `pages[sequence, t // page_size] ·
+    page_size + t % page_size`; pages int32 `[B, max_pages]`; starts int32 `[B + 1]`: the rows of sequence i are
+    starts[i] … starts[i + 1] − 1. limits int32 `[T]`: a row sees the first `limit` tokens of its sequence, within the
+    window the last `window` of these; they do not fall from row to row of a sequence. Last dimensions are contiguous.
+    out `[T, heads, value_dim]`; lse float32 `[T, heads]`: filled with the natural log-sum-exp of the scaled scores.
+    values may be the first elements of keys (multi-head latent attention); else both have one head dimension.
+    A row of limit 0 gets output 0 and lse −inf. Raises ValueError where shapes or dtypes do not fit together.
+    """
+    rows, heads, dim = q.shape
+    kv_heads, d = values.shape[1:]
+    latent = d < dim or values.data_ptr() == keys.data_ptr()
+    if keys.shape[2] != dim or heads % kv_heads or limits.shape[0] != rows or out.shape != (rows, heads, d):
+        raise ValueError(f"q is {list(q.shape)}, keys {list(keys.shape)}, out {list(out.shape)}, limits {len(limits)}")
+    if not q.dtype == keys.dtype == values.dtype:
+        raise ValueError(f"q is {q.dtype}, keys {keys.dtype}, values {values.dtype}; they must be alike")
+    if not all(t.stride(-1) == 1 for t in (q, keys, values, pages, out)):
+        raise ValueError("the last dimensions of q, keys, values, pages and out must be contiguous")
+    sequences = starts.shape[0] - 1
+    if not rows:
+        return
+    tile = tile_of(d, q.element_size()) if tile is None else tile
+    group = heads // kv_heads
+    block_g = min(tile.queries, triton.next_power_of_2(group))
+    most = triton.cdiv(rows, tile.queries // block_g) + sequences
+    _attend[(kv_heads * triton.cdiv(group, block_g), most)](
+        q, keys, values, pages, starts, limits, out, limits if lse is None else lse, sequences, scale * LOG2E,
+        q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), pages.stride(0),
+        out.stride(0), out.stride(1),
+        HEADS=heads, GROUP=group, D=d, REST=dim - d, LATENT=latent, LSE=lse is not None, PAGE=page_size,
+        WINDOW=window or 0, BLOCK_B=max(16, triton.next_power_of_2(sequences)), BLOCK_G=block_g, BLOCK_M=tile.queries,
+        BLOCK_N=tile.tokens, BLOCK_D=max(16, triton.next_power_of_2(d)),
+        BLOCK_REST=max(16, triton.next_power_of_2(dim - d)), LN2=LN2, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support import EVERY, run_world
+from safetensors.torch import load_file
+from support import EVERY
 
-from models.layouts import MESHES, check, drive, sequences
+from models.layouts import MESHES, check, nearness, stored_shapes
 from models.stepfun import Step, small_config, small_step
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
 from weft.engine.runner import plan_model
 from weft.kv.spec import PagedKV, Window
 from weft.models.config import ModelError
-from weft.models.layers import Builder, Layer
-from weft.models.load import build_model
+from weft.models.layers import Builder
 from weft.models.registry import load_config, read_config
 from weft.place.cost import PRESETS, Offer
 from weft.place.show import fold
@@ -55,32 +52,13 @@ def test_other_configs(changes: dict, tmp_path: Path) -> None:
 
 
 def test_bfloat16_is_as_near_to_the_truth_as_transformers(tmp_path: Path) -> None:
-    small = Step(small_config(), 1).bfloat16()
-    save_file(small.published(), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(small_config()))
-    mesh = Mesh(2, 2, 2, 2)
-    runs = [sequences(mesh, "equal", 61, seed) for seed in range(12)]
-    ours = run_world(mesh.world, lambda t: drive(t, tmp_path, mesh, runs, torch.bfloat16))
-    texts = [torch.tensor(run[0][0]) for run in runs]
-    with torch.no_grad():
-        theirs = torch.stack([small(text)[-1] for text in texts]).double()
-        truth = torch.stack([small.float()(text)[-1] for text in texts]).double()
-    # A median: where rounding makes a router choose another expert, on either side, one prompt is far off.
-    found = torch.stack([seen[0, len(text) - 1] for seen, text in zip(ours[0], texts, strict=True)]).double()
-    assert (found - truth).norm(dim=-1).median() <= 1.5 * (theirs - truth).norm(dim=-1).median()
-
-
-def sources(directory: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    model = build_model(load_config(directory), Mesh(), 0, torch.bfloat16, torch.device("meta"))
-    for layer in model.modules():
-        if isinstance(layer, Layer):
-            for source in (s for found in layer.sources.values() for s in found):
-                yield source.name, source.stored()[0]
+    ours, theirs = nearness(Step(small_config(), 1), small_config(), tmp_path)
+    assert ours <= 1.5 * theirs
 
 
 def test_every_published_tensor_is_read_and_no_other(saved: tuple[Path, Step]) -> None:
     stored = {name: tuple(t.shape) for name, t in load_file(saved[0] / "model.safetensors").items()}
-    assert dict(sources(saved[0])) == stored
+    assert stored_shapes(saved[0]) == stored
 
 
 PUBLISHED = {
@@ -107,7 +85,7 @@ PUBLISHED = {
 
 def test_the_preset_is_what_is_published() -> None:
     config = load_config(preset_dir("step-3.5-flash"))
-    found = dict(sources(preset_dir("step-3.5-flash")))
+    found = stored_shapes(preset_dir("step-3.5-flash"))
     assert found.items() >= PUBLISHED.items() and not any(".layers.45." in name for name in found)
     model = config.build(Builder(Mesh(1, 4, 4, 1), 0, torch.bfloat16, torch.device("meta")))
     caches = Counter(cached_layers(model).values())

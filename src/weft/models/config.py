@@ -84,10 +84,12 @@ class ModelConfig(ABC):
 
     family: the model type that the registry knows it by. Widths in elements. max_position: tokens of a sequence, at
     most. dtype: the checkpoint's. rope: what turns queries and keys, where a layer says nothing else. storage: of the
-    weights; they are computed with dequantised. norms_less_one: norms store their weights' difference from one.
+    weights; they are computed with dequantised. norms_less_one: norms store their weights' difference from one. prefix:
+    of the decoder's weights.
     """
 
     norms_less_one: ClassVar[bool] = False
+    prefix: ClassVar[str] = "model"
     family: str
     vocab_size: int
     hidden_size: int

@@ -46,10 +46,10 @@ class Decoder(Layer):
     def __init__(self, b: Builder, c: ModelConfig, layers: Sequence[DecoderLayer], ropes: Sequence[Rope] = ()):
         super().__init__("model")
         self.config = c
-        self.embed = Embedding(b, "model.embed_tokens", c.vocab_size, c.hidden_size)
+        self.embed = Embedding(b, f"{c.prefix}.embed_tokens", c.vocab_size, c.hidden_size)
         self.rotaries = nn.ModuleList(Rotary(rope, b.device) for rope in ropes or [c.rope])
         self.layers, self._rope_of_layer = nn.ModuleList(layers), [layer.rope for layer in layers]
-        self.norm = _norm(b, "model.norm", c)
+        self.norm = _norm(b, f"{c.prefix}.norm", c)
         self.head = None if c.tie_embeddings else Linear(b, "lm_head", c.hidden_size, c.vocab_size)
 
     def forward(self, stream: Stream | TraceStream, batch: Batch, caches: Caches) -> Tensor:

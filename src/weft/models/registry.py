@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from weft.models import deepseek, qwen, step
+from weft.models import deepseek, qwen, qwen35, step
 from weft.models.config import Fields, ModelConfig, ModelError
 
 Registry = Mapping[str, Callable[[Fields], ModelConfig]]
@@ -27,10 +27,11 @@ FAMILIES: Registry = MappingProxyType(
         "deepseek_v2": deepseek.read,
         "deepseek_v3": deepseek.read,
         "step3p5": step.read,
+        "qwen3_5_moe": qwen35.read,
     }
 )
 
-AS_PUBLISHED = frozenset({"step3p5"})
+AS_PUBLISHED = frozenset({"step3p5", "qwen3_5_moe"})
 """Types whose config.json is read as it is: the class that transformers has for them leaves fields out unseen."""
 
 
@@ -63,11 +64,12 @@ def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int 
         raise ModelError(f"{path} cannot be read: {error}") from error
     try:
         if num_layers is not None:
-            if num_layers > values.get("num_hidden_layers", 0):
-                raise ModelError(f"{num_layers} layers were asked for; there are {values.get('num_hidden_layers')}")
-            values["num_hidden_layers"] = num_layers
-            if "layer_types" in values:
-                values["layer_types"] = values["layer_types"][:num_layers]
+            text = values.get("text_config", values)  # of models that see pictures too
+            if num_layers > text.get("num_hidden_layers", 0):
+                raise ModelError(f"{num_layers} layers were asked for; there are {text.get('num_hidden_layers')}")
+            text["num_hidden_layers"] = num_layers
+            if "layer_types" in text:
+                text["layer_types"] = text["layer_types"][:num_layers]
         return read_config(values, families)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error

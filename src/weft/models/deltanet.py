@@ -1,0 +1,164 @@
+"""Gated DeltaNet (arXiv 2412.06464): linear attention whose state forgets, and is corrected rather than added to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.attention.caches import Caches
+from weft.hidden import Hidden
+from weft.kv.spec import Recurrent
+from weft.models.decoder import on_group_rows
+from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Out, RowLinear
+from weft.models.rotary import RotaryTable
+from weft.models.source import Fused, Source
+
+CHUNK = 64
+"""Tokens whose corrections are solved for together."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    """The heads of a layer, of all ranks together; equal runs of value heads share a key head, which is a query's too.
+
+    window: tokens that the convolution before them takes in, a row's own included.
+    """
+
+    key: int
+    value: int
+    key_dim: int
+    value_dim: int
+    window: int
+
+
+class GatedDeltaNet(Layer):
+    """A short convolution over each feature of queries, keys and values, the gated delta rule, a norm behind a gate.
+
+    Value heads are split over attn_tp, and with them the state: float32 `[value heads, key_dim, value_dim]`, and the
+    last window − 1 inputs of the convolution. A key head that there are fewer of than ranks is held by several.
+
+    Computed in plain torch on every device, prompts in runs of `CHUNK` tokens.
+    """
+
+    def __init__(self, b: Builder, path: str, width: int, heads: DeltaHeads, eps: float):
+        super().__init__(path)
+        self.heads = heads
+        keys, values = heads.key * heads.key_dim, heads.value * heads.value_dim
+        fused = [Fused(start, 2 * keys + values) for start in (0, keys, 2 * keys)]
+        name = f"{path}.in_proj_qkv"
+        outs = [
+            Out(name, keys, heads.key_dim, replicate=True, views=(fused[0],)),
+            Out(name, keys, heads.key_dim, replicate=True, views=(fused[1],)),
+            Out(name, values, heads.value_dim, views=(fused[2],)),
+            Out(f"{path}.in_proj_z", values, heads.value_dim),
+            Out(f"{path}.in_proj_b", heads.value),
+            Out(f"{path}.in_proj_a", heads.value),
+        ]
+        self.project = ColumnLinear(b, f"{path}.in_proj", width, outs, over="attn_tp")
+        self.sizes, features = self.project.sizes, sum(self.project.sizes[:3])
+        self.conv = b.empty(features, 1, heads.window)
+        self.sources["conv"] = []
+        start = 0
+        for out, view in zip(outs[:3], fused, strict=True):
+            share = b.share(out.name, out.features, "attn_tp", out.unit, out.replicate)
+            at = (slice(start, start + share.stop - share.start),)
+            shape = (out.features, 1, heads.window)
+            self.sources["conv"].append(Source(f"{path}.conv1d.weight", shape, (share,), at, (view,)))
+            start = at[0].stop
+        mine = b.share(f"{path} (heads)", heads.value, "attn_tp")
+        held = mine.stop - mine.start
+        self.decay, self.bias = (b.empty(held, dtype=torch.float32) for _ in range(2))
+        self.sources["decay"] = [Source(f"{path}.A_log", (heads.value,), (mine,))]
+        self.sources["bias"] = [Source(f"{path}.dt_bias", (heads.value,), (mine,))]
+        self.norm = HeadNorm(b, f"{path}.norm", heads.value_dim, eps)
+        self.out = RowLinear(b, f"{path}.out_proj", values, width, over="attn_tp", unit=heads.value_dim)
+        self.cache = Recurrent(((held, heads.key_dim, heads.value_dim), (features, heads.window - 1)))
+
+    def forward(self, x: Hidden, rotary: RotaryTable, caches: Caches) -> Hidden:
+        on_group_rows(self.path, x)
+
+        def run(product: Tensor) -> Tensor:
+            state, tail = caches.load(self)
+            out = product.new_empty(len(product), self.sizes[3])
+            for rows, sequences in together(caches.batch.spans, len(product), product.device):
+                part = product[rows].unflatten(0, (len(sequences), -1))
+                seen, state[sequences], tail[sequences] = self._run(part, state[sequences], tail[sequences])
+                out[rows] = seen.flatten(0, 1)
+            caches.store(self, (state, tail))
+            return out
+
+        return self.out(self.project(x).elementwise(run, self.path))
+
+    def _run(self, product: Tensor, state: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of sequences with equally many rows, `[B, rows, features]`: their output, and their states after it."""
+        h, rows = self.heads, product.shape[1]
+        mixed, z, b, a = product.split([sum(self.sizes[:3]), *self.sizes[3:]], dim=-1)
+        inputs = torch.cat((tail.to(mixed.dtype), mixed.transpose(1, 2)), dim=-1)
+        mixed = F.silu(F.conv1d(inputs, self.conv, groups=len(self.conv))).transpose(1, 2).float()
+        q, k, v = mixed.split(self.sizes[:3], dim=-1)
+        share = self.sizes[4] * h.key_dim // self.sizes[1]  # value heads of a key head
+        q, k = (_unit(y.unflatten(-1, (-1, h.key_dim))).repeat_interleave(share, dim=2).transpose(1, 2) for y in (q, k))
+        v = v.unflatten(-1, (-1, h.value_dim)).transpose(1, 2)
+        beta = b.sigmoid().float().transpose(1, 2)
+        decay = (-self.decay.exp() * F.softplus(a.float() + self.bias)).transpose(1, 2)
+        seen = []
+        for i in range(0, rows, CHUNK):
+            at = slice(i, i + CHUNK)
+            part, state = delta_rule(
+                q[:, :, at] * h.key_dim**-0.5, k[:, :, at], v[:, :, at], decay[:, :, at], beta[:, :, at], state
+            )
+            seen.append(part)
+        out = self.norm(torch.cat(seen, dim=2).transpose(1, 2).to(product.dtype)).flatten(2)
+        return (out * F.silu(z.float())).to(product.dtype), state, inputs[..., rows:].float()
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The gated delta rule over a run of tokens at once: (out `[…, rows, V]`, the state after them).
+
+    Token by token it is S ← exp(decay) S; S ← S + k (beta (v − Sᵀ k))ᵀ; out = Sᵀ q. The corrections of a run depend on
+    one another through a triangular system, which is solved here (the chunkwise form of arXiv 2406.06484, 2412.06464).
+
+    q, k `[…, rows, K]`; v `[…, rows, V]`; decay (not above 0), beta `[…, rows]`; state `[…, K, V]`; all float32.
+    """
+    total = decay.cumsum(-1)
+    earlier = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(~earlier, float("-inf")).exp()
+    since = total.exp()[..., None]
+    new = beta[..., None] * (v - since * (k @ state))
+    if q.shape[-2] > 1:
+        system = beta[..., None] * (k @ k.transpose(-1, -2)) * between  # its diagonal is not read: it counts as 1
+        new = torch.linalg.solve_triangular(system, new, upper=False, unitriangular=True)
+    out = since * (q @ state) + ((q @ k.transpose(-1, -2)) * between) @ new
+    last = total[..., -1:]
+    state = last[..., None].exp() * state + (k * (last - total)[..., None].exp()).transpose(-1, -2) @ new
+    return out, state
+
+
+def together(spans: tuple[tuple[int, int], ...] | None, rows: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """(rows, sequences) that run at once: the sequences of one row are taken together, the others one by one.
+
+    spans: as in `Batch`.
+    """
+    if spans is None or all(count == 1 for count, _ in spans):
+        every = torch.arange(rows, device=device)
+        return [(every, every)] if rows else []
+    single: list[tuple[int, int]] = []
+    found, first = [], 0
+    for sequence, (count, _) in enumerate(spans):
+        if count == 1:
+            single.append((first, sequence))
+        elif count:
+            found.append((torch.arange(first, first + count, device=device), torch.tensor([sequence], device=device)))
+        first += count
+    if single:
+        both = torch.tensor(single, device=device)
+        found.append((both[:, 0], both[:, 1]))
+    return found
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors of length one."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

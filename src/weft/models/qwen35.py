@@ -1,0 +1,112 @@
+"""Qwen3.5-MoE, its text part: layers of Gated DeltaNet and of gated attention, experts and a shared one in all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weft.models.attention import Attention, HeadNorms, Heads
+from weft.models.config import Fields, ModelConfig, ModelError, common_fields, rope_of
+from weft.models.decoder import Decoder, DecoderLayer
+from weft.models.deltanet import DeltaHeads, GatedDeltaNet
+from weft.models.layers import Builder, Layer
+from weft.models.moe import SparseMoE, Stored
+from weft.models.routing import Routing
+
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+@dataclass(frozen=True)
+class Qwen35Config(ModelConfig):
+    """Widths in elements. kinds: of each layer. heads: of full attention; delta: of linear attention."""
+
+    norms_less_one: ClassVar[bool] = True
+    prefix: ClassVar[str] = "model.language_model"
+
+    kinds: tuple[str, ...]
+    heads: Heads
+    delta: DeltaHeads
+    num_experts: int
+    moe_intermediate_size: int
+    shared_size: int
+    routing: Routing
+
+    def build(self, b: Builder) -> Decoder:
+        return Decoder(b, self, [_layer(b, f"{self.prefix}.layers.{i}", self, i) for i in range(self.num_layers)])
+
+
+def read(whole: Fields) -> Qwen35Config:
+    """Reads a config as it is published, of text and pictures, and makes a model of text alone. Raises ModelError."""
+    for name in ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
+        whole.get(name)
+    whole.only("language_model_only", False, True)
+    whole.only("tie_word_embeddings", False)
+    text = dict(whole.need("text_config")) | {"model_type": whole.family}
+    text.setdefault("quantization_config", whole.get("quantization_config"))
+    fields = Fields(text)
+    fields.get("mtp_num_hidden_layers"), fields.get("mtp_use_dedicated_embeddings")  # they only draft tokens
+    fields.get("intermediate_size")  # of layers without experts, of which there are none
+    fields.only("mlp_only_layers", [])
+    fields.only("decoder_sparse_step", 1)
+    for name in ("attn_output_gate", "norm_topk_prob"):
+        fields.only(name, True)
+    fields.only("mamba_ssm_dtype", "float32")
+    layers, every = range(fields.need("num_hidden_layers")), fields.get("full_attention_interval", 4)
+    kinds = tuple(fields.get("layer_types", [LINEAR if (i + 1) % every else FULL for i in layers]))
+    if len(kinds) != len(layers) or not set(kinds) <= {FULL, LINEAR}:
+        raise ModelError(f"layer_types {list(kinds)} are not {len(layers)} of {FULL} and {LINEAR}")
+    parameters = dict(fields.need("rope_parameters"))
+    part = parameters.pop("partial_rotary_factor", fields.get("partial_rotary_factor", 0.25))
+    fields.only("partial_rotary_factor", part)
+    for name in ("mrope_section", "mrope_interleaved"):  # of text alone, all three positions are one
+        parameters.pop(name, None)
+    dim = fields.need("head_dim")
+    common = common_fields(
+        fields, dim, rope=rope_of(parameters, int(dim * part), fields.need("max_position_embeddings"))
+    )
+    bias = fields.get("attention_bias", False)
+    config = Qwen35Config(
+        **common,
+        kinds=kinds,
+        heads=Heads(
+            common["num_heads"],
+            common["num_kv_heads"],
+            dim,
+            HeadNorms(common["rms_norm_eps"], less_one=True),
+            bias=bias,
+            output_bias=bias,
+            gate="element",
+        ),
+        delta=DeltaHeads(
+            fields.need("linear_num_key_heads"),
+            fields.need("linear_num_value_heads"),
+            fields.need("linear_key_head_dim"),
+            fields.need("linear_value_head_dim"),
+            fields.need("linear_conv_kernel_dim"),
+        ),
+        num_experts=fields.need("num_experts"),
+        moe_intermediate_size=fields.need("moe_intermediate_size"),
+        shared_size=fields.need("shared_expert_intermediate_size"),
+        routing=Routing(fields.need("num_experts_per_tok"), renormalise=True),
+    )
+    fields.finish()
+    return config
+
+
+def _layer(b: Builder, path: str, c: Qwen35Config, index: int) -> DecoderLayer:
+    mixer: Layer
+    if c.kinds[index] == FULL:
+        mixer = Attention(b, f"{path}.self_attn", c.hidden_size, c.heads)
+    else:
+        mixer = GatedDeltaNet(b, f"{path}.linear_attn", c.hidden_size, c.delta, c.rms_norm_eps)
+    mlp = SparseMoE(
+        b,
+        f"{path}.mlp",
+        c.hidden_size,
+        experts=c.num_experts,
+        inner=c.moe_intermediate_size,
+        routing=c.routing,
+        shared=c.shared_size,
+        stored=Stored(form="fused"),
+    )
+    return DecoderLayer(b, path, c, mixer, mlp)

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from weft.comm.rows import StepRows
 from weft.comm.transport import Epilogue, Transport
@@ -28,6 +29,8 @@ from weft.place.show import fold
 from weft.place.spec import Mesh, Placement, PlacementError, Rows
 from weft.place.step import NORMED, RESIDUAL, Step
 
+COLLECTIVE = "weft collective "
+"""How the range of a collective in a trace is called, before its kind: a trace's names hold ASCII only."""
 OWN, GROUP, WORLD = Rows.OWN, Rows.GROUP, Rows.WORLD
 
 
@@ -128,8 +131,13 @@ class StepTimes:
 
     @contextmanager
     def timed(self, site: str, step: Step) -> Iterator[None]:
-        """Times what happens inside."""
+        """Times what happens inside, as a range in torch's profiler too."""
         key = (fold(site), str(step))
+        kind = step.edge.kind if step.edge is not None else ""
+        with record_function(f"{COLLECTIVE}{kind}"):
+            yield from self._timed(key)
+
+    def _timed(self, key: StepKey) -> Iterator[None]:
         if self._gpu:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

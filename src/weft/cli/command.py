@@ -22,6 +22,7 @@ COMMANDS = {
     "bench collectives": "time every edge of Weft's own transport beside others, and the floor",
     "bench latency": "time first and next tokens of a request, transport by transport",
     "bench serving": "load an OpenAI-compatible server, and say how fast it answers",
+    "profile": "watch decode steps on every rank: collectives, kernels, idle",
     "chaos": "do faults to a server under load: nothing may be lost, hang or stay behind",
     "doctor": "look at this host: what will be slow, and why",
     "demo": "serve the embedded model on 4 ranks and ask it word problems",

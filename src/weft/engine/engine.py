@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from weft.engine.answer import Answer, OnOutput, prepare
 from weft.engine.config import EngineConfig, EngineError, QueueFull
@@ -26,6 +26,7 @@ from weft.engine.scheduler import Scheduler, make_schedulers
 from weft.engine.startup import check_plans, context_tokens, load_tokenizer, read_model
 from weft.stream import StepStat
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 Request = tuple[Seq[int], SamplingParams, OnOutput]
 """Prompt tokens, how to answer, and who listens."""
@@ -173,6 +174,10 @@ class Engine:
     def plan_text(self, tokens_per_group: int) -> str:
         """The plan for so many tokens in each DP group, beside the naive one."""
         return self._ask(lambda: self._executor.plan_text(tokens_per_group))
+
+    def ask_ranks(self, question: Callable[[Executor], T]) -> T:
+        """What the ranks answer, asked on the engine's thread between two steps. EngineError when not serving."""
+        return self._ask(lambda: question(self._executor))
 
     def reset_cache(self) -> None:
         """Forgets the prefixes that no request holds."""

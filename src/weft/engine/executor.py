@@ -25,13 +25,16 @@ from weft.engine.messages import (
     Failure,
     FromRank,
     PlanText,
+    Profiled,
     Progress,
     Ran,
     Ready,
     Report,
     Result,
+    StartProfile,
     Step,
     Stop,
+    StopProfile,
     ToRank,
     decode_from_rank,
     encode,
@@ -42,7 +45,7 @@ from weft.models.config import ModelError
 from weft.place.cost import costs
 from weft.place.spec import LayoutError
 
-M = TypeVar("M", Result, Report, PlanText, Ready)
+M = TypeVar("M", Result, Report, PlanText, Profiled, Ready)
 POLL_S = 0.2
 LOAD_TIMEOUT_S = 600.0
 
@@ -113,6 +116,13 @@ class Executor(ABC):
         """The plan for so many tokens in each DP group, printable."""
         self._send(0, AskPlan(tokens))
         return self._await(PlanText, time.monotonic() + self.config.step_timeout_s, "the plan").text
+
+    def ask_all(self, question: StartProfile | StopProfile, what: str) -> list[Profiled]:
+        """Every rank's answer, in any order. what: is waited for."""
+        for rank in range(self.mesh.world):
+            self._send(rank, question)
+        deadline = time.monotonic() + LOAD_TIMEOUT_S  # a profiler's start and a long trace take their time
+        return [self._await(Profiled, deadline, what) for _ in range(self.mesh.world)]
 
     def interrupt(self) -> None:
         """Ends what waits for an answer of the ranks with an EngineError, now and from now on; from any thread."""

@@ -81,6 +81,17 @@ class AskPlan(Struct, frozen=True, tag=True):
     tokens: int
 
 
+class StartProfile(Struct, frozen=True, tag=True):
+    """To every rank: watch so many of the steps to come. folder: where the profiler writes; empty: it does not run."""
+
+    steps: int
+    folder: str
+
+
+class StopProfile(Struct, frozen=True, tag=True):
+    """To every rank: what have you seen?"""
+
+
 class Stop(Struct, frozen=True, tag=True):
     """To every rank: leave."""
 
@@ -162,6 +173,18 @@ class PlanText(Struct, frozen=True, tag=True):
     text: str
 
 
+class Profiled(Struct, frozen=True, tag=True):
+    """From a rank: steps that it has watched so far, and the time from the first's beginning to the last's end, on the
+    clock, on the CPU by the thread that runs steps, and by all its threads.
+    """
+
+    rank: int
+    steps: int
+    seconds: float
+    thread_cpu_s: float
+    process_cpu_s: float
+
+
 class Failure(Struct, frozen=True, tag=True):
     """From a rank that cannot go on: one line. user: something that the user can put right, such as a bad model.
 
@@ -174,8 +197,8 @@ class Failure(Struct, frozen=True, tag=True):
     lost_peer: bool = False
 
 
-ToRank = Step | AskReport | AskPlan | Stop
-FromRank = Progress | Ready | Result | Report | PlanText | Failure
+ToRank = Step | AskReport | AskPlan | StartProfile | StopProfile | Stop
+FromRank = Progress | Ready | Result | Report | PlanText | Profiled | Failure
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode

@@ -30,8 +30,6 @@ from weft.place.show import plan_text
 from weft.place.spec import LayoutError, Mesh
 from weft.stream import Stats, StepStat, StepTimes, Stream, TraceStream
 
-TIMED_EVERY = 16
-"""How many steps pass from one whose collectives are timed to the next."""
 MOST_COUNTS = 4096
 """How many different counts are kept before they are added up, so that they take no more room with every step."""
 
@@ -94,7 +92,10 @@ class ModelRunner:
     transports: the planner chooses among them, edge by edge, by the costs (`weft.place.cost.costs`). groups,
     page_size: of the caches, which are allocated here once. interleave: under decode context parallelism, tokens in a
     row that one rank holds (None: a page); dcp_exchange: how attention is merged (`weft.dcp.merge.Merger`).
+    timed_every: how many steps pass from one whose collectives are timed to the next.
     """
+
+    timed_every = 16
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class ModelRunner:
         mine = counts[self.mesh.group_of(self.rank)]
         if len(counts) != self.mesh.attn_dp or len(batch.tokens) != mine:
             raise ValueError(f"{len(batch.tokens)} rows on rank {self.rank}, but the step's counts are {counts}")
-        times = self._times if self._walks % TIMED_EVERY == 0 else None
+        times = self._times if self._walks % self.timed_every == 0 else None
         stream = Stream(self.planner.plan(counts), self.transports, StepRows(self.mesh, self.rank, counts), times)
         self.caches.plan(batch)
         logits: Tensor = self.model(stream, batch, self.caches)
@@ -199,6 +200,17 @@ class ModelRunner:
             return self._graphs.replay(tokens, seqs, counts)
         device = self.model.embed.weight.device
         return self.forward(build_batch(tokens, seqs, self._page_size, self._rules, device), counts)
+
+    def moves(self, counts: Counts, captured: bool) -> list[tuple[str, str, str, int]]:
+        """The collectives of a step, in order: the read that each serves, its step, its group's name, and the bytes
+        that the busiest rank receives. captured: where a graph is replayed; none where there is no graph.
+        """
+        if captured and (self._graphs is None or not self._graphs.fits(counts)):
+            return []
+        room = (self._graphs.capacity_of(counts),) * len(counts) if captured and self._graphs else counts
+        plan = (self._graph_planner if captured else self.planner).plan(room)
+        received = self.planner.bytes_received
+        return [(r.site, str(s), e.group or "", int(received(e, counts))) for r, s, e in plan.moves()]
 
     def plan(self, tokens_per_group: int) -> Plan:
         """The plan for steps of so many tokens in each DP group."""

@@ -23,11 +23,14 @@ from weft.engine.messages import (
     Report,
     Result,
     Scored,
+    StartProfile,
     Stat,
     Step,
     Stop,
+    StopProfile,
     ToRank,
 )
+from weft.engine.profiling import RankProfile
 from weft.engine.runner import ModelRunner
 from weft.engine.sampler import sample, score
 from weft.kv.spec import cache_groups
@@ -77,6 +80,7 @@ class Worker:
             interleave=config.dcp_interleave,
             dcp_exchange=config.dcp_exchange,
         )
+        self.profile = RankProfile(self.runner)
         if device.type == "cuda" and config.cuda_graphs:
             tokens = min(config.max_model_len or model_config.max_position, config.cached_tokens)
             self.runner.capture(
@@ -89,6 +93,7 @@ class Worker:
         """Runs a step; the leader of each DP group draws the tokens."""
         group = self.mesh.group_of(self.rank)
         rows, counts = step.groups[group], tuple(len(g.tokens) for g in step.groups)
+        self.profile.begin(step.number, counts)
         # A prompt that is scored has logits in every row, another part in its last at most.
         wanted = [p.rows if p.score else int(p.sampling is not None) for p in rows.parts]
         seqs = [SeqRows(p.rows, p.context, p.tables, n) for p, n in zip(rows.parts, wanted, strict=True)]
@@ -125,5 +130,9 @@ class Worker:
                 send(Report(tuple(Stat(*astuple(s)) for s in ran), tuple(Stat(*astuple(s)) for s in naive)))
             elif isinstance(message, AskPlan):
                 send(PlanText(self.runner.plan_text(message.tokens)))
+            elif isinstance(message, StartProfile):
+                send(self.profile.start(message))
+            elif isinstance(message, StopProfile):
+                send(self.profile.stop())
             elif isinstance(message, Stop):
                 return

@@ -1,0 +1,293 @@
+"""What the steps of a running engine are made of: kernels by kind, collectives with their waiting, and idle time.
+
+Every rank is watched by torch's profiler for the same steps (`weft.engine.profiling`). On a GPU a step is what was
+launched in it: its kernels and copies; on a CPU, the outermost operators and the exchanges. The k-th exchange of a step
+is the same one on every rank, so that its waiting is known: what passes on a rank before the last one has entered.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.engine.engine import Engine
+from weft.engine.profiling import STEP, Window, merge_traces, watch
+from weft.engine.request import Output, SamplingParams
+from weft.place.spec import Mesh
+from weft.stream import COLLECTIVE
+
+SKIPPED = 2
+"""Steps at a window's beginning that are not counted: ranks leave the start of their profilers at different times."""
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+KINDS = {
+    "collectives": r"^weft collective |exchange<|^nccl",
+    "experts": r"^_(up|down|sum_choices|choose|route|count_chunks|sort_pairs)\b|grouped_mm|moe",
+    "attention": r"^_(attend_splits|merge_splits)|flash|fmha|attention",
+    "norms": r"rms_?norm|_norm_rope_cache|layer_?norm",
+    "sampling": r"^_(row_top|best_of)|argmax|topk|sort|gumbel|multinomial",
+    "dense products": r"gemm|gemv|nvjet|cutlass|cublas|splitk|aten::(linear|mm|addmm|bmm|matmul|einsum)",
+    "copies": r"memcpy|memset|copy|aten::(to|cat|index_put_?|index_copy_?|fill_|stack|empty|zero_)$",
+}
+"""By whose pattern a kernel's name is known, the first that fits; the rest is `other`."""
+
+
+def kind_of(name: str) -> str:
+    """What a kernel does, by its name."""
+    plain = name.removeprefix("void ")
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, plain, re.IGNORECASE)), "other")
+
+
+def short(name: str) -> str:
+    """A kernel's name without its arguments, template or other."""
+    return re.split(r"[<(]", name.removeprefix("void "), maxsplit=1)[0].rpartition("::")[2] or name
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a rank ran. begin, end: µs; step: its number. what: of a collective, its step in the plan, else the kernel.
+
+    ranks: those that a collective is among; moved: bytes that the busiest of them receives; waiting: µs.
+    """
+
+    step: int
+    kind: str
+    what: str
+    begin: float
+    end: float
+    ranks: tuple[int, ...] = ()
+    moved: int = 0
+    waiting: float = 0.0
+
+
+def read_rank(trace: dict[str, Any], about: dict[str, Any], mesh: Mesh) -> list[Event]:
+    """A rank's events in order of their beginning, without the first steps. trace, about: what the rank wrote."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    base = trace["baseTimeNanoseconds"] / 1e3
+    marks = sorted((e["ts"], e) for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(STEP))
+    starts, numbers = [ts for ts, _ in marks], [int(e["name"].removeprefix(STEP)) for _, e in marks]
+    launches = {
+        e["args"]["correlation"]: e
+        for e in events
+        if e.get("cat", "").startswith("cuda_") and "args" in e and "correlation" in e["args"]
+    }
+    replayed: set[int] = set()
+    found: list[Event] = []
+
+    def add(event: dict[str, Any], launched: float) -> None:
+        at = bisect.bisect_right(starts, launched) - 1
+        if at >= SKIPPED:
+            name, begin = event["name"], base + event["ts"]
+            found.append(Event(numbers[at], kind_of(name), name, begin, begin + event["dur"]))
+
+    on_gpu = any(e.get("cat") in DEVICE for e in events)
+    if on_gpu:
+        for event in sorted((e for e in events if e.get("cat") in DEVICE), key=lambda e: e["ts"]):
+            launch = launches.get(event.get("args", {}).get("correlation"))
+            if launch is None:
+                continue
+            add(event, launch["ts"])
+            if "GraphLaunch" in launch["name"] and found:
+                replayed.add(found[-1].step)
+    else:
+        thread, covered = marks[0][1]["tid"] if marks else None, 0.0
+        for event in sorted((e for e in events if e.get("tid") == thread), key=lambda e: (e["ts"], -e["dur"])):
+            if event["ts"] < covered or event["name"].startswith(STEP):
+                continue
+            if event.get("cat") == "cpu_op" or event["name"].startswith(COLLECTIVE):
+                add(event, event["ts"])
+                covered = event["ts"] + event["dur"]
+    counts = {number: json.dumps(rows) for number, rows in about["steps"]}
+    moves = {number: about["moves"][counts[number]][number in replayed] for number in counts}
+    return _name_collectives(found, moves, mesh, about["rank"])
+
+
+def _name_collectives(events: list[Event], moves: dict[int, Any], mesh: Mesh, rank: int) -> list[Event]:
+    """The plan says what the exchanges of a step are, in their order: a kernel's name does not."""
+    places: dict[int, list[int]] = defaultdict(list)
+    for at, event in enumerate(events):
+        if event.kind == "collectives":
+            places[event.step].append(at)
+    for step, here in places.items():
+        if len(here) != len(moves[step]):  # something else than the plan ran: its kernels tell all that is known
+            for i in here:
+                events[i] = replace(events[i], what=short(events[i].what), ranks=tuple(range(mesh.world)))
+            continue
+        for i, (_, what, group, moved) in zip(here, moves[step], strict=True):
+            events[i] = replace(events[i], what=what, ranks=mesh.peers(group or None, rank), moved=moved)
+    return events
+
+
+def _collectives(events: Iterable[Event]) -> dict[tuple[int, int], Event]:
+    """By step and place in it."""
+    found: dict[tuple[int, int], Event] = {}
+    seen: dict[int, int] = defaultdict(int)
+    for event in events:
+        if event.kind == "collectives":
+            found[event.step, seen[event.step]] = event
+            seen[event.step] += 1
+    return found
+
+
+def clock_shifts(ranks: Sequence[Sequence[Event]]) -> list[float]:
+    """µs to add to each rank's clock, so that exchanges end together: in the median, they do, whoever came last."""
+    by_rank = [_collectives(events) for events in ranks]
+    shifts: dict[int, float] = {0: 0.0}
+    while len(shifts) < len(ranks):
+        for rank, mine in enumerate(by_rank):
+            if rank in shifts:
+                continue
+            apart = [
+                by_rank[other][at].end + shifts[other] - event.end
+                for at, event in mine.items()
+                for other in shifts
+                if other in event.ranks and at in by_rank[other]
+            ]
+            if apart:
+                shifts[rank] = statistics.median(apart)
+                break
+        else:  # ranks that exchange nothing with those before
+            shifts |= {rank: 0.0 for rank in range(len(ranks)) if rank not in shifts}
+    return [shifts[rank] for rank in range(len(ranks))]
+
+
+def with_waiting(ranks: Sequence[Sequence[Event]], shifts: Sequence[float]) -> list[list[Event]]:
+    """The events on one clock; each collective with what passed on its rank before the last one entered it."""
+    moved = [[replace(e, begin=e.begin + s, end=e.end + s) for e in es] for es, s in zip(ranks, shifts, strict=True)]
+    by_rank = [_collectives(events) for events in moved]
+    out = []
+    for events in moved:
+        seen: dict[int, int] = defaultdict(int)
+        mine = []
+        for event in events:
+            if event.kind == "collectives":
+                at, seen[event.step] = (event.step, seen[event.step]), seen[event.step] + 1
+                last = max((by_rank[r][at].begin for r in event.ranks if at in by_rank[r]), default=event.begin)
+                event = replace(event, waiting=min(max(0.0, last - event.begin), event.end - event.begin))
+            mine.append(event)
+        out.append(mine)
+    return out
+
+
+def summarise(ranks: Sequence[Sequence[Event]]) -> dict[str, Any]:
+    """Figures of a step, in the mean over steps and ranks: times in µs, shares of the step's time.
+
+    step_us; idle_between, idle_within: shares in which a rank's device ran nothing, between two steps' work and within;
+    kinds, kernels, collectives: rows, largest first. Raises ValueError where a rank ran nothing.
+    """
+    spans, between, within = [], [], []
+    for events in ranks:
+        steps: dict[int, list[Event]] = defaultdict(list)
+        for event in events:
+            steps[event.step].append(event)
+        if len(steps) < 2:
+            raise ValueError("a rank's trace holds fewer than two whole steps")
+        edges = [(min(e.begin for e in steps[n]), max(e.end for e in steps[n])) for n in sorted(steps)]
+        # The last step has no successor: its own work is counted, the pause after it is not.
+        span = edges[-1][1] - edges[0][0]
+        pauses = sum(max(0.0, after[0] - before[1]) for before, after in pairwise(edges))
+        spans.append(span / len(steps))
+        between.append(pauses / span)
+        within.append(max(0.0, 1 - _busy(events) / span - pauses / span))
+    step_us, count = statistics.mean(spans), len(ranks) * len({e.step for events in ranks for e in events})
+    rows: dict[str, list[dict[str, Any]]] = {}
+    every = [e for events in ranks for e in events]
+    named: dict[str, Callable[[Event], Any]] = {
+        "kinds": lambda e: (e.kind,),
+        "kernels": lambda e: (e.kind, short(e.what)) if e.kind != "collectives" else None,
+        "collectives": lambda e: (e.kind, e.what) if e.kind == "collectives" else None,
+    }
+    for name, key in named.items():
+        groups: dict[Any, list[Event]] = defaultdict(list)
+        for event in every:
+            if (at := key(event)) is not None:
+                groups[at].append(event)
+        found = []
+        for at, events in groups.items():
+            waiting = sum(e.waiting for e in events) / count
+            us = sum(e.end - e.begin for e in events) / count - waiting
+            row = {"kind": at[0]} | ({"what": at[1]} if len(at) > 1 else {}) | {"calls": len(events) / count, "us": us}
+            row |= {"waiting_us": waiting, "share": (us + waiting) / step_us}
+            if name == "collectives":
+                moved = sum(e.moved for e in events) / count
+                row |= {"bytes": moved, "gb_s": moved / us / 1e3 if us else 0.0}
+            found.append(row)
+        rows[name] = sorted(found, key=lambda row: -(row["us"] + row["waiting_us"]))
+    idle = {"idle_between": statistics.mean(between), "idle_within": statistics.mean(within)}
+    return {"step_us": step_us} | idle | rows
+
+
+def _busy(events: Sequence[Event]) -> float:
+    """µs in which at least one of them ran."""
+    total, until = 0.0, float("-inf")
+    for event in sorted(events, key=lambda e: e.begin):
+        total += max(0.0, event.end - max(event.begin, until))
+        until = max(until, event.end)
+    return total
+
+
+@dataclass(frozen=True)
+class Found:
+    """window: without the profiler. figures: of `summarise`; ranks: the events behind them."""
+
+    window: Window
+    figures: dict[str, Any]
+    ranks: list[list[Event]]
+
+
+def answer_length(steps: int, chunks: int) -> int:
+    """Tokens that each sequence may have in `run`, so that none ends before both windows are over.
+
+    chunks: steps in which prompts are read, while the first sequences answer already.
+    """
+    return 3 * (steps + SKIPPED) + chunks + 64
+
+
+def run(engine: Engine, batch: int, context: int, steps: int, tokens: int, folder: Path) -> Found:
+    """Lets an engine answer so many prompts of random tokens, and watches steps in which all of them decode: once for
+    CPU time, and once with the profiler. tokens: of each answer, see `answer_length`. Writes folder/trace.json.gz,
+    one Chrome trace, a process of it for every rank.
+    """
+    generator = torch.Generator().manual_seed(batch)
+    vocabulary = engine.model_config.vocab_size
+    prompts = torch.randint(10, min(5000, vocabulary), (batch, context), generator=generator).tolist()
+    begun: set[int] = set()
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+
+    def listener(at: int) -> Callable[[Output], None]:
+        def listen(output: Output) -> None:
+            begun.add(at)
+
+        return listen
+
+    requests = [engine.submit(prompt, params, listener(at)) for at, prompt in enumerate(prompts)]
+    try:
+        while len(begun) < batch and engine.healthy:
+            engine.wait(0.01)
+        window = watch(engine, steps)
+        watch(engine, steps + SKIPPED, folder)
+    finally:
+        for request in requests:
+            engine.cancel(request)
+    mesh = engine.config.mesh
+    files = [folder / f"rank-{rank}.json" for rank in range(mesh.world)]
+    traces = [json.loads(file.read_text()) for file in files]
+    abouts = [json.loads(file.with_suffix(".steps.json").read_text()) for file in files]
+    ranks = [read_rank(trace, about, mesh) for trace, about in zip(traces, abouts, strict=True)]
+    on_gpu = any(e.get("cat") == "kernel" for e in traces[0]["traceEvents"])
+    shifts = clock_shifts(ranks) if on_gpu else [0.0] * mesh.world  # CPUs of a host have one clock
+    merge_traces(traces, shifts, folder / "trace.json.gz")
+    for file in files:
+        file.unlink()
+        file.with_suffix(".steps.json").unlink()
+    ranks = with_waiting(ranks, shifts)
+    return Found(window, summarise(ranks), ranks)

@@ -1,0 +1,142 @@
+"""`weft profile`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from weft.cli.command import Layout, ModelDir, UserError, engine_config, start_engine, stop_on_sigterm
+from weft.place.show import columns, size_text
+
+MOST_KERNELS = 12
+
+
+@dataclass(frozen=True)
+class Command:
+    """Watch decode steps on every rank, and say what they are made of.
+
+    Starts the engine, lets it answer prompts of random tokens, and watches steps in which all sequences decode: first
+    for the CPU time that controller and ranks take, then with torch's profiler. Prints tables of collectives, with the
+    waiting for the slowest rank apart, of what else runs, and of idle time, and writes to --output: profile.json,
+    profile.png, and trace.json.gz, one Chrome trace of all ranks (https://ui.perfetto.dev shows it).
+
+    Examples:
+      weft profile --attn-dp 2 --batch 4 --context 64
+      weft profile --preset qwen3-30b-a3b --load-format dummy --attn-tp 2 --ep 2 --moe-tp 1 --device cuda --batch 16
+    """
+
+    model: ModelDir = None
+    """A Hugging Face model directory; left out, the embedded model."""
+    layout: Annotated[Layout, tyro.conf.arg(name="")] = field(default_factory=Layout)
+    batch: int = 16
+    """Sequences, over all DP groups."""
+    context: int = 512
+    """Tokens of each prompt."""
+    steps: int = 20
+    """How many to watch."""
+    max_batch_tokens: int = 2048
+    """Rows of one step of a DP group, as in `weft serve`."""
+    output: Path = Path("profile")
+    """Folder for the files."""
+
+    def run(self) -> int:
+        """Prints tables. Raises UserError, LayoutError, ModelError, EngineError."""
+        from weft.bench.host import describe_host
+        from weft.bench.profile import answer_length, run
+        from weft.bench.profile_picture import draw
+
+        for name in ("batch", "context", "steps", "max_batch_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        tokens = answer_length(self.steps, -(-self.batch * self.context // self.max_batch_tokens))
+        config = engine_config(
+            self.model,
+            self.layout,
+            max_running=self.batch,
+            max_batch_tokens=max(self.max_batch_tokens, self.batch),
+            kv_tokens=self.batch * (self.context + tokens + 16),
+            prefix_cache=False,
+        )
+        most = config.read_model().max_position
+        if self.context + tokens > most:
+            left = most - tokens
+            advice = f"--context {left}" if left > 0 else f"--steps below {self.steps}"
+            raise UserError(
+                f"a context of {self.context} and the {tokens} tokens that the steps take exceed the model's {most} "
+                f"positions; at most {advice} fits"
+            )
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write {self.output}: {error.strerror}; choose another with --output") from error
+        stop_on_sigterm()
+        with start_engine(config) as engine:
+            found = run(engine, self.batch, self.context, self.steps, tokens, self.output.resolve())
+        title = f"{config.model.resolve().name}, {config.mesh}, {self.batch} sequences of {self.context} tokens"
+        report: dict[str, Any] = {
+            "what": "weft profile",
+            "host": describe_host(),
+            "model": config.model.resolve().name,
+            "layout": self.layout.values() | {"num_layers": config.num_layers},
+            "batch": self.batch,
+            "context": self.context,
+            "steps": self.steps,
+            "unprofiled_step_us": 1e6 * found.window.seconds / self.steps,
+            "cpu_us_a_step": {
+                "controller": 1e6 * found.window.controller_cpu_s / self.steps,
+                "rank": [1e6 * s / self.steps for s in found.window.rank_cpu_s],
+                "rank_process": [1e6 * s / self.steps for s in found.window.process_cpu_s],
+            },
+        } | found.figures
+        (self.output / "profile.json").write_text(json.dumps(report, indent=1) + "\n")
+        draw(found.ranks, found.figures["step_us"], title, self.output / "profile.png")
+        print(f"{title}\n\n{tables(report)}\n\n{self.output}: profile.json, profile.png, trace.json.gz")
+        return 0
+
+
+def tables(report: dict[str, Any]) -> str:
+    """For reading, in 80 columns: all of a step, in the mean over steps and ranks."""
+    cpu, step = report["cpu_us_a_step"], report["step_us"]
+    ranks = ", ".join(f"{us:,.0f}" for us in cpu["rank"])
+    lines = [
+        f"a step: {report['unprofiled_step_us']:,.0f} µs, {step:,.0f} µs under the profiler",
+        f"CPU time of a step: controller {cpu['controller']:,.0f} µs, ranks {ranks} µs",
+        f"idle: {report['idle_between']:.1%} between steps, {report['idle_within']:.1%} within",
+        "",
+    ]
+    rows: list[tuple[str, ...]] = [("of a step", "calls", "µs", "waiting", "share")]
+    for row in report["kinds"]:
+        rows.append((row["kind"], *_cells(row)))
+    lines += [*columns(rows), ""]
+    if report["collectives"]:
+        rows = [("collectives of a step", "calls", "µs", "waiting", "share", "bytes", "GB/s")]
+        for row in report["collectives"]:
+            rows += [(row["what"],), ("", *_cells(row), size_text(row["bytes"]), f"{row['gb_s']:,.1f}")]
+        lines += [*_narrow(rows), ""]
+    rows = [("other kernels of a step", "calls", "µs", "", "share")]
+    for row in report["kernels"][:MOST_KERNELS]:
+        rows.append(
+            (f"{row['what'][:40]} ({row['kind']})", f"{row['calls']:,.0f}", f"{row['us']:,.1f}", "", _share(row))
+        )
+    return "\n".join([*lines, *columns(rows)])
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return f"{row['calls']:,.0f}", f"{row['us']:,.1f}", f"{row['waiting_us']:,.1f}", _share(row)
+
+
+def _share(row: dict[str, Any]) -> str:
+    return f"{row['share']:.1%}"
+
+
+def _narrow(rows: list[tuple[str, ...]]) -> list[str]:
+    """Names stand on lines of their own, over their figures."""
+    figures = columns([("  " if len(row) > 1 and not row[0] else row[0], *row[1:]) for row in rows if len(row) > 1])
+    lines, at = [], iter(figures)
+    for row in rows:
+        lines.append(next(at) if len(row) > 1 else row[0])
+    return lines

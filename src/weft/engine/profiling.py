@@ -1,0 +1,173 @@
+"""A window of steps, watched on every rank: the CPU time that they take, and with torch's profiler all that they run.
+
+The ranks begin a window at one step, as they see the same steps in the same order, and end it by themselves once it has
+its steps. CPU time is counted in windows without the profiler, which would be counted too.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from weft.engine.config import EngineError
+from weft.engine.messages import Profiled, StartProfile, StopProfile
+from weft.place.plan import Counts
+
+if TYPE_CHECKING:
+    from weft.engine.engine import Engine
+    from weft.engine.executor import Executor
+    from weft.engine.runner import ModelRunner
+
+POLL_S = 0.002
+STEP = "weft step "
+"""How a step's range in a trace is called, before its number."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """What was watched. steps: that every rank ran; seconds: from the first to the end of the last, on rank 0.
+
+    controller_cpu_s: of the engine's thread. rank_cpu_s: of each rank's thread that runs steps; process_cpu_s: of all
+    threads of each rank's process.
+    """
+
+    steps: int
+    seconds: float
+    controller_cpu_s: float
+    rank_cpu_s: tuple[float, ...]
+    process_cpu_s: tuple[float, ...]
+
+
+class RankProfile:
+    """A rank's part: `begin` is called as each step begins, and does nothing where nobody watches."""
+
+    def __init__(self, runner: ModelRunner):
+        self._runner, self._wanted = runner, 0
+        self._profiler: profile | None = None
+        self._range: record_function | None = None
+        self._done = Profiled(runner.rank, 0, 0.0, 0.0, 0.0)
+
+    def start(self, message: StartProfile) -> Profiled:
+        """Watches the steps to come; the profiler runs when this returns, so that no step waits for its start."""
+        self._wanted, self._folder = message.steps, Path(message.folder) if message.folder else None
+        self._steps: list[tuple[int, Counts]] = []
+        self._done = Profiled(self._runner.rank, 0, 0.0, 0.0, 0.0)
+        if self._folder is not None:
+            on_gpu = self._runner.model.embed.weight.device.type == "cuda"
+            self._profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu])
+            self._profiler.start()
+            self._runner.timed_every = 1  # so that each exchange has its range
+        return self._done
+
+    def begin(self, number: int, counts: Counts) -> None:
+        """A step begins, with so many rows in each DP group; the one before has ended."""
+        if not self._wanted:
+            return
+        if not self._steps:
+            self._began = self._clocks()
+        if len(self._steps) == self._wanted:
+            self._end()
+            return
+        self._steps.append((number, counts))
+        if self._profiler is not None:
+            self._close_range()
+            self._range = record_function(f"{STEP}{number}")
+            self._range.__enter__()
+
+    def stop(self) -> Profiled:
+        """Ends the window, if it has not ended, and writes what the profiler saw."""
+        if self._wanted:
+            self._end()
+        if self._profiler is not None and self._folder is not None:
+            file = self._folder / f"rank-{self._runner.rank}.json"
+            self._profiler.export_chrome_trace(str(file))
+            moves = {
+                json.dumps(counts): [self._runner.moves(counts, captured) for captured in (False, True)]
+                for counts in {counts for _, counts in self._steps}
+            }
+            about = {"rank": self._runner.rank, "steps": self._steps, "moves": moves}
+            file.with_suffix(".steps.json").write_text(json.dumps(about))
+            self._profiler = None
+        return self._done
+
+    def _end(self) -> None:
+        self._wanted = 0
+        if self._steps:
+            took = [now - then for now, then in zip(self._clocks(), self._began, strict=True)]
+            self._done = Profiled(self._runner.rank, len(self._steps), *took)
+        if self._profiler is not None:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            self._close_range()
+            self._profiler.stop()
+            self._runner.timed_every = type(self._runner).timed_every
+
+    def _close_range(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+
+    @staticmethod
+    def _clocks() -> tuple[float, float, float]:
+        return time.perf_counter(), time.thread_time(), time.process_time()
+
+
+def watch(engine: Engine, steps: int, folder: Path | None = None) -> Window:
+    """Watches the next steps of an engine, which requests that run must fill; the caller's thread waits.
+
+    folder: where each rank's trace goes, of torch's profiler; without one only CPU time is counted. Raises EngineError
+    where too few steps follow.
+    """
+    if engine.config.executor == "thread":
+        raise EngineError("ranks that are threads of one process cannot be told apart; profile them as processes")
+
+    def begin(executor: Executor) -> tuple[int, float]:
+        executor.ask_all(StartProfile(steps, "" if folder is None else str(folder)), "the profilers")
+        return engine.stats().steps, time.thread_time()
+
+    def end(executor: Executor) -> tuple[int, float, list[Profiled]]:
+        so_far, cpu = engine.stats().steps, time.thread_time()
+        return so_far, cpu, executor.ask_all(StopProfile(), "the profiles")
+
+    first, cpu_before = engine.ask_ranks(begin)
+    deadline = time.monotonic() + engine.config.step_timeout_s
+    while engine.stats().steps <= first + steps + 1 and engine.stats().running and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    last, cpu_after, found = engine.ask_ranks(end)
+    if (seen := min(rank.steps for rank in found)) < steps:
+        raise EngineError(f"only {seen} steps were run while {steps} were to be watched")
+    found.sort(key=lambda rank: rank.rank)
+    return Window(
+        steps,
+        found[0].seconds,
+        (cpu_after - cpu_before) * steps / (last - first),
+        tuple(rank.thread_cpu_s for rank in found),
+        tuple(rank.process_cpu_s for rank in found),
+    )
+
+
+def merge_traces(traces: Sequence[dict[str, Any]], shifts_us: Sequence[float], out: Path) -> None:
+    """One Chrome trace, gzipped, of every rank's: a rank is a process. shifts_us: what to add to each rank's clock."""
+    starts = [trace["baseTimeNanoseconds"] / 1e3 for trace in traces]
+    events: list[dict[str, Any]] = []
+    for rank, (trace, shift) in enumerate(zip(traces, shifts_us, strict=True)):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for event in trace["traceEvents"]:
+            if event.get("ph") == "M" and event.get("name") != "thread_name":
+                continue
+            moved = event | {"pid": rank}
+            if "ts" in event:
+                moved["ts"] = event["ts"] + starts[rank] - min(starts) + shift
+            if "id" in event:  # of arrows from a launch to its kernel
+                moved["id"] = f"{rank}.{event['id']}"
+            events.append(moved)
+    with gzip.open(out, "wt", compresslevel=3) as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)

@@ -1,0 +1,197 @@
+"""What `weft profile` makes of traces: hand-written ones, whose figures are known, and one of a real run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.here import weft_here
+from weft.bench.profile import Event, clock_shifts, kind_of, read_rank, short, summarise, with_waiting
+from weft.engine.profiling import merge_traces
+from weft.place.spec import Mesh
+
+PAIR = Mesh(1, 2, 2, 1)
+PEER = "void weft::exchange<__nv_bfloat16, 2, 1>(weft::Call)"
+
+
+def trace(steps: list[list[tuple[str, float, float]]], graph: bool, base_ns: int = 10**18) -> dict[str, Any]:
+    """A GPU's: of each step its kernels (name, begin, end), in µs. Launches take no time; a step begins each 1000 µs,
+    and its kernels may run long after the next one has begun."""
+    events: list[dict[str, Any]] = []
+    for n, kernels in enumerate(steps):
+        at = 1000.0 * n
+        mark = {"ph": "X", "cat": "user_annotation", "name": f"weft step {n + 5}", "ts": at, "dur": 900, "tid": 1}
+        events.append(mark)
+        for i, (name, begin, end) in enumerate(kernels):
+            correlation = 100 * n if graph else 100 * n + i
+            launch = "cudaGraphLaunch" if graph else "cudaLaunchKernel"
+            if i == 0 or not graph:
+                events.append(
+                    {"ph": "X", "cat": "cuda_runtime", "name": launch, "ts": at + 1 + i, "dur": 0, "tid": 1}
+                    | {"args": {"correlation": correlation}}
+                )
+            events.append(
+                {"ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": end - begin, "tid": 7, "pid": 0}
+                | {"args": {"correlation": correlation}}
+            )
+    return {"traceEvents": list(reversed(events)), "baseTimeNanoseconds": base_ns}
+
+
+def about(rank: int, steps: int, eager: list[Any], captured: list[Any]) -> dict[str, Any]:
+    return {"rank": rank, "steps": [[n + 5, [3]] for n in range(steps)], "moves": {"[3]": [eager, captured]}}
+
+
+def late(kernels: list[tuple[str, float, float]], by: float, first: int = 0) -> list[tuple[str, float, float]]:
+    return [(name, begin + by, end + by) for name, begin, end in kernels[first:]]
+
+
+STEP = [("gemm", 0.0, 100.0), (PEER, 100.0, 150.0), ("_up", 160.0, 200.0), ("ncclDevKernel_AllReduce", 200.0, 240.0)]
+MOVES = [["site.0", "all_reduce", "world", 4096], ["site.1", "all_gatherv", "world", 512]]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_kernels_belong_to_the_step_that_launched_them(graph: bool) -> None:
+    steps = [late(STEP, 1000.0 * n + 1500.0) for n in range(5)]  # the GPU is more than a step behind
+    eager, captured = ([["s", "other plan", "world", 1]] * 2, MOVES) if graph else (MOVES, [])
+    events = read_rank(trace(steps, graph), about(0, 5, eager, captured), PAIR)
+    assert [e.step for e in events] == [n for n in (7, 8, 9) for _ in STEP]  # not the first two
+    assert [e.kind for e in events[:4]] == ["dense products", "collectives", "experts", "collectives"]
+    assert [(e.what, e.moved, e.ranks) for e in events[:4] if e.kind == "collectives"] == [
+        ("all_reduce", 4096, (0, 1)),
+        ("all_gatherv", 512, (0, 1)),
+    ]
+    assert events[0].begin == 1e15 + 3500 and events[0].end - events[0].begin == 100
+
+
+def test_exchanges_that_the_plan_does_not_name_keep_their_kernels() -> None:
+    steps = [late(STEP, 1000.0 * n) for n in range(4)]
+    events = read_rank(trace(steps, False), about(0, 4, MOVES[:1], []), PAIR)
+    assert [e.what for e in events if e.kind == "collectives"] == ["exchange", "ncclDevKernel_AllReduce"] * 2
+
+
+def test_clocks_are_set_by_the_ends_of_exchanges() -> None:
+    """Rank 1's clock is 333 µs ahead; it comes late into one exchange, and early into others."""
+    ranks = []
+    for rank, wrong in ((0, 0.0), (1, 333.0)):
+        steps = [late(STEP, 1000.0 * n + wrong) for n in range(9)]
+        if rank == 1:
+            name, begin, end = steps[4][1]
+            steps[4][1] = (name, begin - 20, end + 5)
+        ranks.append(read_rank(trace(steps, True), about(rank, 9, [], MOVES), PAIR))
+    assert clock_shifts(ranks) == pytest.approx([0.0, -333.0])
+
+
+def test_clocks_of_groups_that_meet_only_through_others() -> None:
+    mesh = Mesh(2, 2, 4, 1)  # ranks 0 1, 2 3 by attn_tp, and 0 2, 1 3 by attn_dp
+    wrong = [0.0, 40.0, -7.0, 1000.0]
+    ranks = []
+    for rank in range(4):
+        steps = [late(STEP, 1000.0 * n + wrong[rank]) for n in range(6)]
+        moves = [["s", "all_reduce", "attn_tp", 1], ["s", "all_gatherv", "attn_dp", 1]]
+        ranks.append(read_rank(trace(steps, True), about(rank, 6, [], moves), mesh))
+    assert clock_shifts(ranks) == pytest.approx([-w for w in wrong])
+
+
+def test_waiting_is_what_passes_before_the_last_has_entered() -> None:
+    def exchange(begin: float, end: float, ranks: tuple[int, ...] = (0, 1)) -> Event:
+        return Event(1, "collectives", "all_reduce", begin, end, ranks)
+
+    ranks = [[exchange(0, 50), exchange(60, 80)], [exchange(30, 52), exchange(90, 95)]]
+    waits = [[e.waiting for e in events] for events in with_waiting(ranks, [0.0, 0.0])]
+    assert waits == [[30, 20], [0, 0]]  # never longer than the exchange itself
+    waits = [[e.waiting for e in events] for events in with_waiting(ranks, [0.0, -25.0])]
+    assert waits == [[5, 5], [0, 0]]
+    alone = [[exchange(0, 50, (0,))], [exchange(30, 52, (1,))]]
+    assert [e.waiting for events in with_waiting(alone, [0.0, 0.0]) for e in events] == [0, 0]
+
+
+def test_figures_of_a_step() -> None:
+    steps = [late(STEP, 1000.0 * n) for n in range(12)]
+    one = read_rank(trace(steps, True), about(0, 12, [], MOVES), PAIR)
+    other = [Event(e.step, e.kind, e.what, e.begin + 10, e.end, e.ranks, e.moved) for e in one]
+    found = summarise(with_waiting([one, other], [0.0, 0.0]))
+    span = 9 * 1000 + 240  # ten steps; the pause after the last is not known
+    assert found["step_us"] == pytest.approx((span + span - 10) / 2 / 10)
+    assert found["idle_between"] == pytest.approx((9 * 760 / span + 9 * 770 / (span - 10)) / 2)
+    assert found["idle_within"] == pytest.approx((10 * 10 / span + 10 * 40 / (span - 10)) / 2)
+    gemm = next(row for row in found["kernels"] if row["what"] == "gemm")
+    assert gemm["calls"] == 1 and gemm["us"] == pytest.approx((100 + 90) / 2)
+    reduce = next(row for row in found["collectives"] if row["what"] == "all_reduce")
+    assert reduce["waiting_us"] == pytest.approx(10 / 2) and reduce["us"] == pytest.approx(40)
+    assert reduce["bytes"] == 4096 and reduce["gb_s"] == pytest.approx(4096 / 40 / 1e3)
+    assert reduce["share"] == pytest.approx(45 / found["step_us"])
+    assert [row["kind"] for row in found["kinds"]] == ["dense products", "collectives", "experts"]
+    with pytest.raises(ValueError, match="fewer than two"):
+        summarise([one[:2]])
+
+
+def test_work_that_overlaps_is_busy_once() -> None:
+    events = [Event(1, "other", "a", 0, 10), Event(1, "other", "b", 5, 12), Event(2, "other", "a", 20, 30)]
+    found = summarise([events])
+    assert found["idle_between"] == pytest.approx(8 / 30) and found["idle_within"] == pytest.approx(0)
+
+
+def test_names() -> None:
+    for name, kind in (
+        (PEER, "collectives"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "collectives"),
+        ("weft collective all_reduce", "collectives"),
+        ("_attend_splits", "attention"),
+        ("_down", "experts"),
+        ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "dense products"),
+        ("aten::linear", "dense products"),
+        ("_norm_rope_cache", "norms"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("_best_of_block", "sampling"),
+        ("void at::native::elementwise_kernel<128, 4>(int)", "other"),
+    ):
+        assert kind_of(name) == kind, name
+    assert short(PEER) == "exchange" and short("aten::linear") == "linear" and short("_up") == "_up"
+
+
+def test_one_trace_of_all_ranks(tmp_path: Path) -> None:
+    traces = [trace([STEP], True, 10**18), trace([STEP], True, 10**18 + 5000)]
+    traces[0]["traceEvents"].append({"ph": "s", "id": 4, "ts": 1.0, "pid": 9, "name": "ac2g"})
+    merge_traces(traces, [0.0, -3.0], tmp_path / "t.json.gz")
+    with gzip.open(tmp_path / "t.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    gemms = {e["pid"]: e["ts"] for e in events if e["name"] == "gemm"}
+    assert gemms == {0: 0.0, 1: 5.0 - 3.0}
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 1"]
+    assert [e["id"] for e in events if e["ph"] == "s"] == ["0.4"]
+
+
+def test_a_real_window(tmp_path: Path) -> None:
+    out = tmp_path / "found"
+    words = "profile --attn-dp 2 --num-layers 2 --batch 3 --context 20 --steps 3 --output"
+    code, text, err = weft_here(*words.split(), str(out))
+    assert code == 0, err
+    assert sorted(p.name for p in out.iterdir()) == ["profile.json", "profile.png", "trace.json.gz"]
+    found = json.loads((out / "profile.json").read_text())
+    calls = {row["what"]: row["calls"] for row in found["collectives"]}
+    assert sum(calls.values()) == 4 and all("world" in what for what in calls)  # two layers, two reads each
+    assert all(row["bytes"] > 0 and row["us"] > 0 for row in found["collectives"])
+    assert found["cpu_us_a_step"]["controller"] > 0 and len(found["cpu_us_a_step"]["rank"]) == 2
+    assert max(map(len, text.splitlines()[:-1])) <= 80 and "waiting" in text
+    assert (out / "profile.png").read_bytes().startswith(b"\x89PNG")
+    with gzip.open(out / "trace.json.gz", "rt") as file:
+        marks = [e for e in json.load(file)["traceEvents"] if e["name"].startswith("weft step")]
+    assert {e["pid"] for e in marks} == {0, 1} and len(marks) == 2 * (3 + 2)
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        ("--steps 0", "steps is 0; it must be 1 or more"),
+        ("--context 1000", "positions; at most --context "),
+        ("--steps 2000", "positions; at most --steps below 2000"),
+        ("--output /proc/x", "with --output"),
+    ],
+)
+def test_what_is_refused_before_anything_starts(words: str, text: str) -> None:
+    code, out, err = weft_here("profile", *words.split())
+    assert code == 2 and not out and err.startswith("weft: ") and err.count("\n") == 1 and text in err, err

@@ -105,23 +105,36 @@ def check(backend: Backend, case: Case, spans: list[tuple[int, int]], tolerance:
     out, lse = backend(1, case.q, case.k, v, scale=case.scale, lse=True)
     alone, none = backend(1, case.q, case.k, v, scale=case.scale)
     assert lse is not None and none is None and torch.equal(alone, out)
-    row = 0
-    for (rows, context), keys, values in zip(spans, case.keys, case.values, strict=True):
-        for i in range(rows):
-            end = context + i + 1
-            begin = 0 if case.cache.window is None else max(0, end - case.cache.window)
-            for head in range(case.q.shape[1]):
-                kv = head * keys.shape[1] // case.q.shape[1]
-                scores = case.scale * keys[begin:end, kv].double() @ case.q[row, head].double()
-                expected = scores.softmax(0) @ values[begin:end, kv].double()
-                assert (out[row, head].double() - expected).norm() <= tolerance * expected.norm()
-                assert abs(lse[row, head].double() - scores.logsumexp(0)) <= tolerance * (1 + scores.abs().max())
-            row += 1
-    assert torch.equal(out[row:], torch.zeros_like(out[row:])), "a padding row's output"
-    assert bool((lse[row:] == -torch.inf).all()), "a padding row sees nothing"
+    row = check_rows(case, spans, out, lse, tolerance=tolerance)
     new = tables.slots[tables.slots >= 0]
     assert torch.equal(case.cache.keys[1, new], case.k[:row]) and torch.equal(case.cache.values[1, new], case.v[:row])
     old = torch.ones(case.cache.num_pages * case.cache.page_size, dtype=torch.bool, device=case.q.device)
     old[new] = False
     untouched, was = (x[1, : len(old)][old] for x in (case.cache.keys, before))
     assert torch.equal(untouched.nan_to_num(9e9), was.nan_to_num(9e9)), "a slot that no row owns was written"
+
+
+def check_rows(
+    case: Case,
+    spans: list[tuple[int, int]],
+    out: Tensor,
+    lse: Tensor,
+    heads: slice = slice(None),
+    tolerance: float = 1e-5,
+) -> int:
+    """AssertionError unless these are the case's outputs and lse, of some of its heads; gives the rows of sequences."""
+    row = 0
+    for (rows, context), keys, values in zip(spans, case.keys, case.values, strict=True):
+        for i in range(rows):
+            end = context + i + 1
+            begin = 0 if case.cache.window is None else max(0, end - case.cache.window)
+            for at, head in enumerate(range(case.q.shape[1])[heads]):
+                kv = head * keys.shape[1] // case.q.shape[1]
+                scores = case.scale * keys[begin:end, kv].double() @ case.q[row, head].double()
+                expected = scores.softmax(0) @ values[begin:end, kv].double()
+                assert (out[row, at].double() - expected).norm() <= tolerance * expected.norm()
+                assert abs(lse[row, at].double() - scores.logsumexp(0)) <= tolerance * (1 + scores.abs().max())
+            row += 1
+    assert torch.equal(out[row:], torch.zeros_like(out[row:])), "a padding row's output"
+    assert bool((lse[row:] == -torch.inf).all()), "a padding row sees nothing"
+    return row

@@ -58,6 +58,7 @@ def drive(transport: Transport, directory: Path, mesh: Mesh, runs: list[Sequence
     torch.set_num_threads(1)
     model = load_model(directory, load_config(directory), mesh, transport.rank)
     runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(Rule(), 24)], PAGE)
+    span = PAGE * mesh.dcp
     for _, backend in runner.caches.paged:  # a read of a slot that nothing wrote must show
         backend.cache.keys.fill_(float("nan"))
         backend.cache.values.fill_(float("nan"))
@@ -76,10 +77,10 @@ def drive(transport: Transport, directory: Path, mesh: Mesh, runs: list[Sequence
                 begin, end = cached[mine][i], until[mine][i]
                 if end > begin:
                     tokens += text[begin:end]
-                    pages = [(i * 5 + 3 * p) % 24 for p in range(-(-end // PAGE))]
+                    pages = [(i * 5 + 3 * p) % 24 for p in range(-(-end // span))]
                     seqs.append(SeqRows(end - begin, begin, [pages], True))
                     ends.append((i, end - 1))
-            logits = runner.forward(build_batch(tokens, seqs, PAGE), counts)
+            logits = runner.forward(build_batch(tokens, seqs, span), counts)
             seen.update(dict(zip(ends, logits, strict=True)))
             for group, reached in enumerate(until):
                 cached[group] = list(reached)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from attention.oracle import Case, check, make_case, padded
+from dcp.dealt import run_dealt
 from weft.attention.paged_triton import PagedTriton
+from weft.dcp.interleave import Interleave
 from weft.kv.spec import Latent, PagedKV, Window
 
 DECODE = [(1, 7), (1, 0), (1, 20), (1, 3)]
@@ -51,3 +54,23 @@ def check_steps_with_prompts(device: torch.device) -> None:
     spans = [(1, 12), (6, 2), (1, 0)]
     case = on(device, make_case(spans, seed=3))
     check(PagedTriton(case.cache), case, spans)
+
+
+class OneAtATime(PagedTriton):
+    """The ranks are threads here, of which Triton's interpreter takes one at a time."""
+
+    turn = threading.Lock()
+
+    def _attend_single(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        with self.turn:
+            return super()._attend_single(*arguments)
+
+
+@pytest.mark.parametrize("spec", [PagedKV(1, 8), Latent(12, 8)], ids=str)
+def check_dealt_tokens(spec: PagedKV | Latent, device: torch.device) -> None:
+    """Decode context parallelism: ranks that hold nothing of a row, padding rows, and prompts beside."""
+    deal = Interleave(2, 2, 4)
+    case = on(device, padded(make_case(DECODE, seed=4, page=deal.span, spec=spec), 6))
+    run_dealt(OneAtATime, case, DECODE, deal)
+    spans = [(1, 12), (6, 2), (1, 0)]
+    run_dealt(OneAtATime, on(device, make_case(spans, seed=3, page=deal.span, spec=spec)), spans, deal)

@@ -1,0 +1,81 @@
+"""Attention of a step whose tokens are dealt out over emulated ranks, against its definition in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from support import run_world
+from torch import Tensor
+
+from attention.oracle import NAN, Case, check_rows
+from weft.attention.backend import Backend
+from weft.attention.batch import PageTables
+from weft.comm.reference import ReferenceTransport
+from weft.comm.transport import offer_of
+from weft.dcp.group import ContextGroup, context_group
+from weft.dcp.interleave import Interleave
+from weft.kv.cache import KVCache
+from weft.kv.spec import Latent
+from weft.place.cost import costs
+from weft.place.spec import Mesh
+
+Make = Callable[[KVCache, ContextGroup | None], Backend]
+
+
+def run_dealt(
+    make: Make,
+    case: Case,
+    spans: list[tuple[int, int]],
+    deal: Interleave,
+    way: Literal["ag_rs", "a2a", "fused"] = "fused",
+    max_bytes: int | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Runs a step of a case whose pages hold `deal.span` tokens on every rank, with its heads and tokens alone.
+
+    max_bytes: of a call of the transport. AssertionError where a rank's rows or cache are not as defined. Gives each
+    rank's output and lse.
+    """
+    mesh, tables = Mesh(1, deal.ranks, 1, deal.ranks, deal.ranks), case.batch.tables[0]
+    assert isinstance(tables, PageTables)
+    each = case.q.shape[1] // deal.ranks
+
+    def rank_main(transport: ReferenceTransport) -> tuple[Tensor, Tensor]:
+        offer = offer_of("reference", transport.offers, mesh, costs("cpu").of("reference", deal.ranks), max_bytes)
+        group = context_group(mesh, transport.rank, deal, {"reference": transport}, [offer], way)
+        assert group is not None
+        cache = local_cache(case, deal, transport.rank)
+        before = cache.keys.clone()
+        backend, own = make(cache, group), slice(transport.rank * each, (transport.rank + 1) * each)
+        backend.plan(case.batch, tables)
+        v = None if isinstance(case.cache.spec, Latent) else case.v
+        out, lse = backend(1, case.q[:, own], case.k, v, scale=case.scale, lse=True)
+        assert lse is not None
+        again, none = backend(1, case.q[:, own], case.k, v, scale=case.scale)
+        assert none is None and torch.equal(again, out), "the same step twice has the same bits"
+        rows = check_rows(case, spans, out, lse, own)
+        slots = deal.slots(tables.slots, transport.rank)
+        mine, new = slots[:rows] >= 0, slots[slots >= 0].long()
+        assert torch.equal(cache.keys[1, new], case.k[:rows][mine])
+        assert torch.equal(cache.values[1, new], case.v[:rows][mine])
+        old = torch.ones(cache.num_pages * cache.page_size, dtype=torch.bool, device=slots.device)
+        old[new] = False
+        untouched, was = (x[1, : len(old)][old].nan_to_num(9e9) for x in (cache.keys, before))
+        assert torch.equal(untouched, was), "a slot of another rank's token was written"
+        return out, lse
+
+    return run_world(deal.ranks, rank_main)
+
+
+def local_cache(case: Case, deal: Interleave, place: int) -> KVCache:
+    """What the rank at `place` holds of the case's cache before the step; NaN where that is no token."""
+    whole = case.cache
+    cache = KVCache(whole.spec, 2, whole.num_pages, deal.page_size, torch.float32, whole.keys.device)
+    cache.keys.fill_(NAN)
+    cache.values.fill_(NAN)
+    slots = deal.slots(torch.arange(whole.num_pages * deal.span, device=whole.keys.device), place)
+    mine = slots >= 0
+    for here, there in ((cache.keys, whole.keys), (cache.values, whole.values)):
+        here[:, slots[mine]] = there[:, : len(slots)][:, mine]
+    return cache

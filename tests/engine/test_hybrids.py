@@ -11,6 +11,7 @@ import torch
 
 from engine.conftest import byte_tokenizer
 from engine.test_engine import GREEDY, LAYOUTS, config, prompts
+from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
 from models.stepfun import small_step
 from weft.engine.engine import Engine
@@ -19,6 +20,7 @@ Oracle = Callable[[torch.Tensor], torch.Tensor]
 SIZES = dict(vocab_size=257, max_position_embeddings=256)
 FAMILIES: dict[str, Callable[[Path], Oracle]] = {
     "step3p5": lambda directory: small_step(directory, seed=3, **SIZES),
+    "gpt_oss": lambda directory: small_gpt_oss(directory, seed=3, **SIZES),
     "qwen3_5_moe": lambda directory: small_qwen35(directory, seed=3, **SIZES),
 }
 

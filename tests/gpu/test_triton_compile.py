@@ -123,11 +123,12 @@ def attend_prompts(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
     )
 
 
-def mix_experts(rows: int, held: int = 64, inner: int = 768, width: int = 2048) -> None:
+def mix_experts(rows: int, held: int = 64, inner: int = 768, width: int = 2048, biased: bool = False) -> None:
     live, tile_rows = empty(1, dtype=INT), moe.tile_rows_of(rows)
     routing = route.route(empty(rows, 128), 8, True, live, tile_rows, 64, held)
     gate_up, down = empty(held, 2 * inner, width), empty(held, width, inner)
-    moe.experts(empty(rows, width), routing, gate_up, down, empty(rows, width))
+    more = dict(limit=7.0, alpha=1.702, gate_up_bias=empty(held, 2 * inner), down_bias=empty(held, width))
+    moe.experts(empty(rows, width), routing, gate_up, down, empty(rows, width), **more if biased else {})
 
 
 def norm_and_turn(rows: int) -> None:
@@ -162,6 +163,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "experts, 256 rows": (lambda: mix_experts(256), ("HGMMA", "LDGSTS")),
     "experts, 128 rows": (lambda: mix_experts(128), ("HMMA", "LDGSTS")),
     "experts, 4096 rows": (lambda: mix_experts(4096), ("HGMMA", "LDGSTS")),
+    "experts with biases": (lambda: mix_experts(4096, 32, 720, 2880, True), ("HGMMA", "LDGSTS")),
     "norm, rotary, cache": (lambda: norm_and_turn(64), ()),
     "norm, rotary, cache, many rows": (lambda: norm_and_turn(4096), ()),
     "rms norm": (lambda: rms_norm.rms_norm(empty(64, 7168), empty(7168), 1e-6, empty(64, 7168)), ()),

@@ -128,7 +128,6 @@ class ReferenceTransport(NamedCalls):
         out = self._world.meet(self.rank, group, call, (x, sizes), combine)
         return finish(out, epilogue) if epilogue else out
 
-
     def merge_scatterv(
         self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:

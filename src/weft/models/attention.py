@@ -14,7 +14,7 @@ from weft.kv.spec import PagedKV, Window
 from weft.models.decoder import on_group_rows
 from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Out, RowLinear
 from weft.models.rotary import RotaryTable
-from weft.models.source import PartOfHeads
+from weft.models.source import PartOfHeads, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class Heads:
 
     window: a row sees itself and the window − 1 tokens before it. bias: of query, key and value; output_bias: of the
     output. gate: a sigmoid of another projection, which scales each head of the output ("head", checkpoint `g_proj`)
-    or each element of it ("element", stored head by head behind the queries in `q_proj`).
+    or each element of it ("element", stored head by head behind the queries in `q_proj`). sinks: each query head has a
+    learnt score of a token without a value, which a row's others share its attention with (arXiv 2309.17453).
     """
 
     query: int
@@ -42,6 +43,7 @@ class Heads:
     bias: bool = False
     output_bias: bool = False
     gate: Literal["head", "element"] | None = None
+    sinks: bool = False
 
 
 class Attention(Layer):
@@ -71,6 +73,11 @@ class Attention(Layer):
         self.out = RowLinear(
             b, f"{path}.o_proj", queries, width, over="attn_tp", unit=heads.dim, bias=heads.output_bias
         )
+        self.sinks = None
+        if heads.sinks:
+            share = b.share(f"{path} (heads)", heads.query, "attn_tp")
+            self.sinks = b.empty(share.stop - share.start)
+            self.sources["sinks"] = [Source(f"{path}.sinks", (heads.query,), (share,))]
         self.q_norm = self.k_norm = None
         if heads.norms is not None:
             eps, less_one = heads.norms.eps, heads.norms.less_one
@@ -85,7 +92,13 @@ class Attention(Layer):
 
         def attend(product: Tensor) -> Tensor:
             qkv, gate = product.tensor_split([sum(self.sizes)], dim=-1)
-            out = caches.project(self, qkv, heads, self.scale)
+            if self.sinks is None:
+                out = caches.project(self, qkv, heads, self.scale)
+            else:  # a score more in the sum of exponentials scales the output
+                q, k, v = heads.split(qkv)
+                out, lse = caches.attend(self, q, k, v, scale=self.scale, lse=True)
+                assert lse is not None
+                out = out * (lse - self.sinks).sigmoid().to(out.dtype)[..., None]
             if gate.shape[-1]:
                 out = out * gate.sigmoid().unflatten(-1, (out.shape[1], -1))
             return out.flatten(1)

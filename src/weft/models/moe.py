@@ -13,8 +13,10 @@ from torch.nn import functional as F
 from weft.hidden import Hidden
 from weft.models.layers import Builder, ColumnLinear, Layer, Linear, Out, RowLinear
 from weft.models.routing import Router, Routing
-from weft.models.source import Source
+from weft.models.source import Fused, Source, Stacked, Transposed
 from weft.place.spec import LayoutError, PlacementError, Rows
+
+Form = Literal["each", "stacked", "fused", "turns", "plain turns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +24,14 @@ class Stored:
     """Where checkpoints keep the weights of a mixture of experts, behind its path.
 
     bias: of the router; left out, `e_score_correction_bias` behind it. form: of the experts' weights, a tensor for each
-    expert and projection ("each"), one for each projection of all experts ("stacked"), or these with gate and up in one
-    ("fused").
+    expert and projection ("each"), one for each projection of all experts ("stacked"), these with gate and up in one
+    ("fused"), or with gate and up taking turns, transposed ("turns") or not ("plain turns").
     """
 
     router: str = "gate"
     bias: str = ""
     experts: str = "experts"
-    form: Literal["each", "stacked", "fused"] = "each"
+    form: Form = "each"
     shared: str = "shared_expert"
 
 
@@ -50,8 +52,9 @@ class GatedMLP(Layer):
 class Experts(Layer):
     """Routed experts: whole experts over `ep`, their inner features over `moe_tp`; owes a sum over both, the world.
 
-    x: complete `[T, width]`; probability `[T, k]` and expert int64 `[T, k]` from the router. form: as `Stored`; limit:
-    see `gated`. Building raises LayoutError where the split leaves sizes that torch's grouped product does not take.
+    x: complete `[T, width]`; probability `[T, k]` and expert int64 `[T, k]` from the router. form: as `Stored`; limit,
+    alpha: see `gated`. bias: products have one; the last is added on the first rank of moe_tp only, so that the sum
+    holds it once. Building raises LayoutError where the split leaves sizes that grouped products do not take.
     """
 
     def __init__(
@@ -61,8 +64,10 @@ class Experts(Layer):
         experts: int,
         width: int,
         inner: int,
-        form: Literal["each", "stacked", "fused"] = "each",
+        form: Form = "each",
         limit: float | None = None,
+        alpha: float | None = None,
+        bias: bool = False,
     ):
         super().__init__(path)
         mine = b.share(f"{path} (experts)", experts, "ep")
@@ -73,15 +78,23 @@ class Experts(Layer):
                 f"{path}: {size} inner features a rank and {width} wide, but grouped products on GPUs take multiples "
                 f"of {step}; choose a smaller moe_tp"
             )
-        self.first, self.workspace, self.limit = mine.start, b.workspace, limit
+        self.first, self.workspace, self.limit, self.alpha = mine.start, b.workspace, limit, alpha
         self.gate_up = b.empty(mine.stop - mine.start, 2 * size, width)
         self.down = b.empty(mine.stop - mine.start, width, size)
         self.sources = _expert_sources(path, form, experts, width, inner, mine, cut)
+        self.gate_up_bias = self.down_bias = None
+        if bias:
+            self.gate_up_bias = b.empty(mine.stop - mine.start, 2 * size)
+            self.sources["gate_up_bias"] = _gate_up_biases(path, experts, inner, mine, cut)
+            if cut.start == 0:
+                self.down_bias = b.empty(mine.stop - mine.start, width)
+                self.sources["down_bias"] = [Source(f"{path}.down_proj_bias", (experts, width), (mine,))]
 
     def forward(self, x: Hidden, probability: Tensor, expert: Tensor) -> Hidden:
         value = self._world_rows(x)
         out = self.workspace(*value.shape, like=value)
-        routed(value, probability, expert - self.first, self.gate_up, self.down, out, self.limit)
+        biases = (self.gate_up_bias, self.down_bias)
+        routed(value, probability, expert - self.first, self.gate_up, self.down, out, self.limit, self.alpha, *biases)
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
     def on_gpu(self, x: Hidden, router: Router) -> Hidden:
@@ -106,7 +119,17 @@ class Experts(Layer):
             here = (expert >= 0) & (expert < held) & (torch.arange(rows, device=value.device)[:, None] < live)
             routing = route.sort_pairs(weight.float(), expert.where(here, -1), held, tile_rows)
         out = self.workspace(*value.shape, like=value)
-        moe.experts(value, routing, self.gate_up, self.down, out, limit=self.limit)
+        moe.experts(
+            value,
+            routing,
+            self.gate_up,
+            self.down,
+            out,
+            limit=self.limit,
+            alpha=self.alpha,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+        )
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
     def _world_rows(self, x: Hidden) -> Tensor:
@@ -134,6 +157,17 @@ def _expert_sources(
             ]
             sources["down"].append(Source(f"{name}.down_proj.weight", (width, inner), (every, cut), (i,)))
         return sources
+    if form in ("turns", "plain turns"):
+        transposed = (Transposed(),) if form == "turns" else ()
+        sources = dict(gate_up=[], down=[])
+        for i, e in enumerate(range(mine.start, mine.stop)):
+            last = (*transposed, Stacked(e, experts))
+            for turn, rows_at in enumerate((gate, up)):
+                views = (Fused(turn, 2 * inner, 2), *last)
+                source = Source(f"{path}.gate_up_proj", (inner, width), (cut,), (i, rows_at), views)
+                sources["gate_up"].append(source)
+            sources["down"].append(Source(f"{path}.down_proj", (width, inner), (every, cut), (i,), last))
+        return sources
     end, fused = (".weight", False) if form == "stacked" else ("", True)
     rows, gate_name, up_name = (2 * inner, "gate_up", "gate_up") if fused else (inner, "gate", "up")
     below = slice(inner + cut.start, inner + cut.stop) if fused else cut
@@ -146,6 +180,17 @@ def _expert_sources(
     }
 
 
+def _gate_up_biases(path: str, experts: int, inner: int, mine: slice, cut: slice) -> list[Source]:
+    """Gate's and up's take turns."""
+    size, sources = cut.stop - cut.start, []
+    for i, e in enumerate(range(mine.start, mine.stop)):
+        for turn in (0, 1):
+            views = (Fused(turn, 2 * inner, 2), Stacked(e, experts))
+            at = (i, slice(turn * size, (turn + 1) * size))
+            sources.append(Source(f"{path}.gate_up_proj_bias", (inner,), (cut,), at, views))
+    return sources
+
+
 def routed(
     x: Tensor,
     probability: Tensor,
@@ -154,12 +199,16 @@ def routed(
     down: Tensor,
     out: Tensor,
     limit: float | None = None,
+    alpha: float | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> None:
     """Σ over a token's experts that are here of probability · down(silu(gate(x)) · up(x)), on CPUs.
 
     x `[T, width]`; probability `[T, k]`; expert `[T, k]`, where an index outside `[0, E)` is an expert held elsewhere;
-    gate_up `[E, 2·inner, width]`; down `[E, width, inner]`; limit: see `gated`. Fills out `[T, width]`, zero where no
-    expert is here. Two products for each expert that has a row: torch's grouped product is on CPUs a loop over all.
+    gate_up `[E, 2·inner, width]`; down `[E, width, inner]`; limit, alpha: see `gated`; biases `[E, 2·inner]`, `[E,
+    width]`. Fills out `[T, width]`, zero where no expert is here. Two products for each expert that has a row: torch's
+    grouped product is on CPUs a loop over all.
     """
     if not x.shape[0]:
         return
@@ -170,15 +219,16 @@ def routed(
     for e, at in zip(numbers.tolist(), order.split(sizes.tolist()), strict=True):
         if 0 <= e < held:
             token = at // k
-            inner = gated(F.linear(x[token], gate_up[e]), limit)
-            out.index_add_(0, token, F.linear(inner, down[e]) * probability.flatten()[at, None])
+            first, last = (None if bias is None else bias[e] for bias in (gate_up_bias, down_bias))
+            inner = gated(F.linear(x[token], gate_up[e], first), limit, alpha)
+            out.index_add_(0, token, F.linear(inner, down[e], last) * probability.flatten()[at, None])
 
 
 class SparseMoE(Layer):
     """Router, routed experts and, where the model has one, a shared expert for every token.
 
-    shared: its inner features; 0: there is none. shared_gate: it has a sigmoid gate. limit, shared_limit: of the
-    routed experts and of the shared one, see `gated`.
+    shared: its inner features; 0: there is none. shared_gate: it has a sigmoid gate. limit, shared_limit, alpha: of
+    the routed experts and of the shared one, see `gated`. expert_bias: the routed experts' products have biases.
     """
 
     def __init__(
@@ -195,11 +245,15 @@ class SparseMoE(Layer):
         stored: Stored = Stored(),
         limit: float | None = None,
         shared_limit: float | None = None,
+        alpha: float | None = None,
+        expert_bias: bool = False,
     ):
         super().__init__(path)
         bias = f"{path}.{stored.bias}" if stored.bias else ""
         self.router = Router(b, f"{path}.{stored.router}", width, experts, routing, bias)
-        self.experts = Experts(b, f"{path}.{stored.experts}", experts, width, inner, stored.form, limit)
+        self.experts = Experts(
+            b, f"{path}.{stored.experts}", experts, width, inner, stored.form, limit, alpha, expert_bias
+        )
         self.shared = GatedMLP(b, f"{path}.{stored.shared}", width, shared, shared_limit) if shared else None
         self.shared_gate = Linear(b, f"{path}.{stored.shared}_gate", width, 1) if shared and shared_gate else None
 
@@ -213,9 +267,15 @@ class SparseMoE(Layer):
         return out
 
 
-def gated(x: Tensor, limit: float | None = None) -> Tensor:
-    """silu(gate) · up of `[…, 2 · inner]`, gate first. limit: silu(gate) is at most that, up within ± that."""
+def gated(x: Tensor, limit: float | None = None, alpha: float | None = None) -> Tensor:
+    """silu(gate) · up of `[…, 2 · inner]`, gate first. limit: silu(gate) is at most that, up within ± that.
+
+    alpha, beside a limit: gate · sigmoid(alpha · gate) · (up + 1), where gate is at most the limit, up within ± that.
+    """
     gate, up = x.chunk(2, dim=-1)
     if limit is None:
         return F.silu(gate) * up
+    if alpha is not None:
+        gate = gate.clamp(max=limit)
+        return gate * (alpha * gate).sigmoid() * (up.clamp(-limit, limit) + 1)
     return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)

@@ -21,6 +21,7 @@ class Routing:
     groups: equal runs of experts, of which a token's are in the best `top_groups` only; a group's score is the sum of
     its best `group_best` experts'. (DeepSeek-V2: one, arXiv 2405.04434; V3: two, arXiv 2412.19437.)
     bias: a learnt bias for each expert is added to the score where experts are chosen, not where they are weighed.
+    offset: a learnt bias is part of the logits.
     renormalise: the chosen experts' weights are made to sum to one, then multiplied by `scale`.
     wide: the logits themselves are computed in float32.
     """
@@ -34,6 +35,7 @@ class Routing:
     renormalise: bool = False
     scale: float = 1.0
     wide: bool = False
+    offset: bool = False
 
     @property
     def plain(self) -> bool:
@@ -63,7 +65,10 @@ class Router(Linear):
     def __init__(self, b: Builder, path: str, width: int, experts: int, routing: Routing, bias: str = ""):
         super().__init__(b, path, width, experts)
         self.routing = routing
-        self.bias = None
+        self.bias = self.offset = None
+        if routing.offset:
+            self.offset = b.empty(experts)
+            self.sources["offset"] = [Source(f"{path}.bias", (experts,), (slice(None),))]
         if routing.bias:
             self.bias = b.empty(experts, dtype=torch.float32)
             self.sources["bias"] = [Source(bias or f"{path}.e_score_correction_bias", (experts,), (slice(None),))]
@@ -71,7 +76,8 @@ class Router(Linear):
     def logits(self, x: Hidden) -> Tensor:
         """`[T, E]`, in x's dtype or, where the routing is wide, in float32."""
         value = x.require_complete(self.path)
-        return F.linear(*((value.float(), self.weight.float()) if self.routing.wide else (value, self.weight)))
+        parts = (value, self.weight, self.offset)
+        return F.linear(*((None if part is None else part.float()) for part in parts) if self.routing.wide else parts)
 
     def choose(self, x: Hidden) -> tuple[Tensor, Tensor]:
         """(weight `[T, k]` in x's dtype, expert int64 `[T, k]`)."""

@@ -79,14 +79,13 @@ HALF = ("few pairs", "one kernel")
 
 
 @pytest.mark.parametrize(
-    "case, dtype, limit",
+    "case, dtype",
     [
-        *(pytest.param(case, torch.float32, None, id=name) for name, case in CASES.items()),
-        *(pytest.param(CASES[name], torch.float16, None, id=f"{name}, float16") for name in HALF),
-        pytest.param(CASES["few pairs"], torch.float32, 0.5, id="few pairs, limited"),
+        *(pytest.param(case, torch.float32, id=name) for name, case in CASES.items()),
+        *(pytest.param(CASES[name], torch.float16, id=f"{name}, float16") for name in HALF),
     ],
 )
-def check_experts(case: tuple[int, ...], dtype: torch.dtype, limit: float | None, device: torch.device) -> None:
+def check_experts(case: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     rows, live, held = case[0], case[1], case[5]
     found, weight, expert = routed(*case, device)
     width, inner = 40, 24  # no multiples of a tile's sides
@@ -97,10 +96,31 @@ def check_experts(case: tuple[int, ...], dtype: torch.dtype, limit: float | None
     gate_up[[e for e in range(held) if e not in expert.flatten().tolist()]] = NAN  # unchosen weights are not read
     out = torch.full((rows, width), NAN, dtype=dtype, device=device)
     tile = moe.Tile(32, 32, 4, 2)
-    moe.experts(x, found, gate_up, down, out, tile, tile, limit)
-    wanted = plain.experts(x.double(), weight, expert, gate_up.double(), down.double(), limit)
+    moe.experts(x, found, gate_up, down, out, tile, tile)
+    wanted = plain.experts(x.double(), weight, expert, gate_up.double(), down.double())
     assert (out.double() - wanted).norm() <= (2e-6 if dtype == torch.float32 else 3e-3) * wanted.norm()
     assert (out[(expert < 0).all(-1)] == 0).all()
+
+
+@pytest.mark.parametrize("limit, alpha, biased", [(0.5, None, False), (0.5, 1.7, True), (None, None, True)])
+@pytest.mark.parametrize("case", ["few pairs", "one kernel"])
+def check_experts_with_limits_and_biases(
+    case: str, limit: float | None, alpha: float | None, biased: bool, device: torch.device
+) -> None:
+    rows, _, held = CASES[case][0], CASES[case][1], CASES[case][5]
+    found, weight, expert = routed(*CASES[case], device)
+    width, inner = 40, 24
+    x = torch.randn(rows, width, device=device)
+    gate_up, down = (
+        torch.randn(held, 2 * inner, width, device=device) / 4,
+        torch.randn(held, width, inner, device=device),
+    )
+    biases = [torch.randn(held, n, device=device) if biased else None for n in (2 * inner, width)]
+    tile = moe.Tile(32, 32, 4, 2)
+    out = moe.experts(x, found, gate_up, down, torch.full_like(x, NAN), tile, tile, limit, alpha, *biases)
+    wide = [None if b is None else b.double() for b in biases]
+    wanted = plain.experts(x.double(), weight, expert, gate_up.double(), down.double(), limit, alpha, *wide)
+    assert (out.double() - wanted).norm() <= 2e-6 * wanted.norm()
 
 
 def check_a_token_has_the_same_bits_in_any_company(device: torch.device) -> None:

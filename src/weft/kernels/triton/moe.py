@@ -43,8 +43,9 @@ def _pairs_of(tile, order, tile_expert, pairs, SORTED: tl.constexpr, BLOCK_M: tl
 
 @triton.jit(do_not_specialize=["pairs"])
 def _up(
-    x, weight, order, tile_expert, out, pairs, x_row,
-    WIDTH: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SORTED: tl.constexpr, LIMIT: tl.constexpr,
+    x, weight, bias, order, tile_expert, out, pairs, x_row,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     COLUMN_BLOCKS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
@@ -74,19 +75,28 @@ def _up(
             c = tl.load(up_at + k, mask=inside[:, None], other=0.0)
         gate = tl.dot(a, b, gate, input_precision="ieee")
         up = tl.dot(a, c, up, input_precision="ieee")
-    value = gate / (1.0 + tl.exp(-gate))
+    if BIAS:
+        bias += expert.to(tl.int64) * (2 * INNER) + column
+        gate += tl.load(bias, mask=wanted, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + INNER, mask=wanted, other=0.0).to(tl.float32)[None, :]
     if LIMIT is not None:
-        value = tl.minimum(value, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    value *= up
+    if ALPHA is not None:
+        gate = tl.minimum(gate, LIMIT)
+        value = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+    else:
+        value = gate / (1.0 + tl.exp(-gate))
+        if LIMIT is not None:
+            value = tl.minimum(value, LIMIT)
+        value *= up
     to = out + pair.to(tl.int64)[:, None] * INNER + column[None, :]
     tl.store(to, value.to(out.dtype.element_ty), mask=real[:, None] & wanted[None, :])
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _down(
-    inner, weight, route_weight, order, tile_expert, out, pairs,
-    WIDTH: tl.constexpr, INNER: tl.constexpr, SORTED: tl.constexpr,
+    inner, weight, bias, route_weight, order, tile_expert, out, pairs,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     COLUMN_BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
@@ -111,6 +121,9 @@ def _down(
             a = tl.load(inner + k, mask=real[:, None] & inside[None, :], other=0.0)
             b = tl.load(weight + k, mask=inside[:, None], other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
+    if BIAS:
+        at = bias + expert.to(tl.int64) * WIDTH + column
+        acc += tl.load(at, mask=wanted, other=0.0).to(tl.float32)[None, :]
     acc *= tl.load(route_weight + pair, mask=real, other=0.0)[:, None]
     to = out + pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & wanted[None, :])
@@ -164,12 +177,15 @@ def experts(
     up_tile: Tile | None = None,
     down_tile: Tile | None = None,
     limit: float | None = None,
+    alpha: float | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """Σ over a token's pairs that are here of weight · down(silu(gate(x)) · up(x)); fills and returns out.
 
     x `[T, width]` with contiguous rows; routing by `route` with `tile_rows_of(T)`; gate_up `[E, 2 · inner, width]`,
-    gate's rows first; down `[E, width, inner]`; out `[T, width]`, zero where no expert is here. limit: silu(gate) is at
-    most that, up within ± that.
+    gate's rows first; down `[E, width, inner]`; out `[T, width]`, zero where no expert is here. limit, alpha: as
+    in `plain.experts`. Biases `[E, 2 · inner]` and `[E, width]` are added to the products.
     Raises ValueError where shapes or dtypes do not fit together.
     """
     (rows, width), k = x.shape, routing.expert.shape[1]
@@ -182,6 +198,11 @@ def experts(
         raise ValueError("the weights and the rows of x and out must be contiguous")
     if not rows:
         return out
+    if alpha is not None and limit is None:
+        raise ValueError("alpha without a limit")
+    for bias, shape in ((gate_up_bias, gate_up.shape[:2]), (down_bias, down.shape[:2])):
+        if bias is not None and (bias.shape != shape or not bias.is_contiguous()):
+            raise ValueError(f"a bias is {list(bias.shape)}; it must be contiguous {list(shape)}")
     pairs, tile_rows = rows * k, routing.tile_rows
     ordered = routing.order is not None
     order = routing.order if routing.order is not None else routing.expert
@@ -190,14 +211,16 @@ def experts(
     hidden = x.new_empty(pairs, inner)
     cut = up_tile or up_tile_of(rows)
     _up[(tiles * triton.cdiv(inner, cut.columns),)](
-        x, gate_up, order, tile_expert, hidden, pairs, x.stride(0), WIDTH=width, INNER=inner, K=k, SORTED=ordered,
-        LIMIT=limit, BLOCK_M=tile_rows, BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps,
+        x, gate_up, gate_up if gate_up_bias is None else gate_up_bias, order, tile_expert, hidden, pairs, x.stride(0),
+        WIDTH=width, INNER=inner, K=k, SORTED=ordered, BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha,
+        BLOCK_M=tile_rows, BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps,
         num_stages=cut.stages,
     )  # fmt: skip
     cut = down_tile or down_tile_of(rows)
     each = x.new_empty(pairs, width)
     _down[(tiles * triton.cdiv(width, cut.columns),)](
-        hidden, down, routing.weight, order, tile_expert, each, pairs, WIDTH=width, INNER=inner, SORTED=ordered,
+        hidden, down, down if down_bias is None else down_bias, routing.weight, order, tile_expert, each, pairs,
+        WIDTH=width, INNER=inner, SORTED=ordered, BIAS=down_bias is not None,
         BLOCK_M=tile_rows, BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     block = min(1024, triton.next_power_of_2(width))

@@ -55,17 +55,36 @@ def route(
 
 
 def experts(
-    x: Tensor, weight: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor, limit: float | None = None
+    x: Tensor,
+    weight: Tensor,
+    expert: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    limit: float | None = None,
+    alpha: float | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
-    """`[T, width]`; pairs whose expert is −1 are left out."""
+    """`[T, width]`; pairs whose expert is −1 are left out.
+
+    Between the products is silu(gate) · up; with a limit, silu(gate) is at most that and up within ± that; with an
+    alpha too, gate is at most the limit, up within ± that, and it is gate · sigmoid(alpha · gate) · (up + 1).
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
     for e in expert.unique().tolist():
         if e >= 0:
             token, choice = (expert == e).nonzero(as_tuple=True)
-            gate, up = F.linear(x[token].to(wide), gate_up[e].to(wide)).chunk(2, -1)
-            inner = F.silu(gate) * up if limit is None else F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
-            rows = F.linear(inner, down[e].to(wide))
+            first, last = (None if b is None else b[e].to(wide) for b in (gate_up_bias, down_bias))
+            gate, up = F.linear(x[token].to(wide), gate_up[e].to(wide), first).chunk(2, -1)
+            bound = float("inf") if limit is None else limit
+            up = up.clamp(-bound, bound)
+            if alpha is None:
+                inner = F.silu(gate).clamp(max=bound) * up
+            else:
+                gate = gate.clamp(max=bound)
+                inner = gate * (alpha * gate).sigmoid() * (up + 1)
+            rows = F.linear(inner, down[e].to(wide), last)
             out.index_add_(0, token, rows * weight[token, choice, None].to(wide))
     return out.to(x.dtype)
 

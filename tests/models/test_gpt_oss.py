@@ -1,0 +1,134 @@
+"""GPT-OSS against transformers' implementation, its checkpoints, its plans, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import EVERY
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from models.layouts import MESHES, check, nearness, stored_shapes
+from models.oss import GptOss, small_config, small_gpt_oss
+from weft.assets import preset_dir
+from weft.attention.caches import cached_layers
+from weft.engine.runner import plan_model
+from weft.kv.spec import PagedKV, Window
+from weft.models.config import ModelError
+from weft.models.layers import Builder
+from weft.models.load import load_model
+from weft.models.registry import load_config, read_config
+from weft.place.cost import PRESETS, Offer
+from weft.place.show import fold
+from weft.place.spec import Mesh
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GptOss]:
+    directory = tmp_path_factory.mktemp("gpt-oss")
+    return directory, small_gpt_oss(directory)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_logits_are_transformers(saved: tuple[Path, GptOss], mesh: Mesh) -> None:
+    check(saved[0], mesh, saved[1], 61)
+
+
+def test_other_configs(tmp_path: Path) -> None:
+    model = small_gpt_oss(tmp_path, attention_bias=False, swiglu_alpha=1.2, sliding_window=5, layer_types=None)
+    check(tmp_path, Mesh(1, 2, 2, 1), model, 61)
+
+
+def test_bfloat16_is_as_near_to_the_truth_as_transformers(tmp_path: Path) -> None:
+    ours, theirs = nearness(GptOss(small_config(), 1), small_config(), tmp_path)
+    assert ours <= 1.5 * theirs
+
+
+def test_experts_in_mxfp4(saved: tuple[Path, GptOss], tmp_path: Path) -> None:
+    """As they are published; ranks of moe_tp cut through runs of values that share a scale."""
+    tensors = load_file(saved[0] / "model.safetensors")
+    plain, packed = dict(tensors), dict(tensors)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors[name].shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 130, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        del packed[name]
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    directories = [tmp_path / "plain", tmp_path / "packed"]
+    quantised = dict(quantization_config=dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"]))
+    for directory, weights, more in zip(directories, (plain, packed), ({}, quantised), strict=True):
+        directory.mkdir()
+        save_file(weights, directory / "model.safetensors")
+        (directory / "config.json").write_text(json.dumps(small_config(**more)))
+    mesh = Mesh(1, 8, 2, 4)
+    for rank in (0, 1, 6, 7):
+        wanted, found = (
+            dict(load_model(directory, load_config(directory), mesh, rank).named_parameters())
+            for directory in directories
+        )
+        assert wanted.keys() == found.keys() and all(torch.equal(wanted[n], found[n]) for n in wanted)
+
+
+def test_every_published_tensor_is_read_and_no_other(saved: tuple[Path, GptOss]) -> None:
+    stored = {name: tuple(t.shape) for name, t in load_file(saved[0] / "model.safetensors").items()}
+    assert stored_shapes(saved[0]) == stored
+
+
+PUBLISHED = {
+    "model.embed_tokens.weight": (201088, 2880),
+    "model.layers.0.self_attn.q_proj.weight": (4096, 2880),
+    "model.layers.0.self_attn.k_proj.bias": (512,),
+    "model.layers.0.self_attn.o_proj.bias": (2880,),
+    "model.layers.0.self_attn.sinks": (64,),
+    "model.layers.0.mlp.router.weight": (128, 2880),
+    "model.layers.0.mlp.router.bias": (128,),
+    "model.layers.0.mlp.experts.gate_up_proj": (128, 5760, 2880),  # … _blocks (128, 5760, 90, 16)
+    "model.layers.0.mlp.experts.gate_up_proj_bias": (128, 5760),
+    "model.layers.35.mlp.experts.down_proj": (128, 2880, 2880),
+    "model.layers.35.mlp.experts.down_proj_bias": (128, 2880),
+}
+"""Names and shapes in the published index, but for the packing of MXFP4."""
+
+
+def test_the_preset_is_what_is_published() -> None:
+    assert stored_shapes(preset_dir("gpt-oss-120b")).items() >= PUBLISHED.items()
+    config = load_config(preset_dir("gpt-oss-120b"))
+    model = config.build(Builder(Mesh(1, 4, 4, 1), 0, torch.bfloat16, torch.device("meta")))
+    assert Counter(cached_layers(model).values()) == {PagedKV(2, 64): 18, Window(128, 2, 64): 18}
+
+
+# Collectives of 24 layers on four ranks, eight tokens in each DP group: two sums a layer, its biases in them.
+PLANS = {
+    Mesh(1, 4, 4, 1): {
+        "model.layers.*.input_layernorm all_reduce world finish": 23,
+        "model.layers.*.post_attention_layernorm all_reduce world finish": 24,
+        "model.norm all_reduce world finish": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("mesh", PLANS, ids=str)
+def test_plans(mesh: Mesh) -> None:
+    config = load_config(preset_dir("gpt-oss-20b"))
+    planner = plan_model(config, mesh, torch.bfloat16, [Offer("any", EVERY, EVERY, PRESETS["h200-nvlink"])])
+    moves = planner.plan((8,) * mesh.attn_dp).moves()
+    assert Counter(f"{fold(read.site)} {edge.kind} {edge.group} {step.op}" for read, step, edge in moves) == PLANS[mesh]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(experts_per_token=4), "experts_per_token=4 is not supported"),
+        (dict(layer_types=["linear_attention"] * 3), "layer type 'linear_attention' is not supported"),
+        (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
+        (dict(sink_bias=1), r"'sink_bias' \(value 1\) is not understood"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(changes: dict, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_config(small_config(**changes))

@@ -1,9 +1,13 @@
-"""Time between tokens of the engine on GPUs: a preset's shape with made-up weights, by layout, batch and transport.
+"""Time between tokens, and prompts read a second, of the engine on GPUs: a preset's shape with made-up weights.
 
-Every case is a fresh engine; its sequences have `--context` tokens each, answer greedily without an end, and the time
-between one step's tokens and the next is taken at the listener, from the tenth on. Prints a table and writes JSON.
+Every case, a layout with what carries its exchanges and the plan that they follow, is a fresh engine. Its sequences
+have `--context` tokens each and answer greedily without an end; the time between one step's tokens and the next is
+taken at the listener, once all of them answer. Prompts are read with answers of one token. Carriers are transports
+(auto, peer, nccl) or `naive`: the plan of all-reduces that every other is compared with, carried as auto. NCCL takes no
+row counts from device memory, so with several DP groups its steps cannot be captured: they run eagerly, and the row
+says so. Prints a line of JSON a measurement, and writes them all.
 
-    python benchmarks/gpu_decode.py --layouts 1x2,2x1 --batches 1 16 64 --transports peer nccl --json OUT.json
+    python benchmarks/gpu_decode.py --layouts 1x2,2x1 2x1,2x1 --batches 1 16 64 256 --carriers auto nccl naive
 """
 
 from __future__ import annotations
@@ -12,53 +16,84 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from weft.assets import preset_dir
+from weft.bench.host import describe_host
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.request import Output, SamplingParams
 
+WAIT_S = 120.0
+
 
 def layout(text: str) -> dict[str, int]:
+    """`1x2,2x1`: attn_dp × attn_tp, ep × moe_tp."""
     dp_tp, ep_tp = text.split(",")
     (dp, tp), (ep, moe_tp) = (map(int, half.split("x")) for half in (dp_tp, ep_tp))
     return {"attn_dp": dp, "attn_tp": tp, "ep": ep, "moe_tp": moe_tp}
 
 
-def measure(engine: Engine, batch: int, context: int, tokens: int) -> dict[str, float]:
-    """Milliseconds between steps, of batch sequences."""
+def answer(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float, list[list[float]]]:
+    """Has prompts of random tokens answered: when that began, and when each sequence's tokens came, in seconds."""
     generator = torch.Generator().manual_seed(batch)
-    prompts = torch.randint(10, 5000, (batch, context), generator=generator).tolist()
-    times: dict[int, list[float]] = {i: [] for i in range(batch)}
-    first: list[float] = []
-    began = time.perf_counter()
-
-    def listen(i: int) -> object:
-        def on_output(output: Output) -> None:
-            times[i].append(time.perf_counter())
-            if len(times[i]) == 1:
-                first.append(times[i][0] - began)
-
-        return on_output
-
+    most = min(5000, engine.model_config.vocab_size)
+    prompts = torch.randint(10, most, (batch, context), generator=generator).tolist()
+    times: list[list[float]] = [[] for _ in prompts]
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-    for i, prompt in enumerate(prompts):
-        engine.submit(prompt, params, listen(i))
-    deadline = time.time() + 120
-    while any(len(t) < tokens for t in times.values()) and engine.healthy and time.time() < deadline:
-        time.sleep(0.01)
-    last_start = max(t[0] for t in times.values())
-    gaps = [b - a for t in times.values() for a, b in itertools.pairwise(t) if a > last_start]
+
+    def listener(at: int) -> Any:
+        def listen(output: Output) -> None:
+            times[at].append(time.perf_counter())
+
+        return listen
+
+    began = time.perf_counter()
+    for at, prompt in enumerate(prompts):
+        engine.submit(prompt, params, listener(at))
+    while any(len(t) < tokens for t in times) and time.perf_counter() < began + WAIT_S:
+        if engine.wait(0.01):
+            raise SystemExit(f"the engine has ended: {engine.error}")
+    if any(len(t) < tokens for t in times):
+        raise SystemExit(f"{batch} sequences were not answered in {WAIT_S:.0f} s")
+    return began, times
+
+
+def collectives_us(engine: Engine, before: tuple[float, int], layers: int) -> dict[str, float]:
+    """Time in collectives of rank 0 since `before`, by step and layer, as far as the calls that were timed tell."""
+    seconds, steps = spent(engine)
+    took, ran = seconds - before[0], steps - before[1]
+    return {"collectives_us_a_layer": round(1e6 * took / max(1, ran) / layers, 2), "steps": ran}
+
+
+def spent(engine: Engine) -> tuple[float, int]:
+    """Seconds in collectives so far, and steps."""
+    return sum(stat.seconds for stat in engine.comm_report()[0]), engine.stats().steps
+
+
+def decode(engine: Engine, batch: int, context: int, tokens: int, layers: int) -> dict[str, float]:
+    """Milliseconds between the tokens of batch sequences, and tokens a second, once all of them answer."""
+    before = spent(engine)
+    _, times = answer(engine, batch, context, tokens)
+    last_start = max(t[0] for t in times)
+    gaps = [b - a for t in times for a, b in itertools.pairwise(t) if a > last_start]
     gaps = gaps[len(gaps) // 10 :]
-    return {
-        "itl_ms": statistics.median(gaps) * 1e3,
-        "itl_p99_ms": sorted(gaps)[int(len(gaps) * 0.99)] * 1e3,
-        "ttft_last_ms": max(first) * 1e3,
-    }
+    itl = statistics.median(gaps)
+    found = {"itl_ms": itl * 1e3, "itl_p99_ms": sorted(gaps)[int(len(gaps) * 0.99)] * 1e3, "tokens_s": batch / itl}
+    return found | collectives_us(engine, before, layers)
+
+
+def prefill(engine: Engine, prompts: int, context: int, layers: int) -> dict[str, float]:
+    """Prompt tokens read a second, from the first prompt's coming until the last one's first token."""
+    before = spent(engine)
+    began, times = answer(engine, prompts, context, 1)
+    took = max(t[0] for t in times) - began
+    return {"prefill_tokens_s": prompts * context / took} | collectives_us(engine, before, layers)
 
 
 def main() -> None:
@@ -66,47 +101,56 @@ def main() -> None:
     parser.add_argument("--preset", default="qwen3-30b-a3b")
     parser.add_argument("--num-layers", type=int, default=None)
     parser.add_argument("--layouts", nargs="+", default=["1x2,2x1"])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
-    parser.add_argument("--transports", nargs="+", default=["peer"])
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64])
+    parser.add_argument("--carriers", nargs="+", default=["auto"], choices=["auto", "peer", "nccl", "naive"])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=80)
+    parser.add_argument("--prefill", type=int, default=0, help="prompts of the context's length to read; 0: none")
+    parser.add_argument("--turns", type=int, default=1, help="how often each measurement is made")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = []
-    for shape in args.layouts:
-        for transport in args.transports:
-            began = time.perf_counter()
-            config = EngineConfig(
-                model=preset_dir(args.preset),
-                load_format="dummy",
-                num_layers=args.num_layers,
-                device="cuda",
-                transport=transport,
-                cuda_graphs=not args.eager,
-                max_running=max(args.batches),
-                max_batch_tokens=8192,
-                max_model_len=args.context + args.tokens + 16,
-                kv_tokens=(args.context + args.tokens + 32) * max(args.batches),
-                prefix_cache=False,
-                **layout(shape),
-            )
-            with Engine(config, lambda what, part: None) as engine:
-                start_s = time.perf_counter() - began
-                for batch in args.batches:
-                    measure(engine, batch, 64, 12)  # warm
-                    row = {"layout": shape, "transport": transport, "batch": batch, "context": args.context}
-                    row |= {"start_s": round(start_s, 1)} | measure(engine, batch, args.context, args.tokens)
-                    rows.append(row)
-                    print(json.dumps(row), flush=True)
-                if transport == args.transports[0]:
-                    for stat in engine.comm_report()[0]:
-                        print(f"  {stat.site:40} {stat.step:70} {stat.count}", flush=True)
-    if args.json:
-        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        host = {"gpus": gpus, "torch": torch.__version__, "cuda": torch.version.cuda}
-        found = {"host": host, "arguments": vars(args) | {"json": None}, "rows": rows}
-        args.json.write_text(json.dumps(found, indent=1))
+    rows: list[dict[str, Any]] = []
+    for shape, carrier in itertools.product(args.layouts, args.carriers):
+        began, sizes = time.perf_counter(), layout(shape)
+        graphs = not (args.eager or args.device == "cpu" or (carrier == "nccl" and sizes["attn_dp"] > 1))
+        most = max([*args.batches, args.prefill, 1])
+        config = EngineConfig(
+            model=preset_dir(args.preset),
+            load_format="dummy",
+            num_layers=args.num_layers,
+            device=args.device,
+            transport="auto" if carrier == "naive" else carrier,
+            plan="naive" if carrier == "naive" else "cheapest",
+            cuda_graphs=graphs,
+            max_running=most,
+            max_batch_tokens=8192,
+            max_model_len=max(args.context, 64) + args.tokens + 16,
+            kv_tokens=(args.context + args.tokens + 32) * most,
+            prefix_cache=False,
+            **sizes,
+        )
+        try:
+            with Engine(config) as engine:
+                case = {"layout": shape, "carrier": carrier, "graphs": graphs, "context": args.context}
+                case |= {"start_s": round(time.perf_counter() - began, 1)}
+                layers = engine.model_config.num_layers
+                answer(engine, 2 * sizes["attn_dp"], 64, 12)  # warm
+                for turn in range(args.turns):
+                    for batch in args.batches:
+                        found = decode(engine, batch, args.context, args.tokens, layers)
+                        rows.append(case | {"what": "decode", "batch": batch, "turn": turn} | found)
+                        print(json.dumps(rows[-1]), flush=True)
+                    if args.prefill:
+                        found = prefill(engine, args.prefill, args.context, layers)
+                        rows.append(case | {"what": "prefill", "batch": args.prefill, "turn": turn} | found)
+                        print(json.dumps(rows[-1]), flush=True)
+        except Exception as error:  # one case that fails must not take the others' figures along
+            print(f"{shape} {carrier}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if args.json:
+            head = {"host": describe_host(), "arguments": {k: str(v) for k, v in vars(args).items()}}
+            args.json.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -71,6 +71,13 @@ def test_greedy_tokens_are_transformers_on_every_layout(
         engine.check_idle()
 
 
+def test_the_naive_plan_gives_the_same_tokens(model_dir: Path, expected: Any) -> None:
+    with Engine(config(model_dir, executor="thread", plan="naive", **LAYOUTS["2x2"])) as engine:
+        assert [r.token_ids for r in engine.generate(prompts(), GREEDY)] == expected
+        ran, naive = engine.comm_report()
+        assert [(s.site, s.step, s.count, s.bytes) for s in ran] == [(s.site, s.step, s.count, s.bytes) for s in naive]
+
+
 def test_pages_run_out_and_requests_are_cancelled_at_random(model_dir: Path, expected: Any) -> None:
     """12 pages for 7 requests that want up to 16 each: preemption, and each answer is still right."""
     draw = random.Random(1)

@@ -10,7 +10,7 @@ from weft.place.cost import Offer, costs
 from weft.place.edges import legal_edges
 from weft.place.plan import Chain, Planner, Read
 from weft.place.show import plan_dict, plan_text, size_text
-from weft.place.spec import Mesh, Rows
+from weft.place.spec import LayoutError, Mesh, Rows
 
 MESH = Mesh(2, 2, 2, 2)
 EVERY = frozenset(e.kind for edges in legal_edges(MESH).values() for e in edges if e.moves)
@@ -57,6 +57,17 @@ def test_a_naive_plan_that_nobody_offers() -> None:
     assert "naive: not offered, " in text and text.endswith("what none of these transports offers")
     found = json.loads(json.dumps(plan_dict(made, (4, 4)), allow_nan=False))
     assert found["naive"]["us"] is None and found["plan"]["us"] > 0
+
+
+def test_the_naive_plan_may_be_the_one_to_follow() -> None:
+    made = planner(EVERY, "shm")
+    naive = Planner(made.mesh, made.chain, made.offers, "naive")
+    assert naive.plan((5, 3)) == made.naive((5, 3)) != made.plan((5, 3))
+    text = plan_text(naive, (5, 3))
+    assert "plan (the naive one, as chosen): " in text and "saving: 0% of the predicted time" in text
+    made = planner(EVERY - {"all_reduce"}, "shm")
+    with pytest.raises(LayoutError, match="the naive plan takes all_reduce, which shm has not"):
+        Planner(made.mesh, made.chain, made.offers, "naive").plan((1, 1))
 
 
 def test_programs_get_whole_numbers_and_names() -> None:

@@ -11,6 +11,7 @@ from weft.assets import embedded_model_dir
 from weft.dcp.interleave import Interleave
 from weft.models.config import ModelConfig
 from weft.models.registry import load_config, registry
+from weft.place.plan import Choice
 from weft.place.spec import Mesh
 
 ABOVE_ZERO = (
@@ -60,6 +61,7 @@ class EngineConfig:
     transport: of processes: shm (shared memory) and gloo on CPUs, peer (peer memory) and nccl on GPUs, or auto: both,
     chosen edge by edge by cost. cost: the cost model (`weft.place.cost.costs`); auto: this host's table where
     `weft tune` has written one, else what is known of hosts like it.
+    plan: naive follows the plan of all-reduces that every other is compared with (`weft.place.plan.Planner.naive`).
     threads: of each rank's process; more ranks use more cores better. cpu_bind: cores of each rank, as `0-3|4-7`; auto:
     this process's cores dealt out evenly; None: wherever the system puts them. seed: of requests that bring none.
     step_timeout_s: a step that takes longer counts as a failure of the ranks. max_restarts: failures of ranks that are
@@ -88,6 +90,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     transport: Literal["auto", "shm", "gloo", "peer", "nccl"] = "auto"
     cost: str = "auto"
+    plan: Choice = "cheapest"
     threads: int = 1
     cpu_bind: str | None = None
     seed: int = 0

@@ -25,7 +25,7 @@ from weft.models.layers import Workspace, torch_empty
 from weft.models.load import build_model
 from weft.place.cost import Costs, Offer
 from weft.place.cost import costs as load_costs
-from weft.place.plan import Chain, Counts, Plan, Planner
+from weft.place.plan import Chain, Choice, Counts, Plan, Planner
 from weft.place.show import plan_text
 from weft.place.spec import LayoutError, Mesh
 from weft.stream import Stats, StepStat, StepTimes, Stream, TraceStream
@@ -81,9 +81,11 @@ def check_heads(config: ModelConfig, mesh: Mesh, caches: Iterable[Spec]) -> None
     )
 
 
-def plan_model(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, offers: Sequence[Offer]) -> Planner:
+def plan_model(
+    config: ModelConfig, mesh: Mesh, dtype: torch.dtype, offers: Sequence[Offer], choice: Choice = "cheapest"
+) -> Planner:
     """The planner of a model on a mesh. Raises LayoutError, PlacementError."""
-    return Planner(mesh, trace(config, mesh, dtype), offers)
+    return Planner(mesh, trace(config, mesh, dtype), offers, choice)
 
 
 class ModelRunner:
@@ -109,6 +111,7 @@ class ModelRunner:
         *,
         interleave: int | None = None,
         dcp_exchange: str = "auto",
+        plan: Choice = "cheapest",
     ):
         config, weight = model.config, model.embed.weight
         self.model, self.mesh, self.rank = model, mesh, rank
@@ -118,7 +121,7 @@ class ModelRunner:
             offer_of(t.name, t.offers, mesh, costs.of(t.name, mesh.world), t.max_bytes, t.max_normed_bytes)
             for t in transports
         ]
-        self.planner = plan_model(config, mesh, weight.dtype, offers)
+        self.planner = plan_model(config, mesh, weight.dtype, offers, plan)
         deal = Interleave(mesh.dcp, interleave or page_size, page_size)
         dealt = context_group(mesh, rank, deal, self.transports, offers, dcp_exchange)
         self._rules, self._page_size = [group.rule for group in groups], deal.span
@@ -175,7 +178,7 @@ class ModelRunner:
         # Plans of graphs hold only what reads counts on the device, where there is such a transport.
         able = {name: t for name, t in self.transports.items() if t.takes_live_sizes} or self.transports
         offers = [offer for offer in self.planner.offers if offer.transport in able]
-        planner = Planner(self.mesh, self.planner.chain, offers)
+        planner = Planner(self.mesh, self.planner.chain, offers, self.planner.choice)
         self._graphs = DecodeGraphs(
             self.model,
             self.mesh,

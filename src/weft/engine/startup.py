@@ -63,7 +63,7 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> None:
     mesh, table = config.mesh, cost_model(config)
     offers = [offer_of(name, has, mesh, table.of(name, mesh.world), None) for name, has in carriers(config).items()]
     try:
-        planner = plan_model(model, mesh, dtype_of(config), offers)
+        planner = plan_model(model, mesh, dtype_of(config), offers, config.plan)
     except (LayoutError, PlacementError):
         raise
     except Exception as error:  # sizes that torch has no tensor for

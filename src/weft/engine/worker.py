@@ -79,6 +79,7 @@ class Worker:
             costs,
             interleave=config.dcp_interleave,
             dcp_exchange=config.dcp_exchange,
+            plan=config.plan,
         )
         self.profile = RankProfile(self.runner)
         if device.type == "cuda" and config.cuda_graphs:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from typing import Literal
 
 from weft.place.cost import Offer
 from weft.place.edges import Edge, legal_edges, rows_received
@@ -20,6 +21,7 @@ from weft.place.search import Graph, Sums
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
 from weft.place.step import NORMED, Step
 
+Choice = Literal["cheapest", "naive"]
 Counts = tuple[int, ...]
 """Tokens of each DP group."""
 
@@ -82,13 +84,13 @@ def bucket(counts: Counts) -> Counts:
 class Planner:
     """Plans a chain on a mesh with the edges that transports offer; each edge goes to the cheapest that has it.
 
-    Slices need no offer; local steps cost what the first offer says. Plans are cached by `bucket`. Raises
-    PlacementError, naming the block, where no legal steps lead to what a block asks for; LayoutError where a step's
-    tensors are larger than any transport carries.
+    Slices need no offer; local steps cost what the first offer says. Plans are cached by `bucket`. choice: naive makes
+    the naive plan the one to follow, for whoever compares the two. Raises PlacementError, naming the block, where no
+    legal steps lead to what a block asks for; LayoutError where a step's tensors are larger than any transport carries.
     """
 
-    def __init__(self, mesh: Mesh, chain: Chain, offers: Sequence[Offer]):
-        self.mesh, self.chain, self.offers = mesh, chain, tuple(offers)
+    def __init__(self, mesh: Mesh, chain: Chain, offers: Sequence[Offer], choice: Choice = "cheapest"):
+        self.mesh, self.chain, self.offers, self.choice = mesh, chain, tuple(offers), choice
         kinds = frozenset().union(*(o.kinds for o in offers))
         self._home = {rows: mesh.placement(rows) for rows in Rows}
         every = [*self._home.values(), *(delta for read in chain.reads for delta in read.deltas)]
@@ -102,8 +104,13 @@ class Planner:
         self.bytes_received = lru_cache(1 << 16)(self._bytes_received)
 
     def plan(self, counts: Counts) -> Plan:
-        """The cheapest plan for the bucket of these counts."""
-        return self._plan(bucket(counts))
+        """The plan to follow for the bucket of these counts: the cheapest, unless the naive one was chosen."""
+        if self.choice == "cheapest":
+            return self._plan(bucket(counts))
+        plan = self.naive(counts)
+        if plan.us == math.inf:
+            self._refuse(plan)
+        return plan
 
     def naive(self, counts: Counts) -> Plan:
         """What engines do by default: all-reduce every debt, slice to the group, add, norm, gather what is asked.
@@ -241,6 +248,9 @@ class Planner:
         lacking = [edge for _, step, edge in plan.moves() if step.us == math.inf]
         most = max(lacking, key=lambda edge: self._needed_bytes(edge, plan.counts))
         needed = self._needed_bytes(most, plan.counts)
+        if not any(most.kind in o.kinds for o in self.offers):  # only the naive plan asks for what is not there
+            names = ", ".join(o.transport for o in self.offers)
+            raise LayoutError(f"the naive plan takes {most.kind}, which {names} has not; leave plan at cheapest")
         room = ", ".join(f"{o.transport} has max_bytes={o.max_bytes}" for o in self.offers if most.kind in o.kinds)
         raise LayoutError(
             f"steps of {max(plan.counts)} tokens a group exchange tensors of {needed} bytes, but {room}: "

@@ -43,7 +43,8 @@ def plan_text(planner: Planner, counts: Counts) -> str:
         f"layout {planner.mesh} · {tokens} in each DP group",
         f"edges of {', '.join(o.transport for o in planner.offers)}; times by {models}",
         "",
-        f"plan: {_sum(planner, plan)}" + (f", all by {by[0]}" if len(by) == 1 else ""),
+        f"plan{' (the naive one, as chosen)' * (planner.choice == 'naive')}: {_sum(planner, plan)}"
+        + (f", all by {by[0]}" if len(by) == 1 else ""),
         *_table(planner, plan, one_transport=len(by) < 2),
         "",
         *textwrap.wrap(f"naive: {_sum(planner, naive)}: {_kinds(naive)}", 79, subsequent_indent="  "),

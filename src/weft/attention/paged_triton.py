@@ -1,4 +1,4 @@
-"""Attention over pages on GPUs: decoding rows by a Triton kernel that reads pages where they lie, prompts by torch."""
+"""Attention over pages on GPUs, by Triton kernels that read pages where they lie."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from weft.attention.batch import Batch, PageTables
 from weft.attention.sdpa import SDPA
 from weft.kernels.triton.decode_attention import decode_attention, latent_decode_attention
 from weft.kernels.triton.norm_rope_cache import norm_rope_cache
+from weft.kernels.triton.prefill_attention import prefill_attention
 from weft.kv.spec import Latent
 
 
@@ -19,8 +20,18 @@ class PagedTriton(SDPA):
     def plan(self, batch: Batch, tables: PageTables) -> None:
         """See `Backend.plan`."""
         if batch.spans is not None and any(rows > 1 for rows, _ in batch.spans):
+            self._starts, self._limits = batch.starts, (batch.positions + 1).int()
             return super().plan(batch, tables)
         self._plan_single(tables.pages, self._begin_plan(batch, tables))
+
+    def _plan_prompts(self, pages: Tensor, prompts: list[tuple[int, int, int, int]]) -> None:
+        self._prompt_pages, self._prompt_page_size = pages.contiguous(), self.cache.page_size
+        if self._group is not None:  # what was gathered has pages of one token
+            where = self._plan_gather(self._group, pages, prompts)
+            self._prompt_pages = pages.new_zeros(len(pages), max(map(len, where)))
+            for (*_, sequence), slots in zip(prompts, where, strict=True):
+                self._prompt_pages[sequence, : len(slots)] = slots
+            self._prompt_page_size = 1
 
     def _plan_single(self, pages: Tensor, lengths: Tensor) -> None:
         self._pages, self._lengths = pages.contiguous(), lengths
@@ -47,6 +58,12 @@ class PagedTriton(SDPA):
             interleaved=heads.turn.interleaved,
         )
         return self._attend(layer, q, scale, False)[0]
+
+    def _attend_prompts(
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, sums: Tensor | None
+    ) -> None:
+        where = (self._prompt_pages, self._starts, self._limits, self._prompt_page_size)
+        prefill_attention(q, keys, values, *where, scale, out, window=self.cache.window, lse=sums)
 
     def _attend_single(self, layer: int, q: Tensor, scale: float, lse: bool) -> tuple[Tensor, Tensor | None]:
         cache, sums = self.cache, None

@@ -72,15 +72,24 @@ class SDPA:
         if group is None:
             where = [slots(sequence, n) for (*_, sequence), n in zip(prompts, lengths, strict=True)]
         else:
-            sizes, where = group.deal.gathered(lengths, pages.device)
-            own = [group.deal.length(n, group.place) for n in lengths]
-            here = torch.cat([slots(sequence, n) for (*_, sequence), n in zip(prompts, own, strict=True)])
-            self._gathered = here, sizes
+            where = self._plan_gather(group, pages, prompts)
         for (first, count, context, _), length, seen in zip(prompts, lengths, where, strict=True):
             begin = 0 if window is None else max(0, context - window + 1)
             position = torch.arange(begin, length, device=pages.device)
             mask = _sees(position, position[-count:, None], window)
             self._prefills.append((first, count, seen[begin:], mask))
+
+    def _plan_gather(
+        self, group: ContextGroup, pages: Tensor, prompts: list[tuple[int, int, int, int]]
+    ) -> list[Tensor]:
+        """Plans that prompts' tokens are gathered; gives where each prompt's then lie, in their order."""
+        lengths = [context + count for _, count, context, _ in prompts]
+        sizes, where = group.deal.gathered(lengths, pages.device)
+        offsets = torch.arange(self.cache.page_size, dtype=torch.int32, device=pages.device)
+        own = [group.deal.length(n, group.place) for n in lengths]
+        here = [_slots(pages[at], offsets)[:n] for (*_, at), n in zip(prompts, own, strict=True)]
+        self._gathered = torch.cat(here), sizes
+        return where
 
     def _plan_single(self, pages: Tensor, lengths: Tensor) -> None:
         """Of the sequences of one row: their page tables `[B, W]` and lengths `[B]`."""
@@ -109,22 +118,27 @@ class SDPA:
         return self(layer, q, k, v, scale=scale)[0]
 
     def _attend(self, layer: int, q: Tensor, scale: float, lse: bool) -> tuple[Tensor, Tensor | None]:
-        if not self._prefills and self._single is None:
+        if self._single is None:
             return self._merge_single(layer, q, scale, lse)
         out = q.new_empty(*q.shape[:2], self.cache.values.shape[-1])
         sums = q.new_empty(q.shape[:2], dtype=torch.float32) if lse else None
-        keys, values = self._at_hand(layer)
+        self._attend_prompts(q, *self._at_hand(layer), scale, out, sums)
+        if len(self._single):
+            out[self._single], total = self._merge_single(layer, q[self._single], scale, lse)
+            if sums is not None and total is not None:
+                sums[self._single] = total
+        return out, sums
+
+    def _attend_prompts(
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, sums: Tensor | None
+    ) -> None:
+        """Of the sequences of several rows: fills their rows of out, and of the log-sum-exps where these are wanted."""
         for first, rows, slots, mask in self._prefills:
             at = slice(first, first + rows)
             seen = _rows(keys, slots[None])
             out[at] = _attend(q[None, at], seen, _rows(values, slots[None]), mask, scale)[0]
             if sums is not None:
                 sums[at] = _lse(q[None, at], seen, mask, scale)[0]
-        if self._single is not None and len(self._single):
-            out[self._single], total = self._merge_single(layer, q[self._single], scale, lse)
-            if sums is not None and total is not None:
-                sums[self._single] = total
-        return out, sums
 
     def _at_hand(self, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and values that prompts look into."""

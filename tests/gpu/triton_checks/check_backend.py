@@ -50,10 +50,11 @@ def check_padding_rows(spec: PagedKV | Window | Latent, device: torch.device) ->
     check(PagedTriton(case.cache), case, DECODE)
 
 
-def check_steps_with_prompts(device: torch.device) -> None:
-    spans = [(1, 12), (6, 2), (1, 0)]
-    case = on(device, make_case(spans, seed=3))
-    check(PagedTriton(case.cache), case, spans)
+@pytest.mark.parametrize("spec", [PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8), Latent(8, 8)], ids=str)
+def check_steps_with_prompts(spec: PagedKV | Window | Latent, device: torch.device) -> None:
+    for seed, spans in enumerate(([(1, 12), (6, 2), (1, 0), (9, 0)], [(5, 3)])):
+        case = on(device, make_case(spans, seed=seed, spec=spec))
+        check(PagedTriton(case.cache), case, spans)
 
 
 class OneAtATime(PagedTriton):
@@ -64,6 +65,10 @@ class OneAtATime(PagedTriton):
     def _attend_single(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         with self.turn:
             return super()._attend_single(*arguments)
+
+    def _attend_prompts(self, *arguments: Any) -> None:
+        with self.turn:
+            super()._attend_prompts(*arguments)
 
 
 @pytest.mark.parametrize("spec", [PagedKV(1, 8), Latent(12, 8)], ids=str)

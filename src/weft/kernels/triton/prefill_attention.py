@@ -48,16 +48,16 @@ def _turn(
             k_at + slot[:, None] * k_slot + D + r[None, :], mask=there[:, None] & (r < REST)[None, :], other=0.0
         )
         score = tl.dot(rest, tl.trans(k_rest), score, input_precision="ieee")
-    score *= scale_log2
     if MASKED:
         seen = token[None, :] < limit[:, None]
         if WINDOW > 0:
             seen = seen & (token[None, :] >= limit[:, None] - WINDOW)
         score = tl.where(seen, score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, 1))
-    finite = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that saw nothing yet: -inf minus -inf is NaN
-    keep = tl.exp2(top - finite)
-    p = tl.exp2(score - finite[:, None])
+    scaled = tl.where(new_top == float("-inf"), 0.0, new_top) * scale_log2  # -inf minus -inf would be NaN
+    # Fused products by name: the compiler would fuse them in one of the two loops only, and give other bits there.
+    keep = tl.exp2(tl.fma(top, tl.zeros_like(top) + scale_log2, -scaled))
+    p = tl.exp2(tl.fma(score, tl.zeros_like(score) + scale_log2, -scaled[:, None] + tl.zeros_like(score)))
     total = total * keep + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
     return new_top, total, acc
@@ -129,7 +129,7 @@ def _attend(
     to = out + row.to(tl.int64)[:, None] * out_row + head[:, None] * out_head + d[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
     if LSE:
-        found = tl.where(saw, (top + tl.log2(tl.where(saw, total, 1.0))) * LN2, float("-inf"))
+        found = tl.where(saw, (top * scale_log2 + tl.log2(tl.where(saw, total, 1.0))) * LN2, float("-inf"))
         tl.store(lse + row.to(tl.int64) * HEADS + head, found, mask=real)
 
 

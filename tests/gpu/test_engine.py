@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import small_model
 
+from engine.conftest import byte_tokenizer
+from engine.test_engine import prompts
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
@@ -54,6 +58,31 @@ def test_greedy_answers_are_those_of_a_cpu(name: str, graphs: bool, expected: li
     if not graphs and name not in ("1x1", "2x1"):
         pytest.skip("eager steps run in two layouts, to save time")
     assert answers("cuda", cuda_graphs=graphs, **layout) == expected
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_tokens_dealt_out_give_the_same_answers(tmp_path: Path) -> None:
+    """Decode context parallelism over a latent cache: prompts and their chunks are gathered, answers merged."""
+    changes = dict(vocab_size=257, max_position_embeddings=256, num_hidden_layers=2)
+    small_model("deepseek_v2", 4, tmp_path, seed=3, **changes)
+    byte_tokenizer(tmp_path)
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+
+    def answer(device: str, **options: Any) -> list[tuple[int, ...]]:
+        values = dict(model=tmp_path, dtype="float32", kv_tokens=1024, max_running=8, max_batch_tokens=32)
+        with Engine(EngineConfig(device=device, **values | options)) as engine:
+            found = [result.token_ids for result in engine.generate(prompts(), params)]
+            engine.check_idle()
+        return found
+
+    expected = answer("cpu")
+    for options in (
+        dict(),
+        dict(cuda_graphs=False, dcp_interleave=1, dcp_exchange="ag_rs"),
+        dict(transport="nccl", dcp_interleave=4),
+        dict(transport="peer", page_size=4, dcp_exchange="a2a"),
+    ):
+        assert answer("cuda", attn_tp=2, ep=2, dcp=2, **options) == expected, options
 
 
 def test_more_ranks_than_gpus_are_refused_in_one_line() -> None:

@@ -1,0 +1,144 @@
+"""What decode context parallelism gives in serving, and what it costs: tp against dcp under one budget for the cache.
+
+A preset's shape with made-up weights. For each dcp size a fresh engine, whose ranks each have room for --kv-tokens:
+
+- serving: so many clients, each with one request at a time of --prompt random tokens and --answer greedy ones without
+  an end: tokens a second, median and 99th percentile of the time to first token, most sequences that ran at once;
+- decode: milliseconds between tokens of a few sequences with long contexts: from where dcp pays.
+
+Each context for decode is prefilled first, which is not timed. Prints a line a measurement and writes JSON.
+
+    python benchmarks/gpu_dcp_serving.py --dcp 1 2 --concurrency 1 16 64 128 256 --decode 1x4096 1x32768 --json OUT.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_decode import layout, measure
+from weft.assets import preset_dir
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.request import Output, SamplingParams
+
+
+def serve(engine: Engine, clients: int, requests: int, prompt: int, answer: int, most_s: float) -> dict[str, Any]:
+    """A closed loop: whenever an answer ends, its client asks again, until `requests` were asked."""
+    generator = torch.Generator().manual_seed(clients)
+    prompts = torch.randint(10, 5000, (requests, prompt), generator=generator).tolist()
+    params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    first: list[float] = []
+    most = 0
+
+    def ask() -> None:
+        asked = time.perf_counter()
+        waits = True
+
+        def on_output(output: Output) -> None:
+            nonlocal waits
+            if waits and output.token_ids:
+                waits = False
+                first.append(time.perf_counter() - asked)
+            if output.finish_reason:
+                ended.put(output.finish_reason)
+
+        engine.submit(prompts.pop(), params, on_output)
+
+    began = time.perf_counter()
+    for _ in range(min(clients, requests)):
+        ask()
+    done = 0
+    while done < requests:
+        try:
+            reason = ended.get(timeout=0.1)
+        except queue.Empty:
+            most = max(most, engine.stats().running)
+            if time.perf_counter() - began > most_s or not engine.healthy:
+                return {"error": f"not done after {most_s:g} s: {done} of {requests}; {engine.error}"}
+            continue
+        assert reason == "length", reason
+        done += 1
+        if prompts:
+            ask()
+    seconds = time.perf_counter() - began
+    return {
+        "tokens_per_s": round(requests * answer / seconds, 1),
+        "ttft_ms": round(statistics.median(first) * 1e3, 1),
+        "ttft_p99_ms": round(sorted(first)[int(0.99 * len(first))] * 1e3, 1),
+        "most_running": most,
+        "preemptions": engine.stats().preemptions,
+        "seconds": round(seconds, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="deepseek-v2-lite")
+    parser.add_argument("--num-layers", type=int, default=None)
+    parser.add_argument("--layout", default="1x2,2x1")
+    parser.add_argument("--dcp", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--exchange", default="auto", help="auto, ag_rs, a2a or fused")
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--kv-tokens", type=int, default=131072)
+    parser.add_argument("--concurrency", nargs="*", type=int, default=[1, 16, 64, 128, 256])
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--answer", type=int, default=256)
+    parser.add_argument(
+        "--decode", nargs="*", default=["1x4096", "1x32768", "8x4096", "8x12288"], help="batch x tokens"
+    )
+    parser.add_argument("--most-s", type=float, default=60.0, help="for one measurement")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    decode = [tuple(map(int, text.split("x"))) for text in args.decode]
+    longest = max([args.prompt + args.answer, *(context + 64 for _, context in decode)])
+    rows: list[dict[str, Any]] = []
+
+    def found(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+
+    for dcp in args.dcp:
+        began = time.perf_counter()
+        config = EngineConfig(
+            model=preset_dir(args.preset),
+            load_format="dummy",
+            num_layers=args.num_layers,
+            device=args.device,
+            transport=args.transport,
+            max_running=max([*args.concurrency, *(batch for batch, _ in decode)]),
+            max_batch_tokens=8192,
+            max_model_len=longest + 16,
+            kv_tokens=args.kv_tokens,
+            prefix_cache=False,
+            dcp=dcp,
+            dcp_exchange=args.exchange,
+            **layout(args.layout),
+        )
+        with Engine(config, lambda what, part: None) as engine:
+            found({"dcp": dcp, "start_s": round(time.perf_counter() - began, 1)})
+            serve(engine, 4, 8, 64, 12, args.most_s)  # warm
+            for batch, context in decode:
+                found({"dcp": dcp, "batch": batch, "context": context} | measure(engine, batch, context, 48))
+            for clients in args.concurrency:
+                requests = max(4, clients + clients // 2)
+                row = serve(engine, clients, requests, args.prompt, args.answer, args.most_s)
+                found({"dcp": dcp, "clients": clients, "requests": requests} | row)
+    if args.json:
+        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        host = {"gpus": gpus, "torch": torch.__version__, "cuda": torch.version.cuda}
+        arguments = vars(args) | {"json": None}
+        args.json.write_text(json.dumps({"host": host, "arguments": arguments, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

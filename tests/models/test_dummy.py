@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from support import FAMILIES, small_config
 
+from models import oss, qwen35, stepfun
 from weft.assets import embedded_model_dir, preset_dir, preset_names
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
@@ -42,6 +44,20 @@ def test_ranks_hold_parts_of_the_same_whole(family: str, monkeypatch: pytest.Mon
             part = ranks[r].layers[layer].attention.out.weight
             assert torch.equal(part, out[:, half * (r % 2) : half * (r % 2) + half])
     assert all(torch.equal(r.embed.weight, whole.embed.weight) for r in ranks)
+
+
+@pytest.mark.parametrize("small", [oss.small_config, qwen35.small_config, stepfun.small_config])
+def test_ranks_hold_parts_of_stacked_experts(small: Callable[[], dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config(small())
+    whole = dummy_model(config, Mesh(), 0).layers[2].mlp.experts
+    monkeypatch.setattr(load, "DUMMY_BLOCK_CPU", 7)
+    held, size = len(whole.down) // 2, whole.down.shape[2] // 2
+    for r in range(4):
+        found = dummy_model(config, Mesh(2, 2, 2, 2), r).layers[2].mlp.experts
+        mine, cut = slice(held * (r // 2), held * (r // 2 + 1)), slice(size * (r % 2), size * (r % 2 + 1))
+        gate, up = whole.gate_up[mine].chunk(2, dim=1)
+        assert torch.equal(found.gate_up, torch.cat((gate[:, cut], up[:, cut]), dim=1))
+        assert torch.equal(found.down, whole.down[mine][..., cut])
 
 
 def test_values_are_spread_and_unlike() -> None:

@@ -67,6 +67,8 @@ class Layout:
     """dummy makes weights up, to measure a shape; auto reads the directory's safetensors."""
     num_layers: int | None = None
     """Only the model's first so many layers."""
+    cuda_graphs: bool = True
+    """Whether decode steps on GPUs are captured; models with windows or recurrent states need --no-cuda-graphs."""
     cpu_bind: str | None = None
     """Cores of each rank, such as 0-3|4-7, or auto to deal them out; left out, ranks are not bound."""
 
@@ -86,6 +88,7 @@ class Layout:
                 "plugins",
                 "load_format",
                 "num_layers",
+                "cuda_graphs",
                 "cpu_bind",
             )
         }

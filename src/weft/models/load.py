@@ -110,10 +110,11 @@ def _make_up(part: torch.Tensor, source: Source) -> None:
     row = torch.zeros(1, dtype=torch.int64, device=part.device)  # each row's number among all of the whole tensor's
     for start, size, whole in zip(starts[:-1], part.shape[:-1], source.shape[:-1], strict=True):
         row = (row[:, None] * whole + torch.arange(start, start + size, device=part.device)).flatten()
-    flat = part.view(-1, part.shape[-1])
-    step = max(1, (DUMMY_BLOCK_CPU if part.device.type == "cpu" else DUMMY_BLOCK) // flat.shape[1])
-    for rows, out in zip(row.split(step), flat.split(step), strict=True):
-        # Two rounds of multiply and shift (as in SplitMix64) in integers that wrap: the same bits on every device.
-        value = rows[:, None] * width + columns
-        value.add_(seed).mul_(-0x61C8864680B583EB).bitwise_xor_(value >> 29).mul_(-0x40A7B892E31B1A47)
-        out.copy_((value >> 40).float().mul_(bound / (1 << 23)))
+    blocks = (part,) if part.is_contiguous() else part.unbind(0)  # rows of several experts do not lie evenly
+    step = max(1, (DUMMY_BLOCK_CPU if part.device.type == "cpu" else DUMMY_BLOCK) // part.shape[-1])
+    for numbers, block in zip(row.view(len(blocks), -1), blocks, strict=True):
+        for rows, out in zip(numbers.split(step), block.view(-1, part.shape[-1]).split(step), strict=True):
+            # Two rounds of multiply and shift (as in SplitMix64) in integers that wrap: the same bits on every device.
+            value = rows[:, None] * width + columns
+            value.add_(seed).mul_(-0x61C8864680B583EB).bitwise_xor_(value >> 29).mul_(-0x40A7B892E31B1A47)
+            out.copy_((value >> 40).float().mul_(bound / (1 << 23)))

@@ -1,0 +1,79 @@
+"""Families on a GPU, their published configs made small: logits of made-up weights are those of a CPU."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from weft.assets import preset_dir
+from weft.attention.caches import cached_layers
+from weft.comm.reference import ReferenceWorld
+from weft.engine.batch import SeqRows, build_batch
+from weft.engine.runner import ModelRunner
+from weft.kv.spec import CacheGroup, rule
+from weft.models.load import dummy_model
+from weft.models.registry import read_config
+from weft.place.spec import Mesh
+
+SIZES = dict(
+    hidden_size=128,
+    intermediate_size=256,
+    moe_intermediate_size=64,
+    vocab_size=512,
+    num_attention_heads=8,
+    num_hidden_layers=4,
+    moe_num_experts=16,
+    num_local_experts=16,
+    num_experts=16,
+    n_routed_experts=16,
+    share_expert_dim=64,
+    shared_expert_intermediate_size=64,
+    sliding_window=20,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+)
+LENGTHS, PAGE, PAGES = (70, 33, 5), 16, 32
+
+
+def small(name: str) -> dict[str, Any]:
+    """A preset's config with few and narrow layers of every kind that it has."""
+    values = json.loads((preset_dir(name) / "config.json").read_text())
+    text = values.get("text_config", values)
+    text.update({field: size for field, size in SIZES.items() if field in text})
+    if "layer_types" in text and name != "step-3.5-flash":
+        text["layer_types"] = text["layer_types"][: text["num_hidden_layers"]]
+    if name == "step-3.5-flash":
+        text["attention_other_setting"]["num_attention_heads"] = 16
+        text["swiglu_limits"] = text["swiglu_limits_shared"] = [0.05] * 48
+    return values
+
+
+def logits(name: str, device: str) -> torch.Tensor:
+    """Of three sequences: a step of their first parts, one of all but the last tokens, then one of one token each."""
+    model = dummy_model(read_config(small(name)), Mesh(), 0, torch.float32, device)
+    rules = list(dict.fromkeys(map(rule, cached_layers(model).values())))
+    transport = ReferenceWorld(1).transports()[0]
+    runner = ModelRunner(model, Mesh(), 0, [transport], [CacheGroup(r, PAGES) for r in rules], PAGE)
+    draw = torch.Generator().manual_seed(3)
+    texts = [torch.randint(1, 512, (n,), generator=draw).tolist() for n in LENGTHS]
+    found, begins = [], [0] * len(texts)
+    for ends in ([n // 2 for n in LENGTHS], [n - 1 for n in LENGTHS], list(LENGTHS)):
+        seqs = []
+        for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            pages = [8 * i + p for p in range(-(-end // PAGE))]
+            seqs.append(SeqRows(end - begin, begin, [[i if begin else -1, i] if r.state else pages for r in rules], 1))
+        tokens = [t for text, b, e in zip(texts, begins, ends, strict=True) for t in text[b:e]]
+        found.append(runner.forward(build_batch(tokens, seqs, PAGE, rules, device), (len(tokens),)).cpu())
+        begins = ends
+    return torch.stack(found)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["step-3.5-flash", "gpt-oss-20b", "qwen3.5-35b-a3b"])
+def test_logits_are_those_of_a_cpu(name: str) -> None:
+    wanted, found = logits(name, "cpu"), logits(name, "cuda")
+    error = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert error.max() <= 1e-4, error

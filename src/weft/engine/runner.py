@@ -174,7 +174,7 @@ class ModelRunner:
         max_pages: of a sequence. progress(done, of). Raises LayoutError where a layer's cache has no pages.
         """
         if any(rule.state or rule.window is not None for rule in self._rules):
-            raise LayoutError("steps of layers with states or windows are not captured yet; start with --no-cuda-graphs")
+            raise LayoutError("steps of layers with states or windows are not captured; start with --no-cuda-graphs")
         # Plans of graphs hold only what reads counts on the device, where there is such a transport.
         able = {name: t for name, t in self.transports.items() if t.takes_live_sizes} or self.transports
         offers = [offer for offer in self.planner.offers if offer.transport in able]

@@ -40,12 +40,14 @@ def shards_of(
     *,
     seed: int = 0,
     run: int = 1,
+    apart: float = 0.0,
     empty: Callable[[int, int], bool] = lambda rank, row: False,
 ) -> Shards:
-    """Row t sees `lengths[t]` keys, key g of which lies on rank `g // run % ranks`: scores and ranks skewed by SPREAD.
+    """Row t sees `lengths[t]` keys, key g of which lies on rank `g // run % ranks`.
 
+    Scores are skewed by SPREAD, and so is what each rank has of them; the ranks' lie `apart` beside.
     empty(rank, row): keys that the row does not see after all. Outputs of empty parts are NaN, their lse −inf, +inf or
-    NaN in turn.
+    NaN in turn; outputs of parts that weigh nothing, even in float64, are NaN too.
     """
     generator = torch.Generator().manual_seed(seed)
     longest = max(lengths, default=0)
@@ -53,18 +55,20 @@ def shards_of(
     owner = position // run % ranks
     scores = torch.randn(len(lengths), heads, longest, generator=generator, dtype=torch.float64) * SPREAD
     scores += (torch.randn(len(lengths), heads, ranks, generator=generator, dtype=torch.float64) * SPREAD)[:, :, owner]
+    scores += apart * ((owner + seed) % ranks)
     values = torch.randn(longest, heads, dim, generator=generator, dtype=torch.float64)
     seen = position < torch.tensor(lengths, dtype=torch.int64)[:, None]
     for row, rank in ((t, r) for t in range(len(lengths)) for r in range(ranks) if empty(r, t)):
         seen[row] &= owner != rank
     scores = scores.masked_fill(~seen[:, None], -math.inf)
+    whole = attend(scores, values)
     outs, lses = [], []
     for rank in range(ranks):
         out, lse = attend(scores.masked_fill(owner != rank, -math.inf), values)
-        nothing = lse == -math.inf
-        outs.append(out.masked_fill(nothing[..., None], math.nan).to(dtype))
+        nothing, little = lse == -math.inf, lse < whole[1] - 800
+        outs.append(out.masked_fill((nothing | little)[..., None], math.nan).to(dtype))
         lses.append(lse.masked_fill(nothing, (-math.inf, math.inf, math.nan)[(rank + seed) % 3]).float())
-    return Shards(torch.stack(outs), torch.stack(lses), *attend(scores, values))
+    return Shards(torch.stack(outs), torch.stack(lses), *whole)
 
 
 def check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], what: str) -> None:

@@ -82,6 +82,12 @@ class EmulatedTransport(PeerTransport):
         self.check()
         return result
 
+    def merge_scatterv(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        result = super().merge_scatterv(*args, **options)
+        self._synchronize()
+        self.check()
+        return result
+
 
 def run_emulated(mesh: Mesh, work: Callable[..., None], tuning: PeerTuning, **options: Any) -> None:
     """Runs `work(transport, mesh, device)` in a thread a rank. Raises the first error."""

@@ -24,6 +24,7 @@ from weft.comm.peer_launch import (
     PeerTuning,
     inbox_bytes,
     launch_of,
+    merge_launch,
     spared_by_two_shot,
 )
 from weft.comm.shm import ShmTransport
@@ -37,9 +38,10 @@ from weft.comm.transport import (
     Ranks,
     Sizes,
     check_call,
+    check_merge,
 )
 from weft.kernels.build import KernelError, cuda_kernels
-from weft.place.exchange import Exchange, result_rows
+from weft.place.exchange import Exchange, merge_scatterv, result_rows
 from weft.place.spec import Mesh
 
 MAX_BYTES = 8 << 20
@@ -64,12 +66,25 @@ class Request(Structure):
     )
 
 
+class MergeRequest(Structure):
+    """A merge, as the native `merge` takes it."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("group", "x", "x_token", "x_head", "lse", "lse_token", "lse_head", "out")),
+        *((name, c_int64) for name in ("out_lse", "live", "tokens", "heads", "dim", "dtype", "blocks", "threads")),
+        *((name, c_int64) for name in ("early", "stream")),
+    )
+
+
 def layout() -> str:
     """What this module takes for granted about the native one, which must say the same."""
-    fields = " ".join(f"{field[0]}@{getattr(Request, field[0]).offset}" for field in Request._fields_)
+    fields = ", ".join(
+        " ".join(f"{field[0]}@{getattr(kind, field[0]).offset}" for field in kind._fields_) + f" size {sizeof(kind)}"
+        for kind in (Request, MergeRequest)
+    )
     limits = f"max_ranks {MAX_RANKS}, max_threads {MAX_THREADS}, unit_bytes {UNIT_BYTES}"
     limits += f", max_normed_bytes {MAX_NORMED_BYTES}, too_many_rows {TOO_MANY_ROWS}"
-    return f"{fields} size {sizeof(Request)}, {limits}"
+    return f"{fields}, {limits}"
 
 
 class Host(Protocol):
@@ -164,7 +179,9 @@ class PeerTransport(NamedCalls):
 
     @staticmethod
     def offers(exchange: Exchange, epilogue: bool = False) -> bool:
-        return exchange.combine == "sum" or (exchange.combine == "none" and not epilogue)
+        if exchange.combine == "softmax_merge":
+            return exchange == merge_scatterv(exchange.ranks) and not epilogue
+        return exchange.combine == "sum" or not epilogue
 
     def close(self) -> None:
         """Leaves the world once every rank does: none may free memory that another still writes to.
@@ -277,6 +294,51 @@ class PeerTransport(NamedCalls):
         request.push, request.sum, request.write = launch.blocks
         request.rows[: len(sent)], request.received[: len(received)] = sent, received
         return request, rows
+
+    def merge_scatterv(
+        self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As the protocol says. Heads must be whole units of 16 bytes. Rows behind the live ones are left alone."""
+        self.check()
+        check_merge(self, out, lse, group)
+        if out.dtype not in DTYPES:
+            raise CommError(f"peer takes {', '.join(map(str, DTYPES))}, not {out.dtype}")
+        size, (tokens, heads, dim) = out.element_size(), out.shape
+        if self.max_bytes is not None and out.numel() * size > self.max_bytes:
+            raise CommError(
+                f"rank {self.rank}: peer has max_bytes={self.max_bytes}; this call takes {out.numel() * size}"
+            )
+        if out.stride(2) != 1 or any(stride * size % UNIT_BYTES for stride in out.stride()[:2]):
+            out = out.contiguous()
+        if live is not None:
+            self._expect(live, "how many tokens are live", torch.int32, 1)
+        own = out.new_empty(tokens, heads // len(group), dim), lse.new_empty(tokens, heads // len(group))
+        blocks, threads = merge_launch(self._tuning, tokens * heads // len(group) * dim * size)
+        request = MergeRequest(
+            group=self._ids[group],
+            x=out.data_ptr(),
+            x_token=out.stride(0) * size,
+            x_head=out.stride(1) * size,
+            lse=lse.data_ptr(),
+            lse_token=lse.stride(0) * lse.element_size(),
+            lse_head=lse.stride(1) * lse.element_size(),
+            out=own[0].data_ptr(),
+            out_lse=own[1].data_ptr(),
+            live=0 if live is None else live.data_ptr(),
+            tokens=tokens,
+            heads=heads,
+            dim=dim,
+            dtype=DTYPES.index(out.dtype),
+            blocks=blocks,
+            threads=threads,
+            early=self._tuning.early,
+            stream=self._stream(),
+        )
+        try:
+            self._kernels.merge(self._handle, addressof(request))
+        except KernelError as error:
+            raise CommError(f"rank {self.rank}: {error}") from error
+        return own
 
     def barrier(self, group: Ranks) -> None:
         self._synchronize()

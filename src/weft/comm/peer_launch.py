@@ -103,6 +103,12 @@ def launch_of(t: PeerTuning, largest: int, two_shot: bool, normed_rows: int, row
     return Launch((0, 0, blocks), threads_for(-(-units // cluster), MAX_THREADS), cluster)
 
 
+def merge_launch(t: PeerTuning, own_bytes: int) -> tuple[int, int]:
+    """At most so many blocks, of so many threads, for a merge. own_bytes: of this rank's heads."""
+    few = own_bytes <= t.wide_blocks * t.threads * UNIT_BYTES  # a unit a thread
+    return t.wide_blocks, t.threads if few else t.wide_threads
+
+
 def threads_for(units: int, most: int) -> int:
     """Of a block with so many units of a row, in whole warps: all with equally many, which are a few or one."""
     warps = max(1, -(-units // 32))

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kernel.cuh"
+#include "merge.cuh"
 
 namespace ffi = tvm::ffi;
 using ffi::TensorView;
@@ -35,6 +36,7 @@ struct GroupMemory {
 };
 
 using Kernels = void (*)(Call);
+using Merges = void (*)(Merge);
 
 // A rank's arena: a State for each of its groups, then their inboxes.
 struct World {
@@ -45,7 +47,7 @@ struct World {
   int rank = 0;
   bool imported = false;  // from other processes
   uint32_t *error_host = nullptr, *error_device = nullptr;
-  std::map<std::tuple<Kernels, int, int>, int> resident;  // blocks of a kernel, of so many threads, in such clusters
+  std::map<std::tuple<const void*, int, int>, int> resident;  // blocks of a kernel, of so many threads, in such clusters
 };
 
 template <class T, bool kWhole, int N>
@@ -64,10 +66,17 @@ Kernels kernel_for(bool whole, int ranks, Algorithm how, bool norm) {
                       : kernel_of<T, true, kMaxRanks>(how, norm);
 }
 
+template <class T>
+Merges merge_for(int ranks) {
+  return ranks <= 2 ? merge<T, 2> : ranks <= 4 ? merge<T, 4> : merge<T, kMaxRanks>;
+}
+
 // Loads every kernel now: the first launch may come within a graph's capture, where loading is not allowed.
 template <class T>
 void load() {
   cudaFuncAttributes attributes;
+  for (const int ranks : {2, 4, kMaxRanks})
+    check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(merge_for<T>(ranks))), "load");
   for (const int ranks : {2, 4, kMaxRanks})
     for (const bool whole : {false, true})
       for (const Algorithm how : {Algorithm::kCopy, Algorithm::kOneShot, Algorithm::kTwoShot})
@@ -89,8 +98,9 @@ void place_groups(World& w) {
 
 // How many blocks the device holds at a time. Blocks that push and then wait must all be among them: one that came only
 // after another's end might be what that waits for, by way of a peer.
-int resident(World& w, const cudaLaunchConfig_t& config, Kernels kernel, int cluster) {
-  const std::tuple key{kernel, int(config.blockDim.x), cluster};
+template <class Kernel>
+int resident(World& w, const cudaLaunchConfig_t& config, Kernel kernel, int cluster) {
+  const std::tuple key{reinterpret_cast<const void*>(kernel), int(config.blockDim.x), cluster};
   if (const auto known = w.resident.find(key); known != w.resident.end()) return known->second;
   int device = 0, processors = 1, blocks = 0;
   if (cluster > 1) {
@@ -212,14 +222,29 @@ struct Request {
   double eps;
 };
 
-// The fields of a Request, each with its offset, and its size; then what Python must know of the kernels.
+// The same of `merge`. x, lse: this rank's outputs and log-sum-exps, token and head strides in bytes; out, out_lse: this
+// rank's heads; live: null, or int32 in device memory.
+#define WEFT_MERGE_REQUEST(FIELD)                                                                                        \
+  FIELD(group) FIELD(x) FIELD(x_token) FIELD(x_head) FIELD(lse) FIELD(lse_token) FIELD(lse_head) FIELD(out)               \
+  FIELD(out_lse) FIELD(live) FIELD(tokens) FIELD(heads) FIELD(dim) FIELD(dtype) FIELD(blocks) FIELD(threads)              \
+  FIELD(early) FIELD(stream)
+struct MergeRequest {
+#define FIELD(name) int64_t name;
+  WEFT_MERGE_REQUEST(FIELD)
+#undef FIELD
+};
+
+// The fields of both requests, each with its offset, and their sizes; then what Python must know of the kernels.
 ffi::String layout() {
   std::string all;
 #define FIELD(name) all += #name "@" + std::to_string(offsetof(Request, name)) + " ";
   WEFT_REQUEST(FIELD, FIELD)
 #undef FIELD
-  return all + "eps@" + std::to_string(offsetof(Request, eps)) + " size " + std::to_string(sizeof(Request)) +
-         ", max_ranks " + std::to_string(kMaxRanks) + ", max_threads " + std::to_string(kWorkers) + ", unit_bytes " +
+  all += "eps@" + std::to_string(offsetof(Request, eps)) + " size " + std::to_string(sizeof(Request)) + ", ";
+#define FIELD(name) all += #name "@" + std::to_string(offsetof(MergeRequest, name)) + " ";
+  WEFT_MERGE_REQUEST(FIELD)
+#undef FIELD
+  return all + "size " + std::to_string(sizeof(MergeRequest)) + ", max_ranks " + std::to_string(kMaxRanks) + ", max_threads " + std::to_string(kWorkers) + ", unit_bytes " +
          std::to_string(kUnit) + ", max_normed_bytes " + std::to_string(kMaxRuns * kRunUnits * kUnit) +
          ", too_many_rows " + std::to_string(kTooManyRows);
 }
@@ -297,6 +322,46 @@ void run(int64_t handle, int64_t request) {
     launch(kernel_for<__half>(whole, c.n, how, norm));
 }
 
+// request: where a MergeRequest lies; dtype as in `run`.
+void merge_shards(int64_t handle, int64_t request) {
+  const MergeRequest& r = *reinterpret_cast<const MergeRequest*>(request);
+  World& w = world_of(handle);
+  const GroupMemory& g = w.groups[size_t(r.group)];
+  const int64_t row_bytes = r.dim * (r.dtype == 0 ? 4 : 2);
+  if ((row_bytes | r.x | r.x_token | r.x_head | r.out) % kUnit)
+    TVM_FFI_THROW(WeftCallError) << "merges take heads and strides of whole units of " << kUnit << " bytes";
+  Merge c;
+  c.n = int(g.ranks.size()), c.me = g.me;
+  c.x = reinterpret_cast<const char*>(r.x), c.lse = reinterpret_cast<const float*>(r.lse);
+  c.x_token = uint32_t(r.x_token / kUnit), c.x_head = uint32_t(r.x_head / kUnit);
+  c.lse_token = uint32_t(r.lse_token / 4), c.lse_head = uint32_t(r.lse_head / 4);
+  c.out = reinterpret_cast<char*>(r.out), c.out_lse = reinterpret_cast<float*>(r.out_lse);
+  c.tokens = uint32_t(r.tokens), c.own_heads = uint32_t(r.heads / c.n);
+  c.row_units = uint32_t(row_bytes / kUnit), c.pieces = (c.row_units + kPieceUnits - 1) / kPieceUnits;
+  c.live = reinterpret_cast<const int32_t*>(r.live);
+  c.team = 8;
+  while (c.team < c.row_units && c.team < kPieceUnits) c.team *= 2;
+  for (int i = 0; i < c.n; ++i) c.inbox[i] = g.inbox[i];
+  c.inbox_units = uint32_t(g.bytes / (kRotations * kUnit)), c.lane_units = c.inbox_units / c.n;
+  c.state = g.state, c.error = w.error_device, c.limit_cycles = w.limit_cycles;
+  const int64_t pieces = int64_t(c.tokens) * c.own_heads * c.pieces;
+  if (int64_t(c.tokens) * c.own_heads * c.row_units + pieces > c.lane_units)
+    TVM_FFI_THROW(WeftCallError) << "a merge of so many tokens does not fit an inbox; give the transport more max_bytes";
+  const Merges kernel = r.dtype == 0   ? merge_for<float>(c.n)
+                        : r.dtype == 1 ? merge_for<__nv_bfloat16>(c.n)
+                                       : merge_for<__half>(c.n);
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = r.early != 0;
+  cudaLaunchConfig_t config{};
+  config.blockDim = unsigned(r.threads) + kBookkeepers;
+  config.stream = reinterpret_cast<cudaStream_t>(r.stream);
+  config.attrs = &early, config.numAttrs = 1;
+  const int64_t wanted = std::max<int64_t>(1, (pieces * c.team + r.threads - 1) / r.threads);
+  config.gridDim = unsigned(std::min({wanted, r.blocks, int64_t(resident(w, config, kernel, 1))}));
+  check(cudaLaunchKernelEx(&config, kernel, c), "launch");
+}
+
 }  // namespace weft
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(create, weft::create)
@@ -308,3 +373,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(error, weft::error)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(clear_error, weft::clear_error)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout, weft::layout)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, weft::run)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge, weft::merge_shards)

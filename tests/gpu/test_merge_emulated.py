@@ -1,0 +1,37 @@
+"""The merge's kernel on transport peer, emulated on a CPU; tests/gpu/test_merge_peer.py asks GPUs the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from gpu.emulation import run_emulated
+from gpu.merges import Step, merge_everything, merge_live_rows, refuse_merges
+from gpu.test_emulated import one_thread
+from weft.comm.peer import PeerTransport
+from weft.comm.peer_launch import PeerTuning
+from weft.place.spec import Mesh
+
+__all__ = ["one_thread"]
+FEW = PeerTuning(threads=32, wide_blocks=3, wide_threads=64)  # a block that has few threads takes more turns
+MESHES = [Mesh(1, 2, 2, 1, dcp=2), Mesh(1, 3, 3, 1, dcp=3), Mesh(2, 4, 8, 1, dcp=2), Mesh(1, 8, 8, 1, dcp=8)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_shape(mesh: Mesh) -> None:
+    run_emulated(mesh, partial(merge_everything, large=False), FEW, max_bytes=1 << 20)
+
+
+def same(transport: PeerTransport, step: Step) -> Step:
+    return step
+
+
+@pytest.mark.parametrize("mesh", MESHES[:3], ids=str)
+def test_live_rows_change_from_call_to_call(mesh: Mesh) -> None:
+    run_emulated(mesh, partial(merge_live_rows, turns=12, again=same), replace(FEW, wide_blocks=2), max_bytes=1 << 20)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    run_emulated(MESHES[0], refuse_merges, FEW, max_bytes=1 << 20)

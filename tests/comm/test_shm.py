@@ -12,7 +12,7 @@ from support import small_model
 
 from comm.oracle import check_calls, check_edges, check_epilogues, counts_of, draw
 from comm.processes import run_processes, run_threads
-from models.test_logits import PATTERNS, compare, drive, sequences
+from models.test_logits import Texts, compare, drive, texts_of
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.transport import CommError
 from weft.place.spec import Mesh
@@ -106,8 +106,8 @@ def test_every_rank_run_and_instruction_set_gives_the_same_bits(tmp_path: Path) 
         assert torch.equal(runs[0][2 * i + 1].nan_to_num(), (a + b + c).to(dtype).nan_to_num())
 
 
-def logits(transport: ShmTransport, mesh: Mesh, directory: Path, runs: list[Any]) -> list[Any]:
-    return drive(transport, directory, mesh, runs, decodes=2)
+def logits(transport: ShmTransport, mesh: Mesh, directory: Path, texts: Texts) -> Any:
+    return drive(transport, directory, mesh, texts)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,8 @@ def logits(transport: ShmTransport, mesh: Mesh, directory: Path, runs: list[Any]
     ids=str,
 )
 def test_a_model_gives_transformers_logits(family: str, mesh: Mesh, tmp_path: Path) -> None:
-    model = small_model(family, 4, tmp_path / "model")
-    generator = torch.Generator().manual_seed(5)
-    runs = [sequences(mesh, pattern, generator) for pattern in PATTERNS]
-    results = run_processes("shm", mesh, tmp_path, logits, tmp_path / "model", runs)
-    assert compare(results, runs, mesh, model) >= mesh.world
+    model, texts = small_model(family, 4, tmp_path / "model"), texts_of(mesh)
+    compare(run_processes("shm", mesh, tmp_path, logits, tmp_path / "model", texts), texts, mesh, model)
 
 
 def test_ranks_that_never_meet_raise(tmp_path: Path) -> None:

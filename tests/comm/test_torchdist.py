@@ -11,7 +11,7 @@ from support import small_model
 
 from comm.oracle import check_calls, check_edges
 from comm.processes import run_processes
-from models.test_logits import PATTERNS, compare, drive, sequences
+from models.test_logits import Texts, compare, drive, texts_of
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError
 from weft.place.spec import Mesh
@@ -31,8 +31,8 @@ def test_every_call_and_edge(mesh: Mesh, rounds: str, tmp_path: Path) -> None:
     assert all(run_processes("gloo", mesh, tmp_path, calls_and_edges, one_round_bytes=limit))
 
 
-def logits(transport: TorchDistTransport, mesh: Mesh, directory: Path, runs: list[Any]) -> list[Any]:
-    return drive(transport, directory, mesh, runs, decodes=2)
+def logits(transport: TorchDistTransport, mesh: Mesh, directory: Path, texts: Texts) -> Any:
+    return drive(transport, directory, mesh, texts)
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,8 @@ def logits(transport: TorchDistTransport, mesh: Mesh, directory: Path, runs: lis
     ids=str,
 )
 def test_a_model_gives_transformers_logits(family: str, mesh: Mesh, tmp_path: Path) -> None:
-    model = small_model(family, 4, tmp_path / "model")
-    generator = torch.Generator().manual_seed(5)
-    runs = [sequences(mesh, pattern, generator) for pattern in PATTERNS]
-    results = run_processes("gloo", mesh, tmp_path, logits, tmp_path / "model", runs)
-    assert compare(results, runs, mesh, model) >= mesh.world
+    model, texts = small_model(family, 4, tmp_path / "model"), texts_of(mesh)
+    compare(run_processes("gloo", mesh, tmp_path, logits, tmp_path / "model", texts), texts, mesh, model)
 
 
 def test_ranks_that_never_meet_raise(tmp_path: Path) -> None:

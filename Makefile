@@ -25,8 +25,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup
 	@$(BIN)/weft demo
 
+# Two files at a time; the tests of a file share what they compile and the servers that they start.
 test: setup
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # With the Python at hand: GPU machines bring their own torch.
 test-gpu:

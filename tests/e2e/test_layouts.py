@@ -18,7 +18,7 @@ LAYOUTS = {
     "4x1": dict(attn_dp=4, attn_tp=1, ep=4, moe_tp=1),
     "1x4": dict(attn_dp=1, attn_tp=4, ep=1, moe_tp=4),
 }
-PROBLEMS = word_problems.generate("heldout", 8, seed=11)
+PROBLEMS = word_problems.generate("heldout", 4, seed=11)
 
 
 def ask(served: Served, question: str) -> str:
@@ -45,16 +45,16 @@ def traffic(served: Served) -> list[str]:
 
     def one(at: int) -> None:
         if at % 3 == 0:
-            give_up(served, PROBLEMS[-at % 8].question)
-        answers[at] = ask(served, PROBLEMS[at % 8].question)
+            give_up(served, PROBLEMS[-at % 4].question)
+        answers[at] = ask(served, PROBLEMS[at % 4].question)
 
-    for begin in (0, 8):
-        threads = [threading.Thread(target=one, args=(at,)) for at in range(begin, begin + 8)]
+    for begin in (0, 4):
+        threads = [threading.Thread(target=one, args=(at,)) for at in range(begin, begin + 4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    return [answers[at] for at in range(16)]
+    return [answers[at] for at in range(8)]
 
 
 @pytest.fixture(scope="module")
@@ -76,4 +76,4 @@ def test_same_greedy_answers_on_every_layout(alone: list[str], layout: str) -> N
         assert stats.cached_tokens > 0 and stats.running == stats.waiting == 0
         engine.check_idle()
     right = sum(word_problems.extract(a) == p.answer for a, p in zip(alone, PROBLEMS, strict=True))
-    assert right >= 6, "the embedded model has forgotten how to count"
+    assert right >= 3, "the embedded model has forgotten how to count"

@@ -137,7 +137,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     _, title, names, row = done.stdout.splitlines()
     assert title.startswith("all_reduce, 2 ranks: µs a call") and "".join(names.split()) == "shmzerocopyinplacegloo"
-    assert re.fullmatch(r"fp32 +1K( +[\d.]+){3} +[\d.,]+ \d+(\.\d)?×", row)
+    assert re.fullmatch(r"fp32 +1K( +[\d.,]+){4} \d+(\.\d)?×", row)
     assert max(map(len, (title, names, row))) <= 80
     found = json.loads(path.read_text())
     assert found["what"] == "weft bench collectives --device cpu"

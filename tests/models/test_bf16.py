@@ -20,7 +20,7 @@ from weft.models.registry import load_config
 from weft.models.routing import Router, Routing
 from weft.place.spec import Mesh, Rows
 
-LENGTH = 24
+LENGTH, PROMPTS = 24, 12
 MESHES = (Mesh(), Mesh(2, 2, 2, 2), Mesh(1, 4, 1, 4))
 
 
@@ -42,7 +42,7 @@ def forward(transport: Transport, mesh: Mesh, directory: Path, prompts: torch.Te
 def test_as_near_to_the_truth_as_transformers(family: str, tmp_path: Path) -> None:
     model = small_model(family, 4, tmp_path).bfloat16()
     model.save_pretrained(tmp_path)
-    prompts = torch.randint(1, 61, (24, LENGTH), generator=torch.Generator().manual_seed(5))
+    prompts = torch.randint(1, 61, (PROMPTS, LENGTH), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         theirs = model(prompts).logits[:, -1].double()
         truth = model.float()(prompts).logits[:, -1].double()

@@ -4,6 +4,7 @@
 
 #include <sched.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>

@@ -47,6 +47,7 @@ struct Cluster {
 struct Block {
   Cluster* cluster = nullptr;
   Fiber* running = nullptr;
+  bool moved = false;  // a fiber did something else than look whether it may go on
   jmp_buf scheduler;
   std::array<Warp, kMaxThreads / 32> warps;
   std::array<Meeting, 16> meetings;
@@ -82,7 +83,8 @@ inline void run_block(const std::function<void()>& kernel, Index block, Index bl
   cluster->anchors[rank_in_cluster] = &anchor;
   if (here.fibers.size() < threads) here.fibers.resize(threads);
   for (unsigned t = 0; t < threads; ++t) here.fibers[t].begun = here.fibers[t].done = false;
-  for (unsigned left = threads; left;) {
+  for (unsigned left = threads, still = 0; left;) {
+    here.moved = false;
     for (unsigned t = 0; t < threads; ++t) {
       Fiber& fiber = here.fibers[t];
       if (fiber.done) continue;
@@ -98,7 +100,12 @@ inline void run_block(const std::function<void()>& kernel, Index block, Index bl
       }
       left -= here.fibers[t].done;
     }
-    sched_yield();
+    still = here.moved ? 0 : still + 1;
+    if (still < 4) {
+      sched_yield();
+    } else {
+      usleep(100);
+    }
   }
 }
 
@@ -110,7 +117,7 @@ inline const uint64_t* together(uint64_t value, int line) {
   uint64_t* const values = warp.values[turn % 2];
   if (!warp.here) warp.line = line;
   if (warp.line != line) fail("the lanes of a warp are apart");
-  values[lane] = value;
+  values[lane] = value, here.moved = true;
   if (++warp.here == 32) {
     warp.here = 0, ++warp.turn;
   } else {
@@ -122,6 +129,7 @@ inline const uint64_t* together(uint64_t value, int line) {
 inline void meet(int barrier, uint32_t threads, bool wait) {
   Meeting& meeting = here.meetings[size_t(barrier)];
   const uint32_t turn = meeting.turn;
+  here.moved = true;
   if (++meeting.here == threads) {
     meeting.here = 0, ++meeting.turn;
   } else if (wait) {

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from weft.attention.batch import Batch, PageTables
@@ -58,6 +59,32 @@ class HeadSplit:
         return self.turn(q), self.turn(k), v
 
 
+@dataclass(frozen=True, slots=True)
+class Absorbed:
+    """The projections from a latent vector to heads' keys and values, which stand at the query and at the output.
+
+    keys `[heads, n, width]`: a query's first n elements are multiplied by it. values `[heads, value dim, width]`: so is
+    the output. Both are linear in each head, so ranks that hold parts of the tokens exchange what is narrower: queries
+    before and outputs after. There they are those of all heads of a dcp group.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def part(self, place: int, parts: int) -> Absorbed:
+        """Of the heads of the rank at `place` of so many."""
+        return Absorbed(self.keys.chunk(parts)[place], self.values.chunk(parts)[place])
+
+    def query(self, q: Tensor) -> Tensor:
+        """`[T, heads, n + rest]` → `[T, heads, width + rest]`."""
+        first, rest = q.tensor_split([self.keys.shape[1]], dim=-1)
+        return torch.cat((torch.einsum("thn,hnw->thw", first, self.keys), rest), dim=-1)
+
+    def output(self, out: Tensor) -> Tensor:
+        """`[T, heads, width]` → `[T, heads, value dim]`."""
+        return torch.einsum("thw,hvw->thv", out, self.values)
+
+
 class Backend(Protocol):
     """Causal grouped-query attention of a step's rows over a paged cache: `plan` once a step, then a call a layer.
 
@@ -71,13 +98,21 @@ class Backend(Protocol):
         """Prepares what all layers of this step share. tables: those of the cache's group."""
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, *, scale: float, lse: bool = False
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        *,
+        scale: float,
+        lse: bool = False,
+        absorbed: Absorbed | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Stores k and v `[T, kv_heads, D]`, then attends with q `[T, heads, D]`.
 
         layer: its place in the cache. v is None for a latent cache, whose k is `[T, 1, width]`. scale: of the scores
         q·k. A row sees its sequence's tokens up to itself, within the cache's window if it has one; a row whose slot
-        is −1 is not stored.
+        is −1 is not stored. absorbed: of a latent cache, what is still to be done to query and output.
 
         Gives the output `[T, heads, value dim]`, and where `lse` is set also the logarithm, to base e, of the sum of
         exponentials of each row's scaled scores, float32 `[T, heads]`; else None. A row that sees nothing (length 0)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from weft.attention.backend import Backend, HeadSplit
+from weft.attention.backend import Absorbed, Backend, HeadSplit
 from weft.attention.batch import Batch, PageTables, StateSlots
 from weft.attention.sdpa import SDPA
 from weft.dcp.group import ContextGroup
@@ -94,11 +94,19 @@ class Caches:
             backend.plan(batch, tables)
 
     def attend(
-        self, layer: Cached, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float, lse: bool = False
+        self,
+        layer: Cached,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None = None,
+        *,
+        scale: float,
+        lse: bool = False,
+        absorbed: Absorbed | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of a layer over its PagedKV, Window or Latent: see `Backend.__call__`."""
         backend, at = self._backend_of[layer.path]
-        return backend(at, q, k, v, scale=scale, lse=lse)
+        return backend(at, q, k, v, scale=scale, lse=lse, absorbed=absorbed)
 
     def project(self, layer: Cached, qkv: Tensor, heads: HeadSplit, scale: float) -> Tensor:
         """Attention of a layer over its PagedKV or Window, from what its projection gives: see `Backend.project`."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from weft.attention.backend import HeadSplit
+from weft.attention.backend import Absorbed, HeadSplit
 from weft.attention.batch import Batch, PageTables
 from weft.dcp.group import ContextGroup
 from weft.kv.cache import KVCache
@@ -106,25 +106,41 @@ class SDPA:
         self._slots = slots
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, *, scale: float, lse: bool = False
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        *,
+        scale: float,
+        lse: bool = False,
+        absorbed: Absorbed | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.__call__`."""
         self.cache.write(layer, self._write, k, v)
-        return self._attend(layer, q, scale, lse)
+        return self._attend(layer, q, scale, lse, absorbed)
 
     def project(self, layer: int, qkv: Tensor, heads: HeadSplit, scale: float) -> Tensor:
         """See `Backend.project`."""
         q, k, v = heads.split(qkv)
         return self(layer, q, k, v, scale=scale)[0]
 
-    def _attend(self, layer: int, q: Tensor, scale: float, lse: bool) -> tuple[Tensor, Tensor | None]:
+    def _attend(
+        self, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         if self._single is None:
-            return self._merge_single(layer, q, scale, lse)
+            return self._merge_single(layer, q, scale, lse, absorbed)
+        own = absorbed
+        if absorbed is not None and self._group is not None:
+            own = absorbed.part(self._group.place, self._group.deal.ranks)
+        query = q if own is None else own.query(q)
         out = q.new_empty(*q.shape[:2], self.cache.values.shape[-1])
         sums = q.new_empty(q.shape[:2], dtype=torch.float32) if lse else None
-        self._attend_prompts(q, *self._at_hand(layer), scale, out, sums)
+        self._attend_prompts(query, *self._at_hand(layer), scale, out, sums)
+        if own is not None:
+            out = own.output(out)
         if len(self._single):
-            out[self._single], total = self._merge_single(layer, q[self._single], scale, lse)
+            out[self._single], total = self._merge_single(layer, q[self._single], scale, lse, absorbed)
             if sums is not None and total is not None:
                 sums[self._single] = total
         return out, sums
@@ -153,14 +169,22 @@ class SDPA:
         values = keys[..., : values.shape[-1]] if latent else every[:, heads * dim :].unflatten(1, (heads, dim))
         return keys, values
 
-    def _merge_single(self, layer: int, q: Tensor, scale: float, lse: bool) -> tuple[Tensor, Tensor | None]:
+    def _merge_single(
+        self, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Of the sequences of one row, whoever holds their tokens: q `[B, heads, D]`."""
-        if self._group is None:
-            return self._attend_single(layer, q, scale, lse)
-        out, here = self._attend_single(layer, self._group.heads(q), scale, True)
-        assert here is not None
-        out, total = self._group.merge(out, here)
-        return out, total if lse else None
+        group = self._group
+        if group is not None:
+            q = group.heads(q)
+        if absorbed is not None:
+            q = absorbed.query(q)
+        out, sums = self._attend_single(layer, q, scale, lse or group is not None)
+        if absorbed is not None:
+            out = absorbed.output(out)
+        if group is not None:
+            assert sums is not None
+            out, sums = group.merge(out, sums)
+        return out, sums if lse else None
 
     def _attend_single(self, layer: int, q: Tensor, scale: float, lse: bool) -> tuple[Tensor, Tensor | None]:
         """Of the same, over the tokens that lie here."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.attention.backend import Absorbed
 from weft.attention.caches import Caches
 from weft.hidden import Hidden
 from weft.kv.spec import Latent
@@ -94,7 +95,8 @@ class LatentAttention(Layer):
     """Attention whose cache holds one latent vector and one rotated key a token, whole on every rank for all heads.
 
     Heads are split over attn_tp. The projections from the latent vector to keys and values are absorbed into the
-    query and the output: q·(U c) = (Uᵀ q)·c, so nothing that was cached is ever expanded.
+    query and the output: q·(U c) = (Uᵀ q)·c, so nothing that was cached is ever expanded. The ranks of a dcp group hold
+    them for all of its heads.
     """
 
     def __init__(self, b: Builder, path: str, c: DeepseekConfig):
@@ -110,7 +112,7 @@ class LatentAttention(Layer):
         self.kv_down = Linear(b, f"{path}.kv_a_proj_with_mqa", c.hidden_size, sum(self.latent_dims))
         self.kv_norm = HeadNorm(b, f"{path}.kv_a_layernorm", c.kv_rank, LATENT_EPS)
         ups = c.num_heads * sum(self.up_dims)
-        share = b.share(f"{path} (heads)", ups, "attn_tp", unit=sum(self.up_dims))
+        share = b.share(f"{path} (heads)", ups, "attn_tp", unit=sum(self.up_dims), together=b.mesh.dcp)
         self.kv_up = b.empty(share.stop - share.start, c.kv_rank)
         self.sources["kv_up"] = [Source(f"{path}.kv_b_proj.weight", (ups, c.kv_rank), (share,))]
         self.cache = Latent(sum(self.latent_dims), c.kv_rank)
@@ -123,13 +125,12 @@ class LatentAttention(Layer):
         source = self.q_norm(self.q_down(x)) if hasattr(self, "q_down") else x
         latent, rope = self.kv_down(x).require_complete(self.path).split(self.latent_dims, dim=-1)
         key = torch.cat((self.kv_norm(latent)[:, None], rotary(rope[:, None])), dim=-1)
-        up_key, up_value = self.kv_up.unflatten(0, (-1, sum(self.up_dims))).split(self.up_dims, dim=1)
+        absorbed = Absorbed(*self.kv_up.unflatten(0, (-1, sum(self.up_dims))).split(self.up_dims, dim=1))
 
         def attend(q: Tensor) -> Tensor:
             nope, rope = q.unflatten(-1, (-1, sum(self.dims))).split(self.dims, dim=-1)
-            q = torch.cat((torch.einsum("thn,hnr->thr", nope, up_key), rotary(rope)), dim=-1)
-            seen = caches.attend(self, q, key, scale=self.scale)[0]
-            return torch.einsum("thr,hvr->thv", seen, up_value).flatten(1)
+            q = torch.cat((nope, rotary(rope)), dim=-1)
+            return caches.attend(self, q, key, scale=self.scale, absorbed=absorbed)[0].flatten(1)
 
         return self.out(self.q(source).elementwise(attend, self.path))
 

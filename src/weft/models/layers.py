@@ -51,14 +51,17 @@ class Builder:
         """An unfilled weight, of the model's dtype unless said."""
         return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
 
-    def share(self, what: str, size: int, over: str | None, unit: int = 1, replicate: bool = False) -> slice:
+    def share(
+        self, what: str, size: int, over: str | None, unit: int = 1, replicate: bool = False, together: int = 1
+    ) -> slice:
         """This rank's run of `size` features cut over a group in whole `unit`s.
 
         replicate: where there are fewer units than ranks, neighbouring ranks hold the same one (key-value heads).
-        Raises LayoutError where the units do not divide among the ranks.
+        together: so many neighbours each hold all of their runs. Raises LayoutError where the units do not divide among
+        the ranks.
         """
-        ranks = self.mesh.size(self.mesh.canonical(over))
-        place = self.mesh.peers(self.mesh.canonical(over), self.rank).index(self.rank)
+        ranks = self.mesh.size(self.mesh.canonical(over)) // together
+        place = self.mesh.peers(self.mesh.canonical(over), self.rank).index(self.rank) // together
         units = size // unit
         if units % ranks == 0:
             each = size // ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,16 @@ def test_greedy_tokens_are_transformers(served: tuple[Path, list[tuple[int, ...]
 
 
 def test_requests_that_are_preempted_say_the_same(served: tuple[Path, list[tuple[int, ...]]]) -> None:
+    """What was cancelled before them, at its first token, leaves nothing behind."""
     directory, wanted = served
     with Engine(config(directory, kv_tokens=64, max_batch_tokens=8, attn_dp=2, attn_tp=2, ep=4, moe_tp=1)) as engine:
+        seen: queue.SimpleQueue[int] = queue.SimpleQueue()
+        ids = [engine.submit(prompt, GREEDY, lambda _, at=at: seen.put(at)) for at, prompt in enumerate(prompts()[:2])]
+        left = {0, 1}
+        while left:
+            at = seen.get(timeout=60)
+            engine.cancel(ids[at])
+            left.discard(at)
         assert [r.token_ids for r in engine.generate(prompts(), GREEDY)] == wanted
         assert engine.stats().preemptions > 0
         engine.check_idle()

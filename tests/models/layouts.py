@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -154,3 +155,32 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
     every = [source for layer in layers for found in layer.sources.values() for source in found]
     return {source.name: source.stored()[0] for source in every}
+
+
+def check_float8(plain: dict[str, Tensor], names: Sequence[str], config: dict[str, Any], directory: Path) -> None:
+    """Stores the named tensors in FP8: every rank's weights are what they stand for. plain: split as in the release."""
+    stored, wanted = dict(plain), dict(plain)
+    for name in names:
+        values, scales, wanted[name] = float8(plain[name], 8)
+        stored |= {name: values, f"{name}_scale_inv": scales}
+    method = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[8, 8])
+    loaded = []
+    mesh = Mesh(1, 4, 2, 2)
+    for tensors in (stored, wanted):
+        save_file(tensors, directory / "model.safetensors")
+        (directory / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+        found = load_config(directory)
+        loaded.append([dict(load_model(directory, found, mesh, rank).named_parameters()) for rank in (1, 2)])
+    for ours, theirs in zip(*loaded, strict=True):
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def float8(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(stored, scales, what they stand for) of `[…, rows, columns]`, element by element."""
+    rows, columns = (-(-n // block) for n in weight.shape[-2:])
+    scales = torch.rand(*weight.shape[:-2], rows, columns) + 0.01
+    spread = torch.empty_like(weight)
+    for r, c in itertools.product(range(weight.shape[-2]), range(weight.shape[-1])):
+        spread[..., r, c] = scales[..., r // block, c // block]
+    stored = (weight / spread).to(torch.float8_e4m3fn)
+    return stored, scales, stored.float() * spread

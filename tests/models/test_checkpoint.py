@@ -13,6 +13,7 @@ from support import small_model
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from models.layouts import float8
 from weft.models.checkpoint import Checkpoint
 from weft.models.config import ModelError
 from weft.models.load import load_model
@@ -51,17 +52,6 @@ def test_views(name: str, tmp_path: Path) -> None:
         assert torch.equal(checkpoint.read(Source("w", (7, 10), (slice(None),), views=views)), used)
         with pytest.raises(ModelError, match=r"w in .* is .*, but config\.json asks for"):
             checkpoint.read(Source("w", (7, 11), (slice(None),), views=views))
-
-
-def float8(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(stored, scales, what they stand for) of `[…, rows, columns]`, element by element."""
-    rows, columns = (-(-n // block) for n in weight.shape[-2:])
-    scales = torch.rand(*weight.shape[:-2], rows, columns) + 0.01
-    spread = torch.empty_like(weight)
-    for r, c in itertools.product(range(weight.shape[-2]), range(weight.shape[-1])):
-        spread[..., r, c] = scales[..., r // block, c // block]
-    stored = (weight / spread).to(torch.float8_e4m3fn)
-    return stored, scales, stored.float() * spread
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (3, 17, 33)])

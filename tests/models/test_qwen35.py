@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support import EVERY
 
-from models.layouts import MESHES, check, nearness, stored_shapes
+from models.layouts import MESHES, check, check_float8, nearness, stored_shapes
 from models.qwen35 import Qwen35, small_config, small_qwen35
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
@@ -80,6 +80,19 @@ def test_the_delta_rule_in_runs_is_what_it_is_token_by_token(lengths: tuple[int,
 def test_every_published_tensor_is_read_and_no_other(saved: tuple[Path, Qwen35]) -> None:
     stored = {name: tuple(t.shape) for name, t in load_file(saved[0] / "model.safetensors").items()}
     assert stored_shapes(saved[0]) == stored
+
+
+def test_the_float8_release(saved: tuple[Path, Qwen35], tmp_path: Path) -> None:
+    """There experts are not fused, and most projections are in FP8."""
+    plain = load_file(saved[0] / "model.safetensors")
+    for name in [n for n in plain if ".experts." in n]:
+        stacked, fused = plain.pop(name), name.endswith("gate_up_proj")
+        for e, weight in enumerate(stacked):
+            parts = dict(zip(("gate", "up"), weight.chunk(2), strict=True)) if fused else {"down": weight}
+            for part, half in parts.items():
+                plain[f"{name.rpartition('.')[0]}.{e}.{part}_proj.weight"] = half.contiguous()
+    names = [n for n in plain if n.endswith("proj.weight") or "in_proj_qkv" in n or "in_proj_z" in n]
+    check_float8(plain, names, small_config(), tmp_path)
 
 
 LAYERS = "model.language_model.layers"

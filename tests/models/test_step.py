@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from support import EVERY
 
-from models.layouts import MESHES, check, nearness, stored_shapes
+from models.layouts import MESHES, check, check_float8, nearness, stored_shapes
 from models.stepfun import Step, small_config, small_step
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
@@ -59,6 +59,13 @@ def test_bfloat16_is_as_near_to_the_truth_as_transformers(tmp_path: Path) -> Non
 def test_every_published_tensor_is_read_and_no_other(saved: tuple[Path, Step]) -> None:
     stored = {name: tuple(t.shape) for name, t in load_file(saved[0] / "model.safetensors").items()}
     assert stored_shapes(saved[0]) == stored
+
+
+def test_the_float8_release(saved: tuple[Path, Step], tmp_path: Path) -> None:
+    plain = load_file(saved[0] / "model.safetensors")
+    names = [n for n in plain if n.endswith("proj.weight") and "g_proj" not in n]
+    assert any(plain[name].dim() == 3 for name in names)
+    check_float8(plain, names, small_config(), tmp_path)
 
 
 PUBLISHED = {

@@ -107,6 +107,6 @@ def _layer(b: Builder, path: str, c: Qwen35Config, index: int) -> DecoderLayer:
         inner=c.moe_intermediate_size,
         routing=c.routing,
         shared=c.shared_size,
-        stored=Stored(form="fused"),
+        stored=Stored(form="fused" if c.storage.float8_block is None else "each"),  # as the two releases have them
     )
     return DecoderLayer(b, path, c, mixer, mlp)

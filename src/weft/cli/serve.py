@@ -56,8 +56,10 @@ class Command:
     """The model's name for clients; left out, its directory's name."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations; auto is float32 on CPUs."""
-    kv_tokens: int = 65536
-    """Tokens in the key-value cache of each rank; a DP group holds dcp times as many."""
+    kv_tokens: int | None = None
+    """Tokens in the key-value cache of each rank; left out, 65536 on CPUs, and on GPUs what fits."""
+    gpu_memory_fraction: float = 0.9
+    """Of each GPU's memory, what may be used in all where --kv-tokens is left out."""
     max_batch_tokens: int = 2048
     """Rows of one step of a DP group; longer prompts are read in chunks."""
     max_running: int = 64
@@ -92,6 +94,7 @@ class Command:
             self.layout,
             dtype=self.dtype,
             kv_tokens=self.kv_tokens,
+            gpu_memory_fraction=self.gpu_memory_fraction,
             max_batch_tokens=self.max_batch_tokens,
             max_running=self.max_running,
             max_model_len=self.max_model_len,

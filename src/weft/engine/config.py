@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from weft.assets import embedded_model_dir
 from weft.dcp.interleave import Interleave
+from weft.kv.spec import CacheGroup, Rule
 from weft.models.config import ModelConfig
 from weft.models.registry import load_config, registry
 from weft.place.plan import Choice
@@ -16,7 +18,6 @@ from weft.place.spec import Mesh
 
 ABOVE_ZERO = (
     "page_size",
-    "kv_tokens",
     "max_batch_tokens",
     "max_running",
     "max_waiting",
@@ -25,6 +26,8 @@ ABOVE_ZERO = (
     "step_timeout_s",
     "restart_window_s",
 )
+KV_TOKENS = 65536
+"""Tokens in the cache of a rank on CPUs, unless told otherwise."""
 MOST_CORES = 1 << 16  # a slip of the finger must not fill memory
 
 
@@ -47,7 +50,8 @@ class EngineConfig:
     attn_dp, attn_tp, ep, moe_tp: the layout (`weft.place.spec.Mesh`). dtype auto: float32 on CPUs, bfloat16 on GPUs.
     dcp: neighbouring ranks of attn_tp among which the cached tokens are dealt out (decode context parallelism),
     dcp_interleave at a time (None: a page). dcp_exchange: how their attention is merged (`weft.place.merge`).
-    page_size: tokens a page of the key-value cache. kv_tokens: its size on a rank: a DP group holds dcp times as many.
+    page_size: tokens a page of the key-value cache. kv_tokens: its size on a rank: a DP group holds dcp times as many;
+    None: KV_TOKENS on CPUs, and on GPUs what fits. gpu_memory_fraction: of a GPU, what may be used in all then.
     max_batch_tokens: rows of one step of a DP group, which cuts long prompts into chunks. max_running: its sequences.
     max_waiting: requests that may wait for a place, of all groups together; more are refused. max_choices: answers to
     one request of a client, its prompts times its choices.
@@ -78,7 +82,8 @@ class EngineConfig:
     dcp_exchange: Literal["auto", "ag_rs", "a2a", "fused"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     page_size: int = 16
-    kv_tokens: int = 65536
+    kv_tokens: int | None = None
+    gpu_memory_fraction: float = 0.9
     max_batch_tokens: int = 2048
     max_running: int = 64
     max_waiting: int = 1024
@@ -124,7 +129,9 @@ class EngineConfig:
                 f"dcp_interleave is {run}; it must divide a page of {self.page_size} tokens; nearest that do: "
                 + " and ".join(map(str, dict.fromkeys(near)))
             )
-        if self.kv_tokens < self.page_size:
+        if not 0 < self.gpu_memory_fraction <= 1:
+            raise ValueError(f"gpu_memory_fraction is {self.gpu_memory_fraction}; it must be above 0 and at most 1")
+        if self.kv_tokens is not None and self.kv_tokens < self.page_size:
             raise ValueError(f"kv_tokens={self.kv_tokens} is less than one page of {self.page_size} tokens")
         if self.max_batch_tokens < self.max_running:
             raise ValueError(
@@ -178,12 +185,17 @@ class EngineConfig:
     @property
     def num_pages(self) -> int:
         """Pages of a rank's key-value cache, each of which stands for `deal.span` tokens of the DP group."""
-        return self.kv_tokens // self.page_size
+        return (KV_TOKENS if self.kv_tokens is None else self.kv_tokens) // self.page_size
 
     @property
     def cached_tokens(self) -> int:
         """Tokens that the key-value cache of a DP group holds, in whole pages."""
         return self.num_pages * self.deal.span
+
+    def with_cache(self, groups: Sequence[CacheGroup]) -> EngineConfig:
+        """The same with the size of the cache that ranks have made, for whoever must know it."""
+        pages = next((g.size for g in groups if g.rule == Rule()), self.num_pages)
+        return replace(self, kv_tokens=pages * self.page_size)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a rank's process."""

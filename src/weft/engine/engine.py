@@ -61,7 +61,7 @@ class Engine:
         except BaseException:
             self._executor.close(grace_s=0)
             raise
-        self._groups = self._executor.groups
+        self.config, self._groups = self._executor.config, self._executor.groups
         self._schedulers = make_schedulers(config, self._groups)
         self._ids, self._seeds = itertools.count(1), random.Random(config.seed)
         self._intake = Intake(config.max_waiting + config.max_running * config.attn_dp)

@@ -84,6 +84,7 @@ class Executor(ABC):
                         progress(message.what, sum(loaded.values()) / len(loaded))
                 if isinstance(message, Ready):
                     ready, self.groups = ready + 1, message.groups
+            self.config = self.config.with_cache(self.groups)  # ranks that are started anew make one of the same size
         except BaseException:
             self._stop_ranks(grace_s=0)
             raise

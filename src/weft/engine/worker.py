@@ -12,6 +12,7 @@ from weft.comm.transport import Transport
 from weft.engine.batch import SeqRows
 from weft.engine.config import EngineConfig
 from weft.engine.device import device_of, dtype_of
+from weft.engine.memory import check_weights, groups_of, least_of, measure, sized
 from weft.engine.messages import (
     AskPlan,
     AskReport,
@@ -33,7 +34,7 @@ from weft.engine.messages import (
 from weft.engine.profiling import RankProfile
 from weft.engine.runner import ModelRunner
 from weft.engine.sampler import sample, score
-from weft.kv.spec import cache_groups
+from weft.kv.spec import CacheGroup
 from weft.models.load import dummy_model, load_model
 from weft.place.cost import Costs
 
@@ -57,30 +58,33 @@ class Worker:
         device = device_of(config, self.rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            check_weights(model_config, config, self.rank, dtype, torch.cuda.mem_get_info()[0])
         if config.load_format == "dummy":
             model = dummy_model(model_config, self.mesh, self.rank, dtype, device, progress, empty)
         else:
             model = load_model(config.model, model_config, self.mesh, self.rank, dtype, device, progress, empty)
-        self.groups = cache_groups(
-            cached_layers(model).values(),
-            page_size=config.deal.span,
-            kv_tokens=config.cached_tokens,
-            max_running=config.max_running,
-            max_batch_tokens=config.max_batch_tokens,
-            prefix_cache=config.prefix_cache,
-        )
-        self.runner = ModelRunner(
-            model,
-            self.mesh,
-            self.rank,
-            transports,
-            self.groups,
-            config.page_size,
-            costs,
-            interleave=config.dcp_interleave,
-            dcp_exchange=config.dcp_exchange,
-            plan=config.plan,
-        )
+        specs = cached_layers(model)
+
+        def make(groups: Sequence[CacheGroup]) -> ModelRunner:
+            return ModelRunner(
+                model,
+                self.mesh,
+                self.rank,
+                transports,
+                groups,
+                config.page_size,
+                costs,
+                interleave=config.dcp_interleave,
+                dcp_exchange=config.dcp_exchange,
+                plan=config.plan,
+            )
+
+        if device.type == "cuda" and config.kv_tokens is None:
+            send(Progress(self.rank, 0, 1, "measuring memory"))
+            memory, agree = measure(make, specs, config, model_config), least_of(transports[0], self.mesh.world, device)
+            config = self.config = sized(config, specs, memory, dtype.itemsize, agree)
+        self.groups = groups_of(specs, config)
+        self.runner = make(self.groups)
         self.profile = RankProfile(self.runner)
         if device.type == "cuda" and config.cuda_graphs:
             tokens = min(config.max_model_len or model_config.max_position, config.cached_tokens)

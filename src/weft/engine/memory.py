@@ -1,0 +1,178 @@
+"""How large a GPU's cache may be: what its weights, its steps and its graphs leave, measured before it is made.
+
+Every rank runs the largest steps once, with a cache that just holds them, and looks how far torch's allocator goes.
+What then is free, but for the share that `gpu_memory_fraction` leaves to others, is for the cache; the least of all
+ranks counts, as page tables are the same on each.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from weft.attention.batch import Batch
+from weft.comm.transport import Transport
+from weft.engine.batch import SeqRows, build_batch
+from weft.engine.config import EngineConfig
+from weft.engine.graphs import capacities
+from weft.engine.runner import ModelRunner
+from weft.kv.spec import CacheGroup, Latent, Recurrent, Rule, Spec, Window, cache_groups, rule
+from weft.models.config import ModelConfig
+from weft.models.load import build_model
+from weft.place.exchange import all_gatherv
+from weft.place.spec import LayoutError
+
+GIB = 1 << 30
+MOST_PAGES = 1 << 24
+"""Numbers up to here are whole in float32, in which ranks tell theirs."""
+MakeRunner = Callable[[Sequence[CacheGroup]], ModelRunner]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one rank's GPU, in bytes, with its weights but without its cache. steps: what an eager step takes beyond;
+    graphs: what all graphs of decode steps keep."""
+
+    total: int
+    free: int
+    steps: int
+    graphs: int
+
+    def room(self, fraction: float) -> int:
+        """Bytes for the cache, where so much of the GPU may be used; below 0 where the rest has no room."""
+        return self.free - self.steps - self.graphs - int((1 - fraction) * self.total)
+
+
+def cache_bytes(specs: Mapping[str, Spec], groups: Sequence[CacheGroup], config: EngineConfig, element: int) -> int:
+    """What the caches of these groups take on a rank. element: bytes of the activations' dtype."""
+    size, total = {group.rule: group.size for group in groups}, 0
+    for spec in specs.values():
+        have = size[rule(spec)]
+        if isinstance(spec, Recurrent):
+            total += (have + 2) * 4 * sum(torch.Size(shape).numel() for shape in spec.shapes)
+        else:
+            slots = (have + 1) * (config.deal.span if isinstance(spec, Window) else config.page_size)
+            total += slots * element * (spec.width if isinstance(spec, Latent) else 2 * spec.heads * spec.dim)
+    return total
+
+
+def groups_of(specs: Mapping[str, Spec], config: EngineConfig, pages: int | None = None) -> tuple[CacheGroup, ...]:
+    """The cache groups of a configuration. pages: of whole sequences, in place of what it says."""
+    return cache_groups(
+        specs.values(),
+        page_size=config.deal.span,
+        kv_tokens=config.cached_tokens if pages is None else pages * config.deal.span,
+        max_running=config.max_running,
+        max_batch_tokens=config.max_batch_tokens,
+        prefix_cache=config.prefix_cache,
+    )
+
+
+def check_weights(model: ModelConfig, config: EngineConfig, rank: int, dtype: torch.dtype, free: int) -> None:
+    """Raises LayoutError, in one line that says how much is missing, where a rank's weights need more than is free."""
+    meta = torch.device("meta")
+    weights = build_model(model, config.mesh, rank, dtype, meta).parameters()
+    if (need := sum(w.numel() * w.element_size() for w in weights)) > free:
+        raise LayoutError(
+            f"the weights of rank {rank} take {need / GIB:.1f} GiB, and its GPU has {free / GIB:.1f} GiB free: "
+            f"{(need - free) / GIB:.1f} GiB are missing; spread the model over more ranks (--attn-tp, --ep), or free "
+            "the GPU"
+        )
+
+
+def large_steps(config: EngineConfig, model: ModelConfig) -> list[list[int]]:
+    """The rows of each sequence in the steps that take most: one long prompt; many that end, whose logits are wanted;
+    and one row of as many answers as there may be."""
+    longest = min(config.max_batch_tokens, config.max_model_len or model.max_position)
+    each, more = divmod(config.max_batch_tokens, config.max_running)
+    spread = [min(longest, each + (i < more)) for i in range(config.max_running)]
+    return [[longest], spread, [1] * config.max_running]
+
+
+def step_of(rows: Sequence[int], rules: Sequence[Rule], pages: Sequence[int], span: int, device: torch.device) -> Batch:
+    """A step of sequences that begin, so many rows each; they share pages where there are too few.
+
+    pages: of each rule's group; span: tokens of a sequence that a page stands for.
+    """
+    seqs, at = [], 0
+    for count in rows:
+        need = -(-count // span)
+        tables = [
+            (-1, -1) if r.state else [(at + i) % have for i in range(need)]
+            for r, have in zip(rules, pages, strict=True)
+        ]
+        seqs.append(SeqRows(count, 0, tables, 1))
+        at += need
+    return build_batch([0] * sum(rows), seqs, span, rules, device)
+
+
+def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, model: ModelConfig) -> Memory:
+    """Runs the largest steps on this rank's GPU. Collective: every rank of the mesh must."""
+    steps, span = large_steps(config, model), config.deal.span
+    pages = max(sum(-(-count // span) for count in rows) for rows in steps)
+    groups = groups_of(specs, config, pages)
+    runner = make(groups)
+    device = runner.model.embed.weight.device
+    peaks = []
+    for rows in steps:
+        batch = step_of(rows, [g.rule for g in groups], [g.size for g in groups], span, device)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        runner.forward(batch, (sum(rows),) * config.attn_dp)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    # Graphs share one pool, as large as the largest needs; but each keeps its logits, twice: as they are and as floats.
+    logits = sum(capacities(config.max_running)) * model.vocab_size * (4 + runner.model.embed.weight.element_size())
+    del runner, batch
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return Memory(total, free, max(peaks), (peaks[-1] + logits) if config.cuda_graphs else 0)
+
+
+def sized(
+    config: EngineConfig, specs: Mapping[str, Spec], memory: Memory, element: int, agree: Callable[[int], int]
+) -> EngineConfig:
+    """The configuration with a cache that every rank has room for. agree: gives the least of all ranks' numbers.
+
+    Raises LayoutError, on every rank, where not one sequence of max_model_len tokens fits, or not one page.
+    """
+
+    def bytes_of(pages: int) -> int:
+        return cache_bytes(specs, groups_of(specs, config, pages), config, element)
+
+    room = memory.room(config.gpu_memory_fraction)
+    # Windows and states do not grow with the pages: where there are no others, as many as may be fit.
+    pages = agree(max(0, bisect.bisect_right(range(MOST_PAGES), room, key=bytes_of) - 1))
+    found = replace(config, kv_tokens=max(1, pages) * config.page_size)
+    least = max(config.deal.span, config.max_model_len or 0)
+    if pages * config.deal.span < least:
+        need, weights = bytes_of(-(-least // config.deal.span)), memory.total - memory.free
+        if need <= room:
+            raise LayoutError(f"another rank's GPU has no room for the cache of a sequence of {least} tokens")
+        cache, missing = f"{need / GIB:.1f} GiB", f"{(need - room) / GIB:.1f} GiB are missing"
+        raise LayoutError(
+            f"a GPU's {memory.total / GIB:.1f} GiB hold {weights / GIB:.1f} GiB of weights and what else is there, and "
+            f"steps take {(memory.steps + memory.graphs) / GIB:.1f} GiB: for the cache of a sequence of {least} "
+            f"tokens, {cache}, {missing}; raise --gpu-memory-fraction ({config.gpu_memory_fraction}), lower "
+            "--max-model-len or --max-batch-tokens, or take more ranks"
+        )
+    return found
+
+
+def least_of(transport: Transport, world: int, device: torch.device) -> Callable[[int], int]:
+    """The least of all ranks' numbers up to MOST_PAGES. Collective."""
+
+    def agree(mine: int) -> int:
+        if world == 1:
+            return mine
+        told = torch.full((1, 8), float(mine), device=device)
+        ranks = tuple(range(world))
+        return int(transport.exchange(told, all_gatherv(world), ranks, (1,) * world).min())
+
+    return agree

@@ -1,0 +1,150 @@
+"""How large a GPU's cache becomes, from figures of a pretended GPU; the steps by which it is measured run on CPUs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import run_world, small_config
+
+from engine.test_families import CONFIG, PLUGIN
+from weft.attention.caches import Caches, cached_layers
+from weft.engine.config import KV_TOKENS, EngineConfig
+from weft.engine.memory import GIB, Memory, cache_bytes, check_weights, groups_of, least_of, measure, sized
+from weft.engine.runner import ModelRunner
+from weft.kv.spec import CacheGroup, Latent, PagedKV, Recurrent, Rule, Spec, Window
+from weft.models.load import build_model, dummy_model
+from weft.place.spec import LayoutError
+
+SPECS: dict[str, Spec] = {
+    "a": PagedKV(2, 8),
+    "b": PagedKV(2, 8),
+    "c": Window(12, 2, 8),
+    "d": Latent(24, 16),
+    "e": Recurrent(((3, 5), (7,))),
+}
+
+
+@pytest.fixture(params=["qwen2_moe", "deepseek_v2", "hybrid"])
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> EngineConfig:
+    """A model's configuration, two ranks."""
+    config = CONFIG if request.param == "hybrid" else small_config(request.param, 2).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plugins = (PLUGIN,) if request.param == "hybrid" else ()
+    sizes = dict(page_size=4, max_batch_tokens=16, max_running=6, attn_dp=2, ep=2)
+    return EngineConfig(tmp_path, plugins=plugins, load_format="dummy", **sizes)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attn_tp": 2, "moe_tp": 2, "dcp": 2}])
+def test_bytes_are_those_of_the_tensors(changes: dict[str, int]) -> None:
+    config = EngineConfig(page_size=4, kv_tokens=80, max_running=3, max_batch_tokens=16, **changes)
+    groups = groups_of(SPECS, config)
+    caches = [
+        Caches({name: SPECS[name]}, groups, config.page_size, torch.bfloat16).bytes for name in SPECS if name != "c"
+    ]
+    caches.append(Caches({"c": SPECS["c"]}, groups, config.deal.span, torch.bfloat16).bytes)
+    assert cache_bytes(SPECS, groups, config, 2) == sum(caches)
+
+
+def test_the_cache_takes_what_is_left_and_no_more() -> None:
+    config = EngineConfig(page_size=4, gpu_memory_fraction=0.8)
+    have = Memory(total=10_000_000, free=7_000_000, steps=600_000, graphs=400_000)
+    room = 7_000_000 - 600_000 - 400_000 - 2_000_000
+    assert have.room(0.8) == pytest.approx(room, abs=1)
+    found = sized(config, SPECS, have, 2, lambda mine: mine)
+    taken = [cache_bytes(SPECS, groups_of(SPECS, found, found.num_pages + more), found, 2) for more in (0, 1)]
+    assert taken[0] <= room < taken[1] and found.kv_tokens == 4 * found.num_pages
+    assert sized(config, SPECS, have, 2, lambda mine: mine - 7).num_pages == found.num_pages - 7
+    assert (
+        sized(replace(config, gpu_memory_fraction=0.9), SPECS, have, 2, lambda mine: mine).num_pages > found.num_pages
+    )
+
+
+def test_what_is_missing_is_said() -> None:
+    have = Memory(total=10 * GIB, free=2 * GIB, steps=GIB // 2, graphs=GIB // 2)
+    with pytest.raises(LayoutError, match=r"8.0 GiB of weights .* steps take 1.0 GiB.* GiB are missing; raise --gpu"):
+        sized(EngineConfig(), SPECS, have, 2, lambda mine: mine)
+    enough = replace(have, steps=0, graphs=0)
+    assert sized(EngineConfig(gpu_memory_fraction=1.0), SPECS, enough, 2, lambda mine: mine).num_pages > 100
+    longest = EngineConfig(gpu_memory_fraction=1.0, max_model_len=100_000_000)
+    with pytest.raises(LayoutError, match="a sequence of 100000000 tokens"):
+        sized(longest, SPECS, enough, 2, lambda mine: mine)
+    with pytest.raises(LayoutError, match=r"GiB are missing|another rank"):  # another rank has no room for a page
+        sized(EngineConfig(gpu_memory_fraction=1.0), SPECS, enough, 2, lambda mine: 0)
+
+
+def test_the_least_of_all_ranks_counts() -> None:
+    pages = [70_000, 12_345_678, 69_999]
+
+    def rank_main(transport: Any) -> int:
+        return least_of(transport, 3, torch.device("cpu"))(pages[transport.rank])
+
+    assert run_world(3, rank_main) == [69_999] * 3
+    assert run_world(1, lambda t: least_of(t, 1, torch.device("cpu"))(5)) == [5]
+
+
+def test_steps_are_measured_with_a_cache_that_just_holds_them(
+    made: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPUs, with counters that pretend: the n-th step is said to take 1000 · n bytes beyond what was there."""
+    model = made.read_model()
+    rows: list[list[tuple[int, ...]]] = [[], []]
+
+    class Runner(ModelRunner):
+        def forward(self, batch: Any, counts: tuple[int, ...]) -> Any:
+            rows[self.rank].append((counts[0], len(batch.lengths)))
+            logits = super().forward(batch, counts)
+            assert logits.isfinite().all() and len(logits) == len(batch.lengths)
+            return logits
+
+    steps = iter(range(1000, 10_000, 1000))
+    for name, value in (
+        ("synchronize", lambda: None),
+        ("reset_peak_memory_stats", lambda: None),
+        ("empty_cache", lambda: None),
+        ("memory_allocated", lambda: 50),
+        ("mem_get_info", lambda: (300, 400)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def rank_main(transport: Any) -> Memory:
+        weights = dummy_model(model, made.mesh, transport.rank)
+        if transport.rank == 0:
+            monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 50 + next(steps))
+
+        def make(groups: Any) -> ModelRunner:
+            return Runner(weights, made.mesh, transport.rank, [transport], groups, made.page_size)
+
+        return measure(make, cached_layers(weights), made, model)
+
+    found = run_world(2, rank_main)[0]
+    assert rows[0] == rows[1] == [(16, 1), (16, 6), (6, 6)]
+    logits = (1 + 2 + 4 + 6) * model.vocab_size * 8
+    assert (found.total, found.free) == (400, 300)
+    assert found.steps >= 3000 and found.graphs >= 3000 + logits  # both ranks draw from the same counter
+
+
+def test_weights_that_do_not_fit(made: EngineConfig) -> None:
+    model = made.read_model()
+    weights = build_model(model, made.mesh, 1, torch.bfloat16, torch.device("meta")).parameters()
+    need = sum(w.numel() * 2 for w in weights)
+    check_weights(model, made, 1, torch.bfloat16, need)
+    with pytest.raises(LayoutError, match=r"the weights of rank 1 take .* GiB are missing; spread the model"):
+        check_weights(model, made, 1, torch.bfloat16, need - 1)
+
+
+def test_ranks_that_start_anew_keep_the_size() -> None:
+    assert EngineConfig().cached_tokens == KV_TOKENS
+    found = EngineConfig().with_cache([CacheGroup(Rule(window=9), 3), CacheGroup(Rule(), 77)])
+    assert found.kv_tokens == 77 * 16 and found.cached_tokens == 77 * 16
+    assert EngineConfig(kv_tokens=640).with_cache([CacheGroup(Rule(state=True), 3)]).kv_tokens == 640
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.1, -1.0])
+def test_fractions_that_are_none(fraction: float) -> None:
+    with pytest.raises(ValueError, match=r"gpu_memory_fraction is .*; it must be above 0 and at most 1"):
+        EngineConfig(gpu_memory_fraction=fraction)

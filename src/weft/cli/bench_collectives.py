@@ -125,7 +125,7 @@ class Command:
                 for hidden in self.hidden
                 for rows in self.rows
             ]
-            tunings = {"peer": read_tuning(host_table(), "peer_tuning", PeerTuning)}
+            tunings = {"peer": read_tuning(host_table(gpus=True), "peer_tuning", PeerTuning)}
             yield ranks, len(cases), run_ranks(ranks, gpu.measure, cases, tunings, baselines)
 
     def _ranks(self, default: tuple[int, ...], most: int) -> tuple[int, ...]:

@@ -153,7 +153,12 @@ def start_engine(config: Any) -> Any:
     from transformers.utils import logging as transformers_logging
 
     from weft.engine.engine import Engine
+    from weft.engine.ranks import untuned
 
+    if untuned(config):
+        from weft.cli.tune import tune_first
+
+        tune_first(config.mesh.world)
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     columns = (
         TextColumn("{task.description}"),

@@ -61,6 +61,7 @@ def examine() -> Iterator[Finding]:
     yield compiler("c++", "g++", "clang++")
     yield from gpus()
     yield table()
+    yield table(gpus=True)
 
 
 def packages() -> Iterator[Finding]:
@@ -138,12 +139,14 @@ def gpus() -> Iterator[Finding]:
         yield Finding("slow", "no nvcc", "transport peer cannot be built; install CUDA's nvcc, or set PATH to it")
 
 
-def table() -> Finding:
-    """What `weft tune` measured here."""
+def table(gpus: bool = False) -> Finding:
+    """What `weft tune` measured here, of ranks on CPUs or GPUs."""
     from weft.place.cost import host_table, read_table
     from weft.place.spec import LayoutError
 
-    path = host_table()
+    path = host_table(gpus)
+    if gpus and not path.exists():
+        return Finding("ok", "no cost table of this host's GPUs yet; the first weft serve on several measures one")
     if not path.exists():
         return Finding("slow", "no cost table of this host", "plans are made by presets; run weft tune once")
     try:

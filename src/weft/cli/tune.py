@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ class Command:
 
     def run(self) -> int:
         """Writes the table and says where. Raises UserError."""
-        out = self.out or host_table()
+        out = self.out or host_table(gpus=self.device == "cuda")
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -64,19 +65,22 @@ class Command:
         if not all(2 <= n <= most for n in ranks):
             raise UserError(f"--ranks takes numbers from 2 to {most}")
         stop_on_sigterm()
-        table = self._measure(ranks, list(self.transports or known))
+        sizes = GPU_SIZES if gpus else SIZES
+        table = self.measure(ranks, list(self.transports or known), sizes)
         out.write_text(json.dumps(table, indent=1) + "\n")
         found = table["transports"]
         print(f"{out}: {sum(map(len, found.values()))} times of {', '.join(found)}")
         return 0
 
-    def _measure(self, ranks: list[int], names: list[str]) -> dict[str, Any]:
+    def measure(self, ranks: list[int], names: list[str], sizes: list[int]) -> dict[str, Any]:
+        """The table, of so many ranks, transports and bytes."""
         console = Console(stderr=True)
         prices: dict[str, list[dict[str, Any]]] = {}
         table: dict[str, Any] = {"host": describe_host(), "transports": prices}
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("tuning", total=None)
-            found = self._on_gpus(ranks, names) if self.device == "cuda" else self._on_cpus(ranks, names)
+            on = self._on_gpus if self.device == "cuda" else self._on_cpus
+            found = on(ranks, names, sizes)
             for world, what, value in found:
                 bar.update(task, description=f"{world} ranks")
                 if what == "price":
@@ -86,19 +90,32 @@ class Command:
         return table
 
     @staticmethod
-    def _on_cpus(ranks: list[int], names: list[str]) -> Iterator[tuple[int, str, Any]]:
+    def _on_cpus(ranks: list[int], names: list[str], sizes: list[int]) -> Iterator[tuple[int, str, Any]]:
         [tuning] = list(run_ranks(min(ranks), find_sizes, min(ranks)))
         yield min(ranks), "shm_tuning", tuning
-        [points] = list(run_ranks(1, price_locals, SIZES))
+        [points] = list(run_ranks(1, price_locals, sizes))
         for kind, found in points.items():
             yield 1, kind, found
         for world in ranks:
-            for row in run_ranks(world, price, world, names, SIZES, tuning):
+            for row in run_ranks(world, price, world, names, sizes, tuning):
                 yield world, "price", row
 
     @staticmethod
-    def _on_gpus(ranks: list[int], names: list[str]) -> Iterator[tuple[int, str, Any]]:
+    def _on_gpus(ranks: list[int], names: list[str], sizes: list[int]) -> Iterator[tuple[int, str, Any]]:
         names = [{"nccl": "torchdist/nccl"}.get(name, name) for name in names]
         for world in ranks:  # the widest comes last, and its tuning stays
-            for what, value in run_ranks(world, measure_gpus, world, names, GPU_SIZES):
+            for what, value in run_ranks(world, measure_gpus, world, names, sizes):
                 yield world, what, value
+
+
+def tune_first(world: int) -> None:
+    """Measures so many GPUs for a start that finds no table of them, with few sizes: seconds. Says where it writes."""
+    table = Command(device="cuda").measure([world], ["peer", "nccl"], GPU_SIZES[::3])
+    path = host_table(gpus=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(table, indent=1) + "\n")
+    except OSError as error:
+        advice = "name a cost model with --cost, such as h200x4"
+        raise UserError(f"cannot write {path}: {error.strerror}; {advice}") from error
+    print(f"measured what {world} GPUs exchange, once for this host: {path}", file=sys.stderr)

@@ -28,12 +28,21 @@ def cost_model(config: EngineConfig) -> Costs:
         return costs(config.cost)
     if config.executor == "thread":
         return costs("cpu")
-    names = carriers(config)
-    if host_table().is_file():
-        found = costs(str(host_table()))
-        if not on_gpus(config) or all(name in found.by_transport for name in names):
+    if (table := host_table(on_gpus(config))).is_file():
+        found = costs(str(table))
+        if not on_gpus(config) or all(name in found.by_transport for name in carriers(config)):
             return found
-    return costs(GPU_COSTS if set(names) <= {"peer", "torchdist/nccl"} else "cpu")
+    return costs(GPU_COSTS if on_gpus(config) else "cpu")
+
+
+def untuned(config: EngineConfig) -> bool:
+    """Whether the ranks are GPUs that exchange rows by a table of this host that is not there, or has fewer ranks."""
+    if config.cost != "auto" or config.mesh.world == 1 or not on_gpus(config):
+        return False
+    if not (table := host_table(gpus=True)).is_file():
+        return True
+    measured = costs(str(table)).by_transport
+    return any(max(measured.get(name, {0: None})) < config.mesh.world for name in carriers(config))
 
 
 def open_transports(config: EngineConfig, rank: int, directory: Path) -> list[Transport]:
@@ -77,5 +86,5 @@ def bind(config: EngineConfig, rank: int) -> None:
 
 def _table(config: EngineConfig) -> Path | None:
     if config.cost == "auto":
-        return host_table() if host_table().is_file() else None
+        return table if (table := host_table(on_gpus(config))).is_file() else None
     return Path(config.cost) if config.cost.endswith(".json") else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import jinja2
@@ -9,7 +10,7 @@ from transformers import AutoTokenizer
 
 from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
-from weft.engine.device import carriers, dtype_of
+from weft.engine.device import carriers, dtype_of, on_gpus
 from weft.engine.ranks import cost_model
 from weft.engine.runner import plan_model
 from weft.models.config import ModelConfig, ModelError
@@ -54,12 +55,19 @@ def context_tokens(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len or model.max_position
 
 
+def check_packages(config: EngineConfig) -> None:
+    """Raises LayoutError where the ranks would lack a package."""
+    if on_gpus(config) and find_spec("triton") is None:
+        raise LayoutError("ranks on GPUs take Triton, which is not installed: pip install 'weft[gpu]', or --device cpu")
+
+
 def check_plans(config: EngineConfig, model: ModelConfig) -> None:
     """Builds the model without weights and plans every step that may come.
 
     Raises ModelError for sizes of which no model can be; LayoutError where it does not divide over the
     layout, or the cost table lacks an edge that is needed.
     """
+    check_packages(config)
     mesh, table = config.mesh, cost_model(config)
     offers = [offer_of(name, has, mesh, table.of(name, mesh.world), None) for name, has in carriers(config).items()]
     try:

@@ -183,10 +183,13 @@ def read_tuning(path: Path, key: str, kind: type[T]) -> T:
         raise LayoutError(f"{wrong}: {type(error).__name__}: {error}") from error
 
 
-def host_table() -> Path:
-    """Where `weft tune` writes this host's table unless told otherwise, and where the engine looks for it."""
+def host_table(gpus: bool = False) -> Path:
+    """Where `weft tune` writes this host's table unless told otherwise, and where the engine looks for it.
+
+    gpus: the one of ranks on GPUs, which also lists other times of local kernels.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "weft" / f"tune-{socket.gethostname()}.json"
+    return Path(cache) / "weft" / f"tune-{socket.gethostname()}{'-gpu' * gpus}.json"
 
 
 PRESETS: dict[str, AlphaBeta] = {

@@ -1,0 +1,80 @@
+"""What a host with GPUs decides before its ranks start; none is needed: how many there are is pretended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weft.cli import command, tune
+from weft.cli.command import UserError
+from weft.engine import startup
+from weft.engine.config import EngineConfig
+from weft.engine.ranks import cost_model, untuned
+from weft.place.cost import host_table, read_table
+from weft.place.spec import LayoutError
+
+TWO = EngineConfig(attn_tp=2, moe_tp=2)
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+
+def write(name: str, world: int) -> None:
+    row = {"kind": "all_reduce", "ranks": world, "world": world, "bytes": 8, "us": 3}
+    table = {"local": [[8, 1]], "epilogue": [[8, 1]], "transports": {"peer": [row], name: [row]}}
+    host_table(gpus=True).parent.mkdir(parents=True, exist_ok=True)
+    host_table(gpus=True).write_text(json.dumps(table))
+
+
+def test_a_host_is_measured_where_no_table_says_what_is_asked() -> None:
+    assert untuned(TWO) and cost_model(TWO).name == "h200x4"
+    write("torchdist/nccl", 2)
+    assert not untuned(TWO) and cost_model(TWO).name == str(host_table(gpus=True))
+    assert untuned(EngineConfig(attn_tp=4, moe_tp=4)), "the table is of fewer ranks"
+    write("peer", 2)
+    assert untuned(TWO) and not untuned(EngineConfig(attn_tp=2, moe_tp=2, transport="peer"))
+    for changes in (dict(cost="h200-nvlink"), dict(device="cpu"), dict(attn_tp=1, moe_tp=1), dict(attn_tp=8, moe_tp=8)):
+        assert not untuned(EngineConfig(**dict(attn_tp=2, moe_tp=2) | changes)), changes
+
+
+def test_the_tables_of_cpus_and_gpus_are_two() -> None:
+    write("torchdist/nccl", 2)
+    assert cost_model(EngineConfig(attn_tp=2, moe_tp=2, device="cpu")).name == "cpu"
+    assert not host_table().exists()
+
+
+def test_the_first_start_measures_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[Any] = []
+
+    def run_ranks(world: int, *given: Any) -> Any:
+        asked.append((world, given[2]))
+        row = {"kind": "all_reduce", "ranks": world, "world": world, "bytes": 8, "us": 3}
+        yield "local", [[8, 1]]
+        yield "epilogue", [[8, 1]]
+        for name in ("peer", "torchdist/nccl"):
+            yield "price", {"transport": name} | row
+
+    monkeypatch.setattr(tune, "run_ranks", run_ranks)
+    monkeypatch.setattr("weft.engine.engine.Engine", lambda config, progress: config)
+    for _ in range(2):
+        assert command.start_engine(TWO) is TWO
+    assert asked == [(2, ["peer", "torchdist/nccl"])]
+    assert set(read_table(host_table(gpus=True)).by_transport) == {"peer", "torchdist/nccl"}
+    assert str(host_table(gpus=True)) in capsys.readouterr().err
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    with pytest.raises(UserError, match=r"cannot write /proc/nowhere.*; name a cost model with --cost"):
+        command.start_engine(TWO)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "find_spec", lambda name: None)
+    with pytest.raises(LayoutError, match=r"take Triton, which is not installed: pip install 'weft\[gpu\]'"):
+        startup.check_packages(TWO)
+    startup.check_packages(EngineConfig(device="cpu"))

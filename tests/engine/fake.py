@@ -7,11 +7,13 @@ after a preemption — changes the history that a sequence reads through its pag
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
-from weft.engine.messages import GroupRows, Part
+from weft.engine.messages import GroupRows, Ran, Result
 from weft.engine.request import SamplingParams, Sequence
-from weft.engine.scheduler import Scheduler
+from weft.engine.scheduler import Scheduled, Scheduler
 from weft.kv.spec import CacheGroup
 
 VOCABULARY = 50
@@ -33,6 +35,33 @@ def answer(prompt: Seq[int], max_tokens: int, end_ids: frozenset[int] = frozense
     return tokens[len(prompt) :]
 
 
+@dataclass
+class Part:
+    """A sequence's rows in a step: `rows` tokens after the first `context`. tokens: None for the one last drawn."""
+
+    row: int
+    request: int
+    context: int
+    tokens: tuple[int, ...] | None
+    tables: tuple[tuple[int, ...], ...]
+    draws: bool
+
+    @property
+    def rows(self) -> int:
+        return 1 if self.tokens is None else len(self.tokens)
+
+
+@dataclass
+class Parts:
+    """A step of one group."""
+
+    parts: list[Part]
+
+    @property
+    def count(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+
 class FakeDevice:
     """The caches of one DP group. `run` writes all rows of a step before it reads any, as attention over pages does.
 
@@ -43,15 +72,33 @@ class FakeDevice:
         self.page_size, self.rules = page_size, [group.rule for group in groups]
         self.slots = [[UNWRITTEN] * (group.size * page_size) for group in groups]
         self.states: list[list[list[int] | None]] = [[None] * group.size for group in groups]
+        self.table: dict[int, tuple[int, list[list[int]]]] = {}  # request and tables of each row
+        self.length: dict[int, int] = {}
+        self.last: dict[int, int] = {}
 
-    def run(self, rows: GroupRows) -> list[tuple[int, int]]:
-        """(request, drawn token) of each sampled part. AssertionError for a step that no device could run right."""
-        assert len(rows.tokens) == sum(part.rows for part in rows.parts)
+    def take(self, rows: GroupRows) -> Parts:
+        """What a message means, by what came before it."""
+        for join in rows.joins:
+            self.table[join.row] = (join.request, [list(table) for table in join.tables])
+            self.length[join.row] = join.context
+        for entry in rows.entries:
+            table = self.table[entry.row][1][entry.group]
+            assert entry.index <= len(table), "an entry beyond the table's end"
+            table[entry.index : entry.index + 1] = [entry.value]
+        rest = [(row, None, True) for row in rows.answers] + [(c.row, c.tokens, c.draws) for c in rows.chunks]
+        parts = []
+        for row, tokens, draws in rest:
+            request, tables = self.table[row]
+            parts.append(Part(row, request, self.length[row], tokens, tuple(map(tuple, tables)), draws))
+            self.length[row] += parts[-1].rows
+        return Parts(parts)
+
+    def run(self, step: Parts) -> list[int]:
+        """The drawn tokens. AssertionError for a step that no device could run right."""
         written: set[tuple[int, int]] = set()
-        first = 0
-        for part in rows.parts:
+        given = [[self.last[p.row]] if p.tokens is None else list(p.tokens) for p in step.parts]
+        for part, new in zip(step.parts, given, strict=True):
             assert part.rows > 0 and len(part.tables) == len(self.rules), "a part without rows or a table"
-            new = list(rows.tokens[first : first + part.rows])
             for group, (rule, table) in enumerate(zip(self.rules, part.tables, strict=True)):
                 at = [table[1]] if rule.state else self._slots(table, part.context, part.context + part.rows)
                 assert not any((group, slot) in written for slot in at), "two sequences write one slot in the same step"
@@ -59,23 +106,21 @@ class FakeDevice:
                 if not rule.state:
                     for slot, token in zip(at, new, strict=True):
                         self.slots[group][slot] = token
-            first += part.rows
-        drawn, first, states = [], 0, []
-        for part in rows.parts:
-            new = list(rows.tokens[first : first + part.rows])
+        drawn, states = [], []
+        for part, new in zip(step.parts, given, strict=True):
             seen = [self._read(group, part, new) for group in range(len(self.rules))]
             history = max(seen, key=len)
             assert all(history[len(history) - len(each) :] == each for each in seen), "groups hold different tokens"
             states += [(g, part.tables[g][1], history) for g, rule in enumerate(self.rules) if rule.state]
-            if part.sampling is not None:
-                drawn.append((part.request, next_token(history)))
-            first += part.rows
+            if part.draws:
+                drawn.append(next_token(history))
+                self.last[part.row] = drawn[-1]
         for group, slot, history in states:  # all have been read: one may be written where another was read
             assert (group, slot) not in {
                 (g, p.tables[g][0])
                 for g, r in enumerate(self.rules)
                 if r.state
-                for p in rows.parts
+                for p in step.parts
                 if p.tables[g][0] != p.tables[g][1]
             }, "a state is written that another reads"
             self.states[group][slot] = history
@@ -101,14 +146,26 @@ class FakeDevice:
 
 
 class Driver:
-    """Steps one scheduler on a fake device, as the engine does, and checks what must hold in every step."""
+    """Steps one scheduler on a fake device, as the engine does, and checks what must hold in every step.
 
-    def __init__(self, scheduler: Scheduler):
-        self.scheduler = scheduler
+    ahead: a step is scheduled before the tokens of the one before are known.
+    """
+
+    def __init__(self, scheduler: Scheduler, ahead: bool = False):
+        self.scheduler, self.ahead = scheduler, ahead
         self.device = FakeDevice(scheduler.caches.groups, scheduler.caches.page_size)
         self.live: dict[int, Sequence] = {}
         self.answers: dict[int, list[int]] = {}
         self.steps = 0
+        self.under_way: deque[tuple[Scheduled, Parts]] = deque()
+        rows_of_step = scheduler._rows_of_step
+
+        def checked() -> Scheduled:
+            scheduled = rows_of_step()
+            self._check(scheduled.rows)
+            return scheduled
+
+        scheduler._rows_of_step = checked  # type: ignore[method-assign]
 
     def add(self, request: int, prompt: Seq[int], max_tokens: int, end_ids: frozenset[int] = frozenset()) -> Sequence:
         """Queues a request."""
@@ -126,34 +183,43 @@ class Driver:
         self.scheduler.finish(sequence)
         return sequence.tokens[sequence.prompt_tokens :]
 
-    def step(self) -> GroupRows:
-        """One step; requests that end go to `answers`."""
+    def step(self) -> Parts:
+        """Schedules a step, and takes the tokens of the one before, or its own; requests that end go to `answers`."""
         self.steps += 1
-        rows = self.scheduler.schedule()
-        self._check(rows)
-        drawn = self.device.run(rows)
-        sampled = self.scheduler.advance()
-        assert [s.request for s in sampled] == [request for request, _ in drawn]
-        for sequence, (_, token) in zip(sampled, drawn, strict=True):
-            sequence.tokens.append(token)
-            if token in sequence.end_ids or sequence.drawn >= sequence.max_tokens:
+        scheduled = self.scheduler.schedule()
+        parts = self.device.take(scheduled.rows)
+        assert parts.count == scheduled.rows.count
+        if parts.count:
+            self.under_way.append((scheduled, parts))
+        if self.under_way and not (parts.count and self.ahead and len(self.under_way) == 1):
+            self.take_tokens()
+        return parts
+
+    def take_tokens(self) -> None:
+        """Runs the oldest step under way."""
+        scheduled, parts = self.under_way.popleft()
+        drawn = tuple(self.device.run(parts))
+        for sequence, found in scheduled.drawn(Result(0, Ran(0, (), 0, 0), drawn)):
+            sequence.tokens.append(found.token_id)
+            if found.token_id in sequence.end_ids or sequence.drawn >= sequence.max_tokens:
                 self.answers[sequence.request] = self.cancel(sequence.request)
-        return rows
 
     def finish_all(self, most_steps: int = 10_000) -> None:
         """Steps until nothing is left. AssertionError where that takes too long: somebody starves."""
         began = self.steps
-        while self.live:
+        while self.live or self.under_way:
             self.step()
             assert self.steps - began < most_steps, f"requests {sorted(self.live)} starve"
 
     def _check(self, rows: GroupRows) -> None:
         scheduler = self.scheduler
-        assert len(rows.tokens) <= scheduler.max_batch_tokens
+        assert rows.count <= scheduler.max_batch_tokens
         assert len(scheduler.running) <= scheduler.max_running
-        assert rows.parts or not self.live, "an empty step while requests wait: the engine would spin"
-        oldest = scheduler.running[0].request if scheduler.running else None
-        assert oldest is None or any(p.request == oldest for p in rows.parts), "the oldest must go on in every step"
+        assert len({s.row for s in scheduler.running}) == len(scheduler.running), "two sequences in one row"
+        if not self.under_way:
+            assert rows.count or not self.live, "an empty step while requests wait: the engine would spin"
+            oldest = scheduler.running[0] if scheduler.running else None
+            assert oldest is None or any(s is oldest for s, _ in scheduler._step), "the oldest must go on in every step"
         size = scheduler.caches.page_size
         for group, (rule, pool) in enumerate(zip(scheduler.caches.rules, scheduler.caches.pools, strict=True)):
             holders: dict[int, set[int]] = {}
@@ -162,9 +228,9 @@ class Driver:
                 assert rule.state or len(set(table)) == len(table), "a page twice in one table"
                 for page in table:
                     holders.setdefault(page, set()).add(sequence.request)
-            for part in rows.parts:
-                first, end = part.context // size, -(-(part.context + part.rows) // size)
-                pages = part.tables[group][1:] if rule.state else part.tables[group][first:end]
-                for page in pages:
-                    assert holders[page] == {part.request}, "a row is written into a shared page"
+            for sequence, count in scheduler._step:
+                first, end = sequence.computed // size, -(-(sequence.computed + count) // size)
+                table = sequence.holding.tables[group]
+                for page in table[1:] if rule.state else table[first:end]:
+                    assert holders[page] == {sequence.request}, "a row is written into a shared page"
                     assert pool.holders(page) == 1, "a row is written into a page of the prefix tree"

@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.fake import FakeDevice
+from engine.fake import FakeDevice, Parts
 from engine.fake import answer as expected_answer
 from weft.engine.config import EngineConfig, EngineError
 from weft.engine.engine import Engine
 from weft.engine.executor import Executor
-from weft.engine.messages import Drawn, Ran, Result, Step
+from weft.engine.messages import Ran, Result, Step
 from weft.engine.request import Output, SamplingParams
 from weft.kv.spec import CacheGroup, Rule
 
 WAIT_S = 30.0
+
+
+@dataclass
+class Sent:
+    """A step, by what its message means."""
+
+    number: int
+    groups: list[Parts]
 
 
 class StubExecutor(Executor):
@@ -37,6 +47,7 @@ class StubExecutor(Executor):
     def start(self, progress: Any = None, poll: Callable[[], None] = lambda: None) -> None:
         self.world.starts += 1
         self._wait(self.world.may_start, poll)
+        self.sent: deque[Sent] = deque()
         self.devices = [FakeDevice(self.groups, self.config.page_size) for _ in range(self.config.attn_dp)]
         if self.world.fail(self, "start"):
             raise EngineError("rank 1 failed: no start today")
@@ -50,17 +61,22 @@ class StubExecutor(Executor):
                 return
         raise AssertionError("a test waited too long")
 
-    def step(self, step: Step, meanwhile: Callable[[], None] = lambda: None) -> list[Result]:
+    def send(self, step: Step) -> None:
+        takes = zip(self.devices, step.groups, strict=True)
+        self.sent.append(Sent(step.number, [device.take(rows) for device, rows in takes]))
+        self.world.steps.append(self.sent[-1])
+
+    def collect(self) -> list[Result]:
         self._wait(self.world.go)
-        self.world.steps.append(step)
+        step = self.sent.popleft()
+        self.world.run += 1
         if self.world.fail(self, "before"):
             raise EngineError("rank 1 was killed by signal 9")
-        meanwhile()
-        drawn = [device.run(rows) for device, rows in zip(self.devices, step.groups, strict=True)]
+        drawn = [tuple(device.run(parts)) for device, parts in zip(self.devices, step.groups, strict=True)]
         if self.world.fail(self, "after"):
             raise EngineError("rank 2 was killed by signal 9")
-        ran = Ran(step.number, tuple(len(g.tokens) for g in step.groups), 0)
-        return [Result(self.mesh.leader(g), ran, tuple(Drawn(*d) for d in tokens)) for g, tokens in enumerate(drawn)]
+        ran = Ran(step.number, tuple(parts.count for parts in step.groups), 0, 0)
+        return [Result(self.mesh.leader(g), ran, tokens) for g, tokens in enumerate(drawn)]
 
     def check(self) -> None:
         if self.world.fail(self, "idle"):
@@ -77,7 +93,9 @@ class StubExecutor(Executor):
 
 
 class World:
-    """What a test sees and decides. go: steps run while it is set; may_start: ranks start while it is.
+    """What a test sees and decides. steps: those that were sent; run: how many of them have.
+
+    go: steps run while it is set; may_start: ranks start while it is.
 
     fail(executor, when): whether a rank dies there: at its "start", "before" or "after" a step has run, or "idle".
     """
@@ -86,8 +104,8 @@ class World:
         self.go, self.may_start = threading.Event(), threading.Event()
         self.go.set()
         self.may_start.set()
-        self.steps: list[Step] = []
-        self.starts = self.closes = 0
+        self.steps: list[Sent] = []
+        self.starts = self.closes = self.run = 0
         self.fail: Callable[[StubExecutor, str], bool] = lambda executor, when: False
         self._model_dir = model_dir
         monkeypatch.setattr("weft.engine.engine.make_executor", lambda config: StubExecutor(config, self))
@@ -124,6 +142,14 @@ class Client:
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
         self.at.append(self.engine.submit(prompt, params, self.listen(at), client=self.name, **options))
         return at
+
+    def ask_together(self, *asked: tuple[list[int], int]) -> None:
+        """Queues requests that come in between the same two steps."""
+        first = len(self.outputs)
+        self.prompts |= {first + i: prompt for i, (prompt, _) in enumerate(asked)}
+        how = [SamplingParams(max_tokens=most, temperature=0, ignore_eos=True) for _, most in asked]
+        listeners = [self.listen(first + i) for i in range(len(asked))]
+        self.at += self.engine.submit_all([(p, h, on) for (p, _), h, on in zip(asked, how, listeners, strict=True)])
 
     def wait(self, count: int) -> list[int]:
         """Which requests ended, in that order."""

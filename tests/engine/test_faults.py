@@ -20,12 +20,18 @@ from engine.test_engine import GREEDY, config, prompts
 from weft.engine.config import EngineError
 from weft.engine.engine import Engine
 from weft.engine.executor import Executor, ProcessExecutor, make_executor
-from weft.engine.messages import GroupRows, Part, Step
+from weft.engine.messages import Chunk, GroupRows, Join, Sampling, Step
 from weft.engine.request import Output, SamplingParams
 from weft.engine.runner import ModelRunner
 from weft.kv.spec import CacheGroup, Rule
 
 RANKS = dict(attn_dp=2, attn_tp=2, ep=4)
+
+
+def prompt_rows(*tokens: int, context: int = 0) -> GroupRows:
+    """A new request with one page, in row 0."""
+    join = Join(0, 1, context, ((0,),), Sampling(0.0, 1.0, 0, 0))
+    return GroupRows(chunks=(Chunk(0, tokens, False),), joins=(join,))
 
 
 def wait_until(holds: Callable[[], bool], seconds: float) -> bool:
@@ -85,7 +91,8 @@ def test_a_message_to_a_dead_rank_does_not_block(model_dir: Path) -> None:
     executor.processes[3].wait()
     began = time.monotonic()
     with pytest.raises(EngineError, match="rank 3 was killed by signal 9"):
-        executor.step(Step(1, (GroupRows((5,), (Part(1, 1, 0, ((0,),), None),)), GroupRows())))
+        executor.send(Step(1, (prompt_rows(5), GroupRows())))
+        executor.collect()
     executor.close()
     assert time.monotonic() - began < 15 and all(p.poll() is not None for p in executor.processes)
 
@@ -94,10 +101,8 @@ def test_a_message_to_a_dead_rank_does_not_block(model_dir: Path) -> None:
 def test_the_rank_that_failed_is_named_not_one_that_failed_with_it(model_dir: Path, kind: Any) -> None:
     executor = make_executor(config(model_dir, executor=kind, **RANKS))
     executor.start()
-    good = Step(
-        1, (GroupRows((5, 6), (Part(1, 2, 0, ((0,),), None),)), GroupRows((7,), (Part(2, 1, 0, ((0,),), None),)))
-    )
-    bad = Step(1, (good.groups[0], GroupRows((7,), (Part(2, 1, 4, ((0,),), None),))))  # its page table is too short
+    good = Step(1, (prompt_rows(5, 6), prompt_rows(7)))
+    bad = Step(1, (good.groups[0], prompt_rows(7, context=4)))  # its page table is too short
     try:
         for rank in range(4):
             executor._send(rank, bad if rank == 2 else good)
@@ -111,23 +116,28 @@ def test_ranks_that_do_not_execute_the_same_are_found_in_that_step(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that one rank missed, and a plan that one rank alone has chosen: the collectives ran, and mean nothing."""
-    step = Step(
-        4, (GroupRows((5, 6), (Part(1, 2, 0, ((0,),), None),)), GroupRows((7,), (Part(2, 1, 0, ((0,),), None),)))
-    )
+    step = Step(4, (prompt_rows(5, 6), prompt_rows(7)))
     executor = make_executor(config(model_dir, executor="thread", **RANKS))
     executor.start()
+
+    def run() -> None:
+        executor.send(step)
+        executor.collect()
+
     try:
-        executor.step(step)
+        run()
         send, checksum = executor._send, ModelRunner.plan_checksum
         executor._send = lambda rank, m: send(rank, Step(3, m.groups) if rank == 2 else m)
         with pytest.raises(EngineError, match=r"rank 2 ran step 3 of \(2, 1\) rows .*, where step 4 of \(2, 1\) rows"):
-            executor.step(step)
+            run()
         executor._send = send
         monkeypatch.setattr(
-            ModelRunner, "plan_checksum", lambda runner, counts: checksum(runner, counts) ^ (runner.rank == 3)
+            ModelRunner, "plan_checksum", lambda runner, *step: checksum(runner, *step) ^ (runner.rank == 3)
         )
-        with pytest.raises(EngineError, match=r"ranks diverge: rank 3 ran .* by plan [0-9a-f]{8}, where .* on rank 0"):
-            executor.step(step)
+        with pytest.raises(
+            EngineError, match=r"ranks diverge: rank 3 ran .* plan [0-9a-f]{8} .*, where .* as on others"
+        ):
+            run()
     finally:
         executor.close()
 
@@ -192,7 +202,9 @@ class Broken(Executor):
     def start(self, progress: Any = None, poll: Any = None) -> None:
         pass
 
-    def step(self, step: Step, meanwhile: Any = None) -> Any:
+    def send(self, step: Step) -> None: ...
+
+    def collect(self) -> Any:
         self.go.wait(10)
         raise RuntimeError("no step today")
 

@@ -14,10 +14,9 @@ from weft.assets import embedded_model_dir
 from weft.engine.answer import prepare
 from weft.engine.grammar import grammar
 from weft.engine.language import Language
-from weft.engine.messages import Drawn
-from weft.engine.request import SamplingParams
+from weft.engine.request import SamplingParams, TokenLogprob
 from weft.engine.sampler import sample
-from weft.engine.sampling import sampling
+from weft.engine.sampling import adjust, sampling
 from weft.models.config import ModelError
 
 TOKENIZER = AutoTokenizer.from_pretrained(embedded_model_dir())
@@ -36,8 +35,9 @@ def answer(params: SamplingParams, seed: int) -> tuple[str, str | None]:
     generator, text = torch.Generator().manual_seed(seed), ""
     while True:
         logits = torch.randn(1, LANGUAGE.vocabulary, generator=generator)
-        [drawn] = sample(logits, [0], [sampling(made.sequence)])
-        output = made.accept(Drawn(0, drawn.token))[1]()
+        s = made.sequence
+        token = sample(logits, [sampling(s)], [len(s.tokens)], {0: adjust(s)}).item()
+        output = made.accept(TokenLogprob(token, None))[1]()
         text += output.text
         if output.finish_reason:
             return text, output.finish_reason
@@ -107,13 +107,13 @@ def test_what_stays_in_the_text(keep: bool) -> None:
     tokens = [*LANGUAGE.tokenizer.encode("a stop b", add_special_tokens=False), 1, 2]
     params = SamplingParams(max_tokens=None, stop=("zzz",), keep_special=keep, keep_stop=keep)
     made = prepare([5], params, print, 0, 400, LANGUAGE)
-    outputs = [made.accept(Drawn(0, token))[1]() for token in tokens]
+    outputs = [made.accept(TokenLogprob(token, None))[1]() for token in tokens]
     text = "".join(o.text for o in outputs)
     assert outputs[-1].finish_reason == "stop" and text == ("a stop b<|im_start|><|im_end|>" if keep else "a stop b")
     made = prepare([5], SamplingParams(max_tokens=None, stop=("sto",), keep_stop=keep), print, 0, 400, LANGUAGE)
     text = ""
     for token in tokens:
-        output = made.accept(Drawn(0, token))[1]()
+        output = made.accept(TokenLogprob(token, None))[1]()
         text += output.text
         if output.finish_reason:
             break

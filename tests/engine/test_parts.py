@@ -1,8 +1,6 @@
-"""The engine's parts by themselves: pages, prefix tree, scheduler under random traffic, text, messages."""
+"""The engine's parts by themselves: pages, prefix tree, text, messages."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 from hypothesis import example, given, settings
@@ -10,12 +8,15 @@ from hypothesis import strategies as st
 
 from engine.conftest import byte_tokenizer
 from weft.engine.messages import (
-    Drawn,
+    Adjust,
+    Chunk,
+    Entry,
     GroupRows,
-    Part,
+    Join,
     Ran,
     Result,
     Sampling,
+    Scored,
     Step,
     decode_from_rank,
     decode_to_rank,
@@ -36,80 +37,6 @@ def sequence(request: int, tokens: list[int], answer: int) -> Sequence:
     return Sequence(
         request, list(tokens), len(tokens), SamplingParams(max_tokens=answer), 0, answer, frozenset(), lambda o: None
     )
-
-
-class PageStore:
-    """Stands in for the model: keeps the tokens that rows wrote, and draws a function of what a row can read back."""
-
-    def __init__(self, pages: int):
-        self.slots: list[int | None] = [None] * (pages * PAGE)
-
-    def run(self, rows: GroupRows) -> list[int]:
-        drawn, at = [], 0
-        for part in rows.parts:
-            slots = [page * PAGE + offset for page in part.tables[0] for offset in range(PAGE)]
-            for i in range(part.rows):
-                self.slots[slots[part.context + i]] = rows.tokens[at + i]
-            at += part.rows
-            if part.sampling is not None:
-                drawn.append(self.draw([self.slots[s] for s in slots[: part.context + part.rows]]))
-        return drawn
-
-    @staticmethod
-    def draw(seen: list[int | None]) -> int:
-        assert None not in seen, "a row read a slot that nothing wrote"
-        return hash(tuple(seen)) % 5
-
-
-def alone(prompt: list[int], answer: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(answer):
-        tokens.append(PageStore.draw(tokens))
-    return tokens
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 10_000),
-    pages=st.integers(8, 30),
-    budget=st.integers(4, 20),
-    running=st.integers(1, 4),
-    prefix_cache=st.booleans(),
-)
-def test_random_traffic_gives_what_each_request_gets_alone(
-    seed: int, pages: int, budget: int, running: int, prefix_cache: bool
-) -> None:
-    """Chunked prefill, prefix hits, preemption and cancellation; a wrong page changes what is drawn."""
-    draw = random.Random(seed)
-    caches = CacheManager([CacheGroup(Rule(), pages)], PAGE, prefix_cache=prefix_cache)
-    scheduler = Scheduler(caches, max_batch_tokens=budget, max_running=running)
-    store, live, answers, made = PageStore(pages), {}, {}, 0
-    steps = 0
-    while made < 12 or live:
-        steps += 1
-        assert steps < 2000, "somebody starves"
-        while made < 12 and draw.random() < 0.4:
-            prompt = [0] * draw.randrange(0, 9) + [draw.randrange(5) for _ in range(draw.randrange(1, 12))]
-            answer = draw.randrange(1, pages * PAGE - len(prompt)) if draw.random() < 0.3 else draw.randrange(1, 6)
-            answer = min(answer, pages * PAGE - len(prompt))
-            live[made] = sequence(made, prompt, answer)
-            answers[made] = alone(prompt, answer)
-            scheduler.add(live[made])
-            made += 1
-        if live and draw.random() < 0.05:
-            scheduler.finish(live.pop(draw.choice(list(live))))
-        rows = scheduler.schedule()
-        assert len(rows.tokens) <= budget and len(rows.parts) <= running
-        assert bool(rows.tokens) or not live, "work is waiting, but nothing runs"
-        drawn = store.run(rows)
-        sampled = scheduler.advance()
-        assert len(drawn) == len(sampled)
-        for s, token in zip(sampled, drawn, strict=True):
-            s.tokens.append(token)
-            assert s.tokens == answers[s.request][: len(s.tokens)]
-            if s.drawn == s.max_tokens:
-                scheduler.finish(live.pop(s.request))
-    scheduler.check_idle()
 
 
 def test_prompts_share_pages_and_the_oldest_prefix_is_evicted_first() -> None:
@@ -184,8 +111,15 @@ def test_half_a_character_is_shown_at_the_end(tokenizer) -> None:
 
 
 def test_messages_survive_the_wire() -> None:
-    part = Part(3, 2, 5, ((1, 9), (4, 2)), Sampling(0.5, 0.9, 7, 2**62 - 1, 4, 2, (0,)))
-    step = Step(8, (GroupRows((4, 5), (part,)), GroupRows()))
-    assert decode_to_rank(encode(step)) == step
-    result = Result(1, Ran(8, (2, 0), 2**32 - 1), (Drawn(3, 17, -0.25, ((17, -0.25),)), Drawn(4, 2)))
+    group = GroupRows(
+        answers=(4, 2),
+        chunks=(Chunk(3, (5, 6), True), Chunk(1, (9,), False)),
+        joins=(Join(3, 17, 5, ((1, 9), (4, 2)), Sampling(0.5, 0.9, 7, 2**62 - 1)),),
+        entries=(Entry(4, 0, 2, 8),),
+        adjust=((2, Adjust(2, (0,), mask=b"\x01")),),
+    )
+    step = Step(8, (group, GroupRows()))
+    assert decode_to_rank(encode(step)) == step and step.counts == (5, 0) and group.draws == [4, 2, 3]
+    best = (-0.25, ((17, -0.25),))
+    result = Result(1, Ran(8, (2, 0), 2**32 - 1, 7), (17, 2), (best, None), (Scored(1, (best,)),))
     assert decode_from_rank(encode(result)) == result

@@ -137,11 +137,10 @@ def test_while_ranks_start_anew_requests_come_and_go(world: World) -> None:
 def test_what_came_before_a_failure_is_heard_before_anything_else(world: World, borne: bool) -> None:
     """Listeners hear of a step while the next one runs: also where that never does."""
     with world.engine(max_restarts=int(borne)) as engine:
-        world.fail = lambda executor, when: when == "before" and len(world.steps) == 3
+        world.fail = lambda executor, when: when == "before" and world.run == 3
         world.may_start.clear()
         client = Client(engine)
-        client.ask([1, 2], 5)
-        client.ask([3, 4], 2)
+        client.ask_together(([1, 2], 5), ([3, 4], 2))
         if borne:
             while engine.state != "restarting":
                 threading.Event().wait(0.01)

@@ -7,18 +7,20 @@ import random
 import pytest
 import torch
 
-from weft.engine.messages import Sampling
+from weft.engine.messages import Adjust, GroupRows, Sampling
+from weft.engine.outcome import Outcome
 from weft.engine.request import SamplingParams, Sequence
 from weft.engine.sampler import sample
-from weft.engine.sampling import bits, sampling
+from weft.engine.sampling import adjust, bits
 
 LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]))
+GREEDY = Sampling(0.0, 1.0, 0, 0)
 
 
 def frequencies(draws: int = 4000, **how: float) -> torch.Tensor:
-    rows = [Sampling(**dict(temperature=1.0, top_p=1.0, top_k=0, seed=s, index=s % 7) | how) for s in range(draws)]
-    drawn = sample(LOGITS.expand(draws, -1), range(draws), rows)
-    return torch.bincount(torch.tensor([d.token for d in drawn]), minlength=5) / draws
+    rows = [Sampling(**dict(temperature=1.0, top_p=1.0, top_k=0, seed=s) | how) for s in range(draws)]
+    drawn = sample(LOGITS.expand(draws, -1), rows, [s % 7 for s in range(draws)], {})
+    return torch.bincount(drawn, minlength=5) / draws
 
 
 def test_temperature_one_draws_the_softmax() -> None:
@@ -38,31 +40,41 @@ def test_top_p_keeps_the_fewest_that_reach_it() -> None:
     assert frequencies(draws=200, top_p=1e-9).tolist() == [1, 0, 0, 0, 0]
 
 
-def test_greedy_banned_and_logprobs() -> None:
-    rows = [Sampling(0.0, 1.0, 0, 0, 0, logprobs=2), Sampling(0.0, 1.0, 0, 0, 0, banned=(0, 1))]
-    first, second = sample(LOGITS.repeat(2, 1), [7, 8], rows)
-    assert (first.request, first.token, second.token) == (7, 0, 2)
-    assert abs(first.logprob - LOGITS[0]) < 1e-6 and [t for t, _ in first.top] == [0, 1]
-    assert second.logprob is None and sample(LOGITS[None][:0], [], []) == ()
+def test_greedy_and_banned() -> None:
+    assert sample(LOGITS.repeat(2, 1), [GREEDY] * 2, [3, 3], {1: Adjust(banned=(0, 1))}).tolist() == [0, 2]
+    assert sample(LOGITS[None][:0], [], [], {}).tolist() == []
+
+
+def test_logprobs_are_of_the_raw_logits_for_those_who_ask() -> None:
+    rows = GroupRows(answers=(5, 4, 7), adjust=((4, Adjust(2, banned=(0,))), (7, Adjust(0))))
+    outcome = Outcome(rows, torch.tensor([0, 1, 2], dtype=torch.int32))
+    outcome.look(LOGITS.repeat(3, 1))
+    outcome.copy()
+    (first, second, third), scored = outcome.logprobs()
+    assert first is None and abs(second[0] - LOGITS[1]) < 1e-6 and [t for t, _ in second[1]] == [0, 1]
+    assert abs(third[0] - LOGITS[2]) < 1e-6 and third[1] == () and scored == []
+    with pytest.raises(AssertionError, match="row 4 of the table was stepped without a last token"):
+        stale = Outcome(rows, torch.tensor([0, -1, 2], dtype=torch.int32))
+        stale.copy()
+        stale.tokens()
 
 
 def test_a_draw_does_not_depend_on_the_batch() -> None:
     logits = torch.randn(40, 300)
-    rows = [Sampling(1.0, 0.9, 50, seed, 3) for seed in range(40)]
-    together = [d.token for d in sample(logits, range(40), rows)]
-    alone = [sample(logits[i : i + 1], [i], rows[i : i + 1])[0].token for i in range(40)]
+    rows = [Sampling(1.0, 0.9, 50, seed) for seed in range(40)]
+    together = sample(logits, rows, [3] * 40, {}).tolist()
+    alone = [sample(logits[i : i + 1], rows[i : i + 1], [3], {}).item() for i in range(40)]
     assert together == alone and len(set(together)) > 10
 
 
-def test_all_bits_of_a_seed_count_and_a_tiny_temperature_is_greedy() -> None:
+def test_all_bits_of_a_seed_and_the_position_count_and_a_tiny_temperature_is_greedy() -> None:
     logits = torch.randn(300)
-    near, far = (
-        [d.token for d in sample(logits.expand(20, -1), range(20), [Sampling(2.0, 1.0, 0, s, i) for i in range(20)])]
-        for s in (5, 5 + 2**32)
+    near, far, later = (
+        sample(logits.expand(20, -1), [Sampling(2.0, 1.0, 0, seed)] * 20, range(at, at + 20), {}).tolist()
+        for seed, at in ((5, 0), (5 + 2**32, 0), (5, 20))
     )
-    assert near != far
-    [drawn] = sample(logits[None] * 100, [0], [Sampling(1e-39, 1.0, 0, 3, 0)])
-    assert drawn.token == logits.argmax()
+    assert near != far and near != later
+    assert sample(logits[None] * 100, [Sampling(1e-39, 1.0, 0, 3)], [0], {}).item() == logits.argmax()
 
 
 def test_min_p_drops_what_is_far_from_the_best() -> None:
@@ -71,8 +83,7 @@ def test_min_p_drops_what_is_far_from_the_best() -> None:
 
 
 def greedy(logits: list[float], **how: object) -> int:
-    [drawn] = sample(torch.tensor([logits]), [0], [Sampling(0.0, 1.0, 0, 0, 0, **how)])
-    return drawn.token
+    return int(sample(torch.tensor([logits]), [GREEDY], [0], {0: Adjust(**how)}))
 
 
 def test_logits_are_added_to_and_repeated_tokens_made_less_likely() -> None:
@@ -89,10 +100,8 @@ def test_logits_are_added_to_and_repeated_tokens_made_less_likely() -> None:
 def test_a_mask_allows_exactly_its_tokens(vocabulary: int) -> None:
     tokens = sorted(random.Random(vocabulary).sample(range(vocabulary), max(1, min(vocabulary // 3, 500))))
     logits = torch.randn(1, vocabulary)
-    drawn = {
-        sample(logits, [0], [Sampling(50.0, 1.0, 0, seed, 0, mask=bits(tokens, vocabulary))])[0].token
-        for seed in range(40)
-    }
+    mask = {0: Adjust(mask=bits(tokens, vocabulary))}
+    drawn = {sample(logits, [Sampling(50.0, 1.0, 0, seed)], [0], mask).item() for seed in range(40)}
     assert drawn <= set(tokens) and greedy(logits[0].tolist(), mask=bits(tokens, vocabulary)) == max(
         tokens, key=lambda t: logits[0, t].item()
     )
@@ -100,23 +109,10 @@ def test_a_mask_allows_exactly_its_tokens(vocabulary: int) -> None:
 
 def test_a_neighbour_with_every_parameter_changes_nothing() -> None:
     logits = torch.randn(2, 300)
-    plain = Sampling(1.0, 0.9, 50, 7, 3, logprobs=2)
-    loud = Sampling(
-        1.0,
-        0.5,
-        3,
-        8,
-        3,
-        2,
-        (5,),
-        min_p=0.2,
-        added=((3, 50.0),),
-        repetition=2.0,
-        repeated=(1, 2),
-        mask=bits([3, 9], 300),
-    )
-    alone, beside = sample(logits[:1], [0], [plain]), sample(logits, [0, 1], [plain, loud])
-    assert alone[0] == beside[0] and beside[1].token in (3, 9)
+    plain, loud = Sampling(1.0, 0.9, 50, 7), Sampling(1.0, 0.5, 3, 8, min_p=0.2)
+    asked = Adjust(2, (5,), added=((3, 50.0),), repetition=2.0, repeated=(1, 2), mask=bits([3, 9], 300))
+    alone, beside = sample(logits[:1], [plain], [3], {}), sample(logits, [plain, loud], [3, 3], {1: asked})
+    assert alone[0] == beside[0] and beside[1] in (3, 9)
 
 
 def test_what_a_sequence_asks_of_its_next_draw() -> None:
@@ -129,10 +125,18 @@ def test_what_a_sequence_asks_of_its_next_draw() -> None:
         min_tokens=4,
     )
     sequence = Sequence(1, [5, 6], 2, params, 0, 16, frozenset({2}), on_output=lambda output: None)
-    assert sampling(sequence).banned == (2, 9) and sampling(sequence).added == ((7, 2.0), (4, 1.0))
+    assert adjust(sequence).banned == (2, 9) and adjust(sequence).added == ((7, 2.0), (4, 1.0))
     sequence.tokens += [7, 7, 4]
-    how = sampling(sequence)
+    how = adjust(sequence)
     assert dict(how.added) == {7: 2.0 - 0.5 - 2.0, 4: 1.0 - 0.5 - 1.0} and how.repeated == (4, 5, 6, 7)
-    assert (how.banned, how.index) == ((2, 9), 3)
+    assert how.banned == (2, 9)
     sequence.tokens[-1] = 7
-    assert sampling(sequence).banned == (2, 6, 8, 9)
+    assert adjust(sequence).banned == (2, 6, 8, 9)
+
+
+def test_the_end_is_banned_for_as_long_as_tokens_are_pending() -> None:
+    params = SamplingParams(max_tokens=9, min_tokens=3)
+    sequence = Sequence(1, [5, 6, 7], 2, params, 0, 16, frozenset({2}), on_output=lambda output: None, pending=1)
+    assert adjust(sequence).banned == (2,)
+    sequence.pending = 2
+    assert adjust(sequence) is None

@@ -263,10 +263,10 @@ def test_an_engine_that_fails_is_reported(chat_model_dir: Path) -> None:
     engine = Engine(EngineConfig(chat_model_dir, executor="thread", kv_tokens=512, page_size=4, max_restarts=0))
     for served in serve(engine):
 
-        def fail(step: Any, meanwhile: Any) -> Any:
+        def fail(step: Any) -> Any:
             raise RuntimeError("the rank is gone")
 
-        engine._executor.step = fail
+        engine._executor.send = fail
         with served.http() as http:
             for stream in (False, True):
                 answer = http.post(C, json={"prompt": "abc", "stream": stream})

@@ -68,36 +68,37 @@ class PaddedRows(StepRows):
         super().__init__(mesh, rank, (capacity,) * mesh.attn_dp)
         self.idle = False
         # Which rows of a tensor are a smaller tensor's: behind the live ones, any.
-        self._cuts = {(src, dst): self.room(dst) for src in Rows for dst in Rows if dst < src}
-        lengths = [mesh.attn_dp, mesh.world, *(1 for _ in Rows), *self._cuts.values()]
-        self._host = torch.zeros(sum(lengths), dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._device = torch.zeros_like(self._host, device=device)
+        cuts = {(src, dst): self.room(dst) for src in Rows for dst in Rows if dst < src}
+        lengths = [mesh.attn_dp, mesh.world, *(1 for _ in Rows), *cuts.values()]
+        self._device = torch.zeros(sum(lengths), dtype=torch.int32, device=device)
         by_group, by_rank, *rest = self._device.split(lengths)
         self._by_group, self._by_rank = by_group, by_rank
         self._live = dict(zip(Rows, rest, strict=False))
-        self._indices = dict(zip(self._cuts, rest[len(Rows) :], strict=True))
-        self._on_host = self._host.split(lengths)
+        self._indices = dict(zip(cuts, rest[len(Rows) :], strict=True))
+        self._counts: Counts | None = None
         self._live_sizes: dict[Edge, LiveSizes] = {}
 
     def fill(self, counts: Counts) -> None:
-        """Sets the live counts, at most the capacity. The copy is queued on torch's current stream.
+        """Sets the live counts, at most the capacity. The copy is queued on torch's current stream, if they are new.
 
-        Raises ValueError where they do not fit. On a GPU the caller sees to it that the copy before has ended.
+        Raises ValueError where they do not fit.
         """
         mesh, rank = self.mesh, self.rank
         most = self.capacity[0]
         if len(counts) != mesh.attn_dp or not all(0 <= n <= most for n in counts):
             raise ValueError(f"{list(counts)} tokens do not fit a capacity of {list(self.capacity)}")
-        by_group, by_rank, *rest = self._on_host
-        by_group.copy_(torch.tensor(counts))
-        by_rank.copy_(torch.tensor([mesh.row_count(Rows.OWN, r, counts) for r in range(mesh.world)]))
-        for rows, live in zip(Rows, rest, strict=False):
-            live.fill_(mesh.row_count(rows, rank, counts))
-        for (src, dst), index in zip(self._cuts, rest[len(Rows) :], strict=True):
+        if counts == self._counts:
+            return
+        filled = [*counts, *(mesh.row_count(Rows.OWN, r, counts) for r in range(mesh.world))]
+        filled += [mesh.row_count(rows, rank, counts) for rows in Rows]
+        for (src, dst), index in self._indices.items():
             start = mesh.row_range(dst, rank, counts)[0] - mesh.row_range(src, rank, counts)[0]
-            torch.arange(start, start + len(index), out=index)
-            index.clamp_(max=max(self.room(src) - 1, 0))
-        self._device.copy_(self._host, non_blocking=True)
+            last = max(self.room(src) - 1, 0)
+            filled += [min(start + i, last) for i in range(len(index))]
+        # Pinned memory that torch keeps until the copy has ended.
+        host = torch.tensor(filled, dtype=torch.int32, pin_memory=self._device.is_cuda)
+        self._device.copy_(host, non_blocking=True)
+        self._counts = counts
 
     def live(self, rows: Rows) -> Tensor:
         return self._live[rows]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from weft.engine.language import Language
-from weft.engine.messages import Drawn, Scored
+from weft.engine.messages import Scored
 from weft.engine.request import FinishReason, Output, SamplingParams, Sequence, TokenLogprob
 from weft.engine.sampling import bits
 from weft.engine.scheduler import Scheduler
@@ -36,7 +36,7 @@ class Answer:
         made = [TokenLogprob(t, value, top) for t, (value, top) in zip(tokens, scored.logprobs, strict=True)]
         s.scores[scored.first - 1 : scored.first - 1 + len(made)] = made
 
-    def accept(self, drawn: Drawn) -> tuple[bool, Callable[[], Output]]:
+    def accept(self, drawn: TokenLogprob) -> tuple[bool, Callable[[], Output]]:
         """Takes one drawn token: (whether the answer ends with it, what makes the increment that comes of it).
 
         The increment must be made before the next token is taken. It can wait until the ranks run the next step, since
@@ -45,26 +45,26 @@ class Answer:
         sequence = self.sequence
         if sequence.max_tokens == 0:
             return True, partial(self._output, "", reason="length")
-        sequence.tokens.append(drawn.token)
+        sequence.tokens.append(drawn.token_id)
         if sequence.params.stop or sequence.grammar:
             output = self._increment(drawn)
             return output.finish_reason is not None, lambda: output
         enough = sequence.drawn >= sequence.params.min_tokens
-        ends = (enough and drawn.token in sequence.end_ids) or sequence.drawn >= sequence.max_tokens
+        ends = (enough and drawn.token_id in sequence.end_ids) or sequence.drawn >= sequence.max_tokens
         return ends, partial(self._increment, drawn)
 
-    def _increment(self, drawn: Drawn) -> Output:
+    def _increment(self, drawn: TokenLogprob) -> Output:
         """What comes of the last token, with a finish_reason where the answer ends."""
         sequence, params = self.sequence, self.sequence.params
         enough = sequence.drawn >= params.min_tokens
-        if enough and drawn.token in sequence.end_ids:
-            text = self.text.push(drawn.token, check_stop=False)[0] if params.keep_stop else ""
+        if enough and drawn.token_id in sequence.end_ids:
+            text = self.text.push(drawn.token_id, check_stop=False)[0] if params.keep_stop else ""
             text += self.text.flush()
-            return self._output(text, drawn, "stop", None if drawn.token in self.eos else drawn.token)
-        text, stop = self.text.push(drawn.token, check_stop=enough)
+            return self._output(text, drawn, "stop", None if drawn.token_id in self.eos else drawn.token_id)
+        text, stop = self.text.push(drawn.token_id, check_stop=enough)
         if stop is not None:
             return self._output(text, drawn, "stop", stop)
-        if sequence.grammar and sequence.grammar.accept(drawn.token):
+        if sequence.grammar and sequence.grammar.accept(drawn.token_id):
             return self._output(text + self.text.flush(), drawn, "stop")
         if sequence.drawn >= sequence.max_tokens:
             return self._output(text + self.text.flush(), drawn, "length")
@@ -77,19 +77,16 @@ class Answer:
     def _output(
         self,
         text: str,
-        drawn: Drawn | None = None,
+        drawn: TokenLogprob | None = None,
         reason: FinishReason | None = None,
         stop_reason: str | int | None = None,
         error: str | None = None,
     ) -> Output:
         s = self.sequence
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if drawn is not None and drawn.logprob is not None:
-            logprobs = (TokenLogprob(drawn.token, drawn.logprob, drawn.top),)
         return Output(
             text=text,
-            token_ids=() if drawn is None else (drawn.token,),
-            logprobs=logprobs,
+            token_ids=() if drawn is None else (drawn.token_id,),
+            logprobs=() if drawn is None or drawn.logprob is None else (drawn,),
             finish_reason=reason,
             stop_reason=stop_reason,
             prompt_tokens=s.prompt_tokens,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from weft.attention.batch import Batch, PageTables, StateSlots
+from weft.engine.device import on_device
 from weft.kv.spec import Rule
 
 
@@ -53,12 +53,12 @@ def build_batch(
         for group, rule in enumerate(rules)
     ]
     return Batch(
-        _ints(tokens, torch.int64, device),
-        _ints(positions, torch.int64, device),
-        _ints(starts, torch.int32, device),
-        _ints([s.context + s.rows for s in seqs], torch.int32, device),
+        on_device(tokens, torch.int64, device),
+        on_device(positions, torch.int64, device),
+        on_device(starts, torch.int32, device),
+        on_device([s.context + s.rows for s in seqs], torch.int32, device),
         tuple(tables),
-        _ints(sampled, torch.int64, device),
+        on_device(sampled, torch.int64, device),
         tuple((s.rows, s.context) for s in seqs),
     )
 
@@ -72,13 +72,9 @@ def _page_tables(seqs: Sequence[SeqRows], group: int, page_size: int, device: to
             raise ValueError(f"{len(pages)} pages of {page_size} do not hold {visible} tokens")
         padded.append([*pages, *[0] * (width - len(pages))])
         slots += [pages[at // page_size] * page_size + at % page_size for at in range(seq.context, visible)]
-    table = _ints(padded, torch.int32, device).reshape(len(seqs), width)
-    return PageTables(table, _ints(slots, torch.int64, device))
+    table = on_device(padded, torch.int32, device).reshape(len(seqs), width)
+    return PageTables(table, on_device(slots, torch.int64, device))
 
 
 def _state_slots(seqs: Sequence[SeqRows], group: int, device: torch.device | str) -> StateSlots:
-    return StateSlots(*(_ints([s.tables[group][i] for s in seqs], torch.int64, device) for i in (0, 1)))
-
-
-def _ints(values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)
+    return StateSlots(*(on_device([s.tables[group][i] for s in seqs], torch.int64, device) for i in (0, 1)))

@@ -55,6 +55,7 @@ class EngineConfig:
     max_batch_tokens: rows of one step of a DP group, which cuts long prompts into chunks. max_running: its sequences.
     max_waiting: requests that may wait for a place, of all groups together; more are refused. max_choices: answers to
     one request of a client, its prompts times its choices.
+    overlap: send a step before the tokens of the one before are back, so that the ranks never wait for the controller.
     max_model_len: prompt and answer together; None: what the model allows. prefix_cache: reuse pages of equal prefixes.
     executor: process (one process a rank) or thread (all ranks here, on the reference transport: for tests).
     plugins: modules or .py files that add model families (`weft.models.registry`).
@@ -89,6 +90,7 @@ class EngineConfig:
     max_waiting: int = 1024
     max_choices: int = 256
     max_model_len: int | None = None
+    overlap: bool = True
     prefix_cache: bool = True
     executor: Literal["process", "thread"] = "process"
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from weft.comm.peer import PeerTransport
 from weft.comm.reference import ReferenceTransport
@@ -69,3 +70,26 @@ def carriers(config: EngineConfig) -> dict[str, Offers]:
     if config.transport != "shm":
         found["torchdist/gloo"] = partial(torchdist_offers, "gloo")
     return found
+
+
+def on_device(
+    values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """A tensor of the host's numbers. On a GPU it comes from pinned memory, and the host does not wait for the copy."""
+    pinned = torch.device(device).type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+
+
+def to_host(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Begins copies to the host: the result waits for them, on any thread, but not for what is begun later."""
+    if not tensors[0].is_cuda:
+        return lambda: list(tensors)
+    copies = [torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+    copied = torch.cuda.Event(blocking=True)  # the thread that waits sleeps
+    copied.record()
+
+    def wait() -> list[Tensor]:
+        copied.synchronize()
+        return copies
+
+    return wait

@@ -8,8 +8,10 @@ import logging
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +24,7 @@ from weft.engine.language import Language
 from weft.engine.messages import Step
 from weft.engine.request import FinishReason, Output, SamplingParams, Sequence
 from weft.engine.results import EngineStats, GenerationResult, gather, step_stats
-from weft.engine.scheduler import Scheduler, make_schedulers
+from weft.engine.scheduler import Scheduled, Scheduler, make_schedulers
 from weft.engine.startup import check_plans, context_tokens, load_tokenizer, read_model
 from weft.stream import StepStat
 
@@ -61,8 +63,9 @@ class Engine:
         except BaseException:
             self._executor.close(grace_s=0)
             raise
-        self.config, self._groups = self._executor.config, self._executor.groups
-        self._schedulers = make_schedulers(config, self._groups)
+        self.config = self._executor.config
+        self._schedulers = make_schedulers(config, self._executor.groups)
+        self._under_way: deque[list[Scheduled]] = deque()  # steps that were sent, whose tokens have not come
         self._ids, self._seeds = itertools.count(1), random.Random(config.seed)
         self._intake = Intake(config.max_waiting + config.max_running * config.attn_dp)
         self._number = threading.Lock()  # requests are numbered in the order in which they are handed over
@@ -159,6 +162,7 @@ class Engine:
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=sum(s.preemptions for s in self._schedulers),
+            stalls=sum(s.stalls for s in self._schedulers),
             steps=self._steps,
             rejected=self._intake.refused,
             timeouts=self._timeouts,
@@ -181,11 +185,11 @@ class Engine:
 
     def reset_cache(self) -> None:
         """Forgets the prefixes that no request holds."""
-        self._ask(lambda: self._each(lambda scheduler: scheduler.caches.forget()))
+        self._ask(lambda: list(map(Scheduler.forget, self._schedulers)))
 
     def check_idle(self) -> None:
         """AssertionError where pages leaked; to be called when nothing runs."""
-        self._ask(lambda: self._each(Scheduler.check_idle))
+        self._ask(lambda: list(map(Scheduler.check_idle, self._schedulers)))
 
     def drain(self, seconds: float) -> int:
         """Takes no new requests, lets those here end for so long, then ends the rest with "abort" and stops the ranks.
@@ -199,7 +203,7 @@ class Engine:
         left = self._intake.here
         self._closing.set()
         self._executor.interrupt()
-        self._intake.put(self._stop)
+        self._intake.put(partial(setattr, self, "_stopping", True))
         self._thread.join()
         self._executor.close()
         return left
@@ -218,10 +222,6 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _each(self, do: Callable[[Scheduler], None]) -> None:
-        for scheduler in self._schedulers:
-            do(scheduler)
-
     def _ask(self, question: Callable[[], Any]) -> Any:
         """The answer to a question, on the engine's thread and between steps. Raises EngineError when not serving."""
 
@@ -238,10 +238,10 @@ class Engine:
         try:
             while not self._stopping:
                 try:
-                    if not self._answers and not self._intake.wait(IDLE_CHECK_S):
+                    if not (self._answers or self._under_way or self._intake.wait(IDLE_CHECK_S)):
                         self._executor.check()
                     self._take_in()
-                    if self._answers and not self._stopping:
+                    if (self._answers or self._under_way) and not self._stopping:
                         self._step()
                 except Exception as error:
                     self._restart(error)
@@ -265,7 +265,8 @@ class Engine:
             self._phase, began = "restarting", time.monotonic()
             # All ranks, not only the one that failed: the others may wait in a collective that will never end, or hold
             # a device that has faulted. Their weights come again from the system's file cache.
-            self._schedulers = make_schedulers(self.config, self._groups)
+            self._schedulers = make_schedulers(self.config, self._executor.groups)
+            self._under_way.clear()
             for answer in sorted(self._answers.values(), key=lambda a: a.sequence.admitted is None):
                 answer.sequence.forget_pages()
                 self._place(answer)
@@ -280,7 +281,7 @@ class Engine:
         self._stopping = True
 
     def _take_in(self) -> None:
-        """Runs what callers have asked for, and ends what is overdue. Never while a step is under way.
+        """Runs what callers have asked for, and ends what is overdue, between the sending of two steps.
 
         Commands come before requests: a cancel does not wait behind newcomers.
         """
@@ -317,9 +318,6 @@ class Engine:
                 self._emit(answer, answer.end(reason, why))
         self._ended.set()
 
-    def _stop(self) -> None:
-        self._stopping = True
-
     def _begin(self, answer: Answer) -> None:
         sequence = answer.sequence
         self._place(answer)
@@ -346,20 +344,28 @@ class Engine:
             self._end(self._answers[request], "abort")
 
     def _step(self) -> None:
-        self._steps += 1
-        step = Step(self._steps, tuple(s.schedule() for s in self._schedulers))
-        results = self._executor.step(step, self._tell)
-        for scheduler, result in zip(self._schedulers, results, strict=True):
-            for scored in result.scored:
-                self._answers[scored.request].score(scored)
-            for sequence, drawn in zip(scheduler.advance(), result.drawn, strict=True):
-                if sequence.request != drawn.request:
-                    raise EngineError(f"a token for request {drawn.request} came where {sequence.request} was due")
+        """Sends the next step, if there is any, then waits for the one before; without overlap it waits for each."""
+        scheduled = [scheduler.schedule() for scheduler in self._schedulers]
+        step = Step(self._steps + 1, tuple(s.rows for s in scheduled))
+        if sent := any(step.counts):
+            self._steps += 1
+            self._executor.send(step)
+            self._under_way.append(scheduled)
+        self._tell()
+        if self._under_way and not (sent and self.config.overlap and len(self._under_way) == 1):
+            self._take_results()
+
+    def _take_results(self) -> None:
+        """Waits for the oldest step under way, and gives its tokens to whom they belong."""
+        results = self._executor.collect()
+        for scheduled, result in zip(self._under_way.popleft(), results, strict=True):
+            for sequence, scored in scheduled.scored(result):
+                self._answers[sequence.request].score(scored)
+            for sequence, drawn in scheduled.drawn(result):
                 if sequence.drawn == 0:
                     self._cached_tokens += sequence.cached or 0
                     self._queue_seconds += sequence.queue_s
-                answer = self._answers[sequence.request]
-                ends, increment = answer.accept(drawn)
+                ends, increment = (answer := self._answers[sequence.request]).accept(drawn)
                 self._generated_tokens += sequence.max_tokens > 0
                 if ends:
                     self._forget(answer)

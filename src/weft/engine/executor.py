@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +17,6 @@ from typing import TypeVar
 import zmq
 
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
-from weft.comm.transport import CommError
 from weft.engine.config import EngineConfig, EngineError
 from weft.engine.forkserver import ForkServer, RankProcess
 from weft.engine.messages import (
@@ -39,7 +39,7 @@ from weft.engine.messages import (
     decode_from_rank,
     encode,
 )
-from weft.engine.worker import Worker
+from weft.engine.worker import Worker, failure
 from weft.kv.spec import CacheGroup
 from weft.models.config import ModelError
 from weft.place.cost import costs
@@ -58,6 +58,8 @@ class Executor(ABC):
         self._interrupted = threading.Event()
         self.groups: tuple[CacheGroup, ...] = ()
         """Of the model's caches; known once `start` has returned."""
+        self._under_way: deque[tuple[Step, float]] = deque()  # steps whose results were not collected, and until when
+        self._results: list[deque[Result]] = []  # of each rank, those that came and were not collected
 
     def prepare(self) -> None:
         """Begins what takes long and needs no rank; `start` waits for it."""
@@ -73,6 +75,8 @@ class Executor(ABC):
         """
         loaded = dict.fromkeys(range(self.mesh.world), 0.0)
         self._stop_ranks(grace_s=0)
+        self._under_way.clear()
+        self._results = [deque() for _ in range(self.mesh.world)]
         try:
             self._launch(poll)
             ready, deadline = 0, time.monotonic() + LOAD_TIMEOUT_S
@@ -89,24 +93,30 @@ class Executor(ABC):
             self._stop_ranks(grace_s=0)
             raise
 
-    def step(self, step: Step, meanwhile: Callable[[], None] = lambda: None) -> list[Result]:
-        """Runs a step on every rank; gives each DP group's result, in group order. meanwhile: is called as they run.
+    def send(self, step: Step) -> None:
+        """Has every rank run a step, after those that were sent before."""
+        self._under_way.append((step, time.monotonic() + self.config.step_timeout_s * (1 + len(self._under_way))))
+        self._tell_all(step)
 
-        Raises EngineError also where ranks did not all execute this step, with these counts, by the same plan.
+    def collect(self) -> list[Result]:
+        """Waits for the oldest step under way; gives each DP group's result, in group order.
+
+        Raises EngineError also where ranks did not all execute this step, with these counts, by the same plan, or drew
+        other tokens than the others of their group.
         """
-        for rank in range(self.mesh.world):
-            self._send(rank, step)
-        meanwhile()
-        deadline = time.monotonic() + self.config.step_timeout_s
-        results: dict[int, Result] = {}
-        while len(results) < self.mesh.world:
+        step, deadline = self._under_way[0]
+        while not all(self._results):
             result = self._await(Result, deadline, f"step {step.number}")
-            results[result.rank] = result
-        asked = Ran(step.number, tuple(len(g.tokens) for g in step.groups), results[0].ran.plan)
-        for rank, result in results.items():
+            self._results[result.rank].append(result)
+        self._under_way.popleft()
+        results = [each.popleft() for each in self._results]
+        leaders = [results[self.mesh.leader(g)] for g in range(self.mesh.attn_dp)]
+        for rank, result in enumerate(results):
+            drawn = leaders[self.mesh.group_of(rank)].ran.tokens
+            asked = Ran(step.number, step.counts, results[0].ran.plan, drawn)
             if result.ran != asked:
-                raise EngineError(f"ranks diverge: rank {rank} ran {result.ran}, where {asked} was due, as on rank 0")
-        return [results[self.mesh.leader(g)] for g in range(self.mesh.attn_dp)]
+                raise EngineError(f"ranks diverge: rank {rank} ran {result.ran}, where {asked} was due, as on others")
+        return leaders
 
     def report(self) -> Report:
         """What rank 0 has run, and what the naive plan would have moved."""
@@ -135,9 +145,10 @@ class Executor(ABC):
             raise EngineError(dead)
 
     def _await(self, kind: type[M], deadline: float, what: str) -> M:
-        message = self._next(deadline, what)
-        if not isinstance(message, kind):
-            raise EngineError(f"a rank sent {type(message).__name__} while the controller waited for {what}")
+        while not isinstance(message := self._next(deadline, what), kind):
+            if not isinstance(message, Result):
+                raise EngineError(f"a rank sent {type(message).__name__} while the controller waited for {what}")
+            self._results[message.rank].append(message)
         return message
 
     def _next(self, deadline: float, what: str, poll: Callable[[], None] = lambda: None) -> FromRank:
@@ -179,6 +190,10 @@ class Executor(ABC):
 
     @abstractmethod
     def _send(self, rank: int, message: ToRank) -> None: ...
+
+    def _tell_all(self, message: ToRank) -> None:
+        for rank in range(self.mesh.world):
+            self._send(rank, message)
 
     @abstractmethod
     def _receive(self, timeout_s: float) -> FromRank | None: ...
@@ -240,6 +255,11 @@ class ProcessExecutor(Executor):
 
     def _send(self, rank: int, message: ToRank) -> None:
         self._outboxes[rank].send(encode(message))
+
+    def _tell_all(self, message: ToRank) -> None:
+        encoded = encode(message)
+        for outbox in self._outboxes:
+            outbox.send(encoded)
 
     def _receive(self, timeout_s: float) -> FromRank | None:
         if not self._inbox.poll(int(timeout_s * 1000)):
@@ -314,8 +334,7 @@ class ThreadExecutor(Executor):
         except (LayoutError, ModelError) as error:
             send(Failure(rank, str(error), user=True))
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            send(Failure(rank, text, user=False, lost_peer=isinstance(error, CommError)))
+            send(failure(rank, error))
             world.abort()
 
     def _send(self, rank: int, message: ToRank) -> None:

@@ -1,8 +1,10 @@
 """Decode steps as CUDA graphs: one for each capacity, captured at the start, replayed for every count that fits.
 
-A graph's tensors have its capacity's shape. Live counts, tokens, page tables and lengths are read from device memory,
-so that one graph serves all DP groups, also idle ones; padding rows have length 0, are stored nowhere and choose no
-expert. Which graph is replayed follows from the counts of all groups, which every rank knows.
+A graph's tensors have its capacity's shape. Live counts, and of each row its last token, length and page table, are
+read from device memory, so that one graph serves all DP groups, also idle ones; padding rows have length 0, are stored
+nowhere and choose no expert. The tokens that it draws are written where the next one reads them: between two replays
+nothing is copied but which rows take part, where that has changed, and new pages. Which graph is replayed follows from
+the counts of all groups, which every rank knows.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from weft.attention.batch import Batch, PageTables
 from weft.attention.caches import Caches
 from weft.comm.rows import PaddedRows
 from weft.comm.transport import Transport
-from weft.engine.batch import SeqRows
-from weft.kv.spec import Rule
+from weft.engine.device import on_device
+from weft.engine.rows import DeviceRows
 from weft.models.decoder import Decoder
 from weft.place.plan import Counts, Plan
-from weft.place.spec import Mesh
+from weft.place.spec import Mesh, Rows
 from weft.stream import Stream
 
 
@@ -35,7 +37,8 @@ class DecodeGraphs:
     """The graphs of a rank, and the tensors that they read.
 
     plan: of so many tokens in each DP group. transports: those of the plans; all must take live sizes, but for
-    exchanges of one segment. most_rows: of a DP group; max_pages: of a sequence. The model's caches must all be paged.
+    exchanges of one segment. rows: what graphs are captured for up to as many answers of. The model's caches must all
+    be of one group of pages.
     """
 
     def __init__(
@@ -46,42 +49,34 @@ class DecodeGraphs:
         plan: Callable[[Counts], Plan],
         transports: Mapping[str, Transport],
         caches: Caches,
-        rules: Sequence[Rule],
+        rows: DeviceRows,
         page_size: int,
-        most_rows: int,
-        max_pages: int,
     ):
         self._model, self._mesh, self._rank, self._plan = model, mesh, rank, plan
         self._transports, self._caches, self._page_size = transports, caches, page_size
-        self._device, self._max_pages, self._rules = model.embed.weight.device, max_pages, rules
-        self.capacities = capacities(most_rows)
-        # One buffer on either side, so that a step needs one copy: tokens, positions, lengths, and for each group of
-        # caches slots and page tables.
-        fields = [most_rows] * 3 + [size for _ in rules for size in (most_rows, most_rows * max_pages)]
-        self._host = torch.zeros(sum(fields), dtype=torch.int32, pin_memory=True)
-        self._inputs = torch.zeros_like(self._host, device=self._device)
-        self._host_fields, self._fields = self._host.split(fields), self._inputs.split(fields)
-        self._rows: dict[int, PaddedRows] = {}
+        self._device, self._rows = model.embed.weight.device, rows
+        most = len(rows.length)
+        self.capacities = capacities(most)
+        self._answers = torch.zeros(most, dtype=torch.int32, device=self._device)  # which rows of the table take part
+        self._copied: tuple[int, ...] = ()  # what that holds
+        self._tokens = torch.zeros(1, most, dtype=torch.int32, device=self._device)
+        self._zero = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._counts: dict[int, PaddedRows] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._done = torch.cuda.Event()
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Captures every graph, the largest first, so that they share its memory. Collective. progress(done, of)."""
-        self._host.zero_()
-        for slots in self._host_fields[3::2]:
-            slots.fill_(-1)
-        self._inputs.copy_(self._host)
         pool = torch.cuda.graph_pool_handle()
         for done, capacity in enumerate(reversed(self.capacities)):
-            rows = self._rows[capacity] = PaddedRows(self._mesh, self._rank, capacity, self._device)
-            rows.fill((0,) * self._mesh.attn_dp)
-            self._forward(capacity, rows)  # compiles what is compiled when first used, which a capture does not allow
+            counts = self._counts[capacity] = PaddedRows(self._mesh, self._rank, capacity, self._device)
+            counts.fill((0,) * self._mesh.attn_dp)
+            self._step(capacity, counts)  # compiles what is compiled when first used, which a capture does not allow
             torch.cuda.synchronize()
             gc.collect()  # a tensor that is freed in a capture would be lost to it
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                logits = self._forward(capacity, rows)
+                logits = self._step(capacity, counts)
             self._graphs[capacity] = (graph, logits)
             if progress:
                 progress(done + 1, len(self.capacities))
@@ -95,53 +90,43 @@ class DecodeGraphs:
         return next(c for c in self.capacities if c >= max(counts))
 
     @torch.inference_mode()
-    def replay(self, tokens: Sequence[int], seqs: Sequence[SeqRows], counts: Counts) -> Tensor:
-        """float32 logits `[rows of this group, vocabulary]`: the next replay overwrites them.
+    def replay(self, answers: Sequence[int], counts: Counts) -> tuple[Tensor, Tensor]:
+        """(float32 logits `[rows of this group, vocabulary]`, the tokens drawn from them int32 `[rows]`).
 
-        Every sequence has one row. counts: of all groups, the same on every rank.
+        The next replay overwrites both. answers: rows of the table, of this group. counts: of all groups, the same on
+        every rank. The host waits for nothing. A row without a last token gives −1.
         """
         for transport in self._transports.values():
             transport.check()
-        capacity = self.capacity_of(counts)
-        self._done.synchronize()  # the copy before may still read what is written now
-        self._write(tokens, seqs, capacity)
-        self._inputs.copy_(self._host, non_blocking=True)
-        self._rows[capacity].fill(counts)
-        self._done.record()
+        capacity, n = self.capacity_of(counts), len(answers)
+        if self._copied[:n] != tuple(answers):
+            self._answers[:n].copy_(on_device(answers, torch.int32, self._device))
+            self._copied = tuple(answers)
+        self._counts[capacity].fill(counts)
         graph, logits = self._graphs[capacity]
         graph.replay()
-        return logits[: len(tokens)]
+        return logits[:n], self._tokens[0, :n]
 
-    def _write(self, tokens: Sequence[int], seqs: Sequence[SeqRows], capacity: int) -> None:
-        n, page_size = len(tokens), self._page_size
-        token, position, length, *tables = (field.numpy() for field in self._host_fields)
-        at = [s.context for s in seqs]
-        token[:n], position[:n], length[:n] = tokens, at, [p + 1 for p in at]
-        token[n:capacity] = position[n:capacity] = length[n:capacity] = 0
-        for group, (slots, pages) in enumerate(zip(tables[::2], tables[1::2], strict=True)):
-            slots[n:capacity] = -1
-            by_row = pages.reshape(-1, self._max_pages)
-            for row, seq in enumerate(seqs):
-                table = seq.tables[group]
-                by_row[row, : len(table)] = table
-                slots[row] = table[at[row] // page_size] * page_size + at[row] % page_size
+    def _step(self, capacity: int, counts: PaddedRows) -> Tensor:
+        from weft.kernels.triton.sample import sample  # a CPU need not have Triton
+        from weft.kernels.triton.step import step_in, step_out
 
-    def _forward(self, capacity: int, rows: PaddedRows) -> Tensor:
-        token, position, length, *tables = self._fields
+        rows, answers, live = self._rows, self._answers[:capacity], counts.live(Rows.GROUP)
+        inputs = step_in(answers, live, rows.last_token, rows.length, rows.pages, self._page_size)
         batch = Batch(
-            tokens=token[:capacity],
-            positions=position[:capacity],
+            tokens=inputs.tokens,
+            positions=inputs.positions,
             starts=torch.arange(capacity + 1, dtype=torch.int32, device=self._device),
-            lengths=length[:capacity],
-            tables=tuple(
-                PageTables(pages.view(-1, self._max_pages)[:capacity], slots[:capacity])
-                for slots, pages in zip(tables[::2], tables[1::2], strict=True)
-            ),
+            lengths=inputs.lengths,
+            tables=(PageTables(rows.pages.index_select(0, inputs.table), inputs.slots),),
             sample_rows=torch.arange(capacity, device=self._device),
             spans=None,
         )
-        stream = Stream(self._plan((capacity,) * self._mesh.attn_dp), self._transports, rows)
+        stream = Stream(self._plan((capacity,) * self._mesh.attn_dp), self._transports, counts)
         self._caches.plan(batch)
         logits: Tensor = self._model(stream, batch, self._caches)
         stream.finish()
+        temperature, seed, min_p = (t.index_select(0, inputs.table) for t in (rows.temperature, rows.seed, rows.min_p))
+        _, tokens = sample(logits, temperature, seed, inputs.lengths, live, min_p=min_p)
+        step_out(answers, live, tokens, self._zero, rows.last_token, rows.length, self._tokens)
         return logits

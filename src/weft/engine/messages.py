@@ -1,7 +1,9 @@
 """Everything that the controller and its ranks say to each other, as msgpack.
 
 A step is one message, the same bytes for every rank, with the rows of every DP group. So every rank knows every count:
-an idle group steps with zero rows, and no rank can leave out a collective.
+an idle group steps with zero rows, and no rank can leave out a collective. Ranks keep what they were told of a group's
+sequences, each in a row of a table (`weft.engine.rows`), so that a step says only what is new, and steps can be sent
+before the tokens of the one before have come back: the ranks hold these already.
 """
 
 from __future__ import annotations
@@ -11,24 +13,33 @@ from msgspec import Struct
 
 from weft.kv.spec import CacheGroup
 
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The best tokens and their logprobs."""
+
 
 class Sampling(Struct, frozen=True, array_like=True):
-    """How to draw one token. temperature 0: greedy. top_k 0: off. index: of the token in the answer.
+    """How a request's tokens are drawn. temperature 0: greedy. top_k 0: off.
 
-    logprobs: alternatives wanted, -1 for none at all. banned: tokens that must not come (the end before min_tokens).
-    min_p: tokens less likely than this share of the likeliest do not come. added: (token, what is added to its logit).
-    repetition: what the logits of the repeated tokens are divided by, or multiplied with where they are negative.
-    mask: bit t % 8 of byte t // 8 says whether token t may come; empty: all may.
+    min_p: tokens less likely than this share of the likeliest do not come.
     """
 
     temperature: float
     top_p: float
     top_k: int
     seed: int
-    index: int
+    min_p: float = 0.0
+
+
+class Adjust(Struct, frozen=True, array_like=True):
+    """What else one draw asks for. logprobs: alternatives wanted, -1 for none at all.
+
+    banned: tokens that must not come (the end before min_tokens). added: (token, what is added to its logit).
+    repetition: what the logits of the repeated tokens are divided by, or multiplied with where they are negative.
+    mask: bit t % 8 of byte t // 8 says whether token t may come; empty: all may.
+    """
+
     logprobs: int = -1
     banned: tuple[int, ...] = ()
-    min_p: float = 0.0
     added: tuple[tuple[int, float], ...] = ()
     repetition: float = 1.0
     repeated: tuple[int, ...] = ()
@@ -42,33 +53,75 @@ class Score(Struct, frozen=True, array_like=True):
     logprobs: int
 
 
-class Part(Struct, frozen=True, array_like=True):
-    """The rows of one sequence: its tokens number context … context + rows - 1. sampling: None where none is drawn.
+class Join(Struct, frozen=True, array_like=True):
+    """The sequence of a request takes a row of the table, whatever was there.
 
-    tables: of each cache group its page table, or the slots of its state before and after these rows. score: where the
-    logprobs of the prompt's own tokens are wanted.
+    context: its tokens that are in the caches already.
+    tables: of each cache group its page table, or the slots of its state before and after its next rows.
     """
 
+    row: int
     request: int
-    rows: int
     context: int
     tables: tuple[tuple[int, ...], ...]
-    sampling: Sampling | None
+    sampling: Sampling
+
+
+class Entry(Struct, frozen=True, array_like=True):
+    """A new entry of a row's table: its page number `index`, or a slot of its state (0: before, 1: after)."""
+
+    row: int
+    group: int
+    index: int
+    value: int
+
+
+class Chunk(Struct, frozen=True, array_like=True):
+    """The next tokens of a row, which the controller knows. draws: whether a token is drawn after the last of them.
+
+    score: where the logprobs of the prompt's own tokens are wanted.
+    """
+
+    row: int
+    tokens: tuple[int, ...]
+    draws: bool
     score: Score | None = None
 
 
 class GroupRows(Struct, frozen=True, array_like=True):
-    """One DP group's rows, the tokens of its parts one after the other."""
+    """One DP group's part of a step: first what is new, then its rows, those of `answers` before those of `chunks`.
 
-    tokens: tuple[int, ...] = ()
-    parts: tuple[Part, ...] = ()
+    answers: rows of the table that run the token last drawn for them, and draw the next. adjust: (row of the table,
+    what its draw asks for) for draws that ask for more than the row's sampling.
+    """
+
+    answers: tuple[int, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    joins: tuple[Join, ...] = ()
+    entries: tuple[Entry, ...] = ()
+    adjust: tuple[tuple[int, Adjust], ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Rows that it runs."""
+        return len(self.answers) + sum(len(chunk.tokens) for chunk in self.chunks)
+
+    @property
+    def draws(self) -> list[int]:
+        """The rows of the table for which tokens are drawn, in that order."""
+        return [*self.answers, *(chunk.row for chunk in self.chunks if chunk.draws)]
 
 
 class Step(Struct, frozen=True, tag=True):
-    """To every rank: run one forward pass."""
+    """To every rank: run one forward pass. Ranks run steps in the order in which they come."""
 
     number: int
     groups: tuple[GroupRows, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of every DP group."""
+        return tuple(group.count for group in self.groups)
 
 
 class AskReport(Struct, frozen=True, tag=True):
@@ -112,40 +165,41 @@ class Ready(Struct, frozen=True, tag=True):
     groups: tuple[CacheGroup, ...]
 
 
-class Drawn(Struct, frozen=True, array_like=True):
-    """One drawn token; its logprob and the best alternatives (token, logprob) where they were asked for."""
-
-    request: int
-    token: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
+Logprobs = tuple[float, TopLogprobs]
+"""A token's logprob, and the best alternatives."""
 
 
 class Scored(Struct, frozen=True, array_like=True):
-    """The logprobs of a prompt's tokens from number `first` on, each with its best alternatives (token, logprob)."""
+    """The logprobs of a prompt's tokens from number `first` on."""
 
-    request: int
     first: int
-    logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
+    logprobs: tuple[Logprobs, ...]
 
 
 class Ran(Struct, frozen=True, array_like=True):
-    """What a rank executed: the step, every DP group's rows, and a checksum of the plan. The same on every rank."""
+    """What a rank executed: the step, every DP group's rows, a checksum of the plan, the same on every rank; and a
+    checksum of the tokens that it drew, the same on every rank of its DP group."""
 
     number: int
     counts: tuple[int, ...]
     plan: int
+    tokens: int
 
     def __str__(self) -> str:
-        return f"step {self.number} of {self.counts} rows by plan {self.plan:08x}"
+        return f"step {self.number} of {self.counts} rows by plan {self.plan:08x} with tokens {self.tokens:08x}"
 
 
 class Result(Struct, frozen=True, tag=True):
-    """From every rank, after a step. drawn: from the leader of a DP group, in the order of its sampled parts."""
+    """From every rank, after a step. The rest is from the leader of a DP group alone.
+
+    tokens: drawn, in the order of `GroupRows.draws`. logprobs: of each of them, None where they were not asked for;
+    empty where none asks. scored: of the chunks that ask for it, in their order.
+    """
 
     rank: int
     ran: Ran
-    drawn: tuple[Drawn, ...] = ()
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs | None, ...] = ()
     scored: tuple[Scored, ...] = ()
 
 

@@ -5,6 +5,7 @@ Its directory holds config.json (the EngineConfig), the sockets, and where the t
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -17,11 +18,10 @@ import torch
 import zmq
 from transformers.utils import logging as transformers_logging
 
-from weft.comm.transport import CommError
 from weft.engine.config import EngineConfig
 from weft.engine.messages import Failure, FromRank, ToRank, decode_to_rank, encode
 from weft.engine.ranks import bind, cost_model, open_transports
-from weft.engine.worker import Worker
+from weft.engine.worker import Worker, failure
 from weft.models.config import ModelError
 from weft.place.spec import LayoutError
 
@@ -38,8 +38,11 @@ def main(directory: Path, rank: int, parent: int) -> int:
     inbox.bind(f"ipc://{directory}/to-{rank}")
     outbox.connect(f"ipc://{directory}/from")
 
+    sending = threading.Lock()
+
     def send(message: FromRank) -> None:
-        outbox.send(encode(message))
+        with sending:  # a socket takes one thread at a time
+            outbox.send(encode(message))
 
     def receive() -> ToRank:
         return decode_to_rank(inbox.recv())
@@ -47,7 +50,10 @@ def main(directory: Path, rank: int, parent: int) -> int:
     code = 0
     try:
         transports = open_transports(config, rank, directory)
-        Worker(config, transports, cost_model(config), send).serve(receive, send)
+        worker = Worker(config, transports, cost_model(config), send)
+        gc.collect()
+        gc.freeze()  # what is here stays: the collector need not look at it in the middle of a step
+        worker.serve(receive, send)
         for transport in transports:
             transport.close()
     except (LayoutError, ModelError) as error:
@@ -55,8 +61,7 @@ def main(directory: Path, rank: int, parent: int) -> int:
         code = 2
     except Exception as error:
         traceback.print_exc()
-        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        send(Failure(rank, text, user=False, lost_peer=isinstance(error, CommError)))
+        send(failure(rank, error))
         code = 1
     context.destroy(linger=1000)
     return code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from weft.engine.grammar import Grammar
@@ -73,6 +74,18 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
 
+    @cached_property
+    def reads_answer(self) -> bool:
+        """Whether the controller must know the tokens drawn so far before it can say how the next one is drawn."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(penalties or self.bad_words or self.grammar is not None)
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether all draws after min_tokens follow from temperature, top_p, top_k, min_p and seed alone."""
+        named = self.logit_bias or self.allowed_token_ids is not None or self.logprobs is not None
+        return not (named or self.reads_answer)
+
     def tokens_of(self, name: str) -> set[int]:
         """The tokens that a parameter names."""
         if name == "logit_bias":
@@ -121,9 +134,13 @@ class Output:
 class Sequence:
     """A request in a scheduler.
 
-    tokens: the prompt and what was drawn so far. computed: how many of them have run, and are in the caches by what
-    `holding` says; the rest are rows still to run. cached: prompt tokens that came from the prefix cache when it was
-    first admitted. allowed, grammar: which tokens may come, as a mask and as a grammar; empty and None: all.
+    tokens: the prompt and what was drawn so far, as far as the controller knows. pending: tokens that steps under way
+    draw for it; they come after these. computed: how many of all these have run, or will have once those steps have,
+    and are in the caches by what `holding` says; the rest are rows still to run. row: of its DP group's table on the
+    ranks, while it has a holding; told: what they were told of its tables, empty before they heard of it. answering:
+    its next row is the token that was drawn last, which the ranks know.
+    cached: prompt tokens that came from the prefix cache when it was first admitted. allowed, grammar: which tokens may
+    come, as a mask and as a grammar; empty and None: all.
     scores: of the prompt's tokens but the first, where they are wanted, as far as they are known.
     client: whose turn it takes in the queue. arrived, admitted, deadline: seconds of `time.monotonic`; admitted is None
     until it first gets a place in the batch, deadline is None where it may take any time.
@@ -138,6 +155,10 @@ class Sequence:
     end_ids: frozenset[int]
     on_output: Callable[[Output], None]
     computed: int = 0
+    pending: int = 0
+    row: int = -1
+    told: list[list[int]] = field(default_factory=list)
+    answering: bool = False
     cached: int | None = None
     holding: Holding | None = None
     allowed: bytes = b""
@@ -151,12 +172,22 @@ class Sequence:
     @property
     def left(self) -> int:
         """Tokens that still need a row."""
-        return len(self.tokens) - self.computed
+        return len(self.tokens) + self.pending - self.computed
 
     @property
     def drawn(self) -> int:
-        """Tokens drawn so far."""
+        """Tokens drawn so far, without those that are pending."""
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def ending(self) -> bool:
+        """Whether its last token is being drawn: no row is left to run."""
+        return self.pending > 0 and self.drawn + self.pending >= self.max_tokens
+
+    @property
+    def stalled(self) -> bool:
+        """Whether its next row has to wait for a token that is being drawn."""
+        return self.pending > 0 and self.params.reads_answer
 
     @property
     def to_score(self) -> int:
@@ -169,5 +200,9 @@ class Sequence:
         return (time.monotonic() if self.admitted is None else self.admitted) - self.arrived
 
     def forget_pages(self) -> None:
-        """All its keys and values are lost: every token needs a row again. Its pages are not given back."""
-        self.computed, self.holding = 0, None
+        """Its keys and values are lost, and tokens that are being drawn: every token needs a row again.
+
+        Its pages are not given back.
+        """
+        self.computed, self.pending, self.holding = 0, 0, None
+        self.row, self.told, self.answering = -1, [], False

@@ -15,6 +15,7 @@ from weft.stream import StepStat
 class EngineStats:
     """A snapshot. running, waiting: requests. kv_used, kv_total: pages of each DP group. The rest are totals so far.
 
+    stalls: how often a sequence sat a step out, because its next draw needed a token that was still being drawn.
     rejected: requests for which there was no room. timeouts: requests that ended by their deadline. queue_seconds:
     spent by all requests until their first place in a batch. failures: of ranks, after which they were started anew.
     """
@@ -27,6 +28,7 @@ class EngineStats:
     cached_tokens: int
     generated_tokens: int
     preemptions: int
+    stalls: int
     steps: int
     rejected: int
     timeouts: int

@@ -16,8 +16,9 @@ from weft.comm.transport import Transport, offer_of
 from weft.dcp.group import ContextGroup, Gatherer, context_group
 from weft.dcp.interleave import Interleave
 from weft.dcp.merge import TraceMerger
-from weft.engine.batch import SeqRows, build_batch
+from weft.engine.batch import build_batch
 from weft.engine.graphs import DecodeGraphs
+from weft.engine.rows import DeviceRows
 from weft.kv.spec import CacheGroup, PagedKV, Spec, rule
 from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder
@@ -124,7 +125,7 @@ class ModelRunner:
         self.planner = plan_model(config, mesh, weight.dtype, offers, plan)
         deal = Interleave(mesh.dcp, interleave or page_size, page_size)
         dealt = context_group(mesh, rank, deal, self.transports, offers, dcp_exchange)
-        self._rules, self._page_size = [group.rule for group in groups], deal.span
+        self.rules, self._page_size = [group.rule for group in groups], deal.span
         layers, device = cached_layers(model), weight.device
         if device.type == "cuda":
             from weft.attention.paged_triton import PagedTriton  # a CPU need not have Triton
@@ -135,7 +136,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._graph_planner = self.planner
         self._stats, self._naive_stats, self._times = Stats(), Stats(), StepTimes(weight.device)
-        self._checksums: dict[Counts, int] = {}
+        self._checksums: dict[tuple[Counts, bool], int] = {}
         self._steps: Counter[Counts] = Counter()  # walked since the totals were last worked out
         self._replays: Counter[Counts] = Counter()  # the same of graphs
         self._walks = 0
@@ -160,20 +161,23 @@ class ModelRunner:
             self._count()
         return logits
 
-    def plan_checksum(self, counts: Counts) -> int:
-        """CRC-32 of the steps by which rows of these counts go: ranks that disagree run different collectives."""
-        plan = self.planner.plan(counts)
-        if plan.counts not in self._checksums:
-            text = "|".join(f"{read.site} {step}" for read, step, _ in plan.moves())
-            self._checksums[plan.counts] = zlib.crc32(text.encode())
-        return self._checksums[plan.counts]
+    def plan_checksum(self, counts: Counts, captured: bool = False) -> int:
+        """CRC-32 of the steps by which rows of these counts go: ranks that disagree run different collectives.
 
-    def capture(self, most_rows: int, max_pages: int, progress: Callable[[int, int], None] | None = None) -> None:
-        """Captures graphs for steps of up to most_rows rows of each DP group. Collective; on GPUs only.
-
-        max_pages: of a sequence. progress(done, of). Raises LayoutError where a layer's cache has no pages.
+        captured: when a graph is replayed for them.
         """
-        if any(rule.state or rule.window is not None for rule in self._rules):
+        plan = self._captured_plan(counts) if captured else self.planner.plan(counts)
+        key = (plan.counts, captured)
+        if key not in self._checksums:
+            text = "|".join(f"{read.site} {step}" for read, step, _ in plan.moves())
+            self._checksums[key] = zlib.crc32(text.encode())
+        return self._checksums[key]
+
+    def capture(self, rows: DeviceRows, progress: Callable[[int, int], None] | None = None) -> None:
+        """Captures graphs for steps of up to as many answers of each DP group as there are rows. Collective; on GPUs
+        only. progress(done, of). Raises LayoutError where a layer's cache has no pages.
+        """
+        if any(rule.state or rule.window is not None for rule in self.rules):
             raise LayoutError("steps of layers with states or windows are not captured; start with --no-cuda-graphs")
         # Plans of graphs hold only what reads counts on the device, where there is such a transport.
         able = {name: t for name, t in self.transports.items() if t.takes_live_sizes} or self.transports
@@ -186,32 +190,34 @@ class ModelRunner:
             planner.plan,
             able,
             self.caches,
-            self._rules,
+            rows,
             self._page_size,
-            most_rows,
-            max_pages,
         )
         self._graph_planner = planner
         self._graphs.capture(progress)
 
-    def step(self, tokens: Sequence[int], seqs: Sequence[SeqRows], counts: Counts, decodes: bool) -> Tensor:
-        """Logits as `forward`, for rows as a message names them. decodes: every row of every group is a sequence's one,
-        and sampled. Such a step replays a graph, where one was captured that fits; the next then overwrites its logits.
-        """
-        if decodes and self._graphs is not None and self._graphs.fits(counts):
-            self._replays[counts] += 1
-            return self._graphs.replay(tokens, seqs, counts)
-        device = self.model.embed.weight.device
-        return self.forward(build_batch(tokens, seqs, self._page_size, self._rules, device), counts)
+    def check(self) -> None:
+        """Raises CommError where a collective that has run met a fault: what was computed with it means nothing."""
+        for transport in self.transports.values():
+            transport.check()
+
+    def captured(self, counts: Counts) -> bool:
+        """Whether a graph was captured for steps of so many answers in each DP group."""
+        return self._graphs is not None and self._graphs.fits(counts)
+
+    def replay(self, answers: Sequence[int], counts: Counts) -> tuple[Tensor, Tensor]:
+        """Logits as `forward`, and the tokens drawn from them, by the graph: see `DecodeGraphs.replay`."""
+        assert self._graphs is not None
+        self._replays[counts] += 1
+        return self._graphs.replay(answers, counts)
 
     def moves(self, counts: Counts, captured: bool) -> list[tuple[str, str, str, int]]:
         """The collectives of a step, in order: the read that each serves, its step, its group's name, and the bytes
         that the busiest rank receives. captured: where a graph is replayed; none where there is no graph.
         """
-        if captured and (self._graphs is None or not self._graphs.fits(counts)):
+        if captured and not self.captured(counts):
             return []
-        room = (self._graphs.capacity_of(counts),) * len(counts) if captured and self._graphs else counts
-        plan = (self._graph_planner if captured else self.planner).plan(room)
+        plan = self._captured_plan(counts) if captured else self.planner.plan(counts)
         received = self.planner.bytes_received
         return [(r.site, str(s), e.group or "", int(received(e, counts))) for r, s, e in plan.moves()]
 
@@ -236,11 +242,14 @@ class ModelRunner:
             self._naive_stats.record(self.planner, self.planner.naive(counts), counts, walks)
         self._steps.clear()
         for counts, walks in self._replays.items():
-            assert self._graphs is not None
-            room = (self._graphs.capacity_of(counts),) * self.mesh.attn_dp
-            self._stats.record(self.planner, self._graph_planner.plan(room), counts, walks)
-            self._naive_stats.record(self.planner, self.planner.naive(room), counts, walks)
+            plan = self._captured_plan(counts)
+            self._stats.record(self.planner, plan, counts, walks)
+            self._naive_stats.record(self.planner, self.planner.naive(plan.counts), counts, walks)
         self._replays.clear()
+
+    def _captured_plan(self, counts: Counts) -> Plan:
+        assert self._graphs is not None
+        return self._graph_planner.plan((self._graphs.capacity_of(counts),) * self.mesh.attn_dp)
 
     def plan_text(self, tokens_per_group: int) -> str:
         """The plan for so many tokens in each DP group, beside the naive one."""

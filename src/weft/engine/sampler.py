@@ -1,52 +1,47 @@
-"""Drawing tokens from logits. What a request gets depends on its own logits, seed and position, never on the batch."""
+"""Drawing tokens from logits. What a request gets depends on its own logits, seed and position, never on the batch.
+
+Every rank of a DP group draws for itself: the logits are the same bits on all of them.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from weft.engine.messages import Drawn, Sampling, Score
+from weft.engine.device import on_device
+from weft.engine.messages import Adjust, Sampling
 
 
-def sample(logits: Tensor, requests: Sequence[int], how: Sequence[Sampling]) -> tuple[Drawn, ...]:
-    """One token for each row of float32 logits `[S, vocabulary]`.
+def sample(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], adjust: Mapping[int, Adjust]) -> Tensor:
+    """One token, int64 `[S]`, for each row of float32 logits `[S, vocabulary]`.
 
-    repetition (arXiv 1909.05858), what is added, banned and masked tokens; then temperature, top_k, top_p (nucleus: the
-    fewest most probable tokens that reach it; arXiv 1904.09751), min_p (arXiv 2407.01082). Draws by Gumbel-max,
-    with noise from (seed, index). Logprobs are of the raw logits, before all of these.
+    positions: of the tokens to be drawn in their sequences. adjust: for rows that ask for it: repetition (arXiv
+    1909.05858), what is added, banned and masked tokens. Then temperature, top_k, top_p (nucleus: the fewest most
+    probable tokens that reach it; arXiv 1904.09751) and min_p (arXiv 2407.01082). Draws by Gumbel-max, with noise from
+    (seed, position, token), on GPUs by `weft.kernels.triton.sample`; CPUs use torch's generator, which is faster there,
+    so a CPU draws other tokens than a GPU.
     """
-    if not how:
-        return ()
-    logprobs = torch.log_softmax(logits, dim=-1) if any(h.logprobs >= 0 for h in how) else None
-    if changed := [row for row, h in enumerate(how) if h.repeated or h.added or h.banned or h.mask]:
+    if changed := [row for row, a in adjust.items() if a.repeated or a.added or a.banned or a.mask]:
         logits = logits.clone()
         for row in changed:
-            logits[row] = _adjust(logits[row], how[row])
+            logits[row] = _adjust(logits[row], adjust[row])
+    if logits.is_cuda:
+        return _draw_on_gpu(logits, how, positions)
     tokens = logits.argmax(-1)
-    random = [row for row, h in enumerate(how) if h.temperature > 0]
-    if random:
-        tokens[random] = _draw(logits[random], [how[row] for row in random])
-    chosen = tokens.tolist()
-    return tuple(
-        Drawn(request, token)
-        if logprobs is None or h.logprobs < 0
-        else Drawn(request, token, logprobs[row, token].item(), _best(logprobs[row], h.logprobs))
-        for row, (request, token, h) in enumerate(zip(requests, chosen, how, strict=True))
-    )
+    if random := [row for row, h in enumerate(how) if h.temperature > 0]:
+        tokens[random] = _draw(logits[random], [how[row] for row in random], [positions[row] for row in random])
+    return tokens
 
 
-def score(logits: Tensor, wanted: Score) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-    """The logprob of each wanted token under its row of raw logits `[rows, vocabulary]`, with the best alternatives."""
-    logprobs = torch.log_softmax(logits, dim=-1)
-    return tuple(
-        (row[token].item(), _best(row, wanted.logprobs)) for row, token in zip(logprobs, wanted.tokens, strict=True)
-    )
+def cuts(how: Sampling) -> bool:
+    """Whether tokens are left out by how probable the ones before them are, which takes a sort."""
+    return how.temperature > 0 and (how.top_k > 0 or how.top_p < 1)
 
 
-def _adjust(logits: Tensor, how: Sampling) -> Tensor:
+def _adjust(logits: Tensor, how: Adjust) -> Tensor:
     """A row `[vocabulary]`, with what its request does to its logits."""
     if how.repeated:
         at = torch.tensor(how.repeated, device=logits.device)
@@ -63,36 +58,51 @@ def _adjust(logits: Tensor, how: Sampling) -> Tensor:
         gone = may.flatten()[: len(logits)].logical_not().to(logits.device)
         logits[gone], raw[gone] = float("-inf"), float("-inf")
     # Where bans leave nothing of what the mask allows, the mask counts.
-    return logits if torch.isfinite(logits).any() else raw
+    return torch.where(torch.isfinite(logits).any(), logits, raw)
 
 
-def _draw(logits: Tensor, how: Sequence[Sampling]) -> Tensor:
+def _draw(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    temperature, min_p = _column([h.temperature for h in how], logits), _column([h.min_p for h in how], logits)
+    temperature = temperature.clamp(min=1e-5)  # below, logits would overflow
+    if any(map(cuts, how)):
+        logits = _cut(logits, how, temperature)
+    scaled = logits / temperature
+    least = scaled.amax(-1, keepdim=True) + min_p.log()
+    scaled = scaled.masked_fill((min_p > 0) & (scaled < least), float("-inf"))
+    noise = torch.stack([_gumbel(h, at, logits.shape[-1]) for h, at in zip(how, positions, strict=True)])
+    return (scaled + noise).argmax(-1)
+
+
+def _draw_on_gpu(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    from weft.kernels.triton.sample import sample as draw  # a CPU need not have Triton
+
+    device = logits.device
+    temperature, min_p = _column([h.temperature for h in how], logits), _column([h.min_p for h in how], logits)
+    if any(map(cuts, how)):
+        logits = _cut(logits, how, temperature.clamp(min=1e-5))
+    seed, position = on_device([[h.seed for h in how], positions], torch.int64, device)
+    live = torch.full((1,), len(how), dtype=torch.int32, device=device)
+    return draw(logits.contiguous(), temperature[:, 0], seed, position, live, min_p=min_p[:, 0])[1].long()
+
+
+def _cut(logits: Tensor, how: Sequence[Sampling], temperature: Tensor) -> Tensor:
+    """Logits with −inf for what top_k and top_p leave out."""
     vocabulary = logits.shape[-1]
-    temperature = torch.tensor([max(h.temperature, 1e-5) for h in how])[:, None]  # below, logits would overflow
-    top_p = torch.tensor([h.top_p for h in how])[:, None]
-    top_k = torch.tensor([h.top_k or vocabulary for h in how])[:, None]
-    ordered, order = (logits.cpu() / temperature).sort(dim=-1, descending=True, stable=True)
-    ordered = ordered.masked_fill(torch.arange(vocabulary) >= top_k, float("-inf"))
-    probability = ordered.softmax(-1)
+    top_k, top_p = _column([h.top_k or vocabulary for h in how], logits), _column([h.top_p for h in how], logits)
+    ordered, order = (logits / temperature).sort(dim=-1, descending=True, stable=True)
+    behind = torch.arange(vocabulary, device=logits.device) >= top_k
+    probability = ordered.masked_fill(behind, float("-inf")).softmax(-1)
     before = probability.cumsum(-1) - probability  # what the more probable tokens reach already
-    ordered = ordered.masked_fill((before >= top_p) & (top_p < 1), float("-inf"))
-    min_p = torch.tensor([h.min_p for h in how])[:, None]
-    ordered = ordered.masked_fill(probability < min_p * probability[:, :1], float("-inf"))
-    noise = torch.stack([_gumbel(h, vocabulary) for h in how])
-    # Noise belongs to the token, not to its rank, so that a near tie elsewhere does not change what is drawn.
-    at = (ordered + noise.gather(-1, order)).argmax(-1, keepdim=True)
-    return order.gather(-1, at)[:, 0].to(logits.device)
+    gone = behind | ((before >= top_p) & (top_p < 1))
+    return logits.masked_fill(torch.zeros_like(gone).scatter_(-1, order, gone), float("-inf"))
 
 
-def _gumbel(how: Sampling, vocabulary: int) -> Tensor:
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return on_device(values, torch.float32, like.device)[:, None]
+
+
+def _gumbel(how: Sampling, position: int, vocabulary: int) -> Tensor:
     # torch's CPU generator takes 32 bits of a seed: hash, so that all bits of ours count.
-    seed = hashlib.blake2b(f"{how.seed}/{how.index}".encode(), digest_size=4).digest()
+    seed = hashlib.blake2b(f"{how.seed}/{position}".encode(), digest_size=4).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(seed))
     return -torch.empty(vocabulary).exponential_(generator=generator).log()
-
-
-def _best(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    if not count:
-        return ()
-    values, tokens = logprobs.topk(min(count, len(logprobs)))
-    return tuple(zip(tokens.tolist(), values.tolist(), strict=True))

@@ -1,31 +1,33 @@
-"""What a sequence's next draw needs, as plain data for its row: what is added to which logits, and what may come."""
+"""What a sequence's draws need, as plain data for its row: how tokens are drawn, and what the next draw asks for."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 
-from weft.engine.messages import Sampling, Score
+from weft.engine.messages import Adjust, Sampling, Score
 from weft.engine.request import Sequence
 
 
 def sampling(sequence: Sequence) -> Sampling:
-    """The next draw's parameters. They follow from the sequence alone, so a replay draws the same tokens."""
+    """How all its tokens are drawn."""
     p = sequence.params
-    mask = sequence.allowed if sequence.grammar is None else sequence.grammar.mask(sequence.allowed)
-    return Sampling(
-        temperature=p.temperature,
-        top_p=p.top_p,
-        top_k=p.top_k,
-        seed=sequence.seed,
-        index=sequence.drawn,
+    return Sampling(p.temperature, p.top_p, p.top_k, sequence.seed, p.min_p)
+
+
+def adjust(sequence: Sequence) -> Adjust | None:
+    """What its next draw asks for besides; None: nothing. It follows from the sequence alone, so a replay draws the
+    same tokens."""
+    p = sequence.params
+    if p.plain and sequence.drawn + sequence.pending >= p.min_tokens:
+        return None
+    return Adjust(
         logprobs=-1 if p.logprobs is None else p.logprobs,
         banned=() if sequence.grammar else _banned(sequence),
-        min_p=p.min_p,
         added=_added(sequence),
         repetition=p.repetition_penalty,
         repeated=tuple(sorted(set(sequence.tokens))) if p.repetition_penalty != 1 else (),
-        mask=mask,
+        mask=sequence.allowed if sequence.grammar is None else sequence.grammar.mask(sequence.allowed),
     )
 
 
@@ -60,6 +62,6 @@ def _added(sequence: Sequence) -> tuple[tuple[int, float], ...]:
 def _banned(sequence: Sequence) -> tuple[int, ...]:
     """The end before min_tokens, and the last token of each bad word whose others stand at the answer's end."""
     p, answer = sequence.params, sequence.tokens[sequence.prompt_tokens :] if sequence.params.bad_words else []
-    banned = set(sequence.end_ids) if sequence.drawn < p.min_tokens else set()
+    banned = set(sequence.end_ids) if sequence.drawn + sequence.pending < p.min_tokens else set()
     banned |= {word[-1] for word in p.bad_words if answer[len(answer) - len(word) + 1 :] == list(word[:-1])}
     return tuple(sorted(banned))

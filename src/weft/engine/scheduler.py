@@ -8,24 +8,67 @@ Policy, in this order, within `max_batch_tokens` rows a step:
 When a running sequence needs a page and none is to be had, the newest running one gives up its pages and waits again,
 at the head of the queue; it will be computed anew. The oldest always goes on, so nobody starves.
 
+A step may be scheduled while the one before still runs, supposing that every sequence goes on: the token that it is
+about to get counts as `pending`, and its next row is in the step. Where an answer has ended after all, that row was for
+nothing and its token is dropped. Two kinds of sequences sit such a step out: those whose last token is pending, which
+is known beforehand where a length ends them, and those whose next draw needs the pending token here, such as a grammar.
+What a sequence gives back may be handed out at once, also while steps under way name it: ranks run steps in the order
+in which they were scheduled, each after the one before.
+
 What a sequence holds in the caches is its `holding`; who owns what there, `weft.kv.manager` says.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 from weft.engine.config import EngineConfig
-from weft.engine.messages import GroupRows, Part
-from weft.engine.request import Sequence
-from weft.engine.sampling import sampling, scoring
+from weft.engine.messages import Chunk, Entry, GroupRows, Join, Result, Scored
+from weft.engine.request import Sequence, TokenLogprob
+from weft.engine.sampling import adjust, sampling, scoring
 from weft.engine.waiting import WaitingQueue
-from weft.kv.manager import CacheManager
+from weft.kv.manager import CacheManager, Holding
 from weft.kv.spec import CacheGroup
 
 SCORED_COST = 8
 """Rows that one row of a scored prompt counts for: its logits are wanted, which are many times a row's other values."""
+
+
+@dataclass(eq=False, slots=True)
+class Scheduled:
+    """What a step runs of one group: its rows, and the sequences that wait for a token or for scores of it, in order.
+
+    A sequence that ends or gives way while the step runs has another holding by then, or none.
+    """
+
+    rows: GroupRows
+    _drawn: list[tuple[Sequence, Holding | None]] = field(default_factory=list)
+    _scored: list[tuple[Sequence, Holding | None]] = field(default_factory=list)
+
+    def draws(self, sequence: Sequence) -> None:
+        """Notes that a token is drawn for it."""
+        self._drawn.append((sequence, sequence.holding))
+
+    def scores(self, sequence: Sequence) -> None:
+        """Notes that tokens of its prompt are scored."""
+        self._scored.append((sequence, sequence.holding))
+
+    def drawn(self, result: Result) -> Iterator[tuple[Sequence, TokenLogprob]]:
+        """Once its tokens have come: what is whose, pending no longer; what is nobody's any more is left out."""
+        logprobs = result.logprobs or [None] * len(result.tokens)
+        for (sequence, holding), token, known in zip(self._drawn, result.tokens, logprobs, strict=True):
+            if sequence.holding is holding:
+                sequence.pending -= 1
+                yield sequence, TokenLogprob(token, *(known or (None,)))
+
+    def scored(self, result: Result) -> Iterator[tuple[Sequence, Scored]]:
+        """Whose the scores are, in the same way."""
+        for (sequence, holding), scored in zip(self._scored, result.scored, strict=True):
+            if sequence.holding is holding:
+                yield sequence, scored
 
 
 class Scheduler:
@@ -38,8 +81,9 @@ class Scheduler:
         self.caches, self.max_batch_tokens, self.max_running = caches, max_batch_tokens, max_running
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
-        self.preemptions = 0
+        self.preemptions = self.stalls = 0
         self._step: list[tuple[Sequence, int]] = []
+        self._free_rows = list(range(max_running - 1, -1, -1))
 
     # --- requests in and out ----------------------------------------------------------------------------------
 
@@ -55,10 +99,10 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is; its pages are free, or the tree's, at once."""
-        if sequence in self.running:
+        if sequence.holding is not None:
             self.running.remove(sequence)
-            assert sequence.holding is not None
-            self.caches.remember(sequence.holding, sequence.tokens[: sequence.computed])
+            if sequence.computed <= len(sequence.tokens):  # else its caches hold a token that nobody here knows
+                self.caches.remember(sequence.holding, sequence.tokens[: sequence.computed])
             self._give_up(sequence)
         else:
             self.waiting.remove(sequence)
@@ -80,53 +124,94 @@ class Scheduler:
         """Pages that sequences hold; what only the tree holds can be had at any time and does not count."""
         return self.caches.used([s.holding for s in self.running if s.holding])
 
+    def forget(self) -> None:
+        """Forgets the prefixes that no request holds."""
+        self.caches.forget()
+
     # --- steps ------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> GroupRows:
-        """The rows of the next step; `advance` must follow once they have run."""
-        assert not self._step, "the last step has not been advanced"
+    def schedule(self) -> Scheduled:
+        """The rows of the next step, which counts as run from now on; those of the steps before may still run."""
         budget = self.max_batch_tokens
-        for sequence in sorted(self.running, key=lambda s: s.left > 1):  # stable: oldest first within each
+        answering = [s for s in self.running if s.left == 1]
+        for sequence in answering + [s for s in self.running if s.left > 1]:  # oldest first within each
             if budget == 0:
                 break
-            if sequence in self.running and self._grow(sequence, budget):  # an earlier one may have taken its pages
+            if sequence.holding is None or sequence.ending:  # an earlier one has taken its pages; or it is at its end
+                continue
+            if sequence.stalled:
+                self.stalls += 1
+            elif self._grow(sequence, budget):
                 budget -= self._plan_rows(sequence, budget)
         while budget and len(self.running) < self.max_running and (admitted := self._admit(budget)):
             budget -= self._plan_rows(admitted, budget)
-        tokens: list[int] = []
-        parts: list[Part] = []
-        for sequence, rows in self._step:
-            tokens += sequence.tokens[sequence.computed : sequence.computed + rows]
-            how = sampling(sequence) if rows == sequence.left else None
-            assert sequence.holding is not None
-            tables = tuple(map(tuple, sequence.holding.tables))
-            parts.append(Part(sequence.request, rows, sequence.computed, tables, how, scoring(sequence, rows)))
-        return GroupRows(tuple(tokens), tuple(parts))
-
-    def advance(self) -> list[Sequence]:
-        """After the step has run: the sequences for which a token was drawn, in the order of its parts.
-
-        The caller appends the tokens, or finishes the sequence.
-        """
-        sampled = []
+        scheduled = self._rows_of_step()
         for sequence, rows in self._step:
             sequence.computed += rows
-            if done := sequence.left == 0:
-                sampled.append(sequence)
+            done = sequence.left == 0
+            first = done and not sequence.drawn and not sequence.pending
             assert sequence.holding is not None
             # Where the prompt is done, others may start from it.
-            self.caches.advance(sequence.holding, sequence.tokens, sequence.computed, keep=done and not sequence.drawn)
+            self.caches.advance(sequence.holding, sequence.tokens, sequence.computed, keep=first)
+            if done:
+                sequence.pending, sequence.answering = sequence.pending + 1, True
         self._step = []
-        return sampled
+        return scheduled
 
     def check_idle(self) -> None:
         """With nothing running or waiting, every page must be free or the tree's. AssertionError otherwise."""
-        assert not self.running and not self.waiting and not self._step
+        assert not self.running and not self.waiting and len(self._free_rows) == self.max_running
         self.caches.check_idle()
 
     # --- inside -----------------------------------------------------------------------------------------------
 
+    def _rows_of_step(self) -> Scheduled:
+        """What the ranks are told of the step."""
+        answers: list[int] = []
+        chunks: list[Chunk] = []
+        joins: list[Join] = []
+        entries: list[Entry] = []
+        asked = []
+        scheduled = Scheduled(GroupRows())
+        for sequence, rows in sorted(self._step, key=lambda planned: not planned[0].answering):
+            holding, draws = sequence.holding, rows == sequence.left
+            assert holding is not None
+            if not sequence.told:
+                sequence.told = [list(table) for table in holding.tables]
+                tables = tuple(map(tuple, holding.tables))
+                joins.append(Join(sequence.row, sequence.request, sequence.computed, tables, sampling(sequence)))
+            else:
+                entries += self._news(sequence, holding)
+            if sequence.answering:
+                answers.append(sequence.row)
+            else:
+                tokens = tuple(sequence.tokens[sequence.computed : sequence.computed + rows])
+                score = scoring(sequence, rows)
+                chunks.append(Chunk(sequence.row, tokens, draws, score))
+                if score:
+                    scheduled.scores(sequence)
+            if draws:
+                scheduled.draws(sequence)
+                if (how := adjust(sequence)) is not None:
+                    asked.append((sequence.row, how))
+        scheduled.rows = GroupRows(tuple(answers), tuple(chunks), tuple(joins), tuple(entries), tuple(asked))
+        return scheduled
+
+    def _news(self, sequence: Sequence, holding: Holding) -> Iterator[Entry]:
+        """What of its tables the ranks do not know yet."""
+        for group, (table, told) in enumerate(zip(holding.tables, sequence.told, strict=True)):
+            if self.caches.rules[group].state:
+                new = [i for i in (0, 1) if table[i] != told[i]]
+                told[:] = table
+            else:  # what a window has passed needs no word: it is not read any more
+                new = list(range(len(told), len(table)))
+                told += table[len(told) :]
+            for i in new:
+                yield Entry(sequence.row, group, i, table[i])
+
     def _rows(self, sequence: Sequence, budget: int) -> int:
+        if sequence.answering:
+            return 1
         most = max(1, budget // SCORED_COST) if sequence.to_score else budget
         return min(self.caches.rows_to_border(sequence.computed, len(sequence.tokens)), most)
 
@@ -137,13 +222,20 @@ class Scheduler:
         return min(budget, rows * SCORED_COST if sequence.to_score else rows)
 
     def _grow(self, sequence: Sequence, budget: int) -> bool:
-        """Room for all the sequence's tokens, at others' cost if need be; False where it had to give way itself."""
+        """Room for all the sequence's tokens, at others' cost if need be.
+
+        False where it had to give way itself, or where it sits this step out: because others are about to end, or
+        because its own token is pending and would be lost, so that it might never get beyond it.
+        """
         assert sequence.holding is not None
         end = sequence.computed + self._rows(sequence, budget)
-        while not self.caches.grow(sequence.holding, len(sequence.tokens), end):
+        while not self.caches.grow(sequence.holding, sequence.computed + sequence.left, end):
+            if any(other.ending for other in self.running):
+                return False
             planned = [s for s, _ in self._step]
             victim = next(s for s in reversed(self.running) if s is sequence or s not in planned)
-            self._preempt(victim)
+            if victim is not sequence or not sequence.pending:
+                self._preempt(victim)
             if victim is sequence:
                 return False
         return True
@@ -162,6 +254,7 @@ class Scheduler:
         self.waiting.take()
         self.running.append(sequence)
         sequence.holding, sequence.computed = admitted
+        sequence.row = self._free_rows.pop()
         if sequence.cached is None:
             sequence.cached = min(sequence.computed, sequence.prompt_tokens)
         if sequence.admitted is None:
@@ -177,7 +270,8 @@ class Scheduler:
     def _give_up(self, sequence: Sequence) -> None:
         assert sequence.holding is not None
         self.caches.release(sequence.holding)
-        sequence.holding, sequence.computed = None, 0
+        self._free_rows.append(sequence.row)
+        sequence.forget_pages()
 
 
 def make_schedulers(config: EngineConfig, groups: Seq[CacheGroup]) -> list[Scheduler]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
 import torch
 
 from weft.attention.caches import cached_layers
-from weft.comm.transport import Transport
-from weft.engine.batch import SeqRows
+from weft.comm.transport import CommError, Transport
 from weft.engine.config import EngineConfig
 from weft.engine.device import device_of, dtype_of
 from weft.engine.memory import check_weights, groups_of, least_of, measure, sized
 from weft.engine.messages import (
     AskPlan,
     AskReport,
+    Failure,
     FromRank,
     PlanText,
     Progress,
@@ -31,18 +33,21 @@ from weft.engine.messages import (
     StopProfile,
     ToRank,
 )
+from weft.engine.outcome import Outcome, rows_of_draws
 from weft.engine.profiling import RankProfile
+from weft.engine.rows import DeviceRows, RowTable
 from weft.engine.runner import ModelRunner
-from weft.engine.sampler import sample, score
 from weft.kv.spec import CacheGroup
 from weft.models.load import dummy_model, load_model
 from weft.place.cost import Costs
 
 Send = Callable[[FromRank], None]
+Finish = Callable[[], Result]
+"""Waits for what a step drew, if need be, and gives its result."""
 
 
 class Worker:
-    """Loads a rank's shard, then runs steps. Of a sequence ranks keep only what lies in the caches, where steps say."""
+    """Loads a rank's shard, then runs steps. Every rank of a DP group draws its tokens, the same on all."""
 
     def __init__(self, config: EngineConfig, transports: Sequence[Transport], costs: Costs, send: Send):
         self.config, self.mesh, self.rank = config, config.mesh, transports[0].rank
@@ -56,7 +61,8 @@ class Worker:
 
         model_config, dtype, empty = config.read_model(), dtype_of(config), transports[0].empty
         device = device_of(config, self.rank)
-        if device.type == "cuda":
+        self.on_gpu = device.type == "cuda"
+        if self.on_gpu:
             torch.cuda.set_device(device)
             check_weights(model_config, config, self.rank, dtype, torch.cuda.mem_get_info()[0])
         if config.load_format == "dummy":
@@ -79,57 +85,81 @@ class Worker:
                 plan=config.plan,
             )
 
-        if device.type == "cuda" and config.kv_tokens is None:
+        if self.on_gpu and config.kv_tokens is None:
             send(Progress(self.rank, 0, 1, "measuring memory"))
             memory, agree = measure(make, specs, config, model_config), least_of(transports[0], self.mesh.world, device)
             config = self.config = sized(config, specs, memory, dtype.itemsize, agree)
         self.groups = groups_of(specs, config)
         self.runner = make(self.groups)
         self.profile = RankProfile(self.runner)
-        if device.type == "cuda" and config.cuda_graphs:
+        self.table = RowTable(config.max_running, self.runner.rules, config.deal.span, device)
+        self.device_rows: DeviceRows | None = None
+        if self.on_gpu and config.cuda_graphs:
             tokens = min(config.max_model_len or model_config.max_position, config.cached_tokens)
+            self.device_rows = DeviceRows(self.table, -(-tokens // config.deal.span))
             self.runner.capture(
-                config.max_running,
-                -(-tokens // config.deal.span),
-                lambda done, total: send(Progress(self.rank, done, total, "capturing graphs")),
+                self.device_rows, lambda done, total: send(Progress(self.rank, done, total, "capturing graphs"))
             )
 
-    def step(self, step: Step) -> Result:
-        """Runs a step; the leader of each DP group draws the tokens."""
+    @torch.inference_mode()
+    def step(self, step: Step) -> Finish:
+        """Begins a step: on a GPU it may still run when this returns, and the next may be begun before it is finished.
+
+        The leader of each DP group tells the tokens.
+        """
         group = self.mesh.group_of(self.rank)
-        rows, counts = step.groups[group], tuple(len(g.tokens) for g in step.groups)
+        rows, counts, leads = step.groups[group], step.counts, self.rank == self.mesh.leader(group)
         self.profile.begin(step.number, counts)
-        # A prompt that is scored has logits in every row, another part in its last at most.
-        wanted = [p.rows if p.score else int(p.sampling is not None) for p in rows.parts]
-        seqs = [SeqRows(p.rows, p.context, p.tables, n) for p, n in zip(rows.parts, wanted, strict=True)]
-        parts = [part for g in step.groups for part in g.parts]
-        decodes = all(p.rows == 1 and p.sampling is not None and not p.score for p in parts)
-        logits = self.runner.step(rows.tokens, seqs, counts, decodes)
-        ran = Ran(step.number, counts, self.runner.plan_checksum(counts))
-        if self.rank != self.mesh.leader(group):
-            return Result(self.rank, ran)
-        scored, sampled, last = [], [], []
-        for part, own in zip(rows.parts, logits.split(wanted), strict=True):
-            if part.score:
-                logprobs = score(own[: len(part.score.tokens)], part.score)
-                scored.append(Scored(part.request, part.context + 1, logprobs))
-            if part.sampling is not None:
-                sampled.append((part.request, part.sampling))
-                last.append(own[-1])
-        drawn = sample(
-            logits if len(last) == len(logits) else torch.stack(last) if last else logits[:0],
-            [request for request, _ in sampled],
-            [how for _, how in sampled],
-        )
-        return Result(self.rank, ran, drawn, tuple(scored))
+        self.table.apply(rows)
+        if self.device_rows:
+            self.device_rows.apply(rows)
+        captured = not any(g.chunks for g in step.groups) and self.runner.captured(counts)
+        if captured:
+            sampled, tokens = self.runner.replay(rows.answers, counts)
+            self.table.advance(rows)
+            self.table.draw_again(rows, sampled, tokens)
+        else:
+            sampled = self.runner.forward(self.table.batch(rows), counts)
+            self.table.advance(rows)
+            if self.device_rows:
+                self.device_rows.ran(self.table, rows)
+            tokens = self.table.draw(rows, rows_of_draws(rows, sampled))
+        outcome = Outcome(rows, tokens)
+        if leads:
+            outcome.score(sampled)
+            outcome.look(rows_of_draws(rows, sampled))
+        outcome.copy()
+        plan = self.runner.plan_checksum(counts, captured)
+        scored_from = [self.table.rows[c.row].length - len(c.tokens) + 1 for c in rows.chunks if c.score]
+
+        def finish() -> Result:
+            drawn, checksum = outcome.tokens()
+            if self.on_gpu:  # where kernels find faults, and go on
+                self.runner.check()
+            ran = Ran(step.number, counts, plan, checksum)
+            if not leads:
+                return Result(self.rank, ran)
+            logprobs, scored = outcome.logprobs()
+            return Result(self.rank, ran, drawn, logprobs, tuple(map(Scored, scored_from, scored)))
+
+        return finish
 
     def serve(self, receive: Callable[[], ToRank], send: Send) -> None:
-        """Answers the controller until it says Stop."""
+        """Answers the controller until it says Stop. send: is called on two threads."""
         send(Ready(self.rank, self.groups))
+        begun: queue.SimpleQueue[Finish | None] = queue.SimpleQueue()
+        # While a GPU runs a step, one thread waits for what it draws, and the other for the step after it.
+        teller = threading.Thread(target=self._tell, args=(begun, send), daemon=True)
+        if self.on_gpu:
+            teller.start()
         while True:
             message = receive()
             if isinstance(message, Step):
-                send(self.step(message))
+                finish = self.step(message)
+                if self.on_gpu:
+                    begun.put(finish)
+                else:
+                    send(finish())
             elif isinstance(message, AskReport):
                 ran, naive = self.runner.report(), self.runner.naive_report()
                 send(Report(tuple(Stat(*astuple(s)) for s in ran), tuple(Stat(*astuple(s)) for s in naive)))
@@ -140,4 +170,22 @@ class Worker:
             elif isinstance(message, StopProfile):
                 send(self.profile.stop())
             elif isinstance(message, Stop):
+                break
+        if self.on_gpu:
+            begun.put(None)
+            teller.join()
+
+    def _tell(self, begun: queue.SimpleQueue[Finish | None], send: Send) -> None:
+        torch.cuda.set_device(self.table.device)
+        while (finish := begun.get()) is not None:
+            try:
+                send(finish())
+            except Exception as error:
+                send(failure(self.rank, error))
                 return
+
+
+def failure(rank: int, error: Exception) -> Failure:
+    """What the controller is told of an error that nobody could foresee."""
+    first = next(iter(str(error).splitlines()), "")
+    return Failure(rank, f"{type(error).__name__}: {first}", user=False, lost_peer=isinstance(error, CommError))

@@ -64,6 +64,7 @@ class Metrics(Collector):
             ("weft_prefix_cached_tokens", "Prompt tokens found in the prefix cache", s.cached_tokens),
             ("weft_generated_tokens", "Tokens drawn", s.generated_tokens),
             ("weft_preemptions", "Sequences that gave up their pages", s.preemptions),
+            ("weft_stalls", "Rows that waited a step for a token which their next draw depends on", s.stalls),
             ("weft_steps", "Steps of the engine", s.steps),
             ("weft_requests_rejected", "Requests refused because too many waited", s.rejected),
             ("weft_restarts", "Failures of ranks, after which they were started anew", s.failures),

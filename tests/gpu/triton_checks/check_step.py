@@ -14,7 +14,7 @@ PAGE = 8
 @pytest.mark.parametrize("capacity, count", [(6, 6), (6, 4), (1, 1), (3, 0), (300, 280)])
 def check_a_step(capacity: int, count: int, seed: int, device: torch.device) -> None:
     requests = capacity + 5
-    last = torch.randint(0, 99, (requests,), device=device).int()
+    last = torch.randint(-9, 99, (requests,), device=device).int().clamp(min=-1)
     length = torch.randint(0, 4 * PAGE, (requests,), device=device).int()
     pages = torch.randperm(requests * 4, device=device).view(requests, 4).int()
     rows = torch.randperm(requests, device=device)[:capacity].int()

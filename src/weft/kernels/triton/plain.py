@@ -202,7 +202,7 @@ def step_in(
     table = torch.where(real, rows, 0)
     position = length[table.long()]
     slots = pages[table.long(), (position // page_size).long()] * page_size + position % page_size
-    tokens = torch.where(real, last_token[table.long()], 0).long()
+    tokens = torch.where(real, last_token[table.long()].clamp(min=0), 0).long()
     positions = torch.where(real, position, 0).long()
     return tokens, positions, torch.where(real, position + 1, 0), torch.where(real, slots, -1), table, real
 
@@ -211,7 +211,9 @@ def step_out(
     rows: Tensor, live: int, token: Tensor, step: int, last_token: Tensor, length: Tensor, ring: Tensor
 ) -> None:
     """Updates the state and the ring in place."""
-    last_token[rows[:live].long()] = token[:live]
-    length[rows[:live].long()] += 1
+    at = rows[:live].long()
+    drawn = torch.where(last_token[at] < 0, -1, token[:live])
+    last_token[at] = drawn
+    length[at] += 1
     ring[step % len(ring), : len(rows)] = -1
-    ring[step % len(ring), :live] = token[:live]
+    ring[step % len(ring), :live] = drawn

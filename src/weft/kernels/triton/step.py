@@ -17,8 +17,9 @@ from torch import Tensor
 class StepInputs(NamedTuple):
     """What a step of `capacity` rows reads.
 
-    tokens int64, positions int64, lengths int32 (the new token included), slots int32, table int32 (the row of `pages`)
-    and live bool, each `[capacity]`. A row that is not live has token 0, position 0, length 0, slot −1, table 0.
+    tokens int64, positions int64, lengths int32 (the new token included), slots int64, table int32 (the row of `pages`)
+    and live bool, each `[capacity]`. A row that is not live has token 0, position 0, length 0, slot −1, table 0. A row
+    without a last token (−1) has token 0, so that no memory is read that is not there; `step_out` tells.
     """
 
     tokens: Tensor
@@ -40,14 +41,13 @@ def _step_in(
     row = tl.load(rows + i, mask=real, other=0)
     token = tl.load(last_token + row, mask=real, other=0)
     position = tl.load(length + row, mask=real, other=0)
-    tl.device_assert((token >= 0) | ~real, "a row without a last token is stepped")
     tl.device_assert((position // PAGE < pages_row) | ~real, "a row has no page for its token")
     page = tl.load(pages + row.to(tl.int64) * pages_row + position // PAGE, mask=real, other=0)
     tl.device_assert((page >= 0) | ~real, "a row's token goes to a page that it was not given")
-    tl.store(tokens + i, token.to(tl.int64), mask=inside)
+    tl.store(tokens + i, tl.maximum(token, 0).to(tl.int64), mask=inside)
     tl.store(positions + i, position.to(tl.int64), mask=inside)
     tl.store(lengths + i, tl.where(real, position + 1, 0), mask=inside)
-    tl.store(slots + i, tl.where(real, page * PAGE + position % PAGE, -1), mask=inside)
+    tl.store(slots + i, tl.where(real, page.to(tl.int64) * PAGE + position % PAGE, -1), mask=inside)
     tl.store(table + i, row, mask=inside)
     tl.store(mask + i, real, mask=inside)
 
@@ -59,6 +59,7 @@ def _step_out(rows, live, token, step, last_token, length, ring, capacity, ring_
     real = inside & (i < tl.load(live))
     row = tl.load(rows + i, mask=real, other=0)
     drawn = tl.load(token + i, mask=real, other=-1)
+    drawn = tl.where(tl.load(last_token + row, mask=real, other=0) < 0, -1, drawn)
     tl.store(last_token + row, drawn, mask=real)
     tl.store(length + row, tl.load(length + row, mask=real, other=0) + 1, mask=real)
     tl.store(ring + (tl.load(step) % ring_rows) * ring_row + i, drawn, mask=inside)
@@ -80,7 +81,7 @@ def step_in(
         tokens=like(capacity, dtype=torch.int64),
         positions=like(capacity, dtype=torch.int64),
         lengths=like(capacity),
-        slots=like(capacity),
+        slots=like(capacity, dtype=torch.int64),
         table=like(capacity),
         live=like(capacity, dtype=torch.bool),
     )
@@ -98,7 +99,8 @@ def step_out(
     """Takes the drawn tokens int32 `[capacity]` into the state, and into the ring's row of the step for the host.
 
     step: int32 or int64 `[1]`, the step's number; ring int32 `[steps, ≥ capacity]`: row step mod steps gets the tokens,
-    −1 for rows that are not live. A row of the state appears at most once among the live `rows`.
+    −1 for rows that are not live. A row without a last token (−1) draws none either, so that the fault is seen by
+    whoever looks at the tokens. A row of the state appears at most once among the live `rows`.
     """
     capacity = rows.shape[0]
     if ring.shape[1] < capacity or ring.stride(1) != 1 or token.shape[0] != capacity:

@@ -1,0 +1,86 @@
+"""What a step gave that the host must see: the tokens, and the logprobs that were asked for."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from weft.engine.device import on_device, to_host
+from weft.engine.messages import GroupRows, Logprobs
+from weft.engine.rows import NO_TOKEN
+
+
+def rows_of_draws(rows: GroupRows, logits: Tensor) -> Tensor:
+    """Of the logits of a step's sampled rows, those that tokens are drawn from: of a scored chunk only the last."""
+    if not any(chunk.score for chunk in rows.chunks):
+        return logits
+    at, first = list(range(len(rows.answers))), len(rows.answers)
+    for chunk in rows.chunks:
+        first += len(chunk.tokens) if chunk.score else int(chunk.draws)
+        at += [first - 1] * chunk.draws
+    return logits.index_select(0, on_device(at, torch.int64, logits.device))
+
+
+class Outcome:
+    """Of one step on one rank. `score` and `look` are only for the rank that tells its group's logprobs; then `copy`
+    begins the copies to the host, and what follows waits for them, on any thread."""
+
+    def __init__(self, rows: GroupRows, tokens: Tensor):
+        self._rows, self._tokens = rows, tokens
+        self._found: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._counts: list[Sequence[int]] = []
+        self._drawn_at: list[int] = []
+
+    def score(self, logits: Tensor) -> None:
+        """Notes the logprobs of the chunks' own tokens. logits: of all sampled rows."""
+        first = len(self._rows.answers)
+        for chunk in self._rows.chunks:
+            if chunk.score:
+                tokens = on_device(chunk.score.tokens, torch.int64, logits.device)
+                self._note(logits[first : first + len(tokens)], tokens, [chunk.score.logprobs] * len(tokens))
+            first += len(chunk.tokens) if chunk.score else int(chunk.draws)
+
+    def look(self, logits: Tensor) -> None:
+        """Notes the logprobs of those drawn tokens for which they are asked. logits: of the draws."""
+        asked = {row: adjust.logprobs for row, adjust in self._rows.adjust if adjust.logprobs >= 0}
+        self._drawn_at = [at for at, row in enumerate(self._rows.draws) if row in asked] if asked else []
+        if self._drawn_at:
+            at = on_device(self._drawn_at, torch.int64, logits.device)
+            tokens = self._tokens.index_select(0, at).long().clamp(min=0)
+            self._note(logits.index_select(0, at), tokens, [asked[self._rows.draws[i]] for i in self._drawn_at])
+
+    def _note(self, logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
+        logprobs = torch.log_softmax(logits, dim=-1)
+        values, best = logprobs.topk(min(max(counts), logits.shape[-1]))
+        self._found.append((logprobs.gather(-1, tokens[:, None])[:, 0], values, best))
+        self._counts.append(counts)
+
+    def copy(self) -> None:
+        """Begins the copies."""
+        self._wait = to_host([self._tokens, *(tensor for found in self._found for tensor in found)])
+
+    def tokens(self) -> tuple[tuple[int, ...], int]:
+        """The tokens, and their checksum. AssertionError where a row had no token to go on from."""
+        drawn = self._wait()[0]
+        tokens = tuple(drawn.tolist())
+        if NO_TOKEN in tokens:
+            row = self._rows.draws[tokens.index(NO_TOKEN)]
+            raise AssertionError(f"row {row} of the table was stepped without a last token")
+        return tokens, zlib.crc32(drawn.numpy().tobytes())
+
+    def logprobs(self) -> tuple[tuple[Logprobs | None, ...], list[tuple[Logprobs, ...]]]:
+        """(of each drawn token, empty where none are asked for; of each scored chunk)."""
+        lists = [tensor.tolist() for tensor in self._wait()[1:]]
+        read = []
+        for *found, counts in zip(lists[::3], lists[1::3], lists[2::3], self._counts, strict=True):
+            each = zip(*found, counts, strict=True)
+            read.append(tuple((v, tuple(zip(best[:n], values[:n], strict=True))) for v, values, best, n in each))
+        if not self._drawn_at:
+            return (), read
+        drawn: list[Logprobs | None] = [None] * len(self._rows.draws)
+        for at, logprobs in zip(self._drawn_at, read.pop(), strict=True):
+            drawn[at] = logprobs
+        return tuple(drawn), read

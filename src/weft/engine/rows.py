@@ -1,0 +1,152 @@
+"""What a rank keeps of its DP group's sequences, each in a row of a table, so that a step's message says only news.
+
+The host knows every row's length and tables, since they follow from the messages. The token that was last drawn for a
+row lies on the device alone: the next step takes it from there, whether or not anybody has seen it yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.attention.batch import Batch
+from weft.engine.batch import SeqRows, build_batch
+from weft.engine.device import on_device
+from weft.engine.messages import Adjust, GroupRows, Join, Sampling
+from weft.engine.sampler import cuts, sample
+from weft.kv.spec import Rule
+
+NO_TOKEN = -1
+"""The last token of a row for which none was drawn since its sequence came: nothing may be run from it."""
+
+
+@dataclass(slots=True)
+class Row:
+    """A sequence. length: its tokens in the caches, or on the way there; the rest as `weft.engine.messages.Join`."""
+
+    request: int
+    length: int
+    tables: list[list[int]]
+    sampling: Sampling
+
+
+class RowTable:
+    """The rows of a rank. most: how many; rules, page_size: of the caches."""
+
+    def __init__(self, most: int, rules: Sequence[Rule], page_size: int, device: torch.device):
+        self.device, self.rules, self.page_size = device, tuple(rules), page_size
+        self.rows: dict[int, Row] = {}
+        self.cut: set[int] = set()
+        """Rows whose draws leave out the tail by top_k or top_p, which takes a sort."""
+        self.last_token = torch.full((most,), NO_TOKEN, dtype=torch.int32, device=device)
+
+    def apply(self, news: GroupRows) -> None:
+        """Takes in what is new, before the rows of the step. Raises ValueError for an entry beyond a table's end."""
+        for join in news.joins:
+            self.rows[join.row] = Row(join.request, join.context, [list(table) for table in join.tables], join.sampling)
+            self.last_token[join.row].fill_(NO_TOKEN)
+            (self.cut.add if cuts(join.sampling) else self.cut.discard)(join.row)
+        for entry in news.entries:
+            row = self.rows[entry.row]
+            table = row.tables[entry.group]
+            if entry.index > len(table):
+                raise ValueError(f"request {row.request} gets entry {entry.index} of a table of {len(table)} entries")
+            table[entry.index : entry.index + 1] = [entry.value]
+
+    def batch(self, news: GroupRows) -> Batch:
+        """The step's rows, from the host's knowledge and the last tokens. Answers come first, a row each."""
+        n, rows = len(news.answers), self.rows
+        tokens = [0] * n + [token for chunk in news.chunks for token in chunk.tokens]
+        seqs = [SeqRows(1, rows[row].length, rows[row].tables, 1) for row in news.answers]
+        for chunk in news.chunks:
+            sampled = len(chunk.tokens) if chunk.score else int(chunk.draws)
+            seqs.append(SeqRows(len(chunk.tokens), rows[chunk.row].length, rows[chunk.row].tables, sampled))
+        batch = build_batch(tokens, seqs, self.page_size, self.rules, self.device)
+        if n:
+            batch.tokens[:n] = self.last(news.answers).clamp(min=0)
+        return batch
+
+    def advance(self, news: GroupRows) -> None:
+        """Counts the step's rows to the sequences: a row's length is then the place of what it draws."""
+        for row in news.answers:
+            self.rows[row].length += 1
+        for chunk in news.chunks:
+            self.rows[chunk.row].length += len(chunk.tokens)
+
+    def last(self, rows: Sequence[int]) -> Tensor:
+        """The last tokens of rows, int32 on the device."""
+        return self.last_token.index_select(0, on_device(rows, torch.int64, self.device))
+
+    def draw(self, news: GroupRows, logits: Tensor) -> Tensor:
+        """The step's tokens, int32, from logits `[S, vocabulary]` of `GroupRows.draws`: the rows' last from now on.
+
+        A row that ran without a last token draws none either, so that the fault is seen wherever tokens arrive.
+        """
+        draws, n = news.draws, len(news.answers)
+        tokens = self._sample(draws, logits, dict(news.adjust))
+        if n:
+            tokens[:n] = torch.where(self.last(news.answers) < 0, NO_TOKEN, tokens[:n])
+        self.last_token.index_copy_(0, on_device(draws, torch.int64, self.device), tokens)
+        return tokens
+
+    def draw_again(self, news: GroupRows, logits: Tensor, tokens: Tensor) -> None:
+        """Of tokens that a graph drew, draws those anew which ask for more than it does, in place."""
+        asked = dict(news.adjust)
+        again = [at for at, row in enumerate(news.answers) if row in asked or row in self.cut]
+        if again:
+            rows = [news.answers[at] for at in again]
+            put = on_device([again, rows], torch.int64, self.device)
+            drawn = self._sample(rows, logits.index_select(0, put[0]), asked)
+            drawn = torch.where(tokens.index_select(0, put[0]) < 0, NO_TOKEN, drawn)
+            tokens.index_copy_(0, put[0], drawn)
+            self.last_token.index_copy_(0, put[1], drawn)
+
+    def _sample(self, rows: Sequence[int], logits: Tensor, asked: dict[int, Adjust]) -> Tensor:
+        here = [self.rows[row] for row in rows]
+        adjust = {at: asked[row] for at, row in enumerate(rows) if row in asked}
+        return sample(logits, [row.sampling for row in here], [row.length for row in here], adjust).int()
+
+
+class DeviceRows:
+    """What CUDA graphs read and write of the same rows: lengths, page tables, and how tokens are drawn.
+
+    length int32 `[rows]`; pages int32 `[rows, max_pages]`, of the only cache group; temperature and min_p float32, seed
+    int64 `[rows]`; last_token is the table's.
+    """
+
+    def __init__(self, table: RowTable, max_pages: int):
+        self.last_token, device = table.last_token, table.device
+        most = len(self.last_token)
+        self.length = torch.zeros(most, dtype=torch.int32, device=device)
+        self.pages = torch.zeros(most, max_pages, dtype=torch.int32, device=device)
+        self.temperature, self.min_p = torch.zeros(2, most, device=device)
+        self.seed = torch.zeros(most, dtype=torch.int64, device=device)
+
+    def apply(self, news: GroupRows) -> None:
+        """As `RowTable.apply`; copies are queued on torch's current stream."""
+        width, places = self.pages.shape[1], [(e.row, e.index, e.value) for e in news.entries]
+        for join in news.joins:
+            self._join(join)
+            places += [(join.row, index, page) for index, page in enumerate(join.tables[0])]
+        if places:
+            at, values = [row * width + i for row, i, _ in places], [page for *_, page in places]
+            put = on_device([at, values], torch.int64, self.pages.device)
+            self.pages.view(-1).index_copy_(0, put[0], put[1].int())
+
+    def _join(self, join: Join) -> None:
+        for tensor, value in (
+            (self.length, join.context),
+            (self.temperature, join.sampling.temperature),
+            (self.min_p, join.sampling.min_p),
+            (self.seed, join.sampling.seed),
+        ):
+            tensor[join.row].fill_(value)  # a launch that holds the value: no copy from the host
+
+    def ran(self, table: RowTable, news: GroupRows) -> None:
+        """After a step that ran without a graph: takes the lengths of its rows."""
+        rows = [*news.answers, *(chunk.row for chunk in news.chunks)]
+        put = on_device([rows, [table.rows[row].length for row in rows]], torch.int64, self.length.device)
+        self.length.index_copy_(0, put[0], put[1].int())

@@ -1,0 +1,114 @@
+"""What a CUDA graph of a decode step does, without the graph: the engine's loop over state that lies on the device.
+
+On a machine without a GPU every replay runs the captured calls once more, so that joins, leaves, new pages, padding
+and draws are those of the real thing; `tests/gpu/test_engine.py` does the same with graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import small_model
+
+from engine.test_engine import GREEDY, config, prompts
+from weft.comm.rows import PaddedRows
+from weft.engine import sampler
+from weft.engine.config import EngineError
+from weft.engine.engine import Engine
+from weft.engine.graphs import DecodeGraphs
+from weft.engine.request import SamplingParams
+from weft.engine.rows import NO_TOKEN, DeviceRows
+from weft.engine.worker import Worker
+
+FEW = [prompt[:11] for prompt in prompts(4)]
+PLAIN = replace(GREEDY, max_tokens=5)
+SEEDED = SamplingParams(max_tokens=5, temperature=3.0, min_p=0.01, seed=5, ignore_eos=True)
+CUT = replace(SEEDED, top_k=9, top_p=0.9, logprobs=1)
+
+
+@dataclass
+class Repeated:
+    graphs: DecodeGraphs
+    capacity: int
+    logits: torch.Tensor
+    seen: list[int]
+
+    def replay(self) -> None:
+        self.seen.append(self.capacity)
+        self.logits.copy_(self.graphs._step(self.capacity, self.graphs._counts[self.capacity]))
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every rank has graphs that are none, and draws as GPUs do; gives the capacities that were replayed."""
+    seen: list[int] = []
+
+    def capture(graphs: DecodeGraphs, progress: Any = None) -> None:
+        for capacity in graphs.capacities:
+            graphs._counts[capacity] = PaddedRows(graphs._mesh, graphs._rank, capacity, graphs._device)
+            logits = torch.full((capacity, graphs._model.config.vocab_size), float("nan"))
+            graphs._graphs[capacity] = (Repeated(graphs, capacity, logits, seen), logits)
+
+    make = Worker.__init__
+
+    def made(worker: Worker, *args: Any) -> None:
+        make(worker, *args)
+        worker.device_rows = DeviceRows(worker.table, 64)
+        worker.device_rows.pages.fill_(1 << 20)  # a page that was never told is no page
+        worker.runner.capture(worker.device_rows)
+
+    monkeypatch.setattr(sampler, "_draw", sampler._draw_on_gpu)
+    monkeypatch.setattr(DecodeGraphs, "capture", capture)
+    monkeypatch.setattr(Worker, "__init__", made)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from engine.conftest import byte_tokenizer
+
+    directory = tmp_path_factory.mktemp("model")
+    small_model("qwen2_moe", 4, directory, seed=3, vocab_size=257, max_position_embeddings=256)
+    byte_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[tuple[int, ...]]:
+    """Greedy, without graphs."""
+    with Engine(config(model, overlap=False)) as engine:
+        return [r.token_ids for r in engine.generate(FEW, PLAIN)]
+
+
+@pytest.mark.parametrize("changes", [{}, dict(kv_tokens=24, max_batch_tokens=8)], ids=str)
+def check_answers_of_replayed_steps(
+    model: Path, captured: list[int], expected: list[tuple[int, ...]], changes: dict[str, Any]
+) -> None:
+    """Alone and in company, of many lengths, with preemption where pages are few, beside rows that draw at random."""
+    with Engine(config(model, **changes)) as engine:
+        assert [r.token_ids for r in engine.generate(FEW, PLAIN)] == expected
+        assert len(set(captured)) > 1, "of several capacities"
+        for params in (SEEDED, CUT):
+            [alone] = engine.generate(FEW[:1], params)
+            crowd = engine.generate(FEW, params)
+            assert crowd[0].token_ids == alone.token_ids and len(crowd[0].logprobs) == len(alone.logprobs)
+        assert engine.stats().failures == 0 and (engine.stats().preemptions > 0) == bool(changes)
+        engine.check_idle()
+
+
+def check_a_stale_last_token_is_seen(model: Path, captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Worker.step
+
+    def poisoned(worker: Worker, message: Any) -> Any:
+        if message.number == 4:
+            worker.table.last_token.fill_(NO_TOKEN)
+        return step(worker, message)
+
+    monkeypatch.setattr(Worker, "step", poisoned)
+    found = "was stepped without a last token"
+    with Engine(config(model, max_restarts=0)) as engine, pytest.raises(EngineError, match=found):
+        engine.generate(FEW[:2], PLAIN)

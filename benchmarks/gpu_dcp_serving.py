@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from gpu_decode import layout, measure
+from gpu_decode import decode, layout
 from weft.assets import preset_dir
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
@@ -99,8 +99,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    decode = [tuple(map(int, text.split("x"))) for text in args.decode]
-    longest = max([args.prompt + args.answer, *(context + 64 for _, context in decode)])
+    cases = [tuple(map(int, text.split("x"))) for text in args.decode]
+    longest = max([args.prompt + args.answer, *(context + 64 for _, context in cases)])
     rows: list[dict[str, Any]] = []
 
     def found(row: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ def main() -> None:
             num_layers=args.num_layers,
             device=args.device,
             transport=args.transport,
-            max_running=max([*args.concurrency, *(batch for batch, _ in decode)]),
+            max_running=max([*args.concurrency, *(batch for batch, _ in cases)]),
             max_batch_tokens=8192,
             max_model_len=longest + 16,
             kv_tokens=args.kv_tokens,
@@ -127,8 +127,8 @@ def main() -> None:
         with Engine(config, lambda what, part: None) as engine:
             found({"dcp": dcp, "start_s": round(time.perf_counter() - began, 1)})
             serve(engine, 4, 8, 64, 12, args.most_s)  # warm
-            for batch, context in decode:
-                found({"dcp": dcp, "batch": batch, "context": context} | measure(engine, batch, context, 48))
+            for batch, context in cases:
+                found({"dcp": dcp, "batch": batch, "context": context} | decode(engine, batch, context, 48, engine.model_config.num_layers))
             for clients in args.concurrency:
                 requests = max(4, clients + clients // 2)
                 row = serve(engine, clients, requests, args.prompt, args.answer, args.most_s)

@@ -17,9 +17,10 @@ from weft.comm.peer import PeerTransport
 from weft.comm.reference import ReferenceTransport
 from weft.comm.shm import ShmTransport
 from weft.comm.transport import offer_of
-from weft.engine.runner import plan_model
+from weft.engine.runner import dealt_of, plan_model
 from weft.models.registry import load_config, registry
 from weft.place.cost import costs
+from weft.place.dcp import dcp_dict, dcp_text
 from weft.place.exchange import Exchange
 from weft.place.show import plan_dict, plan_text
 from weft.place.spec import LayoutError, Mesh
@@ -48,6 +49,7 @@ class Command:
       weft plan DIR --layout 2x2,4x1 --tokens 1,64,4096 attn_dp=2 attn_tp=2, ep=4 moe_tp=1
       weft plan DIR --layout 2x2 --transport shm torchdist/gloo
       weft plan DIR --layout 4x4 --transport torchdist/nccl --cost h100-nvlink
+      weft plan --preset deepseek-v2-lite --layout 1x4,4x1 --dcp 4
       weft plan DIR --layout 2x4,8x1 --transport reference --json
       weft plan DIR --layout 2x2 --cost TABLE.json      a table of weft tune, or of weft tune --device cuda
     """
@@ -61,7 +63,7 @@ class Command:
     layout: str = "2x2"
     """ATTN_DPxATTN_TP,EPxMOE_TP; with the second half left out it is the same as the first."""
     dcp: int = 1
-    """Ranks of ATTN_TP that deal out a group's cached tokens among them."""
+    """Ranks of ATTN_TP that deal out a group's cached tokens among them: also says from which length on that pays."""
     tokens: str = "1,64,4096"
     """Tokens in each DP group, one plan for each number."""
     transport: tuple[Literal["shm", "peer", "torchdist/gloo", "torchdist/nccl", "reference"], ...] = ()
@@ -96,10 +98,15 @@ class Command:
         config = load_config(model_dir(self.model, self.preset), registry(self.plugins))
         planner = plan_model(config, mesh, config.dtype, offers)
         every = [(n,) * mesh.attn_dp for n in tokens]
+        shared = dealt_of(config, mesh, config.dtype)
         if self.json:
-            print(json.dumps([plan_dict(planner, counts) for counts in every], indent=1))
+            found = [plan_dict(planner, counts) for counts in every]
+            if shared is not None:
+                found = [f | {"dcp": dcp_dict(shared, n, offers)} for f, n in zip(found, tokens, strict=True)]
+            print(json.dumps(found, indent=1))
         else:
-            print("\n\n".join([plan_text(planner, counts) for counts in every]))
+            texts = [plan_text(planner, counts) for counts in every]
+            print("\n\n".join(texts if shared is None else [*texts, dcp_text(shared, tokens, offers)]))
         return 0
 
     def _cost(self, names: tuple[str, ...], world: int) -> str:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from weft.comm.transport import Ranks, Transport
 from weft.dcp.interleave import Interleave
-from weft.dcp.merge import Merger, Merging
+from weft.dcp.merge import Merger, Merging, TraceMerger
 from weft.place import exchange
 from weft.place.cost import Offer
 from weft.place.spec import LayoutError, Mesh
+
+
+class Gathering(Protocol):
+    """What gathers rows over a dcp group."""
+
+    def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """x: this rank's rows `[own, width]`; sizes: rows of every rank. Gives `[sum(sizes), width]`, in rank order."""
+        ...
 
 
 class Gatherer:
@@ -26,10 +36,7 @@ class Gatherer:
         self._offers = [offer for offer in offers if "all_gatherv" in offer.kinds]
 
     def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """x: this rank's rows `[own, width]`; sizes: rows of every rank. Gives `[sum(sizes), width]`, in rank order.
-
-        Raises CommError, and LayoutError where no transport takes even a row of each rank.
-        """
+        """As `Gathering` says. Raises CommError, and LayoutError where no transport takes even a row of each rank."""
         if not sum(sizes):
             return x
         offer, rows = self._choose(sizes, x.shape[1] * x.element_size())
@@ -70,12 +77,12 @@ class Gatherer:
 class ContextGroup:
     """What attention needs where its tokens are dealt out over ranks. place: this rank's in the group.
 
-    gather: as `Gatherer`; merge: as `weft.dcp.merge.Merging`. Without rows neither communicates.
+    Without rows neither gather nor merge communicates.
     """
 
     deal: Interleave
     place: int
-    gather: Gatherer
+    gather: Gathering
     merge: Merging
 
     def lengths(self, lengths: Tensor) -> Tensor:
@@ -89,8 +96,6 @@ class ContextGroup:
     def heads(self, q: Tensor) -> Tensor:
         """Every rank's heads, in rank order: `[T, heads, D]` → `[T, ranks · heads, D]`."""
         ranks, (rows, heads, dim) = self.deal.ranks, q.shape
-        if not rows:
-            return q.new_empty(0, ranks * heads, dim)
         every = self.gather(q.reshape(rows, heads * dim), (rows,) * ranks)
         return every.view(ranks, rows, heads, dim).transpose(0, 1).reshape(rows, ranks * heads, dim)
 
@@ -112,3 +117,30 @@ def context_group(
     group = mesh.peers("dcp", rank)
     merge = Merger(mesh, rank, transports, offers, way)
     return ContextGroup(deal, group.index(rank), Gatherer(group, transports, offers), merge)
+
+
+class TraceGatherer:
+    """Writes down what attention gathers, as often as it does: gathers by bytes of a row. Carries zero rows."""
+
+    def __init__(self) -> None:
+        self.rows: Counter[int] = Counter()
+
+    def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """As `Gathering` says."""
+        self.rows[x.shape[1] * x.element_size()] += 1
+        return x
+
+
+@dataclass(frozen=True)
+class TraceGroup(ContextGroup):
+    """Of a model's trace: writes down what its attention gathers and merges."""
+
+    gather: TraceGatherer
+    merge: TraceMerger
+
+
+def trace_group(mesh: Mesh) -> TraceGroup | None:
+    """For a model's trace on a mesh; None where no tokens are dealt out."""
+    if mesh.dcp == 1:
+        return None
+    return TraceGroup(Interleave(mesh.dcp, 1, 1), 0, TraceGatherer(), TraceMerger(mesh.dcp))

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.dcp.merge import TraceMerger
+from weft.dcp.group import trace_group
 from weft.engine.config import EngineConfig
 from weft.engine.runner import trace
 from weft.models.config import ModelConfig
@@ -56,11 +56,12 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     two values of every group's rows, as many as a plan can be made for. Where tokens are dealt out over dcp, attention
     has gathered queries and merged outputs besides, of a row a running sequence.
     """
-    ledger, merger = Ledger(), TraceMerger(config.dcp)
-    chain = trace(model, config.mesh, dtype, ledger.empty, merger)
+    ledger, group = Ledger(), trace_group(config.mesh)
+    chain = trace(model, config.mesh, dtype, ledger.empty, group)
     deltas = max(ledger.most, *(len(read.deltas) for read in chain.reads))
     rows = sum(bucket((config.max_batch_tokens,) * config.attn_dp))
-    merged = max((merge.bytes(bucket((config.max_running,))[0]) for merge in merger.merges), default=0)
+    merges = () if group is None else group.merge.merges
+    merged = max((merge.bytes(bucket((config.max_running,))[0]) for merge in merges), default=0)
     value = max(rows * chain.width * chain.element_bytes, merged)
     return ArenaNeed(blocks=4 + deltas + (4 if merged else 0), block_bytes=2 * value)
 

@@ -13,19 +13,19 @@ from weft.attention.batch import Batch
 from weft.attention.caches import Caches, cached_layers
 from weft.comm.rows import StepRows
 from weft.comm.transport import Transport, offer_of
-from weft.dcp.group import ContextGroup, Gatherer, context_group
+from weft.dcp.group import TraceGroup, context_group, trace_group
 from weft.dcp.interleave import Interleave
-from weft.dcp.merge import TraceMerger
 from weft.engine.batch import build_batch
 from weft.engine.graphs import DecodeGraphs
 from weft.engine.rows import DeviceRows
-from weft.kv.spec import CacheGroup, PagedKV, Spec, rule
+from weft.kv.spec import CacheGroup, Latent, PagedKV, Spec, rule
 from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder
 from weft.models.layers import Workspace, torch_empty
 from weft.models.load import build_model
 from weft.place.cost import Costs, Offer
 from weft.place.cost import costs as load_costs
+from weft.place.dcp import Dealt
 from weft.place.plan import Chain, Choice, Counts, Plan, Planner
 from weft.place.show import plan_text
 from weft.place.spec import LayoutError, Mesh
@@ -40,12 +40,12 @@ def trace(
     mesh: Mesh,
     dtype: torch.dtype,
     workspace: Workspace = torch_empty,
-    merger: TraceMerger | None = None,
+    group: TraceGroup | None = None,
 ) -> Chain:
     """The model's chain of reads and adds, from a run on zero rows with weights on the `meta` device.
 
-    workspace: sees every tensor that the layers take from it on the way. merger: sees what attention merges over dcp.
-    Raises LayoutError where the layout is not one of the model's.
+    workspace: sees every tensor that the layers take from it on the way. group: sees what attention exchanges over
+    dcp. Raises LayoutError where the layout is not one of the model's.
     """
     meta = torch.device("meta")
     model = build_model(config, mesh, 0, dtype, meta, workspace)
@@ -53,11 +53,7 @@ def trace(
     layers = cached_layers(model)
     check_heads(config, mesh, layers.values())
     groups = [CacheGroup(r, 0) for r in dict.fromkeys(map(rule, layers.values()))]
-    group = None
-    if mesh.dcp > 1:
-        merge = merger or TraceMerger(mesh.dcp)
-        group = ContextGroup(Interleave(mesh.dcp, 1, 1), 0, Gatherer(mesh.peers("dcp", 0), {}, []), merge)
-    caches = Caches(layers, groups, mesh.dcp, dtype, meta, group=group)
+    caches = Caches(layers, groups, mesh.dcp, dtype, meta, group=group or trace_group(mesh))
     batch = build_batch([], [], mesh.dcp, [group.rule for group in groups], meta)
     caches.plan(batch)
     model(stream, batch, caches)
@@ -87,6 +83,19 @@ def plan_model(
 ) -> Planner:
     """The planner of a model on a mesh. Raises LayoutError, PlacementError."""
     return Planner(mesh, trace(config, mesh, dtype), offers, choice)
+
+
+def dealt_of(config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> Dealt | None:
+    """What attention does where tokens are dealt out over dcp; None where they are not. Raises LayoutError."""
+    group = trace_group(mesh)
+    if group is None:
+        return None
+    trace(config, mesh, dtype, group=group)
+    caches = cached_layers(build_model(config, mesh, 0, dtype, torch.device("meta"))).values()
+    kept = sum(2 * spec.heads * spec.dim for spec in caches if isinstance(spec, PagedKV))
+    latent = sum(spec.width for spec in caches if isinstance(spec, Latent))
+    size = dtype.itemsize
+    return Dealt(mesh.dcp, group.gather.rows, group.merge.merges, kept * size, latent * size)
 
 
 class ModelRunner:

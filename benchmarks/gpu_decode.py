@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=1, help="how often each measurement is made")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--no-overlap", action="store_true", help="each step waits for the tokens of the one before")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -124,6 +125,7 @@ def main() -> None:
             transport="auto" if carrier == "naive" else carrier,
             plan="naive" if carrier == "naive" else "cheapest",
             cuda_graphs=graphs,
+            overlap=not args.no_overlap,
             max_running=most,
             max_batch_tokens=8192,
             max_model_len=max(args.context, 64) + args.tokens + 16,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,11 @@ from engine.conftest import byte_tokenizer
 from engine.test_engine import prompts
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.request import SamplingParams
+from weft.engine.messages import Step
+from weft.engine.ranks import cost_model, open_transports
+from weft.engine.request import SamplingParams, Sequence
+from weft.engine.scheduler import Scheduled, make_schedulers
+from weft.engine.worker import Finish, Worker
 from weft.evals import word_problems
 from weft.place.spec import LayoutError
 
@@ -60,6 +67,29 @@ def test_greedy_answers_are_those_of_a_cpu(name: str, graphs: bool, expected: li
     assert answers("cuda", cuda_graphs=graphs, **layout) == expected
 
 
+@pytest.mark.parametrize("name", ["1x1", "1x2", "2x1"])
+def test_tokens_are_those_of_steps_one_by_one(name: str) -> None:
+    """Greedy, drawn at random, cut to the likeliest, with penalties; alone, in company, and where pages run out."""
+    layout = LAYOUTS[name]
+    if layout.get("attn_dp", 1) * layout.get("attn_tp", 1) > GPUS:
+        pytest.skip(f"this machine has {GPUS} GPUs")
+    seeded = SamplingParams(max_tokens=40, temperature=2.0, min_p=0.02, seed=5, ignore_eos=True)
+    hows = [GREEDY, seeded, replace(seeded, top_p=0.9, top_k=30), replace(GREEDY, repetition_penalty=1.2)]
+    draws = random.Random(1)
+    asked = [[draws.randrange(5, 900) for _ in range(draws.randrange(1, 40))] for _ in range(9)]
+    values = dict(dtype="float32", device="cuda", page_size=4, max_model_len=128, **layout)
+    found = []
+    for changes in (dict(overlap=False), dict(), dict(max_running=3, kv_tokens=160, max_batch_tokens=16)):
+        with Engine(EngineConfig(**values | dict(kv_tokens=4096, max_running=16) | changes)) as engine:
+            got = [[r.token_ids for r in engine.generate(asked, params)] for params in hows]
+            alone = [engine.generate(asked[3:4], params)[0].token_ids for params in hows]
+            assert alone == [each[3] for each in got] and engine.stats().failures == 0
+            found.append(got)
+            engine.check_idle()
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
 def test_tokens_dealt_out_give_the_same_answers(tmp_path: Path) -> None:
     """Decode context parallelism over a latent cache: prompts and their chunks are gathered, answers merged."""
@@ -83,6 +113,38 @@ def test_tokens_dealt_out_give_the_same_answers(tmp_path: Path) -> None:
         dict(transport="peer", page_size=4, dcp_exchange="a2a"),
     ):
         assert answer("cuda", attn_tp=2, ep=2, dcp=2, **options) == expected, options
+
+
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+def test_decode_steps_wait_for_nothing(tmp_path: Path) -> None:
+    """A rank's steps, begun one ahead of their tokens: torch raises where the host would wait for the device."""
+    config = EngineConfig(device="cuda", max_running=4, page_size=4, kv_tokens=1024, max_model_len=256)
+    worker = Worker(config, open_transports(config, 0, tmp_path), cost_model(config), lambda message: None)
+    [scheduler] = make_schedulers(config, worker.groups)
+    hows = [GREEDY, SamplingParams(temperature=2.0, min_p=0.1), SamplingParams(temperature=2.0, top_p=0.9, top_k=40)]
+    for request, params in enumerate(hows):
+        prompt = [5 + request] * (7 + request)
+        scheduler.add(Sequence(request, prompt, len(prompt), params, 3, 60, frozenset(), lambda output: None))
+    under_way: deque[tuple[Scheduled, Finish]] = deque()
+
+    def step(number: int) -> None:
+        scheduled = scheduler.schedule()
+        under_way.append((scheduled, worker.step(Step(number, (scheduled.rows,)))))
+        if len(under_way) > 1:
+            before, finish = under_way.popleft()
+            for sequence, drawn in before.drawn(finish()):
+                sequence.tokens.append(drawn.token_id)
+
+    for number in range(4):  # the prompts, and the first of every kernel that is loaded when it is first used
+        step(number)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in range(4, 44):
+            step(number)
+            assert len(under_way[0][0].rows.answers) == 3
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(len(s.tokens) - s.prompt_tokens == 43 and min(s.tokens) >= 0 for s in scheduler.running)
 
 
 def test_more_ranks_than_gpus_are_refused_in_one_line() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 SPREAD = 8.0
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 """Of the root mean square of a row's differences; values are of size 1. The lse is float32 whatever the dtype."""
 
 

@@ -22,8 +22,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from weft.kernels.plain import packed_shards  # noqa: E402
 from weft.kernels.triton import (  # noqa: E402
     decode_attention,
+    merge,
     moe,
     norm_rope_cache,
     prefill_attention,
@@ -150,6 +152,15 @@ def ends(capacity: int) -> None:
     step.step_out(rows, live, rows, live, state, state, empty(8, 256, dtype=INT))
 
 
+def merge_shards(ranks: int, heads: int, dim: int) -> None:
+    """What is done around the collectives of a merge."""
+    out, lse = empty(32, heads, dim), empty(32, heads, dtype=torch.float32)
+    packed = empty(ranks, packed_shards(ranks, 32, heads, dim, out.dtype)[1])
+    merge.pack_shard(out, lse, packed)
+    merge.merge_packed(packed, 32, heads, dim)
+    merge.scale_shard(out, empty(ranks, 32, heads, dtype=torch.float32), 1, empty(ranks, 32 * heads // ranks * dim))
+
+
 CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "attention": (lambda: attend(64, 16, 2, 128, 2048), ("HMMA", "LDGSTS")),
     "attention, short table": (lambda: attend(1, 32, 4, 128, 32), ("HMMA", "LDGSTS")),
@@ -169,6 +180,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "rms norm": (lambda: rms_norm.rms_norm(empty(64, 7168), empty(7168), 1e-6, empty(64, 7168)), ()),
     "silu": (lambda: rms_norm.silu_and_mul(empty(64, 2048)), ()),
     "sample": (lambda: draw(64), ()),
+    "merge": (lambda: merge_shards(8, 128, 512), ()),
     "ends of a step": (lambda: ends(64), ()),
 }
 

@@ -10,20 +10,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from weft.comm.transport import CommError, Ranks, Transport, place_in
-from weft.kernels.plain import merge_weights, softmax_merge
+from weft.kernels import plain
 from weft.place import exchange
 from weft.place.cost import Offer
 from weft.place.merge import Merge, MergePlan, plan_merge
 from weft.place.plan import bucket
 from weft.place.spec import Mesh
-
-UNIT_BYTES = 16
 
 
 class Merging(Protocol):
@@ -98,6 +96,15 @@ def natural(lse: Tensor) -> Tensor:
     return lse * math.log(2)
 
 
+def _kernels(x: Tensor) -> ModuleType:
+    """What packs, scales and combines where x is."""
+    if x.is_cuda:
+        from weft.kernels.triton import merge  # GPUs only: a CPU need not have Triton
+
+        return merge
+    return plain
+
+
 def ag_rs(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> tuple[Tensor, Tensor]:
     """Gathers every rank's lse, scales the output by this rank's weight, and reduce-scatters it by heads.
 
@@ -105,32 +112,19 @@ def ag_rs(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> tuple
     """
     place, n = place_in(group, transport.rank), len(group)
     own = own_heads(out, group)
-    gathered = transport.exchange(lse.reshape(1, -1), exchange.all_gatherv(n), group, (1,) * n)
-    weights, total = merge_weights(gathered.view(n, *lse.shape))
-    weight = weights[place, :, :, None]
-    scaled = (weight * out).where(weight > 0, 0.0)
+    lses = transport.exchange(lse.reshape(1, -1), exchange.all_gatherv(n), group, (1,) * n)
     by_rank = transport.empty(n, own.numel(), like=out)
-    by_rank.view(n, *own.shape).copy_(scaled.unflatten(1, (n, -1)).transpose(0, 1))
+    total = _kernels(out).scale_shard(out, lses.view(n, *lse.shape), place, by_rank)
     summed = transport.exchange(by_rank, exchange.reduce_scatterv(n), group, (1,) * n)
-    return summed.view(own.shape), total.unflatten(1, (n, -1))[:, place]
+    return summed.view(own.shape), total
 
 
 def a2a(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> tuple[Tensor, Tensor]:
     """Sends every rank its heads, lse and output in one, and combines what comes in rank order and float32."""
-    n, own = len(group), own_heads(out, group)
-    lse_dtype = torch.promote_types(torch.float32, out.dtype)
-    unit = UNIT_BYTES // out.element_size()  # lse and outputs each take whole units, which every transport moves well
-    begin = -(-own.shape[:2].numel() * lse_dtype.itemsize // UNIT_BYTES) * unit
-    packed = transport.empty(n, begin + -(-own.numel() // unit) * unit, like=out)
-
-    def lses(x: Tensor) -> Tensor:
-        return x.view(lse_dtype)[:, : own.shape[:2].numel()].view(n, *own.shape[:2])
-
-    def outs(x: Tensor) -> Tensor:
-        return x[:, begin : begin + own.numel()].view(n, *own.shape)
-
-    lses(packed).copy_(lse.unflatten(1, (n, -1)).transpose(0, 1))
-    outs(packed).copy_(out.unflatten(1, (n, -1)).transpose(0, 1))
+    n, kernels = len(group), _kernels(out)
+    own_heads(out, group)
+    packed = transport.empty(n, plain.packed_shards(n, *out.shape, out.dtype)[1], like=out)
+    kernels.pack_shard(out, lse, packed)
     came = transport.exchange(packed, exchange.all_to_allv(n), group, (1,) * n**2)
-    merged, total = softmax_merge(outs(came), lses(came))
-    return merged, total.float()
+    merged: tuple[Tensor, Tensor] = kernels.merge_packed(came, *out.shape)
+    return merged

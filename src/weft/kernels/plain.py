@@ -43,3 +43,49 @@ def softmax_merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     weights, lse = merge_weights(lses)
     terms = [(w[..., None] * out.to(wide)).where(w[..., None] > 0, 0.0) for w, out in zip(weights, outs, strict=True)]
     return reduce(torch.add, terms).to(outs.dtype), lse
+
+
+def scale_shard(out: Tensor, lses: Tensor, place: int, by_rank: Tensor) -> Tensor:
+    """A rank's term of the sum that a merge is: its outputs times their weights, each rank's heads one after another.
+
+    out `[T, H, D]`; lses `[n, T, H]` of all ranks, of which this is the one at `place`. Fills by_rank `[n, T·(H/n)·D]`.
+    Gives the merged lse `[T, H/n]` of its own heads.
+    """
+    n = len(lses)
+    weights, total = merge_weights(lses)
+    weight = weights[place, :, :, None]
+    scaled = (weight * out).where(weight > 0, 0.0)
+    by_rank.view(n, len(out), -1, out.shape[2]).copy_(scaled.unflatten(1, (n, -1)).transpose(0, 1))
+    return total.unflatten(1, (n, -1))[:, place]
+
+
+def packed_shards(ranks: int, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """How lse and outputs go in one: (element at which outputs begin, elements) for each rank's heads.
+
+    Both take whole units of 16 bytes, which transports move best; lse lies first, as float32 (float64 beside float64).
+    """
+    unit, rows = 16 // dtype.itemsize, tokens * heads // ranks
+    begin = -(-rows * torch.promote_types(torch.float32, dtype).itemsize // 16) * unit
+    return begin, begin + -(-rows * dim // unit) * unit
+
+
+def _views(packed: Tensor, tokens: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Outputs `[n, T, H/n, D]` and lse `[n, T, H/n]` in packed `[n, elements]`."""
+    n, rows = len(packed), tokens * heads // len(packed)
+    begin = packed_shards(n, tokens, heads, dim, packed.dtype)[0]
+    lses = packed.view(torch.promote_types(torch.float32, packed.dtype))[:, :rows]
+    outs = packed[:, begin : begin + rows * dim]
+    return outs.view(n, tokens, heads // n, dim), lses.view(n, tokens, heads // n)
+
+
+def pack_shard(out: Tensor, lse: Tensor, packed: Tensor) -> None:
+    """Packs out `[T, H, D]` and lse `[T, H]` for each rank, as `packed_shards` says, into packed `[n, elements]`."""
+    outs, lses = _views(packed, *out.shape)
+    outs.copy_(out.unflatten(1, (len(packed), -1)).transpose(0, 1))
+    lses.copy_(lse.unflatten(1, (len(packed), -1)).transpose(0, 1))
+
+
+def merge_packed(packed: Tensor, tokens: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:
+    """`softmax_merge` of what the ranks packed for this one: `[T, H/n, D]`, and float32 `[T, H/n]`."""
+    merged, lse = softmax_merge(*_views(packed, tokens, heads, dim))
+    return merged, lse.float()

@@ -1,0 +1,120 @@
+"""What a GPU does around the collectives by which attention over shards of the keys is merged; see `weft.dcp.merge`.
+
+The functions are those of `weft.kernels.plain`. A program has a head of a token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.plain import packed_shards
+
+
+@triton.jit
+def _known(lse):
+    """NaN and +inf, which some kernels give for an empty part, are −inf."""
+    return tl.where(lse < float("inf"), lse, float("-inf"))
+
+
+@triton.jit
+def _most_and_sum(lses, stride, N: tl.constexpr):
+    """Of N numbers `stride` apart the largest, 0 where all are −inf, and the sum of their exponentials beside it."""
+    most = _known(tl.load(lses))
+    for i in tl.static_range(1, N):
+        most = tl.maximum(most, _known(tl.load(lses + i * stride)))
+    most = tl.where(most == float("-inf"), 0.0, most)
+    total = tl.exp(_known(tl.load(lses)) - most)
+    for i in tl.static_range(1, N):
+        total += tl.exp(_known(tl.load(lses + i * stride)) - most)
+    return most, total
+
+
+@triton.jit
+def _scale(
+    out, lses, by_rank, own_lse, place, heads, out_token, out_head, part, dim, N: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    token, head = row // heads, row % heads
+    own = heads // N
+    reader, at = head // own, token * own + head % own
+    d = tl.arange(0, BLOCK)
+    most, total = _most_and_sum(lses + row, part, N)
+    weight = tl.exp(_known(tl.load(lses + place * part + row)) - most) / tl.where(total > 0, total, 1.0)
+    read = tl.where(weight > 0, dim, 0)
+    x = tl.load(out + token * out_token + head * out_head + d, mask=d < read, other=0.0)
+    to = by_rank + (reader * (part // N) + at) * dim
+    tl.store(to + d, (weight * x.to(tl.float32)).to(by_rank.dtype.element_ty), mask=d < dim)
+    if reader == place:
+        tl.store(own_lse + at, most + tl.log(total))
+
+
+@triton.jit
+def _pack(
+    out, lse, packed, packed_lse, heads, own, out_token, out_head, lse_token, lse_head, begin, size, lse_size, dim,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token, head = row // heads, row % heads
+    reader, at = head // own, token * own + head % own
+    d = tl.arange(0, BLOCK)
+    x = tl.load(out + token * out_token + head * out_head + d, mask=d < dim)
+    tl.store(packed + reader * size + begin + at * dim + d, x, mask=d < dim)
+    tl.store(packed_lse + reader * lse_size + at, tl.load(lse + token * lse_token + head * lse_head))
+
+
+@triton.jit
+def _merge(packed, packed_lse, out, own_lse, begin, size, lse_size, dim, N: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    most, total = _most_and_sum(packed_lse + row, lse_size, N)
+    merged = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(N):
+        term = tl.exp(_known(tl.load(packed_lse + i * lse_size + row)) - most)
+        weight = term / tl.where(total > 0, total, 1.0)
+        read = tl.where(weight > 0, dim, 0)
+        x = tl.load(packed + i * size + begin + row * dim + d, mask=d < read, other=0.0)
+        merged += weight * x.to(tl.float32)
+    tl.store(out + row * dim + d, merged.to(out.dtype.element_ty), mask=d < dim)
+    tl.store(own_lse + row, most + tl.log(total))
+
+
+def _cut(dim: int) -> dict[str, int]:
+    block = triton.next_power_of_2(dim)
+    return {"BLOCK": block, "num_warps": max(1, min(4, block // 128))}
+
+
+def scale_shard(out: Tensor, lses: Tensor, place: int, by_rank: Tensor) -> Tensor:
+    """See `weft.kernels.plain.scale_shard`. lses, by_rank: contiguous."""
+    (tokens, heads, dim), n = out.shape, len(lses)
+    own_lse = lses.new_empty(tokens, heads // n)
+    _scale[(tokens * heads,)](
+        out, lses, by_rank, own_lse, place, heads, out.stride(0), out.stride(1), tokens * heads, dim, N=n, **_cut(dim)
+    )
+    return own_lse
+
+
+def pack_shard(out: Tensor, lse: Tensor, packed: Tensor) -> None:
+    """See `weft.kernels.plain.pack_shard`."""
+    (tokens, heads, dim), n = out.shape, len(packed)
+    begin, size = packed_shards(n, tokens, heads, dim, out.dtype)
+    packed_lse = packed.view(torch.float32)
+    _pack[(tokens * heads,)](
+        out, lse, packed, packed_lse, heads, heads // n, out.stride(0), out.stride(1), lse.stride(0), lse.stride(1),
+        begin, size, packed_lse.stride(0), dim, **_cut(dim),
+    )  # fmt: skip
+
+
+def merge_packed(packed: Tensor, tokens: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:
+    """See `weft.kernels.plain.merge_packed`. No float64."""
+    n, own = len(packed), heads // len(packed)
+    begin, size = packed_shards(n, tokens, heads, dim, packed.dtype)
+    packed_lse = packed.view(torch.float32)
+    out = packed.new_empty(tokens, own, dim)
+    own_lse = packed_lse.new_empty(tokens, own)
+    _merge[(tokens * own,)](
+        packed, packed_lse, out, own_lse, begin, size, packed_lse.stride(0), dim, N=n, **_cut(dim)
+    )
+    return out, own_lse

@@ -16,10 +16,15 @@ import pytest
 import torch
 
 from e2e.here import weft_here
-from weft.cli import bench_collectives, bench_latency, tune
+from weft.cli import bench_collectives, bench_dcp, bench_latency, tune
 
-MODULES = {"bench collectives": bench_collectives, "bench latency": bench_latency, "tune": tune}
-FILES = {"bench collectives": "--json", "bench latency": "--json", "tune": "--out"}
+MODULES = {
+    "bench collectives": bench_collectives,
+    "bench dcp": bench_dcp,
+    "bench latency": bench_latency,
+    "tune": tune,
+}
+FILES = {"bench collectives": "--json", "bench dcp": "--json", "bench latency": "--json", "tune": "--out"}
 
 
 def measured(*args: Any) -> NoReturn:
@@ -80,6 +85,9 @@ BAD = [
     ("bench collectives --sizes 17", "size '17' is not a number of bytes such as 1K"),
     ("bench collectives --ranks 1", "--ranks takes numbers from 2 to 16"),
     ("bench collectives --ranks 2 99", "--ranks takes numbers from 2 to 16"),
+    ("bench dcp --ranks 3", "--ranks takes powers of two from 2 to 16"),
+    ("bench dcp --batches 0", "--batches takes numbers of 1 or more"),
+    ("bench dcp --device cuda", "--device cuda takes two GPUs or more; this machine has 0"),
     ("bench latency --tp 0", "attn_tp is 0"),
     ("bench latency --output 1", "--output 2 or more"),
     ("bench latency --transports", "--transports takes gloo, shm or both"),
@@ -125,7 +133,7 @@ def test_flashinfer_is_compared_with_where_it_is_installed(monkeypatch: pytest.M
 def test_a_table_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "weft").mkdir()
     tune.host_table().write_text("{")
-    for command in ("bench collectives", "bench latency"):
+    for command in ("bench collectives", "bench dcp", "bench latency"):
         assert "is no table of weft tune" in refused(*command.split())
 
 
@@ -145,6 +153,19 @@ def test_a_small_run(tmp_path: Path) -> None:
     [row] = found["rows"]
     assert row | {"us": 0} == {"ranks": 2, "edge": "all_reduce", "dtype": "fp32", "bytes": 1024, "us": 0}
     assert set(row["us"]) == {"shm", "shm zero copy", "shm in place", "gloo"} and min(row["us"].values()) > 0
+
+
+def test_a_small_run_of_merges(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    words = "bench dcp --ranks 2 --shapes qwen3-235b --batches 1 --json"
+    command = [sys.executable, "-m", "weft.cli.main", *words.split(), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    [row] = json.loads(path.read_text())["rows"]
+    assert row | {"us": 0} == dict(ranks=2, shape="qwen3-235b", batch=1, dtype="fp32", bytes=64 * 128 * 4, us=0)
+    ways = {"fused shm", *(f"{way} {by}" for way in ("a2a", "ag_rs", "reduce_scatterv") for by in ("shm", "gloo"))}
+    assert set(row["us"]) == ways and min(row["us"].values()) > 0
+    assert done.stdout.splitlines()[1] == "qwen3-235b: 64 heads × 128, fp32, over 2 ranks: µs a call"
 
 
 def test_who_is_ended_takes_the_ranks_along(tmp_path: Path) -> None:

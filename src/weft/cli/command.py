@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "print the collectives that a layout needs, and what they cost",
     "tune": "measure this host: the table by which the planner chooses",
     "bench collectives": "time every edge of Weft's own transport beside others, and the floor",
+    "bench dcp": "time the merge of attention over shards of the keys, way by way",
     "bench latency": "time first and next tokens of a request, transport by transport",
     "bench serving": "load an OpenAI-compatible server, and say how fast it answers",
     "profile": "watch decode steps on every rank: collectives, kernels, idle",

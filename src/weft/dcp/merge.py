@@ -121,10 +121,10 @@ def ag_rs(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> tuple
 
 def a2a(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> tuple[Tensor, Tensor]:
     """Sends every rank its heads, lse and output in one, and combines what comes in rank order and float32."""
-    n, kernels = len(group), _kernels(out)
+    n, kernels, (tokens, heads, dim) = len(group), _kernels(out), out.shape
     own_heads(out, group)
-    packed = transport.empty(n, plain.packed_shards(n, *out.shape, out.dtype)[1], like=out)
+    packed = transport.empty(n, plain.packed_shards(n, tokens, heads, dim, out.dtype)[1], like=out)
     kernels.pack_shard(out, lse, packed)
     came = transport.exchange(packed, exchange.all_to_allv(n), group, (1,) * n**2)
-    merged: tuple[Tensor, Tensor] = kernels.merge_packed(came, *out.shape)
+    merged: tuple[Tensor, Tensor] = kernels.merge_packed(came, tokens, heads, dim)
     return merged

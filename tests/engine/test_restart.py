@@ -32,7 +32,7 @@ def test_no_token_is_lost_or_drawn_twice_whenever_ranks_fail(world: World, seed:
     world.fail = lambda executor, when: draw.random() < (0.0 if when == "idle" else 0.15)
     while True:
         try:
-            engine = world.engine(kv_tokens=64, attn_dp=2, ep=2, max_running=3, max_restarts=500)
+            engine = world.engine(kv_tokens=64, attn_dp=2, ep=2, max_running=3, max_restarts=500, restart_backoff_s=0.0)
             break
         except EngineError:
             continue
@@ -75,7 +75,7 @@ def test_ranks_that_fail_while_idle_start_anew(world: World, monkeypatch: pytest
 
 def test_too_many_failures_end_in_one_report(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    with world.engine(max_restarts=2) as engine:
+    with world.engine(max_restarts=2, restart_backoff_s=0.0) as engine:
         world.go.clear()
         client = Client(engine)
         for _ in range(3):
@@ -105,6 +105,36 @@ def test_failures_long_ago_do_not_count() -> None:
     assert window.total == 6
     with pytest.raises(EngineError, match=r"^rank 5 failed$"):
         FaultWindow(0, 10.0).add("rank 5 failed")
+
+
+def test_the_wait_doubles_until_a_step_succeeds() -> None:
+    window = FaultWindow(100, 600.0, backoff_s=1.5)
+    assert [window.add("x") for _ in range(9)] == [0, 1.5, 3, 6, 12, 24, 48, 60, 60]
+    window.worked()
+    assert [window.add("x") for _ in range(3)] == [0, 1.5, 3]
+    assert all(window.add("x") <= 60 for _ in range(88)), "however many"
+    assert [FaultWindow(9, 600.0).add("x")] == [0]
+
+
+def test_ranks_that_fail_again_start_after_a_while(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """Meanwhile requests come and go, and the engine can be closed."""
+    caplog.set_level(logging.WARNING)
+    engine = world.engine(max_restarts=9, restart_backoff_s=3600.0)
+    world.fail = lambda executor, when: world.starts > 1 or when == "before"
+    client = Client(engine)
+    client.ask([1, 2], 3)
+    while engine.stats().failures < 2:
+        threading.Event().wait(0.01)
+    client.ask([3, 4], 3)
+    client.ask([5, 6], 3, timeout_s=0.0)
+    engine.cancel(client.at[1])
+    assert set(client.wait(2)) == {1, 2} and engine.state == "restarting"
+    assert world.starts == 2, "the first restart comes at once, and the second not yet"
+    engine.close()
+    client.wait(1)
+    assert client.last(0).finish_reason == "abort" and world.starts == 2
+    said = [r.getMessage() for r in caplog.records if "ranks start anew" in r.getMessage()]
+    assert [line.split(" ranks")[0].rpartition("; ")[2] for line in said] == ["in 0 s", "in 60 s"]
 
 
 def test_while_ranks_start_anew_requests_come_and_go(world: World) -> None:

@@ -70,7 +70,8 @@ class EngineConfig:
     threads: of each rank's process; more ranks use more cores better. cpu_bind: cores of each rank, as `0-3|4-7`; auto:
     this process's cores dealt out evenly; None: wherever the system puts them. seed: of requests that bring none.
     step_timeout_s: a step that takes longer counts as a failure of the ranks. max_restarts: failures of ranks that are
-    borne within restart_window_s seconds, by starting the ranks anew; one more ends the engine.
+    borne within restart_window_s seconds, by starting the ranks anew; one more ends the engine. restart_backoff_s: the
+    wait after the second failure without a step in between; each further one doubles it, up to a minute.
     """
 
     model: Path = field(default_factory=embedded_model_dir)
@@ -104,6 +105,7 @@ class EngineConfig:
     step_timeout_s: float = 60.0
     max_restarts: int = 3
     restart_window_s: float = 600.0
+    restart_backoff_s: float = 1.0
     plugins: tuple[str, ...] = ()
     load_format: Literal["auto", "dummy"] = "auto"
     num_layers: int | None = None
@@ -121,8 +123,9 @@ class EngineConfig:
             raise ValueError(
                 f"max_model_len is {self.max_model_len}; it must be 2 or more: a prompt and an answer of one token"
             )
-        if self.max_restarts < 0:
-            raise ValueError(f"max_restarts is {self.max_restarts}; it must be 0 or more")
+        for name in ("max_restarts", "restart_backoff_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         run = self.page_size if self.dcp_interleave is None else self.dcp_interleave
         if run < 1 or self.page_size % run:
             divisors = [n for n in range(1, self.page_size + 1) if self.page_size % n == 0]

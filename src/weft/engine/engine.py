@@ -49,7 +49,7 @@ class Engine:
         self.config = config
         self.error: str | None = None
         self._phase: EngineState = "starting"
-        self._faults = FaultWindow(config.max_restarts, config.restart_window_s)
+        self._faults = FaultWindow(config.max_restarts, config.restart_window_s, backoff_s=config.restart_backoff_s)
         self._executor: Executor = make_executor(config)
         try:
             self.model_config = read_model(config)
@@ -260,17 +260,17 @@ class Engine:
         """
         self._tell()
         while not self._closing.is_set():
-            self._faults.add(one_line(error))
-            log.error("%s; the ranks are started anew, %d requests wait", one_line(error), len(self._answers))
+            pause = self._faults.add(one_line(error))
+            log.error("%s; in %g s ranks start anew, %d requests wait", one_line(error), pause, len(self._answers))
             self._phase, began = "restarting", time.monotonic()
-            # All ranks, not only the one that failed: the others may wait in a collective that will never end, or hold
-            # a device that has faulted. Their weights come again from the system's file cache.
+            # All ranks: the others may wait in a collective that never ends, or hold a device that has faulted.
             self._schedulers = make_schedulers(self.config, self._executor.groups)
             self._under_way.clear()
             for answer in sorted(self._answers.values(), key=lambda a: a.sequence.admitted is None):
                 answer.sequence.forget_pages()
                 self._place(answer)
             try:
+                self._intake.pause(pause, self._take_in_or_stop)
                 self._executor.start(poll=self._take_in_or_stop)
             except Exception as another:
                 error = another
@@ -358,6 +358,7 @@ class Engine:
     def _take_results(self) -> None:
         """Waits for the oldest step under way, and gives its tokens to whom they belong."""
         results = self._executor.collect()
+        self._faults.worked()
         for scheduled, result in zip(self._under_way.popleft(), results, strict=True):
             for sequence, scored in scheduled.scored(result):
                 self._answers[sequence.request].score(scored)

@@ -8,18 +8,34 @@ from collections.abc import Callable
 
 from weft.engine.config import EngineError
 
+MOST_BACKOFF_S = 60.0
+"""The longest wait before ranks are started anew."""
+
 
 class FaultWindow:
-    """Counts failures. most: that are borne within window_s; clock: seconds, rising."""
+    """Counts failures. most: that are borne within window_s; clock: seconds, rising.
 
-    def __init__(self, most: int, window_s: float, clock: Callable[[], float] = time.monotonic):
-        self._most, self._window_s, self._clock = most, window_s, clock
+    backoff_s: the wait after the second failure without a step in between; it doubles with each further one.
+    """
+
+    def __init__(
+        self, most: int, window_s: float, clock: Callable[[], float] = time.monotonic, *, backoff_s: float = 0.0
+    ):
+        self._most, self._window_s, self._clock, self._backoff_s = most, window_s, clock, backoff_s
+        self._in_a_row = 0
         self._failures: deque[tuple[float, str]] = deque()
         self.total = 0
         """Failures so far, whenever they were."""
 
-    def add(self, cause: str) -> None:
-        """Notes a failure. Raises EngineError, with every failure of the window, where it is one too many."""
+    def worked(self) -> None:
+        """A step has succeeded: the next failure is one of its own."""
+        self._in_a_row = 0
+
+    def add(self, cause: str) -> float:
+        """Notes a failure; gives the seconds to wait before ranks are started anew: none after the first.
+
+        Raises EngineError, with every failure of the window, where it is one too many.
+        """
         now = self._clock()
         self.total += 1
         self._failures.append((now, cause))
@@ -34,6 +50,9 @@ class FaultWindow:
                 f"gave up after {len(self._failures)} failures in {self._window_s:g} s (max_restarts={self._most}): "
                 f"{listed}"
             )
+        self._in_a_row += 1
+        doublings = min(self._in_a_row - 2, 62)
+        return 0.0 if doublings < 0 else min(self._backoff_s * 2.0**doublings, MOST_BACKOFF_S)
 
 
 def one_line(error: Exception) -> str:

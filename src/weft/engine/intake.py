@@ -88,6 +88,13 @@ class Intake:
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._commands or self._newcomers), timeout_s)
 
+    def pause(self, seconds: float, take_in: Callable[[], None]) -> None:
+        """Waits so long, and takes in what comes meanwhile, and at least once a second."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self.wait(min(left, 1.0))
+            take_in()
+
     def wait_for_room(self, timeout_s: float) -> bool:
         """Waits until another request may come; False where none may yet."""
         with self._changed:

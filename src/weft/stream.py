@@ -10,10 +10,12 @@ planner solves the chain; `Stream` then walks the plan by index, with no decisio
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -31,6 +33,8 @@ from weft.place.step import NORMED, RESIDUAL, Step
 
 COLLECTIVE = "weft collective "
 """How the range of a collective in a trace is called, before its kind: a trace's names hold ASCII only."""
+MOST_EVENTS = 4096
+"""How many timed calls are kept before those that have ended are added up."""
 OWN, GROUP, WORLD = Rows.OWN, Rows.GROUP, Rows.WORLD
 
 
@@ -100,13 +104,14 @@ class TraceStream:
         return Chain(tuple(self._reads), self._empty.shape[1], self._empty.element_size())
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepStat:
     """Totals of one communicating step. site: the read it serves, layers folded into `*`.
 
     step: edge and placements; group: the group's name; count: calls; bytes: that the busiest rank must receive for it
-    (`weft.place.exchange.rows_received`), whatever the transport's algorithm moves beyond; seconds: spent by this rank,
-    waiting for its peers included, as far as the calls that were timed tell.
+    (`weft.place.exchange.rows_received`), whatever the transport's algorithm moves beyond. seconds: in the calls of
+    steps that ran eagerly, as far as those that were timed in place tell, waiting for peers included; and in the calls
+    of replayed graphs, what each takes alone, entered by all ranks together. predicted: seconds by the cost model.
     """
 
     site: str
@@ -115,10 +120,16 @@ class StepStat:
     count: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    predicted: float = 0.0
 
 
 StepKey = tuple[str, str]
 """A read's folded name and a step's text."""
+
+
+def step_key(site: str, step: Step) -> StepKey:
+    """By which a step's calls are added up. site: of its read."""
+    return fold(site), str(step)
 
 
 class StepTimes:
@@ -126,41 +137,49 @@ class StepTimes:
 
     def __init__(self, device: torch.device):
         self._gpu = device.type == "cuda"
-        self._totals: dict[StepKey, tuple[int, float]] = {}
-        self._events: list[tuple[StepKey, torch.cuda.Event, torch.cuda.Event]] = []
+        self._totals: dict[tuple[Counts, StepKey], tuple[int, float]] = {}
+        self._events: deque[tuple[Counts, StepKey, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @contextmanager
-    def timed(self, site: str, step: Step) -> Iterator[None]:
-        """Times what happens inside, as a range in torch's profiler too."""
-        key = (fold(site), str(step))
+    def timed(self, counts: Counts, site: str, step: Step) -> Iterator[None]:
+        """Times what happens inside, as a range in torch's profiler too. counts: that the plan was made for."""
         kind = step.edge.kind if step.edge is not None else ""
         with record_function(f"{COLLECTIVE}{kind}"):
-            yield from self._timed(key)
+            yield from self._timed(counts, step_key(site, step))
 
-    def _timed(self, key: StepKey) -> Iterator[None]:
+    def _timed(self, counts: Counts, key: StepKey) -> Iterator[None]:
         if self._gpu:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield
             end.record()
-            self._events.append((key, begin, end))
+            self._events.append((counts, key, begin, end))
+            while len(self._events) > MOST_EVENTS and self._events[0][-1].query():
+                self._read_event()
         else:
             began = time.perf_counter()
             yield
-            self._add(key, time.perf_counter() - began)
+            self._add(counts, key, time.perf_counter() - began)
 
-    def mean(self, key: StepKey) -> float:
-        """Seconds of a call; 0 where none was timed. Waits for what a GPU has not yet done."""
-        for at, begin, end in self._events:
-            end.synchronize()
-            self._add(at, begin.elapsed_time(end) / 1e3)
-        self._events.clear()
-        calls, seconds = self._totals.get(key, (1, 0.0))
-        return seconds / calls
+    def mean(self, counts: Counts, key: StepKey) -> float:
+        """Seconds of a call, of steps with other counts where none was timed of these; 0 where none was timed at all.
 
-    def _add(self, key: StepKey, seconds: float) -> None:
-        calls, total = self._totals.get(key, (0, 0.0))
-        self._totals[key] = (calls + 1, total + seconds)
+        Waits for what a GPU has not yet done.
+        """
+        while self._events:
+            self._read_event()
+        known = self._totals.get((counts, key))
+        found = [known] if known else [total for (_, k), total in self._totals.items() if k == key]
+        return sum(seconds for _, seconds in found) / max(1, sum(calls for calls, _ in found))
+
+    def _read_event(self) -> None:
+        counts, key, begin, end = self._events.popleft()
+        end.synchronize()
+        self._add(counts, key, begin.elapsed_time(end) / 1e3)
+
+    def _add(self, counts: Counts, key: StepKey, seconds: float) -> None:
+        calls, total = self._totals.get((counts, key), (0, 0.0))
+        self._totals[counts, key] = (calls + 1, total + seconds)
 
 
 class Stats:
@@ -168,23 +187,35 @@ class Stats:
 
     def __init__(self) -> None:
         self._by_step: dict[StepKey, StepStat] = {}
+        self._eager: Counter[tuple[StepKey, Counts]] = Counter()
 
-    def record(self, planner: Planner, plan: Plan, counts: Counts, walks: int) -> None:
-        """Counts walks along a plan, each with `counts` tokens in each DP group."""
+    def record(
+        self, planner: Planner, plan: Plan, counts: Counts, walks: int, alone: Mapping[StepKey, float] | None = None
+    ) -> None:
+        """Counts walks along a plan, each with `counts` tokens in each DP group.
+
+        alone: of walks by a graph, the seconds that a call of each step takes alone.
+        """
         for read, step, edge in plan.moves():
-            key = (fold(read.site), str(step))
-            stat = self._by_step.get(key)
-            if stat is None:
-                stat = self._by_step[key] = StepStat(*key, edge.group or "")
-            stat.count += walks
-            stat.bytes += walks * int(planner.bytes_received(edge, counts))
+            key = step_key(read.site, step)
+            stat = self._by_step.get(key, StepStat(*key, edge.group or ""))
+            self._by_step[key] = replace(
+                stat,
+                count=stat.count + walks,
+                bytes=stat.bytes + walks * int(planner.bytes_received(edge, counts)),
+                seconds=stat.seconds + (walks * alone.get(key, 0.0) if alone else 0.0),
+                predicted=stat.predicted + (walks * step.us / 1e6 if step.us < math.inf else 0.0),
+            )
+            if alone is None:
+                self._eager[key, plan.counts] += walks
 
     def table(self, times: StepTimes | None = None) -> list[StepStat]:
-        """The totals so far. times: of calls, to work out the seconds by."""
+        """The totals so far. times: of calls, to work out the seconds of eager steps by; without them these are 0."""
+        found = dict(self._by_step)
         if times is not None:
-            for key, stat in self._by_step.items():
-                stat.seconds = stat.count * times.mean(key)
-        return list(self._by_step.values())
+            for (key, counts), calls in self._eager.items():
+                found[key] = replace(found[key], seconds=found[key].seconds + calls * times.mean(counts, key))
+        return list(found.values())
 
 
 class Stream:
@@ -279,7 +310,7 @@ class Stream:
             rows = self._rows.room(edge.dst.rows)
             return x.new_empty((2, rows, x.shape[1]) if epilogue else (rows, x.shape[1]))
         try:
-            with nullcontext() if self._times is None else self._times.timed(site, step):
+            with nullcontext() if self._times is None else self._times.timed(self._plan.counts, site, step):
                 return self._rows.carry(edge, x, self._transports[step.transport], epilogue)
         except PlacementError as error:
             raise PlacementError(f"{origin}, before {site}: {edge}: {error}") from error

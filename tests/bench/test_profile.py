@@ -167,20 +167,20 @@ def test_one_trace_of_all_ranks(tmp_path: Path) -> None:
 
 def test_a_real_window(tmp_path: Path) -> None:
     out = tmp_path / "found"
-    words = "profile --attn-dp 2 --num-layers 2 --batch 3 --context 20 --steps 3 --output"
+    words = "profile --attn-dp 2 --num-layers 1 --batch 3 --context 20 --steps 2 --output"
     code, text, err = weft_here(*words.split(), str(out))
     assert code == 0, err
     assert sorted(p.name for p in out.iterdir()) == ["profile.json", "profile.png", "trace.json.gz"]
     found = json.loads((out / "profile.json").read_text())
     calls = {row["what"]: row["calls"] for row in found["collectives"]}
-    assert sum(calls.values()) == 4 and all("world" in what for what in calls)  # two layers, two reads each
+    assert sum(calls.values()) == 2 and all("world" in what for what in calls)  # to the experts, and from them
     assert all(row["bytes"] > 0 and row["us"] > 0 for row in found["collectives"])
     assert found["cpu_us_a_step"]["controller"] > 0 and len(found["cpu_us_a_step"]["rank"]) == 2
     assert max(map(len, text.splitlines()[:-1])) <= 80 and "waiting" in text
     assert (out / "profile.png").read_bytes().startswith(b"\x89PNG")
     with gzip.open(out / "trace.json.gz", "rt") as file:
         marks = [e for e in json.load(file)["traceEvents"] if e["name"].startswith("weft step")]
-    assert {e["pid"] for e in marks} == {0, 1} and len(marks) == 2 * (3 + 2)
+    assert {e["pid"] for e in marks} == {0, 1} and len(marks) == 2 * (2 + 2)
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,8 @@ def test_metrics_health_plan_and_report(served: Served) -> None:
     assert total("weft_time_to_first_token_seconds", "_count") >= 1
     assert total("weft_inter_token_latency_seconds", "_count") >= 11
     assert total("weft_collective_calls") > 0 and total("weft_collective_bytes") > 0
+    plans = {(s.labels["plan"], s.labels["by"]): s.value for s in families["weft_plan_seconds"].samples}
+    assert plans["followed", "measured"] > 0 and plans["naive", "predicted"] >= plans["followed", "predicted"] > 0
     assert {s.labels["group"] for s in families["weft_kv_cache_used_ratio"].samples} == {"0", "1"}
     assert families["weft_requests_running"].samples[0].value == 0
 

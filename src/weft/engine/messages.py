@@ -212,6 +212,7 @@ class Stat(Struct, frozen=True, array_like=True):
     count: int
     bytes: int
     seconds: float
+    predicted: float
 
 
 class Report(Struct, frozen=True, tag=True):

@@ -84,4 +84,4 @@ def whole(outputs: Sequence[Output]) -> GenerationResult:
 
 def step_stats(stats: tuple[Stat, ...]) -> list[StepStat]:
     """From the wire."""
-    return [StepStat(s.site, s.step, s.group, s.count, s.bytes, s.seconds) for s in stats]
+    return [StepStat(s.site, s.step, s.group, s.count, s.bytes, s.seconds, s.predicted) for s in stats]

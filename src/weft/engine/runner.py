@@ -11,11 +11,12 @@ from torch import Tensor
 
 from weft.attention.batch import Batch
 from weft.attention.caches import Caches, cached_layers
-from weft.comm.rows import StepRows
+from weft.comm.rows import PaddedRows, StepRows
 from weft.comm.transport import Transport, offer_of
 from weft.dcp.group import TraceGroup, context_group, trace_group
 from weft.dcp.interleave import Interleave
 from weft.engine.batch import build_batch
+from weft.engine.exchange_times import exchange_times
 from weft.engine.graphs import DecodeGraphs
 from weft.engine.rows import DeviceRows
 from weft.kv.spec import CacheGroup, Latent, PagedKV, Spec, rule
@@ -29,7 +30,7 @@ from weft.place.dcp import Dealt
 from weft.place.plan import Chain, Choice, Counts, Plan, Planner
 from weft.place.show import plan_text
 from weft.place.spec import LayoutError, Mesh
-from weft.stream import Stats, StepStat, StepTimes, Stream, TraceStream
+from weft.stream import Stats, StepKey, StepStat, StepTimes, Stream, TraceStream
 
 MOST_COUNTS = 4096
 """How many different counts are kept before they are added up, so that they take no more room with every step."""
@@ -148,6 +149,7 @@ class ModelRunner:
         self._checksums: dict[tuple[Counts, bool], int] = {}
         self._steps: Counter[Counts] = Counter()  # walked since the totals were last worked out
         self._replays: Counter[Counts] = Counter()  # the same of graphs
+        self._alone: dict[Counts, dict[StepKey, float]] = {}  # seconds of the exchanges of graphs with so much room
         self._walks = 0
 
     @torch.inference_mode()
@@ -204,6 +206,12 @@ class ModelRunner:
         )
         self._graph_planner = planner
         self._graphs.capture(progress)
+        for capacity in self._graphs.capacities:
+            room = (capacity,) * self.mesh.attn_dp
+            padded = PaddedRows(self.mesh, self.rank, capacity, self.model.embed.weight.device)
+            padded.fill(room)
+            for plan in (planner.plan(room), planner.naive(room)):
+                self._alone.setdefault(room, {}).update(exchange_times(plan, able, padded, self.model.embed.weight))
 
     def check(self) -> None:
         """Raises CommError where a collective that has run met a fault: what was computed with it means nothing."""
@@ -240,7 +248,7 @@ class ModelRunner:
         return self._stats.table(self._times)
 
     def naive_report(self) -> list[StepStat]:
-        """What the naive plan would have moved for the same steps; seconds are 0."""
+        """What the naive plan would have moved for the same steps; seconds are those of replayed graphs alone."""
         self._count()
         return self._naive_stats.table()
 
@@ -251,14 +259,19 @@ class ModelRunner:
             self._naive_stats.record(self.planner, self.planner.naive(counts), counts, walks)
         self._steps.clear()
         for counts, walks in self._replays.items():
-            plan = self._captured_plan(counts)
-            self._stats.record(self.planner, plan, counts, walks)
-            self._naive_stats.record(self.planner, self.planner.naive(plan.counts), counts, walks)
+            room = self._room(counts)
+            alone, planner = self._alone[room], self._graph_planner
+            self._stats.record(planner, planner.plan(room), counts, walks, alone)
+            self._naive_stats.record(planner, planner.naive(room), counts, walks, alone)
         self._replays.clear()
 
-    def _captured_plan(self, counts: Counts) -> Plan:
+    def _room(self, counts: Counts) -> Counts:
+        """What the graph has room for that serves these counts."""
         assert self._graphs is not None
-        return self._graph_planner.plan((self._graphs.capacity_of(counts),) * self.mesh.attn_dp)
+        return (self._graphs.capacity_of(counts),) * self.mesh.attn_dp
+
+    def _captured_plan(self, counts: Counts) -> Plan:
+        return self._graph_planner.plan(self._room(counts))
 
     def plan_text(self, tokens_per_group: int) -> str:
         """The plan for so many tokens in each DP group, beside the naive one."""

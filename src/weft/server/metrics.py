@@ -77,12 +77,18 @@ class Metrics(Collector):
         calls = CounterMetricFamily("weft_collective_calls", "Collectives of rank 0 by planned step", labels=labels)
         moved = CounterMetricFamily("weft_collective_bytes", "Bytes received by the busiest rank", labels=labels)
         seconds = CounterMetricFamily("weft_collective_seconds", "Time in them, waiting included", labels=labels)
+        plans = CounterMetricFamily(
+            "weft_plan_seconds", "Time in collectives, of the plan and of the naive one", labels=["plan", "by"]
+        )
         try:
-            ran, _ = self._engine.comm_report()
+            ran, naive = self._engine.comm_report()
         except EngineError:
-            ran = []
+            ran, naive = [], []
+        for plan, stats in (("followed", ran), ("naive", naive)):
+            plans.add_metric([plan, "measured"], sum(s.seconds for s in stats))
+            plans.add_metric([plan, "predicted"], sum(s.predicted for s in stats))
         for stat in ran:
             calls.add_metric([stat.site, stat.step], stat.count)
             moved.add_metric([stat.site, stat.step], stat.bytes)
             seconds.add_metric([stat.site, stat.step], stat.seconds)
-        yield from (calls, moved, seconds)
+        yield from (calls, moved, seconds, plans)

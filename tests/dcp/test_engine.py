@@ -15,7 +15,8 @@ from engine.conftest import byte_tokenizer
 from engine.test_engine import GREEDY, prompts
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.request import Output
+from weft.engine.request import Output, SamplingParams
+from weft.evals import word_problems
 from weft.place.spec import LayoutError
 
 SHAPES = {
@@ -124,3 +125,20 @@ def test_ranks_that_hold_other_heads_are_refused(shapes: Any) -> None:
         Engine(config(directory, attn_tp=4, moe_tp=4, dcp=4))
     with pytest.raises(ValueError, match=r"dcp_interleave is 3; it must divide a page of 4 tokens; .*: 2 and 4"):
         config(directory, attn_tp=4, moe_tp=4, dcp=2, dcp_interleave=3)
+
+
+def test_the_embedded_model_answers_the_same() -> None:
+    """Eight ranks, of which two hold each key-value head; pages of 16 tokens stand for 32."""
+    asked = word_problems.generate("heldout", 3, seed=5)
+    params = SamplingParams(max_tokens=40, temperature=0.0)
+    found = []
+    for layout in (dict(), dict(attn_tp=8, ep=2, moe_tp=4, dcp=2)):
+        with Engine(EngineConfig(executor="thread", kv_tokens=1024, **layout)) as engine:
+            prompts = [
+                engine.tokenizer.apply_chat_template(
+                    word_problems.prompt(p.question), add_generation_prompt=True, return_dict=False
+                )
+                for p in asked
+            ]
+            found.append([result.token_ids for result in engine.generate(prompts, params)])
+    assert found[0] == found[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,13 +49,19 @@ def sequences(mesh: Mesh, pattern: str, vocabulary: int, seed: int = 0) -> Seque
 
 
 def drive(
-    transport: Transport, directory: Path, mesh: Mesh, runs: Sequence[Sequences], dtype: torch.dtype = torch.float32
+    transport: Transport,
+    directory: Path,
+    mesh: Mesh,
+    runs: Sequence[Sequences],
+    dtype: torch.dtype = torch.float32,
+    split: bool = False,
 ) -> list[Any]:
     """Runs each set of sequences: a prompt of all but the last two tokens, in two chunks, then token by token, then a
     step without rows. Gives, for each set, {(sequence, position): logits} of this rank's group.
     """
     torch.set_num_threads(1)
-    model = load_model(directory, load_config(directory), mesh, transport.rank, dtype)
+    config = replace(load_config(directory), split_vocabulary=split)
+    model = load_model(directory, config, mesh, transport.rank, dtype)
     rules = list(dict.fromkeys(map(rule, cached_layers(model).values())))
     runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(r, PAGES) for r in rules], PAGE)
     for _, backend in runner.caches.paged:  # a read of a slot that nothing wrote must show
@@ -103,10 +110,13 @@ def drive(
     return results
 
 
-def check(directory: Path, mesh: Mesh, oracle: Oracle, vocabulary: int) -> None:
-    """Checks every logit that was sampled, of every pattern, on every rank, to a relative error of 10⁻⁵."""
+def check(directory: Path, mesh: Mesh, oracle: Oracle, vocabulary: int, split: bool = False) -> None:
+    """Checks every logit that was sampled, of every pattern, on every rank, to a relative error of 10⁻⁵.
+
+    split: the vocabulary over attn_tp.
+    """
     runs = [sequences(mesh, pattern, vocabulary, seed) for seed, pattern in enumerate(PATTERNS)]
-    results = run_world(mesh.world, lambda t: drive(t, directory, mesh, runs))
+    results = run_world(mesh.world, lambda t: drive(t, directory, mesh, runs, split=split))
     for index, run in enumerate(runs):
         for group, texts in enumerate(run):
             for i, text in enumerate(texts):

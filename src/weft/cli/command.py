@@ -68,6 +68,8 @@ class Layout:
     """dummy makes weights up, to measure a shape; auto reads the directory's safetensors."""
     num_layers: int | None = None
     """Only the model's first so many layers."""
+    split_vocabulary: bool = False
+    """Whether embedding and head are split over --attn-tp too, on CPUs."""
     cuda_graphs: bool = True
     """Whether decode steps on GPUs are captured; models with windows or recurrent states need --no-cuda-graphs."""
     cpu_bind: str | None = None
@@ -89,6 +91,7 @@ class Layout:
                 "plugins",
                 "load_format",
                 "num_layers",
+                "split_vocabulary",
                 "cuda_graphs",
                 "cpu_bind",
             )

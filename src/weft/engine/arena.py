@@ -54,7 +54,8 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     Alive at once are the residual, what was last read, the blocks' sums or the deltas made of them, and while a
     collective runs with an epilogue its plain result and its residual and norm together. The last is also the largest:
     two values of every group's rows, as many as a plan can be made for. Where tokens are dealt out over dcp, attention
-    has gathered queries and merged outputs besides, of a row a running sequence.
+    has gathered queries and merged outputs besides, of a row a running sequence. Of a split vocabulary's logits a row
+    must fit: more are gathered in turns.
     """
     ledger, group = Ledger(), trace_group(config.mesh)
     chain = trace(model, config.mesh, dtype, ledger.empty, group)
@@ -62,7 +63,8 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     rows = sum(bucket((config.max_batch_tokens,) * config.attn_dp))
     merges = () if group is None else group.merge.merges
     merged = max((merge.bytes(bucket((config.max_running,))[0]) for merge in merges), default=0)
-    value = max(rows * chain.width * chain.element_bytes, merged)
+    logits = 4 * config.attn_tp * -(-model.vocab_size // config.attn_tp) if config.split_vocabulary else 0  # of a row
+    value = max(rows * chain.width * chain.element_bytes, merged, logits)
     return ArenaNeed(blocks=4 + deltas + (4 if merged else 0), block_bytes=2 * value)
 
 

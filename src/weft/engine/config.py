@@ -61,6 +61,8 @@ class EngineConfig:
     plugins: modules or .py files that add model families (`weft.models.registry`).
     load_format auto: the directory's safetensors; dummy: made-up weights (`weft.models.load.dummy_model`), of which the
     text means nothing, so the tokenizer is the embedded model's. num_layers: only the model's first so many layers.
+    split_vocabulary: embedding and head are split over attn_tp, on CPUs; of rows that take their best token, or draw by
+    temperature alone, only each rank's best travels, of the others all logits.
     device: cuda (a GPU a rank), cpu, or auto: GPUs where there are as many as ranks. cuda_graphs: steps in which every
     sequence has one row replay a captured graph.
     transport: of processes: shm (shared memory) and gloo on CPUs, peer (peer memory) and nccl on GPUs, or auto: both,
@@ -109,6 +111,7 @@ class EngineConfig:
     plugins: tuple[str, ...] = ()
     load_format: Literal["auto", "dummy"] = "auto"
     num_layers: int | None = None
+    split_vocabulary: bool = False
 
     def __post_init__(self) -> None:
         _ = self.mesh
@@ -180,7 +183,8 @@ class EngineConfig:
 
     def read_model(self) -> ModelConfig:
         """The model's config.json, read. Raises ModelError."""
-        return load_config(self.model, registry(self.plugins), self.num_layers)
+        found = load_config(self.model, registry(self.plugins), self.num_layers)
+        return replace(found, split_vocabulary=self.split_vocabulary)
 
     @property
     def tokenizer(self) -> Path:

@@ -16,7 +16,8 @@ from weft.attention.batch import Batch
 from weft.engine.batch import SeqRows, build_batch
 from weft.engine.device import on_device
 from weft.engine.messages import Adjust, GroupRows, Join, Sampling
-from weft.engine.sampler import cuts, sample
+from weft.engine.sampler import cuts, sample, sample_share
+from weft.engine.vocabulary import SplitVocabulary
 from weft.kv.spec import Rule
 
 NO_TOKEN = -1
@@ -80,13 +81,26 @@ class RowTable:
         """The last tokens of rows, int32 on the device."""
         return self.last_token.index_select(0, on_device(rows, torch.int64, self.device))
 
-    def draw(self, news: GroupRows, logits: Tensor) -> Tensor:
+    def needs_whole(self, news: GroupRows) -> bool:
+        """Whether a step needs whole rows of logits where the vocabulary is split: not where every row takes the best
+        token, or draws by temperature alone.
+        """
+        cut = any(row in self.cut or self.rows[row].sampling.min_p > 0 for row in news.draws)
+        return cut or bool(news.adjust) or any(chunk.score for chunk in news.chunks)
+
+    def draw(self, news: GroupRows, logits: Tensor, split: SplitVocabulary | None = None) -> Tensor:
         """The step's tokens, int32, from logits `[S, vocabulary]` of `GroupRows.draws`: the rows' last from now on.
+
+        split: whose share the logits are of. It is for steps that need no whole rows.
 
         A row that ran without a last token draws none either, so that the fault is seen wherever tokens arrive.
         """
         draws, n = news.draws, len(news.answers)
-        tokens = self._sample(draws, logits, dict(news.adjust))
+        if split is None:
+            tokens = self._sample(draws, logits, dict(news.adjust))
+        else:
+            here = [self.rows[row] for row in draws]
+            tokens = sample_share(logits, [row.sampling for row in here], [row.length for row in here], split)
         if n:
             tokens[:n] = torch.where(self.last(news.answers) < 0, NO_TOKEN, tokens[:n])
         self.last_token.index_copy_(0, on_device(draws, torch.int64, self.device), tokens)

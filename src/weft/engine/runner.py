@@ -19,6 +19,7 @@ from weft.engine.batch import build_batch
 from weft.engine.exchange_times import exchange_times
 from weft.engine.graphs import DecodeGraphs
 from weft.engine.rows import DeviceRows
+from weft.engine.vocabulary import SplitVocabulary
 from weft.kv.spec import CacheGroup, Latent, PagedKV, Spec, rule
 from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder
@@ -133,6 +134,9 @@ class ModelRunner:
             for t in transports
         ]
         self.planner = plan_model(config, mesh, weight.dtype, offers, plan)
+        self.vocabulary: SplitVocabulary | None = None
+        if config.split_vocabulary and mesh.attn_tp > 1:
+            self.vocabulary = SplitVocabulary(config.vocab_size, mesh, rank, self.transports, offers)
         deal = Interleave(mesh.dcp, interleave or page_size, page_size)
         dealt = context_group(mesh, rank, deal, self.transports, offers, dcp_exchange)
         self.rules, self._page_size = [group.rule for group in groups], deal.span
@@ -153,9 +157,10 @@ class ModelRunner:
         self._walks = 0
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, counts: Counts) -> Tensor:
+    def forward(self, batch: Batch, counts: Counts, whole: bool = True) -> Tensor:
         """float32 logits `[S, vocabulary]` of the sampled rows of this rank's DP group; the same on all its ranks.
 
+        whole: otherwise, where the vocabulary is split, this rank's run of it, `[S, own]`: see `SplitVocabulary`.
         counts: rows of every DP group in this step. Raises CommError where a peer is lost, ValueError for wrong counts.
         """
         mine = counts[self.mesh.group_of(self.rank)]
@@ -166,6 +171,8 @@ class ModelRunner:
         self.caches.plan(batch)
         logits: Tensor = self.model(stream, batch, self.caches)
         stream.finish()
+        if whole and self.vocabulary is not None:
+            logits = self.vocabulary.whole(logits)
         self._steps[counts] += 1
         self._walks += 1
         if len(self._steps) == MOST_COUNTS:

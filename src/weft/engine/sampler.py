@@ -13,6 +13,7 @@ from torch import Tensor
 
 from weft.engine.device import on_device
 from weft.engine.messages import Adjust, Sampling
+from weft.engine.vocabulary import SplitVocabulary
 
 
 def sample(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], adjust: Mapping[int, Adjust]) -> Tensor:
@@ -34,6 +35,19 @@ def sample(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], ad
     if random := [row for row, h in enumerate(how) if h.temperature > 0]:
         tokens[random] = _draw(logits[random], [how[row] for row in random], [positions[row] for row in random])
     return tokens
+
+
+def sample_share(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], split: SplitVocabulary) -> Tensor:
+    """The same, int32 `[S]`, from this rank's share `[S, own]` of the vocabulary, on CPUs: by temperature alone.
+
+    Of each rank's rows only the best token travels, with its score. Noise is the token's, whoever holds it.
+    """
+    scores = logits.clone()
+    for row, (h, at) in enumerate(zip(how, positions, strict=True)):
+        if h.temperature > 0:
+            scores[row] = logits[row] / max(h.temperature, 1e-5) + _gumbel(h, at, split.size)[split.share]
+    token = scores.argmax(-1)
+    return split.best(scores.gather(-1, token[:, None])[:, 0], token + split.share.start).int()
 
 
 def cuts(how: Sampling) -> bool:

@@ -119,11 +119,12 @@ class Worker:
             self.table.advance(rows)
             self.table.draw_again(rows, sampled, tokens)
         else:
-            sampled = self.runner.forward(self.table.batch(rows), counts)
+            whole = self.runner.vocabulary is None or self.table.needs_whole(rows)
+            sampled = self.runner.forward(self.table.batch(rows), counts, whole)
             self.table.advance(rows)
             if self.device_rows:
                 self.device_rows.ran(self.table, rows)
-            tokens = self.table.draw(rows, rows_of_draws(rows, sampled))
+            tokens = self.table.draw(rows, rows_of_draws(rows, sampled), None if whole else self.runner.vocabulary)
         outcome = Outcome(rows, tokens)
         if leads:
             outcome.score(sampled)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -85,7 +85,8 @@ class ModelConfig(ABC):
     family: the model type that the registry knows it by. Widths in elements. max_position: tokens of a sequence, at
     most. dtype: the checkpoint's. rope: what turns queries and keys, where a layer says nothing else. storage: of the
     weights; they are computed with dequantised. norms_less_one: norms store their weights' difference from one. prefix:
-    of the decoder's weights.
+    of the decoder's weights. split_vocabulary: the layout's choice, not config.json's: embedding and head are split
+    over attn_tp by tokens of the vocabulary.
     """
 
     norms_less_one: ClassVar[bool] = False
@@ -104,6 +105,7 @@ class ModelConfig(ABC):
     dtype: torch.dtype
     rope: Rope
     storage: Storage
+    split_vocabulary: bool = field(default=False, kw_only=True)
 
     @abstractmethod
     def build(self, b: Builder) -> Decoder:

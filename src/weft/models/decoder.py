@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from weft.attention.batch import Batch
 from weft.attention.caches import Caches
 from weft.hidden import Hidden
 from weft.models.config import ModelConfig
-from weft.models.layers import Builder, Embedding, Layer, Linear, RMSNorm
+from weft.models.layers import Builder, Embedding, Head, Layer, RMSNorm
 from weft.models.rotary import Rope, Rotary, RotaryTable
 from weft.place.spec import PlacementError
 from weft.stream import GROUP, WORLD, Stream, TraceStream
@@ -38,7 +37,8 @@ class DecoderLayer(Layer):
 
 
 class Decoder(Layer):
-    """The decoder and its head. forward gives float32 logits `[S, vocabulary]` of the batch's sampled rows.
+    """The decoder and its head. forward gives float32 logits `[S, vocabulary]` of the batch's sampled rows, of this
+    rank's run of the vocabulary where it is split.
 
     ropes: that layers choose from by number; left out, the config's alone.
     """
@@ -46,11 +46,12 @@ class Decoder(Layer):
     def __init__(self, b: Builder, c: ModelConfig, layers: Sequence[DecoderLayer], ropes: Sequence[Rope] = ()):
         super().__init__("model")
         self.config = c
-        self.embed = Embedding(b, f"{c.prefix}.embed_tokens", c.vocab_size, c.hidden_size)
+        self.embed = Embedding(b, f"{c.prefix}.embed_tokens", c.vocab_size, c.hidden_size, c.split_vocabulary)
         self.rotaries = nn.ModuleList(Rotary(rope, b.device) for rope in ropes or [c.rope])
         self.layers, self._rope_of_layer = nn.ModuleList(layers), [layer.rope for layer in layers]
         self.norm = _norm(b, f"{c.prefix}.norm", c)
-        self.head = None if c.tie_embeddings else Linear(b, "lm_head", c.hidden_size, c.vocab_size)
+        tied = self.embed if c.tie_embeddings else None
+        self.head = Head(b, "lm_head", c.vocab_size, c.hidden_size, c.split_vocabulary, tied)
 
     def forward(self, stream: Stream | TraceStream, batch: Batch, caches: Caches) -> Tensor:
         hidden = self.embed(batch.tokens)
@@ -59,8 +60,8 @@ class Decoder(Layer):
         for layer, rope in zip(self.layers, self._rope_of_layer, strict=True):
             layer(stream, tables[rope], caches)
         rows = stream.read(self.norm, rows=GROUP).require_complete("lm_head")[batch.sample_rows]
-        weight = self.embed.weight if self.head is None else self.head.weight
-        return torch.nn.functional.linear(rows, weight).float()
+        logits: Tensor = self.head(rows)
+        return logits
 
 
 def _norm(b: Builder, path: str, c: ModelConfig) -> RMSNorm:

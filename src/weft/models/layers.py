@@ -206,15 +206,49 @@ def _norm_source(path: str, width: int, less_one: bool) -> Source:
     return Source(f"{path}.weight", (width,), (slice(None),), views=(LessOne(),) if less_one else ())
 
 
-class Embedding(Layer):
-    """Token embeddings, whole on every rank: int64 `[rows]` → complete `[rows, width]` of the DP group."""
+def vocabulary_share(mesh: Mesh, rank: int, vocabulary: int) -> slice:
+    """The rank's run of a vocabulary that is split over attn_tp; runs differ by one token at most."""
+    place, ranks = mesh.peers("attn_tp", rank).index(rank), mesh.attn_tp
+    return slice(vocabulary * place // ranks, vocabulary * (place + 1) // ranks)
 
-    def __init__(self, b: Builder, path: str, vocabulary: int, width: int):
+
+class Embedding(Layer):
+    """Token embeddings: int64 `[rows]` → `[rows, width]` of the DP group, whole on every rank and complete.
+
+    split: over attn_tp by tokens; what it gives owes the sum over it, in which a token has one term that is not zero.
+    """
+
+    def __init__(self, b: Builder, path: str, vocabulary: int, width: int, split: bool = False):
         super().__init__(path)
-        self.mesh = b.mesh
-        self.weight = b.empty(vocabulary, width)
-        self.sources["weight"] = [Source(f"{path}.weight", (vocabulary, width), (slice(None),))]
+        self.mesh, self.split = b.mesh, split and b.mesh.attn_tp > 1
+        self.share = vocabulary_share(b.mesh, b.rank, vocabulary) if self.split else slice(0, vocabulary)
+        self.weight = b.empty(self.share.stop - self.share.start, width)
+        self.sources["weight"] = [Source(f"{path}.weight", (vocabulary, width), (self.share,))]
 
     def forward(self, tokens: Tensor) -> Hidden:
-        value = F.embedding(tokens, self.weight)
-        return Hidden(value, self.mesh.placement(Rows.GROUP), self.mesh, self.path)
+        if not self.split:
+            return Hidden(F.embedding(tokens, self.weight), self.mesh.placement(Rows.GROUP), self.mesh, self.path)
+        elsewhere = (tokens < self.share.start) | (tokens >= self.share.stop)
+        value = F.embedding((tokens - self.share.start).masked_fill(elsewhere, 0), self.weight)
+        placement = self.mesh.placement(Rows.GROUP, owes="attn_tp")
+        return Hidden(value.masked_fill(elsewhere[:, None], 0.0), placement, self.mesh, self.path)
+
+
+class Head(Layer):
+    """Logits float32 `[rows, vocabulary]` of complete rows, or of the rank's run of the vocabulary where it is split.
+
+    tied: whose weight it uses. It is split as `Embedding` is.
+    """
+
+    def __init__(self, b: Builder, path: str, vocabulary: int, width: int, split: bool, tied: Embedding | None):
+        super().__init__(path)
+        self.split = split and b.mesh.attn_tp > 1
+        self._tied = [] if tied is None else [tied]  # in a list, so that it is not a part of this layer
+        if tied is None:
+            share = vocabulary_share(b.mesh, b.rank, vocabulary) if self.split else slice(0, vocabulary)
+            self.weight = b.empty(share.stop - share.start, width)
+            self.sources["weight"] = [Source(f"{path}.weight", (vocabulary, width), (share,))]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        weight = self._tied[0].weight if self._tied else self.weight
+        return F.linear(rows, weight).float()

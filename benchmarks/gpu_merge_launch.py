@@ -1,6 +1,6 @@
 """How many blocks and threads suit the merge's kernel on transport peer: µs a call in a CUDA graph, by launch.
 
-    python benchmarks/gpu_merge_launch.py --json merge_launch.json
+python benchmarks/gpu_merge_launch.py --json merge_launch.json
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support import small_model
+from triton import knobs
 
 from engine.test_engine import GREEDY, config, prompts
 from weft.comm.rows import PaddedRows
@@ -24,6 +25,7 @@ from weft.engine.request import SamplingParams
 from weft.engine.rows import NO_TOKEN, DeviceRows
 from weft.engine.worker import Worker
 
+pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="stands in for graphs where there are none")
 FEW = [prompt[:11] for prompt in prompts(4)]
 PLAIN = replace(GREEDY, max_tokens=5)
 SEEDED = SamplingParams(max_tokens=5, temperature=3.0, min_p=0.01, seed=5, ignore_eos=True)

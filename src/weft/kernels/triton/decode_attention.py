@@ -331,7 +331,7 @@ def _launch(
         BLOCK_R=max(16, triton.next_power_of_2(rows)),
         BLOCK_H=tile.heads,
         BLOCK_N=tile.tokens,
-        BLOCK_D=triton.next_power_of_2(d),
+        BLOCK_D=max(16, triton.next_power_of_2(d)),
         BLOCK_REST=max(16, triton.next_power_of_2(rest)),
         num_warps=tile.warps,
         num_stages=tile.stages,

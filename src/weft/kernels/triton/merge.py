@@ -114,7 +114,5 @@ def merge_packed(packed: Tensor, tokens: int, heads: int, dim: int) -> tuple[Ten
     packed_lse = packed.view(torch.float32)
     out = packed.new_empty(tokens, own, dim)
     own_lse = packed_lse.new_empty(tokens, own)
-    _merge[(tokens * own,)](
-        packed, packed_lse, out, own_lse, begin, size, packed_lse.stride(0), dim, N=n, **_cut(dim)
-    )
+    _merge[(tokens * own,)](packed, packed_lse, out, own_lse, begin, size, packed_lse.stride(0), dim, N=n, **_cut(dim))
     return out, own_lse

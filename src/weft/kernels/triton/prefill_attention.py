@@ -26,43 +26,6 @@ class Tile(NamedTuple):
     stages: int
 
 
-@triton.jit
-def _turn(
-    first, main, rest, k_at, v_at, row_pages, begin, end, limit, top, total, acc, scale_log2, k_slot, v_slot,
-    D: tl.constexpr, REST: tl.constexpr, LATENT: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
-    """The state (top, total, acc) after the tokens first … first + BLOCK_N − 1; MASKED: some rows see only some."""
-    d = tl.arange(0, BLOCK_D)
-    token = first + tl.arange(0, BLOCK_N)
-    there = (token >= begin) & (token < end)
-    page = tl.load(row_pages + token // PAGE, mask=there, other=0)
-    slot = page.to(tl.int64) * PAGE + token % PAGE
-    inside = there[:, None] & (d < D)[None, :]
-    v = tl.load(v_at + slot[:, None] * v_slot + d[None, :], mask=inside, other=0.0)
-    k = v if LATENT else tl.load(k_at + slot[:, None] * k_slot + d[None, :], mask=inside, other=0.0)
-    score = tl.dot(main, tl.trans(k), input_precision="ieee")
-    if REST > 0:
-        r = tl.arange(0, BLOCK_REST)
-        k_rest = tl.load(
-            k_at + slot[:, None] * k_slot + D + r[None, :], mask=there[:, None] & (r < REST)[None, :], other=0.0
-        )
-        score = tl.dot(rest, tl.trans(k_rest), score, input_precision="ieee")
-    if MASKED:
-        seen = token[None, :] < limit[:, None]
-        if WINDOW > 0:
-            seen = seen & (token[None, :] >= limit[:, None] - WINDOW)
-        score = tl.where(seen, score, float("-inf"))
-    new_top = tl.maximum(top, tl.max(score, 1))
-    scaled = tl.where(new_top == float("-inf"), 0.0, new_top) * scale_log2  # -inf minus -inf would be NaN
-    # Fused products by name: the compiler would fuse them in one of the two loops only, and give other bits there.
-    keep = tl.exp2(tl.fma(top, tl.zeros_like(top) + scale_log2, -scaled))
-    p = tl.exp2(tl.fma(score, tl.zeros_like(score) + scale_log2, -scaled[:, None] + tl.zeros_like(score)))
-    total = total * keep + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
-    return new_top, total, acc
-
-
 @triton.jit(do_not_specialize=["sequences"])
 def _attend(
     q, keys, values, pages, starts, limits, out, lse, sequences, scale_log2, q_row, q_head, k_slot, k_head, v_slot,
@@ -111,19 +74,31 @@ def _attend(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    masked_from = begin // BLOCK_N * BLOCK_N
-    if WINDOW == 0:
-        masked_from = least // BLOCK_N * BLOCK_N
-        for first in range(0, masked_from, BLOCK_N):
-            top, total, acc = _turn(
-                first, main, rest, k_at, v_at, row_pages, begin, end, limit, top, total, acc, scale_log2, k_slot,
-                v_slot, D, REST, LATENT, PAGE, WINDOW, False, BLOCK_N, BLOCK_D, BLOCK_REST,
-            )  # fmt: skip
-    for first in range(masked_from, end, BLOCK_N):
-        top, total, acc = _turn(
-            first, main, rest, k_at, v_at, row_pages, begin, end, limit, top, total, acc, scale_log2, k_slot, v_slot,
-            D, REST, LATENT, PAGE, WINDOW, True, BLOCK_N, BLOCK_D, BLOCK_REST,
-        )  # fmt: skip
+    for first in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):
+        token = first + tl.arange(0, BLOCK_N)
+        there = (token >= begin) & (token < end)
+        page = tl.load(row_pages + token // PAGE, mask=there, other=0)
+        slot = page.to(tl.int64) * PAGE + token % PAGE
+        inside = there[:, None] & (d < D)[None, :]
+        v = tl.load(v_at + slot[:, None] * v_slot + d[None, :], mask=inside, other=0.0)
+        k = v if LATENT else tl.load(k_at + slot[:, None] * k_slot + d[None, :], mask=inside, other=0.0)
+        score = tl.dot(main, tl.trans(k), input_precision="ieee")
+        if REST > 0:
+            k_rest = tl.load(
+                k_at + slot[:, None] * k_slot + D + r[None, :], mask=there[:, None] & (r < REST)[None, :], other=0.0
+            )
+            score = tl.dot(rest, tl.trans(k_rest), score, input_precision="ieee")
+        seen = token[None, :] < limit[:, None]
+        if WINDOW > 0:
+            seen = seen & (token[None, :] >= limit[:, None] - WINDOW)
+        score = tl.where(seen, score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        scaled = tl.where(new_top == float("-inf"), 0.0, new_top) * scale_log2  # -inf minus -inf would be NaN
+        keep = tl.exp2(top * scale_log2 - scaled)
+        p = tl.exp2(score * scale_log2 - scaled[:, None])
+        total = total * keep + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+        top = new_top
     saw = total > 0
     acc = tl.where(saw[:, None], acc / tl.where(saw, total, 1.0)[:, None], 0.0)
     to = out + row.to(tl.int64)[:, None] * out_row + head[:, None] * out_head + d[None, :]

@@ -23,10 +23,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from weft.engine.config import EngineConfig
-from weft.engine.messages import Chunk, Entry, GroupRows, Join, Result, Scored
+from weft.engine.messages import Adjust, Chunk, Entry, GroupRows, Join, Result, Scored
 from weft.engine.request import Sequence, TokenLogprob
 from weft.engine.sampling import adjust, sampling, scoring
 from weft.engine.waiting import WaitingQueue
@@ -45,28 +45,20 @@ class Scheduled:
     """
 
     rows: GroupRows
-    _drawn: list[tuple[Sequence, Holding | None]] = field(default_factory=list)
-    _scored: list[tuple[Sequence, Holding | None]] = field(default_factory=list)
-
-    def draws(self, sequence: Sequence) -> None:
-        """Notes that a token is drawn for it."""
-        self._drawn.append((sequence, sequence.holding))
-
-    def scores(self, sequence: Sequence) -> None:
-        """Notes that tokens of its prompt are scored."""
-        self._scored.append((sequence, sequence.holding))
+    draws: list[tuple[Sequence, Holding]]
+    scores: list[tuple[Sequence, Holding]]
 
     def drawn(self, result: Result) -> Iterator[tuple[Sequence, TokenLogprob]]:
         """Once its tokens have come: what is whose, pending no longer; what is nobody's any more is left out."""
         logprobs = result.logprobs or [None] * len(result.tokens)
-        for (sequence, holding), token, known in zip(self._drawn, result.tokens, logprobs, strict=True):
+        for (sequence, holding), token, known in zip(self.draws, result.tokens, logprobs, strict=True):
             if sequence.holding is holding:
                 sequence.pending -= 1
-                yield sequence, TokenLogprob(token, *(known or (None,)))
+                yield sequence, TokenLogprob(token, *known) if known else TokenLogprob(token, None)
 
     def scored(self, result: Result) -> Iterator[tuple[Sequence, Scored]]:
         """Whose the scores are, in the same way."""
-        for (sequence, holding), scored in zip(self._scored, result.scored, strict=True):
+        for (sequence, holding), scored in zip(self.scores, result.scored, strict=True):
             if sequence.holding is holding:
                 yield sequence, scored
 
@@ -133,15 +125,15 @@ class Scheduler:
     def schedule(self) -> Scheduled:
         """The rows of the next step, which counts as run from now on; those of the steps before may still run."""
         budget = self.max_batch_tokens
-        answering = [s for s in self.running if s.left == 1]
-        for sequence in answering + [s for s in self.running if s.left > 1]:  # oldest first within each
-            if budget == 0:
-                break
-            if sequence.holding is None or sequence.ending:  # an earlier one has taken its pages; or it is at its end
-                continue
-            if sequence.stalled:
-                self.stalls += 1
-            elif self._grow(sequence, budget):
+        for sequence in [s for s in self.running if s.answering]:  # oldest first, as in all that follows
+            if budget and sequence.holding is not None and not sequence.ending:  # else an earlier one took its pages
+                if sequence.stalled:
+                    self.stalls += 1
+                elif self._has_room(sequence) or self._grow(sequence, budget):
+                    self._step.append((sequence, 1))
+                    budget -= 1
+        for sequence in [s for s in self.running if not s.answering]:
+            if budget and sequence.holding is not None and self._grow(sequence, budget):
                 budget -= self._plan_rows(sequence, budget)
         while budget and len(self.running) < self.max_running and (admitted := self._admit(budget)):
             budget -= self._plan_rows(admitted, budget)
@@ -149,10 +141,11 @@ class Scheduler:
         for sequence, rows in self._step:
             sequence.computed += rows
             done = sequence.left == 0
-            first = done and not sequence.drawn and not sequence.pending
             assert sequence.holding is not None
-            # Where the prompt is done, others may start from it.
-            self.caches.advance(sequence.holding, sequence.tokens, sequence.computed, keep=first)
+            if not sequence.answering or self.caches.gives_back:
+                # Where the prompt is done, others may start from it.
+                first = done and not sequence.drawn and not sequence.pending
+                self.caches.advance(sequence.holding, sequence.tokens, sequence.computed, keep=first)
             if done:
                 sequence.pending, sequence.answering = sequence.pending + 1, True
         self._step = []
@@ -171,31 +164,32 @@ class Scheduler:
         chunks: list[Chunk] = []
         joins: list[Join] = []
         entries: list[Entry] = []
-        asked = []
-        scheduled = Scheduled(GroupRows())
-        for sequence, rows in sorted(self._step, key=lambda planned: not planned[0].answering):
-            holding, draws = sequence.holding, rows == sequence.left
+        asked: list[tuple[int, Adjust]] = []
+        draws: list[tuple[Sequence, Holding]] = []
+        scores: list[tuple[Sequence, Holding]] = []
+        for sequence, rows in self._step:
+            holding = sequence.holding
             assert holding is not None
             if not sequence.told:
                 sequence.told = [list(table) for table in holding.tables]
                 tables = tuple(map(tuple, holding.tables))
                 joins.append(Join(sequence.row, sequence.request, sequence.computed, tables, sampling(sequence)))
-            else:
+            elif self.caches.gives_back or len(holding.tables[0]) != len(sequence.told[0]):
                 entries += self._news(sequence, holding)
             if sequence.answering:
                 answers.append(sequence.row)
             else:
                 tokens = tuple(sequence.tokens[sequence.computed : sequence.computed + rows])
-                score = scoring(sequence, rows)
-                chunks.append(Chunk(sequence.row, tokens, draws, score))
-                if score:
-                    scheduled.scores(sequence)
-            if draws:
-                scheduled.draws(sequence)
-                if (how := adjust(sequence)) is not None:
-                    asked.append((sequence.row, how))
-        scheduled.rows = GroupRows(tuple(answers), tuple(chunks), tuple(joins), tuple(entries), tuple(asked))
-        return scheduled
+                chunks.append(Chunk(sequence.row, tokens, rows == sequence.left, scoring(sequence, rows)))
+                if chunks[-1].score:
+                    scores.append((sequence, holding))
+                if not chunks[-1].draws:
+                    continue
+            draws.append((sequence, holding))
+            if (how := adjust(sequence)) is not None:
+                asked.append((sequence.row, how))
+        rows_of_step = GroupRows(tuple(answers), tuple(chunks), tuple(joins), tuple(entries), tuple(asked))
+        return Scheduled(rows_of_step, draws, scores)
 
     def _news(self, sequence: Sequence, holding: Holding) -> Iterator[Entry]:
         """What of its tables the ranks do not know yet."""
@@ -216,10 +210,14 @@ class Scheduler:
         return min(self.caches.rows_to_border(sequence.computed, len(sequence.tokens)), most)
 
     def _plan_rows(self, sequence: Sequence, budget: int) -> int:
-        """Puts the sequence's next rows into the step; what they cost of the budget."""
+        """Puts the next rows of a prompt into the step; what they cost of the budget."""
         rows = self._rows(sequence, budget)
         self._step.append((sequence, rows))
         return min(budget, rows * SCORED_COST if sequence.to_score else rows)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        assert sequence.holding is not None
+        return self.caches.has_room(sequence.holding, sequence.computed + 1)
 
     def _grow(self, sequence: Sequence, budget: int) -> bool:
         """Room for all the sequence's tokens, at others' cost if need be.

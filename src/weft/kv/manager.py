@@ -36,6 +36,8 @@ class CacheManager:
         self.tree = PrefixTree(self.rules, self.pools, page_size) if prefix_cache else None
         self._states = [g for g, rule in enumerate(self.rules) if rule.state]
         self._paged = [g for g, rule in enumerate(self.rules) if not rule.state]
+        self.gives_back = any(rule.state or rule.window is not None for rule in self.rules)
+        """Whether `advance` gives anything back after rows that end no prompt."""
 
     @property
     def most_tokens(self) -> int:
@@ -71,6 +73,13 @@ class CacheManager:
             return holding, reused
         self.release(holding)
         return None
+
+    def has_room(self, holding: Holding, tokens: int) -> bool:
+        """Whether a request needs nothing more for all its `tokens` to have run; `grow` would take nothing."""
+        tables, size = holding.tables, self.page_size
+        return all(len(tables[g]) * size >= tokens for g in self._paged) and all(
+            tables[g][1] != ABSENT for g in self._states
+        )
 
     def grow(self, holding: Holding, tokens: int, end: int) -> bool:
         """Room for all `tokens` of a request, of which those before `end` run next: windows need no more yet.

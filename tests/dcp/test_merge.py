@@ -13,6 +13,8 @@ from torch import Tensor
 
 from comm.processes import run_processes, run_threads
 from dcp.shards import Shards, check, own, shards_of
+from weft.bench.tune import merges_to_price
+from weft.comm.reference import ReferenceWorld
 from weft.comm.transport import CommError, Transport, offer_of
 from weft.dcp.merge import Merger, TraceMerger, a2a, ag_rs, natural
 from weft.kernels.plain import merge_weights, softmax_merge
@@ -207,3 +209,21 @@ def test_a_trace_counts_merges_by_shape() -> None:
         out, lse = trace(torch.empty(0, 8, 16, dtype=torch.bfloat16, device="meta"), torch.empty(0, 8, device="meta"))
         assert out.shape == (0, 4, 16) and lse.shape == (0, 4)
     assert trace.merges == {Merge(8, 16, 2): 3}
+
+
+def priced(transport: Transport, mesh: Mesh) -> list[tuple[str, float]]:
+    """Every call that weft tune times for merges, made once; their kinds and bytes."""
+    found = []
+    for exchange, x, call, row in merges_to_price(mesh, transport.rank, [1 << 10, 1 << 14], torch.empty(0)):
+        assert transport.offers(exchange) and row["ranks"] == exchange.ranks and row["world"] == mesh.world
+        call(transport, x)
+        found.append((f"{row['kind']} {row['ranks']}", float(row["bytes"])))
+    return found
+
+
+def test_tuning_prices_what_plans_of_merges_ask_for() -> None:
+    found = run_world(ReferenceWorld(4, audit=False), lambda t: priced(t, Mesh(2, 2, 4, 1)))
+    assert all(f == found[0] for f in found)
+    assert {kind for kind, _ in found[0]} == {f"{k} {n}" for k in ("merge_scatterv", "all_to_allv") for n in (2, 4)}
+    fused = plan_merge(Merge(2, 128, 4), 2, 1, [offered("any", ALL, 1.0, 10.0)], "fused")
+    assert dict(reversed(found[0]))["merge_scatterv 2"] == fused.bytes

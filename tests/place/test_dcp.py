@@ -48,10 +48,16 @@ def test_the_plan_says_it(tmp_path: Path) -> None:
     code, out, err = weft_here(*ask, "--dcp", "2")
     assert code == 0, err
     table = out[out.index("dcp=2: the cache of a DP group holds 2") :].splitlines()[2:]
+    table, merges = table[:2], table[3:]
     (one, one_from, *_), (many, many_from, *_) = (line.replace(",", "").split() for line in table)
     assert (one, many) == ("1", "64") and int(many_from) < int(one_from)
     found = json.loads(weft_here(*ask, "--dcp", "2", "--json")[1])
     assert [f["dcp"]["pays_from"] for f in found] == [None, int(one_from), int(many_from)]
+    planned = [merge for f in found for merge in f["dcp"]["merges"]]
+    assert len(planned) == len(merges) == 2
+    for line, merge in zip(merges, planned, strict=True):
+        assert f"{merge['layers']} layers" in line and f"{merge['way']} on {merge['transport']}" in line
+        assert merge["bytes"] > 0 and merge["transport"] in ("peer", "torchdist/nccl")
     assert "dcp" not in weft_here(*ask)[1]
     code, _, err = weft_here("plan", "--layout", "1x4", "--dcp", "2")  # the embedded model
     assert code == 2 and "attn_tp=4 over 4 of them gives each to 1 rank(s)" in err and "attn_tp=8" in err

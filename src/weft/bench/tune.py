@@ -13,18 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from weft.bench.collectives import mesh_of, time_phases
 from weft.bench.ranks import Report, every_core
 from weft.comm.rows import StepRows
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
-from weft.comm.transport import Epilogue, Transport
+from weft.comm.transport import Epilogue, Ranks, Transport
 from weft.place.edges import Edge, legal_edges, rows_received
+from weft.place.exchange import Exchange, all_to_allv, merge_scatterv
 from weft.place.spec import Mesh
 
 WIDTH, DTYPE = 1024, torch.float32
 ROW_BYTES = WIDTH * DTYPE.itemsize
+HEAD = 128
+"""Elements of a head's output."""
 NEVER = 1 << 30
 BUDGET_S, ROUNDS = 0.02, 3
 
@@ -91,10 +95,39 @@ def edges_to_price(
             yield edge, counts, {"kind": kind, "ranks": ranks, "world": mesh.world, "bytes": moved}
 
 
+def merges_to_price(
+    mesh: Mesh, rank: int, sizes: list[int], like: Tensor
+) -> Iterator[tuple[Exchange, Tensor, Callable[[Transport, Tensor], object], dict[str, str | float]]]:
+    """What merging attention over shards takes beside edges: each exchange, over a group of each size, at each size in
+    bytes, with an input, the call, and the table's row but for its time. like: gives dtype and device.
+    """
+    groups = {len(group): group for group in mesh.groups if rank in group and len(group) > 1}
+    for ranks, group in groups.items():
+        for size in sizes:
+            tokens = max(1, size // (ranks * HEAD * like.element_size()))
+            out = like.new_ones(tokens, ranks, HEAD)
+            lse = torch.zeros(tokens, ranks, device=like.device)
+
+            def merge(transport: Transport, x: Tensor, lse: Tensor = lse, group: Ranks = group) -> object:
+                return transport.merge_scatterv(x, lse, group)
+
+            def permute(transport: Transport, x: Tensor, n: int = ranks, group: Ranks = group) -> object:
+                return transport.exchange(x, all_to_allv(n), group, (1,) * n**2)
+
+            for exchange, x, call, moved in (
+                (merge_scatterv(ranks), out, merge, out.nbytes + lse.nbytes),
+                (all_to_allv(ranks), out.view(ranks, -1), permute, out.nbytes),
+            ):
+                row: dict[str, str | float] = {"kind": exchange.kind, "ranks": ranks, "world": mesh.world}
+                yield exchange, x, call, row | {"bytes": moved * (ranks - 1) / ranks}
+
+
 def price(
     rank: int, directory: Path, report: Report, world: int, names: list[str], sizes: list[int], tuning: dict[str, int]
 ) -> None:
-    """A rank's part of pricing every edge; rank 0 reports a row for each: transport, kind, ranks, world, bytes, us."""
+    """A rank's part of pricing every edge, and what merges attention; rank 0 reports a row for each: transport, kind,
+    ranks, world, bytes, us.
+    """
     mesh = mesh_of(world)
     shm = ShmTransport(mesh, rank, directory / "shm", tuning=ShmTuning(**tuning), block_bytes=2 * max(sizes))
     patient = ShmTransport(mesh, rank, directory / "patient", spins=0)  # see bench/collectives.py
@@ -104,27 +137,41 @@ def price(
             opened.append(TorchDistTransport(mesh, rank, f"file://{directory}/gloo"))
     group = tuple(range(world))
     gc.disable()
+
+    def measure(
+        transport: Transport, fresh: Tensor, call: Callable[[Tensor], object], row: dict[str, str | float]
+    ) -> None:
+        us = _call_us(shm if transport is shm else patient, transport, fresh, call, group)
+        if rank == 0:
+            report({"transport": transport.name} | row | {"us": round(us, 2)})
+
     for edge, counts, row in edges_to_price(mesh, sizes, ROW_BYTES):
-        for transport in opened:
-            if edge.exchange and transport.offers(edge.exchange):
-                us = _edge_us(shm if transport is shm else patient, transport, edge, mesh, counts, group)
-                if rank == 0:
-                    report({"transport": transport.name} | row | {"us": round(us, 2)})
+        for transport in (t for t in opened if edge.exchange and t.offers(edge.exchange)):
+            fresh = torch.ones(mesh.row_count(edge.src.rows, rank, counts), WIDTH, dtype=DTYPE)
+            carry = StepRows(mesh, rank, counts).carry
+            measure(transport, fresh, lambda x, e=edge, t=transport, c=carry: c(e, x, t), row)  # type: ignore[misc]
+        gc.collect()
+    for exchange, fresh, call, row in merges_to_price(mesh, rank, sizes, torch.empty(0, dtype=DTYPE)):
+        for transport in (t for t in opened if t.offers(exchange)):
+            measure(transport, fresh, partial(call, transport), row)
         gc.collect()
     for transport in {id(t): t for t in (*opened, patient, shm)}.values():
         transport.close()
 
 
-def _edge_us(
-    meeting: ShmTransport, transport: Transport, edge: Edge, mesh: Mesh, counts: tuple[int, ...], group: tuple[int, ...]
+def _call_us(
+    meeting: ShmTransport,
+    transport: Transport,
+    fresh: Tensor,
+    call: Callable[[Tensor], object],
+    group: tuple[int, ...],
 ) -> float:
-    fresh = torch.ones(mesh.row_count(edge.src.rows, meeting.rank, counts), WIDTH, dtype=DTYPE)
+    """µs of a call with a tensor like fresh, where the transport reads it fastest."""
     x = transport.empty(*fresh.shape, like=fresh)
     times: list[float] = []
     for _ in range(ROUNDS):
-        call = partial(StepRows(mesh, meeting.rank, counts).carry, edge, x, transport)
         with every_core() if isinstance(transport, TorchDistTransport) else nullcontext():
-            times += time_phases(meeting, group, x, fresh, [call], BUDGET_S)[0]
+            times += time_phases(meeting, group, x, fresh, [partial(call, x)], BUDGET_S)[0]
     took = torch.tensor([[statistics.median(times) * 1e6]]).double()
     return float(meeting.all_gatherv(took, group, (1,) * len(group)).max())
 

@@ -13,7 +13,7 @@ import torch
 from weft.bench.collectives import DTYPES, MIXED
 from weft.bench.cuda import Case, World, graph_us, peer_us
 from weft.bench.ranks import Report
-from weft.bench.tune import edges_to_price
+from weft.bench.tune import edges_to_price, merges_to_price
 from weft.comm.peer_launch import NEVER, PeerTuning, Split, spared_by_two_shot
 from weft.comm.rows import StepRows
 from weft.comm.transport import Epilogue, Transport
@@ -44,6 +44,12 @@ def measure_gpus(rank: int, directory: Path, report: Report, world: int, names: 
             xs = [torch.ones(rows, WIDTH, dtype=DTYPES[DTYPE], device=here.device) for _ in range(4)]
             carry = StepRows(here.mesh, rank, counts).carry
             us = graph_us([partial(carry, edge, x, transport) for x in xs])
+            if rank == 0:
+                report(("price", {"transport": transport.name} | row | {"us": round(us, 2)}))
+    like = torch.empty(0, dtype=DTYPES[DTYPE], device=here.device)
+    for exchange, x, call, row in merges_to_price(here.mesh, rank, sizes, like):
+        for transport in (t for t in opened if t.offers(exchange)):
+            us = graph_us([partial(call, transport, torch.ones_like(x)) for _ in range(4)])
             if rank == 0:
                 report(("price", {"transport": transport.name} | row | {"us": round(us, 2)}))
     here.close()

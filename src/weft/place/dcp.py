@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from weft.place.cost import Offer
-from weft.place.merge import Merge, plan_merge
-from weft.place.show import columns
+from weft.place.merge import Merge, MergePlan, plan_merge
+from weft.place.show import columns, size_text
 from weft.place.spec import LayoutError
 
 KEYS_SHARE, LATENT_SHARE = 0.6, 0.3
@@ -40,8 +41,7 @@ class Dealt:
     def exchange_us(self, batch: int, offers: Sequence[Offer], way: str = "auto") -> float:
         """What gathering queries and merging outputs of so many sequences takes. Raises LayoutError as `plan_merge`."""
         gathers = sum(count * self._gather_us(size * batch, offers) for size, count in self.queries.items())
-        merges = (count * plan_merge(merge, self.ranks, batch, offers, way).us for merge, count in self.merges.items())
-        return gathers + sum(merges)
+        return gathers + sum(count * plan.us for count, _, plan in self.merge_plans(batch, offers, way))
 
     def saved_us(self, offers: Sequence[Offer]) -> float:
         """What a cached token less to read for every rank but one of `ranks` saves, for each token of a sequence."""
@@ -53,6 +53,11 @@ class Dealt:
     def pays_from(self, batch: int, offers: Sequence[Offer], way: str = "auto") -> int:
         """From how many tokens on in each of so many sequences a step is quicker with dcp than without."""
         return math.ceil(self.exchange_us(batch, offers, way) / (self.saved_us(offers) * batch))
+
+    def merge_plans(self, batch: int, offers: Sequence[Offer], way: str = "auto") -> list[tuple[int, Merge, MergePlan]]:
+        """How each merge of so many sequences goes, with the layers that do it. Raises LayoutError as `plan_merge`."""
+        planned = [(merge, plan_merge(merge, self.ranks, batch, offers, way)) for merge in self.merges]
+        return [(self.merges[merge], merge, plan) for merge, plan in planned]
 
     def _gather_us(self, size: int, offers: Sequence[Offer]) -> float:
         found = []
@@ -67,11 +72,15 @@ class Dealt:
         return min(found) + offers[0].cost.local_us(2 * size * self.ranks)
 
 
-def dcp_dict(dealt: Dealt, batch: int, offers: Sequence[Offer]) -> dict[str, float | None]:
-    """For so many sequences: tokens of each from which on dcp pays, and the step's exchanges in µs; null for none."""
+def dcp_dict(dealt: Dealt, batch: int, offers: Sequence[Offer]) -> dict[str, Any]:
+    """For so many sequences: tokens of each from which on dcp pays, and the step's exchanges in µs; null for none.
+
+    merges: how attention is merged, layers of equal shape together; bytes: that a rank receives in one.
+    """
     if not batch:
-        return {"pays_from": None, "us": None}
-    return {"pays_from": dealt.pays_from(batch, offers), "us": dealt.exchange_us(batch, offers)}
+        return {"pays_from": None, "us": None, "merges": []}
+    merges = [{"layers": n} | asdict(merge) | asdict(plan) for n, merge, plan in dealt.merge_plans(batch, offers)]
+    return {"pays_from": dealt.pays_from(batch, offers), "us": dealt.exchange_us(batch, offers), "merges": merges}
 
 
 def dcp_text(dealt: Dealt, batches: Sequence[int], offers: Sequence[Offer]) -> str:
@@ -79,10 +88,16 @@ def dcp_text(dealt: Dealt, batches: Sequence[int], offers: Sequence[Offer]) -> s
     rows = [("  sequences in each DP group", "pays from tokens in each", "exchanges of a step")]
     for n in filter(None, batches):
         rows.append((f"  {n:,}", f"{dealt.pays_from(n, offers):,}", f"{dealt.exchange_us(n, offers):,.0f} µs"))
+    merges = [("  merge of attention", "by", "bytes a rank", "")]
+    for n in filter(None, batches):
+        for layers, merge, plan in dealt.merge_plans(n, offers):
+            what = f"  {n:,} × {merge.heads} heads × {merge.dim}, {layers} layers"
+            merges.append((what, f"{plan.way} on {plan.transport}", size_text(plan.bytes), f"{plan.us:,.1f} µs"))
     ranks = dealt.ranks
     return "\n".join(
         [
             f"dcp={ranks}: the cache of a DP group holds {ranks} × as many tokens; a step of one is quicker",
             *columns(rows),
+            *columns(merges),
         ]
     )

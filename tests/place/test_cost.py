@@ -64,6 +64,7 @@ def test_what_was_not_measured_is_named(tmp_path: Path) -> None:
     found = costs(write(tmp_path, table(row(100, 1))))
     with pytest.raises(LayoutError, match=r"table\.json has no times of torchdist/gloo, only of shm; .*weft tune"):
         found.of("torchdist/gloo", 2)
+    assert found.of("reference", 1) == found.of("shm", 1), "a rank alone exchanges nothing"
     with pytest.raises(LayoutError, match=r"table\.json has no times of broadcast; .*weft tune"):
         found.of("shm", 2).collective_us("broadcast", 2, 100)
 

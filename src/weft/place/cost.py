@@ -136,6 +136,8 @@ class Costs:
         Raises LayoutError with what was measured.
         """
         by_world = self.by_transport.get(transport) or self.by_transport.get("*")
+        if by_world is None and world == 1:  # nothing is exchanged: whose times of local work these are is all the same
+            by_world = next(iter(self.by_transport.values()))
         if by_world is None:
             known = ", ".join(self.by_transport) or "nothing"
             raise LayoutError(f"{self.name} has no times of {transport}, only of {known}; measure it: weft tune")

@@ -91,11 +91,11 @@ def _attend(
         seen = token[None, :] < limit[:, None]
         if WINDOW > 0:
             seen = seen & (token[None, :] >= limit[:, None] - WINDOW)
-        score = tl.where(seen, score, float("-inf"))
+        score = tl.where(seen, score * scale_log2, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
-        scaled = tl.where(new_top == float("-inf"), 0.0, new_top) * scale_log2  # -inf minus -inf would be NaN
-        keep = tl.exp2(top * scale_log2 - scaled)
-        p = tl.exp2(score * scale_log2 - scaled[:, None])
+        finite = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf minus -inf would be NaN
+        keep = tl.exp2(top - finite)  # exactly 1 where a row sees nothing of these tokens
+        p = tl.exp2(score - finite[:, None])
         total = total * keep + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
         top = new_top
@@ -104,7 +104,7 @@ def _attend(
     to = out + row.to(tl.int64)[:, None] * out_row + head[:, None] * out_head + d[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
     if LSE:
-        found = tl.where(saw, (top * scale_log2 + tl.log2(tl.where(saw, total, 1.0))) * LN2, float("-inf"))
+        found = tl.where(saw, (top + tl.log2(tl.where(saw, total, 1.0))) * LN2, float("-inf"))
         tl.store(lse + row.to(tl.int64) * HEADS + head, found, mask=real)
 
 

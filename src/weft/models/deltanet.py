@@ -96,8 +96,10 @@ class GatedDeltaNet(Layer):
         """Of sequences with equally many rows, `[B, rows, features]`: their output, and their states after it."""
         h, rows = self.heads, product.shape[1]
         mixed, z, b, a = product.split([sum(self.sizes[:3]), *self.sizes[3:]], dim=-1)
-        inputs = torch.cat((tail.to(mixed.dtype), mixed.transpose(1, 2)), dim=-1)
-        mixed = F.silu(F.conv1d(inputs, self.conv, groups=len(self.conv))).transpose(1, 2).float()
+        inputs = torch.cat((tail, mixed.transpose(1, 2).float()), dim=-1)
+        # A product a tap: on GPUs convolutions in float32 round their inputs to fewer bits.
+        taps = [inputs[..., i : i + rows] * self.conv[:, 0, i, None] for i in range(h.window)]
+        mixed = F.silu(torch.stack(taps).sum(0)).transpose(1, 2)
         q, k, v = mixed.split(self.sizes[:3], dim=-1)
         share = self.sizes[4] * h.key_dim // self.sizes[1]  # value heads of a key head
         q, k = (_unit(y.unflatten(-1, (-1, h.key_dim))).repeat_interleave(share, dim=2).transpose(1, 2) for y in (q, k))
@@ -112,7 +114,7 @@ class GatedDeltaNet(Layer):
             )
             seen.append(part)
         out = self.norm(torch.cat(seen, dim=2).transpose(1, 2).to(product.dtype)).flatten(2)
-        return (out * F.silu(z.float())).to(product.dtype), state, inputs[..., rows:].float()
+        return (out * F.silu(z.float())).to(product.dtype), state, inputs[..., rows:]
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -130,9 +130,9 @@ def test_figures_of_a_step() -> None:
 
 
 def test_work_that_overlaps_is_busy_once() -> None:
-    events = [Event(1, "other", "a", 0, 10), Event(1, "other", "b", 5, 12), Event(2, "other", "a", 20, 30)]
-    found = summarise([events])
-    assert found["idle_between"] == pytest.approx(8 / 30) and found["idle_within"] == pytest.approx(0)
+    spans = [(1, 0, 10), (1, 5, 12), (1, 15, 16), (2, 20, 30)]
+    found = summarise([[Event(step, "other", "a", begin, end) for step, begin, end in spans]])
+    assert found["idle_between"] == pytest.approx(4 / 30) and found["idle_within"] == pytest.approx(3 / 30)
 
 
 def test_names() -> None:

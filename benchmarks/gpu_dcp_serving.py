@@ -128,10 +128,7 @@ def main() -> None:
             found({"dcp": dcp, "start_s": round(time.perf_counter() - began, 1)})
             serve(engine, 4, 8, 64, 12, args.most_s)  # warm
             for batch, context in cases:
-                found(
-                    {"dcp": dcp, "batch": batch, "context": context}
-                    | decode(engine, batch, context, 48, engine.model_config.num_layers)
-                )
+                found({"dcp": dcp, "batch": batch, "context": context} | decode(engine, batch, context, 48))
             for clients in args.concurrency:
                 requests = max(4, clients + clients // 2)
                 row = serve(engine, clients, requests, args.prompt, args.answer, args.most_s)

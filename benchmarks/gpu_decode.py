@@ -5,7 +5,7 @@ have `--context` tokens each and answer greedily without an end; the time betwee
 taken at the listener, once all of them answer. Prompts are read with answers of one token. Carriers are transports
 (auto, peer, nccl) or `naive`: the plan of all-reduces that every other is compared with, carried as auto. NCCL takes no
 row counts from device memory, so with several DP groups its steps cannot be captured: they run eagerly, and the row
-says so. Prints a line of JSON a measurement, and writes them all.
+says so. Prints a line of JSON a measurement, and writes them all. What a step is made of, `weft profile` says.
 
     python benchmarks/gpu_decode.py --layouts 1x2,2x1 2x1,2x1 --batches 1 16 64 256 --carriers auto nccl naive
 """
@@ -64,36 +64,21 @@ def answer(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float
     return began, times
 
 
-def collectives_us(engine: Engine, before: tuple[float, int], layers: int) -> dict[str, float]:
-    """Time in collectives of rank 0 since `before`, by step and layer, as far as the calls that were timed tell."""
-    seconds, steps = spent(engine)
-    took, ran = seconds - before[0], steps - before[1]
-    return {"collectives_us_a_layer": round(1e6 * took / max(1, ran) / layers, 2), "steps": ran}
-
-
-def spent(engine: Engine) -> tuple[float, int]:
-    """Seconds in collectives so far, and steps."""
-    return sum(stat.seconds for stat in engine.comm_report()[0]), engine.stats().steps
-
-
-def decode(engine: Engine, batch: int, context: int, tokens: int, layers: int) -> dict[str, float]:
+def decode(engine: Engine, batch: int, context: int, tokens: int) -> dict[str, float]:
     """Milliseconds between the tokens of batch sequences, and tokens a second, once all of them answer."""
-    before = spent(engine)
     _, times = answer(engine, batch, context, tokens)
     last_start = max(t[0] for t in times)
     gaps = [b - a for t in times for a, b in itertools.pairwise(t) if a > last_start]
     gaps = gaps[len(gaps) // 10 :]
     itl = statistics.median(gaps)
-    found = {"itl_ms": itl * 1e3, "itl_p99_ms": sorted(gaps)[int(len(gaps) * 0.99)] * 1e3, "tokens_s": batch / itl}
-    return found | collectives_us(engine, before, layers)
+    return {"itl_ms": itl * 1e3, "itl_p99_ms": sorted(gaps)[int(len(gaps) * 0.99)] * 1e3, "tokens_s": batch / itl}
 
 
-def prefill(engine: Engine, prompts: int, context: int, layers: int) -> dict[str, float]:
+def prefill(engine: Engine, prompts: int, context: int) -> dict[str, float]:
     """Prompt tokens read a second, from the first prompt's coming until the last one's first token."""
-    before = spent(engine)
     began, times = answer(engine, prompts, context, 1)
     took = max(t[0] for t in times) - began
-    return {"prefill_tokens_s": prompts * context / took} | collectives_us(engine, before, layers)
+    return {"prefill_tokens_s": prompts * context / took}
 
 
 def main() -> None:
@@ -137,15 +122,14 @@ def main() -> None:
             with Engine(config) as engine:
                 case = {"layout": shape, "carrier": carrier, "graphs": graphs, "context": args.context}
                 case |= {"start_s": round(time.perf_counter() - began, 1)}
-                layers = engine.model_config.num_layers
                 answer(engine, 2 * sizes["attn_dp"], 64, 12)  # warm
                 for turn in range(args.turns):
                     for batch in args.batches:
-                        found = decode(engine, batch, args.context, args.tokens, layers)
+                        found = decode(engine, batch, args.context, args.tokens)
                         rows.append(case | {"what": "decode", "batch": batch, "turn": turn} | found)
                         print(json.dumps(rows[-1]), flush=True)
                     if args.prefill:
-                        found = prefill(engine, args.prefill, args.context, layers)
+                        found = prefill(engine, args.prefill, args.context)
                         rows.append(case | {"what": "prefill", "batch": args.prefill, "turn": turn} | found)
                         print(json.dumps(rows[-1]), flush=True)
         except Exception as error:  # one case that fails must not take the others' figures along

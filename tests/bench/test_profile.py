@@ -151,6 +151,7 @@ def test_names() -> None:
     ):
         assert kind_of(name) == kind, name
     assert short(PEER) == "exchange" and short("aten::linear") == "linear" and short("_up") == "_up"
+    assert short("void at::native::(anonymous namespace)::distribution<float, 4>(int)") == "distribution"
 
 
 def test_one_trace_of_all_ranks(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ def kind_of(name: str) -> str:
 
 def short(name: str) -> str:
     """A kernel's name without its arguments, template or other."""
-    return re.split(r"[<(]", name.removeprefix("void "), maxsplit=1)[0].rpartition("::")[2] or name
+    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return re.split(r"[<(]", plain, maxsplit=1)[0].rpartition("::")[2] or name
 
 
 @dataclass(frozen=True)

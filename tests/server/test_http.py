@@ -181,6 +181,43 @@ def test_neutral_and_unknown_fields_are_taken(served: Served) -> None:
         assert http.post(H, json=body).status_code == 200
 
 
+TEXT = {"type": "text", "text": "hi"}
+CALL = {"id": "1", "function": {"name": "f", "arguments": "{}"}, "index": 0}
+CALLED = {"role": "assistant", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize(
+    "inside, place",
+    [
+        ({"messages": [{"role": "user", "content": [TEXT, TEXT | {"shout": True}]}]}, "messages.0.content.1.shout"),
+        (
+            {"messages": [CALLED | {"tool_calls": [CALL | {"why": 1}]}]},
+            "messages.0.tool_calls.0.why",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "f", "returns": {}}}]}, "tools.0.function.returns"),
+        ({"stream": True, "stream_options": {"include_time": True}}, "stream_options.include_time"),
+    ],
+    ids=["part", "call", "tool", "options"],
+)
+def test_fields_inside_are_refused_by_their_place(served: Served, inside: dict[str, Any], place: str) -> None:
+    with served.http() as http:
+        answer = http.post(H, json=HELLO | {"max_tokens": 1} | inside)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == place, answer.text
+    assert answer.json()["error"]["message"] == f"{place} is not supported; leave it out"
+
+
+def test_what_clients_send_back_of_answers_is_taken(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further fields of a message reach the chat template, which uses those that it knows."""
+    template = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", template)
+    part = TEXT | {"annotations": [], "cache_control": {"type": "ephemeral"}}
+    said = {"role": "assistant", "content": [part], "refusal": None, "annotations": [], "reasoning_content": "hm, "}
+    with served.http() as http:
+        answer = http.post(H, json={"messages": [said, CALLED | {"audio": None}], "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["prompt_tokens"] == len("assistant:hm, hi" + "assistant:")
+
+
 def test_errors_name_the_parameter_and_the_kind(served: Served) -> None:
     with served.http() as http:
 

@@ -19,6 +19,8 @@ OUR_ARGUMENTS = {"conversation", "messages", "tools", "documents", "tokenize", "
 class TextPart(Body):
     """A part of a message; text is all that Weft reads."""
 
+    harmless = frozenset({"annotations", "cache_control", "id", "logprobs"})  # what clients send back, or for others
+
     type: Literal["text"]
     text: Text
 
@@ -33,13 +35,17 @@ class CalledFunction(Body):
 class ToolCall(Body):
     """A call that the assistant made before."""
 
+    harmless = frozenset({"index"})  # of streamed calls that clients send back
+
     id: Text | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class Message(Body):
-    """One message of a chat."""
+    """One message of a chat. Its further fields go to the chat template, which alone knows what they mean."""
+
+    open = True
 
     role: Text
     content: Text | list[TextPart] | None = None
@@ -66,7 +72,7 @@ class Message(Body):
         for name in ("name", "tool_call_id"):
             if getattr(self, name) is not None:
                 message[name] = getattr(self, name)
-        return message | {k: v for k, v in (self.model_extra or {}).items() if k == "reasoning_content"}
+        return message | (self.model_extra or {})
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         try:
@@ -137,8 +143,8 @@ class ChatRequest(CommonRequest):
         """Whether the answer has to be calls."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
-    def refuse_unsupported(self) -> None:
-        super().refuse_unsupported()
+    def refuse_unsupported(self, place: str = "") -> None:
+        super().refuse_unsupported(place)
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         if (

@@ -13,19 +13,6 @@ from weft.server.errors import ApiError
 
 MOST_ITEMS = 2**16
 """Messages of a chat, or prompts of a completion."""
-HARMLESS = {
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "request_id",
-    "parallel_tool_calls",
-    "spaces_between_special_tokens",
-}
-"""Fields that are taken and change no answer."""
 
 
 def _encodable(text: str) -> str:
@@ -47,23 +34,43 @@ def not_too_many(values: Any) -> Any:
     return values
 
 
+HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+HARMLESS |= {"prompt_cache_retention", "request_id", "parallel_tool_calls", "spaces_between_special_tokens"}
+"""Fields of a request that are taken and change no answer."""
+
+
 class Body(BaseModel):
-    """A JSON object in which null counts as left out, and only known fields may stand."""
+    """A JSON object in which null counts as left out, and only known fields may stand, however deep."""
 
     model_config = ConfigDict(extra="allow")
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Fields that are not served, with the values that ask for nothing."""
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are taken and change no answer."""
+    open: ClassVar[bool] = False
+    """Whether any further field is served."""
 
     @model_validator(mode="before")
     @classmethod
     def _null_is_left_out(cls, body: Any) -> Any:
         return {k: v for k, v in body.items() if v is not None} if isinstance(body, dict) else body
 
-    def refuse_unsupported(self) -> None:
-        """ApiError 400 for a field that asks for something Weft cannot do."""
-        for name, value in (self.model_extra or {}).items():
-            if name not in HARMLESS and value not in self.neutral.get(name, ()):
-                raise ApiError(400, f"{name} is not supported; leave it out", param=name)
+    def refuse_unsupported(self, place: str = "") -> None:
+        """ApiError 400 for a field that asks for something Weft cannot do, here or in an object inside.
+
+        place: of this object in the request, with a dot at its end.
+        """
+        further = self.model_extra or {}
+        for name, value in further.items():
+            if not self.open and name not in self.harmless and value not in self.neutral.get(name, ()):
+                raise ApiError(400, f"{place}{name} is not supported; leave it out", param=f"{place}{name}")
+        for name in self.model_fields_set - further.keys():
+            value = getattr(self, name)
+            if isinstance(value, Body):
+                value.refuse_unsupported(f"{place}{name}.")
+            elif isinstance(value, list) and value and isinstance(value[0], Body):
+                for at, item in enumerate(value):
+                    item.refuse_unsupported(f"{place}{name}.{at}.")
 
 
 class StreamOptions(Body):
@@ -87,6 +94,7 @@ class StructuredOutputs(Body):
 class CommonRequest(Body):
     """What both kinds of completion share: OpenAI's parameters, then vLLM's."""
 
+    harmless = HARMLESS
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "use_beam_search": (False,),
         "length_penalty": (1,),
@@ -177,8 +185,8 @@ class CompletionRequest(CommonRequest):
     best_of: int = 1
     add_special_tokens: bool = True
 
-    def refuse_unsupported(self) -> None:
-        super().refuse_unsupported()
+    def refuse_unsupported(self, place: str = "") -> None:
+        super().refuse_unsupported(place)
         if self.best_of > self.n:
             message = f"best_of={self.best_of} above n={self.n} is not supported; leave it out"
             raise ApiError(400, message, param="best_of")
@@ -187,6 +195,7 @@ class CompletionRequest(CommonRequest):
 class TokenizeRequest(Body):
     """POST /tokenize, of a text; of a chat, it takes what the chat takes."""
 
+    harmless = HARMLESS
     model: str | None = None
     prompt: Text
     add_special_tokens: bool = True
@@ -196,5 +205,6 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """POST /detokenize."""
 
+    harmless = HARMLESS
     model: str | None = None
     tokens: Annotated[list[int], BeforeValidator(not_too_many)]

@@ -18,13 +18,14 @@ from weft.server.answers import Choice, usage
 from weft.server.chats import ChatRequest
 from weft.server.completions import Service
 from weft.server.errors import ApiError, field_errors
-from weft.server.protocol import Body, Text
+from weft.server.protocol import HARMLESS, Body, Text
 from weft.server.tools import Call, CallParser
 
 
 class ResponsesRequest(Body):
     """The served fields. Conversations are sent whole: previous_response_id is not supported."""
 
+    harmless = HARMLESS
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "truncation": ("disabled",),
         "include": ([],),
@@ -68,8 +69,8 @@ class ResponsesRequest(Body):
         }
         if self.tools:
             body["tools"] = [{"type": t.get("type"), "function": {**t, "type": None}} for t in self.tools]
-            choice = self.tool_choice
-            body["tool_choice"] = choice if isinstance(choice, str) else {"type": "function", "function": choice}
+            named = None if isinstance(self.tool_choice, str) else {**self.tool_choice, "type": None}
+            body["tool_choice"] = {"type": "function", "function": named} if named else self.tool_choice
         elif self.tool_choice not in ("none", "auto"):
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         form = self.text.get("format") or {"type": "text"}

@@ -26,7 +26,6 @@ def grammar_of(body: CommonRequest) -> str | None:
     wanted = [(name, kind, getattr(body, name)) for name, kind in NAMES.items() if getattr(body, name) is not None]
     wanted += _response_format(body.response_format or {"type": "text"})
     if (structured := body.structured_outputs) is not None:
-        structured.refuse_unsupported()
         named: tuple[tuple[Kind, Any], ...] = (
             ("json", structured.json_),
             ("json", ANY_OBJECT if structured.json_object else None),

@@ -51,7 +51,7 @@ def test_streamed_text_is_the_same(served: Served) -> None:
 def test_calls_and_structure(served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", TEMPLATE)
     client = served.client()
-    body: Any = {"model": "small", "input": "hi", "tools": FLAT, "max_output_tokens": 200, "temperature": 1}
+    body: Any = {"model": "small", "input": "hi", "tools": FLAT, "max_output_tokens": 200, "temperature": 30}
     body |= {"tool_choice": {"type": "function", "name": "time"}}
     if stream:
         response = list(client.responses.create(**body, stream=True))[-1].response

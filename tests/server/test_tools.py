@@ -76,7 +76,7 @@ def tooled(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 def chat(served: Served, stream: bool = False, **more: Any) -> Any:
     messages = more.pop("messages", [{"role": "user", "content": "hi"}])
-    body: Any = {"model": "small", "messages": messages, "tools": TOOLS, "max_tokens": 200, "temperature": 1, "seed": 5}
+    body: Any = {"model": "small", "messages": messages, "tools": TOOLS, "max_tokens": 200, "temperature": 9, "seed": 5}
     return served.client().chat.completions.create(**body | more, stream=stream)
 
 

@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--layout", default="1x2,2x1")
     parser.add_argument("--dcp", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--exchange", default="auto", help="auto, ag_rs, a2a or fused")
+    parser.add_argument("--query", default="gather", help="gather or replicate")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--kv-tokens", type=int, default=131072)
     parser.add_argument("--concurrency", nargs="*", type=int, default=[1, 16, 64, 128, 256])
@@ -122,6 +123,7 @@ def main() -> None:
             prefix_cache=False,
             dcp=dcp,
             dcp_exchange=args.exchange,
+            dcp_query=args.query,
             **layout(args.layout),
         )
         with Engine(config, lambda what, part: None) as engine:

@@ -43,13 +43,14 @@ class Scaled(Protocol):
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
     """How `[T, features]` becomes queries, keys and values: sizes features of each, heads of `dim`, then each head of
-    queries and keys is normalised, where norms are given, and turned.
+    queries and keys is normalised, where norms are given, and turned. gathered: as `Backend.__call__`, of the queries.
     """
 
     sizes: Sequence[int]
     dim: int
     turn: Turn
     norms: tuple[Scaled, Scaled] | None
+    gathered: bool = False
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, `[T, heads, dim]` each."""
@@ -107,12 +108,14 @@ class Backend(Protocol):
         scale: float,
         lse: bool = False,
         absorbed: Absorbed | None = None,
+        gathered: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Stores k and v `[T, kv_heads, D]`, then attends with q `[T, heads, D]`.
 
         layer: its place in the cache. v is None for a latent cache, whose k is `[T, 1, width]`. scale: of the scores
         q·k. A row sees its sequence's tokens up to itself, within the cache's window if it has one; a row whose slot
         is −1 is not stored. absorbed: of a latent cache, what is still to be done to query and output.
+        gathered: q has the heads of every rank of a dcp group, in rank order; the output has this rank's in any case.
 
         Gives the output `[T, heads, value dim]`, and where `lse` is set also the logarithm, to base e, of the sum of
         exponentials of each row's scaled scores, float32 `[T, heads]`; else None. A row that sees nothing (length 0)

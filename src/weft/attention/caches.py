@@ -103,10 +103,11 @@ class Caches:
         scale: float,
         lse: bool = False,
         absorbed: Absorbed | None = None,
+        gathered: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of a layer over its PagedKV, Window or Latent: see `Backend.__call__`."""
         backend, at = self._backend_of[layer.path]
-        return backend(at, q, k, v, scale=scale, lse=lse, absorbed=absorbed)
+        return backend(at, q, k, v, scale=scale, lse=lse, absorbed=absorbed, gathered=gathered)
 
     def project(self, layer: Cached, qkv: Tensor, heads: HeadSplit, scale: float) -> Tensor:
         """Attention of a layer over its PagedKV or Window, from what its projection gives: see `Backend.project`."""

@@ -57,7 +57,7 @@ class PagedTriton(SDPA):
             eps=0.0 if q_norm is None else q_norm.eps,
             interleaved=heads.turn.interleaved,
         )
-        return self._attend(layer, q, scale, False)[0]
+        return self._attend(layer, q, scale, False, None, heads.gathered)[0]
 
     def _attend_prompts(
         self, q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, sums: Tensor | None

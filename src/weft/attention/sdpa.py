@@ -115,32 +115,36 @@ class SDPA:
         scale: float,
         lse: bool = False,
         absorbed: Absorbed | None = None,
+        gathered: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.__call__`."""
         self.cache.write(layer, self._write, k, v)
-        return self._attend(layer, q, scale, lse, absorbed)
+        return self._attend(layer, q, scale, lse, absorbed, gathered)
 
     def project(self, layer: int, qkv: Tensor, heads: HeadSplit, scale: float) -> Tensor:
         """See `Backend.project`."""
         q, k, v = heads.split(qkv)
-        return self(layer, q, k, v, scale=scale)[0]
+        return self(layer, q, k, v, scale=scale, gathered=heads.gathered)[0]
 
     def _attend(
-        self, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None = None
+        self, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None, gathered: bool
     ) -> tuple[Tensor, Tensor | None]:
         if self._single is None:
-            return self._merge_single(layer, q, scale, lse, absorbed)
-        own = absorbed
-        if absorbed is not None and self._group is not None:
-            own = absorbed.part(self._group.place, self._group.deal.ranks)
-        query = q if own is None else own.query(q)
-        out = q.new_empty(*q.shape[:2], self.cache.values.shape[-1])
-        sums = q.new_empty(q.shape[:2], dtype=torch.float32) if lse else None
+            return self._merge_single(layer, q, scale, lse, absorbed, gathered)
+        query, own = q, absorbed
+        if self._group is not None:
+            place, ranks = self._group.place, self._group.deal.ranks
+            query = q.chunk(ranks, dim=1)[place] if gathered else q
+            own = None if absorbed is None else absorbed.part(place, ranks)
+        if own is not None:
+            query = own.query(query)
+        out = q.new_empty(*query.shape[:2], self.cache.values.shape[-1])
+        sums = q.new_empty(query.shape[:2], dtype=torch.float32) if lse else None
         self._attend_prompts(query, *self._at_hand(layer), scale, out, sums)
         if own is not None:
             out = own.output(out)
         if len(self._single):
-            out[self._single], total = self._merge_single(layer, q[self._single], scale, lse, absorbed)
+            out[self._single], total = self._merge_single(layer, q[self._single], scale, lse, absorbed, gathered)
             if sums is not None and total is not None:
                 sums[self._single] = total
         return out, sums
@@ -170,11 +174,11 @@ class SDPA:
         return keys, values
 
     def _merge_single(
-        self, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None
+        self, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None, gathered: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Of the sequences of one row, whoever holds their tokens: q `[B, heads, D]`."""
         group = self._group
-        if group is not None:
+        if group is not None and not gathered:
             q = group.heads(q)
         if absorbed is not None:
             q = absorbed.query(q)

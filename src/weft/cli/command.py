@@ -54,6 +54,8 @@ class Layout:
     """Tokens in a row that one of them holds; left out, a page."""
     dcp_exchange: Literal["auto", "ag_rs", "a2a", "fused"] = "auto"
     """How their attention is merged; auto: whichever costs least."""
+    dcp_query: Literal["gather", "replicate"] = "gather"
+    """replicate: each of them makes the queries of all, from more weights, where they would gather them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cuda: a GPU a rank; auto: GPUs where there are as many as ranks."""
     transport: Literal["auto", "shm", "gloo", "peer", "nccl"] = "auto"
@@ -85,6 +87,7 @@ class Layout:
                 "dcp",
                 "dcp_interleave",
                 "dcp_exchange",
+                "dcp_query",
                 "device",
                 "transport",
                 "cost",

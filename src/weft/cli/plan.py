@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -64,6 +64,8 @@ class Command:
     """ATTN_DPxATTN_TP,EPxMOE_TP; with the second half left out it is the same as the first."""
     dcp: int = 1
     """Ranks of ATTN_TP that deal out a group's cached tokens among them: also says from which length on that pays."""
+    dcp_query: Literal["gather", "replicate"] = "gather"
+    """replicate: each of them makes the queries of all, where they would gather them."""
     tokens: str = "1,64,4096"
     """Tokens in each DP group, one plan for each number."""
     transport: tuple[Literal["shm", "peer", "torchdist/gloo", "torchdist/nccl", "reference"], ...] = ()
@@ -96,6 +98,7 @@ class Command:
             for name in names
         ]
         config = load_config(model_dir(self.model, self.preset), registry(self.plugins))
+        config = replace(config, replicate_queries=self.dcp_query == "replicate")
         planner = plan_model(config, mesh, config.dtype, offers)
         every = [(n,) * mesh.attn_dp for n in tokens]
         shared = dealt_of(config, mesh, config.dtype)

@@ -50,6 +50,7 @@ class EngineConfig:
     attn_dp, attn_tp, ep, moe_tp: the layout (`weft.place.spec.Mesh`). dtype auto: float32 on CPUs, bfloat16 on GPUs.
     dcp: neighbouring ranks of attn_tp among which the cached tokens are dealt out (decode context parallelism),
     dcp_interleave at a time (None: a page). dcp_exchange: how their attention is merged (`weft.place.merge`).
+    dcp_query: whether they gather their queries, or each makes those of all, which takes weights instead of time.
     page_size: tokens a page of the key-value cache. kv_tokens: its size on a rank: a DP group holds dcp times as many;
     None: KV_TOKENS on CPUs, and on GPUs what fits. gpu_memory_fraction: of a GPU, what may be used in all then.
     max_batch_tokens: rows of one step of a DP group, which cuts long prompts into chunks. max_running: its sequences.
@@ -84,6 +85,7 @@ class EngineConfig:
     dcp: int = 1
     dcp_interleave: int | None = None
     dcp_exchange: Literal["auto", "ag_rs", "a2a", "fused"] = "auto"
+    dcp_query: Literal["gather", "replicate"] = "gather"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     page_size: int = 16
     kv_tokens: int | None = None
@@ -184,7 +186,8 @@ class EngineConfig:
     def read_model(self) -> ModelConfig:
         """The model's config.json, read. Raises ModelError."""
         found = load_config(self.model, registry(self.plugins), self.num_layers)
-        return replace(found, split_vocabulary=self.split_vocabulary)
+        replicates = self.dcp_query == "replicate"
+        return replace(found, split_vocabulary=self.split_vocabulary, replicate_queries=replicates)
 
     @property
     def tokenizer(self) -> Path:

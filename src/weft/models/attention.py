@@ -57,8 +57,16 @@ class Attention(Layer):
         self.dim, self.scale = heads.dim, heads.dim**-0.5
         queries, values = heads.query * heads.dim, heads.kv * heads.dim
         beside = heads.gate == "element"
+        together = b.queries if heads.window is None else 1  # tokens of windows are not dealt out
+        self.gathered = together > 1
         outs = [
-            Out(f"{path}.q_proj", queries, unit=heads.dim, views=(PartOfHeads(0, 2, heads.dim),) if beside else ()),
+            Out(
+                f"{path}.q_proj",
+                queries,
+                unit=heads.dim,
+                views=(PartOfHeads(0, 2, heads.dim),) if beside else (),
+                together=together,
+            ),
             Out(f"{path}.k_proj", values, unit=heads.dim, replicate=True),
             Out(f"{path}.v_proj", values, unit=heads.dim, replicate=True),
         ]
@@ -88,7 +96,7 @@ class Attention(Layer):
     def forward(self, x: Hidden, rotary: RotaryTable, caches: Caches) -> Hidden:
         on_group_rows(self.path, x)
         norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
-        heads = HeadSplit(self.sizes, self.dim, rotary, norms)
+        heads = HeadSplit(self.sizes, self.dim, rotary, norms, self.gathered)
 
         def attend(product: Tensor) -> Tensor:
             qkv, gate = product.tensor_split([sum(self.sizes)], dim=-1)
@@ -96,7 +104,7 @@ class Attention(Layer):
                 out = caches.project(self, qkv, heads, self.scale)
             else:  # a score more in the sum of exponentials scales the output
                 q, k, v = heads.split(qkv)
-                out, lse = caches.attend(self, q, k, v, scale=self.scale, lse=True)
+                out, lse = caches.attend(self, q, k, v, scale=self.scale, lse=True, gathered=self.gathered)
                 assert lse is not None
                 out = out * (lse - self.sinks).sigmoid().to(out.dtype)[..., None]
             if gate.shape[-1]:

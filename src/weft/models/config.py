@@ -85,8 +85,8 @@ class ModelConfig(ABC):
     family: the model type that the registry knows it by. Widths in elements. max_position: tokens of a sequence, at
     most. dtype: the checkpoint's. rope: what turns queries and keys, where a layer says nothing else. storage: of the
     weights; they are computed with dequantised. norms_less_one: norms store their weights' difference from one. prefix:
-    of the decoder's weights. split_vocabulary: the layout's choice, not config.json's: embedding and head are split
-    over attn_tp by tokens of the vocabulary.
+    of the decoder's weights. split_vocabulary, replicate_queries: the layout's choices, not config.json's: embedding
+    and head are split over attn_tp by tokens of the vocabulary; each rank of a dcp group makes the queries of all.
     """
 
     norms_less_one: ClassVar[bool] = False
@@ -106,6 +106,7 @@ class ModelConfig(ABC):
     rope: Rope
     storage: Storage
     split_vocabulary: bool = field(default=False, kw_only=True)
+    replicate_queries: bool = field(default=False, kw_only=True)
 
     @abstractmethod
     def build(self, b: Builder) -> Decoder:

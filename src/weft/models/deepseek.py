@@ -104,7 +104,8 @@ class LatentAttention(Layer):
         self.dims, self.latent_dims = [c.nope_dim, c.rope_dim], [c.kv_rank, c.rope_dim]
         self.up_dims = [c.nope_dim, c.value_dim]
         self.scale = c.head_dim**-0.5 * c.rope.attention_scale()
-        q = Out(f"{path}.{'q_proj' if c.q_rank is None else 'q_b_proj'}", c.num_heads * c.head_dim, unit=c.head_dim)
+        name, self.gathered = "q_proj" if c.q_rank is None else "q_b_proj", b.queries > 1
+        q = Out(f"{path}.{name}", c.num_heads * c.head_dim, unit=c.head_dim, together=b.queries)
         if c.q_rank is not None:
             self.q_down = Linear(b, f"{path}.q_a_proj", c.hidden_size, c.q_rank)
             self.q_norm = RMSNorm(b, f"{path}.q_a_layernorm", c.q_rank, LATENT_EPS)
@@ -130,7 +131,8 @@ class LatentAttention(Layer):
         def attend(q: Tensor) -> Tensor:
             nope, rope = q.unflatten(-1, (-1, sum(self.dims))).split(self.dims, dim=-1)
             q = torch.cat((nope, rotary(rope)), dim=-1)
-            return caches.attend(self, q, key, scale=self.scale, absorbed=absorbed)[0].flatten(1)
+            seen, _ = caches.attend(self, q, key, scale=self.scale, absorbed=absorbed, gathered=self.gathered)
+            return seen.flatten(1)
 
         return self.out(self.q(source).elementwise(attend, self.path))
 

@@ -39,13 +39,17 @@ def torch_empty(*shape: int, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Builder:
-    """What every layer needs: the rank's place, its weights' dtype and device, and where values that owe a sum go."""
+    """What every layer needs: the rank's place, its weights' dtype and device, and where values that owe a sum go.
+
+    queries: so many neighbours each make the queries of all their heads, for attention over tokens that are dealt out.
+    """
 
     mesh: Mesh
     rank: int
     dtype: torch.dtype
     device: torch.device
     workspace: Workspace = torch_empty
+    queries: int = 1
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An unfilled weight, of the model's dtype unless said."""
@@ -99,7 +103,7 @@ class Linear(Layer):
 class Out:
     """One of a ColumnLinear's outputs: checkpoint prefix, features, and the unit that is never cut (a head).
 
-    views: from the weight to how it is stored.
+    views: from the weight to how it is stored. together: so many neighbours each have all of their features.
     """
 
     name: str
@@ -107,6 +111,7 @@ class Out:
     unit: int = 1
     replicate: bool = False
     views: tuple[View, ...] = ()
+    together: int = 1
 
 
 class ColumnLinear(Layer):
@@ -119,7 +124,7 @@ class ColumnLinear(Layer):
     def __init__(self, b: Builder, path: str, inputs: int, outs: Sequence[Out], over: str, bias: bool = False):
         super().__init__(path)
         self.over = over
-        shares = [b.share(o.name, o.features, over, o.unit, o.replicate) for o in outs]
+        shares = [b.share(o.name, o.features, over, o.unit, o.replicate, o.together) for o in outs]
         self.sizes = [s.stop - s.start for s in shares]
         self.weight = b.empty(sum(self.sizes), inputs)
         self.bias = b.empty(sum(self.sizes)) if bias else None

@@ -34,7 +34,7 @@ def build_model(
 
     Raises LayoutError where the model's heads, experts or features do not divide over the layout.
     """
-    return config.build(Builder(mesh, rank, dtype, device, workspace))
+    return config.build(Builder(mesh, rank, dtype, device, workspace, mesh.dcp if config.replicate_queries else 1))
 
 
 def load_model(

@@ -59,6 +59,7 @@ class Command:
             max_running=self.batch,
             max_batch_tokens=max(self.max_batch_tokens, self.batch),
             kv_tokens=self.batch * (self.context + tokens + 16),
+            max_model_len=self.context + tokens,
             prefix_cache=False,
         )
         most = config.read_model().max_position

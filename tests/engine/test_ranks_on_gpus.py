@@ -13,7 +13,7 @@ from weft.cli import command, tune
 from weft.cli.command import UserError
 from weft.engine import startup
 from weft.engine.config import EngineConfig
-from weft.engine.ranks import cost_model, untuned
+from weft.engine.ranks import cost_model, open_transports, untuned
 from weft.place.cost import host_table, read_table
 from weft.place.spec import LayoutError
 
@@ -78,3 +78,11 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LayoutError, match=r"take Triton, which is not installed: pip install 'weft\[gpu\]'"):
         startup.check_packages(TWO)
     startup.check_packages(EngineConfig(device="cpu"))
+
+
+def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pairs = {(0, 1): True, (1, 0): True, (0, 2): True, (1, 2): False}
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: pairs[one, other])
+    three = EngineConfig(attn_tp=3, moe_tp=3)
+    with pytest.raises(LayoutError, match=r"GPU 1 does not reach the memory of GPU 2, .*--transport nccl"):
+        open_transports(three, 1, tmp_path)

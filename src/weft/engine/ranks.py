@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
+
 from weft.comm.peer import PeerTransport, PeerTuning
 from weft.comm.reference import ReferenceWorld
 from weft.comm.shm import ShmTransport, ShmTuning
@@ -15,6 +17,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, device_of, dtype_of, on_gpus
 from weft.place.cost import Costs, costs, host_table, read_tuning
 from weft.place.plan import bucket
+from weft.place.spec import LayoutError
 
 GPU_COSTS = "h200x4"
 """The cost model of GPUs that were never measured: times of four H200s over NVLink."""
@@ -66,6 +69,7 @@ def _open(name: str, config: EngineConfig, rank: int, directory: Path) -> Transp
             tuning=tuning,
         )
     if name == "peer":
+        _check_peer_access(mesh.world, rank)
         # Plans are made for counts rounded up to a power of two.
         rows = sum(bucket((config.max_batch_tokens,) * mesh.attn_dp))
         largest = rows * config.read_model().hidden_size * dtype_of(config).itemsize
@@ -76,6 +80,15 @@ def _open(name: str, config: EngineConfig, rank: int, directory: Path) -> Transp
         return ReferenceWorld(1).transports()[0]
     backend, meet = name.removeprefix("torchdist/"), f"file://{directory}/rendezvous"
     return TorchDistTransport(mesh, rank, meet, backend=backend, timeout_s=timeout_s)
+
+
+def _check_peer_access(world: int, rank: int) -> None:
+    for other in range(world):
+        if other != rank and not torch.cuda.can_device_access_peer(rank, other):
+            raise LayoutError(
+                f"GPU {rank} does not reach the memory of GPU {other}, which transport peer takes; choose --transport "
+                "nccl, or GPUs that do with CUDA_VISIBLE_DEVICES"
+            )
 
 
 def bind(config: EngineConfig, rank: int) -> None:

@@ -90,29 +90,43 @@ def test_tokens_are_those_of_steps_one_by_one(name: str) -> None:
     assert found[2] == found[0]
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
-def test_tokens_dealt_out_give_the_same_answers(tmp_path: Path) -> None:
-    """Decode context parallelism over a latent cache: prompts and their chunks are gathered, answers merged."""
-    changes = dict(vocab_size=257, max_position_embeddings=256, num_hidden_layers=2)
-    small_model("deepseek_v2", 4, tmp_path, seed=3, **changes)
-    byte_tokenizer(tmp_path)
+@pytest.fixture(scope="module")
+def latent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("latent")
+    small_model("deepseek_v2", 4, directory, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=2)
+    byte_tokenizer(directory)
+    return directory
+
+
+def latent_answers(model: Path, device: str, **options: Any) -> list[tuple[int, ...]]:
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    values = dict(model=model, dtype="float32", kv_tokens=1024, max_running=8, max_batch_tokens=32)
+    with Engine(EngineConfig(device=device, **values | options)) as engine:
+        found = [result.token_ids for result in engine.generate(prompts(), params)]
+        engine.check_idle()
+    return found
 
-    def answer(device: str, **options: Any) -> list[tuple[int, ...]]:
-        values = dict(model=tmp_path, dtype="float32", kv_tokens=1024, max_running=8, max_batch_tokens=32)
-        with Engine(EngineConfig(device=device, **values | options)) as engine:
-            found = [result.token_ids for result in engine.generate(prompts(), params)]
-            engine.check_idle()
-        return found
 
-    expected = answer("cpu")
-    for options in (
-        dict(),
-        dict(cuda_graphs=False, dcp_interleave=1, dcp_exchange="ag_rs"),
-        dict(transport="nccl", dcp_interleave=4),
-        dict(transport="peer", page_size=4, dcp_exchange="a2a"),
-    ):
-        assert answer("cuda", attn_tp=2, ep=2, dcp=2, **options) == expected, options
+@pytest.fixture(scope="module")
+def latent_expected(latent_model: Path) -> list[tuple[int, ...]]:
+    return latent_answers(latent_model, "cpu")
+
+
+DEALT = {
+    "graphs": dict(),
+    "eager": dict(cuda_graphs=False, dcp_interleave=1, dcp_exchange="ag_rs"),
+    "nccl": dict(transport="nccl", dcp_interleave=4),
+    "a2a": dict(transport="peer", page_size=4, dcp_exchange="a2a"),
+}
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("options", DEALT.values(), ids=DEALT)
+def test_tokens_dealt_out_give_the_same_answers(
+    options: dict[str, Any], latent_model: Path, latent_expected: list[tuple[int, ...]]
+) -> None:
+    """Decode context parallelism over a latent cache: prompts and their chunks are gathered, answers merged."""
+    assert latent_answers(latent_model, "cuda", attn_tp=2, ep=2, dcp=2, **options) == latent_expected
 
 
 @pytest.mark.skipif(GPUS < 1, reason="needs a GPU")

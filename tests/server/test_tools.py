@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from server.conftest import Served
+from weft.server.forms import FORMS, Form, form_of
 from weft.server.tools import CallParser
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
@@ -36,8 +37,11 @@ TEMPLATE = (
 )
 
 
-def parse(pieces: list[str]) -> tuple[str, list[tuple[str, Any]]]:
-    parser, text, calls = CallParser(), "", []
+XML, HERMES, DEEPSEEK, DEEPSEEK_31 = FORMS
+
+
+def parse(pieces: list[str], form: Form = HERMES, functions: Any = ()) -> tuple[str, list[tuple[str, Any]]]:
+    parser, text, calls = CallParser(form, functions), "", []
     for at, piece in enumerate(pieces):
         more, found = parser.push(piece, last=at == len(pieces) - 1)
         text += more
@@ -66,6 +70,79 @@ def test_calls_however_they_are_cut(answer: str, text: str, calls: int) -> None:
     for seed in range(20):
         cuts = sorted(random.Random(seed).choices(range(len(answer) + 1), k=4))
         assert parse([answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]) == wanted
+
+
+XML_CALL = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nZürich\n<b>\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    '<parameter=what>\n["wind"]\n</parameter>\n</function>\n</tool_call>'
+)
+FENCED = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+PLAIN = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+MANY = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+WEATHER = {
+    "name": "weather",
+    "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "what": {"type": "array"}}},
+}
+ASKED = {"city": "Zürich\n<b>", "days": 3, "what": ["wind"]}
+ASKED_JSON = json.dumps(ASKED)
+
+
+@pytest.mark.parametrize(
+    "form, answer, wanted",
+    [
+        (XML, f"I look.{XML_CALL}\n{XML_CALL}", ("I look.", [("weather", ASKED)] * 2)),
+        (XML, "<tool_call>{}</tool_call>", ("<tool_call>{}</tool_call>", [])),
+        (XML, "<tool_call>\n<function=a>\n</function>\n</tool_call>", ("", [("a", {})])),
+        (
+            XML,
+            "<tool_call>\n<function=weather>\n<parameter=city>",
+            ("<tool_call>\n<function=weather>\n<parameter=city>", []),
+        ),
+        (
+            DEEPSEEK,
+            "So: " + MANY.format(FENCED.format("weather", ASKED_JSON) + "\n" + FENCED.format("a", "{}")),
+            ("So: ", [("weather", ASKED), ("a", {})]),
+        ),
+        (DEEPSEEK_31, MANY.format(PLAIN.format("weather", ASKED_JSON) * 2), ("", [("weather", ASKED)] * 2)),
+        (DEEPSEEK_31, MANY.format(PLAIN.format("weather", "{")), (MANY.format(PLAIN.format("weather", "{")), [])),
+    ],
+    ids=range(7),
+)
+def test_calls_of_every_form_however_they_are_cut(form: Form, answer: str, wanted: Any) -> None:
+    assert parse([answer, ""], form, [WEATHER]) == wanted
+    assert parse([*answer, ""], form, [WEATHER]) == wanted
+
+
+def test_a_parameter_that_is_not_what_its_schema_says_is_text() -> None:
+    values = "<parameter=days>\nmany\n</parameter><parameter=x>\n1\n</parameter>"
+    call = f"<tool_call><function=weather>{values}</function></tool_call>"
+    assert parse([call], XML, [WEATHER]) == ("", [("weather", {"days": "many", "x": "1"})])
+
+
+def test_a_template_says_which_form() -> None:
+    for template, form in [
+        ("<tool_call>\n<function=example>", XML),
+        ("<tool_call> {{ tool.name }}", HERMES),
+        (MANY.format("function<｜tool▁sep｜>\n```json"), DEEPSEEK),
+        (MANY, DEEPSEEK_31),
+        ("{{ messages }}", None),
+    ]:
+        assert form_of(template) is form
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["xml", "hermes", "deepseek", "deepseek-v3.1"])
+@pytest.mark.parametrize("choice", ["required", "time"])
+def test_every_form_can_be_made_to_call(
+    served: Served, monkeypatch: pytest.MonkeyPatch, form: Form, choice: str
+) -> None:
+    marked = "".join("{# " + mark + " #}" for mark in form.marks)
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", marked + "{{ messages[0].content }}")
+    named: Any = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+    message = chat(served, tool_choice=named, parallel_tool_calls=False).choices[0].message
+    assert not message.content
+    [call] = message.tool_calls
+    assert call.function.name in ("weather", "time") and choice in ("required", call.function.name)
+    assert list(json.loads(call.function.arguments)) == ["city"]
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from jinja2 import TemplateError
 from pydantic import BeforeValidator, Field
 
 from weft.server.errors import ApiError
+from weft.server.forms import Form, form_of
 from weft.server.protocol import Body, CommonRequest, Text, not_too_many
-from weft.server.tools import BEGIN, calls_grammar
 
 OUR_ARGUMENTS = {"conversation", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
 """Of a chat template: what `chat_template_kwargs` may not set."""
@@ -160,9 +160,9 @@ class ChatRequest(CommonRequest):
         if self.must_call and not self.tools:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
 
-    def calls_grammar(self) -> str | None:
-        """Of answers that must be calls; None where they need not."""
-        if not self.must_call:
+    def calls_grammar(self, form: Form | None) -> str | None:
+        """Of answers that must be calls, in this form; None where they need not."""
+        if not self.must_call or form is None:
             return None
         functions = self.offered
         if isinstance(self.tool_choice, NamedTool):
@@ -171,14 +171,14 @@ class ChatRequest(CommonRequest):
             if not functions:
                 raise ApiError(400, f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
         several = self.parallel_tool_calls and self.tool_choice == "required"
-        return calls_grammar(functions, several)
+        return form.grammar(functions, several)
 
     def prompt(self, tokenizer: Any) -> str:
         """The text that the model goes on from. ApiError 400 for messages that its template refuses."""
         template = tokenizer.chat_template
         if not template:
             raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
-        if self.offered and BEGIN not in str(template):
+        if self.offered and form_of(str(template)) is None:
             raise ApiError(400, "this model's chat template knows no tools; leave them out", param="tools")
         try:
             return str(

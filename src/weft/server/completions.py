@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -21,10 +21,11 @@ from weft.server import render
 from weft.server.answers import Choice, Intake, usage
 from weft.server.chats import ChatRequest
 from weft.server.errors import ApiError, unknown_model
+from weft.server.forms import Form, form_of
 from weft.server.prompts import Prompts
 from weft.server.protocol import CommonRequest, CompletionRequest, StreamOptions
 from weft.server.structure import grammar_of
-from weft.server.tools import END
+from weft.server.tools import CallParser
 
 
 @dataclass(frozen=True)
@@ -81,22 +82,31 @@ class Service:
         prompt = await run_in_threadpool(self.prompts.of_chat, body)
         params = await run_in_threadpool(self.chat_params, body)
         wanted = render.Wanted(params.logprobs, params.prompt_logprobs)
-        style = render.Chat(self.engine.language, wanted, calls=bool(body.offered))
+        style = render.Chat(self.engine.language, wanted, self.call_parsers(body))
         return await self._answer(body, request, [prompt], params, style)
+
+    def form(self, body: ChatRequest) -> Form | None:
+        """How calls are written in the answer; None where there can be none."""
+        return form_of(str(self.engine.tokenizer.chat_template)) if body.offered else None
+
+    def call_parsers(self, body: ChatRequest) -> Callable[[], CallParser] | None:
+        """What makes a parser for each answer; None where there can be no calls."""
+        form = self.form(body)
+        return partial(CallParser, form, body.offered) if form else None
 
     def chat_params(self, body: ChatRequest) -> SamplingParams:
         """How to answer a chat. ApiError 400."""
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        logprobs, form = (body.top_logprobs or 0) if body.logprobs else None, self.form(body)
         params = self._params(
             body,
-            calls=body.calls_grammar(),
+            calls=body.calls_grammar(form),
             max_tokens=most,
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
         )
-        if body.offered and not body.parallel_tool_calls:
-            params = replace(params, stop=(*params.stop, END), keep_stop=True)
+        if form and not body.parallel_tool_calls:
+            params = replace(params, stop=(*params.stop, form.end), keep_stop=True)
         return params
 
     def check_model(self, asked: str | None) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import codecs
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from weft.engine.language import Language
 from weft.engine.request import Output, TokenLogprob
 from weft.server.answers import Choice
-from weft.server.tools import Call, CallParser
+from weft.server.forms import Call
+from weft.server.tools import CallParser
 
 UTF8 = codecs.getincrementaldecoder("utf-8")
 
@@ -113,17 +114,18 @@ def prompt_table(language: Language, scores: Sequence[TokenLogprob], most: int) 
 
 
 class Chat:
-    """/v1/chat/completions. calls: the text may hold calls of tools, which are told apart from it."""
+    """/v1/chat/completions. parsers: make what tells calls of tools from text; None: there are none."""
 
     id_prefix, name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, language: Language, wanted: Wanted, calls: bool = False):
-        self._language, self._wanted, self._calls = language, wanted, calls
-        self._parsers: defaultdict[int, CallParser] = defaultdict(CallParser)
+    def __init__(self, language: Language, wanted: Wanted, parsers: Callable[[], CallParser] | None = None):
+        self._language, self._wanted, self._new_parser = language, wanted, parsers
+        self._parsers: defaultdict[int, CallParser] = defaultdict(parsers)
 
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.last is not None
-        text, calls = CallParser().push(choice.text, last=True) if self._calls else (choice.text, [])
+        parser = self._new_parser() if self._new_parser else None
+        text, calls = parser.push(choice.text, last=True) if parser else (choice.text, [])
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
             message |= {"content": text or None, "tool_calls": [call.plain() for call in calls]}
@@ -138,7 +140,7 @@ class Chat:
             yield role | {"logprobs": None, "finish_reason": None}
         text, called = output.text, 0
         calls: list[Call] = []
-        if self._calls:
+        if self._new_parser:
             called = self._parsers[index].calls
             text, calls = self._parsers[index].push(text, last=output.finish_reason is not None)
         delta: dict[str, Any] = {"content": text} if text else {}

@@ -18,8 +18,9 @@ from weft.server.answers import Choice, usage
 from weft.server.chats import ChatRequest
 from weft.server.completions import Service
 from weft.server.errors import ApiError, field_errors
+from weft.server.forms import Call
 from weft.server.protocol import HARMLESS, Body, Text
-from weft.server.tools import Call, CallParser
+from weft.server.tools import CallParser
 
 
 class ResponsesRequest(Body):
@@ -125,7 +126,8 @@ class Responses:
         prompt = await run_in_threadpool(service.prompts.of_chat, chat)
         params = await run_in_threadpool(service.chat_params, chat)
         stream = service.intake.answers(request, [prompt], [params], service.client_of(body.user, request))
-        made = _Made(body, service.model_name, prompt, bool(chat.offered))
+        parsers = service.call_parsers(chat)
+        made = _Made(body, service.model_name, prompt, parsers() if parsers else None)
         if body.stream:
             first = await anext(stream, None)  # a refusal must still be an HTTP status
 
@@ -158,10 +160,10 @@ class Responses:
 class _Made:
     """A response as far as it has come, and the events that tell of it."""
 
-    def __init__(self, body: ResponsesRequest, model: str, prompt: list[int], calls: bool):
+    def __init__(self, body: ResponsesRequest, model: str, prompt: list[int], parser: CallParser | None):
         self._asked, self._model, self._prompt = body, model, prompt
         self._id, self._created, self._number = f"resp_{uuid.uuid4().hex}", int(time.time()), 0
-        self._parser = CallParser() if calls else None
+        self._parser = parser
         self._items: list[dict[str, Any]] = []
         self._text: str | None = None
         self.choice = Choice()

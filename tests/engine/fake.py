@@ -83,7 +83,8 @@ class FakeDevice:
             self.length[join.row] = join.context
         for entry in rows.entries:
             table = self.table[entry.row][1][entry.group]
-            assert entry.index <= len(table), "an entry beyond the table's end"
+            changes = self.rules[entry.group].state and table[entry.index] != entry.value
+            assert changes or entry.index == len(table), "an entry that is no news, or beyond the table's end"
             table[entry.index : entry.index + 1] = [entry.value]
         rest = [(row, None, True) for row in rows.answers] + [(c.row, c.tokens, c.draws) for c in rows.chunks]
         parts = []

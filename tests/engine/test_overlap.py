@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from msgspec import structs
 
 from engine.fake import answer
 from engine.stub import WAIT_S, Client, World
 from engine.test_engine import GREEDY, config, prompts
+from engine.test_scheduler import make
 from weft.engine.config import EngineError
 from weft.engine.engine import Engine
+from weft.engine.messages import Chunk, GroupRows, Join, Sampling
 from weft.engine.request import SamplingParams
-from weft.engine.rows import NO_TOKEN
+from weft.engine.rows import NO_TOKEN, RowTable
 from weft.engine.worker import Worker
+from weft.kv.spec import Rule
 
 SEEDED = SamplingParams(max_tokens=12, temperature=9.0, top_p=0.95, min_p=0.001, seed=7, ignore_eos=True, logprobs=1)
 ENDS = SamplingParams(
@@ -93,6 +98,39 @@ def test_a_row_and_its_pages_go_to_another_while_a_step_under_way_names_them(wor
         named = [set(step.groups[0].parts[0].tables[0]) for step in world.steps]
         assert named[joined] & named[joined - 1] and world.steps[joined - 1].groups[0].parts[0].request == first.at[0]
         engine.check_idle()
+
+
+def test_a_token_for_a_sequence_that_gave_way_and_came_back_meanwhile_is_dropped() -> None:
+    """It has no pages of the step that drew the token: it reads everything again, and draws the same once more."""
+    driver = make(ahead=True, num_pages=32)
+    sequence = driver.add(1, [1, 2, 3], 4)
+    driver.step()
+    assert sequence.pending == 1
+    driver.scheduler._preempt(sequence)
+    parts = driver.step()
+    assert [(p.context, p.rows) for p in parts.parts] == [(0, 3)] and sequence.pending == 1 and sequence.drawn == 0
+    driver.finish_all()
+    assert driver.answers[1] == answer([1, 2, 3], 4)
+    driver.scheduler.check_idle()
+
+
+def test_a_row_forgets_the_token_of_whom_it_belonged_to() -> None:
+    table = RowTable(3, [Rule()], 4, torch.device("cpu"))
+    greedy = Sampling(0.0, 1.0, 0, 0)
+    logits = torch.eye(9)[[5, 7]]
+    first = GroupRows(chunks=(Chunk(2, (1, 2), True), Chunk(0, (1,), True)))
+    first = structs.replace(first, joins=tuple(Join(row, 1, 0, ((row,),), greedy) for row in (2, 0)))
+    table.apply(first)
+    assert table.draw(first, logits).tolist() == [5, 7] and table.last_token.tolist() == [7, NO_TOKEN, 5]
+    table.apply(GroupRows(joins=(Join(2, 2, 3, ((1,),), greedy),)))
+    answers = GroupRows(answers=(0, 2))
+    batch = table.batch(answers)
+    assert batch.tokens.tolist() == [7, 0] and batch.positions.tolist() == [0, 3]
+    assert table.draw(answers, logits).tolist() == [5, NO_TOKEN] and table.last_token.tolist() == [
+        5,
+        NO_TOKEN,
+        NO_TOKEN,
+    ]
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED, ENDS, READS], ids=["greedy", "seeded", "ends", "reads"])

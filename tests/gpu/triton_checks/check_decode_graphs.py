@@ -6,6 +6,7 @@ and draws are those of the real thing; `tests/gpu/test_engine.py` does the same 
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import pytest
 import torch
 from support import small_model
 from triton import knobs
+from triton.runtime import interpreter
 
 from engine.test_engine import GREEDY, config, prompts
 from weft.comm.rows import PaddedRows
-from weft.engine import sampler
+from weft.engine import runner, sampler
 from weft.engine.config import EngineError
 from weft.engine.engine import Engine
 from weft.engine.graphs import DecodeGraphs
@@ -63,6 +65,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         worker.device_rows.pages.fill_(1 << 20)  # a page that was never told is no page
         worker.runner.capture(worker.device_rows)
 
+    monkeypatch.setattr(runner, "exchange_times", lambda *_: {})  # events and graphs of their own
     monkeypatch.setattr(sampler, "_draw", sampler._draw_on_gpu)
     monkeypatch.setattr(DecodeGraphs, "capture", capture)
     monkeypatch.setattr(Worker, "__init__", made)
@@ -99,6 +102,29 @@ def check_answers_of_replayed_steps(
             crowd = engine.generate(FEW, params)
             assert crowd[0].token_ids == alone.token_ids and len(crowd[0].logprobs) == len(alone.logprobs)
         assert engine.stats().failures == 0 and (engine.stats().preemptions > 0) == bool(changes)
+        engine.check_idle()
+
+
+def check_tokens_that_are_dealt_out(captured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode context parallelism: the table's pages stand for a page of either rank; attention makes them its own."""
+    from engine.conftest import byte_tokenizer
+
+    small_model("deepseek_v2", 2, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=2)
+    byte_tokenizer(tmp_path)
+    turn, launch = threading.Lock(), interpreter.GridExecutor.__call__
+
+    def one_at_a_time(*args: Any, **options: Any) -> None:
+        with turn:  # the ranks are threads, of which the interpreter takes one at a time
+            launch(*args, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", one_at_a_time)
+    with Engine(config(tmp_path, overlap=False)) as engine:
+        expected = [r.token_ids for r in engine.generate(FEW, PLAIN)]
+    captured.clear()
+    with Engine(config(tmp_path, attn_tp=2, moe_tp=2, dcp=2, dcp_interleave=2)) as engine:
+        assert [r.token_ids for r in engine.generate(FEW, PLAIN)] == expected
+        assert len(set(captured)) > 1, "of several capacities"
+        assert engine.stats().failures == 0
         engine.check_idle()
 
 

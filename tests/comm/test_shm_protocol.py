@@ -33,6 +33,7 @@ KINDS = [
     *("sum", "sum_chunks", "sum_zero_copy", "sum_some_zero_copy", "scatter", "gather_zero_copy", "exchange"),
     *("two_shot", "two_shot_zero_copy", "two_shot_over_input", "barrier"),
 ]
+MERGES = ["merge", "merge_chunks"]
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +122,14 @@ def test_every_interleaving_over_several_groups(built: dict[str, Path]) -> None:
         assert explore(recorded(built, 3, calls)).reads > 20_000
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_interleaving_of_merges_among_other_calls(world: int, built: dict[str, Path]) -> None:
+    calls = [call for kind in KINDS for call in ("merge", kind, "merge_chunks", kind)]
+    if world == 3:
+        calls = [f"{call}@{i % 5 % 3}" for i, call in enumerate(calls)]
+    assert explore(recorded(built, world, [*calls, *MERGES, *MERGES])).reads > 20_000
+
+
 def without(programs: list[Program], rank: int, at: int) -> list[Program]:
     return [p[:at] + p[at + 1 :] if r == rank else p for r, p in enumerate(programs)]
 
@@ -133,8 +142,8 @@ def places(programs: list[Program], what: str) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize(
     "world, kinds",
     [
-        (2, ["sum", "sum_chunks", "scatter", "two_shot_zero_copy", "two_shot_over_input", "barrier"]),
-        (3, ["sum", "sum_chunks", "barrier"]),
+        (2, ["sum", "sum_chunks", "scatter", "two_shot_zero_copy", "two_shot_over_input", "barrier", *MERGES]),
+        (3, ["sum", "sum_chunks", "barrier", "merge"]),
     ],
 )
 def test_every_wait_is_needed(world: int, kinds: list[str], built: dict[str, Path]) -> None:
@@ -159,7 +168,7 @@ def test_without_the_waits_of_one_phase(kind: str, built: dict[str, Path]) -> No
             explore(broken)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *MERGES])
 def test_a_phase_that_is_never_published(kind: str, built: dict[str, Path]) -> None:
     programs = recorded(built, 2, [kind] * 2)
     last = max(at for rank, at in places(programs, "publish") if rank == 1)
@@ -167,7 +176,7 @@ def test_a_phase_that_is_never_published(kind: str, built: dict[str, Path]) -> N
         explore(without(programs, 1, last))
 
 
-@pytest.mark.parametrize("kind", ["sum", "sum_chunks", "scatter", "exchange", "two_shot"])
+@pytest.mark.parametrize("kind", ["sum", "sum_chunks", "scatter", "exchange", "two_shot", *MERGES])
 def test_published_before_it_is_staged(kind: str, built: dict[str, Path]) -> None:
     programs = recorded(built, 2, [kind])
     at = min(at for rank, at in places(programs, "publish") if rank == 0)
@@ -195,7 +204,7 @@ def in_one_buffer(programs: list[Program], holds: str, size: int) -> list[Progra
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", ["sum", "sum_chunks", "scatter", "exchange", "two_shot"])
+@pytest.mark.parametrize("kind", ["sum", "sum_chunks", "scatter", "exchange", "two_shot", *MERGES])
 def test_one_slot_is_not_enough(kind: str, world: int, built: dict[str, Path]) -> None:
     programs = recorded(built, world, [kind] * 3)
     explore(programs)
@@ -216,6 +225,9 @@ def test_what_is_recorded(built: dict[str, Path]) -> None:
     def seen(kind: str, what: str) -> set[tuple[str, int]]:
         return {a[1:3] for program in recorded(built, 2, [kind]) for a in program if a[0] == what}
 
+    for kind in MERGES:
+        assert {chunk for _, chunk in seen(kind, "write")} == ({0} if kind == "merge" else {0, 1}), kind
+        assert {holds for holds, _ in seen(kind, "read")} == {"note", "staged"}, kind
     for kind in KINDS:
         reads, chunks = seen(kind, "read"), {chunk for _, chunk in seen(kind, "write")}
         assert chunks == ({0} if kind in ("sum", "barrier") else {0, 1}), kind

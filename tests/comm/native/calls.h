@@ -10,17 +10,17 @@
 #include <optional>
 #include <thread>
 
-#include "exchange.h"
+#include "merge.h"
 
 namespace weft {
 
-enum class Kind { sum, scatter, gather, exchange, any, barrier };
+enum class Kind { sum, scatter, gather, exchange, any, barrier, merge };
 
 // What one call is; the same on every rank.
 struct Shape {
   Kind kind = Kind::sum;
   int group = 0;
-  int64_t count = 0;  // elements of a rank's input
+  int64_t count = 0;  // elements of a rank's input; tokens of a merge
   bool two_shot = false;
   uint32_t seed = 0;        // of sizes, and of who reads what in `any`
   uint32_t in_arena = 0;    // bit i: the group's i-th rank has its input there
@@ -60,6 +60,7 @@ struct Parts {
     };
     switch (s.kind) {
       case Kind::barrier:
+      case Kind::merge:
         break;
       case Kind::sum:
         if (!s.two_shot) {
@@ -112,6 +113,24 @@ struct Parts {
   void want(int64_t out, int64_t length, int64_t x, uint32_t sources) {
     wanted.push_back({out, length, x, sources});
     result = std::max(result, out + length);
+  }
+};
+
+// A merge of float32 heads, and its tensors: token by token, of each of `heads` heads `dim` elements.
+struct Merging {
+  MergeCall call;
+  std::vector<float> out, lse, own, own_lse;
+
+  Merging(const Shape& s, int n, int64_t own_heads, int64_t dim, uint32_t signature) {
+    const int64_t rows = s.count * own_heads;
+    out.resize(size_t(rows * n * dim)), lse.resize(size_t(rows * n)), own.resize(size_t(rows * dim), -1);
+    own_lse.resize(size_t(rows), -1);
+    call.group = s.group, call.element = sizeof(float), call.signature = signature;
+    call.tokens = s.count, call.heads = own_heads * n, call.dim = dim;
+    call.out = reinterpret_cast<const char*>(out.data()), call.lse = lse.data();
+    call.out_head = dim * call.element, call.out_token = call.heads * call.out_head;
+    call.lse_head = 1, call.lse_token = call.heads;
+    call.own = reinterpret_cast<char*>(own.data()), call.own_lse = own_lse.data();
   }
 };
 

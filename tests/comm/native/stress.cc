@@ -57,11 +57,12 @@ float value(uint32_t call, int rank, int64_t i) {
 
 Shape draw(Random& random, int groups) {
   Shape s;
-  const uint32_t kind = random.below(16);
+  const uint32_t kind = random.below(17);
   s.kind = kind < 6 ? Kind::sum : kind < 8 ? Kind::scatter : kind < 10 ? Kind::gather
-         : kind < 12 ? Kind::exchange : kind < 15 ? Kind::any : Kind::barrier;
+         : kind < 12 ? Kind::exchange : kind < 15 ? Kind::any : kind < 16 ? Kind::barrier : Kind::merge;
   s.group = random.below(2) ? 0 : int(random.below(uint32_t(groups)));
-  s.count = random.below(random.below(16) ? 40 : uint32_t(kMost) + 1);
+  s.count = random.below(random.below(16) && s.kind != Kind::merge ? 40 : uint32_t(kMost) + 1);
+  if (s.kind == Kind::merge) s.count /= 8;
   s.two_shot = (s.kind == Kind::sum || s.kind == Kind::any) && random.below(2);
   s.seed = random();
   const uint32_t where = random.below(4);  // all, none, or some of the inputs lie in the arena
@@ -82,6 +83,30 @@ struct Test {
       std::fprintf(stderr, "%s: call %u, kind %d, two shots %d, rank %d, element %ld: %g, not %g\n", what, call,
                    int(s.kind), s.two_shot, rank, long(i), double(got), double(wanted));
     std::exit(1);
+  }
+
+  // Of each row one rank holds something, or none: the result is what it holds. The others' outputs are not read.
+  template <class E>
+  void merge(E& exchange, const Shape& s, const Ranks& ranks, int me, uint32_t call) {
+    const int n = int(ranks.size());
+    const int64_t own_heads = 1 + s.seed % 2, dim = 1 + s.seed % 19, rows = s.count * own_heads * n;
+    Merging m(s, n, own_heads, dim, call * 2 + 1);
+    const auto holder = [&](int64_t row) { return int((s.seed / 64 + uint32_t(row) * 7u) % uint32_t(n + 1)); };
+    for (int64_t row = 0; row < rows; ++row) {
+      m.lse[size_t(row)] = holder(row) == me ? float(row % 5) : -INFINITY;
+      for (int64_t d = 0; d < dim; ++d)
+        m.out[size_t(row * dim + d)] = holder(row) == me ? value(call, ranks[size_t(me)], row * dim + d) : NAN;
+    }
+    exchange.run(m.call);
+    for (int64_t i = 0; i < s.count * own_heads; ++i) {
+      const int64_t row = i / own_heads * own_heads * n + me * own_heads + i % own_heads;
+      const int from = holder(row);
+      for (int64_t d = 0; d < dim; ++d) {
+        const float got = m.own[size_t(i * dim + d)];
+        const float wanted = from < n ? value(call, ranks[size_t(from)], row * dim + d) : 0;
+        if (got != wanted) fail("wrong result", call, s, ranks[size_t(me)], i * dim + d, got, wanted);
+      }
+    }
   }
 
   void rank_main(int rank) {
@@ -112,6 +137,10 @@ struct Test {
       exchange.waiter().spins = delays && exchange.probe.random.below(4) == 0 ? 0 : spins;
       exchange.waiter().yield_s = exchange.waiter().spins ? 50e-6 : 0;
 
+      if (s.kind == Kind::merge) {
+        merge(exchange, s, ranks, me, k);
+        continue;
+      }
       Parts parts(s, me, int(ranks.size()));
       const bool in_arena = s.in_arena >> me & 1;
       float* x = in_arena ? home : away.data();

@@ -30,7 +30,9 @@ def measure(rank: int, directory: Path, report: Report, cases: Sequence[Case]) -
         parts = [given(case, rank + 100 * turn, here.device) for turn in range(4)]
         graphs = []
         for blocks, threads in LAUNCHES:
-            here.peer.tuning = replace(PeerTuning(), threads=threads, wide_threads=threads, wide_blocks=blocks)
+            here.peer.tuning = replace(
+                PeerTuning(), threads=threads, merge_threads=threads, wide_threads=threads, merge_blocks=blocks
+            )
             graphs.append(capture([partial(here.peer.merge_scatterv, *part, here.peer.world) for part in parts], 40))
         us = replays_us(graphs)
         here.peer.check()

@@ -18,7 +18,7 @@ from weft.comm.reference import ReferenceWorld
 from weft.comm.transport import CommError, Transport, offer_of
 from weft.dcp.merge import Merger, TraceMerger, a2a, ag_rs, natural
 from weft.kernels.plain import merge_weights, softmax_merge
-from weft.place.cost import PRESETS, AlphaBeta, Offer
+from weft.place.cost import PRESETS, AlphaBeta, Offer, Table
 from weft.place.exchange import merge_scatterv
 from weft.place.merge import Merge, plan_merge
 from weft.place.spec import LayoutError, Mesh
@@ -201,6 +201,19 @@ def test_what_has_no_room_or_no_way_is_refused() -> None:
         plan_merge(merge, 2, 8, [small, other], "fused")
     with pytest.raises(LayoutError, match="there are auto, ag_rs, a2a, fused"):
         plan_merge(merge, 2, 8, [small], "quickest")
+
+
+def test_a_way_that_is_asked_for_need_not_have_been_measured() -> None:
+    measured = {("all_gatherv", 2): ((1.0, 5.0),), ("reduce_scatterv", 2): ((1.0, 5.0),)}
+    table = Table("table", measured, ((1.0, 1.0),), ((1.0, 1.0),))
+    offer = Offer("peer", ALL, frozenset(), table)
+    merge = Merge(64, 128, 2)
+    assert plan_merge(merge, 2, 1, [offer]).way == "ag_rs"
+    for way in ("a2a", "fused"):
+        assert plan_merge(merge, 2, 1, [offer], way).way == way
+    untimed = Offer("peer", frozenset({"all_to_allv"}), frozenset(), table)
+    with pytest.raises(LayoutError, match="there is a2a on peer, none of which weft tune measured here"):
+        plan_merge(merge, 2, 1, [untimed])
 
 
 def test_a_trace_counts_merges_by_shape() -> None:

@@ -15,7 +15,7 @@ from weft.comm.peer_launch import PeerTuning
 from weft.place.spec import Mesh
 
 __all__ = ["one_thread"]
-FEW = PeerTuning(threads=32, wide_blocks=3, wide_threads=64)  # a block that has few threads takes more turns
+FEW = PeerTuning(threads=32, merge_blocks=3, merge_threads=64)  # a block that has few threads takes more turns
 MESHES = [Mesh(1, 2, 2, 1, dcp=2), Mesh(1, 3, 3, 1, dcp=3), Mesh(2, 4, 8, 1, dcp=2), Mesh(1, 8, 8, 1, dcp=8)]
 
 
@@ -30,7 +30,7 @@ def same(transport: PeerTransport, step: Step) -> Step:
 
 @pytest.mark.parametrize("mesh", MESHES[:3], ids=str)
 def test_live_rows_change_from_call_to_call(mesh: Mesh) -> None:
-    run_emulated(mesh, partial(merge_live_rows, turns=12, again=same), replace(FEW, wide_blocks=2), max_bytes=1 << 20)
+    run_emulated(mesh, partial(merge_live_rows, turns=12, again=same), replace(FEW, merge_blocks=2), max_bytes=1 << 20)
 
 
 def test_what_cannot_be_is_refused() -> None:

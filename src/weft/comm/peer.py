@@ -313,7 +313,7 @@ class PeerTransport(NamedCalls):
         if live is not None:
             self._expect(live, "how many tokens are live", torch.int32, 1)
         own = out.new_empty(tokens, heads // len(group), dim), lse.new_empty(tokens, heads // len(group))
-        blocks, threads = merge_launch(self._tuning, tokens * heads // len(group) * dim * size)
+        blocks, threads = merge_launch(self._tuning, own[0].nbytes)
         request = MergeRequest(
             group=self._ids[group],
             x=out.data_ptr(),

@@ -35,7 +35,9 @@ class PeerTuning:
 
     one_shot_bytes: sums take two shots where that spares a rank more bytes of what it receives. few_bytes: up to here
     at most `blocks` blocks of `threads` threads or as many more as it takes for a unit each; beyond, wide_blocks of
-    wide_threads; where rows are normalised, norm_blocks. Of these, as many as the GPU holds at a time; all do all work.
+    wide_threads; where rows are normalised, norm_blocks. Merges of attention: merge_blocks, of `threads` while that is
+    a unit each, of merge_threads up to 1024 units a block, then of wide_threads. Of all these, as many as the GPU
+    holds at a time; all do all work.
     split_…: large calls, by shots and with rows to be normalised or none. cluster: blocks that may share a row to be
     normalised, a power of two up to 8. Threads come in multiples of 32, up to MAX_THREADS. early: 1: a call's blocks
     take their places before the kernel before it ends (programmatic dependent launch).
@@ -48,6 +50,8 @@ class PeerTuning:
     wide_blocks: int = 128
     wide_threads: int = 480
     norm_blocks: int = 256
+    merge_blocks: int = 256
+    merge_threads: int = 256
     split_one_shot: Split = Split(1 << 20, 32, 0, 96, 480)
     split_two_shot: Split = Split(2 << 20, 128, 224, 176, 224)
     split_one_shot_norm: Split = Split(4 << 20, 32, 0, 96, 480)
@@ -104,9 +108,9 @@ def launch_of(t: PeerTuning, largest: int, two_shot: bool, normed_rows: int, row
 
 
 def merge_launch(t: PeerTuning, own_bytes: int) -> tuple[int, int]:
-    """At most so many blocks, of so many threads, for a merge. own_bytes: of this rank's heads."""
-    few = own_bytes <= t.wide_blocks * t.threads * UNIT_BYTES  # a unit a thread
-    return t.wide_blocks, t.threads if few else t.wide_threads
+    """At most so many blocks, of so many threads, for a merge that gives this rank so many bytes."""
+    each = own_bytes / UNIT_BYTES / t.merge_blocks  # units a block
+    return t.merge_blocks, t.threads if each <= t.threads else t.merge_threads if each <= 1024 else t.wide_threads
 
 
 def threads_for(units: int, most: int) -> int:

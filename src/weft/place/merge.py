@@ -58,9 +58,9 @@ def merge_exchanges(ranks: int) -> set[Exchange]:
 
 
 def merge_plans(merge: Merge, ranks: int, tokens: int, offers: Sequence[Offer]) -> list[MergePlan]:
-    """Every way to merge so many tokens over `ranks` ranks that the offers have, the quickest first.
+    """Every way to merge so many tokens over `ranks` ranks that the offers have, and have room for; quickest first.
 
-    Local work costs what the first offer says. Left out: what a transport has no room for, or no times of.
+    Local work costs what the first offer says. What was not measured comes last, with infinite times.
     """
     local_us, whole = offers[0].cost.local_us, merge.bytes(tokens)
     of_lses, of_outs = tokens * merge.heads * LSE_BYTES, whole - tokens * merge.heads * LSE_BYTES
@@ -83,13 +83,13 @@ def merge_plans(merge: Merge, ranks: int, tokens: int, offers: Sequence[Offer]) 
             try:
                 us = between[way]() + sum(offer.cost.collective_us(kind, ranks, moved) for kind, moved in calls)
             except LayoutError:  # not measured
-                continue
+                us = math.inf
             found.append(MergePlan(way, offer.transport, us, int(sum(moved for _, moved in calls))))
     return sorted(found, key=lambda plan: plan.us)
 
 
 def plan_merge(merge: Merge, ranks: int, tokens: int, offers: Sequence[Offer], way: str = "auto") -> MergePlan:
-    """The quickest plan, of the way asked for unless that is `auto`.
+    """The quickest plan, of the way asked for unless that is `auto`; what is asked for need not have been measured.
 
     Raises LayoutError where there is none, with what there is.
     """
@@ -97,7 +97,7 @@ def plan_merge(merge: Merge, ranks: int, tokens: int, offers: Sequence[Offer], w
     if way not in ("auto", *get_args(Way)):
         raise LayoutError(f"no way to merge attention is called {way!r}; there are auto, {', '.join(get_args(Way))}")
     for plan in found:
-        if way in ("auto", plan.way):
+        if way == plan.way or (way == "auto" and plan.us < math.inf):
             return plan
     room = ", ".join(f"{o.transport} has max_bytes={o.max_bytes}" for o in offers if o.max_bytes is not None)
     raise LayoutError(
@@ -107,5 +107,5 @@ def plan_merge(merge: Merge, ranks: int, tokens: int, offers: Sequence[Offer], w
         + (f"; {room}" if room else "")
         + "); there is "
         + (", ".join(f"{plan.way} on {plan.transport}" for plan in found) or "none")
-        + ", of what weft tune measured here"
+        + (", none of which weft tune measured here" if found and way == "auto" else "")
     )

@@ -41,8 +41,8 @@ struct Piece {
 template <class T, int N>
 struct Team {
   const Merge& c;
-  const uint32_t rows;  // live ones
-  const int64_t rotation;
+  uint32_t rows = 0;     // live ones
+  int64_t rotation = 0;  // bytes from an inbox of the first rotation to this call's
   const uint32_t lane = threadIdx.x % c.team, first = threadIdx.x % 32 - lane;  // in the team; its first one in the warp
   const uint32_t rank = lane < uint32_t(c.n) ? lane : uint32_t(c.me);           // whose log-sum-exp this thread looks after
   const bool other = rank != uint32_t(c.me);
@@ -55,6 +55,10 @@ struct Team {
     p.row = item / c.pieces, p.number = item % c.pieces;
     p.token = p.row / c.own_heads, p.head = p.row % c.own_heads;
     p.unit = p.number * kPieceUnits + lane;
+    return live(p);
+  }
+  // The same, once it is known how many rows there are.
+  __device__ Piece live(Piece p) const {
     p.active = p.row < rows, p.moves = p.active && p.unit < c.row_units;
     return p;
   }
@@ -75,20 +79,27 @@ struct Team {
     return (outputs + int64_t(p.row) * c.pieces + p.number) * kUnit;
   }
 
-  // By whole warps.
-  __device__ void push(const Piece& p) const {
-    float lse = -INFINITY;
-    if (p.active && other) lse = lse_of(p, rank);
+  // What is sent of a piece.
+  struct Sent {
+    float lse;
     Unit units[N];
+  };
+  __device__ Sent load_to_send(const Piece& p) const {
+    Sent s;
+    s.lse = p.active && other ? lse_of(p, rank) : -INFINITY;
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      if (p.moves && i < c.n && i != c.me) units[i] = load(p, uint32_t(i));
-    if (p.active && other) push_unit(lane_of(rank, uint32_t(c.me)) + header(p), Unit{{__float_as_uint(lse), 0, 0, 0}});
+      if (p.moves && i < c.n && i != c.me) s.units[i] = load(p, uint32_t(i));
+    return s;
+  }
+  // By whole warps.
+  __device__ void push(const Piece& p, const Sent& s) const {
+    if (p.active && other) push_unit(lane_of(rank, uint32_t(c.me)) + header(p), Unit{{__float_as_uint(s.lse), 0, 0, 0}});
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float theirs = __shfl_sync(~0u, lse, int(first) + i);
+      const float theirs = __shfl_sync(~0u, s.lse, int(first) + i);
       if (p.moves && i < c.n && i != c.me && theirs > -INFINITY)
-        push_unit(lane_of(uint32_t(i), uint32_t(c.me)) + payload(p), units[i]);
+        push_unit(lane_of(uint32_t(i), uint32_t(c.me)) + payload(p), s.units[i]);
     }
   }
 
@@ -164,29 +175,38 @@ struct Team {
   }
 
   // Where there is no row, peers are still told that this call was made: nothing else orders the next ones.
-  __device__ void exchange_flags() const {
-    const bool told = blockIdx.x == 0 && threadIdx.x < uint32_t(c.n) && threadIdx.x != uint32_t(c.me);
-    if (told) push_unit(lane_of(threadIdx.x, uint32_t(c.me)), Unit{});
+  __device__ bool told() const {
+    return blockIdx.x == 0 && threadIdx.x < uint32_t(c.n) && threadIdx.x != uint32_t(c.me);
+  }
+  __device__ void push_flags() const {
+    if (told()) push_unit(lane_of(threadIdx.x, uint32_t(c.me)), Unit{});
+  }
+  __device__ void await_flags() const {
     if (blockIdx.x || threadIdx.x >= 32) return;
-    char* const flag = lane_of(uint32_t(c.me), told ? threadIdx.x : uint32_t(c.me));
+    char* const flag = lane_of(uint32_t(c.me), told() ? threadIdx.x : uint32_t(c.me));
     int64_t began = 0;
     for (uint32_t spins = 1;; ++spins) {
-      const bool came = !told || arrived(load_polled(flag));
+      const bool came = !told() || arrived(load_polled(flag));
       if (__all_sync(~0u, came)) break;
       if (spins % 1024 == 0) {
         if (!came) began = wait_on(c.error, began, c.limit_cycles, int(threadIdx.x));
         if (__any_sync(~0u, began < 0)) break;
       }
     }
-    if (told) *reinterpret_cast<uint4*>(flag) = make_uint4(~0u, ~0u, ~0u, ~0u);
+    if (told()) *reinterpret_cast<uint4*>(flag) = make_uint4(~0u, ~0u, ~0u, ~0u);
   }
 };
 
-// A block's last warp keeps the books, as in `exchange`.
+// A block's last warp keeps the books, as in `exchange`. What needs no input is worked out before the wait for the kernel
+// before, and the first pieces are loaded while the epoch is on its way.
 template <class T, int N>
 __global__ void __launch_bounds__(kWorkers + kBookkeepers, N <= 4 ? 2 : 1) merge(const __grid_constant__ Merge c) {
   const uint32_t workers = blockDim.x - kBookkeepers;
   const bool worker = threadIdx.x < workers;
+  Team<T, N> team{c};
+  const uint32_t mine = (blockIdx.x * workers + threadIdx.x) / c.team, of_warp = threadIdx.x % 32 / c.team;
+  const uint32_t step = gridDim.x * workers / c.team;
+  Piece begin = team.piece(mine);
   wait_for_kernel_before();
   let_next_kernel_begin();
   const uint32_t epoch = *reinterpret_cast<volatile uint32_t*>(&c.state->epoch);
@@ -201,15 +221,24 @@ __global__ void __launch_bounds__(kWorkers + kBookkeepers, N <= 4 ? 2 : 1) merge
     atomicCAS_system(c.error, 0u, kTooManyRows);
     tokens = 0;
   }
-  const Team<T, N> team{c, tokens * c.own_heads, int64_t(epoch % kRotations) * c.inbox_units * kUnit};
+  team.rows = tokens * c.own_heads;
+  begin = team.live(begin);
+  typename Team<T, N>::Sent sent = team.load_to_send(begin);
+  team.rotation = int64_t(epoch % kRotations) * c.inbox_units * kUnit;
+  const uint32_t items = team.rows * c.pieces;
+  Piece p = begin;
+#pragma unroll 1
+  for (uint32_t item = mine; item - of_warp < items;) {
+    team.push(p, sent);
+    item += step;
+    if (item - of_warp < items) p = team.piece(item), sent = team.load_to_send(p);
+  }
+  if (!tokens) team.push_flags();
   arrive_named(1, blockDim.x);
-  if (!tokens) return team.exchange_flags();
-  const uint32_t items = team.rows * c.pieces, step = gridDim.x * workers / c.team;
-  const uint32_t mine = (blockIdx.x * workers + threadIdx.x) / c.team, of_warp = threadIdx.x % 32 / c.team;
+  if (!tokens) return team.await_flags();
+  team.write(begin);
 #pragma unroll 1
-  for (uint32_t item = mine; item - of_warp < items; item += step) team.push(team.piece(item));
-#pragma unroll 1
-  for (uint32_t item = mine; item - of_warp < items; item += step) team.write(team.piece(item));
+  for (uint32_t item = mine + step; item - of_warp < items; item += step) team.write(team.piece(item));
 }
 
 }  // namespace weft

@@ -244,6 +244,17 @@ class Found:
     figures: dict[str, Any]
     ranks: list[list[Event]]
 
+    @property
+    def report(self) -> dict[str, Any]:
+        """As JSON: the figures, and of a step without the profiler its time and the CPU time that it takes, in µs."""
+        window, us = self.window, 1e6 / self.window.steps
+        cpu = {
+            "controller": us * window.controller_cpu_s,
+            "rank": [us * s for s in window.rank_cpu_s],
+            "rank_process": [us * s for s in window.process_cpu_s],
+        }
+        return {"unprofiled_step_us": us * window.seconds, "cpu_us_a_step": cpu} | self.figures
+
 
 def answer_length(steps: int, chunks: int) -> int:
     """Tokens that each sequence may have in `run`, so that none ends before both windows are over.
@@ -253,10 +264,33 @@ def answer_length(steps: int, chunks: int) -> int:
     return 3 * (steps + SKIPPED) + chunks + 64
 
 
+def watch_now(engine: Engine, steps: int, folder: Path) -> Found:
+    """Watches the next steps of an engine that answers requests: once for CPU time, and once with the profiler.
+
+    Writes folder/trace.json.gz, one Chrome trace, a process of it for every rank. Raises EngineError where the requests
+    end before the steps are over.
+    """
+    window = watch(engine, steps)
+    watch(engine, steps + SKIPPED, folder)
+    mesh = engine.config.mesh
+    files = [folder / f"rank-{rank}.json" for rank in range(mesh.world)]
+    traces = [json.loads(file.read_text()) for file in files]
+    abouts = [json.loads(file.with_suffix(".steps.json").read_text()) for file in files]
+    ranks = [read_rank(trace, about, mesh) for trace, about in zip(traces, abouts, strict=True)]
+    on_gpu = any(e.get("cat") == "kernel" for e in traces[0]["traceEvents"])
+    shifts = clock_shifts(ranks) if on_gpu else [0.0] * mesh.world  # CPUs of a host have one clock
+    merge_traces(traces, shifts, folder / "trace.json.gz")
+    for file in files:
+        file.unlink()
+        file.with_suffix(".steps.json").unlink()
+    ranks = with_waiting(ranks, shifts)
+    return Found(window, summarise(ranks), ranks)
+
+
 def run(engine: Engine, batch: int, context: int, steps: int, tokens: int, folder: Path) -> Found:
-    """Lets an engine answer so many prompts of random tokens, and watches steps in which all of them decode: once for
-    CPU time, and once with the profiler. tokens: of each answer, see `answer_length`. Writes folder/trace.json.gz,
-    one Chrome trace, a process of it for every rank.
+    """Lets an engine answer so many prompts of random tokens, and watches steps in which all of them decode.
+
+    tokens: of each answer, see `answer_length`. Otherwise as `watch_now`.
     """
     generator = torch.Generator().manual_seed(batch)
     vocabulary = engine.model_config.vocab_size
@@ -274,21 +308,7 @@ def run(engine: Engine, batch: int, context: int, steps: int, tokens: int, folde
     try:
         while len(begun) < batch and engine.healthy:
             engine.wait(0.01)
-        window = watch(engine, steps)
-        watch(engine, steps + SKIPPED, folder)
+        return watch_now(engine, steps, folder)
     finally:
         for request in requests:
             engine.cancel(request)
-    mesh = engine.config.mesh
-    files = [folder / f"rank-{rank}.json" for rank in range(mesh.world)]
-    traces = [json.loads(file.read_text()) for file in files]
-    abouts = [json.loads(file.with_suffix(".steps.json").read_text()) for file in files]
-    ranks = [read_rank(trace, about, mesh) for trace, about in zip(traces, abouts, strict=True)]
-    on_gpu = any(e.get("cat") == "kernel" for e in traces[0]["traceEvents"])
-    shifts = clock_shifts(ranks) if on_gpu else [0.0] * mesh.world  # CPUs of a host have one clock
-    merge_traces(traces, shifts, folder / "trace.json.gz")
-    for file in files:
-        file.unlink()
-        file.with_suffix(".steps.json").unlink()
-    ranks = with_waiting(ranks, shifts)
-    return Found(window, summarise(ranks), ranks)

@@ -86,13 +86,7 @@ class Command:
             "batch": self.batch,
             "context": self.context,
             "steps": self.steps,
-            "unprofiled_step_us": 1e6 * found.window.seconds / self.steps,
-            "cpu_us_a_step": {
-                "controller": 1e6 * found.window.controller_cpu_s / self.steps,
-                "rank": [1e6 * s / self.steps for s in found.window.rank_cpu_s],
-                "rank_process": [1e6 * s / self.steps for s in found.window.process_cpu_s],
-            },
-        } | found.figures
+        } | found.report
         (self.output / "profile.json").write_text(json.dumps(report, indent=1) + "\n")
         draw(found.ranks, found.figures["step_us"], title, self.output / "profile.png")
         print(f"{title}\n\n{tables(report)}\n\n{self.output}: profile.json, profile.png, trace.json.gz")

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -42,6 +43,8 @@ class Command:
     """Connections at once; those without a request give way to newcomers."""
     drain_s: float = 30.0
     """After SIGTERM or Ctrl-C: how long requests that run may go on."""
+    profile_dir: Path | None = None
+    """Lets POST /weft/profile?steps=20 watch steps of the ranks, and write their trace to this folder."""
     max_waiting: int = 1024
     """Requests that may wait for a place; more are refused with 429, and told when to come again."""
     request_timeout_s: float | None = None
@@ -86,6 +89,7 @@ class Command:
                 max_body_bytes=self.max_body_mb * 2**20,
                 max_connections=self.max_connections,
                 drain_s=self.drain_s,
+                profile_dir=self._profile_folder(),
             )
         except ValueError as error:
             raise UserError(str(error)) from error
@@ -128,3 +132,13 @@ class Command:
             if engine.error is not None:
                 raise EngineError(engine.error)
         return 0
+
+    def _profile_folder(self) -> Path | None:
+        if self.profile_dir is None:
+            return None
+        try:
+            self.profile_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            advice = "choose another folder with --profile-dir"
+            raise UserError(f"cannot write {self.profile_dir}: {error.strerror}; {advice}") from error
+        return self.profile_dir.resolve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from weft import __version__
+from weft.bench.profile import watch_now
 from weft.server import errors, extras
 from weft.server.answers import Intake
 from weft.server.completions import Service
@@ -21,6 +23,8 @@ from weft.server.guard import Guard
 from weft.server.options import Options
 from weft.server.responses import Responses
 
+MOST_WATCHED = 1000
+"""Steps in one trace, at most: it is written and read as a whole."""
 MOST_PLANNED = 2**20
 """Tokens of the largest plan to ask for: far above any step, and numbers that the cost model can hold."""
 
@@ -82,5 +86,20 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
     async def report() -> dict[str, Any]:
         ran, naive = await run_in_threadpool(engine.comm_report)
         return {"ran": [asdict(s) for s in ran], "naive": [asdict(s) for s in naive]}
+
+    watching = threading.Lock()
+
+    @app.post("/weft/profile")
+    async def profile(steps: int = 20) -> dict[str, Any]:
+        if (folder := options.profile_dir) is None:
+            raise ApiError(400, "start weft serve with --profile-dir FOLDER, where the trace goes")
+        if not 1 <= steps <= MOST_WATCHED:
+            raise ApiError(400, f"steps is {steps}; it must be between 1 and {MOST_WATCHED}", param="steps")
+        if not watching.acquire(blocking=False):
+            raise ApiError(409, "steps are being watched already")
+        try:
+            return (await run_in_threadpool(watch_now, engine, steps, folder)).report
+        finally:
+            watching.release()
 
     return app

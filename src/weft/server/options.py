@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,7 @@ class Options:
     of a request. max_connections: at once; fewer where the process may not open so many files. header_timeout_s,
     body_timeout_s: for a request to arrive. idle_timeout_s: a kept connection without a request. stall_timeout_s: a
     client that reads nothing of its response. drain_s: how long requests may go on after SIGTERM.
+    profile_dir: where `POST /weft/profile` writes; None: it is refused.
     """
 
     api_key: str | None = None
@@ -24,6 +26,7 @@ class Options:
     idle_timeout_s: float = 60.0
     stall_timeout_s: float = 120.0
     drain_s: float = 30.0
+    profile_dir: Path | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

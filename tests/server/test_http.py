@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,19 @@ def test_bad_input_gets_an_openai_error_and_breaks_nothing(
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"} and text in error["message"]
         assert http.post(C, json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [C, H, "/v1/responses", "/tokenize"])
+def test_bodies_are_read_by_the_fast_parser(served: Served, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what that refuses by Python's, which says where it is wrong."""
+    with served.http() as http:
+        answer = http.post(path, content='{"prompt": "a",}', headers={"Content-Type": "application/json"})
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and re.search("the body is not JSON: .* at character 1[45]$", message)
+        monkeypatch.setattr("weft.server.bodies.json", None)
+        body = {"prompt": "a", "input": "a", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        fields = {C: ("prompt", "max_tokens"), H: ("messages", "max_tokens"), "/v1/responses": ("input",)}
+        assert http.post(path, json={k: body[k] for k in fields.get(path, ("prompt",))}).status_code == 200
 
 
 def test_neutral_and_unknown_fields_are_taken(served: Served) -> None:

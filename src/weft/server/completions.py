@@ -19,6 +19,7 @@ from weft.engine.engine import Engine
 from weft.engine.request import Output, SamplingParams
 from weft.server import render
 from weft.server.answers import Choice, Intake, usage
+from weft.server.bodies import JsonRoute
 from weft.server.chats import ChatRequest
 from weft.server.errors import ApiError, unknown_model
 from weft.server.forms import Form, form_of
@@ -47,7 +48,7 @@ class Service:
 
     def router(self) -> APIRouter:
         """The two routes."""
-        router = APIRouter()
+        router = APIRouter(route_class=JsonRoute)
 
         @router.post("/v1/completions", response_model=None)
         async def completions(body: CompletionRequest, request: Request) -> Response:

@@ -9,6 +9,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from weft import __version__
 from weft.engine.engine import Engine
+from weft.server.bodies import JsonRoute
 from weft.server.chats import ChatRequest
 from weft.server.prompts import Prompts
 from weft.server.protocol import DetokenizeRequest, TokenizeRequest
@@ -16,7 +17,7 @@ from weft.server.protocol import DetokenizeRequest, TokenizeRequest
 
 def router(engine: Engine) -> APIRouter:
     """The routes, in vLLM's shapes."""
-    made, prompts = APIRouter(), Prompts(engine)
+    made, prompts = APIRouter(route_class=JsonRoute), Prompts(engine)
 
     @made.get("/version")
     async def version() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field, ValidationError
 
 from weft.server.answers import Choice, usage
+from weft.server.bodies import JsonRoute
 from weft.server.chats import ChatRequest
 from weft.server.completions import Service
 from weft.server.errors import ApiError, field_errors
@@ -112,7 +113,7 @@ class Responses:
 
     def router(self) -> APIRouter:
         """The route."""
-        made = APIRouter()
+        made = APIRouter(route_class=JsonRoute)
 
         @made.post("/v1/responses", response_model=None)
         async def responses(body: ResponsesRequest, request: Request) -> Response:

@@ -93,8 +93,9 @@ class Scheduler:
         """Takes a sequence out, wherever it is; its pages are free, or the tree's, at once."""
         if sequence.holding is not None:
             self.running.remove(sequence)
-            if sequence.computed <= len(sequence.tokens):  # else its caches hold a token that nobody here knows
-                self.caches.remember(sequence.holding, sequence.tokens[: sequence.computed])
+            # A step's tokens are taken before the next but one is scheduled: whatever has a row is known here.
+            assert sequence.computed <= len(sequence.tokens)
+            self.caches.remember(sequence.holding, sequence.tokens[: sequence.computed])
             self._give_up(sequence)
         else:
             self.waiting.remove(sequence)

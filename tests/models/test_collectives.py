@@ -41,7 +41,7 @@ EXPECTED = [
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mesh, kinds, tokens, expected", EXPECTED, ids=str)
+@pytest.mark.parametrize("mesh, kinds, tokens, expected", EXPECTED, ids=[f"{mesh}, {n}" for mesh, _, n, _ in EXPECTED])
 def test_planned_collectives(family: str, mesh: Mesh, kinds: frozenset[str], tokens: int, expected: dict) -> None:
     config = read_config(small_config(family, 4).to_dict())
     planner = plan_model(config, mesh, torch.bfloat16, [Offer("any", kinds, frozenset(), PRESETS["h200-nvlink"])])

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
+from weft.comm.transport import CommError
 
 T = TypeVar("T")
 BASIC = frozenset(("all_reduce", "reduce_scatterv", "all_gatherv"))
@@ -62,7 +63,7 @@ def run_world(world: int | ReferenceWorld, rank_main: Callable[[ReferenceTranspo
     for thread in threads:
         thread.join()
     if errors:
-        raise errors[0]
+        raise next((e for e in errors if not isinstance(e, CommError)), errors[0])
     return [results[r] for r in range(len(threads))]
 
 

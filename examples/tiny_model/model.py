@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from weft.models.attention import Attention, Heads
 from weft.models.config import ModelConfig, common_fields
 from weft.models.layers import Embedding, Layer, RMSNorm
 from weft.models.moe import SparseMoE
-from weft.models.qwen import Attention
 from weft.models.rotary import Rotary
 from weft.models.routing import Routing
 from weft.stream import GROUP, WORLD
@@ -17,7 +17,7 @@ class DecoderLayer(Layer):
     def __init__(self, b, path, c):
         super().__init__(path)
         self.input_norm = RMSNorm(b, f"{path}.input_layernorm", c.hidden_size, c.rms_norm_eps)
-        self.attention = Attention(b, f"{path}.self_attn", c)
+        self.attention = Attention(b, f"{path}.self_attn", c.hidden_size, c.heads)
         self.post_norm = RMSNorm(b, f"{path}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
         self.moe = SparseMoE(b, f"{path}.mlp", c.hidden_size, **c.moe)
 
@@ -47,7 +47,7 @@ class Tiny(Layer):
 @dataclass(frozen=True)
 class TinyConfig(ModelConfig):
     moe: dict
-    bias, output_bias, head_norms = True, False, False  # what Attention asks for beside ModelConfig's own fields
+    heads: Heads
 
     def build(self, b):
         return Tiny(b, self)
@@ -62,7 +62,8 @@ def read(fields):
         routing=Routing(k=fields.need("num_experts_per_tok"), renormalise=True),
         shared=fields.need("shared_expert_intermediate_size"),
     )
-    return TinyConfig(**common, moe=moe)
+    heads = Heads(common["num_heads"], common["num_kv_heads"], common["head_dim"], bias=True)
+    return TinyConfig(**common, moe=moe, heads=heads)
 
 
 FAMILIES = {"tiny": read}

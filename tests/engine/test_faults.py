@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from engine.test_engine import GREEDY, config, prompts
-from weft.engine.config import EngineError
+from weft.engine.config import EngineConfig, EngineError
 from weft.engine.engine import Engine
 from weft.engine.executor import Executor, ProcessExecutor, make_executor
 from weft.engine.messages import Chunk, GroupRows, Join, Sampling, Step
@@ -194,8 +194,8 @@ def test_extreme_parameters_do_not_end_the_engine(model_dir: Path) -> None:
 class Broken(Executor):
     """An executor without ranks whose first step waits for `go` and then fails."""
 
-    def __init__(self, go: threading.Event, closed: threading.Event):
-        self.go, self.closed, self.groups = go, closed, (CacheGroup(Rule(), 128),)
+    def __init__(self, config: EngineConfig, go: threading.Event, closed: threading.Event):
+        self.config, self.go, self.closed, self.groups = config, go, closed, (CacheGroup(Rule(), 128),)
 
     def prepare(self) -> None: ...
 
@@ -228,7 +228,7 @@ def test_a_fault_ends_every_request_also_those_that_come_at_the_same_moment(
 ) -> None:
     """Each submit either raises or gets its last output; none is lost between the look and the queue."""
     go, closed = threading.Event(), threading.Event()
-    monkeypatch.setattr("weft.engine.engine.make_executor", lambda config: Broken(go, closed))
+    monkeypatch.setattr("weft.engine.engine.make_executor", lambda config: Broken(config, go, closed))
     engine = Engine(config(model_dir, max_restarts=0))
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
     accepted, stop = [], threading.Event()

@@ -59,8 +59,12 @@ class Command:
         arguments = [] if self.model is None else [str(self.model)]
         arguments.append(f"--step-timeout-s={self.step_timeout_s}")
         for name, value in self.layout.values().items():
+            option = name.replace("_", "-")
+            if isinstance(value, bool):
+                arguments.append(f"--{option}" if value else f"--no-{option}")
+                continue
             every = value if isinstance(value, tuple) else () if value is None else (value,)
-            arguments += [f"--{name.replace('_', '-')}", *map(str, every)] if every else []
+            arguments += [f"--{option}", *map(str, every)] if every else []
         try:
             report = run(
                 arguments,

@@ -39,9 +39,10 @@ from weft.comm.transport import (
     Sizes,
     check_call,
     check_merge,
+    offers_every,
 )
 from weft.kernels.build import KernelError, cuda_kernels
-from weft.place.exchange import Exchange, merge_scatterv, result_rows
+from weft.place.exchange import Exchange, result_rows
 from weft.place.spec import Mesh
 
 MAX_BYTES = 8 << 20
@@ -177,11 +178,7 @@ class PeerTransport(NamedCalls):
         self._kernels.connect(self._handle, host.all_gatherv(mine, self.world, (1,) * mesh.world))
         return host
 
-    @staticmethod
-    def offers(exchange: Exchange, epilogue: bool = False) -> bool:
-        if exchange.combine == "softmax_merge":
-            return exchange == merge_scatterv(exchange.ranks) and not epilogue
-        return exchange.combine == "sum" or not epilogue
+    offers = staticmethod(offers_every)
 
     def close(self) -> None:
         """Leaves the world once every rank does: none may free memory that another still writes to.

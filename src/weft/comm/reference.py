@@ -13,9 +13,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from weft.comm.transport import CommError, Epilogue, NamedCalls, Ranks, Sizes, check_call, check_merge, finish, place_in
+from weft.comm.transport import (
+    CommError,
+    Epilogue,
+    NamedCalls,
+    Ranks,
+    Sizes,
+    check_call,
+    check_merge,
+    finish,
+    offers_every,
+    place_in,
+)
 from weft.kernels.plain import softmax_merge
-from weft.place.exchange import Exchange, merge_scatterv, parts
+from weft.place.exchange import Exchange, parts
 from weft.place.spec import PlacementError
 
 T = TypeVar("T")
@@ -97,11 +108,7 @@ class ReferenceTransport(NamedCalls):
     def __init__(self, world: ReferenceWorld, rank: int):
         self._world, self.rank = world, rank
 
-    @staticmethod
-    def offers(exchange: Exchange, epilogue: bool = False) -> bool:
-        if exchange.combine == "softmax_merge":
-            return exchange == merge_scatterv(exchange.ranks) and not epilogue
-        return exchange.combine == "sum" or not epilogue
+    offers = staticmethod(offers_every)
 
     def close(self) -> None:
         pass

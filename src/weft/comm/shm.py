@@ -25,10 +25,11 @@ from weft.comm.transport import (
     Sizes,
     check_call,
     check_merge,
+    offers_every,
     place_in,
 )
 from weft.kernels.build import KernelError, KernelPeerLost, KernelTimeout, cpu_kernels
-from weft.place.exchange import Exchange, merge_scatterv, parts
+from weft.place.exchange import Exchange, parts
 from weft.place.spec import Mesh
 
 MAX_RANKS = 16
@@ -133,11 +134,7 @@ class ShmTransport(NamedCalls):
         self._exchange, self._exchange_in_place = kernels.exchange, kernels.exchange_in_place
         self._exchange_norm = kernels.exchange_norm
 
-    @staticmethod
-    def offers(exchange: Exchange, epilogue: bool = False) -> bool:
-        if exchange.combine == "softmax_merge":
-            return exchange == merge_scatterv(exchange.ranks) and not epilogue
-        return exchange.combine == "sum" or not epilogue
+    offers = staticmethod(offers_every)
 
     def close(self) -> None:
         """Leaves the world. Tensors in the arena stay valid; the transport is of no use after."""

@@ -154,6 +154,13 @@ class Transport(Protocol):
         ...
 
 
+def offers_every(exchange: Exchange, epilogue: bool = False) -> bool:
+    """`Transport.offers` of those that have the whole table: an epilogue goes with sums, a merge is of heads alone."""
+    if exchange.combine == "softmax_merge":
+        return exchange == named.merge_scatterv(exchange.ranks) and not epilogue
+    return exchange.combine == "sum" or not epilogue
+
+
 class NamedCalls:
     """Every exchange of the table by its name, for whoever calls a transport directly; see `Transport.exchange`."""
 

@@ -62,20 +62,14 @@ class SDPA:
 
     def _plan_prompts(self, pages: Tensor, prompts: list[tuple[int, int, int, int]]) -> None:
         """Of the sequences of several rows: (first row, rows, context, place among the page tables `pages`)."""
-        page_size, window, group = self.cache.page_size, self.cache.window, self._group
-        offsets = torch.arange(page_size, dtype=torch.int32, device=pages.device)
-
-        def slots(sequence: int, tokens: int) -> Tensor:
-            return _slots(pages[sequence, : -(-tokens // page_size)], offsets)[:tokens]
-
-        lengths = [context + count for _, count, context, _ in prompts]
-        if group is None:
-            where = [slots(sequence, n) for (*_, sequence), n in zip(prompts, lengths, strict=True)]
+        window = self.cache.window
+        if self._group is None:
+            where = [self._first_slots(pages[at], context + count) for _, count, context, at in prompts]
         else:
-            where = self._plan_gather(group, pages, prompts)
-        for (first, count, context, _), length, seen in zip(prompts, lengths, where, strict=True):
+            where = self._plan_gather(self._group, pages, prompts)
+        for (first, count, context, _), seen in zip(prompts, where, strict=True):
             begin = 0 if window is None else max(0, context - window + 1)
-            position = torch.arange(begin, length, device=pages.device)
+            position = torch.arange(begin, context + count, device=pages.device)
             mask = _sees(position, position[-count:, None], window)
             self._prefills.append((first, count, seen[begin:], mask))
 
@@ -85,11 +79,16 @@ class SDPA:
         """Plans that prompts' tokens are gathered; gives where each prompt's then lie, in their order."""
         lengths = [context + count for _, count, context, _ in prompts]
         sizes, where = group.deal.gathered(lengths, pages.device)
-        offsets = torch.arange(self.cache.page_size, dtype=torch.int32, device=pages.device)
         own = [group.deal.length(n, group.place) for n in lengths]
-        here = [_slots(pages[at], offsets)[:n] for (*_, at), n in zip(prompts, own, strict=True)]
+        here = [self._first_slots(pages[at], n) for (*_, at), n in zip(prompts, own, strict=True)]
         self._gathered = torch.cat(here), sizes
         return where
+
+    def _first_slots(self, pages: Tensor, tokens: int) -> Tensor:
+        """Where the first tokens of a sequence lie here, by its page table `[W]`."""
+        page_size = self.cache.page_size
+        offsets = torch.arange(page_size, dtype=torch.int32, device=pages.device)
+        return _slots(pages[: -(-tokens // page_size)], offsets)[:tokens]
 
     def _plan_single(self, pages: Tensor, lengths: Tensor) -> None:
         """Of the sequences of one row: their page tables `[B, W]` and lengths `[B]`."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import queue
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support import small_model
 
-from engine.conftest import byte_tokenizer
+from engine.conftest import answers_of_some, byte_tokenizer, greedy_answers
 from engine.test_engine import GREEDY, prompts
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.request import Output, SamplingParams
+from weft.engine.request import SamplingParams
 from weft.evals import word_problems
 from weft.place.spec import LayoutError
 
@@ -46,13 +44,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Any:
             changes = dict(vocab_size=257, max_position_embeddings=256, num_hidden_layers=2) | changes
             model = small_model(family, 4, directory, seed=3, **changes)
             byte_tokenizer(directory)
-            answers = []
-            for prompt in prompts():
-                tokens = list(prompt)
-                for _ in range(GREEDY.max_tokens):
-                    with torch.no_grad():
-                        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-                answers.append(tuple(tokens[len(prompt) :]))
+            answers = greedy_answers(lambda tokens: model(tokens[None]).logits[0, -1], prompts(), GREEDY.max_tokens)
             made[shape] = directory, answers
         return made[shape]
 
@@ -84,26 +76,10 @@ def test_pages_run_out_and_requests_are_cancelled(shapes: Any, shape: str, layou
     draw = random.Random(1)
     with Engine(config(directory, **layout, kv_tokens=32, max_batch_tokens=8)) as engine:
         cancelled = {at: draw.randrange(6) for at in draw.sample(range(7), 2)}
-        answers: dict[int, list[int]] = {at: [] for at in range(7)}
-        ended: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-        ids: dict[int, int] = {}
-
-        def listen(at: int) -> Any:
-            def on_output(output: Output) -> None:
-                answers[at].extend(output.token_ids)
-                if output.finish_reason:
-                    ended.put((at, output.finish_reason))
-                elif len(answers[at]) > cancelled.get(at, 99):
-                    engine.cancel(ids[at])
-
-            return on_output
-
-        for at, prompt in enumerate(prompts()):
-            ids[at] = engine.submit(prompt, GREEDY, listen(at))
-        reasons = dict(ended.get(timeout=60) for _ in range(7))
+        reasons, answers = answers_of_some(engine, prompts(), GREEDY, cancelled)
         for at in range(7):
             assert reasons[at] == ("abort" if at in cancelled else "length")
-            assert tuple(answers[at]) == expected[at][: len(answers[at])]
+            assert answers[at] == expected[at][: len(answers[at])]
         engine.check_idle()
         assert engine.stats().preemptions > 0
 

@@ -1,13 +1,23 @@
-"""A small random Qwen2-MoE with a real tokenizer, shared by the engine's tests."""
+"""What the engine's tests share: a small random Qwen2-MoE with a real tokenizer, and ways to ask and to disturb it."""
 
 from __future__ import annotations
 
+import queue
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from support import small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from weft.engine.engine import Engine
+from weft.engine.messages import Step
+from weft.engine.request import Output, SamplingParams
+from weft.engine.rows import NO_TOKEN
+from weft.engine.worker import Worker
 
 
 def byte_tokenizer(directory: Path) -> None:
@@ -20,9 +30,63 @@ def byte_tokenizer(directory: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
 
 
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("engine-model")
+def byte_model(directory: Path) -> Path:
+    """Saves a small Qwen2-MoE of bytes there."""
     small_model("qwen2_moe", 4, directory, seed=3, vocab_size=257, max_position_embeddings=256)
     byte_tokenizer(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return byte_model(tmp_path_factory.mktemp("engine-model"))
+
+
+def greedy_answers(
+    logits: Callable[[torch.Tensor], torch.Tensor], prompts: Sequence[Sequence[int]], count: int
+) -> list[tuple[int, ...]]:
+    """The likeliest `count` tokens after each prompt. logits: of tokens `[n]`, those after the last, `[vocabulary]`."""
+    answers = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        for _ in range(count):
+            with torch.no_grad():
+                tokens.append(int(logits(torch.tensor(tokens)).argmax()))
+        answers.append(tuple(tokens[len(prompt) :]))
+    return answers
+
+
+def answers_of_some(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, cut: Mapping[int, int]
+) -> tuple[list[str], list[tuple[int, ...]]]:
+    """Why each prompt's answer ended, and its tokens. cut: answers of some that grow longer than this are cancelled."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    ended: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+    ids: dict[int, int] = {}
+
+    def listen(at: int) -> Callable[[Output], None]:
+        def on_output(output: Output) -> None:
+            answers[at].extend(output.token_ids)
+            if output.finish_reason:
+                ended.put((at, output.finish_reason))
+            elif at in cut and len(answers[at]) > cut[at]:
+                engine.cancel(ids[at])
+
+        return on_output
+
+    for at, prompt in enumerate(prompts):
+        ids[at] = engine.submit(prompt, params, listen(at))
+    reasons = dict(ended.get(timeout=60) for _ in prompts)
+    return [reasons[at] for at in range(len(prompts))], [tuple(tokens) for tokens in answers]
+
+
+def lose_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank forgets its rows' last tokens before the fourth step: as if they had never been drawn."""
+    step = Worker.step
+
+    def poisoned(worker: Worker, message: Step) -> Any:
+        if message.number == 4:
+            worker.table.last_token.fill_(NO_TOKEN)
+        return step(worker, message)
+
+    monkeypatch.setattr(Worker, "step", poisoned)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from support import small_model
 
-from engine.conftest import byte_tokenizer
+from engine.conftest import byte_tokenizer, greedy_answers
 from engine.test_engine import GREEDY, LAYOUTS, config, prompts
 from weft.engine.engine import Engine
 
@@ -15,13 +14,7 @@ from weft.engine.engine import Engine
 def test_greedy_tokens_are_transformers(tmp_path: Path) -> None:
     model = small_model("deepseek_v2", 4, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256)
     byte_tokenizer(tmp_path)
-    wanted = []
-    for prompt in prompts():
-        tokens = list(prompt)
-        for _ in range(GREEDY.max_tokens):
-            with torch.no_grad():
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        wanted.append(tuple(tokens[len(prompt) :]))
+    wanted = greedy_answers(lambda tokens: model(tokens[None]).logits[0, -1], prompts(), GREEDY.max_tokens)
     for layout in ("1x1", "2x2", "1x4"):
         with Engine(config(tmp_path, **LAYOUTS[layout])) as engine:
             first = [result.token_ids for result in engine.generate(prompts(), GREEDY)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import random
 import tempfile
 from pathlib import Path
@@ -12,9 +11,10 @@ import pytest
 import torch
 from transformers import Qwen2MoeForCausalLM
 
+from engine.conftest import answers_of_some
 from weft.engine.config import EngineConfig, EngineError
 from weft.engine.engine import Engine
-from weft.engine.request import Output, SamplingParams
+from weft.engine.request import SamplingParams
 
 LAYOUTS = {
     "1x1": dict(),
@@ -83,32 +83,11 @@ def test_pages_run_out_and_requests_are_cancelled_at_random(model_dir: Path, exp
     draw = random.Random(1)
     with Engine(config(model_dir, kv_tokens=64, max_batch_tokens=8, attn_dp=2, ep=2)) as engine:
         for _ in range(3):
-            answers: dict[int, list[int]] = {}
-            ended: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-            cancelled = set(draw.sample(range(7), 3))
-            ids: dict[int, int] = {}
-
-            def listen(
-                at: int, answers: Any = answers, ended: Any = ended, ids: Any = ids, cut: Any = cancelled
-            ) -> Any:
-                answers[at] = []
-                when = draw.randrange(6)
-
-                def on_output(output: Output) -> None:
-                    answers[at].extend(output.token_ids)
-                    if output.finish_reason:
-                        ended.put((at, output.finish_reason))
-                    elif at in cut and len(answers[at]) > when:
-                        engine.cancel(ids[at])
-
-                return on_output
-
-            for at, prompt in enumerate(prompts()):
-                ids[at] = engine.submit(prompt, GREEDY, listen(at))
-            reasons = dict(ended.get(timeout=60) for _ in range(7))
+            cancelled = {at: draw.randrange(6) for at in draw.sample(range(7), 3)}
+            reasons, answers = answers_of_some(engine, prompts(), GREEDY, cancelled)
             for at in range(7):
                 assert reasons[at] == ("abort" if at in cancelled else "length")
-                assert answers[at] == list(expected[at][: len(answers[at])])
+                assert answers[at] == expected[at][: len(answers[at])]
                 assert at in cancelled or len(answers[at]) == 12
             engine.check_idle()
         assert engine.stats().preemptions > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
 import random
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import hybrid
-from engine.conftest import byte_tokenizer
+from engine.conftest import answers_of_some, byte_tokenizer
 from engine.hybrid import HybridConfig, PlainHybrid
 from engine.test_engine import GREEDY, prompts
 from weft.attention.caches import cached_layers
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.request import Output
 from weft.kv.spec import Latent, Recurrent, Window
 from weft.models.layers import Builder, Layer
 from weft.models.registry import load_config, registry
@@ -106,29 +104,11 @@ def test_preemption_and_cancellation(model_dir: Path, expected: Any, prefix_cach
     layout = LAYOUTS["2x2"]
     with engine(model_dir, kv_tokens=64, max_batch_tokens=8, prefix_cache=prefix_cache, **layout) as served:
         for _ in range(2):
-            answers: dict[int, list[int]] = {at: [] for at in range(7)}
             cancelled = {at: draw.randrange(6) for at in draw.sample(range(7), 2)}
-            ended: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-            ids: dict[int, int] = {}
-
-            def listen(
-                at: int, answers: Any = answers, cut: Any = cancelled, ids: Any = ids, ended: Any = ended
-            ) -> Any:
-                def on_output(output: Output) -> None:
-                    answers[at].extend(output.token_ids)
-                    if output.finish_reason:
-                        ended.put((at, output.finish_reason))
-                    elif len(answers[at]) > cut.get(at, 99):
-                        served.cancel(ids[at])
-
-                return on_output
-
-            for at, prompt in enumerate(prompts()):
-                ids[at] = served.submit(prompt, GREEDY, listen(at))
-            reasons = dict(ended.get(timeout=60) for _ in range(7))
+            reasons, answers = answers_of_some(served, prompts(), GREEDY, cancelled)
             for at in range(7):
                 assert reasons[at] == ("abort" if at in cancelled else "length")
-                assert tuple(answers[at]) == expected[at][: len(answers[at])]
+                assert answers[at] == expected[at][: len(answers[at])]
             served.check_idle()
         assert served.stats().preemptions > 0
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.conftest import byte_tokenizer
+from engine.conftest import byte_tokenizer, greedy_answers
 from engine.test_engine import GREEDY, LAYOUTS, config, prompts
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
@@ -32,13 +32,7 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     directory = tmp_path_factory.mktemp(request.param)
     oracle = FAMILIES[request.param](directory)
     byte_tokenizer(directory)
-    answers = []
-    for prompt in prompts():
-        tokens = list(prompt)
-        for _ in range(GREEDY.max_tokens):
-            with torch.no_grad():
-                tokens.append(int(oracle(torch.tensor(tokens))[-1].argmax()))
-        answers.append(tuple(tokens[len(prompt) :]))
+    answers = greedy_answers(lambda tokens: oracle(tokens)[-1], prompts(), GREEDY.max_tokens)
     assert len({t for a in answers for t in a}) > 20, "answers that hardly differ would show little"
     return directory, answers
 

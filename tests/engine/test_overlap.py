@@ -11,6 +11,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from engine.conftest import lose_last_tokens
 from engine.fake import answer
 from engine.stub import WAIT_S, Client, World
 from engine.test_engine import GREEDY, config, prompts
@@ -177,14 +178,7 @@ def test_rows_that_need_their_token_sit_out_beside_rows_that_do_not(model_dir: P
 
 
 def test_a_row_whose_last_token_never_came_is_found_out(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Worker.step
-
-    def poisoned(worker: Worker, message: Any) -> Any:
-        if message.number == 4:
-            worker.table.last_token.fill_(NO_TOKEN)
-        return step(worker, message)
-
-    monkeypatch.setattr(Worker, "step", poisoned)
+    lose_last_tokens(monkeypatch)
     found = "was stepped without a last token"
     with Engine(config(model_dir, max_restarts=0)) as engine, pytest.raises(EngineError, match=found):
         engine.generate(prompts()[:2], GREEDY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +12,20 @@ from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
-from support import run_world
+from support import EVERY, run_world
 from torch import Tensor
 
+from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
 from weft.comm.transport import Transport
 from weft.engine.batch import SeqRows, build_batch
-from weft.engine.runner import ModelRunner
+from weft.engine.runner import ModelRunner, plan_model
 from weft.kv.spec import CacheGroup, rule
 from weft.models.layers import Builder, Layer
 from weft.models.load import load_model
 from weft.models.registry import load_config
+from weft.place.cost import PRESETS, Offer
+from weft.place.show import fold
 from weft.place.spec import Mesh
 
 PAGE, PAGES = 4, 24
@@ -199,3 +203,11 @@ def float8(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
         spread[..., r, c] = scales[..., r // block, c // block]
     stored = (weight / spread).to(torch.float8_e4m3fn)
     return stored, scales, stored.float() * spread
+
+
+def planned(preset: str, mesh: Mesh) -> Counter[str]:
+    """The collectives of a published shape by read, kind, group and operation, for eight tokens in each DP group."""
+    config = load_config(preset_dir(preset))
+    planner = plan_model(config, mesh, torch.bfloat16, [Offer("any", EVERY, EVERY, PRESETS["h200-nvlink"])])
+    moves = planner.plan((8,) * mesh.attn_dp).moves()
+    return Counter(f"{fold(read.site)} {edge.kind} {edge.group} {step.op}" for read, step, edge in moves)

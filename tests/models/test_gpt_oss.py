@@ -9,21 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import EVERY
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from models.layouts import MESHES, check, nearness, stored_shapes
+from models.layouts import MESHES, check, nearness, planned, stored_shapes
 from models.oss import GptOss, small_config, small_gpt_oss
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
-from weft.engine.runner import plan_model
 from weft.kv.spec import PagedKV, Window
 from weft.models.config import ModelError
 from weft.models.layers import Builder
 from weft.models.load import load_model
 from weft.models.registry import load_config, read_config
-from weft.place.cost import PRESETS, Offer
-from weft.place.show import fold
 from weft.place.spec import Mesh
 
 
@@ -114,10 +110,7 @@ PLANS = {
 
 @pytest.mark.parametrize("mesh", PLANS, ids=str)
 def test_plans(mesh: Mesh) -> None:
-    config = load_config(preset_dir("gpt-oss-20b"))
-    planner = plan_model(config, mesh, torch.bfloat16, [Offer("any", EVERY, EVERY, PRESETS["h200-nvlink"])])
-    moves = planner.plan((8,) * mesh.attn_dp).moves()
-    assert Counter(f"{fold(read.site)} {edge.kind} {edge.group} {step.op}" for read, step, edge in moves) == PLANS[mesh]
+    assert planned("gpt-oss-20b", mesh) == PLANS[mesh]
 
 
 @pytest.mark.parametrize(

@@ -9,20 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import EVERY
 
-from models.layouts import MESHES, check, check_float8, nearness, stored_shapes
+from models.layouts import MESHES, check, check_float8, nearness, planned, stored_shapes
 from models.qwen35 import Qwen35, small_config, small_qwen35
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
-from weft.engine.runner import plan_model
 from weft.kv.spec import PagedKV, Recurrent
 from weft.models.config import ModelError
 from weft.models.deltanet import delta_rule
 from weft.models.layers import Builder
 from weft.models.registry import load_config, read_config
-from weft.place.cost import PRESETS, Offer
-from weft.place.show import fold
 from weft.place.spec import LayoutError, Mesh
 
 
@@ -146,10 +142,7 @@ PLANS = {
 
 @pytest.mark.parametrize("mesh", PLANS, ids=str)
 def test_plans(mesh: Mesh) -> None:
-    config = load_config(preset_dir("qwen3.5-35b-a3b"))
-    planner = plan_model(config, mesh, torch.bfloat16, [Offer("any", EVERY, EVERY, PRESETS["h200-nvlink"])])
-    moves = planner.plan((8,) * mesh.attn_dp).moves()
-    assert Counter(f"{fold(read.site)} {edge.kind} {edge.group} {step.op}" for read, step, edge in moves) == PLANS[mesh]
+    assert planned("qwen3.5-35b-a3b", mesh) == PLANS[mesh]
 
 
 @pytest.mark.parametrize(

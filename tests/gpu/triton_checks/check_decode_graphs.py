@@ -17,6 +17,7 @@ from support import small_model
 from triton import knobs
 from triton.runtime import interpreter
 
+from engine.conftest import byte_model, byte_tokenizer, lose_last_tokens
 from engine.test_engine import GREEDY, config, prompts
 from weft.comm.rows import PaddedRows
 from weft.engine import runner, sampler
@@ -24,7 +25,7 @@ from weft.engine.config import EngineError
 from weft.engine.engine import Engine
 from weft.engine.graphs import DecodeGraphs
 from weft.engine.request import SamplingParams
-from weft.engine.rows import NO_TOKEN, DeviceRows
+from weft.engine.rows import DeviceRows
 from weft.engine.worker import Worker
 
 pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="stands in for graphs where there are none")
@@ -74,12 +75,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from engine.conftest import byte_tokenizer
-
-    directory = tmp_path_factory.mktemp("model")
-    small_model("qwen2_moe", 4, directory, seed=3, vocab_size=257, max_position_embeddings=256)
-    byte_tokenizer(directory)
-    return directory
+    return byte_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +103,6 @@ def check_answers_of_replayed_steps(
 
 def check_tokens_that_are_dealt_out(captured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode context parallelism: the table's pages stand for a page of either rank; attention makes them its own."""
-    from engine.conftest import byte_tokenizer
-
     small_model("deepseek_v2", 2, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=2)
     byte_tokenizer(tmp_path)
     turn, launch = threading.Lock(), interpreter.GridExecutor.__call__
@@ -129,14 +123,7 @@ def check_tokens_that_are_dealt_out(captured: list[int], tmp_path: Path, monkeyp
 
 
 def check_a_stale_last_token_is_seen(model: Path, captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Worker.step
-
-    def poisoned(worker: Worker, message: Any) -> Any:
-        if message.number == 4:
-            worker.table.last_token.fill_(NO_TOKEN)
-        return step(worker, message)
-
-    monkeypatch.setattr(Worker, "step", poisoned)
+    lose_last_tokens(monkeypatch)
     found = "was stepped without a last token"
     with Engine(config(model, max_restarts=0)) as engine, pytest.raises(EngineError, match=found):
         engine.generate(FEW[:2], PLAIN)

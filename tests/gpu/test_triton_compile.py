@@ -144,6 +144,7 @@ def draw(rows: int) -> None:
     row = empty(rows, dtype=FLOAT)
     whole, live = empty(rows, dtype=LONG), empty(1, dtype=INT)
     sample.sample(empty(rows, 151_936, dtype=FLOAT), row, whole, whole, live, min_p=row)
+    sample.sample(empty(rows, 75_967, dtype=FLOAT), row, whole, whole, live, first=75_969)  # a rank's share
 
 
 def ends(capacity: int) -> None:

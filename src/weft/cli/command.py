@@ -71,7 +71,7 @@ class Layout:
     num_layers: int | None = None
     """Only the model's first so many layers."""
     split_vocabulary: bool = False
-    """Whether embedding and head are split over --attn-tp too, on CPUs."""
+    """Whether embedding and head are split over --attn-tp too."""
     cuda_graphs: bool = True
     """Whether decode steps on GPUs are captured; models with windows or recurrent states need --no-cuda-graphs."""
     cpu_bind: str | None = None

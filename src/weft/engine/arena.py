@@ -63,9 +63,13 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     rows = sum(bucket((config.max_batch_tokens,) * config.attn_dp))
     merges = () if group is None else group.merge.merges
     merged = max((merge.bytes(bucket((config.max_running,))[0]) for merge in merges), default=0)
-    logits = 4 * config.attn_tp * -(-model.vocab_size // config.attn_tp) if config.split_vocabulary else 0  # of a row
-    value = max(rows * chain.width * chain.element_bytes, merged, logits)
+    value = max(rows * chain.width * chain.element_bytes, merged, gathered_logits(config, model))
     return ArenaNeed(blocks=4 + deltas + (4 if merged else 0), block_bytes=2 * value)
+
+
+def gathered_logits(config: EngineConfig, model: ModelConfig) -> int:
+    """Bytes of a row of logits that ranks gather, each of them a run as long as the longest; 0 where each has it."""
+    return 4 * config.attn_tp * -(-model.vocab_size // config.attn_tp) if model.split_vocabulary else 0
 
 
 def check_memory(config: EngineConfig, need: ArenaNeed, available: int) -> None:

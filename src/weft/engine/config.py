@@ -62,7 +62,7 @@ class EngineConfig:
     plugins: modules or .py files that add model families (`weft.models.registry`).
     load_format auto: the directory's safetensors; dummy: made-up weights (`weft.models.load.dummy_model`), of which the
     text means nothing, so the tokenizer is the embedded model's. num_layers: only the model's first so many layers.
-    split_vocabulary: embedding and head are split over attn_tp, on CPUs; of rows that take their best token, or draw by
+    split_vocabulary: embedding and head are split over attn_tp; of rows that take their best token, or draw by
     temperature alone, only each rank's best travels, of the others all logits.
     device: cuda (a GPU a rank), cpu, or auto: GPUs where there are as many as ranks. cuda_graphs: steps in which every
     sequence has one row replay a captured graph.

@@ -21,6 +21,7 @@ from weft.comm.rows import PaddedRows
 from weft.comm.transport import Transport
 from weft.engine.device import on_device
 from weft.engine.rows import DeviceRows
+from weft.engine.vocabulary import SplitVocabulary
 from weft.models.decoder import Decoder
 from weft.place.plan import Counts, Plan
 from weft.place.spec import Mesh, Rows
@@ -38,7 +39,7 @@ class DecodeGraphs:
 
     plan: of so many tokens in each DP group. transports: those of the plans; all must take live sizes, but for
     exchanges of one segment. rows: what graphs are captured for up to as many answers of. The model's caches must all
-    be of one group of pages.
+    be of one group of pages. vocabulary: where it is split; its exchanges are captured too.
     """
 
     def __init__(
@@ -51,9 +52,11 @@ class DecodeGraphs:
         caches: Caches,
         rows: DeviceRows,
         page_size: int,
+        vocabulary: SplitVocabulary | None = None,
     ):
         self._model, self._mesh, self._rank, self._plan = model, mesh, rank, plan
         self._transports, self._caches, self._page_size = transports, caches, page_size
+        self._vocabulary = vocabulary
         self._device, self._rows = model.embed.weight.device, rows
         most = len(rows.length)
         self.capacities = capacities(most)
@@ -93,8 +96,9 @@ class DecodeGraphs:
     def replay(self, answers: Sequence[int], counts: Counts) -> tuple[Tensor, Tensor]:
         """(float32 logits `[rows of this group, vocabulary]`, the tokens drawn from them int32 `[rows]`).
 
-        The next replay overwrites both. answers: rows of the table, of this group. counts: of all groups, the same on
-        every rank. The host waits for nothing. A row without a last token gives −1.
+        Logits are of this rank's share where the vocabulary is split. min_p is then left out of the draw, which would
+        take the whole. The next replay overwrites both. answers: rows of the table, of this group. counts: of all
+        groups, the same on every rank. The host waits for nothing. A row without a last token gives −1.
         """
         for transport in self._transports.values():
             transport.check()
@@ -127,6 +131,10 @@ class DecodeGraphs:
         logits: Tensor = self._model(stream, batch, self._caches)
         stream.finish()
         temperature, seed, min_p = (t.index_select(0, inputs.table) for t in (rows.temperature, rows.seed, rows.min_p))
-        _, tokens = sample(logits, temperature, seed, inputs.lengths, live, min_p=min_p)
+        if self._vocabulary is None:
+            _, tokens = sample(logits, temperature, seed, inputs.lengths, live, min_p=min_p)
+        else:
+            first = self._vocabulary.share.start
+            tokens = self._vocabulary.best(*sample(logits, temperature, seed, inputs.lengths, live, first=first))
         step_out(answers, live, tokens, self._zero, rows.last_token, rows.length, self._tokens)
         return logits

@@ -127,7 +127,8 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     # Graphs share one pool, as large as the largest needs; but each keeps its logits, twice: as they are and as floats.
-    logits = sum(capacities(config.max_running)) * model.vocab_size * (4 + runner.model.embed.weight.element_size())
+    kept = len(range(model.vocab_size)[runner.vocabulary.share]) if runner.vocabulary else model.vocab_size
+    logits = sum(capacities(config.max_running)) * kept * (4 + runner.model.embed.weight.element_size())
     del runner, batch
     gc.collect()
     torch.cuda.empty_cache()

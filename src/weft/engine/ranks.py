@@ -12,7 +12,7 @@ from weft.comm.reference import ReferenceWorld
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
-from weft.engine.arena import arena_need, available_bytes, check_memory
+from weft.engine.arena import arena_need, available_bytes, check_memory, gathered_logits
 from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, device_of, dtype_of, on_gpus
 from weft.place.cost import Costs, costs, host_table, read_tuning
@@ -71,8 +71,8 @@ def _open(name: str, config: EngineConfig, rank: int, directory: Path) -> Transp
     if name == "peer":
         _check_peer_access(mesh.world, rank)
         # Plans are made for counts rounded up to a power of two.
-        rows = sum(bucket((config.max_batch_tokens,) * mesh.attn_dp))
-        largest = rows * config.read_model().hidden_size * dtype_of(config).itemsize
+        rows, model = sum(bucket((config.max_batch_tokens,) * mesh.attn_dp)), config.read_model()
+        largest = max(rows * model.hidden_size * dtype_of(config).itemsize, gathered_logits(config, model))
         tuned = read_tuning(table, "peer_tuning", PeerTuning) if table else None
         device = device_of(config, rank)
         return PeerTransport(mesh, rank, directory / "peer", device, max_bytes=largest, tuning=tuned)

@@ -106,10 +106,14 @@ class RowTable:
         self.last_token.index_copy_(0, on_device(draws, torch.int64, self.device), tokens)
         return tokens
 
-    def draw_again(self, news: GroupRows, logits: Tensor, tokens: Tensor) -> None:
-        """Of tokens that a graph drew, draws those anew which ask for more than it does, in place."""
+    def draw_again(self, news: GroupRows, logits: Tensor, tokens: Tensor, split: bool = False) -> None:
+        """Of tokens that a graph drew, draws those anew which ask for more than it does, in place.
+
+        split: it drew from a split vocabulary, where min_p is more than it does.
+        """
         asked = dict(news.adjust)
-        again = [at for at, row in enumerate(news.answers) if row in asked or row in self.cut]
+        more = self.cut | {row for row in news.answers if split and self.rows[row].sampling.min_p > 0}
+        again = [at for at, row in enumerate(news.answers) if row in asked or row in more]
         if again:
             rows = [news.answers[at] for at in again]
             put = on_device([again, rows], torch.int64, self.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -134,9 +134,7 @@ class ModelRunner:
             for t in transports
         ]
         self.planner = plan_model(config, mesh, weight.dtype, offers, plan)
-        self.vocabulary: SplitVocabulary | None = None
-        if config.split_vocabulary and mesh.attn_tp > 1:
-            self.vocabulary = SplitVocabulary(config.vocab_size, mesh, rank, self.transports, offers)
+        self.vocabulary = self._split(self.transports, offers)
         deal = Interleave(mesh.dcp, interleave or page_size, page_size)
         dealt = context_group(mesh, rank, deal, self.transports, offers, dcp_exchange)
         self.rules, self._page_size = [group.rule for group in groups], deal.span
@@ -155,6 +153,13 @@ class ModelRunner:
         self._replays: Counter[Counts] = Counter()  # the same of graphs
         self._alone: dict[Counts, dict[StepKey, float]] = {}  # seconds of the exchanges of graphs with so much room
         self._walks = 0
+
+    def _split(self, transports: Mapping[str, Transport], offers: Sequence[Offer]) -> SplitVocabulary | None:
+        """This rank's end of a split vocabulary; None where it is whole."""
+        config = self.model.config
+        if not config.split_vocabulary or self.mesh.attn_tp == 1:
+            return None
+        return SplitVocabulary(config.vocab_size, self.mesh, self.rank, transports, offers)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, counts: Counts, whole: bool = True) -> Tensor:
@@ -210,6 +215,7 @@ class ModelRunner:
             self.caches,
             rows,
             self._page_size,
+            self._split(able, offers),
         )
         self._graph_planner = planner
         self._graphs.capture(progress)
@@ -229,11 +235,14 @@ class ModelRunner:
         """Whether a graph was captured for steps of so many answers in each DP group."""
         return self._graphs is not None and self._graphs.fits(counts)
 
-    def replay(self, answers: Sequence[int], counts: Counts) -> tuple[Tensor, Tensor]:
+    def replay(self, answers: Sequence[int], counts: Counts, whole: bool = True) -> tuple[Tensor, Tensor]:
         """Logits as `forward`, and the tokens drawn from them, by the graph: see `DecodeGraphs.replay`."""
         assert self._graphs is not None
         self._replays[counts] += 1
-        return self._graphs.replay(answers, counts)
+        logits, tokens = self._graphs.replay(answers, counts)
+        if whole and self.vocabulary is not None:
+            logits = self.vocabulary.whole(logits)
+        return logits, tokens
 
     def moves(self, counts: Counts, captured: bool) -> list[tuple[str, str, str, int]]:
         """The collectives of a step, in order: the read that each serves, its step, its group's name, and the bytes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,16 +39,13 @@ def sample(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], ad
 
 
 def sample_share(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], split: SplitVocabulary) -> Tensor:
-    """The same, int32 `[S]`, from this rank's share `[S, own]` of the vocabulary, on CPUs: by temperature alone.
+    """The same, int32 `[S]`, from this rank's share `[S, own]` of the vocabulary: by temperature alone.
 
     Of each rank's rows only the best token travels, with its score. Noise is the token's, whoever holds it.
     """
-    scores = logits.clone()
-    for row, (h, at) in enumerate(zip(how, positions, strict=True)):
-        if h.temperature > 0:
-            scores[row] = logits[row] / max(h.temperature, 1e-5) + _gumbel(h, at, split.size)[split.share]
-    token = scores.argmax(-1)
-    return split.best(scores.gather(-1, token[:, None])[:, 0], token + split.share.start).int()
+    if logits.is_cuda:
+        return split.best(*_best_on_gpu(logits, how, positions, split))
+    return split.best(*_best_of_share(logits, how, positions, split))
 
 
 def cuts(how: Sampling) -> bool:
@@ -87,16 +85,36 @@ def _draw(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int]) -> 
     return (scaled + noise).argmax(-1)
 
 
+def _best_of_share(
+    logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], split: SplitVocabulary
+) -> tuple[Tensor, Tensor]:
+    """(score, token) `[S]`: of each row the best of a share's tokens."""
+    scores = logits.clone()
+    for row, (h, at) in enumerate(zip(how, positions, strict=True)):
+        if h.temperature > 0:
+            scores[row] = logits[row] / max(h.temperature, 1e-5) + _gumbel(h, at, split.size)[split.share]
+    token = scores.argmax(-1)
+    return scores.gather(-1, token[:, None])[:, 0], token + split.share.start
+
+
 def _draw_on_gpu(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    if any(map(cuts, how)):
+        logits = _cut(logits, how, _column([h.temperature for h in how], logits).clamp(min=1e-5))
+    return _best_on_gpu(logits, how, positions)[1].long()
+
+
+def _best_on_gpu(
+    logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], split: SplitVocabulary | None = None
+) -> tuple[Tensor, Tensor]:
+    """(score, token) `[S]`, by the kernel that draws in CUDA graphs too. split: whose share the logits are of."""
     from weft.kernels.triton.sample import sample as draw  # a CPU need not have Triton
 
     device = logits.device
-    temperature, min_p = _column([h.temperature for h in how], logits), _column([h.min_p for h in how], logits)
-    if any(map(cuts, how)):
-        logits = _cut(logits, how, temperature.clamp(min=1e-5))
+    temperature, min_p = on_device([[h.temperature for h in how], [h.min_p for h in how]], torch.float32, device)
     seed, position = on_device([[h.seed for h in how], positions], torch.int64, device)
     live = torch.full((1,), len(how), dtype=torch.int32, device=device)
-    return draw(logits.contiguous(), temperature[:, 0], seed, position, live, min_p=min_p[:, 0])[1].long()
+    whole: dict[str, Any] = dict(min_p=min_p) if split is None else dict(first=split.share.start)
+    return draw(logits.contiguous(), temperature, seed, position, live, **whole)
 
 
 def _cut(logits: Tensor, how: Sequence[Sampling], temperature: Tensor) -> Tensor:

@@ -68,8 +68,6 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> None:
     layout, or the cost table lacks an edge that is needed.
     """
     check_packages(config)
-    if config.split_vocabulary and on_gpus(config):
-        raise LayoutError("a split vocabulary is for ranks on CPUs yet: leave --split-vocabulary out, or --device cpu")
     mesh, table = config.mesh, cost_model(config)
     offers = [offer_of(name, has, mesh, table.of(name, mesh.world), None) for name, has in carriers(config).items()]
     try:

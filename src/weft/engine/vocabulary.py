@@ -48,12 +48,15 @@ class SplitVocabulary:
         return torch.cat([part[:, :size] for part, size in zip(every, self._sizes, strict=True)], dim=-1)
 
     def best(self, score: Tensor, token: Tensor) -> Tensor:
-        """int64 `[S]`: of all ranks' tokens the one with the highest score, of equal ones the lowest.
+        """int32 `[S]`: of all ranks' tokens the one with the highest score, of equal ones the lowest.
 
-        token `[S]`, score `[S]`: this rank's best token of each row.
+        token `[S]`, score `[S]`: this rank's best token of each row. Nothing here depends on what they hold, so that it
+        may be captured in a CUDA graph.
         """
         ranks, rows = len(self._sizes), len(score)
-        pairs = torch.stack((score.float(), token.float()), dim=-1)
-        every = self._gather(pairs, (rows,) * ranks).view(ranks, rows, 2)
+        if not rows:
+            return token.int()
+        pairs = torch.stack((score.float(), token.float()), dim=-1).view(1, 2 * rows)  # one run of bytes to send
+        every = self._gather(pairs, (1,) * ranks).view(ranks, rows, 2)
         rank = every[..., 0].argmax(0, keepdim=True)  # the first of equal ones
-        return every[..., 1].gather(0, rank)[0].long()
+        return every[..., 1].gather(0, rank)[0].int()

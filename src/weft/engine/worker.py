@@ -114,12 +114,14 @@ class Worker:
         if self.device_rows:
             self.device_rows.apply(rows)
         captured = not any(g.chunks for g in step.groups) and self.runner.captured(counts)
+        split = self.runner.vocabulary is not None
+        whole = not split or self.table.needs_whole(rows)
         if captured:
-            sampled, tokens = self.runner.replay(rows.answers, counts)
+            sampled, tokens = self.runner.replay(rows.answers, counts, whole)
             self.table.advance(rows)
-            self.table.draw_again(rows, sampled, tokens)
+            if whole:
+                self.table.draw_again(rows, sampled, tokens, split)
         else:
-            whole = self.runner.vocabulary is None or self.table.needs_whole(rows)
             sampled = self.runner.forward(self.table.batch(rows), counts, whole)
             self.table.advance(rows)
             if self.device_rows:

@@ -26,6 +26,7 @@ from weft.engine.engine import Engine
 from weft.engine.graphs import DecodeGraphs
 from weft.engine.request import SamplingParams
 from weft.engine.rows import DeviceRows
+from weft.engine.vocabulary import SplitVocabulary
 from weft.engine.worker import Worker
 
 pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="stands in for graphs where there are none")
@@ -55,7 +56,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def capture(graphs: DecodeGraphs, progress: Any = None) -> None:
         for capacity in graphs.capacities:
             graphs._counts[capacity] = PaddedRows(graphs._mesh, graphs._rank, capacity, graphs._device)
-            logits = torch.full((capacity, graphs._model.config.vocab_size), float("nan"))
+            vocabulary = range(graphs._model.config.vocab_size)
+            own = vocabulary[graphs._vocabulary.share] if graphs._vocabulary else vocabulary
+            logits = torch.full((capacity, len(own)), float("nan"))
             graphs._graphs[capacity] = (Repeated(graphs, capacity, logits, seen), logits)
 
     make = Worker.__init__
@@ -68,6 +71,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(runner, "exchange_times", lambda *_: {})  # events and graphs of their own
     monkeypatch.setattr(sampler, "_draw", sampler._draw_on_gpu)
+    monkeypatch.setattr(sampler, "_best_of_share", sampler._best_on_gpu)
     monkeypatch.setattr(DecodeGraphs, "capture", capture)
     monkeypatch.setattr(Worker, "__init__", made)
     return seen
@@ -101,17 +105,23 @@ def check_answers_of_replayed_steps(
         engine.check_idle()
 
 
-def check_tokens_that_are_dealt_out(captured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode context parallelism: the table's pages stand for a page of either rank; attention makes them its own."""
-    small_model("deepseek_v2", 2, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=2)
-    byte_tokenizer(tmp_path)
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets ranks be threads, of which the interpreter takes one at a time."""
     turn, launch = threading.Lock(), interpreter.GridExecutor.__call__
 
     def one_at_a_time(*args: Any, **options: Any) -> None:
-        with turn:  # the ranks are threads, of which the interpreter takes one at a time
+        with turn:
             launch(*args, **options)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", one_at_a_time)
+
+
+@pytest.mark.usefixtures("ranks")
+def check_tokens_that_are_dealt_out(captured: list[int], tmp_path: Path) -> None:
+    """Decode context parallelism: the table's pages stand for a page of either rank; attention makes them its own."""
+    small_model("deepseek_v2", 2, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=2)
+    byte_tokenizer(tmp_path)
     with Engine(config(tmp_path, overlap=False)) as engine:
         expected = [r.token_ids for r in engine.generate(FEW, PLAIN)]
     captured.clear()
@@ -119,6 +129,29 @@ def check_tokens_that_are_dealt_out(captured: list[int], tmp_path: Path, monkeyp
         assert [r.token_ids for r in engine.generate(FEW, PLAIN)] == expected
         assert len(set(captured)) > 1, "of several capacities"
         assert engine.stats().failures == 0
+        engine.check_idle()
+
+
+@pytest.mark.usefixtures("ranks")
+def check_a_vocabulary_that_is_split(captured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are those of one rank: greedy and by temperature, for which no logits travel, and with all else asked."""
+    small_model("qwen3", 2, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=1)
+    byte_tokenizer(tmp_path)
+    warm = SamplingParams(max_tokens=4, temperature=1.5, seed=5, ignore_eos=True)
+    whole = [replace(warm, min_p=0.3), replace(warm, top_k=9, logprobs=1), replace(warm, repetition_penalty=1.5)]
+    plain = [PLAIN, warm]
+    with Engine(config(tmp_path)) as engine:
+        expected = [[r.token_ids for r in engine.generate(FEW[:2], params)] for params in plain]
+        expected += [[engine.generate(FEW[:1], params)[0].token_ids] for params in whole]
+    captured.clear()
+    with Engine(config(tmp_path, attn_tp=2, moe_tp=2, split_vocabulary=True)) as engine:
+        with monkeypatch.context() as patched:
+            patched.delattr(SplitVocabulary, "whole")
+            for params, wanted in zip(plain, expected, strict=False):
+                assert [r.token_ids for r in engine.generate(FEW[:2], params)] == wanted
+        for params, wanted in zip(whole, expected[2:], strict=True):
+            assert [engine.generate(FEW[:1], params)[0].token_ids] == wanted, params
+        assert captured and engine.stats().failures == 0
         engine.check_idle()
 
 

@@ -58,9 +58,9 @@ def _best_of_block(
     row = tl.program_id(0)
     if row >= tl.load(live):
         return
-    start = tl.program_id(1) * BLOCK
+    start = tl.program_id(1) * BLOCK - first % 4  # noise is made for four tokens at a time, from a multiple of four on
     i = start + tl.arange(0, BLOCK)
-    inside = i < vocabulary
+    inside = (i >= 0) & (i < vocabulary)
     x = tl.load(logits + row.to(tl.int64) * row_stride + i, mask=inside, other=float("-inf")).to(tl.float32)
     heat = tl.load(temperature + row)
     if heat > 0:
@@ -72,7 +72,7 @@ def _best_of_block(
                 top = tl.max(tl.load(tops + row * blocks + b, mask=b < blocks, other=float("-inf")), 0)
                 x = tl.where(x >= top / tl.maximum(heat, 1e-5) + tl.log(least), x, float("-inf"))
         x += _gumbel(tl.load(seed + row), tl.load(position + row), first + start, BLOCK)
-    best, token = _best(x, first + i)
+    best, token = _best(x, tl.where(inside, first + i, 2147483647))
     tl.store(part + row * blocks + tl.program_id(1), best)
     tl.store(part_token + row * blocks + tl.program_id(1), token)
 
@@ -110,15 +110,15 @@ def sample(
     position int32 or int64 `[rows]`: a number that a request never draws with twice. live: int32 `[1]`; rows from
     there on get (−inf, −1), and nothing of them is read. min_p: float32 `[rows]`; tokens less than min_p times as
     probable as the row's best are not drawn (arXiv 2407.01082); it needs the whole vocabulary.
-    first: the number of the first token, where the vocabulary is cut over ranks; a multiple of four.
+    first: the number of the first token, where the vocabulary is cut over ranks.
     Raises ValueError where these do not fit together.
     """
     rows, vocabulary = logits.shape
-    if first % 4 or (min_p is not None and first):
-        raise ValueError(f"first is {first}: it must be a multiple of 4, and 0 with min_p")
+    if min_p is not None and first:
+        raise ValueError(f"first is {first}: with min_p it must be 0")
     if logits.stride(1) != 1:
         raise ValueError("rows of logits must be contiguous")
-    blocks = triton.cdiv(vocabulary, BLOCK)
+    blocks = triton.cdiv(vocabulary + first % 4, BLOCK)
     part = temperature.new_empty(rows, blocks)
     part_token = live.new_empty(rows, blocks)
     value, token = temperature.new_empty(rows), live.new_empty(rows)

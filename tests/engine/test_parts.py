@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 
 from engine.conftest import byte_tokenizer
 from weft.engine.messages import (
@@ -108,6 +113,23 @@ def test_half_a_character_is_shown_at_the_end(tokenizer) -> None:
     stream = TextStream(tokenizer, [])
     assert [stream.push(t)[0] for t in tokenizer.encode("a漢")[:-1]] == ["a", "", ""]
     assert stream.flush() == "\ufffd"
+
+
+def test_bytes_that_are_no_text_do_not_end_a_stream() -> None:
+    """As Llama's and Gemma's tokenizers decode: a run of bytes that is not UTF-8 as a whole is all replaced, also what
+    of it was text before. What was handed out stays, and the text goes on."""
+    a, e2, x = 0x41, 0xE2, 256
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"x": x}
+    decoded = Tokenizer(BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    decoded.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    stream = TextStream(SimpleNamespace(backend_tokenizer=decoded), ["xx"])
+    assert [stream.push(token)[0] for token in (a, e2, x, a, a)] == ["A", "", "\ufffd", "xA", "A"]
+    assert [stream.push(token) for token in (x, x)] == [("", None), ("", "xx")]
+    draw = random.Random(0)
+    for _ in range(100):
+        stream, tokens = TextStream(SimpleNamespace(backend_tokenizer=decoded), []), draw.choices((a, e2, 0x82, x), k=9)
+        out = "".join(stream.push(token)[0] for token in tokens) + stream.flush()
+        assert out.replace("\ufffd", "").count("x") == tokens.count(x)
 
 
 def test_messages_survive_the_wire() -> None:

@@ -20,16 +20,13 @@ class TextStream:
         self._tokenizer, self._stop, self._keep_stop = tokenizer, tuple(stop), keep_stop
         self._skip = not keep_special
         self._decoder = DecodeStream(skip_special_tokens=self._skip)
-        self._ids: list[int] = []
+        self._ids: list[int] = []  # that the decoder was given, and how much of their text it gave back
         self._decoded = 0
         self._held = ""
 
     def push(self, token: int, check_stop: bool = True) -> tuple[str, str | None]:
         """(newly final text, the stop string that ended it or None)."""
-        self._ids.append(token)
-        piece = self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
-        self._decoded += len(piece)
-        self._held += piece
+        self._held += self._decode(token)
         if not check_stop:
             return self._release(len(self._held)), None
         found = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
@@ -41,9 +38,28 @@ class TextStream:
 
     def flush(self) -> str:
         """What is left when the answer ends without a stop string, half a character included."""
+        return self._release(len(self._held)) + self._undecoded()
+
+    def _decode(self, token: int) -> str:
+        """The text that a token makes final."""
+        before = ""
+        try:
+            piece = self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
+        except Exception:
+            # Tokenizers that fall back to bytes write a run of bytes anew where a later one makes it invalid. The stream
+            # gives up where text that it has handed out would change; that text stays, and a new stream goes on.
+            before, self._ids, self._decoded = self._undecoded(), [], 0
+            self._decoder = DecodeStream(skip_special_tokens=self._skip)
+            piece = self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
+        self._ids.append(token)
+        self._decoded += len(piece)
+        return before + piece
+
+    def _undecoded(self) -> str:
+        """What the stream holds back of its tokens: an incomplete character, or bytes that are none."""
         # As the stream decodes: transformers' own decode may also tidy spaces, and lengths would not agree.
         whole: str = self._tokenizer.backend_tokenizer.decode(self._ids, skip_special_tokens=self._skip)
-        return self._release(len(self._held)) + whole[self._decoded :]
+        return whole[self._decoded :]
 
     def _release(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]

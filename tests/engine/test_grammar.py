@@ -84,6 +84,12 @@ def test_allowed_tokens_narrow_a_grammar() -> None:
         prepare([5], SamplingParams(allowed_token_ids=(2,), min_tokens=2), print, 0, 400, LANGUAGE)
 
 
+def test_an_answer_that_its_grammar_and_its_tokens_leave_nothing_for_ends_with_an_error() -> None:
+    [other] = LANGUAGE.tokenizer.encode("b", add_special_tokens=False)
+    params = SamplingParams(max_tokens=9, grammar=grammar("regex", "[0-9]{4}"), allowed_token_ids=(other,))
+    assert answer(params, 3)[1] == "error"
+
+
 def test_what_the_model_directory_says_of_answers(tmp_path: Path) -> None:
     for file in embedded_model_dir().iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

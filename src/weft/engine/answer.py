@@ -64,8 +64,11 @@ class Answer:
         text, stop = self.text.push(drawn.token_id, check_stop=enough)
         if stop is not None:
             return self._output(text, drawn, "stop", stop)
-        if sequence.grammar and sequence.grammar.accept(drawn.token_id):
-            return self._output(text + self.text.flush(), drawn, "stop")
+        try:
+            if sequence.grammar and sequence.grammar.accept(drawn.token_id):
+                return self._output(text + self.text.flush(), drawn, "stop")
+        except ValueError as error:
+            return self._output(text, drawn, "error", error=str(error))
         if sequence.drawn >= sequence.max_tokens:
             return self._output(text + self.text.flush(), drawn, "length")
         return self._output(text, drawn)

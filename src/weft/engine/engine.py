@@ -72,7 +72,7 @@ class Engine:
         self._answers: dict[int, Answer] = {}
         self._deadlines: list[tuple[float, int]] = []  # a heap; entries of requests that have ended stay until due
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = self._timeouts = 0
-        self._untold: list[tuple[Answer, Callable[[], Output]]] = []
+        self._untold: deque[tuple[Answer, Callable[[], Output]]] = deque()
         self._queue_seconds = 0.0
         self._closing, self._ended = threading.Event(), threading.Event()
         self._draining = self._stopping = False
@@ -134,8 +134,8 @@ class Engine:
         self._intake.put(lambda: self._abort(request))
 
     def generate(self, prompts: Seq[Seq[int]], params: SamplingParams) -> list[GenerationResult]:
-        """Answers prompts, however many, and waits for all. Raises as `submit`, and EngineError where the engine fails
-        meanwhile."""
+        """Answers prompts, however many, and waits for all. Raises as `submit`, and EngineError where one ends with
+        "error"."""
 
         def submit(prompt: Seq[int], listen: OnOutput) -> None:
             while True:
@@ -146,8 +146,8 @@ class Engine:
                     self._intake.wait_for_room(IDLE_CHECK_S)
 
         results = gather(prompts, submit)
-        if any(result.finish_reason == "error" for result in results):
-            raise EngineError(self.error or "the engine failed")
+        if failed := next((result for result in results if result.finish_reason == "error"), None):
+            raise EngineError(failed.error or "the engine failed")
         return results
 
     def stats(self) -> EngineStats:
@@ -376,8 +376,8 @@ class Engine:
 
     def _tell(self) -> None:
         """Gives listeners what came of the last step: mostly while the ranks run the next."""
-        untold, self._untold = self._untold, []
-        for answer, increment in untold:
+        while self._untold:
+            answer, increment = self._untold.popleft()
             self._emit(answer, increment())
 
     def _end(self, answer: Answer, reason: FinishReason, error: str | None = None) -> None:

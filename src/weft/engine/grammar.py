@@ -34,8 +34,14 @@ class Grammar:
         return bytes(a & b for a, b in zip(mask, allowed, strict=False)) if allowed else mask
 
     def accept(self, token: int) -> bool:
-        """Takes the next token; True where the text is whole and nothing can follow."""
-        self._matcher.consume_token(token)
+        """Takes the next token; True where the text is whole and nothing can follow.
+
+        Raises ValueError where the grammar does not allow the token, as none is drawn unless no other may come at all;
+        or where the grammar has grown beyond llguidance's limits.
+        """
+        if not self._matcher.consume_token(token):
+            why = (self._matcher.get_error() or "no token may come").splitlines()[0]
+            raise ValueError(f"the answer cannot go on in its grammar: {why}")
         return self._matcher.is_stopped()
 
 

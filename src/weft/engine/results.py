@@ -38,13 +38,14 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A whole answer."""
+    """A whole answer. error: why it ended before its time, if it did (`weft.engine.request.Output`)."""
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason
     cached_tokens: int
+    error: str | None
 
 
 def gather(
@@ -79,6 +80,7 @@ def whole(outputs: Sequence[Output]) -> GenerationResult:
         tuple(p for o in outputs for p in o.logprobs),
         reason,
         outputs[-1].cached_tokens,
+        outputs[-1].error,
     )
 
 

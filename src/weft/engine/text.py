@@ -46,8 +46,8 @@ class TextStream:
         try:
             piece = self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
         except Exception:
-            # Tokenizers that fall back to bytes write a run of bytes anew where a later one makes it invalid. The stream
-            # gives up where text that it has handed out would change; that text stays, and a new stream goes on.
+            # Tokenizers that fall back to bytes write a run of bytes anew where a later one makes it invalid. The
+            # stream gives up where text that it has handed out would change; that text stays, and a new stream goes on.
             before, self._ids, self._decoded = self._undecoded(), [], 0
             self._decoder = DecodeStream(skip_special_tokens=self._skip)
             piece = self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""

@@ -20,8 +20,10 @@ from weft.models.registry import load_config
 from weft.place.spec import Mesh, layouts
 
 PAGE, PAGES = 4, 24
-# Rows that each of two sequences has in a step, by DP group: a chunk of its prompt, or a token to decode.
-STEPS: dict[str, Callable[[int], tuple[int, int]]] = {
+config_of = lru_cache(load_config)
+Steps = dict[str, Callable[[int], tuple[int, int]]]
+"""Rows that each of two sequences has in a step, by DP group: a chunk of its prompt, or a token to decode."""
+STEPS: Steps = {
     "equal": lambda group: (3, 1),
     "ragged": lambda group: (1 + 3 * group % 5, group % 2),
     "empty groups": lambda group: (0, 0) if group % 2 else (2, 2),
@@ -46,23 +48,28 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-def texts_of(mesh: Mesh) -> Texts:
+def texts_of(mesh: Mesh, steps: Steps = STEPS) -> Texts:
     """The same on every mesh for a group of the same number."""
     generator = torch.Generator().manual_seed(5)
-    lengths = [[sum(rows) for rows in zip(*(s(g) for s in STEPS.values()), strict=True)] for g in range(mesh.attn_dp)]
+    lengths = [[sum(rows) for rows in zip(*(s(g) for s in steps.values()), strict=True)] for g in range(mesh.attn_dp)]
     return [[torch.randint(1, 61, (n,), generator=generator).tolist() for n in group] for group in lengths]
 
 
-def drive(transport: Transport, directory: Path, mesh: Mesh, texts: Texts) -> dict[tuple[int, int], torch.Tensor]:
-    """Runs the steps. Gives {(sequence, position): logits} of the last row of each sequence in each step."""
+def drive(
+    transport: Transport, directory: Path, mesh: Mesh, texts: Texts, steps: Steps = STEPS, **options: Any
+) -> dict[tuple[int, int], torch.Tensor]:
+    """Runs the steps. Gives {(sequence, position): logits} of the last row of each sequence in each step.
+
+    options: of `ModelRunner`.
+    """
     torch.set_num_threads(1)
-    model = load_model(directory, load_config(directory), mesh, transport.rank)
-    runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(Rule(), PAGES)], PAGE)
+    model = load_model(directory, config_of(directory), mesh, transport.rank)
+    runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(Rule(), PAGES)], PAGE, **options)
     for _, backend in runner.caches.paged:  # a read of a slot that nothing wrote must show
         backend.cache.keys.fill_(float("nan"))
         backend.cache.values.fill_(float("nan"))
     group, seen, cached, span = mesh.group_of(transport.rank), {}, [0, 0], PAGE * mesh.dcp
-    for rows_of in STEPS.values():
+    for rows_of in steps.values():
         tokens, seqs, ends = [], [], []
         for i, rows in enumerate(rows_of(group)):
             if rows:

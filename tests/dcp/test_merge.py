@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -192,13 +193,17 @@ def test_the_quickest_way_is_planned() -> None:
     assert plan_merge(merge, 4, 2, [quick]).bytes == 2 * 64 * (128 * 2 + 4) * 3 // 4
 
 
-def test_what_has_no_room_or_no_way_is_refused() -> None:
-    merge, needed = Merge(64, 128, 2), 64 * (128 * 2 + 4) * 8
-    small, other = offered("small", ALL, 1.0, 10.0, needed - 1), offered("other", frozenset({"all_to_allv"}), 9.0, 1.0)
-    assert plan_merge(merge, 2, 7, [small, other]).transport == "small"
-    assert plan_merge(merge, 2, 8, [small, other]).transport == "other"
-    with pytest.raises(LayoutError, match=rf"by fused for 8 .*\({needed} bytes; small has max_bytes=.*a2a on other"):
-        plan_merge(merge, 2, 8, [small, other], "fused")
+def test_what_has_no_room_goes_in_several_calls_and_what_has_no_way_is_refused() -> None:
+    merge = Merge(64, 128, 2)
+    room = merge.room(8, 2)
+    small, other = offered("small", ALL, 1.0, 10.0, room - 1), offered("other", frozenset({"all_to_allv"}), 9.0, 1.0)
+    whole = plan_merge(merge, 2, 8, [offered("large", ALL, 1.0, 10.0, room)], "fused")
+    parts = plan_merge(merge, 2, 8, [small, other], "fused")
+    assert (whole.tokens, parts.tokens, parts.bytes) == (8, 7, whole.bytes)
+    assert parts.us > whole.us and parts.us == pytest.approx(2 * plan_merge(merge, 2, 7, [small], "fused").us)
+    none = replace(small, max_bytes=merge.room(1, 2) - 1)
+    with pytest.raises(LayoutError, match=r"by fused for 8 .*a token takes 16704 bytes; small has max_.*a2a on other"):
+        plan_merge(merge, 2, 8, [none, other], "fused")
     with pytest.raises(LayoutError, match="there are auto, ag_rs, a2a, fused"):
         plan_merge(merge, 2, 8, [small], "quickest")
 

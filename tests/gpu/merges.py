@@ -12,8 +12,10 @@ from torch import Tensor
 
 from dcp.shards import Shards, check, own, shards_of
 from weft.comm.peer import PeerTransport
-from weft.comm.transport import CommError
-from weft.dcp.merge import a2a, ag_rs
+from weft.comm.transport import CommError, offer_of
+from weft.dcp.merge import Merger, a2a, ag_rs
+from weft.place.cost import PRESETS
+from weft.place.merge import Merge
 from weft.place.spec import Mesh
 
 BF16 = torch.bfloat16
@@ -21,10 +23,11 @@ Step = Callable[[], object]
 
 
 def shapes(ranks: int, large: bool) -> list[tuple[int, int, torch.dtype]]:
-    """Heads of a rank, dim, dtype: rows of a part of a team, of a team, of several, of pieces that are not full."""
+    """Heads of a rank, dim, dtype: rows of a part of a team, of a team, of several, of pieces that are not full, and of
+    what is not whole units."""
     half, single = torch.float16, torch.float32
     few = [(1, 8, BF16), (2, 64, BF16), (1, 128, half), (1, 192, BF16), (1, 20, single), (2, 512, BF16)]
-    few.append((1, 576, single))
+    few += [(1, 576, single), (2, 5, BF16)]
     return [*few, (128 // ranks, 512, BF16), (64 // ranks, 128, BF16)] if large else few
 
 
@@ -104,6 +107,31 @@ def merge_live_rows(
         assert (results[2] == n).all()
 
 
+def merge_in_pieces(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
+    """More tokens than a call takes go in several, by every way and with live tokens that end in any of them."""
+    group = mesh.peers("dcp", transport.rank)
+    n, me, tokens = len(group), group.index(transport.rank), 7
+    offer = offer_of(transport.name, transport.offers, mesh, PRESETS["h200-nvlink"], transport.max_bytes)
+    for dim, dtype in ((16, BF16), (5, torch.float32), (7, BF16)):  # with what is padded counted, lse the larger part
+        shards = shards_of([9, 1, 30, 0, 4, 17, n], n, 2 * n, dim, dtype, seed=dim, run=2)
+        out, lse = given(shards, me, device)
+        wanted = own(shards.out, n, me), own(shards.lse, n, me)
+        for way in ("ag_rs", "a2a", "fused"):
+            merge = Merger(mesh, transport.rank, {transport.name: transport}, [offer], way)
+            assert 1 <= merge.plan(Merge(2 * n, dim, dtype.itemsize), tokens).tokens < tokens, "one call takes all"
+            got = merge(out, lse)
+            check((got[0].cpu(), got[1].cpu()), wanted, f"{way} of heads of {dim}")
+            for count in range(tokens + 1) if way == "fused" else ():
+                live = torch.full((1,), count, dtype=torch.int32, device=device)
+                behind = out.clone(), lse.clone()
+                for x in behind:
+                    x[count:] = math.nan
+                some = merge(*behind, live)
+                assert all(torch.equal(a[:count], b[:count]) for a, b in zip(got, some, strict=True)), count
+    transport._synchronize()
+    transport.check()
+
+
 def refuse_merges(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
     group = mesh.peers("dcp", transport.rank)
     n = len(group)
@@ -111,8 +139,6 @@ def refuse_merges(transport: PeerTransport, mesh: Mesh, device: torch.device) ->
     def ones(tokens: int, heads: int, dim: int, **options: torch.dtype) -> tuple[Tensor, Tensor]:
         return torch.ones(tokens, heads, dim, device=device, **options), torch.zeros(tokens, heads, device=device)
 
-    with pytest.raises(CommError, match="heads and strides of whole units of 16 bytes"):
-        transport.merge_scatterv(*ones(1, n, 5), group)
     with pytest.raises(CommError, match="max_bytes="):
         transport.merge_scatterv(*ones(4096, n, 512), group)
     with pytest.raises(CommError, match=r"not torch\.float64"):

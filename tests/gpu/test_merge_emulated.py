@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from gpu.emulation import run_emulated
-from gpu.merges import Step, merge_everything, merge_live_rows, refuse_merges
+from gpu.merges import Step, merge_everything, merge_in_pieces, merge_live_rows, refuse_merges
 from gpu.test_emulated import one_thread
 from weft.comm.peer import PeerTransport
 from weft.comm.peer_launch import PeerTuning
@@ -31,6 +31,11 @@ def same(transport: PeerTransport, step: Step) -> Step:
 @pytest.mark.parametrize("mesh", MESHES[:3], ids=str)
 def test_live_rows_change_from_call_to_call(mesh: Mesh) -> None:
     run_emulated(mesh, partial(merge_live_rows, turns=12, again=same), replace(FEW, merge_blocks=2), max_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("mesh, max_bytes", [(MESHES[0], 600), (MESHES[1], 800), (MESHES[3], 3000)], ids=str)
+def test_what_a_call_has_no_room_for_goes_in_several(mesh: Mesh, max_bytes: int) -> None:
+    run_emulated(mesh, merge_in_pieces, FEW, max_bytes=max_bytes)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu.merges import merge_everything, merge_live_rows, refuse_merges
+from gpu.merges import merge_everything, merge_in_pieces, merge_live_rows, refuse_merges
 from gpu.test_peer import GPUS, captured, run_gpus
 from weft.place.spec import Mesh
 
@@ -23,6 +23,10 @@ def test_every_shape(mesh: Mesh, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_graph_serves_every_number_of_live_rows(mesh: Mesh, tmp_path: Path) -> None:
     run_gpus(mesh, tmp_path, partial(merge_live_rows, turns=500, again=captured))
+
+
+def test_what_a_call_has_no_room_for_goes_in_several(tmp_path: Path) -> None:
+    run_gpus(MESHES[0], tmp_path, merge_in_pieces, max_bytes=600)
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,11 @@ def test_exchanges_and_reads_are_weighed() -> None:
 def test_a_transport_without_room_is_left_out() -> None:
     dealt = Dealt(2, {50: 1}, {}, 600, 0)
     small = Offer("small", KINDS, frozenset(), COST, max_bytes=99)
-    with pytest.raises(LayoutError, match="no transport gathers queries of 50 bytes over 2 ranks"):
+    with pytest.raises(LayoutError, match="nothing gathers rows of 50 bytes over 2 ranks here"):
         dealt.exchange_us(1, [small])
     assert dealt.exchange_us(1, [small, OFFER]) == pytest.approx(10.15)
+    some = replace(small, max_bytes=2 * 64 * 3)  # rows travel in units of 16 bytes
+    assert dealt.exchange_us(4, [some]) == pytest.approx(2 * (10 + 3 * 0.05) + 4 * 0.1)
 
 
 def test_the_plan_says_it(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from weft.comm.peer_launch import (
     MAX_NORMED_BYTES,
@@ -295,12 +296,17 @@ class PeerTransport(NamedCalls):
     def merge_scatterv(
         self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As the protocol says. Heads must be whole units of 16 bytes. Rows behind the live ones are left alone."""
+        """As the protocol says. Rows behind the live ones are left alone. The kernel takes heads of whole units of 16
+        bytes: others are copied to such, there and back.
+        """
         self.check()
         check_merge(self, out, lse, group)
         if out.dtype not in DTYPES:
             raise CommError(f"peer takes {', '.join(map(str, DTYPES))}, not {out.dtype}")
         size, (tokens, heads, dim) = out.element_size(), out.shape
+        if lacks := -dim % (UNIT_BYTES // size):
+            own_units, total = self.merge_scatterv(pad(out, (0, lacks)), lse, group, live)
+            return own_units[..., :dim].contiguous(), total
         if self.max_bytes is not None and out.numel() * size > self.max_bytes:
             raise CommError(
                 f"rank {self.rank}: peer has max_bytes={self.max_bytes}; this call takes {out.numel() * size}"

@@ -14,7 +14,8 @@ from weft.dcp.interleave import Interleave
 from weft.dcp.merge import Merger, Merging, TraceMerger
 from weft.place import exchange
 from weft.place.cost import Offer
-from weft.place.spec import LayoutError, Mesh
+from weft.place.merge import plan_gather
+from weft.place.spec import Mesh
 
 
 class Gathering(Protocol):
@@ -33,14 +34,14 @@ class Gatherer:
 
     def __init__(self, group: Ranks, transports: Mapping[str, Transport], offers: Sequence[Offer]):
         self._group, self._transports = group, transports
-        self._offers = [offer for offer in offers if "all_gatherv" in offer.kinds]
+        self._offers = offers
 
     def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """As `Gathering` says. Raises CommError, and LayoutError where no transport takes even a row of each rank."""
         if not sum(sizes):
             return x
-        offer, rows = self._choose(sizes, x.shape[1] * x.element_size())
-        transport, kind = self._transports[offer.transport], exchange.all_gatherv(len(self._group))
+        plan = plan_gather(x.shape[1] * x.element_size(), len(sizes), max(sizes), self._offers)
+        transport, kind, rows = self._transports[plan.transport], exchange.all_gatherv(len(self._group)), plan.rows
         if rows >= max(sizes):
             return transport.exchange(x, kind, self._group, sizes)
         out = x.new_empty(sum(sizes), x.shape[1])
@@ -51,26 +52,6 @@ class Gatherer:
             for run, rank_rows in zip(came.split(list(part)), into, strict=True):
                 rank_rows[begin : begin + len(run)] = run
         return out
-
-    def _choose(self, sizes: tuple[int, ...], row_bytes: int) -> tuple[Offer, int]:
-        """The quickest offer, and how many rows of each rank it takes in a call. The same on every rank."""
-        found: list[tuple[float, Offer, int]] = []
-        ranks = len(sizes)
-        for offer in self._offers:
-            rows = max(sizes) if offer.max_bytes is None else min(max(sizes), offer.max_bytes // (ranks * row_bytes))
-            if rows:
-                try:
-                    one = offer.cost.collective_us("all_gatherv", ranks, rows * (ranks - 1) * row_bytes)
-                except LayoutError:  # not measured
-                    continue
-                found.append((one * -(-max(sizes) // rows), offer, rows))
-        if not found:
-            raise LayoutError(
-                f"nothing gathers rows of {row_bytes} bytes over {ranks} ranks here: no transport has room for one of "
-                "each rank, or weft tune measured none"
-            )
-        _, offer, rows = min(found, key=lambda each: each[0])
-        return offer, rows
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,16 @@ class Merger:
         if not tokens:
             return own_heads(out, self._group), own_heads(lse, self._group)
         plan = self.plan(Merge(heads, dim, out.element_size()), tokens)
+        if tokens <= plan.tokens:
+            return self._call(plan, out, lse, live)
+        own, total = own_heads(out, self._group), own_heads(lse, self._group)
+        for begin in range(0, tokens, plan.tokens):
+            at = slice(begin, begin + plan.tokens)
+            here = None if live is None else (live - begin).clamp(0, plan.tokens)
+            own[at], total[at] = self._call(plan, out[at], lse[at], here)
+        return own, total
+
+    def _call(self, plan: MergePlan, out: Tensor, lse: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
         transport = self._transports[plan.transport]
         if plan.way == "fused":
             return transport.merge_scatterv(out, lse, self._group, live)

@@ -62,7 +62,7 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     deltas = max(ledger.most, *(len(read.deltas) for read in chain.reads))
     rows = sum(bucket((config.max_batch_tokens,) * config.attn_dp))
     merges = () if group is None else group.merge.merges
-    merged = max((merge.bytes(bucket((config.max_running,))[0]) for merge in merges), default=0)
+    merged = max((merge.room(bucket((config.max_running,))[0], config.dcp) for merge in merges), default=0)
     value = max(rows * chain.width * chain.element_bytes, merged, gathered_logits(config, model))
     return ArenaNeed(blocks=4 + deltas + (4 if merged else 0), block_bytes=2 * value)
 

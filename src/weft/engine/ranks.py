@@ -15,6 +15,7 @@ from weft.comm.transport import Transport
 from weft.engine.arena import arena_need, available_bytes, check_memory, gathered_logits
 from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, device_of, dtype_of, on_gpus
+from weft.engine.runner import dealt_of
 from weft.place.cost import Costs, costs, host_table, read_tuning
 from weft.place.plan import bucket
 from weft.place.spec import LayoutError
@@ -71,8 +72,12 @@ def _open(name: str, config: EngineConfig, rank: int, directory: Path) -> Transp
     if name == "peer":
         _check_peer_access(mesh.world, rank)
         # Plans are made for counts rounded up to a power of two.
-        rows, model = sum(bucket((config.max_batch_tokens,) * mesh.attn_dp)), config.read_model()
-        largest = max(rows * model.hidden_size * dtype_of(config).itemsize, gathered_logits(config, model))
+        model, dtype = config.read_model(), dtype_of(config)
+        rows = sum(bucket((config.max_batch_tokens,) * mesh.attn_dp))
+        largest = max(rows * model.hidden_size * dtype.itemsize, gathered_logits(config, model))
+        if (dealt := dealt_of(model, mesh, dtype)) is not None:  # a step's answers are merged in one call
+            answers = bucket((min(config.max_running, config.max_batch_tokens),))[0]
+            largest = max(largest, *(merge.room(answers, mesh.dcp) for merge in dealt.merges))
         tuned = read_tuning(table, "peer_tuning", PeerTuning) if table else None
         device = device_of(config, rank)
         return PeerTransport(mesh, rank, directory / "peer", device, max_bytes=largest, tuning=tuned)

@@ -12,7 +12,7 @@ from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, dtype_of, on_gpus
 from weft.engine.ranks import cost_model
-from weft.engine.runner import plan_model
+from weft.engine.runner import dealt_of, plan_model
 from weft.models.config import ModelConfig, ModelError
 from weft.place.spec import LayoutError, PlacementError
 
@@ -76,6 +76,8 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> None:
         raise
     except Exception as error:  # sizes that torch has no tensor for
         raise ModelError(f"no model can be built from {config.model / 'config.json'}: {_line(error)}") from error
+    if (dealt := dealt_of(model, mesh, dtype_of(config))) is not None:
+        dealt.exchange_us(1, offers, config.dcp_exchange)
     rows = 1
     while True:
         counts = (min(rows, config.max_batch_tokens),) * mesh.attn_dp

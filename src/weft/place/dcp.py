@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from weft.place.cost import Offer
-from weft.place.merge import Merge, MergePlan, plan_merge
+from weft.place.merge import Merge, MergePlan, plan_gather, plan_merge
 from weft.place.show import columns, size_text
-from weft.place.spec import LayoutError
 
 KEYS_SHARE, LATENT_SHARE = 0.6, 0.3
 """Of the memory's bandwidth, what decode attention reaches that reads keys and values, and latent vectors (one H200:
@@ -39,8 +38,11 @@ class Dealt:
     latent_bytes: int
 
     def exchange_us(self, batch: int, offers: Sequence[Offer], way: str = "auto") -> float:
-        """What gathering queries and merging outputs of so many sequences takes. Raises LayoutError as `plan_merge`."""
-        gathers = sum(count * self._gather_us(size * batch, offers) for size, count in self.queries.items())
+        """What gathering queries and merging outputs of so many sequences takes.
+
+        Raises LayoutError as `plan_gather` and `plan_merge`.
+        """
+        gathers = sum(count * self._gather_us(size, batch, offers) for size, count in self.queries.items())
         return gathers + sum(count * plan.us for count, _, plan in self.merge_plans(batch, offers, way))
 
     def saved_us(self, offers: Sequence[Offer]) -> float:
@@ -59,17 +61,9 @@ class Dealt:
         planned = [(merge, plan_merge(merge, self.ranks, batch, offers, way)) for merge in self.merges]
         return [(self.merges[merge], merge, plan) for merge, plan in planned]
 
-    def _gather_us(self, size: int, offers: Sequence[Offer]) -> float:
-        found = []
-        for offer in offers:
-            if "all_gatherv" in offer.kinds and (offer.max_bytes or math.inf) >= size * self.ranks:
-                try:
-                    found.append(offer.cost.collective_us("all_gatherv", self.ranks, size * (self.ranks - 1)))
-                except LayoutError:  # not measured
-                    continue
-        if not found:
-            raise LayoutError(f"no transport gathers queries of {size} bytes over {self.ranks} ranks here")
-        return min(found) + offers[0].cost.local_us(2 * size * self.ranks)
+    def _gather_us(self, row_bytes: int, rows: int, offers: Sequence[Offer]) -> float:
+        gathered = 2 * row_bytes * rows * self.ranks  # read, and written head by head
+        return plan_gather(row_bytes, self.ranks, rows, offers).us + offers[0].cost.local_us(gathered)
 
 
 def dcp_dict(dealt: Dealt, batch: int, offers: Sequence[Offer]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The ways to merge attention over shards of the keys, and what each costs.
+"""The ways to merge attention over shards of the keys, and to gather what it takes, and what each costs.
 
 Under decode context parallelism every rank of a dcp group attends with all of the group's heads over its own tokens,
 and leaves (output, log-sum-exp): a value that owes a softmax merge over dcp. It is settled inside the attention layer,
@@ -25,7 +25,7 @@ from weft.place.exchange import Exchange
 from weft.place.spec import LayoutError
 
 Way = Literal["ag_rs", "a2a", "fused"]
-LSE_BYTES = 4
+LSE_BYTES, UNIT_BYTES = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,36 @@ class Merge:
     element_bytes: int
 
     def bytes(self, tokens: int) -> int:
-        """What a rank's outputs and their lse take: of any way, a call's largest tensor takes no more."""
+        """What a rank's outputs and their lse take."""
         return tokens * self.heads * (self.dim * self.element_bytes + LSE_BYTES)
+
+    def room(self, tokens: int, ranks: int) -> int:
+        """No tensor of any way's calls takes more bytes: with every rank's lse, and padded to units of 16 bytes."""
+        return tokens * self._token_room(ranks) + 2 * UNIT_BYTES * ranks
+
+    def most_tokens(self, max_bytes: int | None, ranks: int) -> int | float:
+        """How many tokens go in a call of tensors of up to so many bytes; None: any."""
+        if max_bytes is None:
+            return math.inf
+        return max(0, max_bytes - self.room(0, ranks)) // self._token_room(ranks)
+
+    def _token_room(self, ranks: int) -> int:
+        head = -(-self.dim * self.element_bytes // UNIT_BYTES) * UNIT_BYTES
+        return self.heads * (max(head, ranks * LSE_BYTES) + LSE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class MergePlan:
-    """A way, who carries its collectives out, predicted time, and bytes that a rank receives."""
+    """A way, who carries its collectives out, predicted time, and bytes that a rank receives.
+
+    tokens: that a call takes at most; more go in several.
+    """
 
     way: Way
     transport: str
     us: float
     bytes: int
+    tokens: int
 
 
 def merge_exchanges(ranks: int) -> set[Exchange]:
@@ -58,34 +76,41 @@ def merge_exchanges(ranks: int) -> set[Exchange]:
 
 
 def merge_plans(merge: Merge, ranks: int, tokens: int, offers: Sequence[Offer]) -> list[MergePlan]:
-    """Every way to merge so many tokens over `ranks` ranks that the offers have, and have room for; quickest first.
+    """Every way to merge so many tokens over `ranks` ranks that the offers have; quickest first.
 
-    Local work costs what the first offer says. What was not measured comes last, with infinite times.
+    What a transport has no room for goes in several calls, as long as it has room for a token. Local work costs what
+    the first offer says. What was not measured comes last, with infinite times.
     """
-    local_us, whole = offers[0].cost.local_us, merge.bytes(tokens)
-    of_lses, of_outs = tokens * merge.heads * LSE_BYTES, whole - tokens * merge.heads * LSE_BYTES
-    others = (ranks - 1) / ranks
-    ways: dict[Way, list[tuple[str, float]]] = {
-        "ag_rs": [("all_gatherv", of_lses * (ranks - 1)), ("reduce_scatterv", of_outs * others)],
-        "a2a": [("all_to_allv", whole * others)],
-        "fused": [("merge_scatterv", whole * others)],
-    }
-    between: dict[Way, Callable[[], float]] = {
-        "ag_rs": lambda: local_us(2 * of_outs + ranks * of_lses),
-        "a2a": lambda: local_us(2 * whole) + local_us(whole + whole / ranks),
-        "fused": lambda: 0.0,
-    }
     found = []
     for offer in offers:
-        for way, calls in ways.items():
-            if not offer.kinds.issuperset(kind for kind, _ in calls) or (offer.max_bytes or math.inf) < whole:
+        each = int(min(tokens, merge.most_tokens(offer.max_bytes, ranks)))
+        if not each:
+            continue
+        calls = -(-tokens // each)
+        for way, (kinds, local) in _calls(merge, ranks, each, offers[0].cost.local_us).items():
+            if not offer.kinds.issuperset(kind for kind, _ in kinds):
                 continue
             try:
-                us = between[way]() + sum(offer.cost.collective_us(kind, ranks, moved) for kind, moved in calls)
+                us = local + sum(offer.cost.collective_us(kind, ranks, moved) for kind, moved in kinds)
             except LayoutError:  # not measured
                 us = math.inf
-            found.append(MergePlan(way, offer.transport, us, int(sum(moved for _, moved in calls))))
+            moved = sum(moved for _, moved in kinds) * tokens / each
+            found.append(MergePlan(way, offer.transport, us * calls, int(moved), each))
     return sorted(found, key=lambda plan: plan.us)
+
+
+def _calls(
+    merge: Merge, ranks: int, tokens: int, local_us: Callable[[float], float]
+) -> dict[Way, tuple[list[tuple[str, float]], float]]:
+    """Of each way the collectives, each with the bytes that a rank receives, and the µs of what is between them."""
+    of_lses, whole = tokens * merge.heads * LSE_BYTES, merge.bytes(tokens)
+    of_outs, others = whole - of_lses, (ranks - 1) / ranks
+    gather, scatter = ("all_gatherv", of_lses * (ranks - 1.0)), ("reduce_scatterv", of_outs * others)
+    return {
+        "ag_rs": ([gather, scatter], local_us(2 * of_outs + ranks * of_lses)),
+        "a2a": ([("all_to_allv", whole * others)], local_us(2 * whole) + local_us(whole + whole / ranks)),
+        "fused": ([("merge_scatterv", whole * others)], 0.0),
+    }
 
 
 def plan_merge(merge: Merge, ranks: int, tokens: int, offers: Sequence[Offer], way: str = "auto") -> MergePlan:
@@ -103,9 +128,40 @@ def plan_merge(merge: Merge, ranks: int, tokens: int, offers: Sequence[Offer], w
     raise LayoutError(
         f"nothing that {', '.join(o.transport for o in offers)} offer(s) merges attention"
         + ("" if way == "auto" else f" by {way}")
-        + f" for {tokens} tokens of {merge.heads} heads over {ranks} ranks ({merge.bytes(tokens)} bytes"
+        + f" for {tokens} tokens of {merge.heads} heads over {ranks} ranks (a token takes {merge.room(1, ranks)} bytes"
         + (f"; {room}" if room else "")
         + "); there is "
         + (", ".join(f"{plan.way} on {plan.transport}" for plan in found) or "none")
         + (", none of which weft tune measured here" if found and way == "auto" else "")
     )
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """Who gathers, and the predicted time. rows: of each rank that a call takes at most; more go in several."""
+
+    transport: str
+    us: float
+    rows: int
+
+
+def plan_gather(row_bytes: int, ranks: int, rows: int, offers: Sequence[Offer]) -> GatherPlan:
+    """The quickest way to gather up to so many rows of each of `ranks` ranks.
+
+    Raises LayoutError where no transport has room for a row of each, or none was measured.
+    """
+    found, padded = [], -(-row_bytes // UNIT_BYTES) * UNIT_BYTES
+    for offer in offers:
+        each = rows if offer.max_bytes is None else min(rows, offer.max_bytes // (ranks * padded))
+        if "all_gatherv" in offer.kinds and each:
+            try:
+                one = offer.cost.collective_us("all_gatherv", ranks, each * (ranks - 1) * row_bytes)
+            except LayoutError:  # not measured
+                continue
+            found.append(GatherPlan(offer.transport, one * -(-rows // each), each))
+    if not found:
+        raise LayoutError(
+            f"nothing gathers rows of {row_bytes} bytes over {ranks} ranks here: no transport has room for one of each "
+            "rank, or weft tune measured none"
+        )
+    return min(found, key=lambda plan: plan.us)

@@ -277,7 +277,7 @@ def test_a_replicated_shared_expert_beside_partial_experts(monkeypatch: pytest.M
     def breaker(model: Decoder) -> None:
         block: SparseMoE = model.layers[0].mlp
         width = model.config.hidden_size
-        b = Builder(MESH, 0, torch.float32, torch.device("meta"))
+        b = Builder(MESH, 0, torch.float32, torch.device("cpu"))
         block.shared = Linear(b, f"{block.path}.replicated_shared_expert", width, width)
 
     with raises("replicated_shared_expert", "(WORLD)", "layers.0.mlp.experts", "(WORLD, owes sum over world)"):

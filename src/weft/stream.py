@@ -75,7 +75,7 @@ class _Deltas:
 class TraceStream:
     """Writes down what a model reads and adds. Carries zero rows, which every block must take anyway.
 
-    width: of the residual; dtype, device: of the activations (the `meta` device needs no weights in memory).
+    width: of the residual; dtype, device: of the activations.
     """
 
     def __init__(self, mesh: Mesh, width: int, dtype: torch.dtype, device: torch.device):

@@ -23,8 +23,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import torch._dynamo  # noqa: F401  torch imports this when a model is first traced: better once, here
-
 from weft.engine import rank
 
 

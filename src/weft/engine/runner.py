@@ -44,19 +44,20 @@ def trace(
     workspace: Workspace = torch_empty,
     group: TraceGroup | None = None,
 ) -> Chain:
-    """The model's chain of reads and adds, from a run on zero rows with weights on the `meta` device.
+    """The model's chain of reads and adds, from a run on zero rows with weights that take no memory.
 
+    It runs on the CPU, as the `meta` device does many operations in Python, and imports seconds of torch for them.
     workspace: sees every tensor that the layers take from it on the way. group: sees what attention exchanges over
     dcp. Raises LayoutError where the layout is not one of the model's.
     """
-    meta = torch.device("meta")
-    model = build_model(config, mesh, 0, dtype, meta, workspace)
-    stream = TraceStream(mesh, config.hidden_size, dtype, meta)
+    cpu = torch.device("cpu")
+    model = build_model(config, mesh, 0, dtype, cpu, workspace, True)
+    stream = TraceStream(mesh, config.hidden_size, dtype, cpu)
     layers = cached_layers(model)
     check_heads(config, mesh, layers.values())
     groups = [CacheGroup(r, 0) for r in dict.fromkeys(map(rule, layers.values()))]
-    caches = Caches(layers, groups, mesh.dcp, dtype, meta, group=group or trace_group(mesh))
-    batch = build_batch([], [], mesh.dcp, [group.rule for group in groups], meta)
+    caches = Caches(layers, groups, mesh.dcp, dtype, cpu, group=group or trace_group(mesh))
+    batch = build_batch([], [], mesh.dcp, [group.rule for group in groups], cpu)
     caches.plan(batch)
     model(stream, batch, caches)
     return stream.chain()

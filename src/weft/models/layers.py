@@ -42,6 +42,7 @@ class Builder:
     """What every layer needs: the rank's place, its weights' dtype and device, and where values that owe a sum go.
 
     queries: so many neighbours each make the queries of all their heads, for attention over tokens that are dealt out.
+    hollow: weights have their shapes and take no memory, for a run on zero rows.
     """
 
     mesh: Mesh
@@ -50,10 +51,12 @@ class Builder:
     device: torch.device
     workspace: Workspace = torch_empty
     queries: int = 1
+    hollow: bool = False
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An unfilled weight, of the model's dtype unless said."""
-        return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
+        weight = torch.empty(() if self.hollow else shape, dtype=dtype or self.dtype, device=self.device)
+        return nn.Parameter(weight.expand(shape) if self.hollow else weight, requires_grad=False)
 
     def share(
         self, what: str, size: int, over: str | None, unit: int = 1, replicate: bool = False, together: int = 1

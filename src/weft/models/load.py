@@ -27,14 +27,16 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     workspace: Workspace = torch_empty,
+    hollow: bool = False,
 ) -> Decoder:
     """The model of one rank with unfilled weights (none at all on the `meta` device).
 
-    workspace: makes the tensors that the ranks will sum.
+    workspace: makes the tensors that the ranks will sum. hollow: weights take no memory, for a run on zero rows.
 
     Raises LayoutError where the model's heads, experts or features do not divide over the layout.
     """
-    return config.build(Builder(mesh, rank, dtype, device, workspace, mesh.dcp if config.replicate_queries else 1))
+    queries = mesh.dcp if config.replicate_queries else 1
+    return config.build(Builder(mesh, rank, dtype, device, workspace, queries, hollow))
 
 
 def load_model(

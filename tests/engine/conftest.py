@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ from support import small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from weft.engine.engine import Engine
+from weft.engine.engine import Engine, Request
 from weft.engine.messages import Step
 from weft.engine.request import Output, SamplingParams
+from weft.engine.results import GenerationResult, gather
 from weft.engine.rows import NO_TOKEN
 from weft.engine.worker import Worker
+
+WAIT_S = 240.0
+"""For what comes soon unless something is wrong; a busy machine may take long."""
 
 
 def byte_tokenizer(directory: Path) -> None:
@@ -56,13 +61,29 @@ def greedy_answers(
     return answers
 
 
+def generate_together(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> list[GenerationResult]:
+    """As `Engine.generate`, but all prompts come between the same two steps, whatever turns the threads take: for tests
+    of what happens where many share the cache."""
+    asked: list[Request] = []
+
+    def submit(prompt: Sequence[int], listen: Callable[[Output], None]) -> None:
+        asked.append((prompt, params, listen))
+        if len(asked) == len(prompts):
+            engine.submit_all(asked)
+
+    return gather(prompts, submit)
+
+
 def answers_of_some(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, cut: Mapping[int, int]
 ) -> tuple[list[str], list[tuple[int, ...]]]:
     """Why each prompt's answer ended, and its tokens. cut: answers of some that grow longer than this are cancelled."""
     answers: list[list[int]] = [[] for _ in prompts]
     ended: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-    ids: dict[int, int] = {}
+    ids: list[int] = []
+    known = threading.Event()  # a listener may hear of a request before its submitter knows the number
 
     def listen(at: int) -> Callable[[Output], None]:
         def on_output(output: Output) -> None:
@@ -70,13 +91,14 @@ def answers_of_some(
             if output.finish_reason:
                 ended.put((at, output.finish_reason))
             elif at in cut and len(answers[at]) > cut[at]:
+                known.wait()
                 engine.cancel(ids[at])
 
         return on_output
 
-    for at, prompt in enumerate(prompts):
-        ids[at] = engine.submit(prompt, params, listen(at))
-    reasons = dict(ended.get(timeout=60) for _ in prompts)
+    ids += engine.submit_all([(prompt, params, listen(at)) for at, prompt in enumerate(prompts)])
+    known.set()
+    reasons = dict(ended.get(timeout=WAIT_S) for _ in prompts)
     return [reasons[at] for at in range(len(prompts))], [tuple(tokens) for tokens in answers]
 
 

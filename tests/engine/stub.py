@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from engine.conftest import WAIT_S
 from engine.fake import FakeDevice, Parts
 from engine.fake import answer as expected_answer
 from weft.engine.config import EngineConfig, EngineError
@@ -24,8 +25,6 @@ from weft.engine.executor import Executor
 from weft.engine.messages import Ran, Result, Step
 from weft.engine.request import Output, SamplingParams
 from weft.kv.spec import CacheGroup, Rule
-
-WAIT_S = 30.0
 
 
 @dataclass

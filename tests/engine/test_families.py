@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import hybrid
-from engine.conftest import answers_of_some, byte_tokenizer
+from engine.conftest import answers_of_some, byte_tokenizer, generate_together
 from engine.hybrid import HybridConfig, PlainHybrid
 from engine.test_engine import GREEDY, prompts
 from weft.attention.caches import cached_layers
@@ -92,7 +92,7 @@ def test_greedy_tokens_are_the_plain_models(model_dir: Path, expected: Any, layo
     """Prompts are cut into chunks; the second time they start from a cached prefix."""
     with engine(model_dir, executor=executor, **LAYOUTS[layout]) as served:
         asked = prompts()[: 3 if executor == "process" else None]
-        cold, warm = served.generate(asked, GREEDY), served.generate(asked, GREEDY)
+        cold, warm = (generate_together(served, asked, GREEDY) for _ in range(2))
         assert [r.token_ids for r in cold] == [r.token_ids for r in warm] == expected[: len(asked)]
         assert sum(r.cached_tokens for r in warm) > 20 > sum(r.cached_tokens for r in cold)
         served.check_idle()

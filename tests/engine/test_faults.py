@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
+from engine.conftest import WAIT_S
 from engine.test_engine import GREEDY, config, prompts
-from weft.engine.config import EngineConfig, EngineError
+from weft.engine.config import EngineConfig, EngineError, QueueFull
 from weft.engine.engine import Engine
 from weft.engine.executor import Executor, ProcessExecutor, make_executor
+from weft.engine.intake import Intake
 from weft.engine.messages import Chunk, GroupRows, Join, Sampling, Step
 from weft.engine.request import Output, SamplingParams
 from weft.engine.runner import ModelRunner
@@ -34,8 +36,8 @@ def prompt_rows(*tokens: int, context: int = 0) -> GroupRows:
     return GroupRows(chunks=(Chunk(0, tokens, False),), joins=(join,))
 
 
-def wait_until(holds: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
+def wait_until(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + WAIT_S
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.05)
     return holds()
@@ -47,15 +49,16 @@ def test_killed_ranks_are_replaced_and_every_request_goes_on(model_dir: Path) ->
     few = [prompt[:20] for prompt in prompts(4)]
     with Engine(config(model_dir, **RANKS)) as engine:
         expected = [r.token_ids for r in engine.generate(few, params)]
-    with Engine(config(model_dir, executor="process", max_restarts=2, step_timeout_s=60, **RANKS)) as engine:
+    with Engine(config(model_dir, executor="process", max_restarts=2, step_timeout_s=WAIT_S, **RANKS)) as engine:
         answers: dict[int, list[Output]] = {at: [] for at in range(4)}
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-        begun = threading.Event()
+        begun, killed = threading.Event(), threading.Event()
 
         def listen(at: int) -> Callable[[Output], None]:
-            def on_output(output: Output) -> None:
+            def on_output(output: Output) -> None:  # on the engine's thread: no answer ends before the rank
                 answers[at].append(output)
                 begun.set()
+                killed.wait(WAIT_S)
                 if output.finish_reason:
                     ended.put(at)
 
@@ -63,19 +66,20 @@ def test_killed_ranks_are_replaced_and_every_request_goes_on(model_dir: Path) ->
 
         for at, prompt in enumerate(few):
             engine.submit(prompt, params, listen(at))
-        assert begun.wait(60)
+        assert begun.wait(WAIT_S)
         first = list(engine._executor.processes)
         os.kill(first[2].pid, signal.SIGKILL)
+        killed.set()
         for _ in range(4):
-            ended.get(timeout=300)
+            ended.get(timeout=WAIT_S)
         assert [tuple(t for o in answers[at] for t in o.token_ids) for at in range(4)] == expected
         assert engine.stats().failures == 1 and all(p.poll() is not None for p in first)
         os.kill(engine._executor.processes[1].pid, signal.SIGKILL)
-        assert wait_until(lambda: engine.stats().failures == 2, 60), "an idle engine must look after its ranks"
+        assert wait_until(lambda: engine.stats().failures == 2), "an idle engine must look after its ranks"
         assert [r.token_ids for r in engine.generate(few, params)] == expected
         third, directory = engine._executor.processes, engine._executor._directory
         os.kill(third[3].pid, signal.SIGKILL)
-        assert engine.wait(60) and engine.state == "failed"
+        assert engine.wait(WAIT_S) and engine.state == "failed"
         assert "gave up after 3 failures" in engine.error and "rank 3 was killed by signal 9" in engine.error
         assert all(p.poll() is not None for p in third) and not directory.exists()
         with pytest.raises(EngineError, match="rank 1 was killed"):
@@ -89,12 +93,11 @@ def test_a_message_to_a_dead_rank_does_not_block(model_dir: Path) -> None:
     executor.start()
     os.kill(executor.processes[3].pid, signal.SIGKILL)
     executor.processes[3].wait()
-    began = time.monotonic()
-    with pytest.raises(EngineError, match="rank 3 was killed by signal 9"):
+    with pytest.raises(EngineError, match="rank 3 was killed by signal 9"):  # not that there was no answer in time
         executor.send(Step(1, (prompt_rows(5), GroupRows())))
         executor.collect()
     executor.close()
-    assert time.monotonic() - began < 15 and all(p.poll() is not None for p in executor.processes)
+    assert all(p.poll() is not None for p in executor.processes)
 
 
 @pytest.mark.parametrize("kind", ["process", "thread"])
@@ -107,7 +110,7 @@ def test_the_rank_that_failed_is_named_not_one_that_failed_with_it(model_dir: Pa
         for rank in range(4):
             executor._send(rank, bad if rank == 2 else good)
         with pytest.raises(EngineError, match=r"rank 2 failed: ValueError: 1 pages of 4 do not hold 5 tokens"):
-            executor._await(object, time.monotonic() + 20, "step 1")  # type: ignore[type-var]
+            executor._await(object, time.monotonic() + WAIT_S, "step 1")  # type: ignore[type-var]
     finally:
         executor.close()
 
@@ -166,7 +169,7 @@ def test_ranks_of_a_killed_controller_leave_and_take_its_folder_along_even_befor
 
     assert len(pids) == 2
     try:
-        assert wait_until(lambda: all(gone(pid) for pid in pids) and not Path(directory).exists(), 120)
+        assert wait_until(lambda: all(gone(pid) for pid in pids) and not Path(directory).exists())
     finally:
         for pid in pids:
             if not gone(pid):
@@ -205,7 +208,7 @@ class Broken(Executor):
     def send(self, step: Step) -> None: ...
 
     def collect(self) -> Any:
-        self.go.wait(10)
+        self.go.wait(WAIT_S)
         raise RuntimeError("no step today")
 
     def check(self) -> None:
@@ -231,38 +234,46 @@ def test_a_fault_ends_every_request_also_those_that_come_at_the_same_moment(
     monkeypatch.setattr("weft.engine.engine.make_executor", lambda config: Broken(config, go, closed))
     engine = Engine(config(model_dir, max_restarts=0))
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-    accepted, stop = [], threading.Event()
+    accepted, several = [], threading.Event()
 
     def on_output(output: Output) -> None:
         if output.finish_reason:
             ended.put(output.finish_reason)
 
     def client() -> None:
-        while not stop.is_set():
+        while True:
             try:
                 accepted.append(engine.submit([1, 2, 3], GREEDY, on_output))
+            except QueueFull:
+                pass
             except EngineError:
                 return
+            if len(accepted) > 3:
+                several.set()
             time.sleep(0.001)
 
     clients = [threading.Thread(target=client) for _ in range(3)]
     for thread in clients:
         thread.start()
-    time.sleep(0.1)
+    assert several.wait(WAIT_S)
     go.set()
     for thread in clients:
-        thread.join(10)
-    stop.set()
+        thread.join()
     engine.close()
-    assert len(accepted) > 3 and {ended.get(timeout=10) for _ in accepted} == {"error"}
+    assert {ended.get(timeout=WAIT_S) for _ in accepted} == {"error"}
     assert closed.is_set() and engine.error == "RuntimeError: no step today"
     with pytest.raises(EngineError, match="no step today"):
         engine.comm_report()
 
 
-def test_an_idle_engine_does_not_spin(model_dir: Path) -> None:
+def test_an_idle_engine_does_not_spin(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits once, for whatever comes, however long that takes."""
+    monkeypatch.setattr("weft.engine.engine.IDLE_CHECK_S", 3600.0)
+    waits, wait = [], Intake.wait
+    monkeypatch.setattr(Intake, "wait", lambda intake, seconds: (waits.append(seconds), wait(intake, seconds))[1])
     with Engine(config(model_dir)) as engine:
         engine.generate([[1, 2]], GREEDY)
-        began, steps = time.process_time(), engine.stats().steps
-        time.sleep(1.0)
-        assert time.process_time() - began < 0.2 and engine.stats().steps == steps
+        engine.check_idle()
+        seen, steps = len(waits), engine.stats().steps
+        time.sleep(0.2)
+        assert len(waits) <= seen + 1 and engine.stats().steps == steps

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.conftest import byte_tokenizer, greedy_answers
+from engine.conftest import WAIT_S, byte_tokenizer, generate_together, greedy_answers
 from engine.test_engine import GREEDY, LAYOUTS, config, prompts
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
@@ -55,9 +55,9 @@ def test_requests_that_are_preempted_say_the_same(served: tuple[Path, list[tuple
         ids = [engine.submit(prompt, GREEDY, lambda _, at=at: seen.put(at)) for at, prompt in enumerate(prompts()[:2])]
         left = {0, 1}
         while left:
-            at = seen.get(timeout=60)
+            at = seen.get(timeout=WAIT_S)
             engine.cancel(ids[at])
             left.discard(at)
-        assert [r.token_ids for r in engine.generate(prompts(), GREEDY)] == wanted
+        assert [r.token_ids for r in generate_together(engine, prompts(), GREEDY)] == wanted
         assert engine.stats().preemptions > 0
         engine.check_idle()

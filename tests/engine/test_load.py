@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from engine.stub import Client, World
 from weft.engine.config import QueueFull
 from weft.engine.engine import NEWCOMERS_PER_STEP
 from weft.engine.request import SamplingParams, Sequence
-from weft.engine.scheduler import Scheduler
+from weft.engine.scheduler import Scheduled, Scheduler
 from weft.engine.waiting import WaitingQueue
 from weft.kv.manager import CacheManager
 from weft.kv.spec import CacheGroup, Rule
@@ -137,9 +138,20 @@ def test_a_cancel_does_not_wait_behind_newcomers_nor_do_steps(world: World) -> N
 def test_newcomers_do_not_hold_up_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many come, only so many are taken in between two steps."""
     with world.engine(kv_tokens=4096, max_waiting=4096) as engine:
-        taken: list[int] = []  # after how many steps each newcomer was given to a group
-        add = Scheduler.add
-        monkeypatch.setattr(Scheduler, "add", lambda self, s: (taken.append(len(world.steps)), add(self, s)))
+        turn, taken = 0, []  # how often a step has been scheduled, and had been when each newcomer was given to a group
+        schedule, add = Scheduler.schedule, Scheduler.add
+
+        def counted(scheduler: Scheduler) -> Scheduled:
+            nonlocal turn
+            turn += 1
+            return schedule(scheduler)
+
+        def noted(scheduler: Scheduler, newcomer: Sequence) -> None:
+            taken.append(turn)
+            add(scheduler, newcomer)
+
+        monkeypatch.setattr(Scheduler, "schedule", counted)
+        monkeypatch.setattr(Scheduler, "add", noted)
         world.go.clear()
         crowd = Client(engine)
         crowd.ask([1, 2, 3], 2)
@@ -147,7 +159,7 @@ def test_newcomers_do_not_hold_up_steps(world: World, monkeypatch: pytest.Monkey
             crowd.ask([4, 5], 1)
         world.go.set()
         crowd.wait(5 * NEWCOMERS_PER_STEP + 1)
-        assert max(taken.count(steps) for steps in set(taken)) <= NEWCOMERS_PER_STEP
+        assert max(Counter(taken).values()) <= NEWCOMERS_PER_STEP and len(taken) == 5 * NEWCOMERS_PER_STEP + 1
 
 
 def test_a_deadline_ends_a_request_wherever_it_is(world: World) -> None:

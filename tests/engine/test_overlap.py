@@ -11,9 +11,9 @@ import pytest
 import torch
 from msgspec import structs
 
-from engine.conftest import lose_last_tokens
+from engine.conftest import WAIT_S, generate_together, lose_last_tokens
 from engine.fake import answer
-from engine.stub import WAIT_S, Client, World
+from engine.stub import Client, World
 from engine.test_engine import GREEDY, config, prompts
 from engine.test_scheduler import make
 from weft.engine.config import EngineError
@@ -139,10 +139,10 @@ def test_answers_are_those_of_steps_one_by_one(model_dir: Path, params: Sampling
     """Alone and in company, in caches of every request's size and in one that is too small for all."""
     layout = dict(attn_dp=2, ep=2)
     with Engine(config(model_dir, overlap=False)) as engine:
-        expected = engine.generate(prompts(), params)
+        expected = generate_together(engine, prompts(), params)
     for changes in (layout, dict(kv_tokens=64, max_batch_tokens=8), dict(attn_tp=2, ep=2)):
         with Engine(config(model_dir, **changes)) as engine:
-            got = engine.generate(prompts(), params)
+            got = generate_together(engine, prompts(), params)
             alone = engine.generate(prompts()[2:3], params)
             assert [r.token_ids for r in got] == [r.token_ids for r in expected]
             assert [r.finish_reason for r in got] == [r.finish_reason for r in expected]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.conftest import WAIT_S
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.request import Output, SamplingParams
@@ -15,9 +16,8 @@ from weft.engine.request import Output, SamplingParams
 def scores(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[list[float]]:
     """Of each prompt; all are asked for at once."""
     outputs: dict[int, list[Output]] = {i: [] for i in range(len(prompts))}
-    for i, prompt in enumerate(prompts):
-        engine.submit(prompt, params, outputs[i].append)
-    engine.drain(100)
+    engine.submit_all([(prompt, params, outputs[i].append) for i, prompt in enumerate(prompts)])
+    assert engine.drain(WAIT_S) == 0
     for own in outputs.values():
         assert own[-1].finish_reason == "length" and all(not o.prompt_logprobs for o in own[1:])
     return [[p.logprob for p in own[0].prompt_logprobs] for own in outputs.values()]

@@ -12,12 +12,15 @@ planner chooses it; a model never sees it. Adding an optimisation is adding an e
 | all_gatherv | fewer rows | more rows, same debt |
 | all_reduce+all_gatherv | GROUP, owes sum over attn_tp | WORLD, complete: one kernel where attention is DP and TP |
 | reduce_scatterv+all_reduce | WORLD, owes sum over world | GROUP, complete: its mirror |
+
+Inside a mixture of experts, all_to_allv takes OWN rows to the ranks of their experts, and back (`weft.place.experts`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from weft.place import exchange
 from weft.place.exchange import Exchange
@@ -26,14 +29,30 @@ from weft.place.spec import GROUP_NAMES, Mesh, Placement, PlacementError, Rows
 SLICE = "slice"
 
 
+class Load(NamedTuple):
+    """What each rank of a permute sends to each other, whose sizes only the step itself knows.
+
+    fixed_bytes: whatever rows it has; row_bytes: for each of its own rows, as is to be expected; most_row_bytes: of a
+    row that it sends.
+    """
+
+    fixed_bytes: int
+    row_bytes: float
+    most_row_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One step. exchange: None for a slice; group: the group that communicates, the world for mixed edges."""
+    """One step. exchange: None for a slice; group: the group that communicates, the world for mixed edges.
+
+    load: of a permute, whose sizes do not follow from the placements' rows.
+    """
 
     exchange: Exchange | None
     group: str | None
     src: Placement
     dst: Placement
+    load: Load | None = None
 
     @property
     def kind(self) -> str:
@@ -120,3 +139,12 @@ def rows_received(edge: Edge, mesh: Mesh, rank: int, counts: tuple[int, ...]) ->
     if rows is Rows.OWN:
         sizes = tuple(counts[mesh.group_of(r)] / mesh.attn_tp for r in group[:: edge.exchange.span])
     return exchange.rows_received(edge.exchange, sizes, group.index(rank))
+
+
+def bytes_received(edge: Edge, mesh: Mesh, rank: int, counts: tuple[int, ...], row_bytes: int) -> float:
+    """Bytes that a rank must receive for an edge, or is to expect. row_bytes: of a row of the stream."""
+    if edge.load is None:
+        return rows_received(edge, mesh, rank, counts) * row_bytes
+    others = [r for r in mesh.peers(edge.group, rank) if r != rank]
+    rows = sum(counts[mesh.group_of(r)] for r in others) / mesh.attn_tp
+    return len(others) * edge.load.fixed_bytes + rows * edge.load.row_bytes

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Literal
 
 from weft.place.cost import Offer
-from weft.place.edges import Edge, legal_edges, rows_received
+from weft.place.edges import Edge, bytes_received, legal_edges
+from weft.place.experts import COUNTS, PACK_KERNELS, RETURN, SEND, Dispatch
 from weft.place.search import Graph, Sums
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
 from weft.place.step import NORMED, Step
@@ -28,30 +29,48 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One read of the stream. site: the norm's name; target: what the block asked for; deltas: what was added since."""
+    """One read of the stream. site: the norm's name; target: what the block asked for; deltas: what was added since.
+
+    dispatch: what the block sends to experts on other ranks, of OWN rows.
+    """
 
     site: str
     target: Placement
     deltas: tuple[Placement, ...]
+    dispatch: Dispatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A traced model. width: elements a row; element_bytes: of the activations."""
+    """A traced model. width: elements a row; element_bytes: of the activations.
+
+    others: the same reads once more, as far as blocks take rows in other forms, in which they leave other deltas too.
+    What a read's deltas are follows from the form in which the read before it was served.
+    """
 
     reads: tuple[Read, ...]
     width: int
     element_bytes: int
+    others: tuple[tuple[Read, ...], ...] = ()
+
+    @property
+    def forms(self) -> tuple[tuple[Read, ...], ...]:
+        """Every form of the reads."""
+        return (self.reads, *self.others)
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The steps of one read; residual: the rows of the residual that stay after it."""
+    """The steps of one read; residual: the rows of the residual that stay after it.
+
+    inside: what the block that reads does beyond its own work, to reach experts on other ranks.
+    """
 
     read: Read
     steps: tuple[Step, ...]
     residual: Rows
     us: float
+    inside: tuple[Step, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +86,7 @@ class Plan:
     def moves(self) -> Iterator[tuple[Read, Step, Edge]]:
         """The plan's communicating steps, in order."""
         for read_plan in self.reads:
-            for step in read_plan.steps:
+            for step in (*read_plan.steps, *read_plan.inside):
                 if step.edge is not None and step.edge.moves:
                     yield read_plan.read, step, step.edge
 
@@ -93,7 +112,7 @@ class Planner:
         self.mesh, self.chain, self.offers, self.choice = mesh, chain, tuple(offers), choice
         kinds = frozenset().union(*(o.kinds for o in offers))
         self._home = {rows: mesh.placement(rows) for rows in Rows}
-        every = [*self._home.values(), *(delta for read in chain.reads for delta in read.deltas)]
+        every = [*self._home.values(), *(d for reads in chain.forms for read in reads for d in read.deltas)]
         every += [p for edges in legal_edges(mesh).values() for edge in edges for p in (edge.src, edge.dst)]
         self._placements = tuple(dict.fromkeys(every))
         self._edges = [
@@ -101,6 +120,7 @@ class Planner:
         ]
         self._plan, self._naive = cache(self._make), cache(self._make_naive)
         self._graph, self._sums, self._served = cache(self._make_graph), cache(self._find_sums), cache(self._serve)
+        self._inside = cache(self._dispatch_steps)
         self.bytes_received = lru_cache(1 << 16)(self._bytes_received)
 
     def plan(self, counts: Counts) -> Plan:
@@ -129,7 +149,9 @@ class Planner:
                 us = self._local_us(home.rows, 3, counts) if index or i else 0.0
                 steps.append(Step("absorb", 0, rows=home.rows, us=us))
             steps += [self._norm(home.rows, counts), *self._route(NORMED, home, read.target, counts)]
-            reads.append(ReadPlan(read, tuple(steps), home.rows, sum(s.us for s in steps)))
+            inside = self._inside(read.dispatch, counts)
+            us = sum(s.us for s in (*steps, *inside))
+            reads.append(ReadPlan(read, tuple(steps), home.rows, us, inside))
         return Plan(self.mesh, self.chain, counts, tuple(reads), sum(r.us for r in reads))
 
     def _route(self, operand: int | str, src: Placement, dst: Placement, counts: Counts) -> list[Step]:
@@ -148,8 +170,7 @@ class Planner:
         What a rank receives is linear in its own group's tokens, so it is a rank of the fullest or the emptiest group.
         """
         ranks = {self.mesh.leader(counts.index(n)) for n in (min(counts), max(counts))}
-        rows = max(rows_received(edge, self.mesh, r, counts) for r in ranks)
-        return rows * self.chain.width * self.chain.element_bytes
+        return max(bytes_received(edge, self.mesh, r, counts, self._row_bytes) for r in ranks)
 
     # --- costs ------------------------------------------------------------------------------------------------
 
@@ -158,13 +179,19 @@ class Planner:
         if not edge.moves:
             return 0.0, "local"
         size, moved = self.mesh.size(edge.group), self.bytes_received(edge, counts)
-        times = ((o.cost.collective_us(edge.kind, size, moved), o.transport) for o in self._able(edge, counts))
+        times = []
+        for offer in self._able(edge, counts):
+            try:
+                times.append((offer.cost.collective_us(edge.kind, size, moved), offer.transport))
+            except LayoutError:  # not measured: only a dispatch need not have been
+                if edge.load is None:
+                    raise
         return min(times, default=(math.inf, "nobody"))
 
     def _price_finish(self, edge: Edge, counts: Counts) -> tuple[float, str] | None:
         size, moved = self.mesh.size(edge.group), self.bytes_received(edge, counts)
         touched = 4 * self._most_bytes(edge.dst.rows, counts)  # reads delta and residual, writes residual and norm
-        row = self.chain.width * self.chain.element_bytes
+        row = self._row_bytes
         able = [
             o
             for o in self._able(edge, counts)
@@ -181,6 +208,9 @@ class Planner:
         return [o for o in self.offers if edge.kind in o.kinds and (o.max_bytes is None or needed <= o.max_bytes)]
 
     def _needed_bytes(self, edge: Edge, counts: Counts) -> int:
+        if edge.load is not None:  # every row may go to every rank, and all rows to one
+            most = max(self.mesh.row_count(Rows.OWN, r, counts) for r in range(self.mesh.world))
+            return most * self.mesh.world * edge.load.most_row_bytes
         return max(self._most_bytes(p.rows, counts) for p in (edge.src, edge.dst))
 
     def _local_us(self, rows: Rows, touches: int, counts: Counts) -> float:
@@ -188,7 +218,11 @@ class Planner:
 
     def _most_bytes(self, rows: Rows, counts: Counts) -> int:
         most = max(self.mesh.row_count(rows, r, counts) for r in range(self.mesh.world))
-        return most * self.chain.width * self.chain.element_bytes
+        return most * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.chain.width * self.chain.element_bytes
 
     def _move(self, operand: int | str, edge: Edge, counts: Counts) -> Step:
         us, transport = self._price(edge, counts)
@@ -196,6 +230,23 @@ class Planner:
 
     def _norm(self, rows: Rows, counts: Counts) -> Step:
         return Step("norm", rows=rows, us=self._local_us(rows, 2, counts))
+
+    def _dispatch_steps(self, dispatch: Dispatch | None, counts: Counts) -> tuple[Step, ...]:
+        """What a block does beside its own work to send rows to experts and get them back."""
+        if dispatch is None or self.mesh.world == 1:
+            return ()
+        own = self._home[Rows.OWN].rows
+        given = self._most_bytes(own, counts)
+        sent = self.mesh.world * dispatch.share(self.mesh) * given
+        local_us = self.offers[0].cost.local_us
+        moved_us, launch_us = local_us(given + sent), local_us(0)  # packing reads rows and writes them, adding reverses
+        steps = {}
+        for name, edge in dispatch.edges(self.mesh, self._row_bytes).items():
+            us, transport = self._price(edge, counts)
+            steps[name] = Step("exchange", name, edge, us=us, transport=transport)
+        pack = Step("pack", rows=own, us=moved_us + PACK_KERNELS * launch_us)
+        unpack = Step("unpack", rows=own, us=moved_us + self.mesh.world * launch_us)  # a kernel for each rank's
+        return steps[COUNTS], pack, steps[SEND], steps[RETURN], unpack
 
     # --- search -----------------------------------------------------------------------------------------------
 
@@ -226,15 +277,22 @@ class Planner:
         return {rows: (way.us, sums.steps(way)) for rows, way in ways.items() if way}
 
     def _make(self, counts: Counts) -> Plan:
-        best: dict[Rows | None, tuple[float, tuple[ReadPlan, ...]]] = {None: (0.0, ())}
-        for read in self.chain.reads:
-            reached: dict[Rows | None, tuple[float, tuple[ReadPlan, ...]]] = {}
-            for residual, (us, plans) in best.items():
-                options = self._served(residual, read.deltas, read.target, counts)
-                for rows, (more_us, steps) in options.items():
-                    if rows not in reached or us + more_us < reached[rows][0]:
-                        reached[rows] = (us + more_us, (*plans, ReadPlan(read, steps, rows, more_us)))
+        # What is left to remember: the residual's rows, and in which form the last read was served.
+        best: dict[tuple[Rows | None, int], tuple[float, tuple[ReadPlan, ...]]] = {(None, 0): (0.0, ())}
+        for index, forms in enumerate(zip(*self.chain.forms, strict=True)):
+            reached: dict[tuple[Rows | None, int], tuple[float, tuple[ReadPlan, ...]]] = {}
+            for (residual, before), (us, plans) in best.items():
+                for form in self._different(index):
+                    read = replace(forms[form], deltas=forms[before].deltas)
+                    inside = self._inside(read.dispatch, counts)
+                    options = self._served(residual, read.deltas, read.target, counts)
+                    for rows, (more_us, steps) in options.items():
+                        more_us += sum(step.us for step in inside)
+                        if (rows, form) not in reached or us + more_us < reached[rows, form][0]:
+                            read_plan = ReadPlan(read, steps, rows, more_us, inside)
+                            reached[rows, form] = (us + more_us, (*plans, read_plan))
             if not reached:
+                read = forms[0]
                 added = ", ".join(map(str, read.deltas)) or "nothing"
                 raise PlacementError(f"{read.site}: no legal steps lead from what was added, {added}, to {read.target}")
             best = reached
@@ -244,14 +302,27 @@ class Planner:
             self._refuse(plan)
         return plan
 
+    def _different(self, index: int) -> list[int]:
+        """The forms of a read, those that are equal once: in what is read, exchanged inside, and added next."""
+        found: dict[object, int] = {}
+        for form, reads in enumerate(self.chain.forms):
+            after = reads[index + 1].deltas if index + 1 < len(reads) else ()
+            found.setdefault((reads[index].target, reads[index].dispatch, after), form)
+        return list(found.values())
+
     def _refuse(self, plan: Plan) -> None:
         lacking = [edge for _, step, edge in plan.moves() if step.us == math.inf]
         most = max(lacking, key=lambda edge: self._needed_bytes(edge, plan.counts))
         needed = self._needed_bytes(most, plan.counts)
-        if not any(most.kind in o.kinds for o in self.offers):  # only the naive plan asks for what is not there
-            names = ", ".join(o.transport for o in self.offers)
-            raise LayoutError(f"the naive plan takes {most.kind}, which {names} has not; leave plan at cheapest")
-        room = ", ".join(f"{o.transport} has max_bytes={o.max_bytes}" for o in self.offers if most.kind in o.kinds)
+        having = [o for o in self.offers if most.kind in o.kinds]
+        names = ", ".join(o.transport for o in having or self.offers)
+        if not having:
+            what = "the naive plan takes" if most.load is None else "experts by dispatch take"
+            instead = "plan at cheapest" if most.load is None else "experts at auto"
+            raise LayoutError(f"{what} {most.kind}, which {names} has not; leave {instead}")
+        if all(o.max_bytes is None or needed <= o.max_bytes for o in having):
+            raise LayoutError(f"{most.kind} on {names} was not measured: run weft tune, or leave experts at auto")
+        room = ", ".join(f"{o.transport} has max_bytes={o.max_bytes}" for o in having)
         raise LayoutError(
             f"steps of {max(plan.counts)} tokens a group exchange tensors of {needed} bytes, but {room}: "
             f"give it max_bytes={needed}, or plan for fewer tokens"

@@ -101,7 +101,7 @@ def _finite(us: float) -> float | None:
 
 def _read(planner: Planner, plan: Plan, read: ReadPlan) -> dict[str, Any]:
     steps = []
-    for s in read.steps:
+    for s in (*read.steps, *read.inside):
         step: dict[str, Any] = {"op": s.op, "us": _finite(s.us)}
         if s.edge is None:
             step |= {"rows": s.rows.name}
@@ -127,8 +127,9 @@ def _table(planner: Planner, plan: Plan, one_transport: bool) -> list[str]:
     prefix = f"{first.pop()}." if len(first) == 1 else ""
     for times, read in reads:
         often = f"  × {times}" if times > 1 else ""
-        rows.append((f"  {fold(read.read.site).removeprefix(prefix)}{often}",))
-        for s in read.steps:
+        form = "  by dispatch" if read.inside else ""
+        rows.append((f"  {fold(read.read.site).removeprefix(prefix)}{often}{form}",))
+        for s in (*read.steps, *read.inside):
             moved = size_text(planner.bytes_received(s.edge, plan.counts)) if s.edge and s.edge.moves else ""
             named = s.brief() if one_transport or not (s.edge and s.edge.moves) else str(s)
             rows.append((f"    {named}", moved, f"{s.us:,.1f} µs"))
@@ -139,5 +140,5 @@ def _folded(reads: Iterable[ReadPlan]) -> list[tuple[int, ReadPlan]]:
     """Reads whose folded name, steps and residual are equal, counted, in the order first seen."""
     seen: dict[tuple[object, ...], list[ReadPlan]] = {}
     for r in reads:
-        seen.setdefault((fold(r.read.site), r.steps, r.residual), []).append(r)
+        seen.setdefault((fold(r.read.site), r.steps, r.inside, r.residual), []).append(r)
     return [(len(same), same[0]) for same in seen.values()]

@@ -9,6 +9,14 @@ from weft.place.edges import Edge
 from weft.place.spec import Rows
 
 RESIDUAL, NORMED = "residual", "normed"
+LOCAL = {
+    "absorb": "add",
+    "merge": "add deltas",
+    "norm": "norm",
+    "pack": "pack rows for their experts",
+    "unpack": "add results",
+}
+"""Local steps in few words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +29,16 @@ class Step:
     norm:   normalise the residual.
     finish: move, absorb and norm in one call of a transport: the edge with its epilogue.
 
+    Of a block that sends its rows to their experts and gets them back (`weft.place.experts`):
+
+    pack:     lay rows out by the ranks that they go to.
+    exchange: the edge; `operand` says what travels.
+    unpack:   add what came back, row by row.
+
     A delta's index is its place among those that are left. transport: who carries the edge out. us: predicted time.
     """
 
-    op: Literal["move", "merge", "absorb", "norm", "finish"]
+    op: Literal["move", "merge", "absorb", "norm", "finish", "pack", "exchange", "unpack"]
     operand: int | str = RESIDUAL
     edge: Edge | None = None
     into: int = 0
@@ -35,10 +49,11 @@ class Step:
     def brief(self) -> str:
         """The step in few words, without who carries it out: `reduce_scatterv world → OWN +norm`."""
         if self.edge is None:
-            what = {"absorb": "add", "merge": "add deltas", "norm": "norm"}[self.op]
-            return f"{what} on {self.rows.name}"
+            return f"{LOCAL[self.op]} on {self.rows.name}"
         of = f"{self.operand}: " if isinstance(self.operand, str) else ""
         over = f" {self.edge.group}" if self.edge.group else ""
+        if self.op == "exchange":
+            return f"{of}{self.edge.kind}{over}"
         owes = f", owes {self.edge.dst.owes}" if self.edge.dst.owes else ""
         norm = " +norm" if self.op == "finish" else ""
         return f"{of}{self.edge.kind}{over} → {self.edge.dst.rows.name}{owes}{norm}"

@@ -1,0 +1,85 @@
+"""Which form of experts pays: both forms of a chain, planned for several numbers of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from weft.place.cost import Offer
+from weft.place.plan import Chain, Planner
+from weft.place.show import columns
+from weft.place.spec import LayoutError, Mesh
+
+MOST_TOKENS = 1 << 16
+"""Up to so many tokens in each DP group dispatch is tried."""
+
+
+class Forms:
+    """A step's time by gather and by dispatch, for a chain with both forms."""
+
+    def __init__(self, mesh: Mesh, chain: Chain, offers: Sequence[Offer]):
+        self.mesh, reads = mesh, chain.others[-1]
+        found = [read.dispatch for read in reads if read.dispatch]
+        self.dispatch = found[0]
+        self._gather = Planner(mesh, replace(chain, others=()), offers)
+        self._dispatch = Planner(mesh, replace(chain, reads=reads, others=()), offers)
+
+    def us(self, tokens: int) -> tuple[float, float]:
+        """Of a step of so many tokens in each DP group: by gather, by dispatch; infinite where it cannot be."""
+        return self._us(self._gather, tokens), self._us(self._dispatch, tokens)
+
+    def pays_from(self) -> int | None:
+        """From how many tokens on, powers of two, dispatch takes less in every step; None: not up to MOST_TOKENS."""
+        tokens, found = MOST_TOKENS, None
+        while tokens:
+            gather, dispatch = self.us(tokens)
+            if dispatch < math.inf or gather < math.inf:  # otherwise no step is so large
+                if dispatch >= gather:
+                    break
+                found = tokens
+            tokens //= 2
+        return found
+
+    def _us(self, planner: Planner, tokens: int) -> float:
+        try:
+            return planner.plan((tokens,) * self.mesh.attn_dp).us
+        except LayoutError:
+            return math.inf
+
+
+def forms_of(mesh: Mesh, chain: Chain, offers: Sequence[Offer]) -> Forms | None:
+    """None where a chain has one form alone."""
+    return Forms(mesh, chain, offers) if any(read.dispatch for reads in chain.others for read in reads) else None
+
+
+def forms_dict(forms: Forms, tokens: int) -> dict[str, Any]:
+    """For so many tokens in each DP group: µs of a step in each form, null where it cannot be; and where dispatch pays.
+
+    ranks: that a row goes to, as is to be expected.
+    """
+    gather, dispatch = (None if us == math.inf else us for us in forms.us(tokens))
+    return {
+        "gather_us": gather,
+        "dispatch_us": dispatch,
+        "dispatch_pays_from": forms.pays_from(),
+        "ranks": forms.dispatch.share(forms.mesh) * forms.mesh.world,
+    }
+
+
+def forms_text(forms: Forms, every: Sequence[int]) -> str:
+    """The same for reading."""
+    experts, k, world = forms.dispatch.experts, forms.dispatch.k, forms.mesh.world
+    ranks = forms.dispatch.share(forms.mesh) * world
+    first = forms.pays_from()
+    pays = "nowhere" if first is None else f"from {first:,} token{'s' * (first != 1)} in each DP group on"
+    rows = [("  tokens in each DP group", "by gather", "by dispatch")]
+    for tokens in every:
+        rows.append((f"  {tokens:,}", *("no room" if us == math.inf else f"{us:,.0f} µs" for us in forms.us(tokens))))
+    return "\n".join(
+        [
+            f"experts: {k} of {experts}, on {ranks:.1f} of {world} ranks in the mean; dispatch pays {pays}",
+            *columns(rows),
+        ]
+    )

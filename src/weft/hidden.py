@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from weft.comm.dispatch import Dispatching
 from weft.place.spec import Mesh, Placement, PlacementError
 
 
@@ -20,6 +21,7 @@ class Hidden:
 
     live: int32 `[1]` on the device, how many of the rows are tokens; those behind are padding. None: all are. Set on
     what a stream reads, for blocks whose work depends on it, such as routers.
+    dispatch: set by a stream on OWN rows that a block of experts reads, where these are to be sent to other ranks.
     """
 
     value: Tensor
@@ -27,6 +29,7 @@ class Hidden:
     mesh: Mesh
     origin: str
     live: Tensor | None = None
+    dispatch: Dispatching | None = None
 
     def __add__(self, other: Hidden) -> Hidden:
         """The sum; two sums that owe the same owe it once. Raises PlacementError for unequal placements."""

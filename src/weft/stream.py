@@ -1,11 +1,12 @@
 """The residual stream: the only API that a model author meets.
 
     stream.add(self.attn(stream.read(self.input_norm, rows=GROUP)))
-    stream.add(self.moe(stream.read(self.post_norm, rows=WORLD)))
+    stream.add(self.moe(stream.read(self.post_norm, rows=self.moe.takes)))
 
 `add` records a delta with its debt. `read` settles the debts, brings the residual up to date, normalises, and delivers
 the rows asked for. A model's forward runs once on a `TraceStream`, which writes down its chain of reads and adds; the
-planner solves the chain; `Stream` then walks the plan by index, with no decisions left.
+planner solves the chain; `Stream` then walks the plan by index, with no decisions left. Where a block takes rows in
+several forms, `rows` names them all, a trace writes each down, and the plan says which it is.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from weft.comm.dispatch import Dispatcher, Dispatching, Work, no_rows
 from weft.comm.rows import StepRows
-from weft.comm.transport import Epilogue, Transport
+from weft.comm.transport import Epilogue, Sizes, Transport
 from weft.hidden import Hidden
 from weft.kernels.plain import rms_norm
-from weft.place.plan import Chain, Counts, Plan, Planner, Read
+from weft.place.experts import SEND, Dispatch
+from weft.place.plan import Chain, Counts, Plan, Planner, Read, ReadPlan
 from weft.place.show import fold
 from weft.place.spec import Mesh, Placement, PlacementError, Rows
 from weft.place.step import NORMED, RESIDUAL, Step
@@ -36,6 +39,8 @@ COLLECTIVE = "weft collective "
 MOST_EVENTS = 4096
 """How many timed calls are kept before those that have ended are added up."""
 OWN, GROUP, WORLD = Rows.OWN, Rows.GROUP, Rows.WORLD
+Takes = Rows | tuple[Rows, ...]
+"""The rows that a block reads; several: any of these, whichever serves the whole model best."""
 
 
 class Norm(Protocol):
@@ -46,6 +51,11 @@ class Norm(Protocol):
 
     @property
     def weight(self) -> Tensor: ...
+
+
+def _targets(mesh: Mesh, rows: Takes) -> tuple[Placement, ...]:
+    """What a read may give, each placement once."""
+    return tuple(dict.fromkeys(mesh.placement(r) for r in (rows if isinstance(rows, tuple) else (rows,))))
 
 
 class _Deltas:
@@ -75,11 +85,12 @@ class _Deltas:
 class TraceStream:
     """Writes down what a model reads and adds. Carries zero rows, which every block must take anyway.
 
-    width: of the residual; dtype, device: of the activations.
+    width: of the residual; dtype, device: of the activations. form: where a block takes rows in several forms, the
+    number of the one to write down, or the last. forms: how many of them the model was seen to have.
     """
 
-    def __init__(self, mesh: Mesh, width: int, dtype: torch.dtype, device: torch.device):
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, width: int, dtype: torch.dtype, device: torch.device, form: int = 0):
+        self.mesh, self._form, self.forms = mesh, form, 1
         self._empty = torch.empty(0, width, dtype=dtype, device=device)
         self._deltas = _Deltas()
         self._reads: list[Read] = []
@@ -88,14 +99,23 @@ class TraceStream:
         """Records a delta and its debt."""
         self._deltas.add(delta)
 
-    def read(self, norm: Norm, rows: Rows) -> Hidden:
+    def read(self, norm: Norm, rows: Takes) -> Hidden:
         """Records a read. Raises PlacementError when nothing was ever added."""
         if not self._reads and not self._deltas.values:
             raise PlacementError(f"{norm.path} reads a stream to which nothing was added")
-        target = self.mesh.placement(rows)
+        targets = _targets(self.mesh, rows)
+        self.forms = max(self.forms, len(targets))
+        target, index = targets[min(self._form, len(targets) - 1)], len(self._reads)
         self._reads.append(Read(norm.path, target, tuple(self._deltas.placements)))
         self._deltas = _Deltas()
-        return Hidden(self._empty, target, self.mesh, norm.path)
+
+        def dispatch(x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
+            if self._reads[index].dispatch is not None:
+                raise PlacementError(f"what {norm.path} gives is dispatched twice; read the stream once for each block")
+            self._reads[index] = replace(self._reads[index], dispatch=Dispatch(experts, expert.shape[1]))
+            return work(x, weight, expert)
+
+        return Hidden(self._empty, target, self.mesh, norm.path, dispatch=dispatch)
 
     def chain(self) -> Chain:
         """The trace. Raises PlacementError where a delta was added after the last read: it would be lost."""
@@ -242,22 +262,24 @@ class Stream:
             )
         self._deltas.add(delta)
 
-    def read(self, norm: Norm, rows: Rows) -> Hidden:
-        """The normalised residual with everything added so far, complete, on the asked rows."""
+    def read(self, norm: Norm, rows: Takes) -> Hidden:
+        """The normalised residual with everything added so far, complete, on the asked rows: of several, the plan's."""
         reads = self._plan.reads
         read_plan = reads[self._index] if self._index < len(reads) else None
-        target = self.mesh.placement(rows)
+        targets = _targets(self.mesh, rows)
         traced = read_plan.read if read_plan else None
-        if traced is None or (traced.site, traced.target) != (norm.path, target):
+        if traced is None or traced.site != norm.path or traced.target not in targets:
             expected = f"{traced.site} to read {traced.target}" if traced else "the end"
-            raise PlacementError(f"{norm.path} reads {target}, but the trace has {expected} here")
+            asked = " or ".join(map(str, targets))
+            raise PlacementError(f"{norm.path} reads {asked}, but the trace has {expected} here")
         if traced.deltas != tuple(self._deltas.placements):
             wanted = ", ".join(map(str, traced.deltas)) or "nothing"
             raise PlacementError(f"before {norm.path} the trace added {wanted}; now {self._deltas.named()} was added")
         assert read_plan is not None
         self._index += 1
-        value = self._walk(read_plan.steps, traced.site, norm)
-        return Hidden(value, target, self.mesh, norm.path, self._rows.live(target.rows))
+        value, target = self._walk(read_plan.steps, traced.site, norm), traced.target
+        live, dispatch = self._rows.live(target.rows), self._dispatch(read_plan)
+        return Hidden(value, target, self.mesh, norm.path, live, dispatch)
 
     def finish(self) -> None:
         """Checks that the whole plan was walked. Raises PlacementError where the model stopped early."""
@@ -300,6 +322,23 @@ class Stream:
         assert normed is not None and residual is not None
         self._residual = residual
         return normed
+
+    def _dispatch(self, read_plan: ReadPlan) -> Dispatching | None:
+        """What takes the rows of a read to their experts, by the plan's transports; None where they stay."""
+        steps = {step.operand: step for step in read_plan.inside if step.op == "exchange"}
+        if not steps:
+            return None
+        if self._rows.idle:
+            return no_rows
+        site, world = read_plan.read.site, tuple(range(self.mesh.world))
+
+        def carry(name: str, x: Tensor, sizes: Sizes) -> Tensor:
+            step = steps[name]
+            assert step.edge is not None and step.edge.exchange is not None
+            with nullcontext() if self._times is None else self._times.timed(self._plan.counts, site, step):
+                return self._transports[step.transport].exchange(x, step.edge.exchange, world, sizes)
+
+        return Dispatcher(self.mesh, self._rows.rank, carry, self._transports[steps[SEND].transport].empty)
 
     def _move(self, step: Step, x: Tensor, site: str, origin: str, epilogue: Epilogue | None = None) -> Tensor:
         edge = step.edge

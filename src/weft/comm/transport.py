@@ -18,6 +18,7 @@ from weft.place import exchange as named
 from weft.place.cost import Cost, Offer
 from weft.place.edges import legal_edges
 from weft.place.exchange import Exchange, input_rows
+from weft.place.experts import expert_exchanges
 from weft.place.merge import merge_exchanges
 from weft.place.spec import Mesh
 
@@ -289,9 +290,9 @@ def offer_of(
     max_normed_bytes: int | None = None,
 ) -> Offer:
     """What the transport `name` offers the planner: those of the mesh's edges, and of the exchanges by which attention
-    over shards is merged, that it carries (`Transport.offers`).
+    over shards is merged and rows are sent to experts, that it carries (`Transport.offers`).
     """
     exchanges = {e.exchange for found in legal_edges(mesh).values() for e in found if e.exchange is not None}
-    exchanges |= merge_exchanges(mesh.dcp)
+    exchanges |= merge_exchanges(mesh.dcp) | expert_exchanges(mesh)
     kinds, epilogues = (frozenset(e.kind for e in exchanges if offers(e, epilogue)) for epilogue in (False, True))
     return Offer(name, kinds, epilogues, cost, max_bytes, max_normed_bytes)

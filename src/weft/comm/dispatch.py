@@ -1,0 +1,75 @@
+"""Rows to the ranks of their experts and back: dispatch and combine.
+
+A row goes once to each rank that has one of its experts, however many of them are there, and takes along which they are
+and what they weigh. A rank gives back one row for each that came: the sum over its experts, in the rows' dtype. Its
+owner adds these in rank order and float32, and rounds once: the same bits on every run. The ranks first tell each other
+how many rows they send; a rank may get every row of the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weft.comm.transport import Sizes, to_and_from
+from weft.place.experts import COUNTS, RETURN, SEND, listed_bytes
+from weft.place.spec import Mesh
+
+Carry = Callable[[str, Tensor, Sizes], Tensor]
+"""Carries an exchange of the world out, by its name (`weft.place.experts`): all_to_allv of rows, with these sizes."""
+Work = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""What a rank's experts make of rows `[R, width]`, weights `[R, k]` and experts `[R, k]`: `[R, width]`, the sum over
+those of a row's experts that are here."""
+
+
+class Dispatching(Protocol):
+    """What takes rows to the ranks of their experts, and brings the results back."""
+
+    def __call__(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
+        """x `[T, width]`: this rank's own rows; weight `[T, k]`, expert int64 `[T, k]`, of `experts` in all.
+
+        Every rank calls `work` with the rows that came to it. Gives `[T, width]`, complete.
+        """
+        ...
+
+
+class Dispatcher:
+    """Takes one block's rows to the ranks of their experts, and the results back, as `Dispatching` says.
+
+    Experts are dealt out evenly over `ep`; the ranks of moe_tp that share one each get its rows, and each returns its
+    part. empty: makes tensors that will be sent. Every rank of the world must call it.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, carry: Carry, empty: Callable[..., Tensor]):
+        self._mesh, self._rank, self._carry, self._empty = mesh, rank, carry, empty
+
+    def __call__(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
+        (rows, width), (_, k), n = x.shape, expert.shape, self._mesh.world
+        goes = torch.zeros(rows, self._mesh.ep, dtype=torch.bool, device=x.device)
+        goes.scatter_(1, expert // (experts // self._mesh.ep), True)
+        goes = goes.repeat_interleave(self._mesh.moe_tp, dim=1)  # by rank
+        row = goes.t().nonzero()[:, 1]  # rank by rank, a rank's rows in order
+        counts = goes.sum(0, dtype=torch.int32)[:, None]
+        send = tuple(counts.flatten().tolist())
+        receive = tuple(self._carry(COUNTS, counts, (1,) * n**2).flatten().tolist())
+        listed = listed_bytes(k) // x.element_size()
+        packed = self._empty(len(row), width + listed, like=x)
+        packed[:, :width] = x.index_select(0, row)
+        lists = torch.cat((expert.int(), weight.float().view(torch.int32)), dim=1)
+        packed[:, width:] = lists.view(x.dtype).index_select(0, row)
+        came = self._carry(SEND, packed, to_and_from(send, receive, self._rank))
+        experts_of, weights = came[:, width:].contiguous().view(torch.int32).split(k, dim=1)
+        made = work(came[:, :width], weights.contiguous().view(torch.float32).to(weight.dtype), experts_of.long())
+        back = self._carry(RETURN, made, to_and_from(receive, send, self._rank))
+        total = x.new_zeros(rows, width, dtype=torch.promote_types(x.dtype, torch.float32))
+        for at, run in zip(row.split(send), back.split(send), strict=True):
+            total.index_add_(0, at, run.to(total.dtype))
+        return total.to(x.dtype)
+
+
+def no_rows(x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
+    """As `Dispatching`, where no rank has a row and every rank knows it: nothing is sent, and no expert asked."""
+    return x.new_empty(x.shape)

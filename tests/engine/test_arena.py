@@ -22,6 +22,7 @@ from weft.engine.runner import ModelRunner
 from weft.kv.spec import CacheGroup, Rule
 from weft.models.load import load_model
 from weft.models.registry import load_config
+from weft.place.experts import Forms
 from weft.place.spec import LayoutError, Mesh
 
 PAGE = 4
@@ -33,10 +34,11 @@ def engine_config(directory: Path, mesh: Mesh, **changes: Any) -> EngineConfig:
     return EngineConfig(directory, **layout, max_batch_tokens=MOST, max_running=4, **changes)
 
 
-def random_steps(transport: ShmTransport, mesh: Mesh, directory: Path, steps: int) -> int:
+def random_steps(transport: ShmTransport, mesh: Mesh, directory: Path, steps: int, experts: Forms = "gather") -> int:
     """Steps of random sizes, as an engine runs them; gives the most blocks that were in use at once."""
     torch.set_num_threads(1)
-    model = load_model(directory, load_config(directory), mesh, transport.rank, workspace=transport.empty)
+    config = replace(load_config(directory), experts=experts)
+    model = load_model(directory, config, mesh, transport.rank, workspace=transport.empty)
     runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(Rule(), MOST // PAGE)], PAGE)
     draw = random.Random(3)
     for _ in range(steps):
@@ -61,6 +63,16 @@ def test_steps_of_every_size_fit_what_was_worked_out(mesh: Mesh, tmp_path: Path)
         run_threads(
             mesh, tmp_path, random_steps, tmp_path / "model", STEPS, timeout_s=2.0, **sizes | {"blocks": max(peaks) - 1}
         )
+
+
+@pytest.mark.parametrize("mesh", [Mesh(4, 1, 4, 1), Mesh(2, 2, 2, 2)], ids=str)
+def test_rows_that_are_sent_to_their_experts_fit_too(mesh: Mesh, tmp_path: Path) -> None:
+    small_model("qwen2_moe", 4, tmp_path / "model")
+    config = replace(load_config(tmp_path / "model"), experts="dispatch")
+    need = arena_need(engine_config(tmp_path / "model", mesh), config, torch.float32)
+    sizes = dict(blocks=need.blocks, block_bytes=need.block_bytes)
+    peaks = run_threads(mesh, tmp_path, random_steps, tmp_path / "model", 10, "dispatch", **sizes)
+    assert need.blocks // 2 <= max(peaks) <= need.blocks
 
 
 def test_any_order_of_any_sizes_fits(tmp_path: Path) -> None:

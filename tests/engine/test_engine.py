@@ -71,6 +71,21 @@ def test_greedy_tokens_are_transformers_on_every_layout(
         engine.check_idle()
 
 
+@pytest.mark.parametrize(
+    "layout, executor", [(LAYOUTS["2x2"], "thread"), (dict(attn_dp=2, ep=2), "process")], ids=["2x2", "2x1 processes"]
+)
+def test_experts_by_dispatch_give_the_same_tokens(
+    model_dir: Path, expected: Any, layout: dict[str, int], executor: str
+) -> None:
+    with Engine(config(model_dir, executor=executor, experts="dispatch", **layout)) as engine:
+        assert [r.token_ids for r in engine.generate(prompts(), GREEDY)] == expected
+        ran, _ = engine.comm_report()
+        calls = {s.step.split(" ")[0]: s.count for s in ran if "experts" in s.site or "post_attention" in s.site}
+        assert calls["counts:"] == calls["dispatch:"] == calls["combine:"] > 0
+        assert all(s.bytes > 0 for s in ran)
+        engine.check_idle()
+
+
 def test_the_naive_plan_gives_the_same_tokens(model_dir: Path, expected: Any) -> None:
     with Engine(config(model_dir, executor="thread", plan="naive", **LAYOUTS["2x2"])) as engine:
         assert [r.token_ids for r in engine.generate(prompts(), GREEDY)] == expected

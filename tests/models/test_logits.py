@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from weft.engine.runner import ModelRunner
 from weft.kv.spec import CacheGroup, Rule
 from weft.models.load import load_model
 from weft.models.registry import load_config
+from weft.place.exchange import Exchange
+from weft.place.experts import Forms
 from weft.place.spec import Mesh, layouts
 
 PAGE, PAGES = 4, 24
@@ -56,14 +59,20 @@ def texts_of(mesh: Mesh, steps: Steps = STEPS) -> Texts:
 
 
 def drive(
-    transport: Transport, directory: Path, mesh: Mesh, texts: Texts, steps: Steps = STEPS, **options: Any
+    transport: Transport,
+    directory: Path,
+    mesh: Mesh,
+    texts: Texts,
+    steps: Steps = STEPS,
+    experts: Forms = "gather",
+    **options: Any,
 ) -> dict[tuple[int, int], torch.Tensor]:
     """Runs the steps. Gives {(sequence, position): logits} of the last row of each sequence in each step.
 
     options: of `ModelRunner`.
     """
     torch.set_num_threads(1)
-    model = load_model(directory, config_of(directory), mesh, transport.rank)
+    model = load_model(directory, replace(config_of(directory), experts=experts), mesh, transport.rank)
     runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(Rule(), PAGES)], PAGE, **options)
     for _, backend in runner.caches.paged:  # a read of a slot that nothing wrote must show
         backend.cache.keys.fill_(float("nan"))
@@ -121,6 +130,42 @@ def test_every_layout_gives_transformers_logits(saved: Any, family: str, mesh: M
     directory, model = saved(family, parts)
     texts = texts_of(mesh)
     compare(run_world(mesh.world, lambda t: drive(t, directory, mesh, texts)), texts, mesh, model)
+
+
+DISPATCHED = [Mesh(4, 1, 4, 1), Mesh(2, 2, 2, 2), Mesh(1, 4, 4, 1), Mesh(4, 1, 1, 4)]
+"""Rows of a rank's own group or a share of them; experts whole, in parts, or both."""
+
+
+@pytest.mark.parametrize("mesh", DISPATCHED, ids=str)
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "deepseek_v2"])
+def test_rows_that_are_sent_to_their_experts(saved: Any, family: str, mesh: Mesh) -> None:
+    """A shared expert behind a gate, none, and one without a gate beside experts in groups; layers without experts."""
+    directory, model = saved(family, 4)
+    texts = texts_of(mesh)
+    compare(run_world(mesh.world, lambda t: drive(t, directory, mesh, texts, experts="dispatch")), texts, mesh, model)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(2, 2, 4, 1)], ids=str)
+def test_weights_for_both_forms_serve_either(saved: Any, mesh: Mesh) -> None:
+    """By gather, as a transport without all_to_allv is given; a single rank has nothing to send."""
+    directory, model = saved("qwen2_moe", 4)
+    texts = texts_of(mesh)
+    compare(
+        run_world(mesh.world, lambda t: drive(Gathers(t), directory, mesh, texts, experts="auto")), texts, mesh, model
+    )
+
+
+class Gathers:
+    """A reference transport without all_to_allv."""
+
+    def __init__(self, transport: Transport):
+        self._transport = transport
+
+    def offers(self, exchange: Exchange, epilogue: bool = False) -> bool:
+        return exchange.kind != "all_to_allv" and self._transport.offers(exchange, epilogue)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 LITE = dict(q_lora_rank=None, topk_method="greedy", n_group=1, rope_parameters=dict(rope_theta=1e4))

@@ -72,6 +72,9 @@ class Layout:
     """Only the model's first so many layers."""
     split_vocabulary: bool = False
     """Whether embedding and head are split over --attn-tp too."""
+    experts: Literal["auto", "gather", "dispatch"] = "auto"
+    """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back, on CPUs; auto:
+    whichever costs less, for which shared experts are whole on every rank."""
     cuda_graphs: bool = True
     """Whether decode steps on GPUs are captured; models with windows or recurrent states need --no-cuda-graphs."""
     cpu_bind: str | None = None
@@ -95,6 +98,7 @@ class Layout:
                 "load_format",
                 "num_layers",
                 "split_vocabulary",
+                "experts",
                 "cuda_graphs",
                 "cpu_bind",
             )

@@ -13,6 +13,7 @@ from weft.dcp.group import trace_group
 from weft.engine.config import EngineConfig
 from weft.engine.runner import trace
 from weft.models.config import ModelConfig
+from weft.place.experts import listed_bytes
 from weft.place.plan import bucket
 from weft.place.spec import LayoutError
 
@@ -55,16 +56,22 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     collective runs with an epilogue its plain result and its residual and norm together. The last is also the largest:
     two values of every group's rows, as many as a plan can be made for. Where tokens are dealt out over dcp, attention
     has gathered queries and merged outputs besides, of a row a running sequence. Of a split vocabulary's logits a row
-    must fit: more are gathered in turns.
+    must fit: more are gathered in turns. Rows that go to their experts are sent, arrive, and come back made: any rank
+    may get them all.
     """
     ledger, group = Ledger(), trace_group(config.mesh)
     chain = trace(model, config.mesh, dtype, ledger.empty, group)
-    deltas = max(ledger.most, *(len(read.deltas) for read in chain.reads))
-    rows = sum(bucket((config.max_batch_tokens,) * config.attn_dp))
+    reads = [read for form in chain.forms for read in form]
+    deltas = max(ledger.most, *(len(read.deltas) for read in reads))
+    (most,) = bucket((config.max_batch_tokens,))
+    rows = most * config.attn_dp
+    listed = max((listed_bytes(read.dispatch.k) for read in reads if read.dispatch), default=0)
+    row_bytes = chain.width * chain.element_bytes
+    sent = -(-most // config.attn_tp) * config.mesh.world * (row_bytes + listed) if listed else 0
     merges = () if group is None else group.merge.merges
     merged = max((merge.room(bucket((config.max_running,))[0], config.dcp) for merge in merges), default=0)
-    value = max(rows * chain.width * chain.element_bytes, merged, gathered_logits(config, model))
-    return ArenaNeed(blocks=4 + deltas + (4 if merged else 0), block_bytes=2 * value)
+    value = max(rows * row_bytes, merged, gathered_logits(config, model), sent)
+    return ArenaNeed(blocks=4 + deltas + (4 if merged else 0) + (4 if sent else 0), block_bytes=2 * value)
 
 
 def gathered_logits(config: EngineConfig, model: ModelConfig) -> int:

@@ -13,6 +13,7 @@ from weft.dcp.interleave import Interleave
 from weft.kv.spec import CacheGroup, Rule
 from weft.models.config import ModelConfig
 from weft.models.registry import load_config, registry
+from weft.place.experts import Forms
 from weft.place.plan import Choice
 from weft.place.spec import Mesh
 
@@ -64,6 +65,8 @@ class EngineConfig:
     text means nothing, so the tokenizer is the embedded model's. num_layers: only the model's first so many layers.
     split_vocabulary: embedding and head are split over attn_tp; of rows that take their best token, or draw by
     temperature alone, only each rank's best travels, of the others all logits.
+    experts: the form in which mixtures of experts take rows (`weft.place.experts`): gather, dispatch (on CPUs), or
+    auto: on CPUs whichever costs less, step by step, for which each rank holds shared experts whole.
     device: cuda (a GPU a rank), cpu, or auto: GPUs where there are as many as ranks. cuda_graphs: steps in which every
     sequence has one row replay a captured graph.
     transport: of processes: shm (shared memory) and gloo on CPUs, peer (peer memory) and nccl on GPUs, or auto: both,
@@ -114,6 +117,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     num_layers: int | None = None
     split_vocabulary: bool = False
+    experts: Forms = "auto"
 
     def __post_init__(self) -> None:
         _ = self.mesh
@@ -187,7 +191,9 @@ class EngineConfig:
         """The model's config.json, read. Raises ModelError."""
         found = load_config(self.model, registry(self.plugins), self.num_layers)
         replicates = self.dcp_query == "replicate"
-        return replace(found, split_vocabulary=self.split_vocabulary, replicate_queries=replicates)
+        return replace(
+            found, split_vocabulary=self.split_vocabulary, replicate_queries=replicates, experts=self.experts
+        )
 
     @property
     def tokenizer(self) -> Path:

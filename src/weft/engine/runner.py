@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -52,15 +53,21 @@ def trace(
     """
     cpu = torch.device("cpu")
     model = build_model(config, mesh, 0, dtype, cpu, workspace, True)
-    stream = TraceStream(mesh, config.hidden_size, dtype, cpu)
     layers = cached_layers(model)
     check_heads(config, mesh, layers.values())
     groups = [CacheGroup(r, 0) for r in dict.fromkeys(map(rule, layers.values()))]
-    caches = Caches(layers, groups, mesh.dcp, dtype, cpu, group=group or trace_group(mesh))
-    batch = build_batch([], [], mesh.dcp, [group.rule for group in groups], cpu)
-    caches.plan(batch)
-    model(stream, batch, caches)
-    return stream.chain()
+
+    def form(number: int, group: TraceGroup | None) -> TraceStream:
+        stream = TraceStream(mesh, config.hidden_size, dtype, cpu, number)
+        caches = Caches(layers, groups, mesh.dcp, dtype, cpu, group=group)
+        batch = build_batch([], [], mesh.dcp, [group.rule for group in groups], cpu)
+        caches.plan(batch)
+        model(stream, batch, caches)
+        return stream
+
+    first = form(0, group or trace_group(mesh))
+    others = [form(number, trace_group(mesh)).chain() for number in range(1, first.forms)]
+    return replace(first.chain(), others=tuple(chain.reads for chain in others))
 
 
 def check_heads(config: ModelConfig, mesh: Mesh, caches: Iterable[Spec]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import AutoTokenizer
 
 from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
-from weft.engine.device import carriers, dtype_of, on_gpus
+from weft.engine.device import carriers, dtype_of, forms_of, on_gpus
 from weft.engine.ranks import cost_model
 from weft.engine.runner import dealt_of, plan_model
 from weft.models.config import ModelConfig, ModelError
@@ -68,10 +69,12 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> None:
     layout, or the cost table lacks an edge that is needed.
     """
     check_packages(config)
+    if config.experts == "dispatch" and on_gpus(config):
+        raise LayoutError("experts by dispatch are for ranks on CPUs yet: leave --experts out, or --device cpu")
     mesh, table = config.mesh, cost_model(config)
     offers = [offer_of(name, has, mesh, table.of(name, mesh.world), None) for name, has in carriers(config).items()]
     try:
-        planner = plan_model(model, mesh, dtype_of(config), offers, config.plan)
+        planner = plan_model(replace(model, experts=forms_of(config)), mesh, dtype_of(config), offers, config.plan)
     except (LayoutError, PlacementError):
         raise
     except Exception as error:  # sizes that torch has no tensor for

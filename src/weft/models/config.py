@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from weft.models.rotary import ROPES, Rope
+from weft.place.experts import Forms
 
 if TYPE_CHECKING:
     from weft.models.decoder import Decoder
@@ -87,6 +88,7 @@ class ModelConfig(ABC):
     weights; they are computed with dequantised. norms_less_one: norms store their weights' difference from one. prefix:
     of the decoder's weights. split_vocabulary, replicate_queries: the layout's choices, not config.json's: embedding
     and head are split over attn_tp by tokens of the vocabulary; each rank of a dcp group makes the queries of all.
+    experts, too: the forms in which mixtures of experts may take their rows (`weft.place.experts`).
     """
 
     norms_less_one: ClassVar[bool] = False
@@ -107,6 +109,7 @@ class ModelConfig(ABC):
     storage: Storage
     split_vocabulary: bool = field(default=False, kw_only=True)
     replicate_queries: bool = field(default=False, kw_only=True)
+    experts: Forms = field(default="gather", kw_only=True)
 
     @abstractmethod
     def build(self, b: Builder) -> Decoder:

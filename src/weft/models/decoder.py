@@ -11,19 +11,20 @@ from weft.attention.caches import Caches
 from weft.hidden import Hidden
 from weft.models.config import ModelConfig
 from weft.models.layers import Builder, Embedding, Head, Layer, RMSNorm
+from weft.models.moe import FeedForward
 from weft.models.rotary import Rope, Rotary, RotaryTable
 from weft.place.spec import PlacementError
-from weft.stream import GROUP, WORLD, Stream, TraceStream
+from weft.stream import GROUP, Stream, TraceStream
 
 
 class DecoderLayer(Layer):
     """Attention on the DP group's tokens, then experts (or an MLP) on everyone's.
 
-    attention: (Hidden, RotaryTable, Caches) → Hidden; mlp: Hidden → Hidden. rope: which of the decoder's turns its
-    queries and keys.
+    attention: (Hidden, RotaryTable, Caches) → Hidden; mlp: Hidden → Hidden, of the rows that it
+    `takes`. rope: which of the decoder's turns its queries and keys.
     """
 
-    def __init__(self, b: Builder, path: str, c: ModelConfig, attention: Layer, mlp: Layer, rope: int = 0):
+    def __init__(self, b: Builder, path: str, c: ModelConfig, attention: Layer, mlp: FeedForward, rope: int = 0):
         super().__init__(path)
         self.rope = rope
         self.input_norm = _norm(b, f"{path}.input_layernorm", c)
@@ -33,7 +34,7 @@ class DecoderLayer(Layer):
 
     def forward(self, stream: Stream | TraceStream, rotary: RotaryTable, caches: Caches) -> None:
         stream.add(self.attention(stream.read(self.input_norm, rows=GROUP), rotary, caches))
-        stream.add(self.mlp(stream.read(self.post_norm, rows=WORLD)))
+        stream.add(self.mlp(stream.read(self.post_norm, rows=self.mlp.takes)))
 
 
 class Decoder(Layer):

@@ -14,7 +14,7 @@ from weft.kv.spec import Latent
 from weft.models.config import Fields, ModelConfig, common_fields
 from weft.models.decoder import Decoder, DecoderLayer, on_group_rows
 from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Linear, Out, RMSNorm, RowLinear
-from weft.models.moe import GatedMLP, SparseMoE, Stored
+from weft.models.moe import FeedForward, GatedMLP, SparseMoE, Stored
 from weft.models.rotary import RotaryTable
 from weft.models.routing import Routing
 from weft.models.source import Source
@@ -138,7 +138,7 @@ class LatentAttention(Layer):
 
 
 def _layer(b: Builder, path: str, c: DeepseekConfig, index: int) -> DecoderLayer:
-    mlp: Layer
+    mlp: FeedForward
     if index < c.dense_layers:
         mlp = GatedMLP(b, f"{path}.mlp", c.hidden_size, c.intermediate_size)
     else:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from weft.hidden import Hidden
 from weft.kernels.plain import rms_norm
 from weft.models.source import LessOne, Source, View
+from weft.place.experts import Forms
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
 
 
@@ -43,6 +44,7 @@ class Builder:
 
     queries: so many neighbours each make the queries of all their heads, for attention over tokens that are dealt out.
     hollow: weights have their shapes and take no memory, for a run on zero rows.
+    experts: the forms in which a mixture of experts may take its rows.
     """
 
     mesh: Mesh
@@ -52,6 +54,7 @@ class Builder:
     workspace: Workspace = torch_empty
     queries: int = 1
     hollow: bool = False
+    experts: Forms = "gather"
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An unfilled weight, of the model's dtype unless said."""

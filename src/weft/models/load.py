@@ -36,7 +36,7 @@ def build_model(
     Raises LayoutError where the model's heads, experts or features do not divide over the layout.
     """
     queries = mesh.dcp if config.replicate_queries else 1
-    return config.build(Builder(mesh, rank, dtype, device, workspace, queries, hollow))
+    return config.build(Builder(mesh, rank, dtype, device, workspace, queries, hollow, config.experts))
 
 
 def load_model(

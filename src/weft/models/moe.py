@@ -35,7 +35,13 @@ class Stored:
     shared: str = "shared_expert"
 
 
-class GatedMLP(Layer):
+class FeedForward(Layer):
+    """What follows a decoder layer's attention. takes: the rows that it may read (`weft.stream.Takes`)."""
+
+    takes: tuple[Rows, ...] = (Rows.WORLD,)
+
+
+class GatedMLP(FeedForward):
     """down(silu(gate(x)) · up(x)), features split over the whole world; owes a sum over it. limit: see `gated`."""
 
     def __init__(self, b: Builder, path: str, width: int, inner: int, limit: float | None = None):
@@ -49,8 +55,44 @@ class GatedMLP(Layer):
         return self.down(self.gate_up(x).elementwise(partial(gated, limit=self.limit), self.path))
 
 
+class WholeMLP(Layer):
+    """The same with all features on every rank, for rows of either form (`weft.place.experts`).
+
+    Of rows that all ranks hold, each takes its own features' share: owes a sum over the world. Of its own rows it takes
+    all features: complete. gate_up: rank by rank, the rank's run of gate's features, then of up's.
+    """
+
+    def __init__(self, b: Builder, path: str, width: int, inner: int, limit: float | None = None):
+        super().__init__(path)
+        self.limit, self.workspace = limit, b.workspace
+        mine = b.share(path, inner, "world")
+        self.size, self.ranks = mine.stop - mine.start, b.mesh.world
+        self.mine = mine
+        self.gate_up, self.down = b.empty(2 * inner, width), b.empty(width, inner)
+        self.sources["gate_up"] = [
+            Source(f"{path}.{name}.weight", (inner, width), (slice(at, at + self.size),), (slice(to, to + self.size),))
+            for at in range(0, inner, self.size)
+            for name, to in (("gate_proj", 2 * at), ("up_proj", 2 * at + self.size))
+        ]
+        self.sources["down"] = [Source(f"{path}.down_proj.weight", (width, inner), (slice(None), slice(None)))]
+
+    def forward(self, x: Hidden) -> Hidden:
+        value = x.require_complete(self.path)
+        if not x.mesh.same_rows(x.placement.rows, "world"):
+            both = F.linear(value, self.gate_up).unflatten(1, (self.ranks, 2 * self.size))
+            out = F.linear(gated(both, self.limit).flatten(1), self.down)
+            return Hidden(out, x.placement, x.mesh, self.path)
+        both = F.linear(value, self.gate_up[2 * self.mine.start : 2 * self.mine.stop])
+        out = self.workspace(*value.shape, like=value)
+        torch.mm(gated(both, self.limit), self.down[:, self.mine].t(), out=out)
+        return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
+
+
 class Experts(Layer):
-    """Routed experts: whole experts over `ep`, their inner features over `moe_tp`; owes a sum over both, the world.
+    """Routed experts: whole experts over `ep`, their inner features over `moe_tp`.
+
+    Takes rows in two forms (`weft.place.experts`): those that all ranks hold, and owes a sum over ep and moe_tp, the
+    world; or each rank's own, which a stream's dispatch takes to the ranks of their experts and back: complete.
 
     x: complete `[T, width]`; probability `[T, k]` and expert int64 `[T, k]` from the router. form: as `Stored`; limit,
     alpha: see `gated`. bias: products have one; the last is added on the first rank of moe_tp only, so that the sum
@@ -79,6 +121,7 @@ class Experts(Layer):
                 f"of {step}; choose a smaller moe_tp"
             )
         self.first, self.workspace, self.limit, self.alpha = mine.start, b.workspace, limit, alpha
+        self.experts = experts
         self.gate_up = b.empty(mine.stop - mine.start, 2 * size, width)
         self.down = b.empty(mine.stop - mine.start, width, size)
         self.sources = _expert_sources(path, form, experts, width, inner, mine, cut)
@@ -91,11 +134,19 @@ class Experts(Layer):
                 self.sources["down_bias"] = [Source(f"{path}.down_proj_bias", (experts, width), (mine,))]
 
     def forward(self, x: Hidden, probability: Tensor, expert: Tensor) -> Hidden:
-        value = self._world_rows(x)
-        out = self.workspace(*value.shape, like=value)
-        biases = (self.gate_up_bias, self.down_bias)
-        routed(value, probability, expert - self.first, self.gate_up, self.down, out, self.limit, self.alpha, *biases)
+        if x.dispatch is not None and x.placement == x.mesh.placement(Rows.OWN) and x.mesh.world > 1:
+            value = x.require_complete(self.path)
+            out = x.dispatch(value, probability, expert, self.experts, self._sum)
+            return Hidden(out, x.placement, x.mesh, self.path)
+        out = self._sum(self._world_rows(x), probability, expert)
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
+
+    def _sum(self, x: Tensor, probability: Tensor, expert: Tensor) -> Tensor:
+        """What this rank's experts make of rows."""
+        out = self.workspace(*x.shape, like=x)
+        biases = (self.gate_up_bias, self.down_bias)
+        routed(x, probability, expert - self.first, self.gate_up, self.down, out, self.limit, self.alpha, *biases)
+        return out
 
     def on_gpu(self, x: Hidden, router: Router) -> Hidden:
         """The same by Triton kernels, routing included: what lies behind x's live rows chooses no expert.
@@ -224,8 +275,11 @@ def routed(
             out.index_add_(0, token, F.linear(inner, down[e], last) * probability.flatten()[at, None])
 
 
-class SparseMoE(Layer):
+class SparseMoE(FeedForward):
     """Router, routed experts and, where the model has one, a shared expert for every token.
+
+    takes: the rows that it may read, by the builder's `experts`: WORLD to gather, OWN to dispatch, or either
+    (`weft.place.experts`). A shared expert that may get either is whole on every rank.
 
     shared: its inner features; 0: there is none. shared_gate: it has a sigmoid gate. limit, shared_limit, alpha: of
     the routed experts and of the shared one, see `gated`. expert_bias: the routed experts' products have biases.
@@ -254,7 +308,9 @@ class SparseMoE(Layer):
         self.experts = Experts(
             b, f"{path}.{stored.experts}", experts, width, inner, stored.form, limit, alpha, expert_bias
         )
-        self.shared = GatedMLP(b, f"{path}.{stored.shared}", width, shared, shared_limit) if shared else None
+        self.takes = {"gather": (Rows.WORLD,), "dispatch": (Rows.OWN,), "auto": (Rows.WORLD, Rows.OWN)}[b.experts]
+        mlp = GatedMLP if b.experts == "gather" or b.mesh.world == 1 else WholeMLP
+        self.shared = mlp(b, f"{path}.{stored.shared}", width, shared, shared_limit) if shared else None
         self.shared_gate = Linear(b, f"{path}.{stored.shared}_gate", width, 1) if shared and shared_gate else None
 
     def forward(self, x: Hidden) -> Hidden:

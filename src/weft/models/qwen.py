@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from weft.models.attention import Attention, HeadNorms, Heads
 from weft.models.config import Fields, ModelConfig, ModelError, common_fields
 from weft.models.decoder import Decoder, DecoderLayer
-from weft.models.layers import Builder, Layer
-from weft.models.moe import GatedMLP, SparseMoE
+from weft.models.layers import Builder
+from weft.models.moe import FeedForward, GatedMLP, SparseMoE
 from weft.models.routing import Routing
 
 
@@ -65,7 +65,7 @@ def read(fields: Fields) -> QwenConfig:
 
 
 def _layer(b: Builder, path: str, c: QwenConfig, index: int) -> DecoderLayer:
-    mlp: Layer
+    mlp: FeedForward
     if index in c.moe_layers:
         mlp = SparseMoE(
             b,

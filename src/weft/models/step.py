@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from weft.models.attention import Attention, HeadNorms, Heads
 from weft.models.config import Fields, ModelConfig, ModelError, common_fields, rope_of
 from weft.models.decoder import Decoder, DecoderLayer
-from weft.models.layers import Builder, Layer
-from weft.models.moe import GatedMLP, SparseMoE, Stored
+from weft.models.layers import Builder
+from weft.models.moe import FeedForward, GatedMLP, SparseMoE, Stored
 from weft.models.rotary import Rope
 from weft.models.routing import Routing
 
@@ -151,7 +151,7 @@ def _heads(fields: Fields, common: dict[str, Any], other: dict[str, Any], window
 
 
 def _layer(b: Builder, path: str, c: StepConfig, index: int) -> DecoderLayer:
-    mlp: Layer
+    mlp: FeedForward
     if index in c.moe_layers:
         mlp = SparseMoE(
             b,

@@ -22,6 +22,8 @@ from weft.models.registry import load_config, registry
 from weft.place.cost import costs
 from weft.place.dcp import dcp_dict, dcp_text
 from weft.place.exchange import Exchange
+from weft.place.experts import Forms
+from weft.place.forms import forms_dict, forms_of, forms_text
 from weft.place.show import plan_dict, plan_text
 from weft.place.spec import LayoutError, Mesh
 
@@ -50,6 +52,7 @@ class Command:
       weft plan DIR --layout 2x2 --transport shm torchdist/gloo
       weft plan DIR --layout 4x4 --transport torchdist/nccl --cost h100-nvlink
       weft plan --preset deepseek-v2-lite --layout 1x4,4x1 --dcp 4
+      weft plan --layout 4x1 --transport shm --tokens 1,256   experts by gather or by dispatch, whichever costs less
       weft plan DIR --layout 2x4,8x1 --transport reference --json
       weft plan DIR --layout 2x2 --cost TABLE.json      a table of weft tune, or of weft tune --device cuda
     """
@@ -66,6 +69,9 @@ class Command:
     """Ranks of ATTN_TP that deal out a group's cached tokens among them: also says from which length on that pays."""
     dcp_query: Literal["gather", "replicate"] = "gather"
     """replicate: each of them makes the queries of all, where they would gather them."""
+    experts: Literal["auto", "gather", "dispatch"] = "auto"
+    """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back; auto: on CPUs
+    whichever costs less, and from where dispatch pays; on GPUs gather, as dispatch is not there yet."""
     tokens: str = "1,64,4096"
     """Tokens in each DP group, one plan for each number."""
     transport: tuple[Literal["shm", "peer", "torchdist/gloo", "torchdist/nccl", "reference"], ...] = ()
@@ -98,18 +104,27 @@ class Command:
             for name in names
         ]
         config = load_config(model_dir(self.model, self.preset), registry(self.plugins))
-        config = replace(config, replicate_queries=self.dcp_query == "replicate")
+        gpus = bool(set(names) & set(ON_GPUS))
+        if gpus and self.experts == "dispatch":
+            raise LayoutError(f"experts by dispatch are for ranks on CPUs yet, not {' and '.join(names)}")
+        forms: Forms = "gather" if gpus else self.experts
+        config = replace(config, replicate_queries=self.dcp_query == "replicate", experts=forms)
         planner = plan_model(config, mesh, config.dtype, offers)
         every = [(n,) * mesh.attn_dp for n in tokens]
         shared = dealt_of(config, mesh, config.dtype)
+        both = forms_of(mesh, planner.chain, offers)
         if self.json:
             found = [plan_dict(planner, counts) for counts in every]
             if shared is not None:
                 found = [f | {"dcp": dcp_dict(shared, n, offers)} for f, n in zip(found, tokens, strict=True)]
+            if both is not None:
+                found = [f | {"experts": forms_dict(both, n)} for f, n in zip(found, tokens, strict=True)]
             print(json.dumps(found, indent=1))
         else:
             texts = [plan_text(planner, counts) for counts in every]
-            print("\n\n".join(texts if shared is None else [*texts, dcp_text(shared, tokens, offers)]))
+            texts += [] if both is None else [forms_text(both, tokens)]
+            texts += [] if shared is None else [dcp_text(shared, tokens, offers)]
+            print("\n\n".join(texts))
         return 0
 
     def _cost(self, names: tuple[str, ...], world: int) -> str:

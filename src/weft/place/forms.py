@@ -76,7 +76,8 @@ def forms_text(forms: Forms, every: Sequence[int]) -> str:
     pays = "nowhere" if first is None else f"from {first:,} token{'s' * (first != 1)} in each DP group on"
     rows = [("  tokens in each DP group", "by gather", "by dispatch")]
     for tokens in every:
-        rows.append((f"  {tokens:,}", *("no room" if us == math.inf else f"{us:,.0f} µs" for us in forms.us(tokens))))
+        gather, dispatch = ("no room" if us == math.inf else f"{us:,.0f} µs" for us in forms.us(tokens))
+        rows.append((f"  {tokens:,}", gather, dispatch))
     return "\n".join(
         [
             f"experts: {k} of {experts}, on {ranks:.1f} of {world} ranks in the mean; dispatch pays {pays}",

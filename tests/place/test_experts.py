@@ -128,7 +128,8 @@ def test_what_is_shown_fits_the_terminal() -> None:
     assert "layers.*.experts × 3 by dispatch" in lines
     for begins in ("counts: all_to_allv world", "pack rows for their experts on OWN", "combine: all_to_allv world"):
         assert sum(line.startswith(begins) for line in lines) == 1
-    assert any(line.startswith("experts: 2 of 8, on 2.0 of 8 ranks in the mean; dispatch pays from ") for line in lines)
+    assert "experts: a row goes to 2 of 8, on 2.0 of 8 ranks in the mean" in lines
+    assert f"dispatch pays from {many:,} tokens in each DP group on" in lines
     assert max(map(len, text.splitlines())) <= 80
 
 

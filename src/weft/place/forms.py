@@ -80,7 +80,8 @@ def forms_text(forms: Forms, every: Sequence[int]) -> str:
         rows.append((f"  {tokens:,}", gather, dispatch))
     return "\n".join(
         [
-            f"experts: {k} of {experts}, on {ranks:.1f} of {world} ranks in the mean; dispatch pays {pays}",
+            f"experts: a row goes to {k} of {experts}, on {ranks:.1f} of {world} ranks in the mean",
+            f"dispatch pays {pays}",
             *columns(rows),
         ]
     )

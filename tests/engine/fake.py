@@ -10,9 +10,10 @@ import zlib
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
-from weft.engine.messages import GroupRows, Ran, Result
-from weft.engine.request import SamplingParams, Sequence
+from weft.engine.messages import GroupRows, Ran, Result, Scored
+from weft.engine.request import SamplingParams, Sequence, TokenLogprob
 from weft.engine.scheduler import Scheduled, Scheduler
 from weft.kv.spec import CacheGroup
 
@@ -37,7 +38,8 @@ def answer(prompt: Seq[int], max_tokens: int, end_ids: frozenset[int] = frozense
 
 @dataclass
 class Part:
-    """A sequence's rows in a step: `rows` tokens after the first `context`. tokens: None for the one last drawn."""
+    """A sequence's rows in a step: `rows` tokens after the first `context`. tokens: None for the one last drawn;
+    scored: those whose logprobs are wanted."""
 
     row: int
     request: int
@@ -45,6 +47,7 @@ class Part:
     tokens: tuple[int, ...] | None
     tables: tuple[tuple[int, ...], ...]
     draws: bool
+    scored: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -56,6 +59,11 @@ class Parts:
     """A step of one group."""
 
     parts: list[Part]
+
+    @property
+    def scored(self) -> tuple[Scored, ...]:
+        """As a rank tells it, where a token's logprob is its own number: what was scored shows."""
+        return tuple(Scored(p.context + 1, tuple((float(t), ()) for t in p.scored)) for p in self.parts if p.scored)
 
     @property
     def count(self) -> int:
@@ -86,11 +94,14 @@ class FakeDevice:
             changes = self.rules[entry.group].state and table[entry.index] != entry.value
             assert changes or entry.index == len(table), "an entry that is no news, or beyond the table's end"
             table[entry.index : entry.index + 1] = [entry.value]
-        rest = [(row, None, True) for row in rows.answers] + [(c.row, c.tokens, c.draws) for c in rows.chunks]
+        rest = [(row, None, True, None) for row in rows.answers]
+        rest += [(c.row, c.tokens, c.draws, c.score) for c in rows.chunks]
         parts = []
-        for row, tokens, draws in rest:
+        for row, tokens, draws, score in rest:
             request, tables = self.table[row]
-            parts.append(Part(row, request, self.length[row], tokens, tuple(map(tuple, tables)), draws))
+            scored = score.tokens if score else ()
+            assert not score or scored[:-1] == tokens[1 : len(scored)], "other tokens are scored than follow the rows"
+            parts.append(Part(row, request, self.length[row], tokens, tuple(map(tuple, tables)), draws, scored))
             self.length[row] += parts[-1].rows
         return Parts(parts)
 
@@ -168,9 +179,11 @@ class Driver:
 
         scheduler._rows_of_step = checked  # type: ignore[method-assign]
 
-    def add(self, request: int, prompt: Seq[int], max_tokens: int, end_ids: frozenset[int] = frozenset()) -> Sequence:
-        """Queues a request."""
-        params = SamplingParams(max_tokens=max_tokens, temperature=0)
+    def add(
+        self, request: int, prompt: Seq[int], max_tokens: int, end_ids: frozenset[int] = frozenset(), **options: Any
+    ) -> Sequence:
+        """Queues a request. options: of its SamplingParams."""
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, **options)
         sequence = Sequence(
             request, list(prompt), len(prompt), params, 0, max_tokens, end_ids, on_output=lambda output: None
         )
@@ -199,10 +212,18 @@ class Driver:
     def take_tokens(self) -> None:
         """Runs the oldest step under way."""
         scheduled, parts = self.under_way.popleft()
-        drawn = tuple(self.device.run(parts))
-        for sequence, found in scheduled.drawn(Result(0, Ran(0, (), 0, 0), drawn)):
-            sequence.tokens.append(found.token_id)
-            if found.token_id in sequence.end_ids or sequence.drawn >= sequence.max_tokens:
+        result = Result(0, Ran(0, (), 0, 0), tuple(self.device.run(parts)), scored=parts.scored)
+        for sequence, scored in scheduled.scored(result):
+            found = [TokenLogprob(int(value), value) for value, _ in scored.logprobs]
+            sequence.scores[scored.first - 1 : scored.first - 1 + len(found)] = found
+        for sequence, drawn in scheduled.drawn(result):
+            if sequence.params.prompt_logprobs is not None:
+                prompt = sequence.tokens[1 : sequence.prompt_tokens]
+                assert [score.token_id for score in sequence.scores] == prompt, (
+                    "a prompt that is not scored, or wrongly"
+                )
+            sequence.tokens.append(drawn.token_id)
+            if drawn.token_id in sequence.end_ids or sequence.drawn >= sequence.max_tokens:
                 self.answers[sequence.request] = self.cancel(sequence.request)
 
     def finish_all(self, most_steps: int = 10_000) -> None:

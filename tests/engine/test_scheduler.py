@@ -24,6 +24,9 @@ SPECS = [
     [Window(7, 1, 1), WHOLE, Window(2, 1, 1), STATE],
 ]
 
+READS_ANSWER: dict[str, Any] = dict(presence_penalty=1.0)  # of which the fake model takes no notice
+SCORED: dict[str, Any] = dict(prompt_logprobs=0)
+
 
 def make(**changes: Any) -> Driver:
     values = dict(num_pages=16, page_size=4, max_batch_tokens=16, max_running=4, prefix_cache=True) | changes
@@ -70,7 +73,8 @@ def test_random_traffic_draws_what_each_request_alone_would(
 ) -> None:
     """Chunked prompts, prefix hits, preemption and cancellation at random points, in caches that are far too small.
 
-    Also with every step scheduled before the tokens of the one before are known.
+    Also with every step scheduled before the tokens of the one before are known, by which some requests must wait; and
+    with prompts that are scored, each token once.
     """
     draw = random.Random(seed)
     room = num_pages * page_size
@@ -90,7 +94,8 @@ def test_random_traffic_draws_what_each_request_alone_would(
         max_tokens = draw.randrange(1, min(12, room - len(prompt)) + 1)
         end_ids = frozenset(draw.sample(range(VOCABULARY), 3)) if draw.random() < 0.3 else frozenset()
         expected[request] = answer(prompt, max_tokens, end_ids)
-        driver.add(request, prompt, max_tokens, end_ids)
+        options = draw.choice([{}, {}, READS_ANSWER, SCORED, READS_ANSWER | SCORED])
+        driver.add(request, prompt, max_tokens, end_ids, **options)
         for _ in range(draw.randrange(4)):
             if driver.live:
                 driver.step()

@@ -92,7 +92,7 @@ def test_answers_are_those_of_a_whole_vocabulary(layout: str, monkeypatch: pytes
     with Engine(config(tmp_path)) as engine:
         greedy = [r.token_ids for r in engine.generate(asked, GREEDY)]
         mixed = [engine.generate([prompt], params)[0] for prompt, params in zip(asked, MIXED, strict=False)]
-    with Engine(config(tmp_path, split_vocabulary=True, **LAYOUTS[layout])) as engine:
+    with Engine(config(tmp_path, split_vocabulary="on", **LAYOUTS[layout])) as engine:
         with monkeypatch.context() as patched:
             patched.delattr(SplitVocabulary, "whole")
             assert [r.token_ids for r in engine.generate(asked, GREEDY)] == greedy

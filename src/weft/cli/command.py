@@ -70,8 +70,8 @@ class Layout:
     """dummy makes weights up, to measure a shape; auto reads the directory's safetensors."""
     num_layers: int | None = None
     """Only the model's first so many layers."""
-    split_vocabulary: bool = False
-    """Whether embedding and head are split over --attn-tp too."""
+    split_vocabulary: Literal["off", "on", "auto"] = "off"
+    """on: embedding and head are split over --attn-tp too; auto: on GPUs, where decode steps are quicker by it."""
     experts: Literal["auto", "gather", "dispatch"] = "auto"
     """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back, on CPUs; auto:
     whichever costs less, for which shared experts are whole on every rank."""

@@ -17,7 +17,7 @@ from weft.comm.peer import PeerTransport
 from weft.comm.reference import ReferenceTransport
 from weft.comm.shm import ShmTransport
 from weft.comm.transport import offer_of
-from weft.engine.runner import dealt_of, plan_model
+from weft.engine.runner import dealt_of, plan_model, split_steps
 from weft.models.registry import load_config, registry
 from weft.place.cost import costs
 from weft.place.dcp import dcp_dict, dcp_text
@@ -26,6 +26,7 @@ from weft.place.experts import Forms
 from weft.place.forms import forms_dict, forms_of, forms_text
 from weft.place.show import plan_dict, plan_text
 from weft.place.spec import LayoutError, Mesh
+from weft.place.vocabulary import vocabulary_dict, vocabulary_text
 
 OFFERS: dict[str, Callable[[Exchange, bool], bool]] = {
     "torchdist/gloo": partial(torchdist.offers, "gloo"),
@@ -53,6 +54,7 @@ class Command:
       weft plan DIR --layout 4x4 --transport torchdist/nccl --cost h100-nvlink
       weft plan --preset deepseek-v2-lite --layout 1x4,4x1 --dcp 4
       weft plan --layout 4x1 --transport shm --tokens 1,256   experts by gather or by dispatch, whichever costs less
+      weft plan --preset qwen3-235b-a22b --layout 1x4,4x1 --split-vocabulary
       weft plan DIR --layout 2x4,8x1 --transport reference --json
       weft plan DIR --layout 2x2 --cost TABLE.json      a table of weft tune, or of weft tune --device cuda
     """
@@ -72,6 +74,8 @@ class Command:
     experts: Literal["auto", "gather", "dispatch"] = "auto"
     """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back; auto: on CPUs
     whichever costs less, and from where dispatch pays; on GPUs gather, as dispatch is not there yet."""
+    split_vocabulary: bool = False
+    """Embedding and head are split over ATTN_TP: also says what decode steps save by it."""
     tokens: str = "1,64,4096"
     """Tokens in each DP group, one plan for each number."""
     transport: tuple[Literal["shm", "peer", "torchdist/gloo", "torchdist/nccl", "reference"], ...] = ()
@@ -108,22 +112,28 @@ class Command:
         if gpus and self.experts == "dispatch":
             raise LayoutError(f"experts by dispatch are for ranks on CPUs yet, not {' and '.join(names)}")
         forms: Forms = "gather" if gpus else self.experts
-        config = replace(config, replicate_queries=self.dcp_query == "replicate", experts=forms)
+        replicates, split = self.dcp_query == "replicate", self.split_vocabulary
+        config = replace(config, replicate_queries=replicates, experts=forms, split_vocabulary=split)
         planner = plan_model(config, mesh, config.dtype, offers)
         every = [(n,) * mesh.attn_dp for n in tokens]
         shared = dealt_of(config, mesh, config.dtype)
         both = forms_of(mesh, planner.chain, offers)
+        steps = split_steps(config, mesh, config.dtype, offers, [n for n in tokens if n and split])
         if self.json:
             found = [plan_dict(planner, counts) for counts in every]
             if shared is not None:
                 found = [f | {"dcp": dcp_dict(shared, n, offers)} for f, n in zip(found, tokens, strict=True)]
             if both is not None:
                 found = [f | {"experts": forms_dict(both, n)} for f, n in zip(found, tokens, strict=True)]
+            if steps:
+                of = {step.rows: vocabulary_dict(step) for step in steps}
+                found = [f | {"vocabulary": of.get(n)} for f, n in zip(found, tokens, strict=True)]
             print(json.dumps(found, indent=1))
         else:
             texts = [plan_text(planner, counts) for counts in every]
             texts += [] if both is None else [forms_text(both, tokens)]
             texts += [] if shared is None else [dcp_text(shared, tokens, offers)]
+            texts += [vocabulary_text(config.vocab_size, mesh.attn_tp, steps)] if steps else []
             print("\n\n".join(texts))
         return 0
 

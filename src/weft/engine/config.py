@@ -63,8 +63,9 @@ class EngineConfig:
     plugins: modules or .py files that add model families (`weft.models.registry`).
     load_format auto: the directory's safetensors; dummy: made-up weights (`weft.models.load.dummy_model`), of which the
     text means nothing, so the tokenizer is the embedded model's. num_layers: only the model's first so many layers.
-    split_vocabulary: embedding and head are split over attn_tp; of rows that take their best token, or draw by
-    temperature alone, only each rank's best travels, of the others all logits.
+    split_vocabulary on: embedding and head are split over attn_tp; of rows that take their best token, or draw by
+    temperature alone, only each rank's best travels, of the others all logits. auto: on GPUs, where decode steps are
+    predicted to be quicker by it.
     experts: the form in which mixtures of experts take rows (`weft.place.experts`): gather, dispatch (on CPUs), or
     auto: on CPUs whichever costs less, step by step, for which each rank holds shared experts whole.
     device: cuda (a GPU a rank), cpu, or auto: GPUs where there are as many as ranks. cuda_graphs: steps in which every
@@ -116,7 +117,7 @@ class EngineConfig:
     plugins: tuple[str, ...] = ()
     load_format: Literal["auto", "dummy"] = "auto"
     num_layers: int | None = None
-    split_vocabulary: bool = False
+    split_vocabulary: Literal["off", "on", "auto"] = "off"
     experts: Forms = "auto"
 
     def __post_init__(self) -> None:
@@ -191,9 +192,8 @@ class EngineConfig:
         """The model's config.json, read. Raises ModelError."""
         found = load_config(self.model, registry(self.plugins), self.num_layers)
         replicates = self.dcp_query == "replicate"
-        return replace(
-            found, split_vocabulary=self.split_vocabulary, replicate_queries=replicates, experts=self.experts
-        )
+        split = self.split_vocabulary == "on"
+        return replace(found, split_vocabulary=split, replicate_queries=replicates, experts=self.experts)
 
     @property
     def tokenizer(self) -> Path:

@@ -25,7 +25,7 @@ from weft.engine.messages import Step
 from weft.engine.request import FinishReason, Output, SamplingParams, Sequence
 from weft.engine.results import EngineStats, GenerationResult, gather, step_stats
 from weft.engine.scheduler import Scheduled, Scheduler, make_schedulers
-from weft.engine.startup import check_plans, context_tokens, load_tokenizer, read_model
+from weft.engine.startup import check_plans, context_tokens, load_tokenizer, read_model, settled
 from weft.stream import StepStat
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float], None] | None = None):
-        self.config = config
+        self.config = config = settled(config)
         self.error: str | None = None
         self._phase: EngineState = "starting"
         self._faults = FaultWindow(config.max_restarts, config.restart_window_s, backoff_s=config.restart_backoff_s)

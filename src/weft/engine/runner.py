@@ -32,6 +32,7 @@ from weft.place.dcp import Dealt
 from weft.place.plan import Chain, Choice, Counts, Plan, Planner
 from weft.place.show import plan_text
 from weft.place.spec import LayoutError, Mesh
+from weft.place.vocabulary import Head, SplitStep, split_step
 from weft.stream import Stats, StepKey, StepStat, StepTimes, Stream, TraceStream
 
 MOST_COUNTS = 4096
@@ -106,6 +107,20 @@ def dealt_of(config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> Dealt | Non
     latent = sum(spec.width for spec in caches if isinstance(spec, Latent))
     size = dtype.itemsize
     return Dealt(mesh.dcp, group.gather.rows, group.merge.merges, kept * size, latent * size)
+
+
+def split_steps(
+    config: ModelConfig, mesh: Mesh, dtype: torch.dtype, offers: Sequence[Offer], rows: Sequence[int]
+) -> list[SplitStep]:
+    """What splitting the vocabulary means for decode steps of so many rows in each DP group; none where there is
+    nothing to split it over. Raises as `plan_model`.
+    """
+    if mesh.attn_tp == 1 or not rows:
+        return []
+    head = Head(mesh.attn_tp, config.vocab_size, config.hidden_size * dtype.itemsize)
+    whole, split = (plan_model(replace(config, split_vocabulary=s), mesh, dtype, offers) for s in (False, True))
+    each = [(n,) * mesh.attn_dp for n in rows]
+    return [split_step(head, n, split.plan(c).us - whole.plan(c).us, offers) for n, c in zip(rows, each, strict=True)]
 
 
 class ModelRunner:

@@ -13,8 +13,9 @@ from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, dtype_of, forms_of, on_gpus
 from weft.engine.ranks import cost_model
-from weft.engine.runner import dealt_of, plan_model
+from weft.engine.runner import dealt_of, plan_model, split_steps
 from weft.models.config import ModelConfig, ModelError
+from weft.place.cost import Offer
 from weft.place.spec import LayoutError, PlacementError
 
 
@@ -62,6 +63,20 @@ def check_packages(config: EngineConfig) -> None:
         raise LayoutError("ranks on GPUs take Triton, which is not installed: pip install 'weft[gpu]', or --device cpu")
 
 
+def settled(config: EngineConfig) -> EngineConfig:
+    """The same with what `auto` leaves to the planner settled: whether the vocabulary is split. Raises ModelError,
+    LayoutError.
+    """
+    if config.split_vocabulary != "auto":
+        return config
+    if not on_gpus(config):
+        return replace(config, split_vocabulary="off")
+    model, rows = replace(read_model(config), experts=forms_of(config)), [1, config.max_running]
+    steps = split_steps(model, config.mesh, dtype_of(config), _offers(config), rows)
+    pays = bool(steps) and all(step.saved_us > 0 for step in steps)
+    return replace(config, split_vocabulary="on" if pays else "off")
+
+
 def check_plans(config: EngineConfig, model: ModelConfig) -> None:
     """Builds the model without weights and plans every step that may come.
 
@@ -71,8 +86,7 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> None:
     check_packages(config)
     if config.experts == "dispatch" and on_gpus(config):
         raise LayoutError("experts by dispatch are for ranks on CPUs yet: leave --experts out, or --device cpu")
-    mesh, table = config.mesh, cost_model(config)
-    offers = [offer_of(name, has, mesh, table.of(name, mesh.world), None) for name, has in carriers(config).items()]
+    mesh, offers = config.mesh, _offers(config)
     try:
         planner = plan_model(replace(model, experts=forms_of(config)), mesh, dtype_of(config), offers, config.plan)
     except (LayoutError, PlacementError):
@@ -89,6 +103,12 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> None:
         if rows >= config.max_batch_tokens:
             return
         rows *= 2
+
+
+def _offers(config: EngineConfig) -> list[Offer]:
+    """Of the ranks' transports, with room for any tensor."""
+    mesh, table = config.mesh, cost_model(config)
+    return [offer_of(name, has, mesh, table.of(name, mesh.world), None) for name, has in carriers(config).items()]
 
 
 def _line(error: Exception) -> str:

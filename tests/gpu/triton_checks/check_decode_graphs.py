@@ -144,7 +144,7 @@ def check_a_vocabulary_that_is_split(captured: list[int], tmp_path: Path, monkey
         expected = [[r.token_ids for r in engine.generate(FEW[:2], params)] for params in plain]
         expected += [[engine.generate(FEW[:1], params)[0].token_ids] for params in whole]
     captured.clear()
-    with Engine(config(tmp_path, attn_tp=2, moe_tp=2, split_vocabulary=True)) as engine:
+    with Engine(config(tmp_path, attn_tp=2, moe_tp=2, split_vocabulary="on")) as engine:
         with monkeypatch.context() as patched:
             patched.delattr(SplitVocabulary, "whole")
             for params, wanted in zip(plain, expected, strict=False):

@@ -243,6 +243,7 @@ def test_errors_name_the_parameter_and_the_kind(served: Served) -> None:
         assert error(C, prompt="a" * 300)["code"] == "context_length_exceeded"
         assert error(C, prompt="a" * 250, max_tokens=100)["code"] == "context_length_exceeded"
         assert error(C, prompt=[99999])["code"] is None
+        assert error(C, prompt="a", max_tokens=1, min_tokens=2)["param"] == "min_tokens"
 
 
 def test_models_are_found_by_name(served: Served) -> None:

@@ -3,6 +3,7 @@ for those that change no answer."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -165,7 +166,8 @@ class CommonRequest(Body):
                 **more,
             )
         except ValueError as error:
-            raise ApiError(400, str(error), param=str(error).split(" ")[0]) from error
+            name = re.match(r"\w+", str(error))  # that SamplingParams begins its line with
+            raise ApiError(400, str(error), param=name and name[0]) from error
 
 
 def _spellings(word: str, tokenizer: Any) -> set[tuple[int, ...]]:

@@ -22,9 +22,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from weft.kernels.float8 import FLOAT8, Weight  # noqa: E402
 from weft.kernels.plain import packed_shards  # noqa: E402
 from weft.kernels.triton import (  # noqa: E402
     decode_attention,
+    float8,
     merge,
     moe,
     norm_rope_cache,
@@ -133,6 +135,24 @@ def mix_experts(rows: int, held: int = 64, inner: int = 768, width: int = 2048, 
     moe.experts(empty(rows, width), routing, gate_up, down, empty(rows, width), **more if biased else {})
 
 
+def in_float8(*shape: int, unit: tuple[int, int] = (128, 128)) -> Weight:
+    blocks = (*shape[:-2], -(-shape[-2] // unit[0]), -(-shape[-1] // unit[1]))
+    return Weight(empty(*shape, dtype=FLOAT8), empty(*blocks, dtype=FLOAT), unit)
+
+
+def mix_float8_experts(rows: int, held: int, inner: int, width: int, unit: tuple[int, int] = (128, 128)) -> None:
+    tile_rows = moe.tile_rows_of(rows, float8=True)
+    expert, tiles = empty(rows, 8, dtype=INT), (8 * rows + held * (tile_rows - 1)) // tile_rows
+    order = (empty(tiles * tile_rows, dtype=INT), empty(tiles, dtype=INT)) if rows > 1 else (None, None)
+    routing = route.Routing(empty(rows, 8, dtype=FLOAT), expert, tile_rows, *order)
+    gate_up, down = in_float8(held, 2 * inner, width, unit=unit), in_float8(held, width, inner, unit=unit)
+    moe.experts(empty(rows, width), routing, gate_up, down, empty(rows, width))
+
+
+def multiply_float8(rows: int, outputs: int, width: int, unit: tuple[int, int] = (128, 128)) -> None:
+    float8.linear(empty(rows, width), in_float8(outputs, width, unit=unit), empty(rows, outputs))
+
+
 def norm_and_turn(rows: int) -> None:
     cache, angle, slots, weight = empty(1000, 2, 128), empty(rows, 64), empty(rows, dtype=INT), empty(128)
     norm_rope_cache.norm_rope_cache(
@@ -176,6 +196,15 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "experts, 128 rows": (lambda: mix_experts(128), ("HMMA", "LDGSTS")),
     "experts, 4096 rows": (lambda: mix_experts(4096), ("HGMMA", "LDGSTS")),
     "experts with biases": (lambda: mix_experts(4096, 32, 720, 2880, True), ("HGMMA", "LDGSTS")),
+    "FP8 experts, 1 row": (lambda: mix_float8_experts(1, 64, 768, 2048), ("HMMA", "LDGSTS")),
+    "FP8 experts, 128 rows": (lambda: mix_float8_experts(128, 32, 2048, 7168), ("HMMA", "LDGSTS")),
+    "FP8 experts, 256 rows": (lambda: mix_float8_experts(256, 32, 2048, 7168), ("QGMMA", "LDGSTS")),
+    "FP8 experts, 4096 rows": (lambda: mix_float8_experts(4096, 64, 768, 2048), ("QGMMA", "LDGSTS")),
+    "FP8 experts, cut blocks": (lambda: mix_float8_experts(4096, 64, 96, 2048, (32, 32)), ("QGMMA", "LDGSTS")),
+    "FP8 product, 1 row": (lambda: multiply_float8(1, 2560, 2048), ("HMMA", "LDGSTS")),
+    "FP8 product, 64 rows": (lambda: multiply_float8(64, 576, 7168), ("QGMMA", "LDGSTS")),
+    "FP8 product, 4096 rows": (lambda: multiply_float8(4096, 7168, 2048), ("QGMMA", "LDGSTS")),
+    "FP8 product, cut blocks": (lambda: multiply_float8(64, 320, 1408, (64, 64)), ("QGMMA", "LDGSTS")),
     "norm, rotary, cache": (lambda: norm_and_turn(64), ()),
     "norm, rotary, cache, many rows": (lambda: norm_and_turn(4096), ()),
     "rms norm": (lambda: rms_norm.rms_norm(empty(64, 7168), empty(7168), 1e-6, empty(64, 7168)), ()),

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from triton import knobs
 from triton.runtime import interpreter
 
@@ -18,6 +20,20 @@ def _index_of_one(tensor_class: type, scope: interpreter._LangPatchScope, patch=
 
 
 interpreter._patch_lang_tensor = _index_of_one
+
+FLOATS = {tl.float8e4nv: torch.float8_e4m3fn, tl.float16: torch.float16, tl.float32: torch.float32}
+BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
+
+
+def _convert_by_torch(values: np.ndarray, src: tl.dtype, dst: tl.dtype, mode: object, else_=interpreter._convert_float):
+    """The interpreter's own conversions to FP8 round neither to even nor into the next power of two."""
+    if tl.float8e4nv not in (src, dst) or not {src, dst} <= FLOATS.keys():
+        return else_(values, src, dst, mode)
+    found = torch.from_numpy(np.ascontiguousarray(values)).view(FLOATS[src]).float().to(FLOATS[dst])
+    return found.view(BITS[dst.primitive_bitwidth]).numpy().view(f"uint{dst.primitive_bitwidth}")
+
+
+interpreter._convert_float = _convert_by_torch
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.float8 import Rows, Weight
+from weft.kernels.triton import float8
 from weft.kernels.triton.route import Routing
 
 
@@ -43,9 +45,9 @@ def _pairs_of(tile, order, tile_expert, pairs, SORTED: tl.constexpr, BLOCK_M: tl
 
 @triton.jit(do_not_specialize=["pairs"])
 def _up(
-    x, weight, bias, order, tile_expert, out, pairs, x_row,
+    x, x_scale, weight, scale, bias, order, tile_expert, out, out_scale, pairs, x_row,
     WIDTH: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     COLUMN_BLOCKS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
@@ -57,24 +59,37 @@ def _up(
     column = (tl.program_id(0) % COLUMN_BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = column < INNER
     depth = tl.arange(0, BLOCK_K)
-    x += (tl.where(real, pair, 0) // K).to(tl.int64)[:, None] * x_row + depth[None, :]
+    token = (tl.where(real, pair, 0) // K).to(tl.int64)
+    x += token[:, None] * x_row + depth[None, :]
     weight += expert.to(tl.int64) * (2 * INNER * WIDTH)
     gate_at = weight + tl.where(wanted, column, 0)[None, :] * WIDTH + depth[:, None]
     up_at = gate_at + INNER * WIDTH
+    if UNIT:
+        RUNS: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
+        x_scale += token * RUNS
+        gate_scale = scale + expert * (2 * INNER // UNIT * RUNS) + tl.where(wanted, column, 0) // UNIT * RUNS
+        up_scale = gate_scale + INNER // UNIT * RUNS
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, WIDTH, BLOCK_K):
         if WIDTH % BLOCK_K == 0:
-            a = tl.load(x + k, mask=real[:, None], other=0.0)
+            held = real[:, None]
             b = tl.load(gate_at + k)
             c = tl.load(up_at + k)
         else:
             inside = depth < WIDTH - k
-            a = tl.load(x + k, mask=real[:, None] & inside[None, :], other=0.0)
+            held = real[:, None] & inside[None, :]
             b = tl.load(gate_at + k, mask=inside[:, None], other=0.0)
             c = tl.load(up_at + k, mask=inside[:, None], other=0.0)
-        gate = tl.dot(a, b, gate, input_precision="ieee")
-        up = tl.dot(a, c, up, input_precision="ieee")
+        if UNIT:
+            run = k // BLOCK_K
+            a, a_scale = float8.load_rows(x + k, x_scale + run, held, real)
+            gate += tl.dot(a, b) * (a_scale[:, None] * tl.load(gate_scale + run)[None, :])
+            up += tl.dot(a, c) * (a_scale[:, None] * tl.load(up_scale + run)[None, :])
+        else:
+            a = tl.load(x + k, mask=held, other=0.0)
+            gate = tl.dot(a, b, gate, input_precision="ieee")
+            up = tl.dot(a, c, up, input_precision="ieee")
     if BIAS:
         bias += expert.to(tl.int64) * (2 * INNER) + column
         gate += tl.load(bias, mask=wanted, other=0.0).to(tl.float32)[None, :]
@@ -90,13 +105,19 @@ def _up(
             value = tl.minimum(value, LIMIT)
         value *= up
     to = out + pair.to(tl.int64)[:, None] * INNER + column[None, :]
-    tl.store(to, value.to(out.dtype.element_ty), mask=real[:, None] & wanted[None, :])
+    if out.dtype.element_ty == tl.float8e4nv:  # a block's columns are a run of the next product
+        value, found = float8.to_float8(tl.where(wanted[None, :], value, 0.0))
+        at = pair.to(tl.int64) * COLUMN_BLOCKS + tl.program_id(0) % COLUMN_BLOCKS
+        tl.store(out_scale + at, found, mask=real)
+        tl.store(to, value, mask=real[:, None] & wanted[None, :])
+    else:
+        tl.store(to, value.to(out.dtype.element_ty), mask=real[:, None] & wanted[None, :])
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _down(
-    inner, weight, bias, route_weight, order, tile_expert, out, pairs,
-    WIDTH: tl.constexpr, INNER: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr,
+    inner, inner_scale, weight, scale, bias, route_weight, order, tile_expert, out, pairs,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     COLUMN_BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
@@ -111,16 +132,26 @@ def _down(
     inner += tl.where(real, pair, 0).to(tl.int64)[:, None] * INNER + depth[None, :]
     weight += expert.to(tl.int64) * (WIDTH * INNER)
     weight += tl.where(wanted, column, 0)[None, :] * INNER + depth[:, None]
+    if UNIT:
+        RUNS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
+        inner_scale += tl.where(real, pair, 0).to(tl.int64) * RUNS
+        scale += (expert * ((WIDTH + UNIT - 1) // UNIT) + tl.where(wanted, column, 0) // UNIT) * RUNS
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, INNER, BLOCK_K):
         if INNER % BLOCK_K == 0:
-            a = tl.load(inner + k, mask=real[:, None], other=0.0)
+            held = real[:, None]
             b = tl.load(weight + k)
         else:
             inside = depth < INNER - k
-            a = tl.load(inner + k, mask=real[:, None] & inside[None, :], other=0.0)
+            held = real[:, None] & inside[None, :]
             b = tl.load(weight + k, mask=inside[:, None], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+        if UNIT:
+            run = k // BLOCK_K
+            a, a_scale = float8.load_rows(inner + k, inner_scale + run, held, real)
+            acc += tl.dot(a, b) * (a_scale[:, None] * tl.load(scale + run)[None, :])
+        else:
+            a = tl.load(inner + k, mask=held, other=0.0)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
     if BIAS:
         at = bias + expert.to(tl.int64) * WIDTH + column
         acc += tl.load(at, mask=wanted, other=0.0).to(tl.float32)[None, :]
@@ -143,9 +174,9 @@ def _sum_choices(pairs, expert, out, out_row, WIDTH: tl.constexpr, K: tl.constex
     tl.store(to, total.to(out.dtype.element_ty), mask=column < WIDTH)
 
 
-def tile_rows_of(rows: int) -> int:
-    """Rows of a tile, for tensors of `rows` tokens."""
-    return 16 if rows <= 64 else 32 if rows <= 128 else 64 if rows < 1024 else 128
+def tile_rows_of(rows: int, float8: bool = False) -> int:
+    """Rows of a tile, for tensors of `rows` tokens. In FP8, whose sums take more registers, 64 at most."""
+    return 16 if rows <= 64 else 32 if rows <= 128 else 64 if rows < 1024 or float8 else 128
 
 
 def up_tile_of(rows: int) -> Tile:
@@ -168,11 +199,18 @@ def down_tile_of(rows: int) -> Tile:
     return Tile(256, 64, 8, 4)
 
 
+def float8_tiles_of(rows: int) -> tuple[Tile, Tile]:
+    """The tiles of both products in FP8, but for what the weights' blocks decide."""
+    if rows <= float8.FEW_ROWS:
+        return Tile(32, 0, 4, 4), Tile(64, 0, 4, 4)
+    return Tile(0, 0, 8, 3), Tile(64, 0, 4, 4) if rows <= 128 else Tile(128, 0, 8, 3)
+
+
 def experts(
-    x: Tensor,
+    x: Tensor | Rows,
     routing: Routing,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | Weight,
+    down: Tensor | Weight,
     out: Tensor,
     up_tile: Tile | None = None,
     down_tile: Tile | None = None,
@@ -186,21 +224,27 @@ def experts(
     x `[T, width]` with contiguous rows; routing by `route` with `tile_rows_of(T)`; gate_up `[E, 2 · inner, width]`,
     gate's rows first; down `[E, width, inner]`; out `[T, width]`, zero where no expert is here. limit, alpha: as
     in `plain.experts`. Biases `[E, 2 · inner]` and `[E, width]` are added to the products.
+
+    Both weights may be in FP8, by blocks whose columns are 32, 64 or 128: then the rows of both products are quantised
+    by runs of as many columns, those of x here unless they come so. A tile's depth is such a run; with many rows the
+    first product's columns are a run of the second, whose rows it quantises.
     Raises ValueError where shapes or dtypes do not fit together.
     """
-    (rows, width), k = x.shape, routing.expert.shape[1]
-    inner = down.shape[2]
-    if gate_up.shape[1:] != (2 * inner, width) or down.shape[1] != width or routing.expert.shape[0] != rows:
-        raise ValueError(f"x is {list(x.shape)}, gate_up {list(gate_up.shape)}, down {list(down.shape)}")
-    if not x.dtype == gate_up.dtype == down.dtype:
-        raise ValueError(f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; they must be alike")
-    if not (gate_up.is_contiguous() and down.is_contiguous() and x.stride(1) == 1 and out.stride(1) == 1):
+    up, last = (w.values if isinstance(w, Weight) else w for w in (gate_up, down))
+    given = x.values if isinstance(x, Rows) else x
+    (rows, width), k = given.shape, routing.expert.shape[1]
+    inner = last.shape[2]
+    if up.shape[1:] != (2 * inner, width) or last.shape[1] != width or routing.expert.shape[0] != rows:
+        raise ValueError(f"x is {list(given.shape)}, gate_up {list(up.shape)}, down {list(last.shape)}")
+    if not (up.dtype == last.dtype and (isinstance(gate_up, Weight) or given.dtype == up.dtype)):
+        raise ValueError(f"x is {given.dtype}, gate_up {up.dtype}, down {last.dtype}; they must be alike")
+    if not (up.is_contiguous() and last.is_contiguous() and given.stride(1) == 1 and out.stride(1) == 1):
         raise ValueError("the weights and the rows of x and out must be contiguous")
     if not rows:
         return out
     if alpha is not None and limit is None:
         raise ValueError("alpha without a limit")
-    for bias, shape in ((gate_up_bias, gate_up.shape[:2]), (down_bias, down.shape[:2])):
+    for bias, shape in ((gate_up_bias, up.shape[:2]), (down_bias, last.shape[:2])):
         if bias is not None and (bias.shape != shape or not bias.is_contiguous()):
             raise ValueError(f"a bias is {list(bias.shape)}; it must be contiguous {list(shape)}")
     pairs, tile_rows = rows * k, routing.tile_rows
@@ -208,20 +252,41 @@ def experts(
     order = routing.order if routing.order is not None else routing.expert
     tile_expert = routing.tile_expert if routing.tile_expert is not None else routing.expert
     tiles = tile_expert.numel()
-    hidden = x.new_empty(pairs, inner)
+    x_scale, up_scale, hidden_scale, down_scale = given, up, last, last  # none of them is read without FP8
+    up_unit, down_unit = (0, 0), (0, 0)
+    hidden = out.new_empty(pairs, inner)
+    if isinstance(gate_up, Weight) and isinstance(down, Weight):
+        gate_up.check(), down.check()
+        (_, up_scale, up_unit), (_, down_scale, down_unit) = gate_up, down
+        if inner % up_unit[0]:
+            raise ValueError(f"up begins at row {inner}, in the middle of a block of {up_unit[0]}")
+        if rows > float8.FEW_ROWS and not isinstance(x, Rows):
+            x = float8.quantise(x, up_unit[1])
+        if isinstance(x, Rows):
+            given, x_scale, found = x
+            if found != up_unit[1]:
+                raise ValueError(f"x comes by runs of {found} columns, gate_up by {up_unit[1]}")
+        tiles_of = float8_tiles_of(rows)
+        up_tile = (up_tile or tiles_of[0])._replace(depth=up_unit[1])
+        down_tile = (down_tile or tiles_of[1])._replace(depth=down_unit[1])
+        if rows > float8.FEW_ROWS:
+            hidden = hidden.new_empty(pairs, inner, dtype=last.dtype)
+            hidden_scale = down_scale.new_empty(pairs, triton.cdiv(inner, down_unit[1]))
+            up_tile = up_tile._replace(columns=down_unit[1])
     cut = up_tile or up_tile_of(rows)
     _up[(tiles * triton.cdiv(inner, cut.columns),)](
-        x, gate_up, gate_up if gate_up_bias is None else gate_up_bias, order, tile_expert, hidden, pairs, x.stride(0),
-        WIDTH=width, INNER=inner, K=k, SORTED=ordered, BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha,
-        BLOCK_M=tile_rows, BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps,
-        num_stages=cut.stages,
+        given, x_scale, up, up_scale, up if gate_up_bias is None else gate_up_bias, order, tile_expert, hidden,
+        hidden_scale, pairs, given.stride(0), WIDTH=width, INNER=inner, K=k, SORTED=ordered,
+        BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha, UNIT=up_unit[0], BLOCK_M=tile_rows,
+        BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     cut = down_tile or down_tile_of(rows)
-    each = x.new_empty(pairs, width)
+    each = out.new_empty(pairs, width)
     _down[(tiles * triton.cdiv(width, cut.columns),)](
-        hidden, down, down if down_bias is None else down_bias, routing.weight, order, tile_expert, each, pairs,
-        WIDTH=width, INNER=inner, SORTED=ordered, BIAS=down_bias is not None,
-        BLOCK_M=tile_rows, BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
+        hidden, hidden_scale, last, down_scale, last if down_bias is None else down_bias, routing.weight, order,
+        tile_expert, each, pairs, WIDTH=width, INNER=inner, SORTED=ordered, BIAS=down_bias is not None,
+        UNIT=down_unit[0], BLOCK_M=tile_rows, BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps,
+        num_stages=cut.stages,
     )  # fmt: skip
     block = min(1024, triton.next_power_of_2(width))
     _sum_choices[(rows, triton.cdiv(width, block))](

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from weft.kernels.float8 import Weight, dequantise, quantise
+
 
 def decode_attention(
     q: Tensor,
@@ -58,25 +60,33 @@ def experts(
     x: Tensor,
     weight: Tensor,
     expert: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | Weight,
+    down: Tensor | Weight,
     limit: float | None = None,
     alpha: float | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """`[T, width]`; pairs whose expert is −1 are left out.
+    """`[T, width]`; pairs whose expert is −1 are left out. With weights in FP8 both products' rows are quantised.
 
     Between the products is silu(gate) · up; with a limit, silu(gate) is at most that and up within ± that; with an
     alpha too, gate is at most the limit, up within ± that, and it is gate · sigmoid(alpha · gate) · (up + 1).
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
+
+    def product(rows: Tensor, weight: Tensor | Weight, e: int, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, Weight):
+            rows = dequantise(quantise(rows, weight.unit[1]), wide)
+            weight = dequantise(Weight(weight.values[e], weight.scales[e], weight.unit), wide)
+        else:
+            weight = weight[e].to(wide)
+        return F.linear(rows.to(wide), weight, None if bias is None else bias[e].to(wide))
+
     for e in expert.unique().tolist():
         if e >= 0:
             token, choice = (expert == e).nonzero(as_tuple=True)
-            first, last = (None if b is None else b[e].to(wide) for b in (gate_up_bias, down_bias))
-            gate, up = F.linear(x[token].to(wide), gate_up[e].to(wide), first).chunk(2, -1)
+            gate, up = product(x[token], gate_up, e, gate_up_bias).chunk(2, -1)
             bound = float("inf") if limit is None else limit
             up = up.clamp(-bound, bound)
             if alpha is None:
@@ -84,7 +94,7 @@ def experts(
             else:
                 gate = gate.clamp(max=bound)
                 inner = gate * (alpha * gate).sigmoid() * (up + 1)
-            rows = F.linear(inner, down[e].to(wide), last)
+            rows = product(inner, down, e, down_bias)
             out.index_add_(0, token, rows * weight[token, choice, None].to(wide))
     return out.to(x.dtype)
 

@@ -1,0 +1,159 @@
+"""FP8: rows quantised, dense products and experts, against their definitions in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gpu.triton_checks import check_moe
+from weft.kernels.float8 import FLOAT8, LARGEST, Rows, Weight, dequantise
+from weft.kernels.float8 import linear as plain_linear
+from weft.kernels.float8 import quantise as plain_quantise
+from weft.kernels.triton import float8, moe, plain
+
+NAN = float("nan")
+
+
+def weight_of(*shape: int, unit: tuple[int, int], device: torch.device) -> Weight:
+    """Random values, a block of which are zeros, and scales that differ from block to block by powers of ten."""
+    blocks = (*shape[:-2], -(-shape[-2] // unit[0]), -(-shape[-1] // unit[1]))
+    values = (torch.randn(shape, device=device) * 60).clamp(-LARGEST, LARGEST)
+    values[..., : unit[0], : unit[1]] = 0
+    return Weight(values.to(FLOAT8), 10 ** (2 * torch.rand(blocks, device=device) - 4), unit)
+
+
+def skewed(rows: int, width: int, device: torch.device) -> Tensor:
+    """Rows of which some have one huge value, one is of zeros, and one tiny."""
+    x = torch.randn(rows, width, device=device)
+    x[3::4, width // 2] *= 1e4
+    if rows > 2:
+        x[1], x[2] = 0, x[2] * 1e-6
+    return x
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    """The root of the mean over rows of the squared relative error; a row of zeros must be one."""
+    size = wanted.norm(dim=1)
+    assert (found[size == 0] == 0).all()
+    return ((found.double() - wanted).norm(dim=1)[size > 0] / size[size > 0]).square().mean().sqrt().item()
+
+
+def rounding(device: torch.device) -> float:
+    """Of sums in float32; of a GPU's tensor cores, which sum a run of FP8 with about 14 bits."""
+    return 1e-5 if device.type == "cpu" else 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, width, run", [(1, 128, 128), (5, 640, 128), (3, 200, 64), (4, 96, 32), (0, 128, 128)])
+def check_quantises_rows(rows: int, width: int, run: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = (skewed(rows, width + 8, device) if rows else torch.zeros(0, width + 8, device=device)).to(dtype)[:, 4:-4]
+    found, wanted = float8.quantise(x, run), plain_quantise(x, run)
+    assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8))
+    assert torch.equal(found.scales, wanted.scales)
+    largest = F.pad(x.float(), (0, -width % run)).unflatten(-1, (-1, run)).abs().amax(-1)
+    bound = (largest.repeat_interleave(run, -1)[:, :width] * 2.0**-10).maximum(x.float().abs() * 2.0**-4) + 1e-12
+    assert ((dequantise(found) - x.float()).abs() <= bound * 1.001).all()
+
+
+def check_what_is_not_finite_stays_so(device: torch.device) -> None:
+    x = torch.ones(2, 256, device=device)
+    x[0, 3], x[1, 200] = NAN, float("inf")
+    found = dequantise(float8.quantise(x, 128))
+    assert found[0, 3].isnan() and found[1, 200].isnan() and found[0, 128:].eq(1).all() and found[1, :128].eq(1).all()
+
+
+LINEAR = {
+    "one row": (1, 48, 256, (128, 128)),
+    "few rows": (17, 200, 384, (128, 128)),
+    "rows past a tile": (33, 160, 128, (128, 128)),
+    "many rows": (70, 136, 256, (128, 128)),
+    "a ragged run": (5, 64, 200, (64, 128)),
+    "cut blocks": (9, 96, 192, (32, 64)),
+    "blocks of a row": (20, 24, 96, (1, 32)),
+}
+
+
+@pytest.mark.parametrize("case", LINEAR.values(), ids=LINEAR.keys())
+def check_linear(case: tuple[int, int, int, tuple[int, int]], device: torch.device) -> None:
+    torch.manual_seed(0)
+    rows, outputs, width, unit = case
+    weight, x = weight_of(outputs, width, unit=unit, device=device), skewed(rows, width, device)
+    wanted = plain_linear(x, weight, torch.float64)
+    for given in (x, float8.quantise(x, unit[1])):
+        beside = torch.full((rows, outputs + 16), NAN, device=device)
+        out = float8.linear(given, weight, beside[:, 8:-8])
+        assert off(out, wanted) <= rounding(device) and beside[:, :8].isnan().all() and beside[:, -8:].isnan().all()
+    exact = x.double() @ dequantise(weight, torch.float64).mT
+    assert off(wanted, exact) > 5e-3  # so that rows left unquantised would be seen
+
+
+def check_tiles_of_many_rows(device: torch.device) -> None:
+    weight, x = weight_of(136, 200, unit=(128, 128), device=device), skewed(130, 200, device)
+    for tile in (float8.Tile(64, 64, 4, 4), float8.Tile(128, 128, 8, 3)):
+        out = float8.linear(x, weight, torch.full((130, 136), NAN, device=device), tile)
+        assert off(out, plain_linear(x, weight, torch.float64)) <= rounding(device)
+
+
+def check_linear_refuses(device: torch.device) -> None:
+    weight, x = weight_of(64, 128, unit=(64, 64), device=device), torch.randn(2, 128, device=device)
+    out = torch.empty(2, 64, device=device)
+    with pytest.raises(ValueError, match=r"by runs of 128, the weight .* by 64"):
+        float8.linear(float8.quantise(x, 128), weight, out)
+    with pytest.raises(ValueError, match="out"):
+        float8.linear(x, weight, out[:1])
+    with pytest.raises(ValueError, match=r"with one for 128 × 64 they must be float8_e4m3fn and float32 \[1, 2\]"):
+        float8.linear(x, weight._replace(unit=(128, 64), scales=weight.scales.repeat(2, 1)), out)
+
+
+FORMS = {
+    "few pairs": ((2, 2, 16, 2, 0, 16), (128, 128), (128, 128)),
+    "one row": ((1, 1, 8, 3, 0, 8), (64, 128), (64, 128)),
+    "one kernel": ((24, 21, 6, 3, 0, 6), (64, 128), (128, 128)),
+    "experts elsewhere": ((9, 9, 12, 4, 8, 4), (64, 128), (64, 128)),
+    "cut blocks": ((20, 20, 4, 2, 0, 4), (32, 128), (128, 32)),
+    "many rows": ((68, 60, 7, 2, 3, 3), (64, 128), (64, 128)),
+    "many rows, cut blocks": ((68, 68, 3, 1, 0, 3), (64, 64), (128, 64)),
+    "no row is live": ((9, 0, 4, 2, 0, 4), (64, 128), (128, 128)),
+}
+
+
+@pytest.mark.parametrize(
+    "case, quantised",
+    [*((name, False) for name in FORMS), ("few pairs", True), ("one kernel", True), ("many rows", True)],
+)
+def check_experts(case: str, quantised: bool, device: torch.device) -> None:
+    torch.manual_seed(0)
+    chosen, first_unit, last_unit = FORMS[case]
+    rows, live, held = chosen[0], chosen[1], chosen[5]
+    found, probability, expert = check_moe.routed(*chosen, device, tile_rows=16 if rows < 64 else 32)
+    width, inner = 160, 192 if first_unit[0] < 128 else 128  # a run is 128, the rest of a row another
+    x = skewed(rows, width, device)
+    x[live:] = NAN
+    gate_up = weight_of(held, 2 * inner, width, unit=first_unit, device=device)
+    down = weight_of(held, width, inner, unit=last_unit, device=device)
+    unchosen = [e for e in range(held) if e not in expert.flatten().tolist()]
+    gate_up.scales[unchosen], down.scales[unchosen] = NAN, NAN
+    out = torch.full((rows, width), NAN, device=device)
+    given: Tensor | Rows = float8.quantise(x, first_unit[1]) if quantised else x
+    tile = None if not quantised else moe.Tile(64, 0, 4, 2)
+    moe.experts(given, found, gate_up, down, out, tile, tile)
+    wanted = plain.experts(x.double(), probability, expert, gate_up, down)
+    assert (out[(expert < 0).all(-1)] == 0).all()
+    if live:
+        # Sums in another order turn the rounding of a few values between the products, by 1 part in 16 at most.
+        assert off(out[:live], wanted[:live]) <= 6e-3
+        wide = [dequantise(w, torch.float64) for w in (gate_up, down)]
+        assert off(wanted[:live], plain.experts(x.double(), probability, expert, *wide)[:live]) > 2e-2
+
+
+def check_experts_refuse(device: torch.device) -> None:
+    found, _, _ = check_moe.routed(2, 2, 8, 2, 0, 8, device)
+    x, out = torch.randn(2, 128, device=device), torch.empty(2, 128, device=device)
+    gate_up = weight_of(8, 128, 128, unit=(128, 128), device=device)
+    down = weight_of(8, 128, 64, unit=(128, 64), device=device)
+    with pytest.raises(ValueError, match="up begins at row 64, in the middle of a block of 128"):
+        moe.experts(x, found, gate_up, down, out)
+    with pytest.raises(ValueError, match="must be alike"):
+        moe.experts(x, found, gate_up, torch.empty(8, 128, 64, device=device), out)

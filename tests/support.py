@@ -46,7 +46,7 @@ def run_world(world: int | ReferenceWorld, rank_main: Callable[[ReferenceTranspo
 
     Raises the first rank's error that is not only an echo of another's.
     """
-    world = ReferenceWorld(world, timeout_s=60) if isinstance(world, int) else world
+    world = ReferenceWorld(world, timeout_s=240) if isinstance(world, int) else world
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 

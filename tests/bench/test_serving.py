@@ -33,7 +33,7 @@ class Stub:
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._serve, daemon=True).start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(240)
 
     def _serve(self) -> None:
         async def start() -> None:

@@ -17,7 +17,7 @@ import pytest
 from support import small_model
 from transformers import AutoTokenizer
 
-from engine.conftest import byte_tokenizer
+from engine.conftest import WAIT_S, byte_tokenizer
 from weft.engine.config import EngineConfig, QueueFull
 from weft.engine.engine import Engine
 from weft.engine.language import Language
@@ -95,11 +95,11 @@ class Served:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0)
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30)
+        return httpx.Client(base_url=self.url, timeout=WAIT_S)
 
     def socket(self) -> socket.socket:
         """For what no client would send."""
-        return socket.create_connection(self.address, timeout=30)
+        return socket.create_connection(self.address, timeout=WAIT_S)
 
 
 def serve(engine: Any, **options: Any) -> Iterator[Served]:

@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import schemathesis
 
+from engine.conftest import WAIT_S
 from server.conftest import Served
 
 OPERATIONS = [
@@ -35,7 +36,7 @@ def test_made_up_requests(served: Served, method: str, path: str, mode: Any) -> 
     )
     @hypothesis.given(operation.as_strategy(generation_mode=mode))
     def check(case: Any) -> None:
-        answer = case.call(timeout=60)
+        answer = case.call(timeout=WAIT_S)
         assert answer.status_code < 500, f"{case.as_curl_command()}\n{answer.text}"
         if answer.status_code >= 400 and answer.status_code != 405 and answer.text:
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

@@ -65,7 +65,7 @@ def compile_all(
 
 
 def run(
-    program: Path, *arguments: object, races: str = "halt_on_error=1:atexit_sleep_ms=0", timeout_s: float = 120
+    program: Path, *arguments: object, races: str = "halt_on_error=1:atexit_sleep_ms=0", timeout_s: float = 600
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program. races: what a race detector does; it goes without address randomisation if it must."""
     command = [str(program), *map(str, arguments)]

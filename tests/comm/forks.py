@@ -75,7 +75,7 @@ class Fork:
             pickle.dump(replace(outcome, mapped=arenas()), pipe)
         os._exit(0)
 
-    def outcome(self, timeout_s: float = 60.0) -> Outcome | None:
+    def outcome(self, timeout_s: float = 240.0) -> Outcome | None:
         """None where the process ended without one. The process is then gone, but not yet reaped."""
         data = b""
         while True:
@@ -120,7 +120,7 @@ class Nursery:
     def close(self) -> None:
         assert self._process.stdin
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)
 
 
 def nursery() -> None:
@@ -136,6 +136,6 @@ def nursery() -> None:
     for line in sys.stdin:
         name, folder = json.loads(line)
         fork = Fork(partial(getattr(scenarios, name), Path(folder)))
-        outcome = fork.outcome(timeout_s=240) or Outcome(error="the scenario was killed")
+        outcome = fork.outcome(timeout_s=800) or Outcome(error="the scenario was killed")
         fork.reap()
         print(json.dumps([outcome.value, outcome.error]), flush=True)

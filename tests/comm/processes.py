@@ -17,7 +17,7 @@ from weft.place.spec import Mesh
 
 def connect(name: str, mesh: Mesh, rank: int, directory: str, **options: Any) -> ShmTransport | TorchDistTransport:
     """A transport whose ranks meet in a directory."""
-    options = {"timeout_s": 120.0} | options
+    options = {"timeout_s": 240.0} | options
     if name == "shm":
         return ShmTransport(mesh, rank, f"{directory}/shm", **options)
     return TorchDistTransport(mesh, rank, f"file://{directory}/rendezvous", **options)

@@ -58,7 +58,7 @@ def test_aarch64(tmp_path: Path) -> None:
 
     def emulated(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         command = [EMULATOR, str(programs[name]), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
     done = emulated("compare", 20)
     assert done.returncode == 0 and done.stdout.split() == ["scalar", "neon"], done.stdout

@@ -71,22 +71,24 @@ def test_no_races(ranks: int, calls: int, delays: int, built: dict[str, Path]) -
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_race_detector_finds(fault: str, built: dict[str, Path]) -> None:
-    for seed in range(2, 22):  # a wrong result may come first, and end the run
+    for seed in range(2, 22):  # a wrong result may come first, and end the run; how the threads run decides
         done = run(built[fault], 3, 20_000, seed, 1)
         if CANNOT_START in done.stderr:
             pytest.skip("the race detector cannot start in this kernel's address space")
-        assert done.returncode, "neither a race nor a wrong result"
-        if "data race" in done.stderr:
+        if done.returncode and "data race" in done.stderr:
             return
-    raise AssertionError(done.stderr)
+    raise AssertionError(f"no race found: {done.stderr}")
 
 
 @pytest.mark.parametrize("fault", ["has one slot", "does not wait at the end"])
 def test_the_results_show(fault: str, built: dict[str, Path]) -> None:
-    done = run(built[fault], 3, 20_000, 2, 1, races="report_bugs=0:atexit_sleep_ms=0")
-    if CANNOT_START in done.stderr:
-        pytest.skip("the race detector cannot start in this kernel's address space")
-    assert done.returncode == 1 and "wrong result" in done.stderr, done.stderr
+    for seed in range(2, 22):  # how the threads run decides when a result is wrong
+        done = run(built[fault], 3, 20_000, seed, 1, races="report_bugs=0:atexit_sleep_ms=0")
+        if CANNOT_START in done.stderr:
+            pytest.skip("the race detector cannot start in this kernel's address space")
+        if done.returncode == 1 and "wrong result" in done.stderr:
+            return
+    raise AssertionError(f"no wrong result: {done.stderr}")
 
 
 def recorded(built: dict[str, Path], world: int, calls: Sequence[str]) -> list[Program]:

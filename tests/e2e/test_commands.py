@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,9 +29,9 @@ COMMANDS = [
 ]
 
 
-def weft(*arguments: str, timeout: float = 240, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:
+def weft(*arguments: str, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "weft.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(temporary))
+    return subprocess.run(command, capture_output=True, text=True, env=environment(temporary))
 
 
 def environment(temporary: Path | None) -> dict[str, str]:
@@ -65,29 +66,30 @@ def test_readme_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("weft serve")])
-def test_readme_serves(command: str, free_port: int, tmp_path: Path) -> None:
+def test_readme_serves(command: str, tmp_path: Path) -> None:
     arguments = shlex.split(command)[1:]
-    arguments[arguments.index("--port") + 1] = str(free_port)
+    arguments[arguments.index("--port") + 1] = "0"
     server = subprocess.Popen(
         [sys.executable, "-m", "weft.cli.main", *arguments],
         stderr=subprocess.PIPE,
         text=True,
         env=environment(tmp_path),
     )
+    assert server.stderr is not None
     try:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and server.poll() is None:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/health", timeout=2) as answer:
+        said: list[str] = []
+        for line in server.stderr:
+            said.append(line)
+            if served := re.search(r"serving \S+ on (http://\S+) ", line):
+                with urllib.request.urlopen(f"{served[1]}/health") as answer:
                     assert json.load(answer) == {"status": "ok"}
-                    break
-            except OSError:
-                time.sleep(0.2)
+                break
         else:
-            pytest.fail(f"not healthy: {server.stderr.read() if server.poll() is not None else 'too slow'}")
+            pytest.fail(f"not healthy: {said}")
     finally:
         server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=30) in (0, 130, -signal.SIGTERM)
+        server.communicate()
+    assert server.returncode == 0
     assert not left_behind(tmp_path)
 
 
@@ -159,16 +161,12 @@ def test_bad_input_ends_in_one_line(arguments: list[str], text: str) -> None:
     assert text in err and err.count("\n") == 1 and err.startswith("weft: ")
 
 
-def test_a_port_that_is_taken(free_port: int) -> None:
-    import socket
-
+def test_a_port_that_is_taken() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", free_port))
+        taken.bind(("127.0.0.1", 0))
         taken.listen()
-        done = weft("serve", "--port", str(free_port))
-    assert (
-        done.returncode == 2 and "choose another with --host or --port" in done.stderr and done.stderr.count("\n") == 1
-    )
+        code, _, err = weft_here("serve", "--port", str(taken.getsockname()[1]))
+    assert code == 2 and "choose another with --host or --port" in err and err.count("\n") == 1
 
 
 def test_plan_shows_what_it_saves_and_by_whose_times() -> None:
@@ -197,7 +195,7 @@ def test_help_teaches(command: str) -> None:
 
 def test_a_reader_that_leaves_early() -> None:
     command = f"{shlex.quote(sys.executable)} -m weft.cli.main plan --tokens 1,2,3 | true"
-    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True)
     assert done.stderr == ""
 
 
@@ -210,7 +208,7 @@ def test_json_is_json() -> None:
 
 
 def test_the_demo(tmp_path: Path) -> None:
-    done = weft("demo", "--questions", "3", timeout=280, temporary=tmp_path)
+    done = weft("demo", "--questions", "3", temporary=tmp_path)
     assert max(map(len, done.stdout[done.stdout.index("layout ") :].splitlines())) <= 80
     assert done.returncode == 0, done.stderr
     assert re.search(r"^\d+ collectives instead of \d+, .* a rank instead of", done.stdout, re.MULTILINE)
@@ -220,15 +218,14 @@ def test_the_demo(tmp_path: Path) -> None:
 
 
 def test_a_demo_that_is_ended_takes_its_server_along(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "weft.cli.main", "demo"]
+    command = [sys.executable, "-m", "weft.cli.main", "demo", "--questions", "1000"]  # so that it is ended, not done
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(tmp_path))
     assert demo.stdout is not None
     port = re.search(r"weft serve --port (\d+)", demo.stdout.readline())
     assert port is not None
-    deadline = time.monotonic() + 120
-    while not any(f"--port {port[1]} " in c for c in commands()) and time.monotonic() < deadline:
+    while not any(f"--port {port[1]} " in c for c in commands()):
         time.sleep(0.05)
     demo.terminate()
-    assert demo.wait(timeout=60) == 130
+    assert demo.wait() == 130
     demo.stdout.close()
     assert not [c for c in commands() if f"--port {port[1]} " in c]

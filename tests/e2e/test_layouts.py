@@ -72,8 +72,8 @@ def test_same_greedy_answers_on_every_layout(alone: list[str], layout: str) -> N
         for served in serve(engine):
             answers = traffic(served)
         assert answers == alone * 2
+        engine.check_idle()  # after the last cancellation
         stats = engine.stats()
         assert stats.cached_tokens > 0 and stats.running == stats.waiting == 0
-        engine.check_idle()
     right = sum(word_problems.extract(a) == p.answer for a, p in zip(alone, PROBLEMS, strict=True))
     assert right >= 3, "the embedded model has forgotten how to count"

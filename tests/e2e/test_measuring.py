@@ -141,7 +141,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     words = "bench collectives --ranks 2 --sizes 1K --edges all_reduce --dtypes fp32 --baselines gloo --json"
     command = [sys.executable, "-m", "weft.cli.main", *words.split(), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     _, title, names, row = done.stdout.splitlines()
     assert title.startswith("all_reduce, 2 ranks: µs a call") and "".join(names.split()) == "shmzerocopyinplacegloo"
@@ -159,7 +159,7 @@ def test_a_small_run_of_merges(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     words = "bench dcp --ranks 2 --shapes qwen3-235b --batches 1 --json"
     command = [sys.executable, "-m", "weft.cli.main", *words.split(), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     [row] = json.loads(path.read_text())["rows"]
     assert row | {"us": 0} == dict(ranks=2, shape="qwen3-235b", batch=1, dtype="fp32", bytes=64 * 128 * 4, us=0)
@@ -173,13 +173,12 @@ def test_who_is_ended_takes_the_ranks_along(tmp_path: Path) -> None:
     bench = subprocess.Popen(
         [sys.executable, "-m", "weft.cli.main", *words], env=dict(os.environ) | {"TMPDIR": str(tmp_path)}
     )
-    deadline = time.monotonic() + 60
     children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children")
-    while len(ranks := children.read_text().split()) < 3 and time.monotonic() < deadline:  # and what tracks resources
+    while len(ranks := children.read_text().split()) < 3:  # and what tracks resources
         time.sleep(0.02)
     assert len(ranks) == 3 and list(tmp_path.glob("weft-bench-*"))
     bench.terminate()
-    assert bench.wait(timeout=30) == 130
-    while (left := [r for r in ranks if Path(f"/proc/{r}").exists()]) and time.monotonic() < deadline:
+    assert bench.wait() == 130
+    while any(Path(f"/proc/{r}").exists() for r in ranks):
         time.sleep(0.02)
-    assert not left and not list(tmp_path.glob("weft-bench-*"))
+    assert not list(tmp_path.glob("weft-bench-*"))

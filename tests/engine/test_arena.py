@@ -60,9 +60,7 @@ def test_steps_of_every_size_fit_what_was_worked_out(mesh: Mesh, tmp_path: Path)
     peaks = run_threads(mesh, tmp_path, random_steps, tmp_path / "model", STEPS, **sizes)
     assert need.blocks // 2 <= max(peaks) <= need.blocks
     with pytest.raises(CommError, match="blocks"):
-        run_threads(
-            mesh, tmp_path, random_steps, tmp_path / "model", STEPS, timeout_s=2.0, **sizes | {"blocks": max(peaks) - 1}
-        )
+        run_threads(mesh, tmp_path, random_steps, tmp_path / "model", STEPS, **sizes | {"blocks": max(peaks) - 1})
 
 
 @pytest.mark.parametrize("mesh", [Mesh(4, 1, 4, 1), Mesh(2, 2, 2, 2)], ids=str)

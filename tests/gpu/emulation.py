@@ -24,6 +24,8 @@ from weft.kernels.build import CSRC, load
 from weft.place.spec import Mesh
 
 SOURCE = Path(__file__).parent / "emulated"
+WAIT_S = 240.0
+"""For ranks that come soon unless something is wrong; a busy machine may take long."""
 FLAGS = ("-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")  # longjmp goes from stack to stack
 
 
@@ -41,7 +43,7 @@ class Threads:
         self.meeting = threading.Barrier(world)
 
     def barrier(self, group: Ranks) -> None:
-        self.meeting.wait(60)
+        self.meeting.wait(WAIT_S)
 
     def check(self) -> None:
         pass
@@ -55,11 +57,11 @@ class EmulatedTransport(PeerTransport):
 
     def __init__(self, mesh: Mesh, rank: int, threads: Threads, **options: Any):
         self._threads = threads
-        super().__init__(mesh, rank, "", torch.device("cpu"), **options)
+        super().__init__(mesh, rank, "", torch.device("cpu"), **{"timeout_s": WAIT_S} | options)
 
     def _connect(self, mesh: Mesh, path: Path | str) -> Threads:
         self._threads.handles[self.rank] = self._handle
-        self._threads.meeting.wait(60)
+        self._threads.meeting.wait(WAIT_S)
         self._kernels.connect_here(self._handle, [self._threads.handles[r] for r in range(mesh.world)])
         return self._threads
 

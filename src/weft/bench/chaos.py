@@ -136,13 +136,12 @@ def run(
             if served.process.poll() is None:
                 after = _at_rest(served)
             restarts, code = after.pop("restarts", None), served.end(60.0)
-            left = served.left_behind()
+            left = served.left_behind(60.0) | {"segments": _left_segments(shared)}
             log = served.log.read_text(errors="replace").splitlines()
         finally:
             chaos.close()
             if served.process.poll() is None:
                 served.kill()
-    left["segments"] = sorted(segments() - shared)
     held = (
         not any(load.counts[bad] for bad in ("lost", "hung", "different"))
         and not trouble
@@ -216,6 +215,14 @@ def _at_rest(served: Served) -> dict[str, Any]:
                 return state
             time.sleep(0.5)
     return {}
+
+
+def _left_segments(before: set[str], wait_s: float = 10.0) -> list[str]:
+    """Segments that are new and stay: those of other programs come and go."""
+    deadline = time.monotonic() + wait_s
+    while (new := segments() - before) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return sorted(new)
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:

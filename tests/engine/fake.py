@@ -9,13 +9,13 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft.engine.messages import GroupRows, Ran, Result, Scored
 from weft.engine.request import SamplingParams, Sequence, TokenLogprob
 from weft.engine.scheduler import Scheduled, Scheduler
-from weft.kv.spec import CacheGroup
+from weft.kv.spec import CacheGroup, Rule
 
 VOCABULARY = 50
 UNWRITTEN = -1
@@ -56,9 +56,10 @@ class Part:
 
 @dataclass
 class Parts:
-    """A step of one group."""
+    """A step of one group. copies: pages of whole sequences, (from, to), all read before anything is written."""
 
     parts: list[Part]
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def scored(self) -> tuple[Scored, ...]:
@@ -103,10 +104,14 @@ class FakeDevice:
             assert not score or scored[:-1] == tokens[1 : len(scored)], "other tokens are scored than follow the rows"
             parts.append(Part(row, request, self.length[row], tokens, tuple(map(tuple, tables)), draws, scored))
             self.length[row] += parts[-1].rows
-        return Parts(parts)
+        return Parts(parts, [join.copy for join in rows.joins if join.copy])
 
     def run(self, step: Parts) -> list[int]:
         """The drawn tokens. AssertionError for a step that no device could run right."""
+        for slots in (slots for slots, rule in zip(self.slots, self.rules, strict=True) if rule == Rule()):
+            pages = [slots[a * self.page_size : (a + 1) * self.page_size] for a, _ in step.copies]
+            for (_, to), page in zip(step.copies, pages, strict=True):
+                slots[to * self.page_size : (to + 1) * self.page_size] = page
         written: set[tuple[int, int]] = set()
         given = [[self.last[p.row]] if p.tokens is None else list(p.tokens) for p in step.parts]
         for part, new in zip(step.parts, given, strict=True):

@@ -32,7 +32,7 @@ from weft.engine.scheduler import Scheduler
 from weft.engine.text import TextStream
 from weft.kv.manager import CacheManager
 from weft.kv.pages import PagePool
-from weft.kv.prefix import PrefixTree
+from weft.kv.prefix import ABSENT, PrefixTree
 from weft.kv.spec import CacheGroup, Rule
 
 PAGE = 4
@@ -53,9 +53,9 @@ def test_prompts_share_pages_and_the_oldest_prefix_is_evicted_first() -> None:
     pool.release(one + two)
     assert pool.free == 0 and tree.longest([1, 2, 3, 4, 9]) == 4 and tree.longest([1, 2, 9]) == 2
     held = tree.match([1, 2, 3, 4])
-    assert held == (4, [one])
+    assert held == (4, [one], 0, ABSENT)
     assert tree.evict(0, 4) == 2 and tree.longest([5, 6, 7, 8]) == 0, "pages in use must stay"
-    pool.release(held[1][0])
+    pool.release(held.tables[0])
     assert tree.evict(0, 1) == 1 and tree.longest([1, 2, 3, 4]) == 2, "leaves go first"
     assert tree.evict(0, 9) == 1 and pool.free == 4
 
@@ -136,7 +136,7 @@ def test_messages_survive_the_wire() -> None:
     group = GroupRows(
         answers=(4, 2),
         chunks=(Chunk(3, (5, 6), True), Chunk(1, (9,), False)),
-        joins=(Join(3, 17, 5, ((1, 9), (4, 2)), Sampling(0.5, 0.9, 7, 2**62 - 1)),),
+        joins=(Join(3, 17, 5, ((1, 9), (4, 2)), Sampling(0.5, 0.9, 7, 2**62 - 1), (8, 9)),),
         entries=(Entry(4, 0, 2, 8),),
         adjust=((2, Adjust(2, (0,), mask=b"\x01")),),
     )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from engine.fake import answer
+from engine.fake import VOCABULARY, answer
 from engine.stub import Client, World
 from engine.test_scheduler import STATE, WHOLE, make
+from weft.attention.caches import Caches
 from weft.kv.pages import PagePool
 from weft.kv.prefix import ABSENT, PrefixTree
-from weft.kv.spec import Rule
+from weft.kv.spec import CacheGroup, Latent, PagedKV, Rule, Window
+from weft.kv.spec import rule as kv_rule
 
 PROMPT = list(range(18))
 
@@ -62,6 +66,86 @@ def test_who_gave_way_goes_on_from_what_is_cached_but_reports_what_was_at_first(
     assert driver.answers[2] == answer(PROMPT, 9)
 
 
+def begins_alike(one: list[int], other: list[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 8])
+def test_as_many_tokens_are_reused_as_any_ended_request_has_run(page_size: int) -> None:
+    """To the token, wherever that is in a page; but of the page that a running request still fills, none."""
+    draw = random.Random(page_size)
+    driver = make(num_pages=2000, page_size=page_size, max_batch_tokens=40)
+    stem = [draw.randrange(VOCABULARY) for _ in range(30)]
+    kept: list[list[int]] = []  # what the cache must hold
+    in_part = 0
+    for request in range(60):
+        prompt = stem[: draw.randrange(30)] + [draw.randrange(3) for _ in range(draw.randrange(1, 6))]
+        expected = max((begins_alike(tokens, prompt[:-1]) for tokens in kept), default=0)
+        assert driver.scheduler.cached_tokens(prompt) == expected
+        sequence = driver.add(request, prompt, 4)
+        driver.step()
+        assert sequence.cached == expected
+        in_part += expected % page_size > 0
+        kept.append(prompt[: len(prompt) // page_size * page_size])
+        for _ in range(draw.randrange(5)):
+            driver.step()
+        ran = sequence.tokens[: len(sequence.tokens) - 1]
+        if request in driver.live:
+            ran = sequence.tokens[: sequence.computed]
+            driver.cancel(request)
+        else:
+            assert driver.answers[request] == answer(prompt, 4)
+        kept.append(ran)
+    assert in_part > 20 or page_size == 1
+    driver.scheduler.check_idle()
+    driver.scheduler.forget()
+    assert driver.scheduler.caches.pools[0].free == driver.scheduler.caches.total
+
+
+def test_a_page_that_is_copied_may_be_given_away_in_the_same_step() -> None:
+    """To the newcomer itself, or to another that is admitted with it: the copy is read before anything is written."""
+    driver = make(num_pages=6, max_batch_tokens=64)
+    driver.add(1, PROMPT[:14], 1)  # four pages, of which the last is not full
+    driver.finish_all()
+    one, other = [*PROMPT[:13], 40], [7] * 7
+    first, second = driver.add(2, one, 2), driver.add(3, other, 1)
+    parts = driver.step()
+    assert (first.cached, second.cached) == (13, 0) and len(parts.copies) == 1
+    source = parts.copies[0][0]
+    assert source in {page for part in parts.parts for page in part.tables[0]}, "the tree had to give it up"
+    driver.finish_all()
+    assert driver.answers[2] == answer(one, 2) and driver.answers[3] == answer(other, 1)
+
+
+def test_pages_of_whole_sequences_are_copied_as_they_were() -> None:
+    specs = {"a": PagedKV(2, 3), "b": Latent(5, 4), "c": Window(4, 2, 3)}
+    groups = [CacheGroup(r, 4) for r in dict.fromkeys(map(kv_rule, specs.values()))]
+    caches = Caches(specs, groups, 3, torch.float32)
+    kept = [each for _, backend in caches.paged for each in (backend.cache.keys, backend.cache.values)]
+    for each in kept:
+        each.normal_()
+    before = [each.clone() for each in kept]
+    caches.copy([(0, 2), (2, 0), (2, 3)])
+    for at, (each, was) in enumerate(zip(kept, before, strict=True)):
+        pages = [0, 1, 2, 3, 4] if at >= 4 else [2, 1, 0, 2, 4]  # of five, the last of which is nobody's
+        assert torch.equal(each.unflatten(1, (5, 3)), was.unflatten(1, (5, 3))[:, pages])
+
+
+def test_a_fuller_page_takes_the_place_of_its_beginning() -> None:
+    pool = PagePool(4)
+    tree = PrefixTree([Rule()], [pool], 4)
+    for tokens, nodes in (([1, 2], 1), ([1, 3], 2), ([1], 2), ([1, 2, 5], 2), ([1, 2, 5, 6], 2), ([1, 2, 5], 2)):
+        held = pool.take(1)
+        assert held is not None
+        tree.insert(tokens, [held], part=True)
+        pool.release(held)
+        assert tree.nodes == nodes == pool.total - pool.free and tree.longest(tokens) == len(tokens)
+    assert tree.match([1, 2, 7])[:3] == (0, [[]], 2) and tree.match([4])[2:] == (0, ABSENT)
+    tree.insert([9, 9], [pool.take(1)])
+    assert tree.longest([9, 9]) == 0, "a page that is still written"
+    assert tree.evict(0, 4) == 2 and tree.nodes == 0 and pool.free == 3
+
+
 WINDOW = Rule(window=5)
 
 
@@ -75,8 +159,8 @@ def test_the_prefix_that_was_not_used_for_longest_is_evicted(rule: Rule) -> None
         assert held is not None
         tree.insert(prefix, [held])
         pool.release(held)
-    for _, tables in (tree.match([1, 1]), tree.match([3, 3, 5])):
-        pool.release(tables[0])
+    for found in (tree.match([1, 1]), tree.match([3, 3, 5])):
+        pool.release(found.tables[0])
     tree.insert([2, 2], [[ABSENT]])  # computed anew by somebody: used, though its older page stays
     left = []
     for _ in prefixes:
@@ -96,7 +180,7 @@ def test_a_window_is_reused_where_all_its_pages_are_there() -> None:
     assert [tree.longest(tokens[:n]) for n in range(9)] == [0, 0, 0, 0, 0, 0, 6, 6, 8]
     for pool, table in zip(pools, tables, strict=True):
         pool.release(table)
-    reused, (whole, window) = tree.match(tokens)
+    reused, (whole, window), *_ = tree.match(tokens)
     assert reused == 8 and whole == tables[0] and window == [ABSENT, ABSENT, *tables[1][2:]]
     assert tree.evict(1, 8) == 1, "two of three pages are in use"
     assert tree.longest(tokens) == 8 and tree.longest(tokens[:6]) == 0

@@ -143,7 +143,7 @@ def test_equal_prefixes_are_computed_once() -> None:
     prompt = list(range(18))
     driver.add(1, prompt, 3)
     driver.finish_all()
-    for request, text, cached in [(2, prompt, 16), (3, prompt[:16], 12), (4, [*prompt[:9], 49, 49], 8), (5, [9], 0)]:
+    for request, text, cached in [(2, prompt, 17), (3, prompt[:16], 15), (4, [*prompt[:9], 49, 49], 9), (5, [9], 0)]:
         sequence = driver.add(request, text, 3)
         rows = driver.step()
         assert (sequence.cached, rows.count) == (cached, len(text) - cached)

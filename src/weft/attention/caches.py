@@ -93,6 +93,13 @@ class Caches:
             assert isinstance(tables, PageTables)
             backend.plan(batch, tables)
 
+    def copy(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copies pages of whole sequences, (from, to), each rank what it has of them: all are read first."""
+        for _, backend in self.paged:
+            cache = backend.cache
+            if pages and not isinstance(cache.spec, Window):
+                cache.copy(*torch.tensor(pages, device=cache.keys.device).unbind(1))
+
     def attend(
         self,
         layer: Cached,

@@ -58,6 +58,7 @@ class Join(Struct, frozen=True, array_like=True):
 
     context: its tokens that are in the caches already.
     tables: of each cache group its page table, or the slots of its state before and after its next rows.
+    copy: (page, page) of whole sequences, of which the first is copied to the second, before the step writes any row.
     """
 
     row: int
@@ -65,6 +66,7 @@ class Join(Struct, frozen=True, array_like=True):
     context: int
     tables: tuple[tuple[int, ...], ...]
     sampling: Sampling
+    copy: tuple[int, int] | None = None
 
 
 class Entry(Struct, frozen=True, array_like=True):

@@ -95,7 +95,7 @@ class Scheduler:
             self.running.remove(sequence)
             # A step's tokens are taken before the next but one is scheduled: whatever has a row is known here.
             assert sequence.computed <= len(sequence.tokens)
-            self.caches.remember(sequence.holding, sequence.tokens[: sequence.computed])
+            self.caches.remember(sequence.holding, sequence.tokens[: sequence.computed], ended=True)
             self._give_up(sequence)
         else:
             self.waiting.remove(sequence)
@@ -174,7 +174,8 @@ class Scheduler:
             if not sequence.told:
                 sequence.told = [list(table) for table in holding.tables]
                 tables = tuple(map(tuple, holding.tables))
-                joins.append(Join(sequence.row, sequence.request, sequence.computed, tables, sampling(sequence)))
+                draw, copy = sampling(sequence), holding.copy
+                joins.append(Join(sequence.row, sequence.request, sequence.computed, tables, draw, copy))
             elif self.caches.gives_back or len(holding.tables[0]) != len(sequence.told[0]):
                 entries += self._news(sequence, holding)
             if sequence.answering:

@@ -112,6 +112,7 @@ class Worker:
         rows, counts, leads = step.groups[group], step.counts, self.rank == self.mesh.leader(group)
         self.profile.begin(step.number, counts)
         self.table.apply(rows)
+        self.runner.caches.copy([join.copy for join in rows.joins if join.copy])
         if self.device_rows:
             self.device_rows.apply(rows)
         captured = not any(g.chunks for g in step.groups) and self.runner.captured(counts)

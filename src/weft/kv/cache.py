@@ -55,6 +55,12 @@ class KVCache:
         if values is not None:
             self.values[layer].index_copy_(0, slots, values)
 
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copies pages `[N]` onto others: all are read before any is written."""
+        for kept in (self.keys,) if isinstance(self.spec, Latent) else (self.keys, self.values):
+            pages = kept.unflatten(1, (-1, self.page_size))
+            pages.index_copy_(1, destinations, pages.index_select(1, sources))
+
 
 class StateCache:
     """One rank's recurrent states, of layers that declared the same: a float32 tensor `[layers, slots, …]` a shape.

@@ -1,8 +1,9 @@
 """What the requests of one DP group hold in its caches: a page table, or a state's slots, of each group.
 
 Who owns what: tokens [0, computed) of a request have run. Their pages may be shared with the prefix tree and other
-requests, and are never written again once full; rows are written in pages that the request alone holds. A state is read
-from one slot and written to another where the first is shared, else in place.
+requests, and are never written again once full; rows are written in pages that the request alone holds. Of a page of
+which only the first tokens are reused a request gets a copy. A state is read from one slot and written to another where
+the first is shared, else in place.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.kv.pages import PagePool
-from weft.kv.prefix import ABSENT, PrefixTree
+from weft.kv.prefix import ABSENT, Match, PrefixTree
 from weft.kv.spec import CacheGroup
 
 
@@ -20,10 +21,12 @@ class Holding:
     """What one request holds, of each group: its page table, or [slot of the state before the next rows, after them].
 
     ABSENT stands for pages that a window has passed, and for the state of a request that begins. Of the two slots the
-    first holds the state of now; they are the same one where it is updated in place.
+    first holds the state of now; they are the same one where it is updated in place. copy: (page, page): what the first
+    holds is to be copied to the second, before any row of the request's first step is written, or of any other's in it.
     """
 
     tables: list[list[int]]
+    copy: tuple[int, int] | None = None
 
 
 class CacheManager:
@@ -65,11 +68,14 @@ class CacheManager:
         computed.
         """
         known = tokens[: len(tokens) - 1] if reuse else []
-        reused, tables = self.tree.match(known) if self.tree else (0, [[] for _ in self.groups])
+        found = self.tree.match(known) if self.tree else Match(0, [[] for _ in self.groups], 0, ABSENT)
+        reused, tables = found.tokens + found.more, found.tables
         for group in self._states:
             tables[group] = [*(tables[group] or [ABSENT]), ABSENT]
         holding = Holding(tables)
         if self.grow(holding, len(tokens), min(len(tokens), reused + rows)):
+            if found.more:  # room for it may have come of the page itself: it is read before anything is written
+                holding.copy = found.page, tables[0][found.tokens // self.page_size]
             return holding, reused
         self.release(holding)
         return None
@@ -133,8 +139,10 @@ class CacheManager:
                 self.pools[group].release(page for page in table[:passed] if page != ABSENT)
                 table[:passed] = [ABSENT] * passed
 
-    def remember(self, holding: Holding, tokens: Sequence[int]) -> None:
-        """Lets others start from what the request has run, `tokens`."""
+    def remember(self, holding: Holding, tokens: Sequence[int], *, ended: bool = False) -> None:
+        """Lets others start from what the request has run, `tokens`. ended: it runs no more, and its last page is kept
+        too, though it is not full.
+        """
         if self.tree is None:
             return
         tables = [list(table) for table in holding.tables]
@@ -146,7 +154,7 @@ class CacheManager:
                     self.tree.evict(group, 1)
                 table[1:] = self.pools[group].take(1) or table[1:]
             tables[group] = table[:1] if at_border and table[0] != table[1] else []
-        self.tree.insert(tokens, tables)
+        self.tree.insert(tokens, tables, part=ended)
 
     def release(self, holding: Holding) -> None:
         """Gives back all that a request holds."""

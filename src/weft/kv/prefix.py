@@ -5,16 +5,22 @@ left there: its page, or the recurrent state after its last token. A node may la
 behind a window, states that were not kept. A prefix can be reused where every group has what goes on from there: all
 pages of the prefix, the last window of pages, the state at its end.
 
+Where every cache is of whole sequences, a page may also be reused in part: its first tokens, where a prompt goes on
+otherwise after them, or where the page was not filled before its request ended, which makes a leaf with fewer tokens.
+The caller copies such a page.
+
 The tree holds its pages and states; a sequence that matches holds them too. What is shared is never written: a
 sequence writes only past what it matched, and a state is written to another slot than it was read from.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from weft.kv.pages import PagePool
 from weft.kv.spec import Rule
@@ -29,7 +35,21 @@ class _Node:
     held: list[int]
     """Of each group a page or a slot, or ABSENT."""
     children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
+    order: list[tuple[int, ...]] = field(default_factory=list)
+    """The children's keys, sorted: next to any tokens stand those that begin with most of them."""
     used: int = 0
+
+
+class Match(NamedTuple):
+    """What of a prompt can be reused. tokens: in whole pages; tables: what a sequence goes on from after these.
+
+    more: how many further tokens are the first ones of `page`, which is to be copied; ABSENT where there are none.
+    """
+
+    tokens: int
+    tables: list[list[int]]
+    more: int
+    page: int
 
 
 class PrefixTree:
@@ -64,17 +84,29 @@ class PrefixTree:
             path.pop()
         return path
 
+    def _part(self, path: list[_Node], tokens: Sequence[int]) -> tuple[int, list[_Node]]:
+        """How many tokens after a path's are the first ones of another page, and its node, if there is any."""
+        node, size = path[-1] if path else self._root, self._page_size
+        rest = tuple(tokens[len(path) * size : (len(path) + 1) * size])
+        at = bisect.bisect(node.order, rest)
+        near = [] if self._tails else node.order[max(0, at - 1) : at + 1]
+        count, key = max(((_common(key, rest), key) for key in near), default=(0, ()))
+        return count, [node.children[key]] if count else []
+
     def longest(self, tokens: Sequence[int]) -> int:
         """How many leading tokens can be reused; holds nothing."""
-        return self._page_size * len(self._reusable(tokens))
+        path = self._reusable(tokens)
+        return self._page_size * len(path) + self._part(path, tokens)[0]
 
-    def match(self, tokens: Sequence[int]) -> tuple[int, list[list[int]]]:
+    def match(self, tokens: Sequence[int]) -> Match:
         """How many leading tokens can be reused, and what a sequence goes on from, held for the caller.
 
-        That is, of each group, its page table, ABSENT where a window has passed; or its state's slot, if any.
+        That is, of each group, its page table, ABSENT where a window has passed; or its state's slot, if any. A page
+        that is to be copied is not held: what it holds stays until a step that is scheduled from now on writes to it.
         """
         path = self._reusable(tokens)
-        self._touch(path)
+        more, part = self._part(path, tokens)
+        self._touch(path + part)
         tables = []
         for group, rule in enumerate(self._rules):
             held = [node.held[group] for node in path]
@@ -83,21 +115,22 @@ class PrefixTree:
                 held = held[-1:] if rule.state else [ABSENT] * len(held[:-reach]) + held[-reach:]
             self._pools[group].hold(page for page in held if page != ABSENT)
             tables.append(held)
-        return self._page_size * len(path), tables
+        return Match(self._page_size * len(path), tables, more, part[0].held[0] if part else ABSENT)
 
-    def insert(self, tokens: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
+    def insert(self, tokens: Sequence[int], tables: Sequence[Sequence[int]], *, part: bool = False) -> None:
         """Remembers the full pages of a computed prefix; tables as `match` gives them.
 
         A state is that after the last token, and is remembered where that ends a page. Where a prefix is there
-        already, its older page stays.
+        already, its older page stays. part: also the last page, which is not full, and which nobody writes any more.
         """
         node, path = self._root, []
-        for at in range(len(tokens) // self._page_size):
+        end = len(tokens) if part and not self._tails else len(tokens) // self._page_size * self._page_size
+        for at in range(-(-end // self._page_size)):
             key = tuple(tokens[at * self._page_size : (at + 1) * self._page_size])
-            child = node.children.get(key)
-            if child is None:
-                child = node.children[key] = _Node(node, key, [ABSENT] * len(self._rules))
-                self.nodes += 1
+            child = node.children.get(key) or self._add(node, key)
+            if len(child.key) > len(key):  # the tree has a page that goes on from these tokens
+                path.append(child)
+                break
             path.append(child)
             for group in range(len(self._rules)):
                 if child.held[group] == ABSENT and (page := self._entry(group, at, tokens, tables[group])) != ABSENT:
@@ -107,6 +140,22 @@ class PrefixTree:
             node = child
         self._touch(path)
         self._prune(node)
+
+    def _add(self, node: _Node, key: tuple[int, ...]) -> _Node:
+        """A new child, in the place of one that it goes on from; or the child that goes on from it, if there is one."""
+        at = bisect.bisect(node.order, key)
+        if node.order[at : at + 1] and node.order[at][: len(key)] == key:
+            return node.children[node.order[at]]
+        if at and _common(before := node.order[at - 1], key) == len(before):
+            shorter = node.children[before]
+            for group in range(len(self._rules)):
+                self._drop(shorter, group)
+            self._remove(shorter)
+            at -= 1
+        child = node.children[key] = _Node(node, key, [ABSENT] * len(self._rules))
+        node.order.insert(at, key)
+        self.nodes += 1
+        return child
 
     def _entry(self, group: int, at: int, tokens: Sequence[int], table: Sequence[int]) -> int:
         if not self._rules[group].state:
@@ -168,6 +217,7 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
+        del parent.order[bisect.bisect_left(parent.order, node.key)]
         node.parent = None
         self.nodes -= 1
         self._offer(parent)
@@ -191,6 +241,11 @@ class PrefixTree:
         if len(self._leaves) > 2 * self.nodes + 64:
             self._leaves = [entry for entry in self._leaves if _current(entry)]
             heapq.heapify(self._leaves)
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """How many tokens both begin with."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _reach(rule: Rule, page_size: int) -> int:

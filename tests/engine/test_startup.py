@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.test_engine import config
+from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.executor import ProcessExecutor, ThreadExecutor
 from weft.models.config import ModelError
@@ -51,6 +52,13 @@ def test_a_model_or_layout_that_cannot_be(model_dir: Path, tmp_path: Path, execu
     refused(LayoutError, "8 do not divide over (attn_tp|ep)=3", model_dir=model_dir, executor=executor, attn_tp=3, ep=3)
     with pytest.raises(LayoutError, match="must be the number of ranks"):
         config(model_dir, attn_tp=2)
+
+
+@pytest.mark.parametrize("name, value", [("transport", "ib"), ("split_vocabulary", True), ("plan", "best")])
+def test_a_word_that_an_option_does_not_know(name: str, value: Any) -> None:
+    """It would be taken for another: the engine compares with the words that it knows."""
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be one of [a-z]+, "):
+        EngineConfig(**{name: value})
 
 
 @pytest.mark.parametrize(

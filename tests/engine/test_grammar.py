@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,12 +30,12 @@ SCHEMA = {
 }
 
 
-def answer(params: SamplingParams, seed: int) -> tuple[str, str | None]:
+def answer(params: SamplingParams, seed: int, language: Language = LANGUAGE) -> tuple[str, str | None]:
     """Text and finish reason, where every logit is random."""
-    made = prepare([5], params, lambda output: None, seed, 400, LANGUAGE)
+    made = prepare([5], params, lambda output: None, seed, 400, language)
     generator, text = torch.Generator().manual_seed(seed), ""
     while True:
-        logits = torch.randn(1, LANGUAGE.vocabulary, generator=generator)
+        logits = torch.randn(1, language.vocabulary, generator=generator)
         s = made.sequence
         token = sample(logits, [sampling(s)], [len(s.tokens)], {0: adjust(s)}).item()
         output = made.accept(TokenLogprob(token, None))[1]()
@@ -82,6 +83,15 @@ def test_allowed_tokens_narrow_a_grammar() -> None:
     assert re.fullmatch("[123]{4}", answer(params, 3)[0])
     with pytest.raises(ValueError, match="leaves no token"):
         prepare([5], SamplingParams(allowed_token_ids=(2,), min_tokens=2), print, 0, 400, LANGUAGE)
+
+
+def test_a_tokenizer_may_have_more_tokens_than_the_model() -> None:
+    language = Language(TOKENIZER, embedded_model_dir(), 1000, (2,))
+    params = SamplingParams(max_tokens=None, grammar=grammar("regex", "[a-z]{9}"), allowed_token_ids=tuple(range(1000)))
+    for how in (params, replace(params, allowed_token_ids=None)):
+        text, reason = answer(how, 1, language)
+        assert re.fullmatch("[a-z]{9}", text) and reason == "stop"
+    assert language.token_name(1010) == TOKENIZER.decode([1010])
 
 
 def test_an_answer_that_its_grammar_and_its_tokens_leave_nothing_for_ends_with_an_error() -> None:

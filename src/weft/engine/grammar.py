@@ -46,7 +46,9 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. vocabulary: the model's, which may be larger; ends: its end tokens."""
+    """Compiles grammars for one tokenizer. vocabulary: the model's, which may be larger, or smaller where tokens were
+    added to the tokenizer alone. ends: the model's end tokens.
+    """
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Iterable[int]):
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, list(ends)
@@ -55,7 +57,8 @@ class Grammars:
     @cached_property
     def tokens(self) -> llguidance.LLTokenizer:
         """What llguidance knows of the tokenizer: the bytes of each token."""
-        return llguidance.hf.from_tokenizer(self._tokenizer, self._vocabulary, self._ends or None)
+        size = max(self._vocabulary, len(self._tokenizer))
+        return llguidance.hf.from_tokenizer(self._tokenizer, size, self._ends or None)
 
     def start(self, grammar: str) -> Grammar:
         """At its beginning. ValueError for a grammar that is none, or too large; compiling may take a second."""

@@ -93,8 +93,7 @@ class LinearAttention(Layer):
             out = torch.empty_like(v)
             states, keys = caches.load(self)
             row = 0
-            assert caches.batch.spans is not None
-            for sequence, (rows, _) in enumerate(caches.batch.spans):
+            for sequence, (rows, _) in enumerate(caches.batch.spans or [(1, 0)] * len(v)):
                 for _ in range(rows):
                     key = k[row] + 0.5 * keys[sequence]
                     states[sequence] = DECAY * states[sequence] + key[:, :, None] * v[row][:, None]

@@ -47,10 +47,8 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights of every tensor that the layers name."""
-    directory = tmp_path_factory.mktemp("hybrid")
+def small_hybrid(directory: Path) -> None:
+    """Saves a model there, with weights of every tensor that the layers name."""
     (directory / "config.json").write_text(json.dumps(CONFIG))
     byte_tokenizer(directory)
     config = load_config(directory, registry([PLUGIN]))
@@ -64,6 +62,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             weights[source.name] = 1 + 0.2 * random_ if norm else random_ / source.shape[-1] ** 0.5
     weights["embed.weight"] *= 32**0.5
     save_file(weights, directory / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    small_hybrid(directory := tmp_path_factory.mktemp("hybrid"))
     return directory
 
 

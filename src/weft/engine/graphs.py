@@ -1,10 +1,10 @@
 """Decode steps as CUDA graphs: one for each capacity, captured at the start, replayed for every count that fits.
 
-A graph's tensors have its capacity's shape. Live counts, and of each row its last token, length and page table, are
-read from device memory, so that one graph serves all DP groups, also idle ones; padding rows have length 0, are stored
-nowhere and choose no expert. The tokens that it draws are written where the next one reads them: between two replays
-nothing is copied but which rows take part, where that has changed, and new pages. Which graph is replayed follows from
-the counts of all groups, which every rank knows.
+A graph's tensors have its capacity's shape. Live counts, and of each row its last token, length, page tables and
+states' slots, are read from device memory, so that one graph serves all DP groups, also idle ones; padding rows have
+length 0, are stored nowhere and choose no expert. The tokens that it draws are written where the next one reads them:
+between two replays nothing is copied but which rows take part, where that has changed, new pages, and slots of states
+that are to be kept for others. Which graph is replayed follows from the counts of all groups, which every rank knows.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from weft.attention.batch import Batch, PageTables
+from weft.attention.batch import Batch, PageTables, StateSlots
 from weft.attention.caches import Caches
 from weft.comm.rows import PaddedRows
 from weft.comm.transport import Transport
 from weft.engine.device import on_device
 from weft.engine.rows import DeviceRows
 from weft.engine.vocabulary import SplitVocabulary
+from weft.kv.spec import Rule
 from weft.models.decoder import Decoder
 from weft.place.plan import Counts, Plan
 from weft.place.spec import Mesh, Rows
@@ -38,8 +39,9 @@ class DecodeGraphs:
     """The graphs of a rank, and the tensors that they read.
 
     plan: of so many tokens in each DP group. transports: those of the plans; all must take live sizes, but for
-    exchanges of one segment. rows: what graphs are captured for up to as many answers of. The model's caches must all
-    be of one group of pages. vocabulary: where it is split; its exchanges are captured too.
+    exchanges of one segment. rows: what graphs are captured for up to as many answers of. rules, page_size: of the
+    caches. vocabulary: where it is split; its exchanges are captured too. Layers are given batches whose `spans` are
+    None.
     """
 
     def __init__(
@@ -51,11 +53,12 @@ class DecodeGraphs:
         transports: Mapping[str, Transport],
         caches: Caches,
         rows: DeviceRows,
+        rules: Sequence[Rule],
         page_size: int,
         vocabulary: SplitVocabulary | None = None,
     ):
         self._model, self._mesh, self._rank, self._plan = model, mesh, rank, plan
-        self._transports, self._caches, self._page_size = transports, caches, page_size
+        self._transports, self._caches, self._rules, self._page_size = transports, caches, rules, page_size
         self._vocabulary = vocabulary
         self._device, self._rows = model.embed.weight.device, rows
         most = len(rows.length)
@@ -113,16 +116,23 @@ class DecodeGraphs:
 
     def _step(self, capacity: int, counts: PaddedRows) -> Tensor:
         from weft.kernels.triton.sample import sample  # a CPU need not have Triton
-        from weft.kernels.triton.step import step_in, step_out
+        from weft.kernels.triton.step import new_slots, step_in, step_out
 
         rows, answers, live = self._rows, self._answers[:capacity], counts.live(Rows.GROUP)
-        inputs = step_in(answers, live, rows.last_token, rows.length, rows.pages, self._page_size)
+        inputs = step_in(answers, live, rows.last_token, rows.length)
+        tables: list[PageTables | StateSlots] = []
+        for rule, table in zip(self._rules, rows.tables, strict=True):
+            of_rows = table.index_select(0, inputs.table)
+            if rule.state:
+                tables.append(StateSlots(*of_rows.long().masked_fill(~inputs.live[:, None], -1).unbind(1)))
+            else:
+                tables.append(PageTables(of_rows, new_slots(inputs.table, inputs.lengths, table, self._page_size)))
         batch = Batch(
             tokens=inputs.tokens,
             positions=inputs.positions,
             starts=torch.arange(capacity + 1, dtype=torch.int32, device=self._device),
             lengths=inputs.lengths,
-            tables=(PageTables(rows.pages.index_select(0, inputs.table), inputs.slots),),
+            tables=tuple(tables),
             sample_rows=torch.arange(capacity, device=self._device),
             spans=None,
         )

@@ -6,6 +6,7 @@ row lies on the device alone: the next step takes it from there, whether or not 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -129,30 +130,45 @@ class RowTable:
 
 
 class DeviceRows:
-    """What CUDA graphs read and write of the same rows: lengths, page tables, and how tokens are drawn.
+    """What CUDA graphs read and write of the same rows: lengths, tables, and how tokens are drawn.
 
-    length int32 `[rows]`; pages int32 `[rows, max_pages]`, of the only cache group; temperature and min_p float32, seed
-    int64 `[rows]`; last_token is the table's.
+    length int32 `[rows]`. tables: of each cache group int32 `[rows, max_pages]`, the page table, or `[rows, 2]`, the
+    slots of the state before and after the next step; −1 where nothing is, as for windows that have passed.
+    temperature and min_p float32, seed int64 `[rows]`; last_token is the table's.
     """
 
     def __init__(self, table: RowTable, max_pages: int):
         self.last_token, device = table.last_token, table.device
-        most = len(self.last_token)
+        most, widths = len(self.last_token), [2 if rule.state else max_pages for rule in table.rules]
         self.length = torch.zeros(most, dtype=torch.int32, device=device)
-        self.pages = torch.zeros(most, max_pages, dtype=torch.int32, device=device)
+        # All tables side by side, so that a step's news of all groups are one copy.
+        self._entries = torch.full((most, sum(widths)), -1, dtype=torch.int32, device=device)
+        self.tables = self._entries.split(widths, dim=1)
+        self._begins = [0, *itertools.accumulate(widths)]
         self.temperature, self.min_p = torch.zeros(2, most, device=device)
         self.seed = torch.zeros(most, dtype=torch.int64, device=device)
 
     def apply(self, news: GroupRows) -> None:
-        """As `RowTable.apply`; copies are queued on torch's current stream."""
-        width, places = self.pages.shape[1], [(e.row, e.index, e.value) for e in news.entries]
+        """As `RowTable.apply`; copies are queued on torch's current stream. ValueError for an entry beyond a table."""
+        at, values = [], []
         for join in news.joins:
             self._join(join)
-            places += [(join.row, index, page) for index, page in enumerate(join.tables[0])]
-        if places:
-            at, values = [row * width + i for row, i, _ in places], [page for *_, page in places]
-            put = on_device([at, values], torch.int64, self.pages.device)
-            self.pages.view(-1).index_copy_(0, put[0], put[1].int())
+            for group, table in enumerate(join.tables):
+                first = self._place(join.row, group, len(table) - 1) + 1 - len(table)
+                at += range(first, first + len(table))
+                values += table
+        for entry in news.entries:
+            at.append(self._place(entry.row, entry.group, entry.index))
+            values.append(entry.value)
+        if at:
+            put = on_device([at, values], torch.int64, self.length.device)
+            self._entries.view(-1).index_copy_(0, put[0], put[1].int())
+
+    def _place(self, row: int, group: int, index: int) -> int:
+        """Of a table's entry among all."""
+        if self._begins[group] + index >= self._begins[group + 1]:
+            raise ValueError(f"entry {index} of a table of {self.tables[group].shape[1]} entries")
+        return row * self._begins[-1] + self._begins[group] + index
 
     def _join(self, join: Join) -> None:
         for tensor, value in (

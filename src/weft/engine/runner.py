@@ -221,10 +221,8 @@ class ModelRunner:
 
     def capture(self, rows: DeviceRows, progress: Callable[[int, int], None] | None = None) -> None:
         """Captures graphs for steps of up to as many answers of each DP group as there are rows. Collective; on GPUs
-        only. progress(done, of). Raises LayoutError where a layer's cache has no pages.
+        only. progress(done, of).
         """
-        if any(rule.state or rule.window is not None for rule in self.rules):
-            raise LayoutError("steps of layers with states or windows are not captured; start with --no-cuda-graphs")
         # Plans of graphs hold only what reads counts on the device, where there is such a transport.
         able = {name: t for name, t in self.transports.items() if t.takes_live_sizes} or self.transports
         offers = [offer for offer in self.planner.offers if offer.transport in able]
@@ -237,6 +235,7 @@ class ModelRunner:
             able,
             self.caches,
             rows,
+            self.rules,
             self._page_size,
             self._split(able, offers),
         )

@@ -7,6 +7,7 @@ and draws are those of the real thing; `tests/gpu/test_engine.py` does the same 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ from triton.runtime import interpreter
 
 from engine.conftest import byte_model, byte_tokenizer, lose_last_tokens
 from engine.test_engine import GREEDY, config, prompts
+from engine.test_families import PLUGIN, small_hybrid
+from engine.test_hybrids import SIZES
+from models.oss import small_gpt_oss
+from models.qwen35 import small_qwen35
+from models.stepfun import small_step
 from weft.comm.rows import PaddedRows
 from weft.engine import runner, sampler
 from weft.engine.config import EngineError
@@ -28,6 +34,7 @@ from weft.engine.request import SamplingParams
 from weft.engine.rows import DeviceRows
 from weft.engine.vocabulary import SplitVocabulary
 from weft.engine.worker import Worker
+from weft.models.deltanet import GatedDeltaNet
 
 pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="stands in for graphs where there are none")
 FEW = [prompt[:11] for prompt in prompts(4)]
@@ -65,8 +72,16 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def made(worker: Worker, *args: Any) -> None:
         make(worker, *args)
+        if not worker.config.cuda_graphs:
+            return
         worker.device_rows = DeviceRows(worker.table, 64)
-        worker.device_rows.pages.fill_(1 << 20)  # a page that was never told is no page
+        for table, rule in zip(worker.device_rows.tables, worker.table.rules, strict=True):
+            table.fill_(1 << 20)  # a page, or a slot, that was never told is none
+        for layer in worker.runner.model.modules():
+            if isinstance(layer, GatedDeltaNet):
+                layer.in_place = True  # as on GPUs
+        for states in (states for _, kept in worker.runner.caches.states for states in kept.states):
+            states[:, :-2] = float("nan")  # what no sequence has left there, and not where every sequence begins
         worker.runner.capture(worker.device_rows)
 
     monkeypatch.setattr(runner, "exchange_times", lambda *_: {})  # events and graphs of their own
@@ -105,6 +120,33 @@ def check_answers_of_replayed_steps(
         engine.check_idle()
 
 
+FAMILIES: dict[str, Callable[[Path], Any]] = {
+    "latents, windows, states": small_hybrid,
+    "windows": lambda directory: small_step(directory, seed=3, **SIZES),
+    "windows and sinks": lambda directory: small_gpt_oss(directory, seed=3, **SIZES),
+    "gated delta rule": lambda directory: small_qwen35(directory, seed=3, **SIZES),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def check_caches_of_every_kind(family: str, captured: list[int], tmp_path: Path) -> None:
+    """Prompts are cut at pages' borders, where states are kept for others; the second time they go on from there."""
+    FAMILIES[family](tmp_path)
+    byte_tokenizer(tmp_path)
+    options = dict(plugins=(PLUGIN,))
+    with Engine(config(tmp_path, cuda_graphs=False, **options)) as engine:
+        expected = [r.token_ids for r in engine.generate(FEW, PLAIN)]
+    assert len({t for tokens in expected for t in tokens}) > 10, "answers that hardly differ would show little"
+    assert not captured
+    with Engine(config(tmp_path, **options)) as engine:
+        cold, warm = engine.generate(FEW, PLAIN), engine.generate(FEW, PLAIN)
+        assert [r.token_ids for r in cold] == [r.token_ids for r in warm] == expected
+        assert sum(r.cached_tokens for r in warm) > sum(r.cached_tokens for r in cold)
+        assert len(set(captured)) > 1, "of several capacities"
+        assert engine.stats().failures == 0
+        engine.check_idle()
+
+
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets ranks be threads, of which the interpreter takes one at a time."""
@@ -122,9 +164,9 @@ def check_tokens_that_are_dealt_out(captured: list[int], tmp_path: Path) -> None
     """Decode context parallelism: the table's pages stand for a page of either rank; attention makes them its own."""
     small_model("deepseek_v2", 2, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=2)
     byte_tokenizer(tmp_path)
-    with Engine(config(tmp_path, overlap=False)) as engine:
+    with Engine(config(tmp_path, cuda_graphs=False)) as engine:
         expected = [r.token_ids for r in engine.generate(FEW, PLAIN)]
-    captured.clear()
+    assert not captured
     with Engine(config(tmp_path, attn_tp=2, moe_tp=2, dcp=2, dcp_interleave=2)) as engine:
         assert [r.token_ids for r in engine.generate(FEW, PLAIN)] == expected
         assert len(set(captured)) > 1, "of several capacities"

@@ -17,13 +17,18 @@ def check_a_step(capacity: int, count: int, seed: int, device: torch.device) -> 
     last = torch.randint(-9, 99, (requests,), device=device).int().clamp(min=-1)
     length = torch.randint(0, 4 * PAGE, (requests,), device=device).int()
     pages = torch.randperm(requests * 4, device=device).view(requests, 4).int()
+    wide = torch.full((requests, 9), -1, dtype=torch.int32, device=device)
+    wide[:, 3:7] = pages  # between other groups' tables
     rows = torch.randperm(requests, device=device)[:capacity].int()
     rows[count:] = -(1 << 24)  # no request: must not be looked up
     live = torch.tensor([count], dtype=torch.int32, device=device)
-    found = kernels.step_in(rows, live, last, length, pages, PAGE)
-    wanted = plain.step_in(rows, count, last, length, pages, PAGE)
+    found = kernels.step_in(rows, live, last, length)
+    wanted = plain.step_in(rows, count, last, length)
     for name, ours, theirs in zip(found._fields, found, wanted, strict=True):
         assert ours.tolist() == theirs.tolist(), name
+    slots = kernels.new_slots(found.table, found.lengths, wide[:, 3:7], PAGE)
+    assert torch.equal(slots, plain.new_slots(found.table, found.lengths, pages, PAGE))
+    assert (slots[count:] == -1).all() and (slots[:count] >= 0).all()
     token = torch.randint(0, 99, (capacity,), device=device).int()
     token[count:] = 77
     ring = torch.full((3, capacity + 2), -9, dtype=torch.int32, device=device)
@@ -37,7 +42,9 @@ def check_a_step(capacity: int, count: int, seed: int, device: torch.device) -> 
 
 def check_what_does_not_fit_is_refused(device: torch.device) -> None:
     one = torch.zeros(1, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="do not fit"):
-        kernels.step_in(one, one, one, one, torch.zeros(2, 3, dtype=torch.int32, device=device), PAGE)
+    with pytest.raises(ValueError, match="must be alike"):
+        kernels.step_in(one, one, one, torch.zeros(2, dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match="rows contiguous"):
+        kernels.new_slots(one, one, torch.zeros(3, 2, dtype=torch.int32, device=device).T, PAGE)
     with pytest.raises(ValueError, match="the ring"):
         kernels.step_out(one, one, one, one, one, one, torch.zeros(3, 0, dtype=torch.int32, device=device))

@@ -123,8 +123,10 @@ class Backend(Protocol):
         """
         ...
 
-    def project(self, layer: int, qkv: Tensor, heads: HeadSplit, scale: float) -> Tensor:
+    def project(
+        self, layer: int, qkv: Tensor, heads: HeadSplit, *, scale: float, lse: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """The same from queries, keys and values side by side, `[T, features]`, which are still to be split, normalised
-        and turned as `heads` says: what one kernel can do on the way into the cache. Gives the output.
+        and turned as `heads` says: what one kernel can do on the way into the cache.
         """
         ...

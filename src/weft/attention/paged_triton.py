@@ -37,7 +37,9 @@ class PagedTriton(SDPA):
         self._pages, self._lengths = pages.contiguous(), lengths
         self._write = self.cache.writable(self._stored)
 
-    def project(self, layer: int, qkv: Tensor, heads: HeadSplit, scale: float) -> Tensor:
+    def project(
+        self, layer: int, qkv: Tensor, heads: HeadSplit, *, scale: float, lse: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.project`."""
         cos, sin = heads.turn.cos[:, 0], heads.turn.sin[:, 0]
         half = cos.shape[-1] // 2
@@ -57,7 +59,7 @@ class PagedTriton(SDPA):
             eps=0.0 if q_norm is None else q_norm.eps,
             interleaved=heads.turn.interleaved,
         )
-        return self._attend(layer, q, scale, False, None, heads.gathered)[0]
+        return self._attend(layer, q, scale, lse, None, heads.gathered)
 
     def _attend_prompts(
         self, q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, sums: Tensor | None

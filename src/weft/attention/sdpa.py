@@ -120,10 +120,12 @@ class SDPA:
         self.cache.write(layer, self._write, k, v)
         return self._attend(layer, q, scale, lse, absorbed, gathered)
 
-    def project(self, layer: int, qkv: Tensor, heads: HeadSplit, scale: float) -> Tensor:
+    def project(
+        self, layer: int, qkv: Tensor, heads: HeadSplit, *, scale: float, lse: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.project`."""
         q, k, v = heads.split(qkv)
-        return self(layer, q, k, v, scale=scale, gathered=heads.gathered)[0]
+        return self(layer, q, k, v, scale=scale, lse=lse, gathered=heads.gathered)
 
     def _attend(
         self, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None, gathered: bool

@@ -100,12 +100,8 @@ class Attention(Layer):
 
         def attend(product: Tensor) -> Tensor:
             qkv, gate = product.tensor_split([sum(self.sizes)], dim=-1)
-            if self.sinks is None:
-                out = caches.project(self, qkv, heads, self.scale)
-            else:  # a score more in the sum of exponentials scales the output
-                q, k, v = heads.split(qkv)
-                out, lse = caches.attend(self, q, k, v, scale=self.scale, lse=True, gathered=self.gathered)
-                assert lse is not None
+            out, lse = caches.project(self, qkv, heads, scale=self.scale, lse=self.sinks is not None)
+            if lse is not None:  # a score more in the sum of exponentials scales the output
                 out = out * (lse - self.sinks).sigmoid().to(out.dtype)[..., None]
             if gate.shape[-1]:
                 out = out * gate.sigmoid().unflatten(-1, (out.shape[1], -1))

@@ -26,6 +26,7 @@ from weft.kernels.float8 import FLOAT8, Weight  # noqa: E402
 from weft.kernels.plain import packed_shards  # noqa: E402
 from weft.kernels.triton import (  # noqa: E402
     decode_attention,
+    delta_step,
     float8,
     merge,
     moe,
@@ -169,8 +170,17 @@ def draw(rows: int) -> None:
 
 def ends(capacity: int) -> None:
     rows, live, state = empty(capacity, dtype=INT), empty(1, dtype=INT), empty(256, dtype=INT)
-    step.step_in(rows, live, state, state, empty(256, 512, dtype=INT), 16)
+    inputs = step.step_in(rows, live, state, state)
+    step.new_slots(inputs.table, inputs.lengths, empty(256, 1026, dtype=INT)[:, 2:514], 16)
     step.step_out(rows, live, rows, live, state, state, empty(8, 256, dtype=INT))
+
+
+def delta(rows: int, heads: int, key_heads: int) -> None:
+    features = (2 * key_heads + heads) * 128
+    product, slots, vector = empty(rows, features + heads * 130), empty(rows, dtype=LONG), empty(heads, dtype=FLOAT)
+    states, tails = empty(256, heads, 128, 128, dtype=FLOAT), empty(256, features, 3, dtype=FLOAT)
+    of_layer = (empty(features, 1, 4), vector, vector, empty(128), 1e-6)
+    delta_step.delta_step(product, slots, slots, *of_layer, states, tails, empty(rows, heads * 128))
 
 
 def merge_shards(ranks: int, heads: int, dim: int) -> None:
@@ -210,6 +220,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "rms norm": (lambda: rms_norm.rms_norm(empty(64, 7168), empty(7168), 1e-6, empty(64, 7168)), ()),
     "silu": (lambda: rms_norm.silu_and_mul(empty(64, 2048)), ()),
     "sample": (lambda: draw(64), ()),
+    "gated delta rule": (lambda: delta(64, 32, 8), ()),
     "merge": (lambda: merge_shards(8, 128, 512), ()),
     "ends of a step": (lambda: ends(64), ()),
 }

@@ -116,20 +116,29 @@ class Caches:
         backend, at = self._backend_of[layer.path]
         return backend(at, q, k, v, scale=scale, lse=lse, absorbed=absorbed, gathered=gathered)
 
-    def project(self, layer: Cached, qkv: Tensor, heads: HeadSplit, scale: float) -> Tensor:
+    def project(
+        self, layer: Cached, qkv: Tensor, heads: HeadSplit, *, scale: float, lse: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention of a layer over its PagedKV or Window, from what its projection gives: see `Backend.project`."""
         backend, at = self._backend_of[layer.path]
-        return backend.project(at, qkv, heads, scale)
+        return backend.project(at, qkv, heads, scale=scale, lse=lse)
 
-    def load(self, layer: Cached) -> tuple[Tensor, ...]:
+    def load(self, layer: Cached, sequences: slice = slice(None)) -> tuple[Tensor, ...]:
         """The states that a Recurrent layer's sequences go on from: float32 `[B, …]`, zeros where one begins."""
         states, at, slots = self._state(layer)
-        return states.load(at, slots.before)
+        return states.load(at, slots.before[sequences])
 
-    def store(self, layer: Cached, states: tuple[Tensor, ...]) -> None:
+    def states(self, layer: Cached) -> tuple[tuple[Tensor, ...], StateSlots]:
+        """All states of a Recurrent layer, float32 `[slots, …]`, and which of them are this step's: for a kernel that
+        reads and writes them where they lie. It writes slots that were handed out, and no others.
+        """
+        cache, at, slots = self._state(layer)
+        return tuple(states[at] for states in cache.states), slots
+
+    def store(self, layer: Cached, states: tuple[Tensor, ...], sequences: slice = slice(None)) -> None:
         """Keeps the states `[B, …]` after the step's rows."""
         cache, at, slots = self._state(layer)
-        cache.store(at, slots.after, states)
+        cache.store(at, slots.after[sequences], states)
 
     def _state(self, layer: Cached) -> tuple[StateCache, int, StateSlots]:
         states, at, group = self._states_of[layer.path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -40,12 +41,13 @@ class GatedDeltaNet(Layer):
     Value heads are split over attn_tp, and with them the state: float32 `[value heads, key_dim, value_dim]`, and the
     last window − 1 inputs of the convolution. A key head that there are fewer of than ranks is held by several.
 
-    Computed in plain torch on every device, prompts in runs of `CHUNK` tokens.
+    Prompts are computed in plain torch on every device, in runs of `CHUNK` tokens; on GPUs a sequence's single token
+    is computed by Triton kernels on the states where they lie.
     """
 
     def __init__(self, b: Builder, path: str, width: int, heads: DeltaHeads, eps: float):
         super().__init__(path)
-        self.heads = heads
+        self.heads, self.in_place = heads, b.device.type == "cuda"
         keys, values = heads.key * heads.key_dim, heads.value * heads.value_dim
         fused = [Fused(start, 2 * keys + values) for start in (0, keys, 2 * keys)]
         name = f"{path}.in_proj_qkv"
@@ -81,16 +83,27 @@ class GatedDeltaNet(Layer):
         on_group_rows(self.path, x)
 
         def run(product: Tensor) -> Tensor:
-            state, tail = caches.load(self)
             out = product.new_empty(len(product), self.sizes[3])
-            for rows, sequences in together(caches.batch.spans, len(product), product.device):
-                part = product[rows].unflatten(0, (len(sequences), -1))
-                seen, state[sequences], tail[sequences] = self._run(part, state[sequences], tail[sequences])
+            for rows, sequences, count in together(caches.batch.spans, len(product)):
+                if count == 1 and self.in_place:
+                    self._step(product[rows], sequences, caches, out[rows])
+                    continue
+                state, tail = caches.load(self, sequences)
+                seen, state, tail = self._run(product[rows].unflatten(0, (-1, count)), state, tail)
+                caches.store(self, (state, tail), sequences)
                 out[rows] = seen.flatten(0, 1)
-            caches.store(self, (state, tail))
             return out
 
         return self.out(self.project(x).elementwise(run, self.path))
+
+    def _step(self, product: Tensor, sequences: slice, caches: Caches, out: Tensor) -> None:
+        """Of sequences with one row each, `[B, features]`: fills their output; states are updated where they lie."""
+        from weft.kernels.triton.delta_step import delta_step  # GPUs only: a CPU need not have Triton
+
+        (states, tails), slots = caches.states(self)
+        before, after = slots.before[sequences], slots.after[sequences]
+        of_layer = (self.conv, self.decay, self.bias, self.norm.weight, self.norm.eps)
+        delta_step(product, before, after, *of_layer, states, tails, out)
 
     def _run(self, product: Tensor, state: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of sequences with equally many rows, `[B, rows, features]`: their output, and their states after it."""
@@ -139,25 +152,19 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sta
     return out, state
 
 
-def together(spans: tuple[tuple[int, int], ...] | None, rows: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """(rows, sequences) that run at once: the sequences of one row are taken together, the others one by one.
+def together(spans: tuple[tuple[int, int], ...] | None, rows: int) -> list[tuple[slice, slice, int]]:
+    """(rows, sequences, rows of each) that run at once: neighbours of one row together, the others one by one.
 
     spans: as in `Batch`.
     """
-    if spans is None or all(count == 1 for count, _ in spans):
-        every = torch.arange(rows, device=device)
-        return [(every, every)] if rows else []
-    single: list[tuple[int, int]] = []
-    found, first = [], 0
-    for sequence, (count, _) in enumerate(spans):
-        if count == 1:
-            single.append((first, sequence))
-        elif count:
-            found.append((torch.arange(first, first + count, device=device), torch.tensor([sequence], device=device)))
-        first += count
-    if single:
-        both = torch.tensor(single, device=device)
-        found.append((both[:, 0], both[:, 1]))
+    found: list[tuple[slice, slice, int]] = []
+    first = at = 0
+    for count, run in itertools.groupby([1] * rows if spans is None else [count for count, _ in spans]):
+        sequences = len(list(run))
+        for many in [sequences] if count == 1 else [1] * sequences:
+            if count:
+                found.append((slice(first, first + count * many), slice(at, at + many), count))
+            first, at = first + count * many, at + many
     return found
 
 

@@ -134,6 +134,46 @@ def norm_rope_cache(
     return turned(q, q_weight).to(qkv.dtype)
 
 
+def delta_step(
+    product: Tensor,
+    before: Tensor,
+    after: Tensor,
+    conv: Tensor,
+    decay: Tensor,
+    bias: Tensor,
+    weight: Tensor,
+    eps: float,
+    states: Tensor,
+    tails: Tensor,
+) -> Tensor:
+    """`[B, heads · V]`; states and tails are updated."""
+    wide = torch.promote_types(product.dtype, torch.float32)
+    (_, heads, key_dim, value_dim), features = states.shape, len(conv)
+    keys = (features - heads * value_dim) // 2
+    out = torch.zeros(len(product), heads, value_dim, dtype=wide, device=product.device)
+    for row, (at, to) in enumerate(zip(before.tolist(), after.tolist(), strict=True)):
+        if to < 0:
+            continue
+        new, z, b, a = product[row].to(wide).split((features, heads * value_dim, heads, heads))
+        tail, state = ((x[at] if at >= 0 else torch.zeros_like(x[0])).to(wide) for x in (tails, states))
+        inputs = torch.cat((tail, new[:, None]), 1)
+        mixed = F.silu((inputs * conv[:, 0].to(wide)).sum(1))
+        q, k, v = (
+            part.unflatten(0, (-1, n))
+            for part, n in zip(mixed.split((keys, keys, heads * value_dim)), (key_dim, key_dim, value_dim), strict=True)
+        )
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q, k = (x.repeat_interleave(heads // len(x), 0) for x in (q * key_dim**-0.5, k))
+        state = state * (-decay.to(wide).exp() * F.softplus(a + bias.to(wide))).exp()[:, None, None]
+        correction = b.sigmoid()[:, None] * (v - torch.einsum("hkv,hk->hv", state, k))
+        state = state + k[:, :, None] * correction[:, None]
+        seen = torch.einsum("hkv,hk->hv", state, q)
+        seen = seen * torch.rsqrt(seen.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
+        out[row] = seen * F.silu(z.unflatten(0, (heads, -1)))
+        states[to], tails[to] = state.to(states.dtype), inputs[:, 1:].to(tails.dtype)
+    return out.flatten(1).to(product.dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """The normalised rows; the residual is updated in place."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -205,16 +245,22 @@ def _philox(k0: Tensor, k1: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Ten
 
 
 def step_in(
-    rows: Tensor, live: int, last_token: Tensor, length: Tensor, pages: Tensor, page_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(tokens, positions, lengths, slots, table, live), as `step.StepInputs`."""
+    rows: Tensor, live: int, last_token: Tensor, length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(tokens, positions, lengths, table, live), as `step.StepInputs`."""
     real = torch.arange(len(rows), device=rows.device) < live
     table = torch.where(real, rows, 0)
     position = length[table.long()]
-    slots = pages[table.long(), (position // page_size).long()] * page_size + position % page_size
     tokens = torch.where(real, last_token[table.long()].clamp(min=0), 0).long()
     positions = torch.where(real, position, 0).long()
-    return tokens, positions, torch.where(real, position + 1, 0), torch.where(real, slots, -1), table, real
+    return tokens, positions, torch.where(real, position + 1, 0), table, real
+
+
+def new_slots(table: Tensor, lengths: Tensor, pages: Tensor, page_size: int) -> Tensor:
+    """`[capacity]`."""
+    position = (lengths - 1).clamp(min=0).long()
+    slots = pages[table.long(), position // page_size] * page_size + position % page_size
+    return torch.where(lengths > 0, slots, -1).long()
 
 
 def step_out(

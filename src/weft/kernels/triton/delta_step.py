@@ -1,0 +1,129 @@
+"""One token of Gated DeltaNet (arXiv 2412.06464) for each of several sequences, from its projections to its gated output.
+
+States are read and written where they lie, in slots that are found on the device. One kernel convolves, a program a
+block of features; one applies the delta rule, a program a head of a sequence, which holds the head's state in
+registers. Arithmetic is in float32; the output is rounded once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _convolve(
+    product, before, after, conv, tails, mixed, product_row, tail_slot, features,
+    KEPT: tl.constexpr, BLOCK_KEPT: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    to = tl.load(after + row)
+    if to < 0:
+        return
+    at = tl.load(before + row)
+    f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    i = tl.arange(0, BLOCK_KEPT)[None, :]
+    there = (f < features)[:, None] & (i < KEPT)
+    new = tl.load(product + row * product_row + f, mask=f < features, other=0.0).to(tl.float32)
+    kept = tl.load(tails + at * tail_slot + f[:, None] * KEPT + i, mask=there & (at >= 0), other=0.0)
+    taps = tl.load(conv + f[:, None] * (KEPT + 1) + i, mask=there, other=0.0).to(tl.float32)
+    last = tl.load(conv + f * (KEPT + 1) + KEPT, mask=f < features, other=0.0).to(tl.float32)
+    total = tl.sum(kept * taps, 1) + new * last
+    tl.store(mixed + row * features + f, total / (1 + tl.exp(-total)), mask=f < features)
+    tl.debug_barrier()  # where a state is updated in place, an input is overwritten with the one behind it
+    to_tail = tails + to * tail_slot + f[:, None] * KEPT + i
+    tl.store(to_tail - 1, kept, mask=there & (i > 0))
+    if KEPT > 0:
+        tl.store(tails + to * tail_slot + f * KEPT + KEPT - 1, new, mask=f < features)
+
+
+@triton.jit
+def _delta_rule(
+    mixed, product, before, after, decay, bias, weight, states, out, product_row, state_slot, out_row, eps,
+    K: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k, v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    to_out = out + row * out_row + head * V + v
+    to = tl.load(after + row)
+    if to < 0:  # a padding sequence: nothing is kept, and whoever sees its row sees zeros
+        tl.store(to_out, tl.zeros([BLOCK_V], tl.float32).to(out.dtype.element_ty), mask=v < V)
+        return
+    at = tl.load(before + row)
+    features: tl.constexpr = 2 * KEYS + HEADS * V
+    of_row, of_head = mixed + row * features, product + row * product_row + features
+    query = tl.load(of_row + head // SHARE * K + k, mask=k < K, other=0.0)
+    key = tl.load(of_row + KEYS + head // SHARE * K + k, mask=k < K, other=0.0)
+    value = tl.load(of_row + 2 * KEYS + head * V + v, mask=v < V, other=0.0)
+    z = tl.load(of_head + head * V + v, mask=v < V, other=0.0).to(tl.float32)
+    b = tl.load(of_head + HEADS * V + head).to(tl.float32)
+    a = tl.load(of_head + HEADS * V + HEADS + head).to(tl.float32) + tl.load(bias + head)
+    softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
+    keep = tl.exp(-tl.exp(tl.load(decay + head)) * softplus)
+    query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * tl.rsqrt(K * 1.0)
+    key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
+    inside = (k < K)[:, None] & (v < V)[None, :]
+    place = head * K * V + k[:, None] * V + v[None, :]
+    state = tl.load(states + at * state_slot + place, mask=inside & (at >= 0), other=0.0) * keep
+    new = (value - tl.sum(state * key[:, None], 0)) / (1 + tl.exp(-b))
+    state += key[:, None] * new[None, :]
+    tl.store(states + to * state_slot + place, state, mask=inside)
+    seen = tl.sum(state * query[:, None], 0)
+    seen *= tl.rsqrt(tl.sum(seen * seen, 0) / V + eps) * tl.load(weight + v, mask=v < V, other=0.0).to(tl.float32)
+    tl.store(to_out, (seen * z / (1 + tl.exp(-z))).to(out.dtype.element_ty), mask=v < V)
+
+
+def delta_step(
+    product: Tensor,
+    before: Tensor,
+    after: Tensor,
+    conv: Tensor,
+    decay: Tensor,
+    bias: Tensor,
+    weight: Tensor,
+    eps: float,
+    states: Tensor,
+    tails: Tensor,
+    out: Tensor,
+) -> None:
+    """Fills out `[B, heads · V]`, of product's dtype, with the layer's output before its last product, and writes the
+    states after the token.
+
+    product `[B, 2 · keys + 2 · heads · V + 2 · heads]`: side by side queries and keys of `keys` features each, values,
+    what gates the output, what gates the correction, and what the state's decay follows from. Equal runs of heads share
+    a query and a key.
+    before, after: int64 `[B]`, slots of the state that a sequence goes on from (−1: zeros) and of the state after the
+    token, which may be the same (−1: a padding sequence: its state goes nowhere, its output is 0). No slot is written
+    for one sequence and touched for another.
+    conv `[features, 1, window]`, of queries, keys and values; decay (the logarithm of its rate), bias float32
+    `[heads]`; weight `[V]` and eps: of the norm before the gate.
+    states float32 `[slots, heads, K, V]`; tails float32 `[slots, features, window − 1]`, the convolution's last inputs.
+    Raises ValueError where shapes or dtypes do not fit together.
+    """
+    rows, (_, heads, key_dim, value_dim) = product.shape[0], states.shape
+    features, window = conv.shape[0], conv.shape[-1]
+    keys = (features - heads * value_dim) // 2
+    if product.shape[1] != features + heads * value_dim + 2 * heads or tails.shape[1:] != (features, window - 1):
+        raise ValueError(f"product is {list(product.shape)}, states {list(states.shape)}, tails {list(tails.shape)}")
+    if keys % key_dim or heads % (keys // key_dim):
+        raise ValueError(f"{keys} features of keys are no heads of {key_dim} that {heads} heads share")
+    if not (conv.is_contiguous() and states[0].is_contiguous() and tails[0].is_contiguous()):
+        raise ValueError("the convolution's weights and each slot's states must be contiguous")
+    if out.shape != (rows, heads * value_dim) or not product.stride(-1) == out.stride(-1) == 1:
+        raise ValueError(f"product is {list(product.shape)}, out {list(out.shape)}; their rows must be contiguous")
+    if not rows:
+        return
+    mixed = states.new_empty(rows, features)
+    block_f = min(256, triton.next_power_of_2(features))
+    _convolve[(rows, triton.cdiv(features, block_f))](
+        product, before, after, conv, tails, mixed, product.stride(0), tails.stride(0), features, KEPT=window - 1,
+        BLOCK_KEPT=triton.next_power_of_2(max(1, window - 1)), BLOCK_F=block_f, num_warps=4,
+    )  # fmt: skip
+    block_k, block_v = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    _delta_rule[(rows, heads)](
+        mixed, product, before, after, decay, bias, weight, states, out, product.stride(0), states.stride(0),
+        out.stride(0), eps, K=key_dim, V=value_dim, KEYS=keys, HEADS=heads, SHARE=heads * key_dim // keys,
+        BLOCK_K=block_k, BLOCK_V=block_v, num_warps=8 if block_k * block_v > 4096 else 4,
+    )  # fmt: skip

@@ -161,6 +161,14 @@ def norm_and_turn(rows: int) -> None:
     )
 
 
+def norm_latents(rows: int, heads: int) -> None:
+    angle, slots, weight = empty(rows, 64), empty(rows, dtype=LONG), empty(512)
+    norm_rope_cache.latent_rope_cache(
+        empty(rows, heads, 192), empty(rows, 576), angle, angle, slots, empty(1000, 1, 576), weight, 1e-6,
+        interleaved=True,
+    )  # fmt: skip
+
+
 def draw(rows: int) -> None:
     row = empty(rows, dtype=FLOAT)
     whole, live = empty(rows, dtype=LONG), empty(1, dtype=INT)
@@ -217,6 +225,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "FP8 product, cut blocks": (lambda: multiply_float8(64, 320, 1408, (64, 64)), ("QGMMA", "LDGSTS")),
     "norm, rotary, cache": (lambda: norm_and_turn(64), ()),
     "norm, rotary, cache, many rows": (lambda: norm_and_turn(4096), ()),
+    "latents, rotary, cache": (lambda: norm_latents(64, 128), ()),
     "rms norm": (lambda: rms_norm.rms_norm(empty(64, 7168), empty(7168), 1e-6, empty(64, 7168)), ()),
     "silu": (lambda: rms_norm.silu_and_mul(empty(64, 2048)), ()),
     "sample": (lambda: draw(64), ()),

@@ -61,6 +61,27 @@ class HeadSplit:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSplit:
+    """How queries `[T, heads · dim]` and what the cache holds of each token, `[T, width]`, become what latent attention
+    takes: of the latter all but the last elements, as many as are turned, are normalised; those and the last of each
+    head's query are turned. gathered: as `Backend.__call__`.
+    """
+
+    dim: int
+    turn: Turn
+    norm: Scaled
+    gathered: bool = False
+
+    def split(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries `[T, heads, dim]` and keys `[T, 1, width]`."""
+        (left, rest), (latent, key) = (
+            x.tensor_split([x.shape[-1] - self.turn.cos.shape[-1]], dim=-1)
+            for x in (q.unflatten(-1, (-1, self.dim)), kv[:, None])
+        )
+        return torch.cat((left, self.turn(rest)), dim=-1), torch.cat((self.norm(latent), self.turn(key)), dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
 class Absorbed:
     """The projections from a latent vector to heads' keys and values, which stand at the query and at the output.
 
@@ -83,7 +104,9 @@ class Absorbed:
 
     def output(self, out: Tensor) -> Tensor:
         """`[T, heads, width]` → `[T, heads, value dim]`."""
-        return torch.einsum("thw,hvw->thv", out, self.values)
+        seen = out.new_empty(*out.shape[:2], self.values.shape[1])
+        torch.bmm(out.transpose(0, 1), self.values.transpose(1, 2), out=seen.transpose(0, 1))
+        return seen
 
 
 class Backend(Protocol):
@@ -128,5 +151,13 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """The same from queries, keys and values side by side, `[T, features]`, which are still to be split, normalised
         and turned as `heads` says: what one kernel can do on the way into the cache.
+        """
+        ...
+
+    def project_latent(
+        self, layer: int, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
+    ) -> Tensor:
+        """The same for a latent cache, from queries `[T, heads · dim]` and `[T, width]`, which are still to be
+        normalised and turned as `parts` says. q may be overwritten. Gives the output.
         """
         ...

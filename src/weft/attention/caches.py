@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from weft.attention.backend import Absorbed, Backend, HeadSplit
+from weft.attention.backend import Absorbed, Backend, HeadSplit, LatentSplit
 from weft.attention.batch import Batch, PageTables, StateSlots
 from weft.attention.sdpa import SDPA
 from weft.dcp.group import ContextGroup
@@ -123,12 +123,19 @@ class Caches:
         backend, at = self._backend_of[layer.path]
         return backend.project(at, qkv, heads, scale=scale, lse=lse)
 
+    def project_latent(
+        self, layer: Cached, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
+    ) -> Tensor:
+        """Attention of a layer over its Latent, from what its projections give: see `Backend.project_latent`."""
+        backend, at = self._backend_of[layer.path]
+        return backend.project_latent(at, q, kv, parts, scale=scale, absorbed=absorbed)
+
     def load(self, layer: Cached, sequences: slice = slice(None)) -> tuple[Tensor, ...]:
         """The states that a Recurrent layer's sequences go on from: float32 `[B, …]`, zeros where one begins."""
         states, at, slots = self._state(layer)
         return states.load(at, slots.before[sequences])
 
-    def states(self, layer: Cached) -> tuple[tuple[Tensor, ...], StateSlots]:
+    def states_and_slots(self, layer: Cached) -> tuple[tuple[Tensor, ...], StateSlots]:
         """All states of a Recurrent layer, float32 `[slots, …]`, and which of them are this step's: for a kernel that
         reads and writes them where they lie. It writes slots that were handed out, and no others.
         """

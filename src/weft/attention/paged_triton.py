@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.attention.backend import HeadSplit
+from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
 from weft.attention.batch import Batch, PageTables
 from weft.attention.sdpa import SDPA
 from weft.kernels.triton.decode_attention import decode_attention, latent_decode_attention
-from weft.kernels.triton.norm_rope_cache import norm_rope_cache
+from weft.kernels.triton.norm_rope_cache import latent_rope_cache, norm_rope_cache
 from weft.kernels.triton.prefill_attention import prefill_attention
 from weft.kv.spec import Latent
 
@@ -60,6 +60,15 @@ class PagedTriton(SDPA):
             interleaved=heads.turn.interleaved,
         )
         return self._attend(layer, q, scale, lse, None, heads.gathered)
+
+    def project_latent(
+        self, layer: int, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
+    ) -> Tensor:
+        """See `Backend.project_latent`."""
+        q, turn, norm = q.unflatten(-1, (-1, parts.dim)), parts.turn, parts.norm
+        cos, sin, latents = turn.cos[:, 0], turn.sin[:, 0], self.cache.keys[layer]
+        latent_rope_cache(q, kv, cos, sin, self._stored, latents, norm.weight, norm.eps, interleaved=turn.interleaved)
+        return self._attend(layer, q, scale, False, absorbed, parts.gathered)[0]
 
     def _attend_prompts(
         self, q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, sums: Tensor | None

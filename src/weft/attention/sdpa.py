@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from weft.attention.backend import Absorbed, HeadSplit
+from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
 from weft.attention.batch import Batch, PageTables
 from weft.dcp.group import ContextGroup
 from weft.kv.cache import KVCache
@@ -126,6 +126,13 @@ class SDPA:
         """See `Backend.project`."""
         q, k, v = heads.split(qkv)
         return self(layer, q, k, v, scale=scale, lse=lse, gathered=heads.gathered)
+
+    def project_latent(
+        self, layer: int, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
+    ) -> Tensor:
+        """See `Backend.project_latent`."""
+        q, key = parts.split(q, kv)
+        return self(layer, q, key, None, scale=scale, absorbed=absorbed, gathered=parts.gathered)[0]
 
     def _attend(
         self, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None, gathered: bool

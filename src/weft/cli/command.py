@@ -76,7 +76,7 @@ class Layout:
     """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back, on CPUs; auto:
     whichever costs less, for which shared experts are whole on every rank."""
     cuda_graphs: bool = True
-    """Whether decode steps on GPUs are captured; models with windows or recurrent states need --no-cuda-graphs."""
+    """Whether decode steps on GPUs are captured."""
     cpu_bind: str | None = None
     """Cores of each rank, such as 0-3|4-7, or auto to deal them out; left out, ranks are not bound."""
 

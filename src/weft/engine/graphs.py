@@ -124,7 +124,8 @@ class DecodeGraphs:
         for rule, table in zip(self._rules, rows.tables, strict=True):
             of_rows = table.index_select(0, inputs.table)
             if rule.state:
-                tables.append(StateSlots(*of_rows.long().masked_fill(~inputs.live[:, None], -1).unbind(1)))
+                slots = of_rows.T.contiguous().long().masked_fill_(~inputs.live, -1)
+                tables.append(StateSlots(before=slots[0], after=slots[1]))
             else:
                 tables.append(PageTables(of_rows, new_slots(inputs.table, inputs.lengths, table, self._page_size)))
         batch = Batch(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from weft.attention.backend import Absorbed
+from weft.attention.backend import Absorbed, LatentSplit
 from weft.attention.caches import Caches
 from weft.hidden import Hidden
 from weft.kv.spec import Latent
@@ -101,8 +100,7 @@ class LatentAttention(Layer):
 
     def __init__(self, b: Builder, path: str, c: DeepseekConfig):
         super().__init__(path)
-        self.dims, self.latent_dims = [c.nope_dim, c.rope_dim], [c.kv_rank, c.rope_dim]
-        self.up_dims = [c.nope_dim, c.value_dim]
+        self.dim, self.up_dims = c.head_dim, [c.nope_dim, c.value_dim]
         self.scale = c.head_dim**-0.5 * c.rope.attention_scale()
         name, self.gathered = "q_proj" if c.q_rank is None else "q_b_proj", b.queries > 1
         q = Out(f"{path}.{name}", c.num_heads * c.head_dim, unit=c.head_dim, together=b.queries)
@@ -110,13 +108,13 @@ class LatentAttention(Layer):
             self.q_down = Linear(b, f"{path}.q_a_proj", c.hidden_size, c.q_rank)
             self.q_norm = RMSNorm(b, f"{path}.q_a_layernorm", c.q_rank, LATENT_EPS)
         self.q = ColumnLinear(b, f"{path}.q", c.q_rank or c.hidden_size, [q], over="attn_tp")
-        self.kv_down = Linear(b, f"{path}.kv_a_proj_with_mqa", c.hidden_size, sum(self.latent_dims))
+        self.kv_down = Linear(b, f"{path}.kv_a_proj_with_mqa", c.hidden_size, c.kv_rank + c.rope_dim)
         self.kv_norm = HeadNorm(b, f"{path}.kv_a_layernorm", c.kv_rank, LATENT_EPS)
         ups = c.num_heads * sum(self.up_dims)
         share = b.share(f"{path} (heads)", ups, "attn_tp", unit=sum(self.up_dims), together=b.mesh.dcp)
         self.kv_up = b.empty(share.stop - share.start, c.kv_rank)
         self.sources["kv_up"] = [Source(f"{path}.kv_b_proj.weight", (ups, c.kv_rank), (share,))]
-        self.cache = Latent(sum(self.latent_dims), c.kv_rank)
+        self.cache = Latent(c.kv_rank + c.rope_dim, c.kv_rank)
         self.out = RowLinear(
             b, f"{path}.o_proj", c.num_heads * c.value_dim, c.hidden_size, over="attn_tp", unit=c.value_dim
         )
@@ -124,15 +122,12 @@ class LatentAttention(Layer):
     def forward(self, x: Hidden, rotary: RotaryTable, caches: Caches) -> Hidden:
         on_group_rows(self.path, x)
         source = self.q_norm(self.q_down(x)) if hasattr(self, "q_down") else x
-        latent, rope = self.kv_down(x).require_complete(self.path).split(self.latent_dims, dim=-1)
-        key = torch.cat((self.kv_norm(latent)[:, None], rotary(rope[:, None])), dim=-1)
+        kv = self.kv_down(x).require_complete(self.path)
+        parts = LatentSplit(self.dim, rotary, self.kv_norm, self.gathered)
         absorbed = Absorbed(*self.kv_up.unflatten(0, (-1, sum(self.up_dims))).split(self.up_dims, dim=1))
 
         def attend(q: Tensor) -> Tensor:
-            nope, rope = q.unflatten(-1, (-1, sum(self.dims))).split(self.dims, dim=-1)
-            q = torch.cat((nope, rotary(rope)), dim=-1)
-            seen, _ = caches.attend(self, q, key, scale=self.scale, absorbed=absorbed, gathered=self.gathered)
-            return seen.flatten(1)
+            return caches.project_latent(self, q, kv, parts, scale=self.scale, absorbed=absorbed).flatten(1)
 
         return self.out(self.q(source).elementwise(attend, self.path))
 

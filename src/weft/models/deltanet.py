@@ -100,7 +100,7 @@ class GatedDeltaNet(Layer):
         """Of sequences with one row each, `[B, features]`: fills their output; states are updated where they lie."""
         from weft.kernels.triton.delta_step import delta_step  # GPUs only: a CPU need not have Triton
 
-        (states, tails), slots = caches.states(self)
+        (states, tails), slots = caches.states_and_slots(self)
         before, after = slots.before[sequences], slots.after[sequences]
         of_layer = (self.conv, self.decay, self.bias, self.norm.weight, self.norm.eps)
         delta_step(product, before, after, *of_layer, states, tails, out)

@@ -12,9 +12,14 @@ from torch import Tensor
 
 from attention.oracle import Case, check, make_case, padded
 from dcp.dealt import run_dealt
+from weft.attention.backend import Absorbed, LatentSplit
 from weft.attention.paged_triton import PagedTriton
+from weft.attention.sdpa import SDPA
 from weft.dcp.interleave import Interleave
 from weft.kv.spec import Latent, PagedKV, Window
+from weft.models.layers import Builder, HeadNorm
+from weft.models.rotary import RotaryTable
+from weft.place.spec import Mesh
 
 DECODE = [(1, 7), (1, 0), (1, 20), (1, 3)]
 
@@ -79,3 +84,28 @@ def check_dealt_tokens(spec: PagedKV | Latent, device: torch.device) -> None:
     run_dealt(OneAtATime, case, DECODE, deal)
     spans = [(1, 12), (6, 2), (1, 0)]
     run_dealt(OneAtATime, on(device, make_case(spans, seed=3, page=deal.span, spec=spec)), spans, deal)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("spans", [DECODE, [(1, 12), (6, 2), (1, 0)]], ids=["decode", "prompts"])
+def check_latent_projections(spans: list[tuple[int, int]], interleaved: bool, device: torch.device) -> None:
+    """Norm, rotary, the cache's write and attention, from the projections: as torch's backend has them."""
+    turned, latent, heads, nope = 4, 8, 4, 6
+    cases = [on(device, make_case(spans, seed=3, spec=Latent(latent + turned, latent))) for _ in range(2)]
+    torch.manual_seed(5)
+    rows = len(cases[0].batch.tokens)
+    angle = torch.rand(rows, 1, turned // 2) * 9
+    angle = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
+    norm = HeadNorm(Builder(Mesh(), 0, torch.float32, torch.device("cpu")), "norm", latent, 1e-6)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    parts = LatentSplit(nope + turned, RotaryTable(angle.cos().to(device), angle.sin().to(device), interleaved), norm)
+    norm.to(device)
+    absorbed = Absorbed(torch.randn(heads, nope, latent).to(device), torch.randn(heads, 5, latent).to(device))
+    q, kv = torch.randn(rows, heads * parts.dim).to(device), torch.randn(rows, latent + turned).to(device)
+    outs = []
+    for case, make in zip(cases, (SDPA, PagedTriton), strict=True):
+        backend = make(case.cache)
+        backend.plan(case.batch, case.batch.tables[0])
+        outs.append(backend.project_latent(1, q.clone(), kv, parts, scale=0.3, absorbed=absorbed))
+    assert torch.allclose(*outs, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(*(case.cache.keys for case in cases), rtol=1e-5, atol=1e-6, equal_nan=True)

@@ -55,6 +55,10 @@ def check_what_does_not_fit_is_refused(device: torch.device) -> None:
     of_layer = (conv, vector, vector, vector, 0.0)
     product, out = torch.zeros(0, 20 + 12 + 4, device=device), torch.zeros(0, 12, device=device)
     kernels.delta_step(product, none, none, *of_layer, states, tails, out)
+    one, two = torch.zeros(2, 36, device=device), torch.zeros(2, 12, device=device)
+    with pytest.raises(ValueError, match="contiguous"):
+        slots = torch.zeros(2, 2, dtype=torch.int64, device=device)
+        kernels.delta_step(one, slots[:, 0], slots[0], *of_layer, states, tails, two)
     with pytest.raises(ValueError, match="product is"):
         kernels.delta_step(product[:, 1:], none, none, *of_layer, states, tails, out)
     with pytest.raises(ValueError, match="out"):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
+from weft.attention.backend import LatentSplit
 from weft.kernels.triton import norm_rope_cache as kernels
 from weft.kernels.triton import plain, rms_norm
+from weft.models.rotary import RotaryTable
 
 NAN = float("nan")
 
@@ -57,6 +61,59 @@ def check_what_does_not_fit_is_refused(device: torch.device) -> None:
         kernels.norm_rope_cache(qkv, 3, angle, angle, slots, *cache, q_weight=angle[0])
     with pytest.raises(ValueError, match="a row for each"):
         kernels.norm_rope_cache(qkv, 3, angle[:1], angle[:1], slots, *cache)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("heads", [3, 33])
+def check_latent_rope_cache(interleaved: bool, heads: int, seed: int, device: torch.device) -> None:
+    rows, dim, latent, turned = 5, 20, 24, 12
+    q, kv = torch.randn(rows, heads, dim, device=device), torch.randn(rows, latent + turned, device=device) * 3
+    slots = torch.tensor([6, -1, 0, 3, -1], device=device)
+    q[-1], kv[-1] = NAN, NAN  # a row that is only there to fill the graph
+    weight, cache = torch.randn(latent, device=device), torch.full((8, 1, latent + turned), NAN, device=device)
+    angle = torch.rand(rows, turned // 2, device=device) * 9
+    angle = angle.repeat_interleave(2, 1) if interleaved else torch.cat((angle, angle), 1)
+    table = (angle.cos(), angle.sin())
+    wanted, wanted_cache = q.double(), cache.double()
+    wide = (t.double() for t in table)
+    plain.latent_rope_cache(wanted, kv.double(), *wide, slots, wanted_cache, weight, 1e-3, interleaved=interleaved)
+    untouched = q[..., : dim - turned].clone()
+    kernels.latent_rope_cache(q, kv, *table, slots, cache, weight, 1e-3, interleaved=interleaved)
+    assert torch.allclose(q[:-1].double(), wanted[:-1], rtol=1e-5, atol=1e-5)
+    assert torch.equal(q[:-1, :, : dim - turned], untouched[:-1])
+    assert torch.allclose(cache.double(), wanted_cache, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert cache[[1, 2, 4, 5, 7]].isnan().all() and not cache[[6, 0, 3]].isnan().any()
+    turn = LatentSplit(dim, RotaryTable(*(t[:, None] for t in table), interleaved), Norm(weight, 1e-3))
+    again, key = turn.split(untouched_q := torch.randn(rows, heads * dim, device=device), kv)
+    kernels.latent_rope_cache(
+        untouched_q.unflatten(1, (-1, dim)), kv, *table, slots, cache, weight, 1e-3, interleaved=interleaved
+    )
+    assert torch.allclose(untouched_q.view_as(again), again, rtol=1e-5, atol=1e-5), "as without the kernel"
+    assert torch.allclose(cache[slots[slots >= 0]], key[slots >= 0], rtol=1e-5, atol=1e-5), "as without the kernel"
+
+
+@dataclass(frozen=True)
+class Norm:
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm.rms_norm(x.flatten(0, -2), self.weight, self.eps).view_as(x)
+
+
+def check_latents_that_do_not_fit_are_refused(device: torch.device) -> None:
+    q, kv, slots = torch.zeros(2, 3, 8, device=device), torch.zeros(2, 10, device=device), torch.zeros(2, device=device)
+    cache, weight, angle = (torch.zeros(*s, device=device) for s in ((4, 1, 10), (6,), (2, 4)))
+    for wrong, text in (
+        (dict(kv=kv[:1]), "kv"),
+        (dict(cos=angle[:, :2]), "norm 6"),
+        (dict(sin=angle[:1]), "a row for each"),
+        (dict(latents=cache.half()), "must be alike"),
+        (dict(q=q.transpose(1, 2).contiguous().transpose(1, 2)), "contiguous"),
+    ):
+        given = dict(q=q, kv=kv, cos=angle, sin=angle, slots=slots, latents=cache, weight=weight, eps=0.0)
+        with pytest.raises(ValueError, match=text):
+            kernels.latent_rope_cache(**given | wrong)
 
 
 @pytest.mark.parametrize("add", [False, True])

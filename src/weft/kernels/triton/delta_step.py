@@ -1,4 +1,4 @@
-"""One token of Gated DeltaNet (arXiv 2412.06464) for each of several sequences, from its projections to its gated output.
+"""One token of Gated DeltaNet (arXiv 2412.06464) for each of several sequences, from projections to the gated output.
 
 States are read and written where they lie, in slots that are found on the device. One kernel convolves, a program a
 block of features; one applies the delta rule, a program a head of a sequence, which holds the head's state in
@@ -111,6 +111,8 @@ def delta_step(
         raise ValueError(f"{keys} features of keys are no heads of {key_dim} that {heads} heads share")
     if not (conv.is_contiguous() and states[0].is_contiguous() and tails[0].is_contiguous()):
         raise ValueError("the convolution's weights and each slot's states must be contiguous")
+    if not before.is_contiguous() or not after.is_contiguous() or not before.shape == after.shape == (rows,):
+        raise ValueError(f"before is {list(before.shape)}, after {list(after.shape)}: a slot for each row, contiguous")
     if out.shape != (rows, heads * value_dim) or not product.stride(-1) == out.stride(-1) == 1:
         raise ValueError(f"product is {list(product.shape)}, out {list(out.shape)}; their rows must be contiguous")
     if not rows:

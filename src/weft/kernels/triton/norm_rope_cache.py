@@ -1,7 +1,7 @@
 """What lies between the query-key-value product and attention: norms of queries and keys, rotary, the cache's write.
 
-A program takes one head of one row, or of a few where there are many. Arithmetic is in float32 and is rounded once,
-where a value is stored.
+A program takes one head of one row, or of a few where there are many; of latent attention, several heads of a row's
+query, or the latent vector. Arithmetic is in float32 and is rounded once, where a value is stored.
 """
 
 from __future__ import annotations
@@ -118,3 +118,87 @@ def norm_rope_cache(
             num_warps=1 if block_t == 1 else 4,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _latent_rope_cache(
+    q, kv, weight, cos, sin, slots, latents, q_row, kv_row, angle_row, latent_slot, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK_PAIRS)
+    paired = i < TURNED // 2
+    if INTERLEAVED:
+        left_at = 2 * i
+        right_at = left_at + 1
+    else:
+        left_at = i
+        right_at = i + TURNED // 2
+    c = tl.load(cos + row * angle_row + left_at, mask=paired, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * angle_row + left_at, mask=paired, other=0.0).to(tl.float32)
+    dtype = latents.dtype.element_ty
+    block = tl.program_id(1)
+    if block > 0:
+        head = (block - 1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+        real = (head < HEADS) & paired[None, :]
+        at = q + row * q_row + head * DIM + DIM - TURNED
+        left = tl.load(at + left_at[None, :], mask=real, other=0.0).to(tl.float32)
+        right = tl.load(at + right_at[None, :], mask=real, other=0.0).to(tl.float32)
+        tl.store(at + left_at[None, :], (left * c[None, :] - right * s[None, :]).to(dtype), mask=real)
+        tl.store(at + right_at[None, :], (right * c[None, :] + left * s[None, :]).to(dtype), mask=real)
+        return
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    to = latents + slot * latent_slot
+    d = tl.arange(0, BLOCK_L)
+    latent = tl.load(kv + row * kv_row + d, mask=d < LATENT, other=0.0).to(tl.float32)
+    latent *= tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps)
+    latent *= tl.load(weight + d, mask=d < LATENT, other=0.0).to(tl.float32)
+    tl.store(to + d, latent.to(dtype), mask=d < LATENT)
+    left = tl.load(kv + row * kv_row + LATENT + left_at, mask=paired, other=0.0).to(tl.float32)
+    right = tl.load(kv + row * kv_row + LATENT + right_at, mask=paired, other=0.0).to(tl.float32)
+    tl.store(to + LATENT + left_at, (left * c - right * s).to(dtype), mask=paired)
+    tl.store(to + LATENT + right_at, (right * c + left * s).to(dtype), mask=paired)
+
+
+def latent_rope_cache(
+    q: Tensor,
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    latents: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    interleaved: bool = False,
+) -> None:
+    """Turns the last elements of each head of the queries in place; normalises latent vectors, turns the key behind
+    each and stores both at the rows' slots (multi-head latent attention, arXiv 2405.04434).
+
+    q `[T, heads, D]`, heads one after the other. kv, latents `[T, width]`, `[slots, 1, width]`: a latent vector, which
+    is divided by √(mean of squares + eps) and multiplied by weight `[latent]`, and then the key's turned elements.
+    cos, sin `[T, turned]`, turned = width − latent: of the elements i and i + turned / 2, or, interleaved, of 2i and
+    2i + 1, the first one's counts. slots int32 or int64 `[T]`; −1 stores nothing. All of one dtype but for the slots.
+    Raises ValueError where shapes or dtypes do not fit together.
+    """
+    rows, heads, dim = q.shape
+    width, (latent,), turned = kv.shape[1], weight.shape, cos.shape[1]
+    if kv.shape[0] != rows or latents.shape[1:] != (1, width) or latent + turned != width or turned > dim:
+        raise ValueError(f"q is {list(q.shape)}, kv {list(kv.shape)}, latents {list(latents.shape)}, norm {latent}")
+    if cos.shape[0] != rows or sin.shape != cos.shape or sin.stride() != cos.stride():
+        raise ValueError(f"cos is {list(cos.shape)}, sin {list(sin.shape)}; they must be alike, a row for each of q")
+    if not q.dtype == kv.dtype == latents.dtype:
+        raise ValueError(f"q is {q.dtype}, kv {kv.dtype}, latents {latents.dtype}; they must be alike")
+    if not (q.stride()[1:] == (dim, 1) and all(t.stride(-1) == 1 for t in (kv, cos, latents, weight))):
+        raise ValueError("the heads of q, and the last dimensions of the others, must be contiguous")
+    if rows:
+        block_h = min(32, triton.next_power_of_2(heads))
+        _latent_rope_cache[(rows, 1 + triton.cdiv(heads, block_h))](
+            q, kv, weight, cos, sin, slots, latents, q.stride(0), kv.stride(0), cos.stride(0), latents.stride(0), eps,
+            HEADS=heads, DIM=dim, TURNED=turned, LATENT=latent, INTERLEAVED=interleaved, BLOCK_H=block_h,
+            BLOCK_PAIRS=max(1, triton.next_power_of_2(turned // 2)), BLOCK_L=triton.next_power_of_2(latent),
+            num_warps=4,
+        )  # fmt: skip

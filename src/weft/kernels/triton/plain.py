@@ -134,6 +134,34 @@ def norm_rope_cache(
     return turned(q, q_weight).to(qkv.dtype)
 
 
+def latent_rope_cache(
+    q: Tensor,
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    latents: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    interleaved: bool = False,
+) -> None:
+    """The queries are turned in place; latent vectors and keys are stored."""
+    wide, turned, kept = torch.promote_types(q.dtype, torch.float32), cos.shape[1], slots >= 0
+
+    def turn(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        left, right = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+        c, s = (t[..., 0::2] if interleaved else t[..., : turned // 2] for t in (c, s))
+        pair = (left * c - right * s, right * c + left * s)
+        return torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+
+    c, s, latent = cos.to(wide), sin.to(wide), kv[:, :-turned].to(wide)
+    q[..., -turned:] = turn(q[..., -turned:].to(wide), c[:, None], s[:, None]).to(q.dtype)
+    latent = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
+    both = torch.cat((latent, turn(kv[:, -turned:].to(wide), c, s)), -1)
+    latents[slots[kept].long(), 0] = both[kept].to(latents.dtype)
+
+
 def delta_step(
     product: Tensor,
     before: Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ from support import small_model
 
 from engine.conftest import byte_tokenizer
 from engine.test_engine import prompts
+from engine.test_families import PLUGIN, small_hybrid
+from engine.test_hybrids import SIZES
+from models.oss import small_gpt_oss
+from models.qwen35 import small_qwen35
+from models.stepfun import small_step
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.messages import Step
@@ -99,7 +105,7 @@ def latent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def latent_answers(model: Path, device: str, **options: Any) -> list[tuple[int, ...]]:
+def greedy_of(model: Path, device: str, **options: Any) -> list[tuple[int, ...]]:
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     values = dict(model=model, dtype="float32", kv_tokens=1024, max_running=8, max_batch_tokens=32)
     with Engine(EngineConfig(device=device, **values | options)) as engine:
@@ -110,7 +116,7 @@ def latent_answers(model: Path, device: str, **options: Any) -> list[tuple[int, 
 
 @pytest.fixture(scope="module")
 def latent_expected(latent_model: Path) -> list[tuple[int, ...]]:
-    return latent_answers(latent_model, "cpu")
+    return greedy_of(latent_model, "cpu")
 
 
 DEALT = {
@@ -127,7 +133,35 @@ def test_tokens_dealt_out_give_the_same_answers(
     options: dict[str, Any], latent_model: Path, latent_expected: list[tuple[int, ...]]
 ) -> None:
     """Decode context parallelism over a latent cache: prompts and their chunks are gathered, answers merged."""
-    assert latent_answers(latent_model, "cuda", attn_tp=2, ep=2, dcp=2, **options) == latent_expected
+    assert greedy_of(latent_model, "cuda", attn_tp=2, ep=2, dcp=2, **options) == latent_expected
+
+
+FAMILIES: dict[str, Callable[[Path], Any]] = {
+    "latents, windows, states": small_hybrid,
+    "windows": lambda directory: small_step(directory, seed=3, **SIZES),
+    "windows and sinks": lambda directory: small_gpt_oss(directory, seed=3, **SIZES),
+    "gated delta rule": lambda directory: small_qwen35(directory, seed=3, **SIZES),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, ...]]]:
+    """A model, and a CPU's answers."""
+    directory = tmp_path_factory.mktemp("family")
+    FAMILIES[request.param](directory)
+    byte_tokenizer(directory)
+    return directory, greedy_of(directory, "cpu", plugins=(PLUGIN,))
+
+
+@pytest.mark.parametrize("name", ["1x1", "1x2"])
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_caches_of_every_kind(family: tuple[Path, list[tuple[int, ...]]], name: str, graphs: bool) -> None:
+    """Windows, sinks and recurrent states, by graphs and without."""
+    if LAYOUTS[name].get("attn_tp", 1) > GPUS:
+        pytest.skip(f"this machine has {GPUS} GPUs")
+    directory, wanted = family
+    options = dict(plugins=(PLUGIN,), cuda_graphs=graphs, page_size=4, **LAYOUTS[name])
+    assert greedy_of(directory, "cuda", **options) == wanted
 
 
 @pytest.mark.skipif(GPUS < 1, reason="needs a GPU")

@@ -49,14 +49,16 @@ class Answer:
         if sequence.params.stop or sequence.grammar:
             output = self._increment(drawn)
             return output.finish_reason is not None, lambda: output
-        enough = sequence.drawn >= sequence.params.min_tokens
-        ends = (enough and drawn.token_id in sequence.end_ids) or sequence.drawn >= sequence.max_tokens
+        so_far = sequence.drawn
+        enough = so_far >= sequence.params.min_tokens
+        ends = (enough and drawn.token_id in sequence.end_ids) or so_far >= sequence.max_tokens
         return ends, partial(self._increment, drawn)
 
     def _increment(self, drawn: TokenLogprob) -> Output:
         """What comes of the last token, with a finish_reason where the answer ends."""
         sequence, params = self.sequence, self.sequence.params
-        enough = sequence.drawn >= params.min_tokens
+        so_far = sequence.drawn
+        enough = so_far >= params.min_tokens
         if enough and drawn.token_id in sequence.end_ids:
             text = self.text.push(drawn.token_id, check_stop=False)[0] if params.keep_stop else ""
             text += self.text.flush()
@@ -69,7 +71,7 @@ class Answer:
                 return self._output(text + self.text.flush(), drawn, "stop")
         except ValueError as error:
             return self._output(text, drawn, "error", error=str(error))
-        if sequence.drawn >= sequence.max_tokens:
+        if so_far >= sequence.max_tokens:
             return self._output(text + self.text.flush(), drawn, "length")
         return self._output(text, drawn)
 
@@ -86,6 +88,7 @@ class Answer:
         error: str | None = None,
     ) -> Output:
         s = self.sequence
+        so_far = s.drawn
         return Output(
             text=text,
             token_ids=() if drawn is None else (drawn.token_id,),
@@ -94,10 +97,10 @@ class Answer:
             stop_reason=stop_reason,
             prompt_tokens=s.prompt_tokens,
             cached_tokens=s.cached or 0,
-            completion_tokens=s.drawn,
+            completion_tokens=so_far,
             error=error,
             queue_s=s.queue_s,
-            prompt_logprobs=tuple(s.scores) if s.drawn <= 1 and error is None else (),
+            prompt_logprobs=tuple(s.scores) if so_far <= 1 and error is None else (),
         )
 
 

@@ -110,10 +110,11 @@ class Executor(ABC):
             self._results[result.rank].append(result)
         self._under_way.popleft()
         results = [each.popleft() for each in self._results]
+        counts = step.counts
         leaders = [results[self.mesh.leader(g)] for g in range(self.mesh.attn_dp)]
         for rank, result in enumerate(results):
             drawn = leaders[self.mesh.group_of(rank)].ran.tokens
-            asked = Ran(step.number, step.counts, results[0].ran.plan, drawn)
+            asked = Ran(step.number, counts, results[0].ran.plan, drawn)
             if result.ran != asked:
                 raise EngineError(f"ranks diverge: rank {rank} ran {result.ran}, where {asked} was due, as on others")
         return leaders

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from msgspec import Struct
+
 from weft.engine.grammar import Grammar
 from weft.kv.manager import Holding
 
@@ -95,8 +97,7 @@ class SamplingParams:
         return set(getattr(self, name) or ())
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(Struct, frozen=True, gc=False):
     """A token, its natural-log probability under the raw logits, and the best alternatives (token, logprob).
 
     logprob is None where nothing comes before the token.
@@ -107,8 +108,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(Struct, frozen=True, gc=False):
     """One increment of an answer. text: newly final text; stop strings and what may become one never appear.
 
     finish_reason: set on the last. stop_reason: the stop string or token that matched. The counts are totals so far.
@@ -182,7 +182,7 @@ class Sequence:
     @property
     def ending(self) -> bool:
         """Whether its last token is being drawn: no row is left to run."""
-        return self.pending > 0 and self.drawn + self.pending >= self.max_tokens
+        return self.pending > 0 and len(self.tokens) + self.pending >= self.prompt_tokens + self.max_tokens
 
     @property
     def stalled(self) -> bool:

@@ -19,7 +19,7 @@ def adjust(sequence: Sequence) -> Adjust | None:
     """What its next draw asks for besides; None: nothing. It follows from the sequence alone, so a replay draws the
     same tokens."""
     p = sequence.params
-    if p.plain and sequence.drawn + sequence.pending >= p.min_tokens:
+    if p.plain and (not p.min_tokens or sequence.drawn + sequence.pending >= p.min_tokens):
         return None
     return Adjust(
         logprobs=-1 if p.logprobs is None else p.logprobs,

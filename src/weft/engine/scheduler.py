@@ -130,7 +130,7 @@ class Scheduler:
             if budget and sequence.holding is not None and not sequence.ending:  # else an earlier one took its pages
                 if sequence.stalled:
                     self.stalls += 1
-                elif self._has_room(sequence) or self._grow(sequence, budget):
+                elif sequence.computed < sequence.holding.room or self._grow(sequence, budget):
                     self._step.append((sequence, 1))
                     budget -= 1
         for sequence in [s for s in self.running if not s.answering]:
@@ -216,10 +216,6 @@ class Scheduler:
         rows = self._rows(sequence, budget)
         self._step.append((sequence, rows))
         return min(budget, rows * SCORED_COST if sequence.to_score else rows)
-
-    def _has_room(self, sequence: Sequence) -> bool:
-        assert sequence.holding is not None
-        return self.caches.has_room(sequence.holding, sequence.computed + 1)
 
     def _grow(self, sequence: Sequence, budget: int) -> bool:
         """Room for all the sequence's tokens, at others' cost if need be.

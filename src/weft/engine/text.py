@@ -26,7 +26,10 @@ class TextStream:
 
     def push(self, token: int, check_stop: bool = True) -> tuple[str, str | None]:
         """(newly final text, the stop string that ended it or None)."""
-        self._held += self._decode(token)
+        piece = self._decode(token)
+        if not self._stop:  # then nothing is ever held
+            return piece, None
+        self._held += piece
         if not check_stop:
             return self._release(len(self._held)), None
         found = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]

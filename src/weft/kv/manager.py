@@ -23,10 +23,12 @@ class Holding:
     ABSENT stands for pages that a window has passed, and for the state of a request that begins. Of the two slots the
     first holds the state of now; they are the same one where it is updated in place. copy: (page, page): what the first
     holds is to be copied to the second, before any row of the request's first step is written, or of any other's in it.
+    room: tokens for which `grow` need take nothing more.
     """
 
     tables: list[list[int]]
     copy: tuple[int, int] | None = None
+    room: int = 0
 
 
 class CacheManager:
@@ -80,13 +82,6 @@ class CacheManager:
         self.release(holding)
         return None
 
-    def has_room(self, holding: Holding, tokens: int) -> bool:
-        """Whether a request needs nothing more for all its `tokens` to have run; `grow` would take nothing."""
-        tables, size = holding.tables, self.page_size
-        return all(len(tables[g]) * size >= tokens for g in self._paged) and all(
-            tables[g][1] != ABSENT for g in self._states
-        )
-
     def grow(self, holding: Holding, tokens: int, end: int) -> bool:
         """Room for all `tokens` of a request, of which those before `end` run next: windows need no more yet.
 
@@ -109,6 +104,7 @@ class CacheManager:
                 assert taken is not None
                 table = holding.tables[group]
                 table[len(table) - (1 if self.rules[group].state else 0) :] = taken
+        holding.room = min((len(holding.tables[g]) * self.page_size for g in self._paged), default=1 << 62)
         return True
 
     def rows_to_border(self, computed: int, tokens: int) -> int:

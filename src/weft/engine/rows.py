@@ -150,7 +150,8 @@ class DeviceRows:
 
     def apply(self, news: GroupRows) -> None:
         """As `RowTable.apply`; copies are queued on torch's current stream. ValueError for an entry beyond a table."""
-        at, values = [], []
+        at: list[int] = []
+        values: list[int] = []
         for join in news.joins:
             self._join(join)
             for group, table in enumerate(join.tables):

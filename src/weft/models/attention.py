@@ -101,7 +101,7 @@ class Attention(Layer):
         def attend(product: Tensor) -> Tensor:
             qkv, gate = product.tensor_split([sum(self.sizes)], dim=-1)
             out, lse = caches.project(self, qkv, heads, scale=self.scale, lse=self.sinks is not None)
-            if lse is not None:  # a score more in the sum of exponentials scales the output
+            if self.sinks is not None and lse is not None:  # a score more in the sum of exponentials scales the output
                 out = out * (lse - self.sinks).sigmoid().to(out.dtype)[..., None]
             if gate.shape[-1]:
                 out = out * gate.sigmoid().unflatten(-1, (out.shape[1], -1))

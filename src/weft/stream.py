@@ -356,7 +356,7 @@ class Stream:
 
 
 def _normalise(x: Tensor, norm: Norm) -> Tensor:
-    """`weft.kernels.plain.rms_norm`, on a GPU in one kernel of torch's, which rounds once."""
-    if x.is_cuda:
+    """`weft.kernels.plain.rms_norm`, on a GPU in one kernel of torch's where it has one, which rounds once."""
+    if x.is_cuda and norm.weight.dtype == x.dtype:
         return torch.nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
     return rms_norm(x, norm.weight, norm.eps)

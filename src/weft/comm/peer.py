@@ -61,8 +61,8 @@ class Request(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("group", "direction", "segments", "span", "two_shot", "x", "x_rows", "out")),
         *((name, c_int64) for name in ("out_rows", "width", "dtype", "device_counts", "residual", "residual_out")),
-        *((name, c_int64) for name in ("weight", "quantised", "scale", "push", "sum", "write", "cluster", "threads")),
-        *((name, c_int64) for name in ("early", "stream")),
+        *((name, c_int64) for name in ("weight", "wide_weight", "quantised", "scale", "push", "sum", "write")),
+        *((name, c_int64) for name in ("cluster", "threads", "early", "stream")),
         *((name, c_int64 * MAX_RANKS) for name in ("rows", "received")),
         ("eps", c_double),
     )
@@ -236,8 +236,9 @@ class PeerTransport(NamedCalls):
             given = x.new_empty(2, rows, *x.shape[1:])
             out = given[1]
             residual, weight = epilogue.residual.contiguous(), epilogue.weight.contiguous()
+            request.wide_weight = weight.dtype != x.dtype
             self._expect(residual, "the residual", x.dtype, *out.shape)
-            self._expect(weight, "the norm's weight", x.dtype, *x.shape[1:])
+            self._expect(weight, "the norm's weight", torch.float32 if request.wide_weight else x.dtype, *x.shape[1:])
             request.residual, request.weight = residual.data_ptr(), weight.data_ptr()
             request.residual_out, request.eps = given.data_ptr(), epilogue.eps
             request.quantised = request.scale = 0

@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from weft.comm.rendezvous import pidfds, rendezvous
@@ -25,6 +26,7 @@ from weft.comm.transport import (
     Sizes,
     check_call,
     check_merge,
+    finish,
     offers_every,
     place_in,
 )
@@ -193,6 +195,8 @@ class ShmTransport(NamedCalls):
                 if not x.is_contiguous():  # which the kernel finds before it does anything
                     return self.exchange(x.contiguous(), exchange, group, sizes)
                 self._explain(error, exchange.kind, group)
+        if _wide(epilogue, x):
+            return finish(self.exchange(x, exchange, group, sizes), epilogue)
         return self._normed(plan, x, epilogue, exchange.kind, group)
 
     def merge_scatterv(
@@ -216,6 +220,8 @@ class ShmTransport(NamedCalls):
         if x.is_neg():
             x = _plain(x)
         if epilogue is not None:
+            if _wide(epilogue, x):
+                return finish(self.all_reduce(x, group), epilogue)
             return self._normed(plan, x, epilogue, "all_reduce", group)
         try:
             return self._exchange(self._handle, plan, x)
@@ -300,6 +306,11 @@ class ShmTransport(NamedCalls):
 
 def _mask(places: Ranks) -> int:
     return sum(1 << place for place in places)
+
+
+def _wide(epilogue: Epilogue, x: Tensor) -> bool:
+    """Whether the norm's weight has more bits than the rows: the native call takes one dtype."""
+    return epilogue.weight.dtype == torch.float32 != x.dtype
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -77,7 +77,8 @@ class Quantised:
 class Epilogue:
     """What a sum goes on to do with its rows while they are at hand: residual add, then RMSNorm.
 
-    residual: `[rows, width]` for the result's rows; weight: `[width]`; both of the input's dtype. See `finish`.
+    residual: `[rows, width]` for the result's rows, of the input's dtype; weight: `[width]`, of the same or float32, as
+    `weft.kernels.plain.rms_norm` takes it. See `finish`.
     """
 
     residual: Tensor

@@ -12,10 +12,12 @@ from torch import Tensor
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / √(mean(x²) + eps) over the last dimension, in float32 at least, rounded to x's dtype, times weight.
 
-    x: `[…, width]`; weight: `[width]`. (arXiv 1910.07467)
+    x: `[…, width]`; weight: `[width]`, of x's dtype, or float32 beside fewer bits: then it is rounded after the product
+    alone. (arXiv 1910.07467)
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype) if weight.dtype == x.dtype else (weight * normed).to(x.dtype)
 
 
 def merge_weights(lses: Tensor) -> tuple[Tensor, Tensor]:

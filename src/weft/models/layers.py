@@ -187,13 +187,13 @@ class RowLinear(Layer):
 class RMSNorm(Layer):
     """`weft.kernels.plain.rms_norm` over all features of hidden states; split features or a debt are refused.
 
-    less_one: checkpoints store the weight's difference from one.
+    less_one: checkpoints store the weight's difference from one. One is added in float32, and the weight kept so.
     """
 
     def __init__(self, b: Builder, path: str, width: int, eps: float, less_one: bool = False):
         super().__init__(path)
         self.eps = eps
-        self.weight = b.empty(width)
+        self.weight = b.empty(width, dtype=torch.float32 if less_one else None)
         self.sources["weight"] = [_norm_source(path, width, less_one)]
 
     def forward(self, x: Hidden) -> Hidden:
@@ -206,7 +206,7 @@ class HeadNorm(Layer):
     def __init__(self, b: Builder, path: str, head_dim: int, eps: float, less_one: bool = False):
         super().__init__(path)
         self.eps = eps
-        self.weight = b.empty(head_dim)
+        self.weight = b.empty(head_dim, dtype=torch.float32 if less_one else None)
         self.sources["weight"] = [_norm_source(path, head_dim, less_one)]
 
     def forward(self, heads: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ struct Call {
   char* out = nullptr;           // [rows, width]; with an epilogue the normalised rows
   char* residual_out = nullptr;  // epilogue or null
   const char *residual = nullptr, *weight = nullptr;
+  bool wide_weight = false;   // float32 beside elements of 16 bits
   char* quantised = nullptr;  // the normalised rows in eight bits, divided by *scale; or null
   const float* scale = nullptr;
   float eps = 0, inverse_width = 0;

@@ -107,14 +107,25 @@ __device__ uint32_t row_of_turn(const K& k, Rows& r) {
 
 // What the epilogue needs of a row besides its sum: a thread's unit.
 struct RowUnit {
-  Unit residual, weight;
+  Unit residual, weight[2];  // two, where they are wide
   float scale;  // of quantised rows
 };
+template <class K>
+__device__ void load_weight(const K& k, uint32_t u, RowUnit& r) {
+  if (!k.c.wide_weight) {
+    r.weight[0] = k.load(k.c.weight, u);
+    return;
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < 2; ++i)
+    if (const uint32_t half = 2 * u + i; half * kUnit < 2 * k.row_bytes)
+      r.weight[i] = load_local<K::kWhole>(k.c.weight, half, 2 * k.row_units, 2 * k.row_bytes);
+}
 template <class K>
 __device__ void load_row_unit(const K& k, uint32_t row, uint32_t u, RowUnit& r) {
   if (u >= k.row_units || row * k.row_units >= k.l.out) return;
   r.residual = k.load(k.c.residual, row * k.row_units + u);
-  r.weight = k.load(k.c.weight, u);
+  load_weight(k, u, r);
   if (k.c.quantised) r.scale = *k.c.scale;
 }
 template <class K>
@@ -124,13 +135,18 @@ __device__ void load_first_row(const K& k, RowUnit& r) {
 }
 
 template <class E>
-__device__ Unit normed(const RowUnit& r, float scale) {
+__device__ Unit normed(const RowUnit& r, float scale, bool wide_weight) {
   float f[E::count], w[E::count];
   E::widen(r.residual, f);
 #pragma unroll
   for (int i = 0; i < E::count; ++i) f[i] *= scale;
-  const Unit rounded = E::narrow(f);
-  E::widen(rounded, f), E::widen(r.weight, w);
+  if (E::count == 8 && wide_weight) {
+#pragma unroll
+    for (int i = 0; i < E::count / 4; ++i) Elements<float>::widen(r.weight[i], w + 4 * i);
+  } else {
+    const Unit rounded = E::narrow(f);
+    E::widen(rounded, f), E::widen(r.weight[0], w);
+  }
 #pragma unroll
   for (int i = 0; i < E::count; ++i) f[i] *= w[i];
   return E::narrow(f);
@@ -158,7 +174,8 @@ __device__ void quantise(const K& k, uint32_t row, uint32_t u, const Unit& unit,
   }
 }
 
-// residual_out = residual + value; out = weight · round(residual_out / √(mean of squares + eps)).
+// residual_out = residual + value; out = weight · round(residual_out / √(mean of squares + eps)); a wide weight is
+// multiplied by what is not rounded.
 // Squares are summed by runs, then over runs: the same bits however many threads share a row.
 // r: loaded for the first row. Where a row has more than a unit a thread, the others are read again.
 template <class K>
@@ -197,8 +214,8 @@ __device__ void write_normed(const K& k, RowUnit& r, RowSums& sums) {
     const float scale = rsqrtf(sums.total(number, in.runs) * c.inverse_width + c.eps);
 #pragma unroll 1
     for (uint32_t u = in.start; u < k.row_units; u += in.step) {
-      if (more) r.residual = k.load(c.residual_out, begin + u), r.weight = k.load(c.weight, u);
-      const Unit result = normed<E>(r, scale);
+      if (more) r.residual = k.load(c.residual_out, begin + u), load_weight(k, u, r);
+      const Unit result = normed<E>(r, scale, c.wide_weight);
       k.store(c.out, begin + u, result);
       if (c.quantised) quantise(k, row, u, result, r.scale);
     }

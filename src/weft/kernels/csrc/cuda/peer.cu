@@ -203,15 +203,15 @@ void clear_error(int64_t handle) { *reinterpret_cast<volatile uint32_t*>(world_o
 //                               received: in a permute, from each; device_counts: rows of each segment, int32 in device
 //                               memory, in place of `rows`
 //   x_rows, out_rows            that there is room for; width: elements of a row; dtype: see `run`
-//   residual … eps              the epilogue, if there is a weight; quantised and scale, if its rows are wanted in eight
-//                               bits too
+//   residual … eps              the epilogue, if there is a weight; wide_weight: which is float32 beside a dtype of 16
+//                               bits; quantised and scale, if its rows are wanted in eight bits too
 //   push, sum, write            blocks that do so; without the first all do all work. cluster: blocks that share a row to
 //                               be normalised; threads: workers of a block; early: blocks may take their places before
 //                               the kernel before this one ends; stream: a cudaStream_t
 #define WEFT_REQUEST(FIELD, FIELDS)                                                                                      \
   FIELD(group) FIELD(direction) FIELD(segments) FIELD(span) FIELD(two_shot) FIELD(x) FIELD(x_rows) FIELD(out)             \
   FIELD(out_rows) FIELD(width) FIELD(dtype) FIELD(device_counts) FIELD(residual) FIELD(residual_out) FIELD(weight)        \
-  FIELD(quantised) FIELD(scale) FIELD(push) FIELD(sum) FIELD(write) FIELD(cluster) FIELD(threads) FIELD(early)            \
+  FIELD(wide_weight) FIELD(quantised) FIELD(scale) FIELD(push) FIELD(sum) FIELD(write) FIELD(cluster) FIELD(threads) FIELD(early)            \
   FIELD(stream) FIELDS(rows) FIELDS(received)
 struct Request {
 #define FIELD(name) int64_t name;
@@ -270,6 +270,7 @@ void run(int64_t handle, int64_t request) {
   c.row_bytes = uint32_t(r.width * element_bytes), c.row_units = (c.row_bytes + kUnit - 1) / kUnit;
   if (norm) {
     c.residual = at(r.residual), c.residual_out = at(r.residual_out), c.weight = at(r.weight);
+    c.wide_weight = r.wide_weight != 0;
     c.quantised = at(r.quantised), c.scale = reinterpret_cast<const float*>(r.scale);
     c.eps = float(r.eps), c.inverse_width = 1.0f / float(r.width);
     if (c.row_units > kMaxRuns * kRunUnits)

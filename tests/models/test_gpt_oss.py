@@ -41,7 +41,7 @@ def test_other_configs(tmp_path: Path) -> None:
 
 def test_bfloat16_is_as_near_to_the_truth_as_transformers(tmp_path: Path) -> None:
     ours, theirs = nearness(GptOss(small_config(), 1), small_config(), tmp_path)
-    assert ours <= 1.5 * theirs
+    assert ours <= 1.25 * theirs
 
 
 def test_experts_in_mxfp4(saved: tuple[Path, GptOss], tmp_path: Path) -> None:

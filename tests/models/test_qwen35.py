@@ -45,7 +45,7 @@ def test_other_configs(tmp_path: Path) -> None:
 
 def test_bfloat16_is_as_near_to_the_truth_as_transformers(tmp_path: Path) -> None:
     ours, theirs = nearness(Qwen35(small_config(), 1), small_config(), tmp_path)
-    assert ours <= 1.5 * theirs
+    assert ours <= 1.25 * theirs
 
 
 @pytest.mark.parametrize("lengths", [(1,), (5,), (64, 7), (3, 1, 130)])

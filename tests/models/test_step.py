@@ -49,7 +49,7 @@ def test_other_configs(changes: dict, tmp_path: Path) -> None:
 
 def test_bfloat16_is_as_near_to_the_truth_as_transformers(tmp_path: Path) -> None:
     ours, theirs = nearness(Step(small_config(), 1), small_config(), tmp_path)
-    assert ours <= 1.5 * theirs
+    assert ours <= 1.25 * theirs
 
 
 def test_every_published_tensor_is_read_and_no_other(saved: tuple[Path, Step]) -> None:

@@ -105,6 +105,14 @@ def test_who_sends_drop_by_drop_is_closed(impatient: Served, begin: bytes) -> No
         pytest.fail("still open after 160 seconds")
 
 
+def test_headers_without_end_are_refused(strict: Served) -> None:
+    with strict.socket() as connection:
+        with contextlib.suppress(ConnectionError):
+            for _ in range(40):
+                connection.sendall(b"GET /health HTTP/1.1\r\n" if _ == 0 else b"X-More: " + b"x" * 8000 + b"\r\n")
+        assert received(connection)[:12] in (b"HTTP/1.1 431", b"")  # what is sent on may have reset the connection
+
+
 def test_half_sent_requests_keep_nobody_out(engine: Engine) -> None:
     for served in serve(engine, max_connections=8, header_timeout_s=1000):
         held = [served.socket() for _ in range(40)]
@@ -217,7 +225,8 @@ def test_more_clients_than_descriptors() -> None:
 def test_a_body_too_large_is_refused_unread(strict: Served) -> None:
     with strict.socket() as connection:
         connection.sendall(head("/v1/completions", 1001))
-        assert received_until(connection, b"larger than 1000 bytes").startswith(b"HTTP/1.1 413")
+        refused = received(connection)  # to the end: what still comes would be taken for another request
+        assert refused.startswith(b"HTTP/1.1 413") and b"larger than 1000 bytes" in refused
     with strict.socket() as connection:
         connection.sendall(head("/v1/completions", "chunked") + b"400\r\n" + b" " * 1024 + b"\r\n")
         assert connection.recv(1000).startswith(b"HTTP/1.1 413")
@@ -239,7 +248,7 @@ def test_a_request_keeps_its_id(strict: Served) -> None:
         assert http.get("/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
         made = [http.get("/v1/models").headers["x-request-id"] for _ in range(2)]  # refused, and still named
         assert made[0] != made[1] and all(made)
-        assert http.get("/health", headers={"X-Request-Id": "a b\x01"}).headers["x-request-id"] != "a b\x01"
+        assert http.get("/health", headers={"X-Request-Id": "a b"}).headers["x-request-id"] != "a b"
         assert http.head("/health").status_code == 200
 
 

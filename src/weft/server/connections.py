@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from weft.server.options import Options
 
@@ -16,19 +15,24 @@ ACCEPTED_AT_ONCE = 16
 """Connections that asyncio accepts before any other code runs."""
 SPARE_DESCRIPTORS = 5 * ACCEPTED_AT_ONCE
 """Left free: asyncio takes four turns from accepting a connection to closing the one that gave way to it."""
+MOST_HEADERS = 2**16
+"""Bytes of a request's headers."""
 REFUSED = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
+TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-class Connection(H11Protocol):
-    """uvicorn's HTTP/1.1 with time-outs, and a cap: a newcomer takes the place of the connection that has been
-    without a request for longest, and is refused with 503 only where every connection has one."""
+class Connection(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 with time-outs, a limit of the headers, and a cap: a newcomer takes the place of the
+    connection that has been without a request for longest, and is refused with 503 only where every connection has one.
+    """
 
     options: ClassVar[Options]
     most: ClassVar[int]
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._awaited: object = None
+        self._awaited: Literal["headers", "body"] | None = None
+        self._headers = 0
         self._timer: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._since = self.loop.time()
@@ -58,6 +62,10 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_request()
+        self._headers = self._headers + len(data) if self._awaited == "headers" else 0
+        if self._headers > MOST_HEADERS:
+            self.transport.write(TOO_LONG)
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         self._since = self.loop.time()
@@ -74,16 +82,20 @@ class Connection(H11Protocol):
 
     def _watch_request(self) -> None:
         """One timer for the headers, then one for the body; none while a whole request is here."""
-        state = self.conn.their_state
-        if state is self._awaited:
+        awaited: Literal["headers", "body"] | None = None
+        if not self.has_request:
+            awaited = "headers"
+        elif self.cycle.more_body:
+            awaited = "body"
+        if awaited == self._awaited:
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._awaited, self._timer = state, None
-        if state in (h11.IDLE, h11.SEND_BODY):
-            headers = state is h11.IDLE
-            wait = self.options.header_timeout_s if headers else self.options.body_timeout_s
-            self._timer = self.loop.call_later(wait, self.transport.close if headers else self.transport.abort)
+        self._awaited, self._timer = awaited, None
+        if awaited == "headers":
+            self._timer = self.loop.call_later(self.options.header_timeout_s, self.transport.close)
+        elif awaited == "body":
+            self._timer = self.loop.call_later(self.options.body_timeout_s, self.transport.abort)
 
 
 def connection_class(options: Options) -> type[Connection]:

@@ -33,20 +33,27 @@ class Guard:
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
 
+        left = self._options.max_body_bytes
+        unread = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
         async def reply(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                answered = MutableHeaders(scope=message)
+                answered["X-Request-Id"] = request_id
+                if unread:  # what still comes of the request would be taken for the next one, or have to be waited for
+                    answered["Connection"] = "close"
             await send(message)
 
         if refusal := self._refusal(scope["path"], headers):
             return await refusal.response()(scope, receive, reply)
-        left = self._options.max_body_bytes
 
         async def limited() -> Message:
-            nonlocal left
+            nonlocal left, unread
             message = await receive()
+            unread = message.get("more_body", False)
             left -= len(message.get("body", b""))
             if left < 0:
+                unread = True
                 raise HTTPException(413, self._too_large().message)
             return message
 

@@ -53,6 +53,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             http=connection_class(options),
+            ws="none",
             timeout_keep_alive=options.idle_timeout_s,  # type: ignore[arg-type]  # it takes fractions too
             timeout_graceful_shutdown=2 * FAREWELL_S,  # type: ignore[arg-type]
             backlog=ACCEPTED_AT_ONCE,

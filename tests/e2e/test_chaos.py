@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from weft.bench.answer import LoadError
 from weft.bench.chaos import Chaos
 from weft.bench.load import ask, questions
+from weft.cli import serve
+from weft.cli.command import Layout, arguments_of, parse
 from weft.cli.main import main
 
 
@@ -24,6 +27,19 @@ def test_nothing_is_lost_hangs_or_stays_behind(tmp_path: Path) -> None:
     assert code == 0 and found["held"], json.dumps(found, indent=1)
     assert set(found["faults"].values()) == {1} and found["restarts"] >= 1  # several kills may fall into one
     assert found["requests"]["whole"] > 0 and not found["requests"]["lost"]
+
+
+def test_the_server_gets_the_layout_that_chaos_was_given() -> None:
+    """Every option of it, also those that are still to come."""
+    other: dict[str, Any] = {"dcp_exchange": "a2a", "dcp_query": "replicate", "device": "cpu", "transport": "gloo"}
+    other |= {"load_format": "dummy", "plugins": ("a.py", "b.py"), "cuda_graphs": False, "split_vocabulary": True}
+    for field in fields(Layout):
+        if field.name not in other:
+            other[field.name] = "x" if "str" in str(field.type) else 3
+    layout = Layout(**other)
+    assert all(getattr(layout, field.name) != field.default for field in fields(Layout))
+    assert parse(serve.Command, "serve", arguments_of(layout)).layout == layout
+    assert arguments_of(Layout()) == []
 
 
 class Response:

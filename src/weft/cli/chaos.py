@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from weft.cli.command import Layout, ModelDir, UserError, check_writable
+from weft.cli.command import Layout, ModelDir, UserError, arguments_of, check_writable
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,9 @@ class Command:
         if self.json is not None:
             check_writable(self.json, "--json")
         config = engine_config(self.model, self.layout)
-        arguments = [] if self.model is None else [str(self.model)]
-        arguments.append(f"--step-timeout-s={self.step_timeout_s}")
-        for name, value in self.layout.values().items():
-            option = name.replace("_", "-")
-            if isinstance(value, bool):
-                arguments.append(f"--{option}" if value else f"--no-{option}")
-                continue
-            every = value if isinstance(value, tuple) else () if value is None else (value,)
-            arguments += [f"--{option}", *map(str, every)] if every else []
+        arguments = [f"--step-timeout-s={self.step_timeout_s}", *arguments_of(self.layout)]
+        if self.model is not None:
+            arguments.insert(0, str(self.model))
         try:
             report = run(
                 arguments,

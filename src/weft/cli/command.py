@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import signal
 from dataclasses import dataclass
@@ -111,6 +112,20 @@ def parse(command: type[T], name: str, arguments: list[str]) -> T:
     return tyro.cli(command, prog=f"weft {name}", args=arguments, description=description)
 
 
+def arguments_of(options: Any) -> list[str]:
+    """The arguments by which a command gets such options: a dataclass, what it has by default left out."""
+    found: list[str] = []
+    for field in dataclasses.fields(options):
+        value, name = getattr(options, field.name), field.name.replace("_", "-")
+        if value == field.default:
+            continue
+        if isinstance(value, bool):
+            found.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            found += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return found
+
+
 def check_writable(path: Path, option: str) -> None:
     """Before anything is measured for it. Raises UserError, and leaves no file behind."""
     new = not path.exists()
@@ -141,6 +156,8 @@ def engine_config(model: Path | None, layout: Layout, **options: Any) -> Any:
     from weft.engine.config import EngineConfig
 
     values: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+    if layout.preset is not None and layout.load_format != "dummy":
+        raise UserError(f"--preset {layout.preset} is a shape without weights; add --load-format dummy to make some up")
     try:
         values["model"] = model_dir(model, layout.preset)
         return EngineConfig(**(values | layout.values()))

@@ -37,6 +37,25 @@ def test_what_is_slow_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert doctor.compiler("no-such-compiler").level == "slow"
 
 
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-47\t0
+GPU1\tNV18\t X \tSYS\tNODE\t0-47\t0
+GPU2\tSYS\tSYS\t X \tNODE\t0-47\t0
+NIC0\tPIX\tNODE\tNODE\t X \t\t
+
+Legend:
+  SYS  = Connection traversing PCIe
+"""
+
+
+def test_the_links_between_gpus() -> None:
+    fast, slow = doctor.links(TOPOLOGY)
+    assert (fast.level, fast.what) == ("ok", "NVLink (NV18) GPU0–GPU1")
+    assert (slow.level, slow.what) == ("slow", "no NVLink (SYS) GPU0–GPU2, GPU1–GPU2") and slow.why
+    assert not list(doctor.links("")) and not list(doctor.links("nvidia-smi has failed"))
+
+
 def test_the_tables_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert "run weft tune" in doctor.table().why

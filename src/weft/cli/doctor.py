@@ -6,8 +6,10 @@ import importlib.metadata
 import itertools
 import os
 import platform
+import re
 import resource
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -135,8 +137,25 @@ def gpus() -> Iterator[Finding]:
         yield Finding("slow", f"no peer access {pairs}", why)
     elif count > 1:
         yield Finding("ok", "every GPU reaches the others' memory")
+    if count > 1 and (smi := shutil.which("nvidia-smi")):
+        yield from links(subprocess.run([smi, "topo", "-m"], capture_output=True, text=True, timeout=60).stdout)
     if not shutil.which("nvcc"):
         yield Finding("slow", "no nvcc", "transport peer cannot be built; install CUDA's nvcc, or set PATH to it")
+
+
+def links(matrix: str) -> Iterator[Finding]:
+    """What joins the GPUs. matrix: what `nvidia-smi topo -m` prints."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split("\t") for line in matrix.splitlines()]
+    rows = [[cell.strip() for cell in line] for line in lines if re.fullmatch(r"GPU\d+", line[0].strip())]
+    joined: dict[str, list[str]] = {}
+    for row in rows:
+        for other, kind in zip(rows, row[1:], strict=False):
+            if row[0] < other[0]:
+                joined.setdefault(kind, []).append(f"{row[0]}–{other[0]}")
+    for kind, pairs in joined.items():
+        fast = kind.startswith("NV")
+        why = "" if fast else "collectives between them go over PCI Express: prefer layouts with few of them"
+        yield Finding("ok" if fast else "slow", f"{'NVLink' if fast else 'no NVLink'} ({kind}) {', '.join(pairs)}", why)
 
 
 def table(gpus: bool = False) -> Finding:

@@ -150,6 +150,11 @@ BAD = [
     (["serve", "--attn-dp", "2", "--ep", "3"], "both must be the number of ranks"),
     (["serve", "--kv-tokens", "1"], "less than one page"),
     (["serve", "--port", "99999"], "no such port"),
+    (["serve", "--request-timeout-s", "0"], "request_timeout_s is 0.0; it must be above 0"),
+    (["serve", "--api-key="], "api_key is empty"),
+    (["serve", "--cors-origins", "app.example"], "'app.example' in cors_origins is no origin"),
+    (["serve", "--served-model-name="], "served_model_name is empty"),
+    (["serve", "--preset", "gpt-oss-20b"], "is a shape without weights; add --load-format dummy"),
     (["generate", "--prompt", "x", "--temperature", "-1"], "temperature is -1"),
 ]
 

@@ -76,6 +76,17 @@ def test_a_config_that_makes_no_sense(changed: Callable[..., Path], values: dict
     refused(ModelError, r"config\.json", model_dir=changed("config.json", **values))
 
 
+def test_weights_that_are_not_there(changed: Callable[..., Path]) -> None:
+    """With a config of their own, but no file, or not every file."""
+    model = changed("config.json")
+    for path in model.glob("*.safetensors*"):
+        path.unlink()
+    refused(ModelError, r"has no model\.safetensors", model_dir=model)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "one", "b": "two"}}))
+    (model / "one").write_bytes(b"")
+    refused(ModelError, "two is missing; is the download complete", model_dir=model)
+
+
 def test_a_tokenizer_or_a_chat_template_that_cannot_be_read(changed: Callable[..., Path]) -> None:
     broken = changed("tokenizer_config.json", chat_template="hello\n{% for m in messages %}{{ m.content }")
     refused(ModelError, "the chat template of .*model, line 2, cannot be read", model_dir=broken)

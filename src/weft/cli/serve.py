@@ -84,15 +84,18 @@ class Command:
 
         try:
             options = Options(
-                api_key=self.api_key or os.environ.get("WEFT_API_KEY") or None,
+                api_key=os.environ.get("WEFT_API_KEY") or None if self.api_key is None else self.api_key,
                 cors_origins=self.cors_origins,
                 max_body_bytes=self.max_body_mb * 2**20,
                 max_connections=self.max_connections,
+                request_timeout_s=self.request_timeout_s,
                 drain_s=self.drain_s,
                 profile_dir=self._profile_folder(),
             )
         except ValueError as error:
             raise UserError(str(error)) from error
+        if self.served_model_name == "":
+            raise UserError("served_model_name is empty; give one, or leave it out")
         config = engine_config(
             self.model,
             self.layout,
@@ -120,7 +123,7 @@ class Command:
             if engine.language.says:
                 print(f"generation_config.json: {engine.language.says}", file=sys.stderr, flush=True)
             log.configure(self.log_format)
-            intake = Intake(engine, Metrics(engine), self.request_timeout_s)
+            intake = Intake(engine, Metrics(engine), options.request_timeout_s)
             server = run.Server(app.create_app(intake, name, options), intake, options)
 
             def leave_with_engine() -> None:

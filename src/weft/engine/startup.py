@@ -14,21 +14,25 @@ from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, dtype_of, forms_of, on_gpus
 from weft.engine.ranks import cost_model
 from weft.engine.runner import dealt_of, plan_model, split_steps
+from weft.models.checkpoint import tensor_files
 from weft.models.config import ModelConfig, ModelError
 from weft.place.cost import Offer
 from weft.place.spec import LayoutError, PlacementError
 
 
 def read_model(config: EngineConfig) -> ModelConfig:
-    """The model's config.json, read. Raises ModelError."""
+    """The model's config.json, read. Raises ModelError, also where its weights are not there."""
     try:
-        return config.read_model()
+        model = config.read_model()
     except ModelError:
         raise
     except Exception as error:  # whatever comes of values of a wrong type
         raise ModelError(
             f"{config.model / 'config.json'} cannot be understood: {type(error).__name__}: {_line(error)}"
         ) from error
+    if config.load_format != "dummy":
+        tensor_files(config.model)
+    return model
 
 
 def load_tokenizer(config: EngineConfig) -> Any:

@@ -30,7 +30,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path, float8_block: tuple[int, int] | None = None, mxfp4: bool = False):
         self.directory, self._block, self._mxfp4 = directory, float8_block, mxfp4
-        self._files = _tensor_files(directory)
+        self._files = tensor_files(directory)
         self._opened: dict[Path, Any] = {}
         self._stack = ExitStack()
 
@@ -95,14 +95,17 @@ def _open(path: Path) -> Any:
         raise ModelError(f"{path} cannot be read: {error}; is the download complete?") from error
 
 
-def _tensor_files(model_dir: Path) -> dict[str, Path]:
-    """Which file holds each tensor."""
+def tensor_files(model_dir: Path) -> dict[str, Path]:
+    """Which file holds each tensor. Raises ModelError where there is no checkpoint, or a file of it is missing."""
     index = model_dir / "model.safetensors.index.json"
     if index.is_file():
         try:
             names: dict[str, str] = json.loads(index.read_text())["weight_map"]
         except (ValueError, KeyError) as error:
             raise ModelError(f"{index} is not a weight index: {error}") from error
+        for file in sorted(set(names.values())):
+            if not (model_dir / file).is_file():
+                raise ModelError(f"{model_dir / file} is missing; is the download complete?")
         return {name: model_dir / file for name, file in names.items()}
     single = model_dir / "model.safetensors"
     if not single.is_file():

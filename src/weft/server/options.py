@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,8 @@ class Options:
     api_key: clients must send it as a Bearer token. cors_origins: web pages that may call, "*" for all. max_body_bytes:
     of a request. max_connections: at once; fewer where the process may not open so many files. header_timeout_s,
     body_timeout_s: for a request to arrive. idle_timeout_s: a kept connection without a request. stall_timeout_s: a
-    client that reads nothing of its response. drain_s: how long requests may go on after SIGTERM.
+    client that reads nothing of its response. request_timeout_s: until the whole answer; None: it may take any time.
+    drain_s: how long requests may go on after SIGTERM.
     profile_dir: where `POST /weft/profile` writes; None: it is refused.
     """
 
@@ -25,6 +27,7 @@ class Options:
     body_timeout_s: float = 120.0
     idle_timeout_s: float = 60.0
     stall_timeout_s: float = 120.0
+    request_timeout_s: float | None = None
     drain_s: float = 30.0
     profile_dir: Path | None = None
 
@@ -32,5 +35,10 @@ class Options:
         for name, value in vars(self).items():
             if isinstance(value, int | float) and value <= 0 and name != "drain_s":
                 raise ValueError(f"{name} is {value}; it must be above 0")
+        if self.api_key == "":
+            raise ValueError("api_key is empty; give one, or leave it out to let everybody in")
+        for origin in self.cors_origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+", origin):
+                raise ValueError(f"{origin!r} in cors_origins is no origin such as https://app.example, nor *")
         if self.drain_s < 0:
             raise ValueError(f"drain_s is {self.drain_s}; it must be 0 or more")

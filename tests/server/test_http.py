@@ -94,7 +94,8 @@ HELLO = {"model": "small", "messages": MESSAGES}
 BAD: list[tuple[str, Any, int, str]] = [
     (C, "{", 400, "JSON"),
     (C, [], 400, "the body must be a JSON object"),
-    (C, "[" * 50_000, 400, "parsing the body"),
+    (C, "[" * 50_000, 400, "not JSON that can be read: maximum recursion"),
+    (C, b'{"prompt": "\xff"}', 400, "not JSON that can be read: 'utf-8' codec"),
     (C, {"prompt": None}, 400, "prompt: Field required"),
     (C, {"prompt": [1.5]}, 400, "prompt: Input should be a valid string or"),
     (C, '{"prompt": "\\ud800"}', 400, "prompt: Value error, half of a surrogate pair"),
@@ -158,7 +159,7 @@ def test_bad_input_gets_an_openai_error_and_breaks_nothing(
     served: Served, path: str, body: Any, status: int, text: str
 ) -> None:
     with served.http() as http:
-        text_of = body if isinstance(body, str) else json.dumps(body)
+        text_of = body if isinstance(body, str | bytes) else json.dumps(body)
         answer = http.post(path, content=text_of, headers={"Content-Type": "application/json"})
         assert answer.status_code == status, answer.text
         error = answer.json()["error"]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from server.conftest import Served
+from weft.engine.grammar import Grammars
 from weft.server.forms import FORMS, Form, form_of
-from weft.server.tools import CallParser
+from weft.server.tools import Parts, parser
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 TOOLS: Any = [
@@ -37,16 +40,16 @@ TEMPLATE = (
 )
 
 
-XML, HERMES, DEEPSEEK, DEEPSEEK_31 = FORMS
+HARMONY, XML, GLM, HERMES, DEEPSEEK, DEEPSEEK_31, LLAMA = FORMS
 
 
-def parse(pieces: list[str], form: Form = HERMES, functions: Any = ()) -> tuple[str, list[tuple[str, Any]]]:
-    parser, text, calls = CallParser(form, functions), "", []
+def parse(
+    pieces: list[str], form: Form = HERMES, functions: Any = (), hidden: Any = ()
+) -> tuple[str, list[tuple[str, Any]]]:
+    found, parts = parser(form, functions, hidden), Parts()
     for at, piece in enumerate(pieces):
-        more, found = parser.push(piece, last=at == len(pieces) - 1)
-        text += more
-        calls += [(c.name, json.loads(c.arguments)) for c in found]
-    return text, calls
+        parts += found.push(piece, last=at == len(pieces) - 1)
+    return parts.thought + parts.text, [(c.name, json.loads(c.arguments)) for c in parts.calls]
 
 
 @pytest.mark.parametrize(
@@ -83,8 +86,21 @@ WEATHER = {
     "name": "weather",
     "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "what": {"type": "array"}}},
 }
+TIME = {"name": "time", "parameters": {"properties": {"city": {"type": "string"}}}}
 ASKED = {"city": "Zürich\n<b>", "days": 3, "what": ["wind"]}
 ASKED_JSON = json.dumps(ASKED)
+
+GLM_CALL = (
+    "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich\n<b></arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"
+    '<arg_key>what</arg_key>\n<arg_value>["wind"]</arg_value>\n</tool_call>'
+)
+THOUGHT = "<|channel|>analysis<|message|>Hm, a<b. <|end|><|start|>assistant"
+SAID = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>Hello <|b"
+HARMONY_CALL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
+TIMED = ("time", {})
+TWICE = [TIMED, ("time", {"city": "x"})]
 
 
 @pytest.mark.parametrize(
@@ -105,12 +121,35 @@ ASKED_JSON = json.dumps(ASKED)
         ),
         (DEEPSEEK_31, MANY.format(PLAIN.format("weather", ASKED_JSON) * 2), ("", [("weather", ASKED)] * 2)),
         (DEEPSEEK_31, MANY.format(PLAIN.format("weather", "{")), (MANY.format(PLAIN.format("weather", "{")), [])),
+        (GLM, f"I look.\n{GLM_CALL}\n{GLM_CALL}", ("I look.\n", [("weather", ASKED)] * 2)),
+        (GLM, GLM_CALL.replace(">\n<", "><").replace("weather\n", "weather"), ("", [("weather", ASKED)])),  # GLM-4.7
+        (GLM, "<tool_call>time</tool_call>", ("", [("time", {})])),
+        (GLM, "<tool_call>other</tool_call>", ("<tool_call>other</tool_call>", [])),
+        (LLAMA, json.dumps({"name": "weather", "parameters": ASKED}), ("", [("weather", ASKED)])),
+        (LLAMA, '{"name": "time", "parameters": {}}; {"name": "time", "parameters": {"city": "x"}}', ("", TWICE)),
+        (LLAMA, '{"name": "other", "parameters": {}}', ('{"name": "other", "parameters": {}}', [])),
+        (LLAMA, '{"a": [1]}', ('{"a": [1]}', [])),
+        (LLAMA, 'So: {"name": "time", "parameters": {}}', ('So: {"name": "time", "parameters": {}}', [])),
+        (HARMONY, THOUGHT + FINAL, ("Hm, a<b. Hello <|b", [])),
+        (
+            HARMONY,
+            THOUGHT + SAID + HARMONY_CALL.format("weather", ASKED_JSON),
+            ("Hm, a<b. I look.", [("weather", ASKED)]),
+        ),
+        (HARMONY, f"<|start|>assistant{HARMONY_CALL.format('time', '{}')}<|call|>", ("", [("time", {})])),
+        (HARMONY, " to=functions.time<|channel|>commentary json<|message|>{}<|call|>" + FINAL, ("Hello <|b", [TIMED])),
+        (HARMONY, HARMONY_CALL.format("time", "{"), ("{", [])),
+        (HARMONY, HARMONY_CALL.format("other", "{}"), ("{}", [])),
+        (HARMONY, THOUGHT, ("Hm, a<b. ", [])),
+        (HARMONY, "Hello", ("Hello", [])),
+        (HARMONY, THOUGHT + "<|channel|>fin", ("Hm, a<b. ", [])),
     ],
-    ids=range(7),
+    ids=range(25),
 )
 def test_calls_of_every_form_however_they_are_cut(form: Form, answer: str, wanted: Any) -> None:
-    assert parse([answer, ""], form, [WEATHER]) == wanted
-    assert parse([*answer, ""], form, [WEATHER]) == wanted
+    assert parse([answer, ""], form, [WEATHER, TIME]) == wanted
+    assert parse([*answer, ""], form, [WEATHER, TIME]) == wanted
+    assert parse([answer], form, [WEATHER, TIME]) == wanted
 
 
 def test_a_parameter_that_is_not_what_its_schema_says_is_text() -> None:
@@ -125,12 +164,50 @@ def test_a_template_says_which_form() -> None:
         ("<tool_call> {{ tool.name }}", HERMES),
         (MANY.format("function<｜tool▁sep｜>\n```json"), DEEPSEEK),
         (MANY, DEEPSEEK_31),
+        ("{{- '<tool_call>' + tc.name -}}{% for k, v in _args.items() %}<arg_key>{{ k }}</arg_key>", GLM),
+        ('Respond in the format {"name": function name, "parameters": dictionary of argument name', LLAMA),
+        ("<|start|>assistant<|channel|>analysis<|message|>", HARMONY),
         ("{{ messages }}", None),
     ]:
         assert form_of(template) is form
 
 
-@pytest.mark.parametrize("form", FORMS, ids=["xml", "hermes", "deepseek", "deepseek-v3.1"])
+def test_special_tokens_are_no_text() -> None:
+    hidden = {"<|end|>", "<tool_call>"}
+    wanted = ("ab", [("weather", {"city": "Zürich"})])
+    assert parse(["a", "<|end|>", "b", CALL, "<|end|>"], HERMES, (), hidden) == wanted
+    assert parse(["<tool_call>", "no JSON", "</tool_call>"], HERMES, (), hidden) == ("no JSON</tool_call>", [])
+
+
+SPELLED = {
+    HARMONY: HARMONY_CALL.format("time", '{"city":"Bern"}'),
+    XML: "<tool_call>\n<function=time>\n<parameter=city>\nBern\n</parameter>\n</function>\n</tool_call>",
+    GLM: "<tool_call>time\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n</tool_call>",
+    HERMES: '<tool_call>\n{"name":"time","arguments":{"city":"Bern"}}\n</tool_call>',
+    DEEPSEEK: MANY.format(FENCED.format("time", '{"city":"Bern"}')),
+    DEEPSEEK_31: MANY.format(PLAIN.format("time", '{"city":"Bern"}')),
+    LLAMA: '{"name":"time","parameters":{"city":"Bern"}}',
+}
+NAMES = ["harmony", "xml", "glm", "hermes", "deepseek", "deepseek-v3.1", "llama"]
+
+
+@pytest.mark.parametrize("marks_are_tokens", [False, True])
+@pytest.mark.parametrize("form", FORMS, ids=NAMES)
+def test_a_grammar_takes_what_its_parser_reads(chat_model_dir: Path, form: Form, marks_are_tokens: bool) -> None:
+    """Also where the marks are special tokens, which no text matches."""
+    tokenizer = AutoTokenizer.from_pretrained(chat_model_dir)
+    special = [token for token in form.tokens if token in SPELLED[form]] if marks_are_tokens else []
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    grammar = form.grammar([t["function"] for t in TOOLS], several=True, special=special)
+    state = Grammars(tokenizer, len(tokenizer), [0]).start(grammar)
+    for token in tokenizer.encode(SPELLED[form], add_special_tokens=False):
+        assert state.mask(b"")[token // 8] >> token % 8 & 1, tokenizer.decode([token])
+        state.accept(token)
+    assert state.mask(b"")[0] & 1, "it may end here"
+    assert parse([SPELLED[form]], form, [WEATHER, TIME])[1] == [("time", {"city": "Bern"})]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=NAMES)
 @pytest.mark.parametrize("choice", ["required", "time"])
 def test_every_form_can_be_made_to_call(
     served: Served, monkeypatch: pytest.MonkeyPatch, form: Form, choice: str
@@ -138,7 +215,7 @@ def test_every_form_can_be_made_to_call(
     marked = "".join("{# " + mark + " #}" for mark in form.marks)
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", marked + "{{ messages[0].content }}")
     named: Any = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
-    message = chat(served, tool_choice=named, parallel_tool_calls=False).choices[0].message
+    message = chat(served, tool_choice=named, parallel_tool_calls=False, temperature=1).choices[0].message
     assert not message.content
     [call] = message.tool_calls
     assert call.function.name in ("weather", "time") and choice in ("required", call.function.name)

@@ -39,6 +39,12 @@ class Language:
         texts += [f"token {token} ends answers too" for token in sorted(added)]
         self.says = ", ".join(texts)
 
+    @cached_property
+    def special(self) -> frozenset[str]:
+        """The special tokens, as they stand in a text that keeps them."""
+        added = self.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
     def token_name(self, token: int) -> str:
         """A token's text; `bytes:\\xe2` and so on for a part of a character, so that different ones differ."""
         raw = self.grammars.tokens.decode_bytes([token])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ RETRY_S = 5
 """When to try again what a server that leaves refuses: by then another may have its place."""
 
 OUTCOMES = {400: "refused", 429: "queue_full", 504: "timeout"}
+Increments = asyncio.Queue["tuple[int, Output] | ApiError | None"]
+"""Of one request: (choice, increment), or why it ends; None where its client is gone."""
 Job = tuple[Sequence[int], SamplingParams, Callable[[Output], None]]
 
 
@@ -65,7 +68,9 @@ class Intake:
     def __init__(self, engine: Engine, metrics: Metrics, timeout_s: float | None = None):
         self.engine, self.metrics, self.timeout_s = engine, metrics, timeout_s
         self.closed = False
-        self._live: set[asyncio.Queue[Any]] = set()
+        self._live: set[Increments] = set()
+        self._arrived: deque[tuple[Increments, int, Output]] = deque()
+        self._woken = False
 
     @property
     def live(self) -> int:
@@ -97,15 +102,11 @@ class Intake:
         if self.closed:
             raise self._leaving()
         loop = asyncio.get_running_loop()
-        increments: asyncio.Queue[tuple[int, Output] | ApiError | None] = asyncio.Queue()
+        increments: Increments = asyncio.Queue()
         record = Record(self.metrics, request, prompts)
 
         def listen(choice: int) -> Callable[[Output], None]:
-            def on_output(output: Output) -> None:  # on the engine's thread
-                with contextlib.suppress(RuntimeError):  # the loop has ended, and all who waited
-                    loop.call_soon_threadsafe(increments.put_nowait, (choice, output))
-
-            return on_output
+            return lambda output: self._arrive(loop, (increments, choice, output))
 
         async def watch() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -139,6 +140,20 @@ class Intake:
             for request_id in running.values():
                 self.engine.cancel(request_id)
             record.end()
+
+    def _arrive(self, loop: asyncio.AbstractEventLoop, arrival: tuple[Increments, int, Output]) -> None:
+        """On the engine's thread. What comes of a step wakes the loop once, not once for each stream."""
+        self._arrived.append(arrival)
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and all who waited
+                loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # first: what arrives from now on wakes the loop anew
+        while self._arrived:
+            increments, choice, output = self._arrived.popleft()
+            increments.put_nowait((choice, output))
 
     def _submit(self, jobs: Sequence[Job], client: str) -> list[int]:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 
 from jinja2 import TemplateError
@@ -48,7 +49,7 @@ class Message(Body):
     open = True
 
     role: Text
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Text | None = None
     tool_calls: list[ToolCall] = Field(default_factory=list)
     tool_call_id: Text | None = None
@@ -118,7 +119,7 @@ class ChatRequest(CommonRequest):
         "function_call": ("none", "auto"),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1), BeforeValidator(not_too_many)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(not_too_many)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -137,6 +138,10 @@ class ChatRequest(CommonRequest):
         if self.tool_choice == "none":
             return []
         return [t.function.model_dump(exclude_none=True) for t in self.tools]
+
+    @property
+    def slow(self) -> bool:
+        return self.must_call or super().slow
 
     @property
     def must_call(self) -> bool:
@@ -160,8 +165,8 @@ class ChatRequest(CommonRequest):
         if self.must_call and not self.tools:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
 
-    def calls_grammar(self, form: Form | None) -> str | None:
-        """Of answers that must be calls, in this form; None where they need not."""
+    def calls_grammar(self, form: Form | None, special: Collection[str]) -> str | None:
+        """Of answers that must be calls, in this form; None where they need not. special: tokens that are no text."""
         if not self.must_call or form is None:
             return None
         functions = self.offered
@@ -171,7 +176,7 @@ class ChatRequest(CommonRequest):
             if not functions:
                 raise ApiError(400, f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
         several = self.parallel_tool_calls and self.tool_choice == "required"
-        return form.grammar(functions, several)
+        return form.grammar(functions, several, special)
 
     def prompt(self, tokenizer: Any) -> str:
         """The text that the model goes on from. ApiError 400 for messages that its template refuses."""

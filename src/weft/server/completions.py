@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -13,20 +12,26 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response
 
 from weft.engine.engine import Engine
 from weft.engine.request import Output, SamplingParams
 from weft.server import render
 from weft.server.answers import Choice, Intake, usage
-from weft.server.bodies import JsonRoute
+from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest
 from weft.server.errors import ApiError, unknown_model
 from weft.server.forms import Form, form_of
 from weft.server.prompts import Prompts
 from weft.server.protocol import CommonRequest, CompletionRequest, StreamOptions
 from weft.server.structure import grammar_of
-from weft.server.tools import CallParser
+from weft.server.tools import Parser, parser
+from weft.server.wire import EventStream, event, json_response
+
+QUICK_LOGPROBS = 256
+"""Logprobs that are written on the event loop; a thread writes more."""
+Job = tuple[list[list[int]], SamplingParams, render.Style]
+"""Prompts, how to answer each, and how answers look."""
 
 
 @dataclass(frozen=True)
@@ -62,38 +67,45 @@ class Service:
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Text in, text out."""
+        prompts, params, style = await work_on(request, self._completion, body)
+        return await self._answer(body, request, prompts, params, style)
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """Messages in, a message out."""
+        prompts, params, style = await work_on(request, self._chat, body)
+        return await self._answer(body, request, prompts, params, style)
+
+    def _completion(self, body: CompletionRequest) -> Job:
         self._check(body)
-        prompts = await run_in_threadpool(self.prompts.of_completion, body)  # it must not hold up other streams
-        wanted = render.Wanted(body.logprobs, body.prompt_logprobs)
+        prompts = self.prompts.of_completion(body)
         scored = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
-        params = await run_in_threadpool(
-            self._params,
+        params = self._params(
             body,
             max_tokens=body.max_tokens,
             logprobs=body.logprobs,
             prompt_logprobs=max(scored, default=None),
         )
         echoed = [(p, self.prompts.text(p)) for p in prompts for _ in range(body.n)] if body.echo else []
-        style = render.Completion(self.engine.language, echoed, wanted)
-        return await self._answer(body, request, prompts, params, style)
+        wanted = render.Wanted(body.logprobs, body.prompt_logprobs)
+        return prompts, params, render.Completion(self.engine.language, echoed, wanted)
 
-    async def chat(self, body: ChatRequest, request: Request) -> Response:
-        """Messages in, a message out."""
+    def _chat(self, body: ChatRequest) -> Job:
         self._check(body)
-        prompt = await run_in_threadpool(self.prompts.of_chat, body)
-        params = await run_in_threadpool(self.chat_params, body)
+        params = self.chat_params(body)
         wanted = render.Wanted(params.logprobs, params.prompt_logprobs)
-        style = render.Chat(self.engine.language, wanted, self.call_parsers(body))
-        return await self._answer(body, request, [prompt], params, style)
+        style = render.Chat(self.engine.language, wanted, self.parsers(body))
+        return [self.prompts.of_chat(body)], params, style
 
     def form(self, body: ChatRequest) -> Form | None:
-        """How calls are written in the answer; None where there can be none."""
-        return form_of(str(self.engine.tokenizer.chat_template)) if body.offered else None
+        """In what form the answer's parts are told apart; None where it is all text."""
+        form = form_of(str(self.engine.tokenizer.chat_template))
+        return form if form and (body.offered or form.channels) else None
 
-    def call_parsers(self, body: ChatRequest) -> Callable[[], CallParser] | None:
-        """What makes a parser for each answer; None where there can be no calls."""
+    def parsers(self, body: ChatRequest) -> Callable[[], Parser] | None:
+        """What makes a parser for each answer; None where it is all text."""
         form = self.form(body)
-        return partial(CallParser, form, body.offered) if form else None
+        hidden = self.engine.language.special if body.skip_special_tokens else ()
+        return partial(parser, form, body.offered, hidden) if form else None
 
     def chat_params(self, body: ChatRequest) -> SamplingParams:
         """How to answer a chat. ApiError 400."""
@@ -101,13 +113,15 @@ class Service:
         logprobs, form = (body.top_logprobs or 0) if body.logprobs else None, self.form(body)
         params = self._params(
             body,
-            calls=body.calls_grammar(form),
+            calls=body.calls_grammar(form, self.engine.language.special),
             max_tokens=most,
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
         )
-        if form and not body.parallel_tool_calls:
+        if form and form.end and not body.parallel_tool_calls:
             params = replace(params, stop=(*params.stop, form.end), keep_stop=True)
+        if form and not self.engine.language.special.isdisjoint(form.tokens):
+            params = replace(params, keep_special=True)  # the parser finds the parts by them
         return params
 
     def check_model(self, asked: str | None) -> None:
@@ -128,7 +142,7 @@ class Service:
         body.refuse_unsupported()
 
     def _params(self, body: CommonRequest, *, calls: str | None = None, **more: Any) -> SamplingParams:
-        """calls: the grammar of an answer that must be calls. Compiling a grammar may take a second."""
+        """calls: the grammar of an answer that must be calls."""
         grammar = grammar_of(body)
         if grammar and calls:
             raise ApiError(
@@ -160,14 +174,20 @@ class Service:
             # Fetch the first increment before the headers go out: a refusal must still be an HTTP status.
             first = await anext(stream, None)
             events = self._events(head, first, stream, choices, prompts, style, body.stream_options or StreamOptions())
-            return StreamingResponse(events, media_type="text/event-stream")
+            return EventStream(events)
         async with aclosing(stream):
             async for index, output in stream:
                 choices[index].add(output)
         if any(c.last is None or c.last.finish_reason is None for c in choices):
             return Response(status_code=499)  # the client has gone: nobody reads this
-        whole = [style.whole(i, c) for i, c in enumerate(choices)]
-        return JSONResponse(head | {"object": style.name, "choices": whole, "usage": usage(prompts, choices)})
+
+        def whole() -> Response:
+            made = [style.whole(i, c) for i, c in enumerate(choices)]
+            return json_response(head | {"object": style.name, "choices": made, "usage": usage(prompts, choices)})
+
+        # Tables of logprobs may take seconds.
+        small = sum(len(c.logprobs) + len(c.prompt_logprobs) for c in choices) <= QUICK_LOGPROBS
+        return whole() if small else await run_in_threadpool(whole)
 
     async def _events(
         self,
@@ -178,11 +198,8 @@ class Service:
         prompts: Sequence[Sequence[int]],
         style: render.Style,
         options: StreamOptions,
-    ) -> AsyncIterator[str]:
+    ) -> AsyncIterator[bytes]:
         head = head | {"object": style.chunk_name}
-
-        def event(chunk: dict[str, Any]) -> str:
-            return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
 
         async def increments() -> AsyncIterator[tuple[int, Output]]:
             if first is not None:
@@ -197,10 +214,13 @@ class Service:
                 begins = choices[index].last is None
                 choices[index].add(output)
                 counts = {"usage": usage(prompts, choices)} if options.continuous_usage_stats else blank
-                for choice in style.chunks(index, output, begins):
+                made: Iterable[dict[str, Any]] = style.chunks(index, output, begins)
+                if len(output.prompt_logprobs) > QUICK_LOGPROBS:
+                    made = await run_in_threadpool(list, made)
+                for choice in made:
                     yield event(head | {"choices": [choice]} | counts)
             if options.include_usage:
                 yield event(head | {"choices": [], "usage": usage(prompts, choices)})
         except ApiError as error:  # the headers are gone: say it in the stream
-            yield f"data: {bytes(error.response().body).decode()}\n\n"
-        yield "data: [DONE]\n\n"
+            yield event(error.body())
+        yield b"data: [DONE]\n\n"

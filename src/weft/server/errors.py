@@ -29,11 +29,14 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = headers
 
+    def body(self) -> dict[str, Any]:
+        """The error as clients read it."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
     def response(self) -> JSONResponse:
         """The error as a response."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        body = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return JSONResponse({"error": body}, status_code=self.status, headers=self.headers)
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
@@ -51,7 +54,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return describe(error).response()
+        return field_errors(error.errors(), error.body).response()
 
     @app.exception_handler(EngineError)
     async def engine_failed(request: Request, error: EngineError) -> JSONResponse:
@@ -66,16 +69,6 @@ def install(app: FastAPI) -> None:
         return ApiError(500, f"internal error: {type(error).__name__}").response()
 
 
-def describe(error: RequestValidationError) -> ApiError:
-    """What is wrong with the first field that is wrong."""
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
-    if first["loc"] == ("body",):
-        return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
-    return field_errors(error.errors(), error.body)
-
-
 def field_errors(problems: Sequence[Any], body: Any) -> ApiError:
     """What is wrong with the first field that is wrong, of pydantic's problems with a body."""
     # A field of several types has a problem for each type, named at the end of its place; the client's field is before.
@@ -86,8 +79,9 @@ def field_errors(problems: Sequence[Any], body: Any) -> ApiError:
 
 def _field(problem: dict[str, Any], value: Any) -> str:
     """The place of a problem, as far as it is one in the body."""
-    place = problem["loc"][1:] if problem["loc"][0] in ("body", "query", "path") else problem["loc"]
-    if problem["loc"][0] in ("query", "path") or problem["type"] == "missing":
+    in_url = problem["loc"][:1] in (("query",), ("path",))
+    place = problem["loc"][1:] if in_url else problem["loc"]
+    if in_url or problem["type"] == "missing":
         return ".".join(map(str, place))
     parts = []
     for part in place:

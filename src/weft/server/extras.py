@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from weft import __version__
 from weft.engine.engine import Engine
-from weft.server.bodies import JsonRoute
+from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest
 from weft.server.prompts import Prompts
 from weft.server.protocol import DetokenizeRequest, TokenizeRequest
+from weft.server.wire import json_response
 
 
 def router(engine: Engine) -> APIRouter:
@@ -23,25 +24,30 @@ def router(engine: Engine) -> APIRouter:
     async def version() -> dict[str, Any]:
         return {"version": __version__}
 
+    def tokens_of(body: ChatRequest | TokenizeRequest) -> Response:
+        body.refuse_unsupported()
+        if isinstance(body, ChatRequest):
+            tokens, wants_names = prompts.of_chat(body), False
+        else:
+            prompts.check_length(len(body.prompt), "prompt")
+            tokens, wants_names = prompts.encode(body.prompt, body.add_special_tokens), body.return_token_strs
+        strings = [engine.language.token_name(t) for t in tokens] if wants_names else None
+        shape = {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens}
+        return json_response(shape | {"token_strs": strings})
+
+    def text_of(body: DetokenizeRequest) -> Response:
+        body.refuse_unsupported()
+        return json_response({"prompt": prompts.text(body.tokens)})
+
     # One body or the other: a chat has messages, a text a prompt.
 
     @made.post("/tokenize", response_model=None)
-    async def tokenize(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-        body.refuse_unsupported()
-        if isinstance(body, ChatRequest):
-            tokens = await run_in_threadpool(prompts.of_chat, body)
-        else:
-            prompts.check_length(len(body.prompt), "prompt")
-            tokens = await run_in_threadpool(prompts.encode, body.prompt, body.add_special_tokens)
-        wants_names = isinstance(body, TokenizeRequest) and body.return_token_strs
-        strings = [engine.language.token_name(t) for t in tokens] if wants_names else None
-        shape = {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens}
-        return shape | {"token_strs": strings}
+    async def tokenize(body: ChatRequest | TokenizeRequest, request: Request) -> Response:
+        return await work_on(request, tokens_of, body)
 
     @made.post("/detokenize", response_model=None)
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        body.refuse_unsupported()
-        return {"prompt": await run_in_threadpool(prompts.text, body.tokens)}
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        return await work_on(request, text_of, body)
 
     @made.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 MOST_CALLS = 16
 """Calls in one answer that must be calls."""
 Functions = Sequence[dict[str, Any]]
 """The functions that may be called: `name`, and `parameters`, a JSON schema."""
+Literal = Callable[[str], str]
+"""A text as Lark writes it."""
 
 
 @dataclass(frozen=True)
@@ -30,25 +33,39 @@ class Call:
 
 @dataclass(frozen=True)
 class Form:
-    """Calls stand between begin and end. marks: what all stands in a chat template that asks for this form.
+    """How a model writes calls. marks: what all stands in a chat template that asks for this form.
 
-    read(text between, functions): the calls; none where it is no call. call(functions): Lark rules, of which `call` is
-    one call. head, tail: around all calls of an answer that must be calls.
+    begin, end: calls stand between; without them, a call is the whole answer. read(text, functions): the calls; none
+    where it is no call. call(functions, literal): Lark rules, of which `call` is one call. head, between, tail: around
+    the calls of an answer that must be calls. tokens: what stands in an answer and may be special tokens, which are
+    then no text. channels: every answer has parts for several readers, with calls or without (`weft.server.harmony`).
     """
 
-    begin: str
-    end: str
     marks: tuple[str, ...]
     read: Callable[[str, Functions], list[Call]]
-    call: Callable[[Functions], str]
+    call: Callable[[Functions, Literal], str]
+    begin: str = ""
+    end: str = ""
     head: str = ""
+    between: str = "\n"
     tail: str = ""
+    tokens: tuple[str, ...] = ()
+    channels: bool = False
 
-    def grammar(self, functions: Functions, several: bool) -> str:
-        """Of answers that are calls of these functions, and nothing else."""
-        calls = f'call ("\\n" call)~0..{MOST_CALLS - 1}' if several else "call"
-        around = [_literal(text) for text in (self.head, self.tail)]
-        return f"start: {around[0]} {calls} {around[1]}\n{self.call(functions)}"
+    def grammar(self, functions: Functions, several: bool, special: Collection[str] = ()) -> str:
+        """Of answers that are calls of these functions, and nothing else. special: tokens that no text matches."""
+        among = re.compile("|".join(map(re.escape, sorted(set(special) & set(self.tokens)))) or "(?!)")
+
+        def literal(text: str) -> str:
+            parts = [_quoted(part) for part in among.split(text)]
+            for at, token in enumerate(among.findall(text)):
+                parts.insert(2 * at + 1, token)  # Lark of llguidance names a token as it is written
+            return " ".join(part for part in parts if part != '""') or '""'
+
+        calls = "call"
+        if several and not self.channels:
+            calls += f" ({literal(self.between)} call)~0..{MOST_CALLS - 1}"
+        return f"start: {literal(self.head)} {calls} {literal(self.tail)}\n{self.call(functions, literal)}"
 
 
 def form_of(template: str) -> Form | None:
@@ -56,7 +73,7 @@ def form_of(template: str) -> Form | None:
     return next((form for form in FORMS if all(mark in template for mark in form.marks)), None)
 
 
-def _literal(text: str) -> str:
+def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -76,18 +93,45 @@ def _read_json(body: str, functions: Functions) -> list[Call]:
         return []
 
 
-def _json_call(functions: Functions) -> str:
+def _calls_schema(functions: Functions, arguments: str) -> str:
+    """JSON schema of an object with a function's name, and its arguments under this name."""
     each = [
         {
             "type": "object",
-            "properties": {"name": {"const": function["name"]}, "arguments": _schema(function)},
-            "required": ["name", "arguments"],
+            "properties": {"name": {"const": function["name"]}, arguments: _schema(function)},
+            "required": ["name", arguments],
             "additionalProperties": False,
         }
         for function in functions
     ]
-    body = json.dumps(each[0] if len(each) == 1 else {"anyOf": each})
-    return f'call: "<tool_call>\\n" body "\\n</tool_call>"\nbody: %json {body}\n'
+    return json.dumps(each[0] if len(each) == 1 else {"anyOf": each})
+
+
+def _json_call(functions: Functions, literal: Literal) -> str:
+    around = literal("<tool_call>\n"), literal("\n</tool_call>")
+    return f"call: {around[0]} body {around[1]}\nbody: %json {_calls_schema(functions, 'arguments')}\n"
+
+
+# Llama 3.1 to 3.3: {"name": …, "parameters": {…}}, several with ; between, as the whole answer
+
+
+def _read_bare(text: str, functions: Functions) -> list[Call]:
+    calls, names, at = [], {f["name"] for f in functions}, 0
+    try:
+        while at < len(text):
+            found, end = json.JSONDecoder().raw_decode(text, at)
+            arguments = found["parameters"] if "parameters" in found else found["arguments"]
+            if found["name"] not in names or not isinstance(arguments, dict):
+                return []
+            calls.append(Call(found["name"], json.dumps(arguments, ensure_ascii=False)))
+            at = end + len(text[end:]) - len(text[end:].lstrip("; \n"))
+    except (ValueError, KeyError, TypeError):
+        return []  # JSON that is no call is text, as the client may have asked for it
+    return calls
+
+
+def _bare_call(functions: Functions, literal: Literal) -> str:
+    return f"call: %json {_calls_schema(functions, 'parameters')}\n"
 
 
 # Qwen3-Coder, Qwen3.5, Step-3.5: <tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>
@@ -111,35 +155,68 @@ def _value(text: str, schema: Any) -> Any:
         return text
 
 
+def _call_of(name: str, parameters: Iterable[tuple[str, str]], functions: Functions) -> Call:
+    schema = next((_schema(f) for f in functions if f["name"] == name), {}).get("properties") or {}
+    arguments = {key: _value(text, schema.get(key)) for key, text in parameters}
+    return Call(name, json.dumps(arguments, ensure_ascii=False))
+
+
 def _read_xml(body: str, functions: Functions) -> list[Call]:
     found = FUNCTION.search(body)
-    if found is None:
-        return []
-    name = found[1].strip()
-    schema = next((_schema(f) for f in functions if f["name"] == name), {}).get("properties") or {}
-    arguments = {key: _value(text, schema.get(key)) for key, text in PARAMETER.findall(found[2])}
-    return [Call(name, json.dumps(arguments))]
+    return [] if found is None else [_call_of(found[1].strip(), PARAMETER.findall(found[2]), functions)]
 
 
-def _xml_call(functions: Functions) -> str:
-    """Parameters in the schema's order; text without <, which would end it."""
-    names = [f"function{i}" for i in range(len(functions))]
-    rules = [f'call: "<tool_call>\\n" ({" | ".join(names)}) "</function>\\n</tool_call>"']
-    for name, function in zip(names, functions, strict=True):
-        schema, parts = _schema(function), [_literal(f"<function={function['name']}>\n")]
+def _xml_call(functions: Functions, literal: Literal) -> str:
+    around = literal("<tool_call>\n"), literal("</function>\n</tool_call>")
+    parameter = literal("<parameter="), literal(">\n"), literal("\n</parameter>\n")
+    names = [literal(f"<function={f['name']}>\n") for f in functions]
+    return _tagged_call(functions, literal, names, around, parameter)
+
+
+def _tagged_call(
+    functions: Functions, literal: Literal, names: Sequence[str], around: tuple[str, str], parameter: tuple[str, ...]
+) -> str:
+    """Rules of a call whose parameters each stand in tags, in the schema's order; text holds no <, which would end it.
+
+    names: what each function begins with. parameter: before its key, between key and value, and after it.
+    """
+    rules = [f"call: {around[0]} ({' | '.join(f'function{i}' for i in range(len(functions)))}) {around[1]}"]
+    for i, (named, function) in enumerate(zip(names, functions, strict=True)):
+        schema, parts = _schema(function), [named]
         for j, (key, kind) in enumerate((schema.get("properties") or {}).items()):
-            value = f"{name}_{j}"
+            value = f"function{i}_{j}"
             parts.append(value if key in schema.get("required", ()) else f"{value}?")
-            rules.append(f'{value}: {_literal(f"<parameter={key}>" + chr(10))} {value}_value "\\n</parameter>\\n"')
+            rules.append(f"{value}: {parameter[0]} {literal(key)} {parameter[1]} {value}_value {parameter[2]}")
             if _is_text(kind) and "enum" in (kind or {}):
-                body = " | ".join(_literal(str(choice)) for choice in kind["enum"])
+                body = " | ".join(literal(str(choice)) for choice in kind["enum"])
             elif _is_text(kind):
                 body = f"/[^<]{{0,{most}}}/" if (most := (kind or {}).get("maxLength")) else "/[^<]*/"
             else:
                 body = f"%json {json.dumps(kind)}"
             rules.append(f"{value}_value: {body}")
-        rules.append(f"{name}: {' '.join(parts)}")
+        rules.append(f"function{i}: {' '.join(parts)}")
     return "\n".join(rules) + "\n"
+
+
+# GLM-4.5 to 4.7: <tool_call>NAME, <arg_key>KEY</arg_key>, <arg_value>VALUE</arg_value>, …</tool_call>
+
+ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def _read_glm(body: str, functions: Functions) -> list[Call]:
+    name = body.partition("<arg_key>")[0].strip()
+    known = not functions or name in {f["name"] for f in functions}
+    return [_call_of(name, [(k.strip(), v) for k, v in ARGUMENT.findall(body)], functions)] if name and known else []
+
+
+def _glm_call(functions: Functions, literal: Literal) -> str:
+    line = ' "\\n"? '  # GLM-4.5 breaks lines, GLM-4.7 does not
+    around = literal("<tool_call>"), literal("</tool_call>")
+    between = literal("</arg_key>") + line + literal("<arg_value>")
+    names = [literal(f["name"]) + line for f in functions]
+    return _tagged_call(
+        functions, literal, names, around, (literal("<arg_key>"), between, literal("</arg_value>") + line)
+    )
 
 
 # DeepSeek: <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, JSON in a fence (V3), or NAME<｜tool▁sep｜>JSON (V3.1)
@@ -160,26 +237,67 @@ def _read_deepseek(body: str, functions: Functions) -> list[Call]:
     return calls
 
 
-def _deepseek_call(before: str, between: str, after: str) -> Callable[[Functions], str]:
-    def call(functions: Functions) -> str:
-        rules = [f"call: {' | '.join(f'function{i}' for i in range(len(functions)))}"]
-        for i, function in enumerate(functions):
-            head = _literal(f"<｜tool▁call▁begin｜>{before}{function['name']}{between}")
-            rules.append(f"function{i}: {head} arguments{i} {_literal(after + '<｜tool▁call▁end｜>')}")
-            rules.append(f"arguments{i}: %json {json.dumps(_schema(function))}")
-        return "\n".join(rules) + "\n"
+def _deepseek_call(before: str, between: str, after: str) -> Callable[[Functions, Literal], str]:
+    return lambda functions, literal: _headed_call(
+        functions,
+        literal,
+        lambda name: f"<｜tool▁call▁begin｜>{before}{name}{between}",
+        after + "<｜tool▁call▁end｜>",
+    )
 
-    return call
+
+def _headed_call(functions: Functions, literal: Literal, head: Callable[[str], str], tail: str) -> str:
+    """Rules of a call that is JSON of its arguments, after a head with the function's name."""
+    rules = [f"call: {' | '.join(f'function{i}' for i in range(len(functions)))}"]
+    for i, function in enumerate(functions):
+        rules.append(f"function{i}: {literal(head(function['name']))} arguments{i} {literal(tail)}")
+        rules.append(f"arguments{i}: %json {json.dumps(_schema(function))}")
+    return "\n".join(rules) + "\n"
+
+
+# GPT-OSS ("harmony"): <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON<|call|>
+
+
+def _read_arguments(body: str, functions: Functions) -> list[Call]:
+    """Of `weft.server.harmony`, which has read the name: that of the only function."""
+    try:
+        return [Call(functions[0]["name"], json.dumps(json.loads(body), ensure_ascii=False))]
+    except ValueError:
+        return []
+
+
+def _harmony_call(functions: Functions, literal: Literal) -> str:
+    def head(name: str) -> str:
+        return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+
+    return _headed_call(functions, literal, head, "")
 
 
 _MANY = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_in_tool_call = partial(Form, begin="<tool_call>", end="</tool_call>", tokens=("<tool_call>", "</tool_call>"))
+_in_many = partial(
+    Form,
+    begin=_MANY[0],
+    end=_MANY[1],
+    head=_MANY[0],
+    tail=_MANY[1],
+    tokens=(*_MANY, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+)
 FORMS = (
-    Form("<tool_call>", "</tool_call>", ("<tool_call>", "<function="), _read_xml, _xml_call),
-    Form("<tool_call>", "</tool_call>", ("<tool_call>",), _read_json, _json_call),
     Form(
-        *(*_MANY, (_MANY[0], "```json"), _read_deepseek),
-        *(_deepseek_call("function<｜tool▁sep｜>", "\n```json\n", "\n```"), *_MANY),
+        ("<|start|>assistant", "<|channel|>"),
+        _read_arguments,
+        _harmony_call,
+        tokens=("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>"),
+        channels=True,
     ),
-    Form(*_MANY, _MANY[:1], _read_deepseek, _deepseek_call("", "<｜tool▁sep｜>", ""), *_MANY),
+    _in_tool_call(("<tool_call>", "<function="), _read_xml, _xml_call),
+    _in_tool_call(("<tool_call>", "<arg_key>"), _read_glm, _glm_call),
+    _in_tool_call(("<tool_call>",), _read_json, _json_call),
+    _in_many(
+        (_MANY[0], "```json"), _read_deepseek, _deepseek_call("function<｜tool▁sep｜>", "\n```json\n", "\n```")
+    ),
+    _in_many(_MANY[:1], _read_deepseek, _deepseek_call("", "<｜tool▁sep｜>", "")),
+    Form(('{"name": function name, "parameters": ',), _read_bare, _bare_call, between="; "),
 )
 """The first that fits is taken."""

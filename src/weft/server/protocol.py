@@ -30,11 +30,13 @@ Text = Annotated[str, AfterValidator(_encodable)]
 
 def not_too_many(values: Any) -> Any:
     """Before each is looked at: a long list of little takes much more memory than its text."""
-    if isinstance(values, list) and len(values) > MOST_ITEMS:
+    if isinstance(values, list | dict) and len(values) > MOST_ITEMS:
         raise ValueError(f"{len(values)} items; at most {MOST_ITEMS}")
     return values
 
 
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+Tokens = Annotated[list[int], Field(fail_fast=True)]
 HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 HARMLESS |= {"prompt_cache_retention", "request_id", "parallel_tool_calls", "spaces_between_special_tokens"}
 """Fields of a request that are taken and change no answer."""
@@ -50,6 +52,11 @@ class Body(BaseModel):
     """Fields that are taken and change no answer."""
     open: ClassVar[bool] = False
     """Whether any further field is served."""
+
+    @property
+    def slow(self) -> bool:
+        """Whether it asks for what takes long before an answer can begin, though it may be short itself."""
+        return False
 
     @model_validator(mode="before")
     @classmethod
@@ -87,9 +94,14 @@ class StructuredOutputs(Body):
 
     json_: Any = Field(None, alias="json")
     regex: Text | None = None
-    choice: list[Text] | None = None
+    choice: Texts | None = None
     grammar: Text | None = None
     json_object: bool | None = None
+
+
+GRAMMARS = frozenset({"response_format", "structured_outputs", "json_schema", "regex", "ebnf"})
+GRAMMARS |= {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+"""Fields that ask for an answer of a grammar."""
 
 
 class CommonRequest(Body):
@@ -111,21 +123,21 @@ class CommonRequest(Body):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | Texts | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
+    logit_bias: Annotated[dict[int, float], BeforeValidator(not_too_many)] = {}
     response_format: dict[str, Any] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop_token_ids: list[int] = []
-    bad_words: list[Text] = []
-    allowed_token_ids: list[int] | None = None
+    stop_token_ids: Tokens = []
+    bad_words: Texts = []
+    allowed_token_ids: Tokens | None = None
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -133,11 +145,16 @@ class CommonRequest(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
     guided_regex: Text | None = None
-    guided_choice: list[Text] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: Text | None = None
     json_schema: Any = None
     regex: Text | None = None
     ebnf: Text | None = None
+
+    @property
+    def slow(self) -> bool:
+        """A grammar may take a second to compile."""
+        return not GRAMMARS.isdisjoint(self.model_fields_set)
 
     def sampling(self, language: Language, **more: Any) -> SamplingParams:
         """The engine's parameters; `more` of them as they are. ApiError 400 for a value out of range."""
@@ -180,7 +197,7 @@ class CompletionRequest(CommonRequest):
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = CommonRequest.neutral | {"suffix": ("",)}
 
-    prompt: Text | list[int] | list[Text] | list[list[int]]
+    prompt: Text | Tokens | Texts | Annotated[list[Tokens], Field(fail_fast=True)]
     max_tokens: int = 16
     logprobs: int | None = None
     echo: bool = False
@@ -209,4 +226,4 @@ class DetokenizeRequest(Body):
 
     harmless = HARMLESS
     model: str | None = None
-    tokens: Annotated[list[int], BeforeValidator(not_too_many)]
+    tokens: Annotated[Tokens, BeforeValidator(not_too_many)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,8 +11,7 @@ from typing import Any, Protocol
 from weft.engine.language import Language
 from weft.engine.request import Output, TokenLogprob
 from weft.server.answers import Choice
-from weft.server.forms import Call
-from weft.server.tools import CallParser
+from weft.server.tools import Parser, Parts
 
 UTF8 = codecs.getincrementaldecoder("utf-8")
 
@@ -114,22 +113,24 @@ def prompt_table(language: Language, scores: Sequence[TokenLogprob], most: int) 
 
 
 class Chat:
-    """/v1/chat/completions. parsers: make what tells calls of tools from text; None: there are none."""
+    """/v1/chat/completions. parsers: make what tells the parts of an answer apart; None: it is all text."""
 
     id_prefix, name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, language: Language, wanted: Wanted, parsers: Callable[[], CallParser] | None = None):
+    def __init__(self, language: Language, wanted: Wanted, parsers: Callable[[], Parser] | None = None):
         self._language, self._wanted, self._new_parser = language, wanted, parsers
-        self._parsers: defaultdict[int, CallParser] = defaultdict(parsers)
+        self._parsers: defaultdict[int, Parser] = defaultdict(parsers)
+        self._called: Counter[int] = Counter()
 
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.last is not None
-        parser = self._new_parser() if self._new_parser else None
-        text, calls = parser.push(choice.text, last=True) if parser else (choice.text, [])
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if calls:
-            message |= {"content": text or None, "tool_calls": [call.plain() for call in calls]}
-        body = {"index": index, "message": message} | self._rest(choice.logprobs, choice.last, bool(calls))
+        parts = self._new_parser().push(choice.text, last=True) if self._new_parser else Parts(choice.text)
+        message: dict[str, Any] = {"role": "assistant", "content": parts.text}
+        if parts.thought:
+            message["reasoning_content"] = parts.thought
+        if parts.calls:
+            message |= {"content": parts.text or None, "tool_calls": [call.plain() for call in parts.calls]}
+        body = {"index": index, "message": message} | self._rest(choice.logprobs, choice.last, bool(parts.calls))
         if self._wanted.prompt is not None:
             body["prompt_logprobs"] = prompt_table(self._language, choice.prompt_logprobs, self._wanted.prompt)
         return body
@@ -138,17 +139,18 @@ class Chat:
         if begins:
             role = {"index": index, "delta": {"role": "assistant", "content": ""}}
             yield role | {"logprobs": None, "finish_reason": None}
-        text, called = output.text, 0
-        calls: list[Call] = []
+        parts = Parts(output.text)
         if self._new_parser:
-            called = self._parsers[index].calls
-            text, calls = self._parsers[index].push(text, last=output.finish_reason is not None)
-        delta: dict[str, Any] = {"content": text} if text else {}
-        if calls:
-            delta["tool_calls"] = [{"index": called + i} | call.plain() for i, call in enumerate(calls)]
+            parts = self._parsers[index].push(output.text, last=output.finish_reason is not None)
+        delta: dict[str, Any] = {"content": parts.text} if parts.text else {}
+        if parts.thought:
+            delta["reasoning_content"] = parts.thought
+        if parts.calls:
+            calls = enumerate(parts.calls, self._called[index])
+            delta["tool_calls"] = [{"index": number} | call.plain() for number, call in calls]
+            self._called[index] += len(parts.calls)
         if delta or output.logprobs or output.finish_reason:
-            rest = self._rest(output.logprobs, output, called + len(calls) > 0)
-            yield {"index": index, "delta": delta} | rest
+            yield {"index": index, "delta": delta} | self._rest(output.logprobs, output, self._called[index] > 0)
 
     def _rest(self, logprobs: Sequence[TokenLogprob], output: Output, called: bool) -> dict[str, Any]:
         reason = "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason

@@ -10,18 +10,19 @@ from contextlib import aclosing
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import Field, ValidationError
 
+from weft.engine.request import SamplingParams
 from weft.server.answers import Choice, usage
-from weft.server.bodies import JsonRoute
+from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest
 from weft.server.completions import Service
 from weft.server.errors import ApiError, field_errors
 from weft.server.forms import Call
 from weft.server.protocol import HARMLESS, Body, Text
-from weft.server.tools import CallParser
+from weft.server.tools import Parser, Parts
+from weft.server.wire import EventStream
 
 
 class ResponsesRequest(Body):
@@ -49,6 +50,10 @@ class ResponsesRequest(Body):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     text: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def slow(self) -> bool:
+        return bool(self.text) or self.tool_choice not in ("none", "auto")
 
     def chat(self) -> ChatRequest:
         """The same as a chat. ApiError 400."""
@@ -121,18 +126,22 @@ class Responses:
 
         return made
 
-    async def _answer(self, body: ResponsesRequest, request: Request) -> Response:
-        service, chat = self._service, body.chat()
+    def _chat(self, body: ResponsesRequest) -> tuple[list[int], SamplingParams, Parser | None]:
+        """Of the same as a chat: the prompt, how to answer, and what tells calls from text."""
+        chat, service = body.chat(), self._service
         service.check_model(body.model)
-        prompt = await run_in_threadpool(service.prompts.of_chat, chat)
-        params = await run_in_threadpool(service.chat_params, chat)
+        parsers = service.parsers(chat)
+        return service.prompts.of_chat(chat), service.chat_params(chat), parsers() if parsers else None
+
+    async def _answer(self, body: ResponsesRequest, request: Request) -> Response:
+        service = self._service
+        prompt, params, parser = await work_on(request, self._chat, body)
         stream = service.intake.answers(request, [prompt], [params], service.client_of(body.user, request))
-        parsers = service.call_parsers(chat)
-        made = _Made(body, service.model_name, prompt, parsers() if parsers else None)
+        made = _Made(body, service.model_name, prompt, parser)
         if body.stream:
             first = await anext(stream, None)  # a refusal must still be an HTTP status
 
-            async def events() -> AsyncIterator[str]:
+            async def events() -> AsyncIterator[bytes]:
                 for event in made.begin():
                     yield event
                 try:
@@ -148,7 +157,7 @@ class Responses:
                 except ApiError as error:
                     yield made.event("error", message=error.message, code=error.code, param=error.param)
 
-            return StreamingResponse(events(), media_type="text/event-stream")
+            return EventStream(events())
         async with aclosing(stream):
             async for _, output in stream:
                 list(made.increment(output))
@@ -161,7 +170,7 @@ class Responses:
 class _Made:
     """A response as far as it has come, and the events that tell of it."""
 
-    def __init__(self, body: ResponsesRequest, model: str, prompt: list[int], parser: CallParser | None):
+    def __init__(self, body: ResponsesRequest, model: str, prompt: list[int], parser: Parser | None):
         self._asked, self._model, self._prompt = body, model, prompt
         self._id, self._created, self._number = f"resp_{uuid.uuid4().hex}", int(time.time()), 0
         self._parser = parser
@@ -206,38 +215,37 @@ class _Made:
             },
         }
 
-    def event(self, kind: str, **fields: Any) -> str:
+    def event(self, kind: str, **fields: Any) -> bytes:
         """One event, numbered."""
         made = {"type": kind, "sequence_number": self._number} | fields
         self._number += 1
-        return f"event: {kind}\ndata: {json.dumps(made, ensure_ascii=False)}\n\n"
+        return f"event: {kind}\ndata: {json.dumps(made, ensure_ascii=False)}\n\n".encode()
 
-    def begin(self) -> list[str]:
+    def begin(self) -> list[bytes]:
         """Before anything has come."""
         body = self.body("in_progress")
         return [self.event("response.created", response=body), self.event("response.in_progress", response=body)]
 
-    def increment(self, output: Any) -> list[str]:
+    def increment(self, output: Any) -> list[bytes]:
         """The events of an increment."""
         self.choice.add(output)
-        text = output.text
-        calls: list[Call] = []
+        parts = Parts(output.text)
         if self._parser is not None:
-            text, calls = self._parser.push(output.text, last=output.finish_reason is not None)
-        events = self._text_events(text) if text else []
-        for call in calls:
+            parts = self._parser.push(output.text, last=output.finish_reason is not None)
+        events = self._text_events(parts.text) if parts.text else []
+        for call in parts.calls:
             events += self._close_text() + self._call_events(call)
         return events
 
-    def end(self) -> list[str]:
+    def end(self) -> list[bytes]:
         """After everything has come."""
         events = [] if self._items else self._text_events("")  # an empty answer is a message too
         events += self._close_text()
         body = self.body()
         return [*events, self.event(f"response.{body['status']}", response=body)]
 
-    def _text_events(self, text: str) -> list[str]:
-        events: list[str] = []
+    def _text_events(self, text: str) -> list[bytes]:
+        events: list[bytes] = []
         if self._text is None:
             item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
             self._items.append(item | {"status": "in_progress", "content": []})
@@ -249,7 +257,7 @@ class _Made:
             events.append(self._part("response.output_text.delta", delta=text, logprobs=[]))
         return events
 
-    def _close_text(self) -> list[str]:
+    def _close_text(self) -> list[bytes]:
         if self._text is None:
             return []
         part, item = _part(self._text), self._items[-1]
@@ -261,11 +269,11 @@ class _Made:
         self._text = None
         return [*events, self.event("response.output_item.done", output_index=len(self._items) - 1, item=item)]
 
-    def _part(self, kind: str, **fields: Any) -> str:
+    def _part(self, kind: str, **fields: Any) -> bytes:
         item = self._items[-1]["id"]
         return self.event(kind, item_id=item, output_index=len(self._items) - 1, content_index=0, **fields)
 
-    def _call_events(self, call: Call) -> list[str]:
+    def _call_events(self, call: Call) -> list[bytes]:
         item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call.id, "name": call.name}
         at = {"output_index": len(self._items), "item_id": item["id"]}
         done = item | {"arguments": call.arguments, "status": "completed"}

@@ -1,0 +1,39 @@
+"""JSON and streams of events as they go out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+encode = msgspec.json.Encoder().encode
+
+
+def json_response(body: dict[str, Any]) -> Response:
+    """Status 200, and this body."""
+    return Response(encode(body), media_type="application/json")
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: %b\n\n" % encode(data)
+
+
+class EventStream(Response):
+    """A response of events as they come. That the client leaves is for whoever makes them to see."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes]):
+        super().__init__()
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for piece in self._events:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,109 @@
+"""Bodies: what is read where, and what is refused before it is read."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.conftest import Served
+from weft.server import bodies
+from weft.server.prompts import Prompts
+
+C = "/v1/completions"
+JSON = st.recursive(
+    st.none() | st.integers(-9, 9) | st.text("a,\"\\\n[{é", max_size=6),
+    lambda inside: st.lists(inside, max_size=4) | st.dictionaries(st.text("a,\"", max_size=2), inside, max_size=4),
+    max_leaves=12,
+)
+
+
+def commas(value: Any) -> int:
+    """Between a value's members, and theirs."""
+    if not isinstance(value, list | dict):
+        return 0
+    inside = value.values() if isinstance(value, dict) else value
+    return max(len(value) - 1, 0) + sum(map(commas, inside))
+
+
+@given(JSON, st.integers(0, 8))
+def test_commas_in_strings_separate_no_values(value: Any, most: int) -> None:
+    for ascii_only in (False, True):
+        data = json.dumps(value, ensure_ascii=ascii_only).encode()
+        assert bodies.has_more_values(data, most) == (commas(value) > most)
+
+
+def test_what_is_no_json_is_counted_too() -> None:
+    for data in (b'"', b'",,', b'"\\', b',,"\\",,', bytes(random.Random(0).choices(b'",\\a', k=200))):
+        assert not bodies.has_more_values(data, 200) and isinstance(bodies.has_more_values(data, 1), bool)
+
+
+def test_too_many_values_are_refused_unread(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MOST_VALUES", 50)
+    with served.http() as http:
+        assert http.post(C, json={"prompt": [5] * 40, "max_tokens": 1}).status_code == 200
+        assert http.post(C, json={"prompt": "," * 60, "max_tokens": 1}).status_code == 200
+        monkeypatch.setattr(bodies, "msgspec", None)
+        answer = http.post(C, json={"prompt": [5] * 60})
+    assert answer.status_code == 400 and "more than 50 values" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("where", ["decode", "of_completion"])
+def test_a_large_body_does_not_hold_up_others(served: Served, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """While it is read, or made into tokens, another request begins and ends."""
+    owner = bodies if where == "decode" else Prompts
+    whole, reading, answered = getattr(owner, where), threading.Event(), threading.Event()
+
+    def held(*args: Any) -> Any:
+        if threading.current_thread() is not here["loop"]:
+            reading.set()
+            assert answered.wait(60)
+        return whole(*args)
+
+    here: dict[str, Any] = {"loop": None}
+    monkeypatch.setattr(owner, where, held)
+    large = {"prompt": "a" * 200, "max_tokens": 1, "metadata": {"padding": "x" * bodies.SMALL}}
+    statuses: list[int] = []
+
+    def ask_large() -> None:
+        with served.http() as http:
+            statuses.append(http.post(C, json=large).status_code)
+
+    with served.http() as http:
+        here["loop"] = loop_thread(served)
+        asking = threading.Thread(target=ask_large)
+        asking.start()
+        assert reading.wait(60), "it was read on the event loop"
+        assert http.post(C, json={"prompt": "b", "max_tokens": 1}).status_code == 200
+        answered.set()
+        asking.join()
+    assert statuses == [200]
+
+
+def loop_thread(served: Served) -> threading.Thread:
+    """On which the server's event loop runs."""
+    return next(t for t in threading.enumerate() if getattr(t, "_target", None) == served.server.run)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "", "application/jsonx", "multipart/form-data"])
+def test_json_says_that_it_is(served: Served, kind: str) -> None:
+    with served.http() as http:
+        sent = {"Content-Type": kind} if kind else {}
+        answer = http.post(C, content=b'{"prompt": "a"}', headers=sent)
+        assert answer.status_code == 400 and "Content-Type: application/json" in answer.text
+        taken = http.post(
+            C, content=b'{"prompt": "a", "max_tokens": 1}', headers={"Content-Type": "Application/JSON; charset=utf-8"}
+        )
+        assert taken.status_code == 200
+
+
+def test_many_wrong_values_are_one_error(served: Served) -> None:
+    with served.http() as http:
+        for wrong in ([1.5] * 100_000, [["x"]] * 1000, [{}] * 1000):
+            answer = http.post(C, json={"prompt": wrong})
+            assert answer.status_code == 400 and len(answer.text) < 1000, answer.text[:2000]

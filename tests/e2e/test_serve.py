@@ -1,0 +1,94 @@
+"""`weft serve` as a process, until its end: what its clients hear, its exit code, its log, and what is left."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from weft.bench.served import Served
+
+KEY = "a key that no command line shows"
+
+
+@contextmanager
+def serving(folder: Path, *arguments: str) -> Iterator[Served]:
+    server = Served(folder, ["--log-format", "json", "--max-running", "1", *arguments])
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.kill()
+
+
+@contextmanager
+def streaming(server: Served) -> Iterator[http.client.HTTPResponse]:
+    """An answer that has begun, of 128 choices one after the other, which takes minutes at the least."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    body = {"prompt": "Tom has", "max_tokens": 480, "ignore_eos": True, "n": 128, "stream": True}
+    headers = {"Content-Type": "application/json", "Authorization": f"bearer {KEY}"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.readline().startswith(b"data: {")
+    yield answer
+    connection.close()
+
+
+def events(log: str) -> list[str]:
+    """Of a log in JSON, after the lines that say that it serves; a last line that is none is the report."""
+    lines = log.splitlines()
+    begin = next(at for at, line in enumerate(lines) if line.startswith("generation_config.json: "))
+    return [json.loads(line)["event"] if line.startswith("{") else line for line in lines[begin + 1 :]]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_ctrl_c_while_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, twice: bool) -> None:
+    """A terminal sends it to every process of the server at once. Impatient users send it again."""
+    monkeypatch.setenv("WEFT_API_KEY", KEY)
+    with serving(tmp_path, "--drain-s", "1000" if twice else "0") as server, streaming(server) as answer:
+        with http_without_key(server) as refused:
+            assert refused.status == 401
+        everyone = [server.process.pid, server.forker(), *server.ranks().values()]
+        interrupt(everyone)
+        if twice:
+            while "draining" not in server.get("/health")[1]:  # two signals at once would be one
+                pass
+            interrupt(everyone)
+        said = [line for line in answer.read().splitlines() if line]
+        assert said[-1] == b"data: [DONE]" and b"shutting down" in said[-2]
+        assert server.process.wait(60) == 0
+        assert not any(server.left_behind().values())
+        log = events(server.log.read_text())
+    assert log == ["request"], "one line for the request, and none for the end"
+
+
+def interrupt(processes: list[int | None]) -> None:
+    for pid in processes:
+        assert pid is not None
+        os.kill(pid, signal.SIGINT)
+
+
+@contextmanager
+def http_without_key(server: Served) -> Iterator[http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("GET", "/v1/models")
+    yield connection.getresponse()
+    connection.close()
+
+
+def test_ranks_that_fail_too_often_end_the_server(tmp_path: Path) -> None:
+    with serving(tmp_path, "--max-restarts", "0") as server, streaming(server) as answer:
+        os.kill(server.ranks()[0], signal.SIGKILL)
+        said = [line for line in answer.read().splitlines() if line]
+        assert said[-1] == b"data: [DONE]" and b"rank 0 was killed by signal 9" in said[-2]
+        assert server.process.wait(60) == 1
+        assert not any(server.left_behind().values())
+        log = server.log.read_text()
+    assert log.splitlines()[-1].startswith("weft: rank 0 was killed by signal 9") and "Traceback" not in log
+    assert events(log).count("request") == 1 and len(events(log)) <= 4

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import openai
 import pytest
 
-from server.conftest import Served
+from server.conftest import QuietEngine, Served, output, serve
 from server.test_tools import TEMPLATE, TOOLS
+from weft.server.responses import ResponsesRequest
 
 FIXED: Any = {"model": "small", "temperature": 0, "max_output_tokens": 8}
 FLAT: Any = [{"type": "function"} | tool["function"] for tool in TOOLS]
@@ -77,6 +79,44 @@ def test_calls_and_structure(served: Served, monkeypatch: pytest.MonkeyPatch, st
     form: Any = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
     text = client.responses.create(model="small", input="hi", text=form, max_output_tokens=100).output_text
     assert json.loads(text)["n"] in (True, False)
+
+
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+CALLED = THOUGHT + '<|channel|>commentary to=functions.time <|constrain|>json<|message|>{"city": "Bern"}'
+
+
+@pytest.mark.parametrize("answer", [THOUGHT + "<|channel|>final<|message|>Noon.", CALLED], ids=["text", "call"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_was_thought_is_an_item_of_its_own(quiet: QuietEngine, answer: str, stream: bool) -> None:
+    """As GPT-OSS writes it; and clients may send it back."""
+    quiet.tokenizer.chat_template = "<|start|>assistant<|channel|>" + "{{ messages[-1].reasoning_content }}"
+    pieces = [answer[at : at + 7] for at in range(0, len(answer), 7)]
+
+    def say() -> None:
+        for piece in pieces:
+            quiet.say(output(piece))
+        quiet.say(output("", "stop"))
+
+    for served in serve(quiet):
+        client = served.client()
+        threading.Thread(target=say).start()
+        body: Any = {"model": "small", "input": "hi", "tools": FLAT}
+        if stream:
+            events = list(client.responses.create(**body, stream=True))
+            assert [e.sequence_number for e in events] == list(range(len(events)))
+            assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == "Hm."
+            response = events[-1].response
+        else:
+            response = client.responses.create(**body)
+        thought, item = response.output
+        assert (thought.type, thought.content[0].text) == ("reasoning", "Hm.")
+        if answer == CALLED:
+            assert (item.type, item.name, json.loads(item.arguments)) == ("function_call", "time", {"city": "Bern"})
+        else:
+            assert response.output_text == "Noon."
+        back = [item.to_dict() for item in response.output]
+        asked = ResponsesRequest.model_validate({"input": [{"role": "user", "content": "hi"}, *back]}).chat()
+        assert asked.messages[-1].plain()["reasoning_content"] == "Hm."
 
 
 @pytest.mark.parametrize(

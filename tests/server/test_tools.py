@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from server.conftest import Served
+from server.conftest import QuietEngine, Served, output, serve
 from weft.engine.grammar import Grammars
+from weft.server.answers import Intake
+from weft.server.chats import ChatRequest
+from weft.server.completions import Service
 from weft.server.forms import FORMS, Form, form_of
+from weft.server.metrics import Metrics
 from weft.server.tools import Parts, parser
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
@@ -170,6 +175,39 @@ def test_a_template_says_which_form() -> None:
         ("{{ messages }}", None),
     ]:
         assert form_of(template) is form
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_thought_is_no_text(quiet: QuietEngine, stream: bool) -> None:
+    """Of a model that writes to several readers, also where it is offered no tools."""
+    quiet.tokenizer.chat_template = "<|start|>assistant<|channel|>"
+
+    def say() -> None:
+        for piece in (THOUGHT[:20], THOUGHT[20:], FINAL):
+            quiet.say(output(piece))
+        quiet.say(output("", "stop"))
+
+    for served in serve(quiet):
+        threading.Thread(target=say).start()
+        found = chat(served, stream, tools=[])
+        said = [c.choices[0].delta for c in found] if stream else [found.choices[0].message]
+        assert "".join(part.content or "" for part in said) == "Hello <|b"
+        assert "".join(getattr(part, "reasoning_content", None) or "" for part in said) == "Hm, a<b. "
+
+
+def test_special_tokens_are_kept_for_the_parser_alone(quiet: QuietEngine) -> None:
+    service = Service(Intake(quiet, Metrics(quiet)), "small")  # type: ignore[arg-type]
+    quiet.tokenizer.chat_template = "<tool_call>"
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS})
+    plain = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}]})
+    assert not service.chat_params(body).keep_special
+    quiet.tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "<|end|>"]})
+    del quiet.language.special
+    assert service.chat_params(body).keep_special and not service.chat_params(plain).keep_special
+    found = service.parsers(body)
+    assert found is not None and found().push(f"a<|end|>{CALL}", last=True).text == "a"
+    shown = service.parsers(body.model_copy(update={"skip_special_tokens": False}))
+    assert shown is not None and shown().push("a<|end|>", last=True).text == "a<|end|>"
 
 
 def test_special_tokens_are_no_text() -> None:

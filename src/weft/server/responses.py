@@ -24,6 +24,14 @@ from weft.server.protocol import HARMLESS, Body, Text
 from weft.server.tools import Parser, Parts
 from weft.server.wire import EventStream
 
+Kind = Literal["message", "reasoning"]
+PARTS: dict[Kind, dict[str, Any]] = {
+    "message": {"type": "output_text", "annotations": []},
+    "reasoning": {"type": "reasoning_text"},
+}
+"""What items of text are made of."""
+PREFIXES: dict[Kind, str] = {"message": "msg", "reasoning": "rs"}
+
 
 class ResponsesRequest(Body):
     """The served fields. Conversations are sent whole: previous_response_id is not supported."""
@@ -60,8 +68,14 @@ class ResponsesRequest(Body):
         self.refuse_unsupported()
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        thought = ""
         for item in items:
+            if item.get("type") == "reasoning":
+                thought += "".join(part.get("text", "") for part in item.get("content") or [] if isinstance(part, dict))
+                continue
             message = _message(item)
+            if thought and message["role"] == "assistant":  # the chat template may use it
+                message, thought = message | {"reasoning_content": thought}, ""
             if "tool_calls" in message and messages and "tool_calls" in messages[-1]:
                 messages[-1]["tool_calls"] += message["tool_calls"]  # calls at once are one message
             else:
@@ -175,7 +189,8 @@ class _Made:
         self._id, self._created, self._number = f"resp_{uuid.uuid4().hex}", int(time.time()), 0
         self._parser = parser
         self._items: list[dict[str, Any]] = []
-        self._text: str | None = None
+        self._open: Kind | None = None
+        self._text = ""
         self.choice = Choice()
 
     def body(self, status: str | None = None) -> dict[str, Any]:
@@ -232,7 +247,8 @@ class _Made:
         parts = Parts(output.text)
         if self._parser is not None:
             parts = self._parser.push(output.text, last=output.finish_reason is not None)
-        events = self._text_events(parts.text) if parts.text else []
+        events = self._text_events(parts.thought, "reasoning") if parts.thought else []
+        events += self._text_events(parts.text) if parts.text else []
         for call in parts.calls:
             events += self._close_text() + self._call_events(call)
         return events
@@ -244,34 +260,39 @@ class _Made:
         body = self.body()
         return [*events, self.event(f"response.{body['status']}", response=body)]
 
-    def _text_events(self, text: str) -> list[bytes]:
-        events: list[bytes] = []
-        if self._text is None:
-            item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
-            self._items.append(item | {"status": "in_progress", "content": []})
-            self._text, at = "", len(self._items) - 1
-            events.append(self.event("response.output_item.added", output_index=at, item=self._items[-1]))
-            events.append(self._part("response.content_part.added", part=_part("")))
+    def _text_events(self, text: str, kind: Kind = "message") -> list[bytes]:
+        """Of more text of the open item, or of a new one where that is of another kind."""
+        events = [] if self._open == kind else self._close_text()
+        if self._open is None:
+            role = {"role": "assistant", "status": "in_progress"} if kind == "message" else {"summary": []}
+            self._items.append({"id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "content": []} | role)
+            self._open, self._text = kind, ""
+            events.append(self.event("response.output_item.added", output_index=self._at, item=self._items[-1]))
+            events.append(self._part("response.content_part.added", part=_part(kind, "")))
         if text:
             self._text += text
-            events.append(self._part("response.output_text.delta", delta=text, logprobs=[]))
+            events.append(self._part(f"response.{PARTS[kind]['type']}.delta", delta=text, **_logprobs(kind)))
         return events
 
     def _close_text(self) -> list[bytes]:
-        if self._text is None:
+        if (kind := self._open) is None:
             return []
-        part, item = _part(self._text), self._items[-1]
+        part, item = _part(kind, self._text), self._items[-1]
         events = [
-            self._part("response.output_text.done", text=self._text, logprobs=[]),
+            self._part(f"response.{part['type']}.done", text=self._text, **_logprobs(kind)),
             self._part("response.content_part.done", part=part),
         ]
-        item |= {"status": "completed", "content": [part]}
-        self._text = None
-        return [*events, self.event("response.output_item.done", output_index=len(self._items) - 1, item=item)]
+        item |= {"content": [part]} | ({"status": "completed"} if kind == "message" else {})
+        self._open = None
+        return [*events, self.event("response.output_item.done", output_index=self._at, item=item)]
+
+    @property
+    def _at(self) -> int:
+        return len(self._items) - 1
 
     def _part(self, kind: str, **fields: Any) -> bytes:
         item = self._items[-1]["id"]
-        return self.event(kind, item_id=item, output_index=len(self._items) - 1, content_index=0, **fields)
+        return self.event(kind, item_id=item, output_index=self._at, content_index=0, **fields)
 
     def _call_events(self, call: Call) -> list[bytes]:
         item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call.id, "name": call.name}
@@ -287,5 +308,9 @@ class _Made:
         ]
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(kind: Kind, text: str) -> dict[str, Any]:
+    return PARTS[kind] | {"text": text} | _logprobs(kind)
+
+
+def _logprobs(kind: Kind) -> dict[str, Any]:
+    return {"logprobs": []} if kind == "message" else {}

@@ -264,10 +264,14 @@ class _Made:
         """Of more text of the open item, or of a new one where that is of another kind."""
         events = [] if self._open == kind else self._close_text()
         if self._open is None:
-            role = {"role": "assistant", "status": "in_progress"} if kind == "message" else {"summary": []}
-            self._items.append({"id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "content": []} | role)
+            item: dict[str, Any] = {"id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "content": []}
+            if kind == "message":
+                item |= {"role": "assistant", "status": "in_progress"}
+            else:
+                item["summary"] = []
+            self._items.append(item)
             self._open, self._text = kind, ""
-            events.append(self.event("response.output_item.added", output_index=self._at, item=self._items[-1]))
+            events.append(self.event("response.output_item.added", output_index=self._at, item=item))
             events.append(self._part("response.content_part.added", part=_part(kind, "")))
         if text:
             self._text += text

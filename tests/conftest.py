@@ -2,9 +2,76 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import settings
+
+from weft.engine.forkserver import ForkServer, RankProcess
 
 torch.set_num_threads(1)
 settings.register_profile("weft", deadline=None)  # no test depends on how fast a busy machine is
 settings.load_profile("weft")
+
+LONGEST = (
+    "gpu/test_triton.py",
+    "e2e/test_commands.py",
+    "gpu/test_emulated.py",
+    "e2e/test_layouts.py",
+    "models/test_logits.py",
+    "comm/test_shm_protocol.py",
+    "e2e/test_chaos.py",
+    "engine/test_faults.py",
+)
+"""Files that are begun first, so that no worker is left alone with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
+
+
+class SharedForkServer:
+    """Stands in for ForkServer: one process that has imported torch forks the ranks of every engine of these tests.
+
+    Commands that tests run as processes of their own have one of their own, as users' have.
+    """
+
+    shared: ForkServer | None = None
+
+    def __init__(self, directory: Path):
+        if self.shared is None or not self.shared.alive:
+            type(self).shared = ForkServer(Path(tempfile.mkdtemp(prefix="weft-tests-")))
+        self._asked: set[int] = set()
+
+    @property
+    def alive(self) -> bool:
+        return self.shared is not None and self.shared.alive
+
+    def request(self, directory: Path, rank: int) -> None:
+        assert self.shared is not None
+        self._asked.add(rank)
+        self.shared.request(directory, rank)
+
+    def forked(self, rank: int, timeout_s: float) -> RankProcess | None:
+        assert self.shared is not None
+        if (process := self.shared.forked(rank, timeout_s)) is not None:
+            self._asked.discard(rank)
+        return process
+
+    def close(self) -> None:
+        """The engine has ended its ranks. Those that it asked for and never saw must not be taken for another's."""
+        if self._asked and self.shared is not None:
+            self.shared.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_fork_server() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("weft.engine.executor.ForkServer", SharedForkServer)
+        yield
+    if SharedForkServer.shared is not None:
+        SharedForkServer.shared.close()

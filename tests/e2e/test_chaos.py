@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,9 @@ from weft.cli.command import Layout, arguments_of, parse
 from weft.cli.main import main
 
 
-def test_nothing_is_lost_hangs_or_stays_behind(tmp_path: Path) -> None:
+def test_nothing_is_lost_hangs_or_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorter = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(seconds / 4))
+    monkeypatch.setattr("weft.bench.chaos.time", shorter)
     kinds = len(Chaos(None, 2, random.Random(0)).faults)  # type: ignore[arg-type]
     report = tmp_path / "report.json"
     options = ["--attn-tp", "2", "--clients", "2", "--tokens", "24"]

@@ -18,7 +18,7 @@ from support import small_model
 from triton import knobs
 from triton.runtime import interpreter
 
-from engine.conftest import byte_model, byte_tokenizer, lose_last_tokens
+from engine.conftest import byte_model, byte_tokenizer, generate_together, lose_last_tokens
 from engine.test_engine import GREEDY, config, prompts
 from engine.test_families import PLUGIN, small_hybrid
 from engine.test_hybrids import SIZES
@@ -110,11 +110,11 @@ def check_answers_of_replayed_steps(
 ) -> None:
     """Alone and in company, of many lengths, with preemption where pages are few, beside rows that draw at random."""
     with Engine(config(model, **changes)) as engine:
-        assert [r.token_ids for r in engine.generate(FEW, PLAIN)] == expected
+        assert [r.token_ids for r in generate_together(engine, FEW, PLAIN)] == expected
         assert len(set(captured)) > 1, "of several capacities"
         for params in (SEEDED, CUT):
             [alone] = engine.generate(FEW[:1], params)
-            crowd = engine.generate(FEW, params)
+            crowd = generate_together(engine, FEW, params)
             assert crowd[0].token_ids == alone.token_ids and len(crowd[0].logprobs) == len(alone.logprobs)
         assert engine.stats().failures == 0 and (engine.stats().preemptions > 0) == bool(changes)
         engine.check_idle()

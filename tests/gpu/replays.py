@@ -35,7 +35,16 @@ class LiveCall:
 
     @property
     def capacity(self) -> tuple[int, ...]:
-        return (MOST,) * self.exchange.segments
+        permutes = self.exchange.direction == "permute"
+        return (MOST,) * (self.exchange.ranks**2 if permutes else self.exchange.segments)
+
+    def counts(self, case: int, rank: int) -> tuple[int, ...]:
+        """The live rows, as the rank's device memory holds them: in a permute those that it sends and those it gets."""
+        live, n = self.live(case), self.exchange.ranks
+        if self.exchange.direction != "permute":
+            return live
+        place = self.group.index(rank)
+        return live[place * n : (place + 1) * n] + live[place::n]
 
     def live(self, case: int) -> tuple[int, ...]:
         """Rows of each segment: none, all there is room for, then any numbers, with an empty one now and then."""
@@ -90,7 +99,8 @@ def live_calls(mesh: Mesh, rank: int) -> Iterator[LiveCall]:
     made: list[tuple[Exchange, Ranks]] = []
     for group in groups:
         n = len(group)
-        made += [(make(n), group) for make in (named.all_gatherv, named.reduce_scatterv, named.all_reduce)]
+        kinds = (named.all_gatherv, named.reduce_scatterv, named.all_reduce, named.all_to_allv)
+        made += [(make(n), group) for make in kinds]
     if mesh.attn_dp > 1 and mesh.attn_tp > 1:
         world = tuple(range(mesh.world))
         for mixed in (named.all_reduce_all_gatherv, named.reduce_scatterv_all_reduce):
@@ -109,7 +119,7 @@ def replay(
     """
     rank, calls = transport.rank, list(live_calls(mesh, transport.rank))
     cases = range(min(turns, CASES))
-    lives = [[torch.tensor(c.live(k), dtype=torch.int32, device=device) for c in calls] for k in cases]
+    lives = [[torch.tensor(c.counts(k, rank), dtype=torch.int32, device=device) for c in calls] for k in cases]
     inputs = [[c.input(k, rank).to(device) for c in calls] for k in cases]
     residuals = [[c.residual(k, rank).to(device) for c in calls] for k in cases]
     wanted = [[c.wanted(k, rank).to(device) for c in calls] for k in cases]

@@ -228,7 +228,8 @@ class PeerTransport(NamedCalls):
         request, rows = call
         request.stream, request.x = self._stream(), x.data_ptr()
         if live is not None:
-            self._expect(live, "counts in device memory", torch.int32, exchange.segments)
+            counted = 2 * exchange.ranks if exchange.direction == "permute" else exchange.segments
+            self._expect(live, "counts in device memory", torch.int32, counted)
             request.device_counts = live.data_ptr()
         if epilogue is None:
             given = out = x.new_empty(rows, *x.shape[1:])
@@ -262,8 +263,6 @@ class PeerTransport(NamedCalls):
         direction, n = exchange.direction, len(group)
         if x.dtype not in DTYPES:
             raise CommError(f"peer takes {', '.join(map(str, DTYPES))}, not {x.dtype}")
-        if live and direction == "permute":
-            raise CommError(f"peer takes counts in device memory for gathers and scatters, not for {exchange.kind}")
         rows, width = result_rows(exchange, sizes, place), x.shape[1:].numel()
         row_bytes = -(-width * x.element_size() // UNIT_BYTES) * UNIT_BYTES  # as they travel
         largest = max(rows, x.shape[0]) * row_bytes

@@ -33,8 +33,9 @@ class LiveSizes:
     """Sizes of which only the device knows how many rows are live.
 
     capacity: rows of each segment that tensors have room for, the same on every rank. live: int32 `[segments]` in
-    device memory, read when the kernel runs: each segment's live rows, at most its capacity. Live rows lie one after
-    the other from a tensor's first row on, whatever the segments' capacities; rows beyond are neither read nor written.
+    device memory, read when the kernel runs: each segment's live rows, at most its capacity. Of a permute it is
+    `[2 · ranks]`: rows that this rank sends to each, then those that it gets from each. Live rows lie one after the
+    other from a tensor's first row on, whatever the capacities; rows beyond are neither read nor written.
     """
 
     capacity: Sizes

@@ -67,7 +67,8 @@ struct Call {
   const float* scale = nullptr;
   float eps = 0, inverse_width = 0;
   uint32_t row_bytes = 0, row_units = 0;
-  const int32_t* device_counts = nullptr;  // rows of each segment, in device memory: then `lanes` stays empty
+  // In device memory, instead of `lanes`: rows of each segment; in a permute, rows sent to each rank, then got from each.
+  const int32_t* device_counts = nullptr;
   uint32_t x_units = 0;                    // that x has room for; what device counts ask for may be less
   uint32_t most_rows = 0, most_mine = 0, most_in_all = 0;  // that there is room for: of a segment, this rank's, all
   char* inbox[kMaxRanks] = {};             // of each rank, in this rank's address space

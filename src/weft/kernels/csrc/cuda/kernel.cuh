@@ -11,18 +11,42 @@
 
 namespace weft {
 
+// Rows of the segments before this one, of which thread i holds segment i's.
+__device__ inline uint32_t rows_before(uint32_t rows, int i) {
+  uint32_t total = rows;  // of segments up to this one
+#pragma unroll
+  for (int by = 1; by < kMaxRanks; by *= 2) {
+    const uint32_t before = __shfl_up_sync(~0u, total, by);
+    if (i >= by) total += before;
+  }
+  return total - rows;
+}
+
+// Lanes of a permute from counts in device memory: rows that this rank sends to each, then rows that it gets from each.
+__device__ inline void lay_out_permute_by_counts(const Call& c, int i, Place at, Place me, Lanes& l) {
+  const uint32_t sent = i < c.n ? uint32_t(c.device_counts[i]) : 0;
+  const uint32_t arriving = i < c.n ? uint32_t(c.device_counts[c.n + i]) : 0;
+  const uint32_t from = rows_before(sent, i), to = rows_before(arriving, i);
+  const uint32_t all_sent = __shfl_sync(~0u, from + sent, c.n - 1);
+  const uint32_t all_arriving = __shfl_sync(~0u, to + arriving, c.n - 1);
+  const uint32_t most = max(__reduce_max_sync(~0u, sent), __reduce_max_sync(~0u, arriving));
+  const bool fits = fit(c, most, all_sent, all_arriving);
+  if (!fits && i == 0) atomicCAS_system(c.error, 0u, kTooManyRows);
+  const uint32_t row_units = fits ? c.row_units : 0, out = all_arriving * row_units;
+  const Segment its{from * row_units, sent * row_units}, arrives{to * row_units, arriving * row_units};
+  const Lane lane = lane_of<false>(c, i, at, me, its, {}, arrives);
+  if (i < c.n) put(c, i, lane, l);
+  if (i >= c.n && i <= kMaxRanks) l.begin[i] = out;
+  if (i == 0) l.out = out;
+}
+
 // Lanes from counts in device memory, by the bookkeeping warp; all empty if they do not fit the tensors and the inbox.
 // Thread i holds segment i's count, then stands for rank i, whose place is `at`; me: this rank's.
 template <bool kTwoShot>
 __device__ inline void lay_out_by_counts(const Call& c, int i, Place at, Place me, Lanes& l) {
   const int segments = c.exchange.segments;
   const uint32_t count = i < segments ? uint32_t(c.device_counts[i]) : 0;
-  uint32_t total = count;  // of segments up to this one
-#pragma unroll
-  for (int by = 1; by < kMaxRanks; by *= 2) {
-    const uint32_t before = __shfl_up_sync(~0u, total, by);
-    if (i >= by) total += before;
-  }
+  const uint32_t total = rows_before(count, i) + count;  // of segments up to this one
   const uint32_t most = __reduce_max_sync(~0u, count), all = __shfl_sync(~0u, total, segments - 1);
   const uint32_t my_rows = __shfl_sync(~0u, count, me.segment);
   const bool fits = fit(c, most, my_rows, all);
@@ -54,8 +78,10 @@ __global__ void __launch_bounds__(kWorkers + kBookkeepers, N <= 4 ? 2 : 1) excha
   if (threadIdx.x == 0) *const_cast<volatile uint32_t*>(&touched) = touch;
   K k{c, lanes};
   const bool worker = threadIdx.x < k.workers(), pushes = k.has(c.push) && worker;
-  // Counts in device memory: in one shot, units are pushed before all is laid out, in two after.
-  const bool pushes_first = !kTwoShot && c.device_counts, lays_out_first = kTwoShot && c.device_counts;
+  // Counts in device memory: in one shot, units are pushed before all is laid out; in two, and in a permute, after.
+  const bool permutes = kAlgorithm == Algorithm::kCopy && c.exchange.direction == Direction::kPermute;
+  const bool lays_out_first = (kTwoShot || permutes) && c.device_counts;
+  const bool pushes_first = !lays_out_first && c.device_counts;
   const int bookkeeper = int(threadIdx.x - k.workers());
   const Place at = c.device_counts && !worker ? place_of_rank(c.exchange, bookkeeper) : Place{};
   const Place here = place_of_rank(c.exchange, c.me);
@@ -74,7 +100,12 @@ __global__ void __launch_bounds__(kWorkers + kBookkeepers, N <= 4 ? 2 : 1) excha
   wait_for_kernel_before();
   let_next_kernel_begin();
   const uint32_t epoch = *reinterpret_cast<volatile uint32_t*>(&c.state->epoch);
-  if (c.device_counts && !worker) lay_out_by_counts<kTwoShot>(c, bookkeeper, at, here, lanes);
+  if (c.device_counts && !worker) {
+    if (permutes)
+      lay_out_permute_by_counts(c, bookkeeper, at, here, lanes);
+    else
+      lay_out_by_counts<kTwoShot>(c, bookkeeper, at, here, lanes);
+  }
   if (lays_out_first) __syncthreads();
   Send<N> send;  // loaded while the epoch is on its way, as is the row
   RowUnit row;

@@ -200,8 +200,8 @@ void clear_error(int64_t handle) { *reinterpret_cast<volatile uint32_t*>(world_o
 // What Python asks of `run`, field by field in the order of `Request` in weft/comm/peer.py, eight bytes each: `layout`
 // tells Python what the order is, so that the two cannot part unseen. Addresses are of this rank's device; 0: none.
 //   direction, segments, span   the exchange; rows: of each segment, or in a permute that this rank sends to each rank;
-//                               received: in a permute, from each; device_counts: rows of each segment, int32 in device
-//                               memory, in place of `rows`
+//                               received: in a permute, from each; device_counts: int32 in device memory, in place of
+//                               `rows`: of each segment, or in a permute what `rows` and then `received` would hold
 //   x_rows, out_rows            that there is room for; width: elements of a row; dtype: see `run`
 //   residual … eps              the epilogue, if there is a weight; wide_weight: which is float32 beside a dtype of 16
 //                               bits; quantised and scale, if its rows are wanted in eight bits too

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from weft.comm.dispatch import Dispatcher, Dispatching, Work, no_rows
+from weft.comm.dispatch import DeviceDispatcher, Dispatcher, Dispatching, Work, no_rows
 from weft.comm.rows import StepRows
-from weft.comm.transport import Epilogue, Sizes, Transport
+from weft.comm.transport import Epilogue, LiveSizes, Sizes, Transport
 from weft.hidden import Hidden
 from weft.kernels.plain import rms_norm
 from weft.place.experts import SEND, Dispatch
@@ -278,7 +278,7 @@ class Stream:
         assert read_plan is not None
         self._index += 1
         value, target = self._walk(read_plan.steps, traced.site, norm), traced.target
-        live, dispatch = self._rows.live(target.rows), self._dispatch(read_plan)
+        live, dispatch = self._rows.live(target.rows), self._dispatch(read_plan, value.is_cuda)
         return Hidden(value, target, self.mesh, norm.path, live, dispatch)
 
     def finish(self) -> None:
@@ -323,7 +323,7 @@ class Stream:
         self._residual = residual
         return normed
 
-    def _dispatch(self, read_plan: ReadPlan) -> Dispatching | None:
+    def _dispatch(self, read_plan: ReadPlan, on_gpu: bool) -> Dispatching | None:
         """What takes the rows of a read to their experts, by the plan's transports; None where they stay."""
         steps = {step.operand: step for step in read_plan.inside if step.op == "exchange"}
         if not steps:
@@ -332,12 +332,16 @@ class Stream:
             return no_rows
         site, world = read_plan.read.site, tuple(range(self.mesh.world))
 
-        def carry(name: str, x: Tensor, sizes: Sizes) -> Tensor:
+        def carry(name: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor:
             step = steps[name]
-            assert step.edge is not None and step.edge.exchange is not None
+            assert step.edge is not None
+            exchange: Callable[..., Tensor] = self._transports[step.transport].exchange
             with nullcontext() if self._times is None else self._times.timed(self._plan.counts, site, step):
-                return self._transports[step.transport].exchange(x, step.edge.exchange, world, sizes)
+                return exchange(x, step.edge.exchange, world, sizes)
 
+        if on_gpu:
+            room = tuple(self.mesh.row_count(Rows.OWN, rank, self._rows.capacity) for rank in world)
+            return DeviceDispatcher(self.mesh, room, carry)
         return Dispatcher(self.mesh, self._rows.rank, carry, self._transports[steps[SEND].transport].empty)
 
     def _move(self, step: Step, x: Tensor, site: str, origin: str, epilogue: Epilogue | None = None) -> Tensor:

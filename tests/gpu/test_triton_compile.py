@@ -27,6 +27,7 @@ from weft.kernels.plain import packed_shards  # noqa: E402
 from weft.kernels.triton import (  # noqa: E402
     decode_attention,
     delta_step,
+    dispatch,
     float8,
     merge,
     moe,
@@ -200,6 +201,16 @@ def merge_shards(ranks: int, heads: int, dim: int) -> None:
     merge.scale_shard(out, empty(ranks, 32, heads, dtype=torch.float32), 1, empty(ranks, 32 * heads // ranks * dim))
 
 
+def dispatch_rows(rows: int, ranks: int, width: int) -> None:
+    weight, expert = empty(rows, 8, dtype=FLOAT), empty(rows, 8, dtype=INT)
+    place, counts = dispatch.places(expert, ranks, 16, 1)
+    packed = empty(ranks * rows, width + 32)
+    dispatch.pack(empty(rows, width), weight, expert, place, counts, packed)
+    dispatch.lists(packed, width, 8, counts)
+    dispatch.add(empty(ranks * rows, width), place, counts)
+    route.choose(empty(rows, 128), 8, True, empty(1, dtype=INT))
+
+
 CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "attention": (lambda: attend(64, 16, 2, 128, 2048), ("HMMA", "LDGSTS")),
     "attention, short table": (lambda: attend(1, 32, 4, 128, 32), ("HMMA", "LDGSTS")),
@@ -231,6 +242,8 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "sample": (lambda: draw(64), ()),
     "gated delta rule": (lambda: delta(64, 32, 8), ()),
     "merge": (lambda: merge_shards(8, 128, 512), ()),
+    "dispatch": (lambda: dispatch_rows(64, 8, 7168), ()),
+    "dispatch, many rows": (lambda: dispatch_rows(4096, 2, 2048), ()),
     "ends of a step": (lambda: ends(64), ()),
 }
 

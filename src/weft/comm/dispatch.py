@@ -3,7 +3,8 @@
 A row goes once to each rank that has one of its experts, however many of them are there, and takes along which they are
 and what they weigh. A rank gives back one row for each that came: the sum over its experts, in the rows' dtype. Its
 owner adds these in rank order and float32, and rounds once: the same bits on every run. The ranks first tell each other
-how many rows they send; a rank may get every row of the world.
+how many rows they send; a rank may get every row of the world. On CPUs the host reads these counts, and tensors have
+just these rows; on GPUs they stay on the device, and tensors have room for all.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from weft.comm.transport import Sizes, to_and_from
+from weft.comm.transport import LiveSizes, Sizes, to_and_from
 from weft.place.experts import COUNTS, RETURN, SEND, listed_bytes
 from weft.place.spec import Mesh
 
-Carry = Callable[[str, Tensor, Sizes], Tensor]
+Carry = Callable[[str, Tensor, Sizes | LiveSizes], Tensor]
 """Carries an exchange of the world out, by its name (`weft.place.experts`): all_to_allv of rows, with these sizes."""
 Work = Callable[[Tensor, Tensor, Tensor], Tensor]
 """What a rank's experts make of rows `[R, width]`, weights `[R, k]` and experts `[R, k]`: `[R, width]`, the sum over
@@ -37,7 +38,7 @@ class Dispatching(Protocol):
 
 
 class Dispatcher:
-    """Takes one block's rows to the ranks of their experts, and the results back, as `Dispatching` says.
+    """Takes one block's rows to the ranks of their experts, and the results back, as `Dispatching` says, on CPUs.
 
     Experts are dealt out evenly over `ep`; the ranks of moe_tp that share one each get its rows, and each returns its
     part. empty: makes tensors that will be sent. Every rank of the world must call it.
@@ -68,6 +69,32 @@ class Dispatcher:
         for at, run in zip(row.split(send), back.split(send), strict=True):
             total.index_add_(0, at, run.to(total.dtype))
         return total.to(x.dtype)
+
+
+class DeviceDispatcher:
+    """The same on GPUs: the host waits for nothing, so that a CUDA graph may hold it.
+
+    room: rows of each rank that tensors have room for; experts of −1 are none, as of rows that are padding. carry must
+    take LiveSizes. What `work` gets has room for every row of the world; those behind the live ones have no expert.
+    """
+
+    def __init__(self, mesh: Mesh, room: Sizes, carry: Carry):
+        self._mesh, self._room, self._carry = mesh, room, carry
+
+    def __call__(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
+        from weft.kernels.triton import dispatch as kernels  # GPUs only: a CPU need not have Triton
+
+        (rows, width), k, n = x.shape, expert.shape[1], self._mesh.world
+        place, sent = kernels.places(expert, n, experts // self._mesh.ep, self._mesh.moe_tp)
+        # Transports move numbers of any kind by their bits, but take floats alone.
+        received = self._carry(COUNTS, sent.view(torch.float32)[:, None], (1,) * n**2).flatten().view(torch.int32)
+        packed = x.new_empty(n * rows, width + listed_bytes(k) // x.element_size())
+        kernels.pack(x, weight, expert, place, sent, packed)
+        there, back = tuple(rows for rows in self._room for _ in range(n)), self._room * n
+        came = self._carry(SEND, packed, LiveSizes(there, torch.cat((sent, received))))
+        made = work(came[:, :width], *kernels.lists(came, width, k, received))
+        returned = self._carry(RETURN, made, LiveSizes(back, torch.cat((received, sent))))
+        return kernels.add(returned, place, sent)
 
 
 def no_rows(x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from weft.models.layers import Builder, ColumnLinear, Layer, Linear, Out, RowLin
 from weft.models.routing import Router, Routing
 from weft.models.source import Fused, Source, Stacked, Transposed
 from weft.place.spec import LayoutError, PlacementError, Rows
+
+if TYPE_CHECKING:
+    from weft.kernels.triton.route import Routing as PairRouting
 
 Form = Literal["each", "stacked", "fused", "turns", "plain turns"]
 
@@ -134,10 +138,8 @@ class Experts(Layer):
                 self.sources["down_bias"] = [Source(f"{path}.down_proj_bias", (experts, width), (mine,))]
 
     def forward(self, x: Hidden, probability: Tensor, expert: Tensor) -> Hidden:
-        if x.dispatch is not None and x.placement == x.mesh.placement(Rows.OWN) and x.mesh.world > 1:
-            value = x.require_complete(self.path)
-            out = x.dispatch(value, probability, expert, self.experts, self._sum)
-            return Hidden(out, x.placement, x.mesh, self.path)
+        if self._dispatches(x):
+            return self._dispatched(x, probability, expert, self._sum)
         out = self._sum(self._world_rows(x), probability, expert)
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
@@ -155,23 +157,44 @@ class Experts(Layer):
         """
         from weft.kernels.triton import moe, route  # GPUs only: a CPU need not have Triton
 
+        if self._dispatches(x):
+            return self._dispatched(x, *self._choose_on_gpu(x, router), self._sum_on_gpu)
         value = self._world_rows(x)
-        held, rows = self.gate_up.shape[0], value.shape[0]
-        live = x.live if x.live is not None else torch.full((1,), rows, dtype=torch.int32, device=value.device)
-        tile_rows = moe.tile_rows_of(rows)
         if router.routing.plain:
+            held, tile_rows = self.gate_up.shape[0], moe.tile_rows_of(value.shape[0])
+            renormalise, live = router.routing.renormalise, _live(x)
             logits = router.logits(x)
-            routing = route.route(
-                logits, router.routing.k, router.routing.renormalise, live, tile_rows, first=self.first, held=held
-            )
+            routing = route.route(logits, router.routing.k, renormalise, live, tile_rows, first=self.first, held=held)
+            out = self._sum_routed(value, routing)
         else:
-            weight, expert = router.choose(x)
-            expert = (expert - self.first).int()
-            here = (expert >= 0) & (expert < held) & (torch.arange(rows, device=value.device)[:, None] < live)
-            routing = route.sort_pairs(weight.float(), expert.where(here, -1), held, tile_rows)
-        out = self.workspace(*value.shape, like=value)
-        moe.experts(
-            value,
+            out = self._sum_on_gpu(value, *self._choose_on_gpu(x, router))
+        return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
+
+    def _choose_on_gpu(self, x: Hidden, router: Router) -> tuple[Tensor, Tensor]:
+        """(weight float32 `[T, k]`, expert int32 `[T, k]`) of all experts there are; −1 for rows that are padding."""
+        from weft.kernels.triton import route
+
+        if router.routing.plain:
+            return route.choose(router.logits(x), router.routing.k, router.routing.renormalise, _live(x))
+        weight, expert = router.choose(x)
+        real = torch.arange(expert.shape[0], device=expert.device)[:, None] < _live(x)
+        return weight.float(), expert.int().where(real, -1)
+
+    def _sum_on_gpu(self, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+        """What this rank's experts make of rows; expert: of all there are, −1 for none."""
+        from weft.kernels.triton import moe, route
+
+        held = self.gate_up.shape[0]
+        here = (expert >= self.first) & (expert < self.first + held)
+        local = (expert - self.first).where(here, -1)
+        return self._sum_routed(x, route.sort_pairs(weight, local, held, moe.tile_rows_of(x.shape[0])))
+
+    def _sum_routed(self, x: Tensor, routing: PairRouting) -> Tensor:
+        from weft.kernels.triton import moe
+
+        out = self.workspace(*x.shape, like=x)
+        return moe.experts(
+            x,
             routing,
             self.gate_up,
             self.down,
@@ -181,7 +204,15 @@ class Experts(Layer):
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
         )
-        return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
+
+    def _dispatches(self, x: Hidden) -> bool:
+        """Whether the rows are this rank's own, and a stream takes them to their experts."""
+        return x.dispatch is not None and x.mesh.world > 1 and x.placement == x.mesh.placement(Rows.OWN)
+
+    def _dispatched(self, x: Hidden, weight: Tensor, expert: Tensor, work: Callable[..., Tensor]) -> Hidden:
+        assert x.dispatch is not None
+        out = x.dispatch(x.require_complete(self.path), weight, expert, self.experts, work)
+        return Hidden(out, x.placement, x.mesh, self.path)
 
     def _world_rows(self, x: Hidden) -> Tensor:
         """The value, if it is complete and every rank holds the same rows; else PlacementError."""
@@ -190,6 +221,12 @@ class Experts(Layer):
             wanted = x.mesh.placement(Rows.WORLD)
             raise PlacementError(f"{self.path} needs {wanted}, but {x.origin} is {x.placement}")
         return value
+
+
+def _live(x: Hidden) -> Tensor:
+    """int32 `[1]`: how many of the rows are tokens."""
+    rows, device = x.value.shape[0], x.value.device
+    return x.live if x.live is not None else torch.full((1,), rows, dtype=torch.int32, device=device)
 
 
 def _expert_sources(

@@ -154,6 +154,22 @@ def _sort_pairs(
         tl.store(order + rest, tl.zeros([BLOCK_M], tl.int32) + pairs, mask=rest < end)
 
 
+def choose(
+    logits: Tensor, k: int, renormalise: bool, live: Tensor, first: int = 0, held: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(weight float32 `[T, k]`, expert int32 `[T, k]`): as `route` chooses."""
+    rows, experts = logits.shape
+    weight = logits.new_empty(rows, k, dtype=torch.float32)
+    expert = logits.new_empty(rows, k, dtype=torch.int32)
+    if rows:
+        _route[(triton.cdiv(rows, 4),)](
+            logits, live, weight, expert, rows, logits.stride(0), E=experts, BLOCK_E=triton.next_power_of_2(experts),
+            K=k, BLOCK_K=triton.next_power_of_2(k), RENORMALISE=renormalise, FIRST=first,
+            HELD=experts - first if held is None else held, BLOCK_T=4, num_warps=4,
+        )  # fmt: skip
+    return weight, expert
+
+
 def route(
     logits: Tensor, k: int, renormalise: bool, live: Tensor, tile_rows: int, first: int = 0, held: int | None = None
 ) -> Routing:
@@ -165,14 +181,7 @@ def route(
     """
     rows, experts = logits.shape
     held = experts - first if held is None else held
-    weight = logits.new_empty(rows, k, dtype=torch.float32)
-    expert = logits.new_empty(rows, k, dtype=torch.int32)
-    if rows:
-        _route[(triton.cdiv(rows, 4),)](
-            logits, live, weight, expert, rows, logits.stride(0), E=experts, BLOCK_E=triton.next_power_of_2(experts),
-            K=k, BLOCK_K=triton.next_power_of_2(k), RENORMALISE=renormalise, FIRST=first, HELD=held, BLOCK_T=4,
-            num_warps=4,
-        )  # fmt: skip
+    weight, expert = choose(logits, k, renormalise, live, first, held)
     if rows * k * 4 <= experts:
         return Routing(weight, expert, tile_rows, None, None)
     return sort_pairs(weight, expert, held, tile_rows)

@@ -145,6 +145,7 @@ BAD = [
     (["plan", "--transport", "peer", "--max-bytes", "1000", "--tokens", "1"], "give it max_bytes=1024"),
     (["plan", "--transport", "shm", "--cost", "h200x4"], "h200x4 has no times of shm, only of peer, torchdist/nccl"),
     (["plan", "--layout", "1x3"], "do not divide over"),
+    (["plan", "--experts", "dispatch"], "add --transport peer"),
     (["plan", "--tokens", "few"], "are not whole numbers"),
     (["eval", "--questions", "0"], "questions is 0"),
     (["serve", "--attn-dp", "2", "--ep", "3"], "both must be the number of ranks"),
@@ -185,6 +186,13 @@ def test_plan_shows_what_it_saves_and_by_whose_times() -> None:
         saved = re.search(r"saving: (\d+)% of the predicted time", out)
         assert saved and (int(saved[1]) >= 20 or "4x4" in arguments)
         assert max(map(len, out.splitlines())) <= 80
+
+
+def test_plan_shows_the_form_of_experts() -> None:
+    _, out, _ = weft_here("plan", "--layout", "4x1", "--transport", "shm", "--tokens", "64", "--experts", "dispatch")
+    assert "post_attention_layernorm  × 4  by dispatch" in out and "combine: all_to_allv world" in out
+    [both] = json.loads(weft_here("plan", "--layout", "4x1", "--transport", "shm", "--tokens", "64", "--json")[1])
+    assert both["plan"]["us"] == pytest.approx(min(both["experts"]["gather_us"], both["experts"]["dispatch_us"]))
 
 
 def test_a_larger_limit_lets_a_plan_through() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine.test_engine import config
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.executor import ProcessExecutor, ThreadExecutor
+from weft.engine.startup import check_plans, read_model
 from weft.models.config import ModelError
 from weft.place.spec import LayoutError
 
@@ -129,3 +131,22 @@ def test_a_cost_table_without_an_edge_that_a_step_needs(model_dir: Path, tmp_pat
     with pytest.raises(AssertionError, match="ranks were to be started"):
         fused = ["all_reduce+all_gatherv", "reduce_scatterv+all_reduce"]
         Engine(config(**layout, cost=table(kinds + fused)))
+
+
+@pytest.mark.parametrize("permute_us, settled", [(0.01, "auto"), (1e6, "gather")])
+def test_experts_gather_unless_some_step_is_quicker_by_dispatch(
+    model_dir: Path, tmp_path: Path, permute_us: float, settled: str
+) -> None:
+    """A shared expert is then not to be whole on every rank; what is asked for stays."""
+    kinds = ("all_gatherv", "all_reduce", "reduce_scatterv", "all_to_allv")
+    rows = [
+        {"kind": kind, "ranks": 4, "world": 4, "bytes": 1, "us": permute_us if kind == "all_to_allv" else 100.0}
+        for kind in kinds
+    ]
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"transports": {"reference": rows}, "local": [[1, 0.01]], "epilogue": [[1, 0.01]]}))
+    asked = config(model_dir, attn_dp=4, ep=4, cost=str(table))
+    assert check_plans(asked, read_model(asked)).experts == settled
+    for experts in ("gather", "dispatch"):
+        forced = replace(asked, experts=experts)
+        assert check_plans(forced, read_model(forced)) == forced

@@ -13,6 +13,7 @@ from weft.comm.rows import PaddedRows
 from weft.engine.exchange_times import exchange_times
 from weft.place.cost import Offer, costs
 from weft.place.edges import legal_edges
+from weft.place.experts import Dispatch
 from weft.place.plan import Chain, Planner, Read
 from weft.place.spec import Mesh, Rows
 from weft.stream import Stats, StepTimes, step_key
@@ -121,3 +122,29 @@ def test_each_exchange_is_timed_once_with_full_tensors(live: bool) -> None:
         assert residual in (None, (6, 8))
     assert {bool(residual) for *_, residual in transport.calls} == {step.op == "finish" for _, step, _ in moves}
     assert exchange_times(plan, {}, rows, like, timer) == {}
+
+
+def test_rows_sent_to_experts_are_timed_as_many_as_are_expected() -> None:
+    """Of six own rows a rank: with one expert a row, half of them go to each of two ranks."""
+    own = MESH.placement(Rows.OWN)
+    reads = (Read("norm", own, (own,), Dispatch(experts=8, k=1)),)
+    offers = [Offer("peer", KINDS | {"all_to_allv"}, frozenset(), costs("h100-nvlink").of("peer", 2))]
+    made, given = Planner(MESH, Chain(reads, 8, 2), offers), []
+
+    class Permutes(Recorder):
+        def exchange(self, x: Any, exchange: Any, group: Any, sizes: Any, epilogue: Any = None) -> Any:
+            given.append((tuple(x.shape), sizes))
+            return x
+
+    rows = PaddedRows(MESH, 1, 6, CPU)
+    found = exchange_times(made.plan((6, 6)), {"peer": Permutes(True)}, rows, torch.zeros(1, 8).bfloat16(), _once)  # type: ignore[dict-item]
+    assert len(found) == 3
+    (counts, one), (sent, there), (back, again) = given
+    assert counts == (2, 1) and one == (1,) * 4
+    assert sent == (12, 8 + 4) and back == (12, 8), "room for every row, with eight bytes more for its expert"
+    assert there.capacity == again.capacity == (6,) * 4 and there.live.tolist() == again.live.tolist() == [3] * 4
+
+
+def _once(call: Any) -> float:
+    call()
+    return 1.0

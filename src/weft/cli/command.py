@@ -74,8 +74,8 @@ class Layout:
     split_vocabulary: Literal["off", "on", "auto"] = "off"
     """on: embedding and head are split over --attn-tp too; auto: on GPUs, where decode steps are quicker by it."""
     experts: Literal["auto", "gather", "dispatch"] = "auto"
-    """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back, on CPUs; auto:
-    whichever costs less, for which shared experts are whole on every rank."""
+    """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back (on GPUs with
+    --transport peer); auto: on CPUs whichever costs less. Where a step dispatches, shared experts are whole on all."""
     cuda_graphs: bool = True
     """Whether decode steps on GPUs are captured."""
     cpu_bind: str | None = None

@@ -73,7 +73,7 @@ class Command:
     """replicate: each of them makes the queries of all, where they would gather them."""
     experts: Literal["auto", "gather", "dispatch"] = "auto"
     """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back; auto: on CPUs
-    whichever costs less, and from where dispatch pays; on GPUs gather, as dispatch is not there yet."""
+    whichever costs less, and from where dispatch pays; on GPUs gather, as dispatch has not run there yet."""
     split_vocabulary: bool = False
     """Embedding and head are split over ATTN_TP: also says what decode steps save by it."""
     tokens: str = "1,64,4096"
@@ -109,9 +109,11 @@ class Command:
         ]
         config = load_config(model_dir(self.model, self.preset), registry(self.plugins))
         gpus = bool(set(names) & set(ON_GPUS))
-        if gpus and self.experts == "dispatch":
-            raise LayoutError(f"experts by dispatch are for ranks on CPUs yet, not {' and '.join(names)}")
-        forms: Forms = "gather" if gpus else self.experts
+        if gpus and self.experts == "dispatch" and names != ("peer",):
+            raise LayoutError(
+                "experts by dispatch on GPUs count rows on the device: add --transport peer, or leave it out"
+            )
+        forms: Forms = "gather" if gpus and self.experts == "auto" else self.experts
         replicates, split = self.dcp_query == "replicate", self.split_vocabulary
         config = replace(config, replicate_queries=replicates, experts=forms, split_vocabulary=split)
         planner = plan_model(config, mesh, config.dtype, offers)

@@ -14,7 +14,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.runner import trace
 from weft.models.config import ModelConfig
 from weft.place.experts import listed_bytes
-from weft.place.plan import bucket
+from weft.place.plan import Chain, bucket
 from weft.place.spec import LayoutError
 
 
@@ -61,17 +61,20 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     """
     ledger, group = Ledger(), trace_group(config.mesh)
     chain = trace(model, config.mesh, dtype, ledger.empty, group)
-    reads = [read for form in chain.forms for read in form]
-    deltas = max(ledger.most, *(len(read.deltas) for read in reads))
-    (most,) = bucket((config.max_batch_tokens,))
-    rows = most * config.attn_dp
-    listed = max((listed_bytes(read.dispatch.k) for read in reads if read.dispatch), default=0)
-    row_bytes = chain.width * chain.element_bytes
-    sent = -(-most // config.attn_tp) * config.mesh.world * (row_bytes + listed) if listed else 0
+    deltas = max(ledger.most, *(len(read.deltas) for form in chain.forms for read in form))
+    rows, sent = sum(bucket((config.max_batch_tokens,) * config.attn_dp)), sent_bytes(config, chain)
     merges = () if group is None else group.merge.merges
     merged = max((merge.room(bucket((config.max_running,))[0], config.dcp) for merge in merges), default=0)
-    value = max(rows * row_bytes, merged, gathered_logits(config, model), sent)
+    value = max(rows * chain.width * chain.element_bytes, merged, gathered_logits(config, model), sent)
     return ArenaNeed(blocks=4 + deltas + (4 if merged else 0) + (4 if sent else 0), block_bytes=2 * value)
+
+
+def sent_bytes(config: EngineConfig, chain: Chain) -> int:
+    """What a rank sends to experts at most: each of its own rows, with its lists, to every rank; 0 where none go."""
+    routed = [read.dispatch.k for form in chain.forms for read in form if read.dispatch]
+    own = -(-bucket((config.max_batch_tokens,))[0] // config.attn_tp)
+    row = chain.width * chain.element_bytes + listed_bytes(max(routed, default=0))
+    return own * config.mesh.world * row if routed else 0
 
 
 def gathered_logits(config: EngineConfig, model: ModelConfig) -> int:

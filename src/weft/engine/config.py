@@ -66,8 +66,8 @@ class EngineConfig:
     split_vocabulary on: embedding and head are split over attn_tp; of rows that take their best token, or draw by
     temperature alone, only each rank's best travels, of the others all logits. auto: on GPUs, where decode steps are
     predicted to be quicker by it.
-    experts: the form in which mixtures of experts take rows (`weft.place.experts`): gather, dispatch (on CPUs), or
-    auto: on CPUs whichever costs less, step by step, for which each rank holds shared experts whole.
+    experts: the form in which mixtures of experts take rows (`weft.place.experts`): gather, dispatch (on GPUs over
+    peer alone), or auto: on CPUs whichever costs less, step by step. Where a step dispatches, shared experts are whole.
     device: cuda (a GPU a rank), cpu, or auto: GPUs where there are as many as ranks. cuda_graphs: steps in which every
     sequence has one row replay a captured graph.
     transport: of processes: shm (shared memory) and gloo on CPUs, peer (peer memory) and nccl on GPUs, or auto: both,

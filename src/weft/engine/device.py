@@ -14,7 +14,6 @@ from weft.comm.shm import MAX_RANKS, ShmTransport
 from weft.comm.torchdist import offers as torchdist_offers
 from weft.engine.config import EngineConfig
 from weft.place.exchange import Exchange
-from weft.place.experts import Forms
 from weft.place.spec import LayoutError
 
 Offers = Callable[[Exchange, bool], bool]
@@ -51,11 +50,6 @@ def dtype_of(config: EngineConfig) -> torch.dtype:
     if config.dtype == "auto":
         return torch.bfloat16 if on_gpus(config) else torch.float32
     return DTYPES[config.dtype]
-
-
-def forms_of(config: EngineConfig) -> Forms:
-    """The forms in which experts may take rows: on GPUs they gather, as a dispatch there would wait for the host."""
-    return "gather" if on_gpus(config) else config.experts
 
 
 def carriers(config: EngineConfig) -> dict[str, Offers]:

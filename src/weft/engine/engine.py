@@ -58,7 +58,7 @@ class Engine:
             self.language = Language(load_tokenizer(config), config.tokenizer, vocabulary, eos)
             self.tokenizer = self.language.tokenizer
             self.max_model_len = context_tokens(config, self.model_config)
-            check_plans(config, self.model_config)
+            self._executor.config = check_plans(config, self.model_config)
             self._executor.start(progress)
         except BaseException:
             self._executor.close(grace_s=0)

@@ -7,14 +7,16 @@ of a replay. Every rank does the same, so that all enter an exchange together: t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from weft.comm.rows import PaddedRows
-from weft.comm.transport import Epilogue, Transport
+from weft.comm.transport import Epilogue, LiveSizes, Transport
 from weft.place.edges import Edge
 from weft.place.plan import Plan
+from weft.place.spec import Rows
 from weft.stream import StepKey, step_key
 
 CALLS, REPLAYS = 10, 3
@@ -63,7 +65,23 @@ def exchange_times(
 
 def _call(edge: Edge, transport: Transport, rows: PaddedRows, like: Tensor, normed: bool) -> Callable[[], Tensor]:
     width = like.shape[1]
+    if edge.load is not None:
+        return _permute(edge, transport, rows, like)
     x = like.new_zeros(rows.room(edge.src.rows), width)
     residual, weight = like.new_zeros(rows.room(edge.dst.rows), width), like.new_ones(width)
     epilogue = Epilogue(residual, weight, 1e-6) if normed else None
     return lambda: rows.carry(edge, x, transport, epilogue)
+
+
+def _permute(edge: Edge, transport: Transport, rows: PaddedRows, like: Tensor) -> Callable[[], Tensor]:
+    """With as many rows for each rank as are to be expected of full tensors."""
+    assert edge.exchange is not None and edge.load is not None
+    world, exchange = tuple(range(rows.mesh.world)), cast(Callable[..., Tensor], transport.exchange)
+    own = tuple(rows.mesh.row_count(Rows.OWN, rank, rows.capacity) for rank in world)
+    if not edge.load.most_row_bytes:  # counts
+        return lambda: exchange(like.new_zeros(len(world), 1), edge.exchange, world, (1,) * len(world) ** 2)
+    share = edge.load.row_bytes / edge.load.most_row_bytes
+    live = [round(n * share) for n in (*(own[rows.rank] for _ in world), *own)]
+    sizes = LiveSizes(tuple(n for n in own for _ in world), torch.tensor(live, dtype=torch.int32, device=like.device))
+    x = like.new_zeros(len(world) * own[rows.rank], edge.load.most_row_bytes // like.element_size())
+    return lambda: exchange(x, edge.exchange, world, sizes)

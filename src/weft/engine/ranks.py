@@ -12,10 +12,10 @@ from weft.comm.reference import ReferenceWorld
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
-from weft.engine.arena import arena_need, available_bytes, check_memory, gathered_logits
+from weft.engine.arena import arena_need, available_bytes, check_memory, gathered_logits, sent_bytes
 from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, device_of, dtype_of, on_gpus
-from weft.engine.runner import dealt_of
+from weft.engine.runner import dealt_of, trace
 from weft.place.cost import Costs, costs, host_table, read_tuning
 from weft.place.plan import bucket
 from weft.place.spec import LayoutError
@@ -78,6 +78,8 @@ def _open(name: str, config: EngineConfig, rank: int, directory: Path) -> Transp
         if (dealt := dealt_of(model, mesh, dtype)) is not None:  # a step's answers are merged in one call
             answers = bucket((min(config.max_running, config.max_batch_tokens),))[0]
             largest = max(largest, *(merge.room(answers, mesh.dcp) for merge in dealt.merges))
+        if config.experts == "dispatch":
+            largest = max(largest, sent_bytes(config, trace(model, mesh, dtype)))
         tuned = read_tuning(table, "peer_tuning", PeerTuning) if table else None
         device = device_of(config, rank)
         return PeerTransport(mesh, rank, directory / "peer", device, max_bytes=largest, tuning=tuned)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
-from weft.engine.device import carriers, dtype_of, forms_of, on_gpus
+from weft.engine.device import carriers, dtype_of, on_gpus
 from weft.engine.ranks import cost_model
 from weft.engine.runner import dealt_of, plan_model, split_steps
 from weft.models.checkpoint import tensor_files
@@ -68,44 +68,47 @@ def check_packages(config: EngineConfig) -> None:
 
 
 def settled(config: EngineConfig) -> EngineConfig:
-    """The same with what `auto` leaves to the planner settled: whether the vocabulary is split. Raises ModelError,
-    LayoutError.
+    """The same with what `auto` leaves to the planner settled: whether the vocabulary is split. Experts gather on GPUs;
+    on CPUs `check_plans` settles their form. Raises ModelError, LayoutError.
     """
+    if config.experts == "auto" and on_gpus(config):
+        config = replace(config, experts="gather")
     if config.split_vocabulary != "auto":
         return config
     if not on_gpus(config):
         return replace(config, split_vocabulary="off")
-    model, rows = replace(read_model(config), experts=forms_of(config)), [1, config.max_running]
+    model, rows = read_model(config), [1, config.max_running]
     steps = split_steps(model, config.mesh, dtype_of(config), _offers(config), rows)
     pays = bool(steps) and all(step.saved_us > 0 for step in steps)
     return replace(config, split_vocabulary="on" if pays else "off")
 
 
-def check_plans(config: EngineConfig, model: ModelConfig) -> None:
-    """Builds the model without weights and plans every step that may come.
+def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Builds the model without weights and plans every step that may come. Gives the configuration to start ranks with:
+    of the forms of experts that are open, both only where some step takes less time by dispatch.
 
     Raises ModelError for sizes of which no model can be; LayoutError where it does not divide over the
     layout, or the cost table lacks an edge that is needed.
     """
     check_packages(config)
-    if config.experts == "dispatch" and on_gpus(config):
-        raise LayoutError("experts by dispatch are for ranks on CPUs yet: leave --experts out, or --device cpu")
+    if config.experts == "dispatch" and on_gpus(config) and config.transport != "peer":
+        raise LayoutError("experts by dispatch on GPUs count rows on the device: add --transport peer, or leave it out")
     mesh, offers = config.mesh, _offers(config)
     try:
-        planner = plan_model(replace(model, experts=forms_of(config)), mesh, dtype_of(config), offers, config.plan)
+        planner = plan_model(model, mesh, dtype_of(config), offers, config.plan)
     except (LayoutError, PlacementError):
         raise
     except Exception as error:  # sizes that torch has no tensor for
         raise ModelError(f"no model can be built from {config.model / 'config.json'}: {_line(error)}") from error
     if (dealt := dealt_of(model, mesh, dtype_of(config))) is not None:
         dealt.exchange_us(1, offers, config.dcp_exchange)
-    rows = 1
+    rows, dispatches = 1, False
     while True:
         counts = (min(rows, config.max_batch_tokens),) * mesh.attn_dp
-        planner.plan(counts)
+        dispatches |= any(read.inside for read in planner.plan(counts).reads)
         planner.naive(counts)
         if rows >= config.max_batch_tokens:
-            return
+            return config if dispatches or config.experts != "auto" else replace(config, experts="gather")
         rows *= 2
 
 

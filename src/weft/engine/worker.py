@@ -5,14 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple
 
 import torch
 
 from weft.attention.caches import cached_layers
 from weft.comm.transport import CommError, Transport
 from weft.engine.config import EngineConfig
-from weft.engine.device import device_of, dtype_of, forms_of
+from weft.engine.device import device_of, dtype_of
 from weft.engine.memory import check_weights, groups_of, least_of, measure, sized
 from weft.engine.messages import (
     AskPlan,
@@ -59,8 +59,7 @@ class Worker:
                 shown = percent
                 send(Progress(self.rank, done, total))
 
-        model_config = replace(config.read_model(), experts=forms_of(config))
-        dtype, empty = dtype_of(config), transports[0].empty
+        model_config, dtype, empty = config.read_model(), dtype_of(config), transports[0].empty
         device = device_of(config, self.rank)
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:

@@ -5,9 +5,11 @@ have `--context` tokens each and answer greedily without an end; the time betwee
 taken at the listener, once all of them answer. Prompts are read with answers of one token. Carriers are transports
 (auto, peer, nccl) or `naive`: the plan of all-reduces that every other is compared with, carried as auto. NCCL takes no
 row counts from device memory, so with several DP groups its steps cannot be captured: they run eagerly, and the row
-says so. Prints a line of JSON a measurement, and writes them all. What a step is made of, `weft profile` says.
+says so. Experts gather or dispatch (with carrier peer alone). Prints a line of JSON a measurement, and writes them all.
+What a step is made of, `weft profile` says.
 
     python benchmarks/gpu_decode.py --layouts 1x2,2x1 2x1,2x1 --batches 1 16 64 256 --carriers auto nccl naive
+    python benchmarks/gpu_decode.py --layouts 2x1,2x1 --batches 1 16 64 256 --carriers peer --experts gather dispatch
 """
 
 from __future__ import annotations
@@ -88,6 +90,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=["1x2,2x1"])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64])
     parser.add_argument("--carriers", nargs="+", default=["auto"], choices=["auto", "peer", "nccl", "naive"])
+    parser.add_argument("--experts", nargs="+", default=["auto"], choices=["auto", "gather", "dispatch"])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--prefill", type=int, default=0, help="prompts of the context's length to read; 0: none")
@@ -98,7 +101,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for shape, carrier in itertools.product(args.layouts, args.carriers):
+    for shape, carrier, experts in itertools.product(args.layouts, args.carriers, args.experts):
         began, sizes = time.perf_counter(), layout(shape)
         graphs = not (args.eager or args.device == "cpu" or (carrier == "nccl" and sizes["attn_dp"] > 1))
         most = max([*args.batches, args.prefill, 1])
@@ -109,6 +112,7 @@ def main() -> None:
             device=args.device,
             transport="auto" if carrier == "naive" else carrier,
             plan="naive" if carrier == "naive" else "cheapest",
+            experts=experts,
             cuda_graphs=graphs,
             overlap=not args.no_overlap,
             max_running=most,
@@ -120,7 +124,8 @@ def main() -> None:
         )
         try:
             with Engine(config) as engine:
-                case = {"layout": shape, "carrier": carrier, "graphs": graphs, "context": args.context}
+                case = {"layout": shape, "carrier": carrier, "experts": experts}
+                case |= {"graphs": graphs, "context": args.context}
                 case |= {"start_s": round(time.perf_counter() - began, 1)}
                 answer(engine, 2 * sizes["attn_dp"], 64, 12)  # warm
                 for turn in range(args.turns):

@@ -10,7 +10,7 @@ from weft.models.layers import Embedding, Layer, RMSNorm
 from weft.models.moe import SparseMoE
 from weft.models.rotary import Rotary
 from weft.models.routing import Routing
-from weft.stream import GROUP, WORLD
+from weft.stream import GROUP
 
 
 class DecoderLayer(Layer):
@@ -23,7 +23,7 @@ class DecoderLayer(Layer):
 
     def forward(self, stream, rotary, caches):
         stream.add(self.attention(stream.read(self.input_norm, rows=GROUP), rotary, caches))
-        stream.add(self.moe(stream.read(self.post_norm, rows=WORLD)))
+        stream.add(self.moe(stream.read(self.post_norm, rows=self.moe.takes)))
 
 
 class Tiny(Layer):

@@ -19,6 +19,7 @@ from weft.dcp.interleave import Interleave
 from weft.kv.cache import KVCache
 from weft.kv.spec import Latent
 from weft.place.cost import costs
+from weft.place.dcp import Prefill
 from weft.place.spec import Mesh
 
 Make = Callable[[KVCache, ContextGroup | None], Backend]
@@ -31,6 +32,7 @@ def run_dealt(
     deal: Interleave,
     way: Literal["ag_rs", "a2a", "fused"] = "fused",
     max_bytes: int | None = None,
+    prefill: Prefill = "gather",
 ) -> list[tuple[Tensor, Tensor]]:
     """Runs a step of a case whose pages hold `deal.span` tokens on every rank, with its heads and tokens alone.
 
@@ -43,7 +45,7 @@ def run_dealt(
 
     def rank_main(transport: ReferenceTransport) -> tuple[Tensor, Tensor]:
         offer = offer_of("reference", transport.offers, mesh, costs("cpu").of("reference", deal.ranks), max_bytes)
-        group = context_group(mesh, transport.rank, deal, {"reference": transport}, [offer], way)
+        group = context_group(mesh, transport.rank, deal, {"reference": transport}, [offer], way, prefill)
         assert group is not None
         cache = local_cache(case, deal, transport.rank)
         before = cache.keys.clone()

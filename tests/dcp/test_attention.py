@@ -34,7 +34,11 @@ def test_answers_of_every_length(deal: Interleave, spec: PagedKV | Latent) -> No
 @pytest.mark.parametrize("deal", DEALS, ids=str)
 @pytest.mark.parametrize("max_bytes", [None, 1500])
 def test_prompts_and_answers(deal: Interleave, spec: PagedKV | Latent, max_bytes: int | None) -> None:
-    """Chunks on top of what is cached, whole prompts, and answers between them; gathered at once or in pieces."""
-    spans = [(1, 12), (6, 2), (1, 0), (4, 0), (5, 31), (1, 30)]
+    """Chunks on top of what is cached, whole prompts, and answers between them; gathered or merged, at once or in
+    pieces.
+    """
+    spans = [(1, 12), (6, 2), (1, 0), (4, 0), (5, 31), (1, 30), (2, 0)]
     case = make_case(spans, seed=deal.ranks, page=deal.span, heads=deal.ranks, spec=spec)
     run_dealt(SDPA, case, spans, deal, max_bytes=max_bytes)
+    for way in ("ag_rs", "fused"):
+        run_dealt(SDPA, case, spans, deal, way, max_bytes, "merge")

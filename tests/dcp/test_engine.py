@@ -22,12 +22,13 @@ SHAPES = {
     "one head": ("qwen3", dict(num_key_value_heads=1)),
     "latent": ("deepseek_v2", {}),
 }
+MERGED, REPLICATED = dict(dcp_prefill="merge"), dict(dcp_query="replicate")
 CASES = [
-    ("two heads", "thread", dict(attn_tp=4, ep=2, moe_tp=2, dcp=2, dcp_exchange="ag_rs", dcp_query="replicate")),
-    ("two heads", "thread", dict(attn_dp=2, attn_tp=4, ep=8, dcp=2, dcp_interleave=1, dcp_exchange="a2a")),
-    ("one head", "thread", dict(attn_tp=4, moe_tp=4, dcp=4, dcp_interleave=2, dcp_exchange="fused")),
-    ("latent", "thread", dict(attn_tp=4, ep=4, dcp=4, dcp_exchange="a2a")),
-    ("latent", "thread", dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, dcp=2, dcp_interleave=1, dcp_query="replicate")),
+    ("two heads", "thread", dict(attn_tp=4, ep=2, moe_tp=2, dcp=2, dcp_exchange="ag_rs", **MERGED, **REPLICATED)),
+    ("two heads", "thread", dict(attn_dp=2, attn_tp=4, ep=8, dcp=2, dcp_interleave=1, dcp_prefill="gather")),
+    ("one head", "thread", dict(attn_tp=4, moe_tp=4, dcp=4, dcp_interleave=2, dcp_exchange="fused", **MERGED)),
+    ("latent", "thread", dict(attn_tp=4, ep=4, dcp=4, dcp_exchange="a2a", **MERGED)),
+    ("latent", "thread", dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, dcp=2, dcp_interleave=1, **REPLICATED)),
     ("latent", "process", dict(attn_dp=1, attn_tp=2, ep=2, moe_tp=1, dcp=2, dcp_interleave=2)),
 ]
 

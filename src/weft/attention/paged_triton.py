@@ -8,6 +8,7 @@ from torch import Tensor
 from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
 from weft.attention.batch import Batch, PageTables
 from weft.attention.sdpa import SDPA
+from weft.dcp.group import ContextGroup
 from weft.kernels.triton.decode_attention import decode_attention, latent_decode_attention
 from weft.kernels.triton.norm_rope_cache import latent_rope_cache, norm_rope_cache
 from weft.kernels.triton.prefill_attention import prefill_attention
@@ -24,10 +25,14 @@ class PagedTriton(SDPA):
             return super().plan(batch, tables)
         self._plan_single(tables.pages, self._begin_plan(batch, tables))
 
-    def _plan_prompts(self, pages: Tensor, prompts: list[tuple[int, int, int, int]]) -> None:
+    def _plan_prompts(
+        self, pages: Tensor, prompts: list[tuple[int, int, int, int]], group: ContextGroup | None
+    ) -> None:
         self._prompt_pages, self._prompt_page_size = pages.contiguous(), self.cache.page_size
-        if self._group is not None:  # what was gathered has pages of one token
-            where = self._plan_gather(self._group, pages, prompts)
+        if group is not None and self._prefill == "merge":
+            self._limits = group.lengths(self._limits)
+        elif group is not None:  # what was gathered has pages of one token
+            where = self._plan_gather(group, pages, prompts)
             self._prompt_pages = pages.new_zeros(len(pages), max(map(len, where)))
             for (*_, sequence), slots in zip(prompts, where, strict=True):
                 self._prompt_pages[sequence, : len(slots)] = slots

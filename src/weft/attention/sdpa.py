@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -11,6 +14,8 @@ from weft.attention.batch import Batch, PageTables
 from weft.dcp.group import ContextGroup
 from weft.kv.cache import KVCache
 from weft.kv.spec import Latent
+from weft.place.dcp import Prefill, Prompts
+from weft.place.merge import Merge
 
 
 class SDPA:
@@ -19,7 +24,8 @@ class SDPA:
     Sequences of one row are attended together, padded to the longest; the others one by one.
 
     group: where the ranks of a dcp group hold parts of the tokens. Rows of one a sequence then attend with all ranks'
-    heads over the tokens here, and are merged. For the others the tokens are gathered: a prompt's queries are more.
+    heads over the tokens here, and are merged. For the others either the tokens are gathered, or they are merged too:
+    see `weft.place.dcp.Prefill`.
     """
 
     def __init__(self, cache: KVCache, group: ContextGroup | None = None):
@@ -32,6 +38,7 @@ class SDPA:
         self._prefills: list[tuple[int, int, Tensor, Tensor]] = []  # first row, rows, where what they see lies, mask
         self._single: Tensor | None = None  # the rows of the sequences that have one; None: all rows
         self._gathered: tuple[Tensor, tuple[int, ...]] | None = None  # of prompts: slots here, tokens of each rank
+        self._prefill: Prefill | None = None  # chosen by the first layer, which knows how wide queries are
         return batch.lengths if group is None else group.lengths(batch.lengths)
 
     def plan(self, batch: Batch, tables: PageTables) -> None:
@@ -50,7 +57,9 @@ class SDPA:
                     prompts.append((first, count, context, sequence))
                 first += count
             if prompts:
-                self._plan_prompts(pages, prompts)
+                self._prompts = pages, prompts
+                if self._group is None:
+                    self._plan_prompts(pages, prompts, None)
             if self._group is not None:
                 longest = self._group.deal.most(longest)
             if len(rows) < first:
@@ -60,18 +69,48 @@ class SDPA:
             pages = pages[:, : -(-longest // page_size)]
         self._plan_single(pages, lengths)
 
-    def _plan_prompts(self, pages: Tensor, prompts: list[tuple[int, int, int, int]]) -> None:
-        """Of the sequences of several rows: (first row, rows, context, place among the page tables `pages`)."""
+    def _plan_prompts(
+        self, pages: Tensor, prompts: list[tuple[int, int, int, int]], group: ContextGroup | None
+    ) -> None:
+        """Of the sequences of several rows: (first row, rows, context, place among the page tables `pages`).
+
+        group: whose prompts attend in the form of `self._prefill`.
+        """
         window = self.cache.window
-        if self._group is None:
-            where = [self._first_slots(pages[at], context + count) for _, count, context, at in prompts]
+        if self._prefill == "gather" and group is not None:
+            where = self._plan_gather(group, pages, prompts)
         else:
-            where = self._plan_gather(self._group, pages, prompts)
+            where = [self._first_slots(pages[at], self._here(context + count)) for _, count, context, at in prompts]
         for (first, count, context, _), seen in zip(prompts, where, strict=True):
             begin = 0 if window is None else max(0, context - window + 1)
-            position = torch.arange(begin, context + count, device=pages.device)
-            mask = _sees(position, position[-count:, None], window)
+            row = torch.arange(context, context + count, device=pages.device)
+            if self._prefill == "merge" and group is not None:
+                row = group.lengths(row + 1) - 1
+            mask = _sees(torch.arange(begin, len(seen), device=pages.device), row[:, None], window)
             self._prefills.append((first, count, seen[begin:], mask))
+
+    def _here(self, tokens: int) -> int:
+        """How many of a sequence's first tokens lie here."""
+        return tokens if self._group is None else self._group.deal.length(tokens, self._group.place)
+
+    def _choose_prefill(self, group: ContextGroup, q: Tensor, absorbed: Absorbed | None, gathered: bool) -> None:
+        """How the step's prompts attend, and what that takes. Every rank of the group comes to the same."""
+        keys, values = self.cache.keys, self.cache.values
+        pages, prompts = self._prompts
+        heads, ranks = q.shape[1], group.deal.ranks
+        dim = values.shape[-1] if absorbed is None else absorbed.values.shape[1]
+        token = keys[0, 0].nbytes + (0 if isinstance(self.cache.spec, Latent) else values[0, 0].nbytes)
+        self._prefill = group.prefill(
+            Prompts(
+                ranks,
+                len(q),
+                sum(group.deal.most(context + count) for _, count, context, _ in prompts),
+                0 if gathered else q[0].nbytes,
+                token,
+                Merge(heads if gathered else heads * ranks, dim, q.element_size()),
+            )
+        )
+        self._plan_prompts(pages, prompts, group)
 
     def _plan_gather(
         self, group: ContextGroup, pages: Tensor, prompts: list[tuple[int, int, int, int]]
@@ -139,6 +178,10 @@ class SDPA:
     ) -> tuple[Tensor, Tensor | None]:
         if self._single is None:
             return self._merge_single(layer, q, scale, lse, absorbed, gathered)
+        if self._group is not None and self._prefill is None:
+            self._choose_prefill(self._group, q, absorbed, gathered)
+        if self._prefill == "merge":
+            return self._merge(partial(self._attend_here, layer, scale), q, lse, absorbed, gathered)
         query, own = q, absorbed
         if self._group is not None:
             place, ranks = self._group.place, self._group.deal.ranks
@@ -163,6 +206,10 @@ class SDPA:
         """Of the sequences of several rows: fills their rows of out, and of the log-sum-exps where these are wanted."""
         for first, rows, slots, mask in self._prefills:
             at = slice(first, first + rows)
+            if not len(slots):  # all lie on other ranks
+                assert sums is not None
+                sums[at] = float("-inf")
+                continue
             seen = _rows(keys, slots[None])
             out[at] = _attend(q[None, at], seen, _rows(values, slots[None]), mask, scale)[0]
             if sums is not None:
@@ -185,18 +232,45 @@ class SDPA:
         self, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None, gathered: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Of the sequences of one row, whoever holds their tokens: q `[B, heads, D]`."""
+        lse_here = lse or self._group is not None
+
+        def attend(query: Tensor) -> tuple[Tensor, Tensor | None]:
+            return self._attend_single(layer, query, scale, lse_here)
+
+        return self._merge(attend, q, lse, absorbed, gathered)
+
+    def _merge(
+        self,
+        attend: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+        q: Tensor,
+        lse: bool,
+        absorbed: Absorbed | None,
+        gathered: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention whoever holds the tokens. attend: over those here, with the heads of all ranks."""
         group = self._group
         if group is not None and not gathered:
             q = group.heads(q)
         if absorbed is not None:
             q = absorbed.query(q)
-        out, sums = self._attend_single(layer, q, scale, lse or group is not None)
+        out, sums = attend(q)
         if absorbed is not None:
             out = absorbed.output(out)
         if group is not None:
             assert sums is not None
             out, sums = group.merge(out, sums)
         return out, sums if lse else None
+
+    def _attend_here(self, layer: int, scale: float, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Of all sequences, over the tokens that lie here."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        out, sums = q.new_empty(*q.shape[:2], values.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
+        self._attend_prompts(q, keys, values, scale, out, sums)
+        if self._single is not None and len(self._single):
+            one, total = self._attend_single(layer, q[self._single], scale, True)
+            assert total is not None
+            out[self._single], sums[self._single] = one, total
+        return out, sums
 
     def _attend_single(self, layer: int, q: Tensor, scale: float, lse: bool) -> tuple[Tensor, Tensor | None]:
         """Of the same, over the tokens that lie here."""

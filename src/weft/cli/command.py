@@ -55,6 +55,8 @@ class Layout:
     """Tokens in a row that one of them holds; left out, a page."""
     dcp_exchange: Literal["auto", "ag_rs", "a2a", "fused"] = "auto"
     """How their attention is merged; auto: whichever costs least."""
+    dcp_prefill: Literal["auto", "gather", "merge"] = "auto"
+    """Whether prompts gather the tokens that they see, or are merged as answers are; auto: whichever costs less."""
     dcp_query: Literal["gather", "replicate"] = "gather"
     """replicate: each of them makes the queries of all, from more weights, where they would gather them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -91,6 +93,7 @@ class Layout:
                 "dcp",
                 "dcp_interleave",
                 "dcp_exchange",
+                "dcp_prefill",
                 "dcp_query",
                 "device",
                 "transport",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from weft.dcp.interleave import Interleave
 from weft.dcp.merge import Merger, Merging, TraceMerger
 from weft.place import exchange
 from weft.place.cost import Offer
+from weft.place.dcp import Prefill, Prompts
 from weft.place.merge import plan_gather
 from weft.place.spec import Mesh
 
@@ -58,13 +59,14 @@ class Gatherer:
 class ContextGroup:
     """What attention needs where its tokens are dealt out over ranks. place: this rank's in the group.
 
-    Without rows neither gather nor merge communicates.
+    prefill: how a step's prompts attend, the same on every rank. Without rows neither gather nor merge communicates.
     """
 
     deal: Interleave
     place: int
     gather: Gathering
     merge: Merging
+    prefill: Callable[[Prompts], Prefill]
 
     def lengths(self, lengths: Tensor) -> Tensor:
         """How many tokens of sequences of these lengths lie here."""
@@ -88,16 +90,20 @@ def context_group(
     transports: Mapping[str, Transport],
     offers: Sequence[Offer],
     way: str = "auto",
+    prefill: Prefill | Literal["auto"] = "auto",
 ) -> ContextGroup | None:
-    """The rank's, by the transports' offers; way: to merge, as `Merger` takes it. None where no tokens are dealt out.
-
-    Raises LayoutError where nothing merges in this way.
+    """The rank's, by the transports' offers; way: to merge, as `Merger` takes it; prefill: auto, whichever is quicker
+    for a step. None where no tokens are dealt out.
     """
     if mesh.dcp == 1:
         return None
     group = mesh.peers("dcp", rank)
     merge = Merger(mesh, rank, transports, offers, way)
-    return ContextGroup(deal, group.index(rank), Gatherer(group, transports, offers), merge)
+
+    def choose(prompts: Prompts) -> Prefill:
+        return prompts.quickest(offers, way) if prefill == "auto" else prefill
+
+    return ContextGroup(deal, group.index(rank), Gatherer(group, transports, offers), merge, choose)
 
 
 class TraceGatherer:
@@ -124,4 +130,4 @@ def trace_group(mesh: Mesh) -> TraceGroup | None:
     """For a model's trace on a mesh; None where no tokens are dealt out."""
     if mesh.dcp == 1:
         return None
-    return TraceGroup(Interleave(mesh.dcp, 1, 1), 0, TraceGatherer(), TraceMerger(mesh.dcp))
+    return TraceGroup(Interleave(mesh.dcp, 1, 1), 0, TraceGatherer(), TraceMerger(mesh.dcp), lambda prompts: "gather")

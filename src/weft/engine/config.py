@@ -51,6 +51,7 @@ class EngineConfig:
     attn_dp, attn_tp, ep, moe_tp: the layout (`weft.place.spec.Mesh`). dtype auto: float32 on CPUs, bfloat16 on GPUs.
     dcp: neighbouring ranks of attn_tp among which the cached tokens are dealt out (decode context parallelism),
     dcp_interleave at a time (None: a page). dcp_exchange: how their attention is merged (`weft.place.merge`).
+    dcp_prefill: how prompts attend (`weft.place.dcp.Prefill`; auto: whichever is quicker for a step).
     dcp_query: whether they gather their queries, or each makes those of all, which takes weights instead of time.
     page_size: tokens a page of the key-value cache. kv_tokens: its size on a rank: a DP group holds dcp times as many;
     None: KV_TOKENS on CPUs, and on GPUs what fits. gpu_memory_fraction: of a GPU, what may be used in all then.
@@ -89,6 +90,7 @@ class EngineConfig:
     dcp: int = 1
     dcp_interleave: int | None = None
     dcp_exchange: Literal["auto", "ag_rs", "a2a", "fused"] = "auto"
+    dcp_prefill: Literal["auto", "gather", "merge"] = "auto"
     dcp_query: Literal["gather", "replicate"] = "gather"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     page_size: int = 16

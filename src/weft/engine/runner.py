@@ -6,6 +6,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from weft.models.layers import Workspace, torch_empty
 from weft.models.load import build_model
 from weft.place.cost import Costs, Offer
 from weft.place.cost import costs as load_costs
-from weft.place.dcp import Dealt
+from weft.place.dcp import Dealt, Prefill
 from weft.place.plan import Chain, Choice, Counts, Plan, Planner
 from weft.place.show import plan_text
 from weft.place.spec import LayoutError, Mesh
@@ -106,7 +107,9 @@ def dealt_of(config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> Dealt | Non
     kept = sum(2 * spec.heads * spec.dim for spec in caches if isinstance(spec, PagedKV))
     latent = sum(spec.width for spec in caches if isinstance(spec, Latent))
     size = dtype.itemsize
-    return Dealt(mesh.dcp, group.gather.rows, group.merge.merges, kept * size, latent * size)
+    tokens = Counter(2 * spec.heads * spec.dim * size for spec in caches if isinstance(spec, PagedKV))
+    tokens += Counter(spec.width * size for spec in caches if isinstance(spec, Latent))
+    return Dealt(mesh.dcp, group.gather.rows, group.merge.merges, tokens, kept * size, latent * size)
 
 
 def split_steps(
@@ -128,7 +131,8 @@ class ModelRunner:
 
     transports: the planner chooses among them, edge by edge, by the costs (`weft.place.cost.costs`). groups,
     page_size: of the caches, which are allocated here once. interleave: under decode context parallelism, tokens in a
-    row that one rank holds (None: a page); dcp_exchange: how attention is merged (`weft.dcp.merge.Merger`).
+    row that one rank holds (None: a page); dcp_exchange: how attention is merged (`weft.dcp.merge.Merger`);
+    dcp_prefill: how prompts attend (`weft.place.dcp.Prefill`).
     timed_every: how many steps pass from one whose collectives are timed to the next.
     """
 
@@ -146,6 +150,7 @@ class ModelRunner:
         *,
         interleave: int | None = None,
         dcp_exchange: str = "auto",
+        dcp_prefill: Prefill | Literal["auto"] = "auto",
         plan: Choice = "cheapest",
     ):
         config, weight = model.config, model.embed.weight
@@ -159,7 +164,7 @@ class ModelRunner:
         self.planner = plan_model(config, mesh, weight.dtype, offers, plan)
         self.vocabulary = self._split(self.transports, offers)
         deal = Interleave(mesh.dcp, interleave or page_size, page_size)
-        dealt = context_group(mesh, rank, deal, self.transports, offers, dcp_exchange)
+        dealt = context_group(mesh, rank, deal, self.transports, offers, dcp_exchange, dcp_prefill)
         self.rules, self._page_size = [group.rule for group in groups], deal.span
         layers, device = cached_layers(model), weight.device
         if device.type == "cuda":

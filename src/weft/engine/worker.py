@@ -82,6 +82,7 @@ class Worker:
                 costs,
                 interleave=config.dcp_interleave,
                 dcp_exchange=config.dcp_exchange,
+                dcp_prefill=config.dcp_prefill,
                 plan=config.plan,
             )
 

@@ -7,20 +7,66 @@ tokens is another gain, which this does not weigh: more sequences run at once, o
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypeVar
 
 from weft.place.cost import Offer
 from weft.place.merge import Merge, MergePlan, plan_gather, plan_merge
 from weft.place.show import columns, size_text
+from weft.place.spec import LayoutError
+
+T = TypeVar("T")
+Prefill = Literal["gather", "merge"]
+"""How prompts attend: a rank gathers the tokens that they see, and attends with its own heads; or it attends with the
+heads of all over its own tokens, as answers do, and the parts are merged."""
 
 KEYS_SHARE, LATENT_SHARE = 0.6, 0.3
 """Of the memory's bandwidth, what decode attention reaches that reads keys and values, and latent vectors (one H200:
 benchmarks/results/gpu_kernels_h200_2026-11-22.json)."""
 PROBE_BYTES = 1 << 26
 """Between so many bytes and twice as many, local work takes the bandwidth's time and nothing else."""
+MOST_TOKENS = 1 << 24
+"""No sequence is thought to be longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What a layer's attention exchanges in a step with prompts, over `ranks` ranks.
+
+    rows: of the step. seen: of the tokens that its prompts see, the most that a rank holds. query_bytes: of a row's
+    queries on a rank; 0: each makes those of all. token_bytes: of a cached token. merge: of the outputs.
+    """
+
+    ranks: int
+    rows: int
+    seen: int
+    query_bytes: int
+    token_bytes: int
+    merge: Merge
+
+    def us(self, form: Prefill, offers: Sequence[Offer], way: str = "auto") -> float:
+        """Predicted time of the exchanges, and of what is copied for them. Raises LayoutError where there is no way."""
+        if form == "gather":
+            gathered = plan_gather(self.token_bytes, self.ranks, self.seen, offers).us
+            return gathered + offers[0].cost.local_us(2 * self.token_bytes * self.seen)
+        us = plan_merge(self.merge, self.ranks, self.rows, offers, way).us
+        if self.query_bytes:
+            us += plan_gather(self.query_bytes, self.ranks, self.rows, offers).us
+            us += offers[0].cost.local_us(2 * self.query_bytes * self.rows * self.ranks)
+        return us
+
+    def quickest(self, offers: Sequence[Offer], way: str = "auto") -> Prefill:
+        """The form that takes less; the one that there is where the other has no way. way: to merge."""
+        return "merge" if self._or_never("merge", offers, way) < self._or_never("gather", offers, way) else "gather"
+
+    def _or_never(self, form: Prefill, offers: Sequence[Offer], way: str) -> float:
+        try:
+            return self.us(form, offers, way)
+        except LayoutError:
+            return math.inf
 
 
 @dataclass(frozen=True)
@@ -28,12 +74,14 @@ class Dealt:
     """What a decode step of one sequence does where tokens are dealt out over `ranks` ranks, all layers together.
 
     queries: of how many layers a row's queries take so many bytes on a rank. merges: of how many layers attention is
-    merged so. kept_bytes, latent_bytes: of a cached token, in caches of keys and values, and of latent vectors.
+    merged so. tokens: of how many layers a cached token takes so many bytes. kept_bytes, latent_bytes: of a cached
+    token, in caches of keys and values, and of latent vectors.
     """
 
     ranks: int
     queries: Mapping[int, int]
     merges: Mapping[Merge, int]
+    tokens: Mapping[int, int]
     kept_bytes: int
     latent_bytes: int
 
@@ -56,6 +104,21 @@ class Dealt:
         """From how many tokens on in each of so many sequences a step is quicker with dcp than without."""
         return math.ceil(self.exchange_us(batch, offers, way) / (self.saved_us(offers) * batch))
 
+    def merges_from(self, rows: int, offers: Sequence[Offer]) -> int | None:
+        """On top of how many cached tokens a prompt's next `rows` are merged instead of gathering what they see; None:
+        of no number. By the layers that there are most of.
+        """
+        query, token, merge = _usual(self.queries), _usual(self.tokens), _usual(self.merges)
+        if merge is None or token is None:
+            return None
+        asked = Prompts(self.ranks, rows, 0, query or 0, token, merge)
+
+        def merges(cached: int) -> bool:
+            return replace(asked, seen=-(-(cached + rows) // self.ranks)).quickest(offers) == "merge"
+
+        found = bisect.bisect_left(range(MOST_TOKENS), True, key=merges)
+        return found if found < MOST_TOKENS else None
+
     def merge_plans(self, batch: int, offers: Sequence[Offer], way: str = "auto") -> list[tuple[int, Merge, MergePlan]]:
         """How each merge of so many sequences goes, with the layers that do it. Raises LayoutError as `plan_merge`."""
         planned = [(merge, plan_merge(merge, self.ranks, batch, offers, way)) for merge in self.merges]
@@ -66,15 +129,26 @@ class Dealt:
         return plan_gather(row_bytes, self.ranks, rows, offers).us + offers[0].cost.local_us(gathered)
 
 
+def _usual(found: Mapping[T, int]) -> T | None:
+    """What there is most of."""
+    return max(found, key=lambda each: found[each], default=None)
+
+
 def dcp_dict(dealt: Dealt, batch: int, offers: Sequence[Offer]) -> dict[str, Any]:
     """For so many sequences: tokens of each from which on dcp pays, and the step's exchanges in µs; null for none.
 
     merges: how attention is merged, layers of equal shape together; bytes: that a rank receives in one.
+    prompt_merges_from: on top of how many cached tokens as many rows of a prompt are merged; null for no number.
     """
     if not batch:
-        return {"pays_from": None, "us": None, "merges": []}
+        return {"pays_from": None, "us": None, "merges": [], "prompt_merges_from": None}
     merges = [{"layers": n} | asdict(merge) | asdict(plan) for n, merge, plan in dealt.merge_plans(batch, offers)]
-    return {"pays_from": dealt.pays_from(batch, offers), "us": dealt.exchange_us(batch, offers), "merges": merges}
+    return {
+        "pays_from": dealt.pays_from(batch, offers),
+        "us": dealt.exchange_us(batch, offers),
+        "merges": merges,
+        "prompt_merges_from": dealt.merges_from(batch, offers),
+    }
 
 
 def dcp_text(dealt: Dealt, batches: Sequence[int], offers: Sequence[Offer]) -> str:
@@ -87,11 +161,16 @@ def dcp_text(dealt: Dealt, batches: Sequence[int], offers: Sequence[Offer]) -> s
         for layers, merge, plan in dealt.merge_plans(n, offers):
             what = f"  {n:,} × {merge.heads} heads × {merge.dim}, {layers} layers"
             merges.append((what, f"{plan.way} on {plan.transport}", size_text(plan.bytes), f"{plan.us:,.1f} µs"))
+    prompts = [("  rows of a prompt", "what they see is gathered, but merged on top of")]
+    for n in filter(None, batches):
+        cached = dealt.merges_from(n, offers)
+        prompts.append((f"  {n:,}", "no number of tokens" if cached is None else f"{cached:,} tokens or more"))
     ranks = dealt.ranks
     return "\n".join(
         [
             f"dcp={ranks}: the cache of a DP group holds {ranks} × as many tokens; a step of one is quicker",
             *columns(rows),
             *columns(merges),
+            *columns(prompts),
         ]
     )

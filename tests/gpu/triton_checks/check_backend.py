@@ -83,7 +83,9 @@ def check_dealt_tokens(spec: PagedKV | Latent, device: torch.device) -> None:
     case = on(device, padded(make_case(DECODE, seed=4, page=deal.span, spec=spec), 6))
     run_dealt(OneAtATime, case, DECODE, deal)
     spans = [(1, 12), (6, 2), (1, 0)]
-    run_dealt(OneAtATime, on(device, make_case(spans, seed=3, page=deal.span, spec=spec)), spans, deal)
+    for prefill in ("gather", "merge"):
+        case = on(device, make_case(spans, seed=3, page=deal.span, spec=spec))
+        run_dealt(OneAtATime, case, spans, deal, prefill=prefill)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -215,9 +215,10 @@ def watched(model: Any, texts: Tensor) -> tuple[Tensor, Tensor]:
     return logits, torch.stack(chosen).unflatten(0, (len(texts), -1)).transpose(0, 1)
 
 
-def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors that a model reads, and their shapes as they are stored."""
-    model = load_config(directory).build(Builder(Mesh(), 0, torch.bfloat16, torch.device("meta")))
+def stored_shapes(directory: Path, num_layers: int | None = None) -> dict[str, tuple[int, ...]]:
+    """The tensors that a model, or its first so many layers, reads, and their shapes as they are stored."""
+    config = load_config(directory, num_layers=num_layers)
+    model = config.build(Builder(Mesh(), 0, torch.bfloat16, torch.device("meta")))
     layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
     every = [source for layer in layers for found in layer.sources.values() for source in found]
     return {source.name: source.stored()[0] for source in every}

@@ -84,6 +84,7 @@ PUBLISHED = {
     "deepseek-v2": 235.74,
     "deepseek-v2-lite": 15.71,
     "deepseek-v3": 671.03,
+    "glm-4.5-air": 106.85,
     "gpt-oss-20b": 20.91,
     "gpt-oss-120b": 116.83,
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from weft.models import deepseek, gpt_oss, qwen, qwen35, step
+from weft.models import deepseek, glm, gpt_oss, qwen, qwen35, step
 from weft.models.config import Fields, ModelConfig, ModelError
 
 Registry = Mapping[str, Callable[[Fields], ModelConfig]]
@@ -29,6 +29,7 @@ FAMILIES: Registry = MappingProxyType(
         "step3p5": step.read,
         "qwen3_5_moe": qwen35.read,
         "gpt_oss": gpt_oss.read,
+        "glm4_moe": glm.read,
     }
 )
 

@@ -1,0 +1,187 @@
+"""GLM-4.5 against transformers' implementation, its checkpoints, its plans, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+from engine.conftest import byte_tokenizer, greedy_answers
+from engine.test_engine import GREEDY, LAYOUTS, config, prompts
+from models.layouts import MESHES, check, nearness, planned, stored_shapes
+from weft.assets import preset_dir
+from weft.engine.engine import Engine
+from weft.models.config import ModelError
+from weft.models.registry import read_config
+from weft.place.spec import Mesh
+
+
+def small_config(**changes: Any) -> dict[str, Any]:
+    """Every feature of both sizes; divides over eight ranks, with fewer key heads than ranks."""
+    values = dict(
+        architectures=["Glm4MoeForCausalLM"],
+        model_type="glm4_moe",
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=8,
+        attention_bias=True,
+        use_qk_norm=True,
+        partial_rotary_factor=0.5,
+        rope_theta=1e4,
+        max_position_embeddings=64,
+        first_k_dense_replace=1,
+        n_routed_experts=16,
+        n_shared_experts=2,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=3,
+        moe_intermediate_size=8,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+        num_nextn_predict_layers=1,
+        rms_norm_eps=1e-5,
+        hidden_act="silu",
+        eos_token_id=0,
+        tie_word_embeddings=False,
+        torch_dtype="float32",
+    )
+    return values | changes
+
+
+class Glm(nn.Module):
+    """transformers' model, every weight random."""
+
+    def __init__(self, values: dict[str, Any], seed: int = 0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.whole = Glm4MoeForCausalLM(Glm4MoeConfig.from_dict(dict(values))).eval()
+        with torch.no_grad():
+            for name, weight in self.whole.named_parameters():
+                if "norm" in name:
+                    weight.uniform_(0.5, 1.5)
+                else:
+                    weight.normal_(0, 0.5 if weight.dim() == 1 else 1.2 / weight.shape[-1] ** 0.5)
+            for name, weight in self.whole.named_buffers():
+                if name.endswith("correction_bias"):
+                    weight.uniform_(-0.5, 0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of one sequence, `[tokens, vocabulary]`."""
+        return self.whole(input_ids=tokens[None], use_cache=False).logits[0]
+
+    def published(self) -> dict[str, Tensor]:
+        """The weights by the names of the published index, where no experts are stacked or fused."""
+        tensors: dict[str, Tensor] = {}
+        for name, weight in self.whole.state_dict().items():
+            head, _, end = name.rpartition(".")
+            if not head.endswith(".experts"):
+                tensors[name] = weight
+                continue
+            for e, expert in enumerate(weight):
+                parts = dict(zip(("gate", "up"), expert.chunk(2), strict=True)) if end[0] == "g" else {"down": expert}
+                tensors |= {f"{head}.{e}.{part}_proj.weight": half.contiguous() for part, half in parts.items()}
+        return tensors
+
+
+def small_glm(directory: Path, seed: int = 0, **changes: Any) -> Glm:
+    """A random model, saved into the directory as transformers saves it."""
+    model = Glm(small_config(**changes), seed)
+    model.whole.save_pretrained(directory)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Glm]:
+    directory = tmp_path_factory.mktemp("glm")
+    return directory, small_glm(directory)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_logits_are_transformers(saved: tuple[Path, Glm], mesh: Mesh) -> None:
+    check(saved[0], mesh, saved[1], 61)
+
+
+def test_other_configs(tmp_path: Path) -> None:
+    """As Air: neither norms of heads nor groups; all of a head turned, no biases."""
+    changes = dict(use_qk_norm=False, n_group=1, attention_bias=False, partial_rotary_factor=1.0)
+    check(tmp_path, Mesh(1, 2, 2, 1), small_glm(tmp_path, **changes), 61)
+
+
+def test_bfloat16_is_as_near_to_the_truth_as_transformers(tmp_path: Path) -> None:
+    ours, theirs = nearness(Glm(small_config(), 1), small_config(), tmp_path)
+    assert ours <= 1.25 * theirs
+
+
+def test_greedy_tokens_are_transformers(tmp_path: Path) -> None:
+    model = small_glm(tmp_path, seed=3, vocab_size=257, max_position_embeddings=256)
+    byte_tokenizer(tmp_path)
+    asked = prompts()[:3]
+    wanted = greedy_answers(lambda tokens: model(tokens)[-1], asked, GREEDY.max_tokens)
+    with Engine(config(tmp_path, **LAYOUTS["1x4"])) as engine:
+        assert [r.token_ids for r in engine.generate(asked, GREEDY)] == wanted
+
+
+def test_every_published_tensor_is_read_and_no_other(saved: tuple[Path, Glm]) -> None:
+    stored = {name: tuple(t.shape) for name, t in load_file(saved[0] / "model.safetensors").items()}
+    assert stored_shapes(saved[0]) == stored
+
+
+PUBLISHED = {
+    "model.embed_tokens.weight": (151552, 4096),
+    "lm_head.weight": (151552, 4096),
+    "model.norm.weight": (4096,),
+    "model.layers.0.self_attn.q_proj.weight": (12288, 4096),
+    "model.layers.0.self_attn.q_proj.bias": (12288,),
+    "model.layers.0.self_attn.k_proj.bias": (1024,),
+    "model.layers.0.self_attn.o_proj.weight": (4096, 12288),
+    "model.layers.0.mlp.down_proj.weight": (4096, 10944),
+    "model.layers.1.mlp.gate.weight": (128, 4096),
+    "model.layers.1.mlp.gate.e_score_correction_bias": (128,),
+    "model.layers.1.mlp.experts.127.gate_proj.weight": (1408, 4096),
+    "model.layers.1.mlp.experts.127.down_proj.weight": (4096, 1408),
+    "model.layers.1.mlp.shared_experts.up_proj.weight": (1408, 4096),
+}
+"""Names and shapes in the published index of GLM-4.5-Air."""
+
+
+def test_the_preset_is_what_is_published() -> None:
+    found = stored_shapes(preset_dir("glm-4.5-air"), num_layers=2)
+    assert found.items() >= PUBLISHED.items() and not any("o_proj.bias" in name or "q_norm" in name for name in found)
+
+
+# Collectives of 46 layers on four ranks, eight tokens in each DP group: two sums a layer, dense or sparse.
+PLANS = {
+    Mesh(1, 4, 4, 1): {
+        "model.layers.*.input_layernorm all_reduce world finish": 45,
+        "model.layers.*.post_attention_layernorm all_reduce world finish": 46,
+        "model.norm all_reduce world finish": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("mesh", PLANS, ids=str)
+def test_plans(mesh: Mesh) -> None:
+    assert planned("glm-4.5-air", mesh) == PLANS[mesh]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
+        (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "rope type 'dynamic' is not supported"),
+        (dict(scoring_func="softmax"), r"'scoring_func' \(value 'softmax'\) is not understood"),
+        (dict(quantization_config=dict(quant_method="compressed-tensors")), "quantization_config .* is not supported"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(changes: dict, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_config(small_config(**changes))

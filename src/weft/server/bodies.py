@@ -24,9 +24,8 @@ B = TypeVar("B", bound=Body)
 SMALL = 4096
 """Bytes of a body that is read on the event loop: a thread would take longer to hear of it."""
 MOST_VALUES = 2**20
-"""Values in a body: the parser lets nothing else run, and this many take it about a tenth of a second."""
+"""Values in a body: the parser lets no other thread run until it has read them all."""
 STRING_OR_COMMA = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|,', re.DOTALL)
-
 IS_JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 
@@ -49,22 +48,25 @@ class JsonRoute(APIRoute):
             return super().get_route_handler()
         checked = TypeAdapter(get_type_hints(self.endpoint)["body"])
 
-        def read(data: bytes) -> Any:
+        def check(data: bytes) -> Any:
             value = decode(data)
             try:
                 return checked.validate_python(value)
             except ValidationError as error:
                 raise field_errors(error.errors(include_url=False), value) from error
 
-        async def handle(request: Request) -> Response:
-            if not IS_JSON.match(request.headers.get("content-type", "")):  # which browsers send after asking alone
+        async def read(request: Request) -> Any:
+            if not IS_JSON.match(request.headers.get("content-type", "")):  # browsers ask before they send it elsewhere
                 raise ApiError(400, NO_OBJECT)
+            data = b"".join([piece async for piece in request.stream()])
+            request.state.small = len(data) <= SMALL
+            return check(data) if request.state.small else await run_in_threadpool(check, data)
+
+        async def handle(request: Request) -> Response:
             try:
-                data = b"".join([piece async for piece in request.stream()])
+                body = await read(request)
             except ClientDisconnect:
                 return Response(status_code=499)  # nobody reads this
-            request.state.small = len(data) <= SMALL
-            body = read(data) if request.state.small else await run_in_threadpool(read, data)
             return await self.endpoint(body, request)
 
         return handle

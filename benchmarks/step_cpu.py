@@ -1,0 +1,172 @@
+"""CPU time that a decode step takes of the controller and of a rank, without the model: nothing is computed.
+
+The controller's loop runs as it is, with messages encoded and decoded, against ranks that answer at once with a token a
+row; a rank runs the steps that the controller sent, with graphs that do nothing when replayed. Sockets, the kernels'
+launches and what listeners do are left out. Both are the CPU time of one thread, the least over rounds, as all else
+that the machine does only adds to it. Prints a line of JSON for each number of sequences.
+
+    python benchmarks/step_cpu.py --sequences 1 16 64 256
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weft.comm.reference import ReferenceWorld
+from weft.comm.rows import PaddedRows
+from weft.engine import engine as engine_module
+from weft.engine import runner as runner_module
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.executor import Executor
+from weft.engine.graphs import DecodeGraphs
+from weft.engine.messages import Ran, Result, Step, decode_from_rank, decode_to_rank, encode
+from weft.engine.request import Output, SamplingParams
+from weft.engine.rows import DeviceRows
+from weft.engine.worker import Worker
+from weft.kv.spec import CacheGroup, Rule
+from weft.place.cost import costs
+
+ROUND = 100
+"""Steps that are timed together."""
+TOKEN = 70
+
+
+class InstantRanks(Executor):
+    """Ranks that answer with the same token for every row. rounds, own: CPU seconds of a step, and of their part."""
+
+    def __init__(self, config: EngineConfig, rounds: int):
+        super().__init__(config)
+        self.groups = (CacheGroup(Rule(), config.num_pages),)
+        self.sent: list[bytes] = []
+        self.rounds: list[float] = []
+        self.own: list[float] = []
+        self._most, self._steps, self._began = rounds, 0, 0.0
+        self.done = threading.Event()
+
+    def start(self, progress: Any = None, poll: Callable[[], None] = lambda: None) -> None:
+        self._results = [type(self._under_way)() for _ in range(self.mesh.world)]
+        self._answers: list[bytes] = []
+
+    def _tell_all(self, message: Any) -> None:
+        self.sent.append(encode(message))
+        if message.groups[0].chunks or message.groups[0].joins:
+            self._steps = 0
+        elif self._steps % ROUND:
+            self._steps += 1
+        else:  # the clock is a system call, and slow: it is asked twice a round
+            took = time.thread_time() - self._began
+            for _ in range(ROUND):
+                self._answers_to(message)
+            self.own.append((time.thread_time() - self._began - took) / ROUND)
+            if self._steps:
+                self.rounds.append(took / ROUND)
+            self._steps += 1
+            self._began = time.thread_time()
+            if len(self.rounds) == self._most:
+                self.done.set()
+        self._answers += self._answers_to(message)
+
+    def _answers_to(self, message: Step) -> list[bytes]:
+        answers = []
+        for rank in range(self.mesh.world):
+            group = self.mesh.group_of(rank)
+            leads = rank == self.mesh.leader(group)
+            ran = Ran(message.number, message.counts, 7, 9)
+            tokens = (TOKEN,) * len(message.groups[group].draws)
+            answers.append(encode(Result(rank, ran, tokens if leads else ())))
+        return answers
+
+    def _receive(self, timeout_s: float) -> Any:
+        return decode_from_rank(self._answers.pop(0))
+
+    def _launch(self, poll: Any) -> None: ...
+    def _stop_ranks(self, grace_s: float) -> None: ...
+    def _send(self, rank: int, message: Any) -> None: ...
+    def _dead(self, *, killed: bool = False) -> None: ...
+
+
+def controller(config: EngineConfig, sequences: int, rounds: int) -> tuple[float, list[bytes]]:
+    """Seconds a step, and the first messages that were sent."""
+    made: list[InstantRanks] = []
+
+    def make(given: EngineConfig) -> InstantRanks:
+        made.append(InstantRanks(given, rounds))
+        return made[0]
+
+    engine_module.make_executor = make  # type: ignore[assignment]
+    params = SamplingParams(max_tokens=config.max_model_len - 32, temperature=0.0, ignore_eos=True)
+
+    def listen(output: Output) -> None: ...
+
+    with Engine(config) as engine:
+        engine.submit_all([([5 + i % 200] * (9 + i % 7), params, listen) for i in range(sequences)])
+        assert made[0].done.wait(60), "too many rounds for the model's context"
+    return min(made[0].rounds) - min(made[0].own), made[0].sent[: 3 * ROUND]
+
+
+class NoGraph:
+    def replay(self) -> None: ...
+
+
+def no_capture(graphs: DecodeGraphs, progress: Any = None) -> None:
+    for capacity in graphs.capacities:
+        graphs._counts[capacity] = PaddedRows(graphs._mesh, graphs._rank, capacity, graphs._device)
+        logits = torch.zeros(capacity, graphs._model.config.vocab_size)
+        graphs._graphs[capacity] = (NoGraph(), logits)  # type: ignore[assignment]
+
+
+def rank(config: EngineConfig, sequences: int, messages: list[bytes]) -> float:
+    """Seconds a step, of the first thread alone."""
+    DecodeGraphs.capture = no_capture  # type: ignore[method-assign]
+    runner_module.exchange_times = lambda *_: {}  # type: ignore[assignment]
+    world = ReferenceWorld(config.mesh.world)
+    worker = Worker(config, [world.transports()[0]], costs("cpu"), lambda message: None)
+    worker.device_rows = DeviceRows(worker.table, -(-config.max_model_len // config.page_size))
+    worker.runner.capture(worker.device_rows)
+    worker.table.last_token.fill_(TOKEN)
+    times: list[float] = []
+    for message in messages:
+        began = time.thread_time()
+        step = decode_to_rank(message)
+        assert isinstance(step, Step)
+        if any(group.chunks for group in step.groups):  # a prompt's step: only its news count here
+            rows = step.groups[worker.mesh.group_of(worker.rank)]
+            worker.table.apply(rows)
+            worker.device_rows.apply(rows)
+            worker.table.advance(rows)
+            worker.device_rows.ran(worker.table, rows)
+            worker.table.last_token.fill_(TOKEN)
+            continue
+        worker.step(step)
+        if len(step.groups[0].answers) == sequences // config.attn_dp:
+            times.append(time.thread_time() - began)
+    return min(statistics.mean(times[i : i + ROUND]) for i in range(0, len(times) - ROUND + 1, ROUND))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--world", type=int, default=2, help="ranks of the controller, attn_tp")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    for sequences in asked.sequences:
+        shape = dict(max_running=sequences, max_model_len=1024, max_batch_tokens=8192, kv_tokens=sequences * 1088)
+        together = EngineConfig(executor="thread", attn_tp=asked.world, ep=asked.world, **shape)
+        taken, messages = controller(together, sequences, asked.rounds)
+        of_rank = rank(EngineConfig(executor="thread", **shape), sequences, messages)
+        line = dict(sequences=sequences, controller_us=round(1e6 * taken, 1), rank_us=round(1e6 * of_rank, 1))
+        print(json.dumps(line | {"bytes": statistics.median(map(len, messages))}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,8 +17,8 @@ from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Out, RowL
 from weft.models.rotary import RotaryTable
 from weft.models.source import Fused, Source
 
-CHUNK = 64
-"""Tokens whose corrections are solved for together."""
+CHUNK, CHUNKS = 64, 16
+"""Tokens whose corrections are solved for together, and how many such chunks are prepared at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ class GatedDeltaNet(Layer):
         beta = b.sigmoid().float().transpose(1, 2)
         decay = (-self.decay.exp() * F.softplus(a.float() + self.bias)).transpose(1, 2)
         seen = []
-        for i in range(0, rows, CHUNK):
-            at = slice(i, i + CHUNK)
+        for i in range(0, rows, CHUNK * CHUNKS):
+            at = slice(i, i + CHUNK * CHUNKS)
             part, state = delta_rule(
                 q[:, :, at] * h.key_dim**-0.5, k[:, :, at], v[:, :, at], decay[:, :, at], beta[:, :, at], state
             )
@@ -131,25 +131,36 @@ class GatedDeltaNet(Layer):
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The gated delta rule over a run of tokens at once: (out `[…, rows, V]`, the state after them).
+    """The gated delta rule over a run of tokens: (out `[…, rows, V]`, the state after them).
 
-    Token by token it is S ← exp(decay) S; S ← S + k (beta (v − Sᵀ k))ᵀ; out = Sᵀ q. The corrections of a run depend on
-    one another through a triangular system, which is solved here (the chunkwise form of arXiv 2406.06484, 2412.06464).
+    Token by token it is S ← exp(decay) S; S ← S + k (beta (v − Sᵀ k))ᵀ; out = Sᵀ q. The corrections of a chunk depend
+    on one another through a triangular system. Its inverse is found for all chunks at once; what is left to do chunk by
+    chunk are five products (the chunkwise form of arXiv 2406.06484, 2412.06464).
 
     q, k `[…, rows, K]`; v `[…, rows, V]`; decay (not above 0), beta `[…, rows]`; state `[…, K, V]`; all float32.
     """
+    rows = q.shape[-2]
+    size = min(CHUNK, rows)
+    chunks = -(-rows // size)
+    # Tokens that fill the last chunk change nothing: they do not decay, correct or ask.
+    q, k, v = (F.pad(x, (0, 0, 0, chunks * size - rows)).unflatten(-2, (chunks, size)) for x in (q, k, v))
+    decay, beta = (F.pad(x, (0, chunks * size - rows)).unflatten(-1, (chunks, size)) for x in (decay, beta))
     total = decay.cumsum(-1)
-    earlier = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
+    earlier = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     between = (total[..., :, None] - total[..., None, :]).masked_fill(~earlier, float("-inf")).exp()
-    since = total.exp()[..., None]
-    new = beta[..., None] * (v - since * (k @ state))
-    if q.shape[-2] > 1:
-        system = beta[..., None] * (k @ k.transpose(-1, -2)) * between  # its diagonal is not read: it counts as 1
-        new = torch.linalg.solve_triangular(system, new, upper=False, unitriangular=True)
-    out = since * (q @ state) + ((q @ k.transpose(-1, -2)) * between) @ new
-    last = total[..., -1:]
-    state = last[..., None].exp() * state + (k * (last - total)[..., None].exp()).transpose(-1, -2) @ new
-    return out, state
+    since, last = total.exp()[..., None], total[..., -1:]
+    system = beta[..., None] * (k @ k.transpose(-1, -2)) * between  # its diagonal is not read: it counts as 1
+    one = torch.eye(size, dtype=q.dtype, device=q.device).expand_as(system)
+    inverse = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True) if size > 1 else one
+    wanted, seen = beta[..., None] * v, (beta[..., None] * since) * k
+    inside, asked = (q @ k.transpose(-1, -2)) * between, since * q
+    kept, keep = (k * (last - total)[..., None].exp()).transpose(-1, -2), last[..., None].exp()
+    found = []
+    for i in range(chunks):
+        new = inverse[..., i, :, :] @ (wanted[..., i, :, :] - seen[..., i, :, :] @ state)
+        found.append(asked[..., i, :, :] @ state + inside[..., i, :, :] @ new)
+        state = keep[..., i, :, :] * state + kept[..., i, :, :] @ new
+    return torch.cat(found, dim=-2)[..., :rows, :], state
 
 
 def together(spans: tuple[tuple[int, int], ...] | None, rows: int) -> list[tuple[slice, slice, int]]:

@@ -24,7 +24,6 @@ from engine.test_families import PLUGIN, small_hybrid
 from engine.test_hybrids import SIZES
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
-from models.stepfun import small_step
 from weft.comm.rows import PaddedRows
 from weft.engine import runner, sampler
 from weft.engine.config import EngineError
@@ -129,7 +128,6 @@ FEW_HEADS = dict(
 """The interpreter takes long for each."""
 FAMILIES: dict[str, Callable[[Path], Any]] = {
     "latents, windows, states": small_hybrid,
-    "windows": lambda directory: small_step(directory, seed=3, **SIZES),
     "windows and sinks": lambda directory: small_gpt_oss(directory, seed=3, **SIZES),
     "gated delta rule": lambda directory: small_qwen35(directory, seed=3, **SIZES | FEW_HEADS),
 }
@@ -140,16 +138,16 @@ def check_caches_of_every_kind(family: str, captured: list[int], tmp_path: Path)
     """Prompts are cut at pages' borders, where states are kept for others; the second time they go on from there."""
     FAMILIES[family](tmp_path)
     byte_tokenizer(tmp_path)
-    options = dict(plugins=(PLUGIN,))
+    options, asked, params = dict(plugins=(PLUGIN,)), FEW[1:], replace(PLAIN, max_tokens=4)
     with Engine(config(tmp_path, cuda_graphs=False, **options)) as engine:
-        expected = [r.token_ids for r in engine.generate(FEW, PLAIN)]
-    assert len({t for tokens in expected for t in tokens}) > 10, "answers that hardly differ would show little"
+        expected = [r.token_ids for r in engine.generate(asked, params)]
+    assert len({t for tokens in expected for t in tokens}) > 6, "answers that hardly differ would show little"
     assert not captured
     with Engine(config(tmp_path, **options)) as engine:
-        cold, warm = engine.generate(FEW, PLAIN), engine.generate(FEW, PLAIN)
+        cold, warm = engine.generate(asked, params), engine.generate(asked, params)
         assert [r.token_ids for r in cold] == [r.token_ids for r in warm] == expected
         assert sum(r.cached_tokens for r in warm) > sum(r.cached_tokens for r in cold)
-        assert engine.generate(FEW[:1], PLAIN)[0].token_ids == expected[0]
+        assert engine.generate(asked[:1], params)[0].token_ids == expected[0]
         assert {1, 4} <= set(captured), "of several capacities"
         assert engine.stats().failures == 0
         engine.check_idle()

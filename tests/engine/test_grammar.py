@@ -126,11 +126,18 @@ def test_what_stays_in_the_text(keep: bool) -> None:
     outputs = [made.accept(TokenLogprob(token, None))[1]() for token in tokens]
     text = "".join(o.text for o in outputs)
     assert outputs[-1].finish_reason == "stop" and text == ("a stop b<|im_start|><|im_end|>" if keep else "a stop b")
-    made = prepare([5], SamplingParams(max_tokens=None, stop=("sto",), keep_stop=keep), print, 0, 400, LANGUAGE)
-    text = ""
-    for token in tokens:
-        output = made.accept(TokenLogprob(token, None))[1]()
-        text += output.text
-        if output.finish_reason:
-            break
-    assert text == ("a sto" if keep else "a ")
+    for params, wanted in (
+        (SamplingParams(max_tokens=None, stop=("sto",), keep_stop=keep), "a sto" if keep else "a "),
+        (
+            SamplingParams(max_tokens=None, stop=("op",), stop_after=("zzz",), keep_stop=keep),
+            "a stop" if keep else "a st",
+        ),
+        (SamplingParams(max_tokens=None, stop=("zzz",), stop_after=("sto",), keep_stop=keep), "a sto"),
+    ):
+        made, text = prepare([5], params, print, 0, 400, LANGUAGE), ""
+        for token in tokens:
+            output = made.accept(TokenLogprob(token, None))[1]()
+            text += output.text
+            if output.finish_reason:
+                break
+        assert text == wanted and output.stop_reason in (*params.stop, *params.stop_after)

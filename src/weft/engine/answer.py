@@ -46,7 +46,7 @@ class Answer:
         if sequence.max_tokens == 0:
             return True, partial(self._output, "", reason="length")
         sequence.tokens.append(drawn.token_id)
-        if sequence.params.stop or sequence.grammar:
+        if sequence.params.stop or sequence.params.stop_after or sequence.grammar:
             output = self._increment(drawn)
             return output.finish_reason is not None, lambda: output
         so_far = sequence.drawn
@@ -151,6 +151,5 @@ def prepare(
         allowed=bits(allowed, vocabulary) if allowed else b"",
         grammar=None if params.grammar is None else language.grammars.start(params.grammar),
     )
-    return Answer(
-        sequence, TextStream(language.tokenizer, params.stop, params.keep_stop, params.keep_special), language.ends
-    )
+    keep = params.keep_stop, params.keep_special
+    return Answer(sequence, TextStream(language.tokenizer, params.stop, *keep, params.stop_after), language.ends)

@@ -28,6 +28,7 @@ class SamplingParams:
     logit_bias: (token, what is added to its logit). bad_words: each as its tokens. allowed_token_ids: None for all.
     grammar: of llguidance, which the answer's text follows (`weft.engine.grammar`); min_tokens and bad_words do not
     count then. keep_stop: a stop string or token is a part of the text. keep_special: so are special tokens.
+    stop_after: strings that end the text and are a part of it in any case.
     """
 
     max_tokens: int | None = 16
@@ -51,6 +52,7 @@ class SamplingParams:
     grammar: str | None = None
     keep_stop: bool = False
     keep_special: bool = False
+    stop_after: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         rules = [
@@ -62,6 +64,7 @@ class SamplingParams:
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20"),
             (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "between 0 and 20"),
             (all(self.stop), "stop", "without empty strings"),
+            (all(self.stop_after), "stop_after", "without empty strings"),
             (0 <= self.min_p <= 1, "min_p", "between 0 and 1"),
             (-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2"),
             (-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2"),

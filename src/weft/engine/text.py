@@ -12,12 +12,20 @@ class TextStream:
     """The text of one answer. tokenizer: a transformers fast tokenizer.
 
     Text is handed out once it is final: an incomplete character waits for its other bytes, and an end that may become
-    a stop string waits until it is decided. keep_stop: the stop string is a part of the text. keep_special: so are
-    special tokens.
+    a stop string waits until it is decided. keep_stop: the stop string is a part of the text; those of stop_after
+    always are. keep_special: so are special tokens.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], keep_stop: bool = False, keep_special: bool = False):
-        self._tokenizer, self._stop, self._keep_stop = tokenizer, tuple(stop), keep_stop
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str],
+        keep_stop: bool = False,
+        keep_special: bool = False,
+        stop_after: Sequence[str] = (),
+    ):
+        self._tokenizer = tokenizer
+        self._stop = dict.fromkeys(stop, keep_stop) | dict.fromkeys(stop_after, True)  # whether it stays in the text
         self._skip = not keep_special
         self._decoder = DecodeStream(skip_special_tokens=self._skip)
         self._ids: list[int] = []  # that the decoder was given, and how much of their text it gave back
@@ -35,7 +43,7 @@ class TextStream:
         found = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
         if found:
             at, stop = min(found)
-            text, self._held = self._held[: at + len(stop) * self._keep_stop], ""
+            text, self._held = self._held[: at + len(stop) * self._stop[stop]], ""
             return text, stop
         return self._release(len(self._held) - self._undecided()), None
 

@@ -119,7 +119,7 @@ class Service:
             prompt_logprobs=body.prompt_logprobs,
         )
         if form and form.end and not body.parallel_tool_calls:
-            params = replace(params, stop=(*params.stop, form.end), keep_stop=True)
+            params = replace(params, stop_after=(form.end,))
         if form and not self.engine.language.special.isdisjoint(form.tokens):
             params = replace(params, keep_special=True)  # the parser finds the parts by them
         return params

@@ -72,12 +72,13 @@ def drive(
     run: Run,
     dtype: torch.dtype = torch.float32,
     split: bool = False,
+    float8: bool = False,
 ) -> dict[tuple[int, int], Tensor]:
     """Runs the sequences: a prompt of all but the last two tokens, in two chunks, then token by token, then a step
     without rows. Gives {(sequence, position): logits} of this rank's group.
     """
     torch.set_num_threads(1)
-    config = replace(load_config(directory), split_vocabulary=split)
+    config = replace(load_config(directory), split_vocabulary=split, float8=float8)
     model = load_model(directory, config, mesh, transport.rank, dtype)
     rules = list(dict.fromkeys(map(rule, cached_layers(model).values())))
     runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(r, PAGES) for r in rules], PAGE)

@@ -50,8 +50,24 @@ class Checkpoint:
             part = part.float() * self._scales(source.name, shape, take)
         return source.restore(part)
 
-    def _scales(self, name: str, shape: Shape, take: Slices) -> Tensor:
-        """One for each element of a slice."""
+    def has_scales(self, name: str) -> bool:
+        """Whether a weight is stored in FP8."""
+        return f"{name}_scale_inv" in self._files
+
+    def read_float8(self, source: Source, unit: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """What a source asks for, as it is stored: float8_e4m3fn, and a float32 scale for each (rows, columns) of unit.
+
+        unit divides the blocks and the places where the slice begins in them. Raises ModelError.
+        """
+        shape, take = source.stored()
+        part = self._slice(source.name, shape)[take]
+        if part.dtype != torch.float8_e4m3fn:
+            raise ModelError(f"{source.name} has scales, but is stored in {part.dtype}, not float8_e4m3fn")
+        scales = self._scales(source.name, shape, take, unit[1])
+        return source.restore(part), source.restore(scales)[..., :: unit[0], :]
+
+    def _scales(self, name: str, shape: Shape, take: Slices, columns: int = 1) -> Tensor:
+        """One for each row and run of so many columns of a slice."""
         if self._block is None:
             raise ModelError(f"{name} is stored in FP8, but config.json has no weight_block_size")
         blocks = tuple(-(-size // block) for size, block in zip(shape[-2:], self._block, strict=True))
@@ -59,9 +75,9 @@ class Checkpoint:
             slice(t.start // block, -(-t.stop // block)) for t, block in zip(take[-2:], self._block, strict=True)
         )
         scales: Tensor = self._slice(f"{name}_scale_inv", (*shape[:-2], *blocks))[(*take[:-2], *runs)].float()
-        for dim, block in zip((-2, -1), self._block, strict=True):
-            within = take[dim].start % block
-            scales = scales.repeat_interleave(block, dim).narrow(dim, within, take[dim].stop - take[dim].start)
+        for dim, block, run in zip((-2, -1), self._block, (1, columns), strict=True):
+            at = torch.arange(take[dim].start, take[dim].stop, run)
+            scales = scales.index_select(dim, at // block - take[dim].start // block)
         return scales
 
     def _four_bits(self, name: str, shape: Shape, take: Slices) -> Tensor:

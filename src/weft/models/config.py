@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -73,10 +74,20 @@ class Fields:
 
 @dataclass(frozen=True)
 class Storage:
-    """How a checkpoint may store weights, as `weft.models.checkpoint.Checkpoint` takes it."""
+    """How a checkpoint may store weights, as `weft.models.checkpoint.Checkpoint` takes it.
+
+    plain: modules whose weights are not in FP8, as config.json lists them: names, parts of names between dots, or
+    patterns with `*`.
+    """
 
     float8_block: tuple[int, int] | None = None
     mxfp4: bool = False
+    plain: tuple[str, ...] = ()
+
+    def in_float8(self, name: str) -> bool:
+        """Whether products with the weight may be computed in FP8: 128 × 128 blocks, and not listed as plain."""
+        module = f".{name.removesuffix('.weight')}."
+        return self.float8_block == (128, 128) and not any(fnmatchcase(module, f"*.{p}.*") for p in self.plain)
 
 
 @dataclass(frozen=True)
@@ -85,10 +96,11 @@ class ModelConfig(ABC):
 
     family: the model type that the registry knows it by. Widths in elements. max_position: tokens of a sequence, at
     most. dtype: the checkpoint's. rope: what turns queries and keys, where a layer says nothing else. storage: of the
-    weights; they are computed with dequantised. norms_less_one: norms store their weights' difference from one. prefix:
+    weights. norms_less_one: norms store their weights' difference from one. prefix:
     of the decoder's weights. split_vocabulary, replicate_queries: the layout's choices, not config.json's: embedding
     and head are split over attn_tp by tokens of the vocabulary; each rank of a dcp group makes the queries of all.
-    experts, too: the forms in which mixtures of experts may take their rows (`weft.place.experts`).
+    experts, too: the forms in which mixtures of experts may take their rows (`weft.place.experts`). float8: products
+    with weights that are stored in FP8 are computed in it (`weft.models.float8`); else they are dequantised.
     """
 
     norms_less_one: ClassVar[bool] = False
@@ -110,6 +122,7 @@ class ModelConfig(ABC):
     split_vocabulary: bool = field(default=False, kw_only=True)
     replicate_queries: bool = field(default=False, kw_only=True)
     experts: Forms = field(default="gather", kw_only=True)
+    float8: bool = field(default=False, kw_only=True)
 
     @abstractmethod
     def build(self, b: Builder) -> Decoder:
@@ -157,7 +170,8 @@ def common_fields(
 
 def _storage(fields: Fields) -> Storage:
     given = dict(fields.get("quantization_config", {}))
-    ignored = ("modules_to_not_convert", "ignored_layers")  # each tensor's own dtype says whether it was
+    ignored = ("modules_to_not_convert", "ignored_layers")
+    plain = tuple(str(name) for field in ignored for name in given.get(field) or ())
     rest = {name: value for name, value in given.items() if name not in ignored and value is not None}
     if not rest:
         return Storage()
@@ -170,7 +184,7 @@ def _storage(fields: Fields) -> Storage:
             f"quantization_config {given} is not supported; supported: quant_method mxfp4, or fp8 with fmt e4m3, a "
             "weight_block_size and dynamic activations"
         )
-    return Storage(float8_block=(block[0], block[1]))
+    return Storage(float8_block=(block[0], block[1]), plain=plain)
 
 
 def rope_of(parameters: Mapping[str, Any], dim: int, max_position: int, interleaved: bool = False) -> Rope:

@@ -12,8 +12,9 @@ No layer communicates. A layer that is fed another placement raises PlacementErr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.hidden import Hidden
+from weft.kernels.float8 import FLOAT8, Weight
 from weft.kernels.plain import rms_norm
+from weft.models.float8 import product, unit_of
 from weft.models.source import LessOne, Source, View
 from weft.place.experts import Forms
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
@@ -44,7 +47,8 @@ class Builder:
 
     queries: so many neighbours each make the queries of all their heads, for attention over tokens that are dealt out.
     hollow: weights have their shapes and take no memory, for a run on zero rows.
-    experts: the forms in which a mixture of experts may take its rows.
+    experts: the forms in which a mixture of experts may take its rows. float8: whether products with the weight of a
+    name are computed in FP8; None: none are.
     """
 
     mesh: Mesh
@@ -55,6 +59,7 @@ class Builder:
     queries: int = 1
     hollow: bool = False
     experts: Forms = "gather"
+    float8: Callable[[str], bool] | None = None
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An unfilled weight, of the model's dtype unless said."""
@@ -85,24 +90,50 @@ class Builder:
 
 
 class Layer(nn.Module):
-    """A module with a qualified name and, for each of its weights, the sources that fill it."""
+    """A module with a qualified name and, for each of its weights, the sources that fill it.
+
+    units: of the weights that are in FP8, the (rows, columns) that share a scale of `{name}_scales`.
+    """
 
     def __init__(self, path: str):
         super().__init__()
         self.path = path
         self.sources: dict[str, list[Source]] = {}
+        self.units: dict[str, tuple[int, int]] = {}
+
+    def declare(self, b: Builder, name: str, shape: tuple[int, ...], sources: list[Source]) -> None:
+        """An unfilled weight; with its scales in FP8, where that is asked for of all sources. Raises LayoutError."""
+        self.sources[name] = sources
+        if b.float8 is None or not all(b.float8(source.name) for source in sources):
+            self.register_parameter(name, b.empty(*shape))
+            return
+        self.units[name] = rows, columns = unit_of(self.path, len(shape), sources)
+        self.register_parameter(name, b.empty(*shape, dtype=FLOAT8))
+        blocks = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
+        self.register_parameter(f"{name}_scales", b.empty(*blocks, dtype=torch.float32))
+
+    def declared(self, name: str) -> Tensor | Weight:
+        """The weight, as `weft.models.float8.product` takes it."""
+        weight, unit = self.get_parameter(name), self.units.get(name)
+        return weight if unit is None else Weight(weight, self.get_parameter(f"{name}_scales"), unit)
 
 
 class Linear(Layer):
-    """y = x Wᵀ, whole on every rank (routers, gates). x: complete `[rows, inputs]`; y: complete."""
+    """y = x Wᵀ, whole on every rank (routers, gates). x: complete `[rows, inputs]`; y: complete.
 
-    def __init__(self, b: Builder, path: str, inputs: int, outputs: int):
+    plain: never in FP8.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, b: Builder, path: str, inputs: int, outputs: int, plain: bool = False):
         super().__init__(path)
-        self.weight = b.empty(outputs, inputs)
-        self.sources["weight"] = [Source(f"{path}.weight", (outputs, inputs), (slice(None),))]
+        source = Source(f"{path}.weight", (outputs, inputs), (slice(None),))
+        self.declare(replace(b, float8=None) if plain else b, "weight", (outputs, inputs), [source])
 
     def forward(self, x: Hidden) -> Hidden:
-        return Hidden(F.linear(x.require_complete(self.path), self.weight), x.placement, x.mesh, self.path)
+        value = product(x.require_complete(self.path), self.declared("weight"))
+        return Hidden(value, x.placement, x.mesh, self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,26 +155,34 @@ class ColumnLinear(Layer):
     """Several outputs of one input in one product, each split over a group by features.
 
     x: complete `[rows, inputs]`; gives `[rows, sum(sizes)]`, the outputs side by side. Raises PlacementError where the
-    group's ranks hold different rows.
+    group's ranks hold different rows. Where some weights are in FP8 and others not, each run of either is a product.
     """
+
+    weight: nn.Parameter
 
     def __init__(self, b: Builder, path: str, inputs: int, outs: Sequence[Out], over: str, bias: bool = False):
         super().__init__(path)
         self.over = over
         shares = [b.share(o.name, o.features, over, o.unit, o.replicate, o.together) for o in outs]
         self.sizes = [s.stop - s.start for s in shares]
-        self.weight = b.empty(sum(self.sizes), inputs)
         self.bias = b.empty(sum(self.sizes)) if bias else None
-        self.sources["weight"] = []
         if bias:
             self.sources["bias"] = []
-        start = 0
-        for out, share, size in zip(outs, shares, self.sizes, strict=True):
-            at = (slice(start, start + size),)
-            self.sources["weight"].append(Source(f"{out.name}.weight", (out.features, inputs), (share,), at, out.views))
-            if bias:
-                self.sources["bias"].append(Source(f"{out.name}.bias", (out.features,), (share,), at, out.views))
-            start += size
+        self.products: list[tuple[str, slice]] = []
+        total = 0
+        held = zip(outs, shares, self.sizes, strict=True)
+        for _, run in groupby(held, lambda o: b.float8 is not None and b.float8(f"{o[0].name}.weight")):
+            start, sources = total, []
+            for out, share, size in run:
+                at = (slice(total - start, total - start + size),)
+                sources.append(Source(f"{out.name}.weight", (out.features, inputs), (share,), at, out.views))
+                if bias:
+                    to = (slice(total, total + size),)
+                    self.sources["bias"].append(Source(f"{out.name}.bias", (out.features,), (share,), to, out.views))
+                total += size
+            name = f"weight_{len(self.products)}" if self.products else "weight"
+            self.declare(b, name, (total - start, inputs), sources)
+            self.products.append((name, slice(start, total)))
 
     def forward(self, x: Hidden) -> Hidden:
         value = x.require_complete(self.path)
@@ -151,7 +190,15 @@ class ColumnLinear(Layer):
             placement = x.mesh.placement(x.placement.rows, split=self.over)
         except PlacementError as error:
             raise PlacementError(f"{self.path} reads {x.origin} {x.placement}: {error}") from None
-        return Hidden(F.linear(value, self.weight, self.bias), placement, x.mesh, self.path)
+        return Hidden(self._product(value), placement, x.mesh, self.path)
+
+    def _product(self, x: Tensor) -> Tensor:
+        if len(self.products) == 1 and not self.units:
+            return F.linear(x, self.weight, self.bias)
+        out = x.new_empty(x.shape[0], sum(self.sizes))
+        for name, columns in self.products:
+            product(x, self.declared(name), out[:, columns])
+        return out if self.bias is None else out.add_(self.bias)
 
 
 class RowLinear(Layer):
@@ -160,12 +207,14 @@ class RowLinear(Layer):
     A bias is added on the group's first rank only, so that the sum holds it once.
     """
 
+    weight: nn.Parameter
+
     def __init__(self, b: Builder, path: str, inputs: int, outputs: int, over: str, unit: int = 1, bias: bool = False):
         super().__init__(path)
         self.over, self.workspace = over, b.workspace
         share = b.share(path, inputs, over, unit)
-        self.weight = b.empty(outputs, share.stop - share.start)
-        self.sources["weight"] = [Source(f"{path}.weight", (outputs, inputs), (slice(None), share))]
+        source = Source(f"{path}.weight", (outputs, inputs), (slice(None), share))
+        self.declare(b, "weight", (outputs, share.stop - share.start), [source])
         self.bias = None
         if bias and share.start == 0:
             self.bias = b.empty(outputs)
@@ -177,8 +226,10 @@ class RowLinear(Layer):
             raise PlacementError(f"{self.path} needs {needs}, but {x.origin} is {x.placement}")
         placement = x.mesh.placement(x.placement.rows, owes=self.over)
         out = self.workspace(x.value.shape[0], self.weight.shape[0], like=x.value)
-        if self.bias is None:
-            torch.mm(x.value, self.weight.t(), out=out)
+        if self.bias is None or self.units:
+            product(x.value, self.declared("weight"), out)
+            if self.bias is not None:
+                out += self.bias
         else:
             torch.addmm(self.bias, x.value, self.weight.t(), out=out)
         return Hidden(out, placement, x.mesh, self.path)

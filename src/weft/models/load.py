@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from weft.kernels.float8 import LARGEST
 from weft.models.checkpoint import Checkpoint
 from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder
@@ -28,15 +29,18 @@ def build_model(
     device: torch.device,
     workspace: Workspace = torch_empty,
     hollow: bool = False,
+    in_float8: Callable[[str], bool] | None = None,
 ) -> Decoder:
     """The model of one rank with unfilled weights (none at all on the `meta` device).
 
     workspace: makes the tensors that the ranks will sum. hollow: weights take no memory, for a run on zero rows.
+    in_float8: which weights are stored in FP8, where products in it are asked for; left out, as config.json has it.
 
     Raises LayoutError where the model's heads, experts or features do not divide over the layout.
     """
     queries = mesh.dcp if config.replicate_queries else 1
-    return config.build(Builder(mesh, rank, dtype, device, workspace, queries, hollow, config.experts))
+    stored = (in_float8 or config.storage.in_float8) if config.float8 else None
+    return config.build(Builder(mesh, rank, dtype, device, workspace, queries, hollow, config.experts, stored))
 
 
 def load_model(
@@ -53,11 +57,21 @@ def load_model(
 
     Raises ModelError for missing or misshapen tensors, LayoutError as `build_model`.
     """
-    model = build_model(config, mesh, rank, dtype, torch.device(device), workspace)
-    jobs = list(_jobs(model))
     with Checkpoint(model_dir, config.storage.float8_block, config.storage.mxfp4) as checkpoint:
-        for done, (_, weight, source) in enumerate(jobs):
-            weight.data[source.at].copy_(checkpoint.read(source))
+
+        def in_float8(name: str) -> bool:
+            return config.storage.in_float8(name) and checkpoint.has_scales(name)
+
+        model = build_model(config, mesh, rank, dtype, torch.device(device), workspace, in_float8=in_float8)
+        jobs = list(_jobs(model))
+        for done, (layer, name, source) in enumerate(jobs):
+            weight = layer.get_parameter(name).data[source.at]
+            if name in layer.units:
+                values, scales = checkpoint.read_float8(source, layer.units[name])
+                weight.copy_(values)
+                _scales_of(layer, name, source).copy_(scales)
+            else:
+                weight.copy_(checkpoint.read(source))
             if progress:
                 progress(done + 1, len(jobs))
     return model
@@ -76,15 +90,19 @@ def dummy_model(
 
     A weight's value is a hash of its tensor's name and its place there, so that every layout, rank and device has
     parts of one and the same model, and no rank makes more than its part. Matrices are uniform with a standard
-    deviation of 1 / √inputs, other vectors within ± 0.1, the weights of norms 1. progress, workspace: as `load_model`.
+    deviation of 1 / √inputs, rounded where products are in FP8, other vectors within ± 0.1, the weights of norms 1.
+    progress, workspace: as `load_model`.
     Raises LayoutError as `build_model`.
     """
     model = build_model(config, mesh, rank, dtype, torch.device(device), workspace)
     jobs = list(_jobs(model))
-    for done, (layer, weight, source) in enumerate(jobs):
-        part = weight.data[source.at]
+    for done, (layer, name, source) in enumerate(jobs):
+        part = layer.get_parameter(name).data[source.at]
         if isinstance(layer, RMSNorm | HeadNorm):
             part.fill_(1.0)
+        elif name in layer.units:
+            _make_up(part, source, LARGEST)
+            _scales_of(layer, name, source).fill_(_bound(source) / LARGEST)
         else:
             _make_up(part, source)
         if progress:
@@ -92,19 +110,46 @@ def dummy_model(
     return model
 
 
-def _jobs(model: Layer) -> Iterator[tuple[Layer, torch.Tensor, Source]]:
-    """Every weight with a source of it."""
+def float8_says(model: Decoder) -> str:
+    """One line: the products that a model computes in FP8, and their bytes; empty where there are none."""
+    names, size = dict[str, None](), 0
+    for layer in model.modules():
+        for weight in layer.units if isinstance(layer, Layer) else ():
+            assert isinstance(layer, Layer)
+            size += layer.get_parameter(weight).numel()
+            names |= {s.name.removesuffix(".weight").rpartition(".")[2]: None for s in layer.sources[weight]}
+    if not names:
+        return ""
+    return f"products in FP8: {', '.join(names)} ({size / 1e9:.2f} GB a rank); other weights are dequantised"
+
+
+def _scales_of(layer: Layer, name: str, source: Source) -> torch.Tensor:
+    """Those of the part of a weight in FP8 that comes from a source."""
+    scales, rows = layer.get_parameter(f"{name}_scales").data, layer.units[name][0]
+    *before, last = (*source.at, *[slice(None)] * (scales.dim() - 1))[: scales.dim() - 1]
+    if isinstance(last, slice) and last.stop is not None:
+        last = slice((last.start or 0) // rows, -(-last.stop // rows))
+    return scales[(*before, last)]
+
+
+def _jobs(model: Layer) -> Iterator[tuple[Layer, str, Source]]:
+    """Every weight, by name, with a source of it."""
     for layer in model.modules():
         if isinstance(layer, Layer):
             for attribute, sources in layer.sources.items():
                 for source in sources:
-                    yield layer, getattr(layer, attribute), source
+                    yield layer, attribute, source
 
 
-def _make_up(part: torch.Tensor, source: Source) -> None:
-    """Fills a slice of a tensor with hashes of the whole tensor's indices."""
+def _bound(source: Source) -> float:
+    """The greatest magnitude of a made-up tensor's values."""
+    return float((3 / source.shape[-1]) ** 0.5) if len(source.shape) > 1 else 0.1
+
+
+def _make_up(part: torch.Tensor, source: Source, bound: float | None = None) -> None:
+    """Fills a slice of a tensor with hashes of the whole tensor's indices. bound: of values; left out, `_bound`."""
     width = source.shape[-1]
-    bound = (3 / width) ** 0.5 if len(source.shape) > 1 else 0.1
+    bound = _bound(source) if bound is None else bound
     name = f"{source.name}{source.views or ''}".encode()
     seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
     starts = [take.start for take in source.used]

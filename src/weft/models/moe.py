@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.hidden import Hidden
+from weft.kernels.float8 import Weight
+from weft.kernels.triton import plain
 from weft.models.layers import Builder, ColumnLinear, Layer, Linear, Out, RowLinear
 from weft.models.routing import Router, Routing
 from weft.models.source import Fused, Source, Stacked, Transposed
@@ -100,8 +102,12 @@ class Experts(Layer):
 
     x: complete `[T, width]`; probability `[T, k]` and expert int64 `[T, k]` from the router. form: as `Stored`; limit,
     alpha: see `gated`. bias: products have one; the last is added on the first rank of moe_tp only, so that the sum
-    holds it once. Building raises LayoutError where the split leaves sizes that grouped products do not take.
+    holds it once. Building raises LayoutError where the split leaves sizes that grouped products do not take. Both
+    products are in FP8, or none.
     """
+
+    gate_up: nn.Parameter
+    down: nn.Parameter
 
     def __init__(
         self,
@@ -126,9 +132,11 @@ class Experts(Layer):
             )
         self.first, self.workspace, self.limit, self.alpha = mine.start, b.workspace, limit, alpha
         self.experts = experts
-        self.gate_up = b.empty(mine.stop - mine.start, 2 * size, width)
-        self.down = b.empty(mine.stop - mine.start, width, size)
-        self.sources = _expert_sources(path, form, experts, width, inner, mine, cut)
+        found, held = _expert_sources(path, form, experts, width, inner, mine, cut), mine.stop - mine.start
+        if b.float8 is not None and not all(b.float8(s.name) for part in found.values() for s in part):
+            b = replace(b, float8=None)
+        self.declare(b, "gate_up", (held, 2 * size, width), found["gate_up"])
+        self.declare(b, "down", (held, width, size), found["down"])
         self.gate_up_bias = self.down_bias = None
         if bias:
             self.gate_up_bias = b.empty(mine.stop - mine.start, 2 * size)
@@ -146,8 +154,12 @@ class Experts(Layer):
     def _sum(self, x: Tensor, probability: Tensor, expert: Tensor) -> Tensor:
         """What this rank's experts make of rows."""
         out = self.workspace(*x.shape, like=x)
-        biases = (self.gate_up_bias, self.down_bias)
-        routed(x, probability, expert - self.first, self.gate_up, self.down, out, self.limit, self.alpha, *biases)
+        more = (self.limit, self.alpha, self.gate_up_bias, self.down_bias)
+        gate_up, down, expert = self.declared("gate_up"), self.declared("down"), expert - self.first
+        if isinstance(gate_up, Weight) or isinstance(down, Weight):
+            here = (expert >= 0) & (expert < self.gate_up.shape[0])
+            return out.copy_(plain.experts(x, probability, expert.where(here, -1), gate_up, down, *more))
+        routed(x, probability, expert, gate_up, down, out, *more)
         return out
 
     def on_gpu(self, x: Hidden, router: Router) -> Hidden:
@@ -161,7 +173,7 @@ class Experts(Layer):
             return self._dispatched(x, *self._choose_on_gpu(x, router), self._sum_on_gpu)
         value = self._world_rows(x)
         if router.routing.plain:
-            held, tile_rows = self.gate_up.shape[0], moe.tile_rows_of(value.shape[0])
+            held, tile_rows = self.gate_up.shape[0], moe.tile_rows_of(value.shape[0], bool(self.units))
             renormalise, live = router.routing.renormalise, _live(x)
             logits = router.logits(x)
             routing = route.route(logits, router.routing.k, renormalise, live, tile_rows, first=self.first, held=held)
@@ -187,7 +199,7 @@ class Experts(Layer):
         held = self.gate_up.shape[0]
         here = (expert >= self.first) & (expert < self.first + held)
         local = (expert - self.first).where(here, -1)
-        return self._sum_routed(x, route.sort_pairs(weight, local, held, moe.tile_rows_of(x.shape[0])))
+        return self._sum_routed(x, route.sort_pairs(weight, local, held, moe.tile_rows_of(x.shape[0], bool(self.units))))
 
     def _sum_routed(self, x: Tensor, routing: PairRouting) -> Tensor:
         from weft.kernels.triton import moe
@@ -196,8 +208,8 @@ class Experts(Layer):
         return moe.experts(
             x,
             routing,
-            self.gate_up,
-            self.down,
+            self.declared("gate_up"),
+            self.declared("down"),
             out,
             limit=self.limit,
             alpha=self.alpha,
@@ -348,7 +360,9 @@ class SparseMoE(FeedForward):
         self.takes = {"gather": (Rows.WORLD,), "dispatch": (Rows.OWN,), "auto": (Rows.WORLD, Rows.OWN)}[b.experts]
         mlp = GatedMLP if b.experts == "gather" or b.mesh.world == 1 else WholeMLP
         self.shared = mlp(b, f"{path}.{stored.shared}", width, shared, shared_limit) if shared else None
-        self.shared_gate = Linear(b, f"{path}.{stored.shared}_gate", width, 1) if shared and shared_gate else None
+        self.shared_gate = (
+            Linear(b, f"{path}.{stored.shared}_gate", width, 1, plain=True) if shared and shared_gate else None
+        )
 
     def forward(self, x: Hidden) -> Hidden:
         out = self.experts.on_gpu(x, self.router) if x.value.is_cuda else self.experts(x, *self.router.choose(x))

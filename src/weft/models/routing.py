@@ -63,7 +63,7 @@ class Router(Linear):
     """Scores every expert for each token, and chooses. bias: the name of the experts' biases, if it is another."""
 
     def __init__(self, b: Builder, path: str, width: int, experts: int, routing: Routing, bias: str = ""):
-        super().__init__(b, path, width, experts)
+        super().__init__(b, path, width, experts, plain=True)
         self.routing = routing
         self.bias = self.offset = None
         if routing.offset:

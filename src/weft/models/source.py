@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -13,7 +13,14 @@ Slices = tuple[slice, ...]
 
 
 class View(Protocol):
-    """One difference between a tensor as it is used and as it is stored."""
+    """One difference between a tensor as it is used and as it is stored.
+
+    unit: rows that begin at a multiple of it, and are no more, lie in the stored tensor as far behind a multiple of it,
+    one after another; 0: as many as there are.
+    """
+
+    @property
+    def unit(self) -> int: ...
 
     def stored(self, shape: Shape, take: Slices) -> tuple[Shape, Slices]:
         """The stored tensor's shape, and which of its slices holds what `take` asks of the used one."""
@@ -26,6 +33,8 @@ class View(Protocol):
 class Transposed:
     """Stored with its last two dimensions exchanged."""
 
+    unit: ClassVar[int] = 1
+
     def stored(self, shape: Shape, take: Slices) -> tuple[Shape, Slices]:
         return (*shape[:-2], shape[-1], shape[-2]), (*take[:-2], take[-1], take[-2])
 
@@ -37,6 +46,7 @@ class Transposed:
 class Stacked:
     """Stored with others of its shape, the index-th of `count`: all experts of a layer in one tensor."""
 
+    unit: ClassVar[int] = 0
     index: int
     count: int
 
@@ -58,6 +68,10 @@ class Fused:
     total: int
     step: int = 1
 
+    @property
+    def unit(self) -> int:
+        return self.start if self.step == 1 else 1
+
     def stored(self, shape: Shape, take: Slices) -> tuple[Shape, Slices]:
         first, last = (self.start + i * self.step for i in (take[0].start, take[0].stop - 1))
         return (self.total, *shape[1:]), (slice(first, max(first, last + 1)), *take[1:])
@@ -76,6 +90,10 @@ class PartOfHeads:
     count: int
     dim: int
 
+    @property
+    def unit(self) -> int:
+        return self.dim
+
     def stored(self, shape: Shape, take: Slices) -> tuple[Shape, Slices]:
         assert take[0].start % self.dim == take[0].stop % self.dim == 0, "a head is cut"
         rows = slice(take[0].start * self.count, take[0].stop * self.count)
@@ -88,6 +106,8 @@ class PartOfHeads:
 @dataclass(frozen=True, slots=True)
 class LessOne:
     """Stored as its difference from one: the weights of norms that training keeps near zero."""
+
+    unit: ClassVar[int] = 0
 
     def stored(self, shape: Shape, take: Slices) -> tuple[Shape, Slices]:
         return shape, take

@@ -1,0 +1,53 @@
+"""Weights that stay in FP8, as their checkpoint has them, and products with them.
+
+A rank's slice of a weight may cut the checkpoint's blocks. Its scales are then held for smaller ones: the greatest
+common divisor of a block's sides and of all borders of slices, so that no value changes. Rows of activations are
+quantised by runs of as many columns, which must be 32 at least; less is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.kernels import float8 as plain
+from weft.kernels.float8 import Weight
+from weft.models.source import Source
+from weft.place.spec import LayoutError
+
+BLOCK, LEAST_COLUMNS = 128, 32
+
+
+def unit_of(path: str, dims: int, sources: Sequence[Source]) -> tuple[int, int]:
+    """(rows, columns) of a weight of so many dimensions that share a scale. Raises LayoutError."""
+    rows = columns = BLOCK
+    for source in sources:
+        at = source.at[dims - 2] if len(source.at) > dims - 2 else slice(0)
+        begin = (at.start or 0) if isinstance(at, slice) else at
+        rows = gcd(rows, begin, source.used[-2].start, *(view.unit for view in source.views))
+        columns = gcd(columns, source.used[-1].start)
+    if columns < LEAST_COLUMNS:
+        raise LayoutError(
+            f"{path}: a rank's features begin {columns} columns into a block, and products in FP8 take {LEAST_COLUMNS} "
+            "or more; choose a smaller split (attn_tp, moe_tp), or --float8 off"
+        )
+    return rows, columns
+
+
+def product(x: Tensor, weight: Tensor | Weight, out: Tensor | None = None) -> Tensor:
+    """x Wᵀ, into out where it is given. x: `[rows, inputs]`; weight `[outputs, inputs]`.
+
+    In FP8 by Triton kernels on GPUs, elsewhere by what they compute.
+    """
+    if not isinstance(weight, Weight):
+        return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
+    out = x.new_empty(x.shape[0], weight.values.shape[0]) if out is None else out
+    if x.is_cuda:
+        from weft.kernels.triton import float8  # GPUs only: a CPU need not have Triton
+
+        return float8.linear(x, weight, out)
+    return out.copy_(plain.linear(x, weight)) if x.shape[0] else out

@@ -17,6 +17,10 @@ from support import run_world, small_config
 from models import qwen35, stepfun
 from models.layouts import drive, sequences
 from weft.assets import preset_dir
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.request import SamplingParams
+from weft.engine.startup import float8_products
 from weft.kernels import float8
 from weft.kernels.float8 import FLOAT8, Rows, Weight, dequantise
 from weft.kernels.triton import plain
@@ -144,7 +148,7 @@ def test_logits_are_off_as_by_noise_of_the_size_of_the_rounding(
     another expert by a near tie, is compared: what noise makes of the same model is what rounding may.
     """
     saved(family, tmp_path)
-    runs = [sequences(QUARTER, "ragged", 61, seed) for seed in range(3)]
+    runs = [sequences(QUARTER, "ragged", 61, seed) for seed in range(2)]
 
     def logits(mesh: Mesh, float8: bool) -> torch.Tensor:
         part = [run[: mesh.attn_dp] for run in runs]
@@ -160,8 +164,7 @@ def test_logits_are_off_as_by_noise_of_the_size_of_the_rounding(
     for module in (float8, plain):
         monkeypatch.setattr(module, "quantise", noisy)
     wanted = off(logits(Mesh(), True))
-    print(found, wanted)
-    assert all(wanted / 2 < far < 2 * wanted for far in found), (found, wanted)
+    assert all(wanted / 1.5 < far < 1.5 * wanted for far in found), (found, wanted)
 
 
 def test_what_config_json_leaves_out() -> None:
@@ -233,3 +236,17 @@ def test_memory_and_what_is_said_of_it() -> None:
     assert says.startswith("products in FP8: q_a_proj, q_b_proj, kv_a_proj_with_mqa, o_proj, gate_proj, up_proj, down")
     assert "kv_b" not in says and says.endswith("GB a rank); other weights are dequantised")
     assert not float8_says(build_model(config, Mesh(8, 1, 8, 1), 0, torch.bfloat16, torch.device("meta")))
+
+
+def test_the_engine_serves_products_in_float8(tmp_path: Path) -> None:
+    """Made-up weights of an FP8 config, on CPUs, as a GPU would take them; off, they are dequantised."""
+    saved("qwen3_moe", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    model = EngineConfig(model=tmp_path, executor="thread", load_format="dummy", kv_tokens=64, float8="on")
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    said = []
+    for config in (model, replace(model, attn_dp=2, ep=2), replace(model, float8="auto")):
+        with Engine(config) as engine:
+            assert len(engine.generate([[5, 6, 7]], params)[0].token_ids) == 4
+            said.append(float8_products(engine.config, engine.model_config))
+    assert said[0].startswith("products in FP8: q_proj, k_proj, v_proj, o_proj") and said[1] and not said[2]

@@ -78,6 +78,8 @@ class Layout:
     experts: Literal["auto", "gather", "dispatch"] = "auto"
     """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back (on GPUs with
     --transport peer); auto: on CPUs whichever costs less. Where a step dispatches, shared experts are whole on all."""
+    float8: Literal["auto", "on", "off"] = "auto"
+    """Whether weights that a checkpoint has in FP8 stay so, and their products are in FP8; auto: on GPUs."""
     cuda_graphs: bool = True
     """Whether decode steps on GPUs are captured."""
     cpu_bind: str | None = None
@@ -103,6 +105,7 @@ class Layout:
                 "num_layers",
                 "split_vocabulary",
                 "experts",
+                "float8",
                 "cuda_graphs",
                 "cpu_bind",
             )

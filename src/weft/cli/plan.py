@@ -7,8 +7,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from textwrap import fill
 from typing import Literal
 
+import torch
 from transformers.utils import logging as transformers_logging
 
 from weft.cli.command import ModelDir, model_dir
@@ -18,6 +20,7 @@ from weft.comm.reference import ReferenceTransport
 from weft.comm.shm import ShmTransport
 from weft.comm.transport import offer_of
 from weft.engine.runner import dealt_of, plan_model, split_steps
+from weft.models.load import build_model, float8_says
 from weft.models.registry import load_config, registry
 from weft.place.cost import costs
 from weft.place.dcp import dcp_dict, dcp_text
@@ -115,7 +118,7 @@ class Command:
             )
         forms: Forms = "gather" if gpus and self.experts == "auto" else self.experts
         replicates, split = self.dcp_query == "replicate", self.split_vocabulary
-        config = replace(config, replicate_queries=replicates, experts=forms, split_vocabulary=split)
+        config = replace(config, replicate_queries=replicates, experts=forms, split_vocabulary=split, float8=gpus)
         planner = plan_model(config, mesh, config.dtype, offers)
         every = [(n,) * mesh.attn_dp for n in tokens]
         shared = dealt_of(config, mesh, config.dtype)
@@ -136,6 +139,9 @@ class Command:
             texts += [] if both is None else [forms_text(both, tokens)]
             texts += [] if shared is None else [dcp_text(shared, tokens, offers)]
             texts += [vocabulary_text(config.vocab_size, mesh.attn_tp, steps)] if steps else []
+            if gpus and config.storage.float8_block:
+                hollow = build_model(config, mesh, 0, config.dtype, torch.device("cpu"), hollow=True)
+                texts += [fill(says, 120)] if (says := float8_says(hollow)) else []
             print("\n\n".join(texts))
         return 0
 

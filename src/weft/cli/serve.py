@@ -77,6 +77,7 @@ class Command:
     def run(self) -> int:
         """Serves. Raises UserError, LayoutError, ModelError, EngineError."""
         from weft.engine.config import EngineError
+        from weft.engine.startup import float8_products
         from weft.server import app, log, run
         from weft.server.answers import Intake
         from weft.server.metrics import Metrics
@@ -120,6 +121,8 @@ class Command:
         with listener, start_engine(config) as engine:
             host, port = listener.getsockname()[:2]
             print(f"serving {name} on http://{host}:{port} ({config.mesh}); Ctrl-C stops", file=sys.stderr, flush=True)
+            if products := float8_products(engine.config, engine.model_config):
+                print(products, file=sys.stderr, flush=True)
             if engine.language.says:
                 print(f"generation_config.json: {engine.language.says}", file=sys.stderr, flush=True)
             log.configure(self.log_format)

@@ -67,6 +67,8 @@ class EngineConfig:
     split_vocabulary on: embedding and head are split over attn_tp; of rows that take their best token, or draw by
     temperature alone, only each rank's best travels, of the others all logits. auto: on GPUs, where decode steps are
     predicted to be quicker by it.
+    float8: whether weights that a checkpoint has in FP8 stay so, and products with them are computed in it; off: they
+    are dequantised when they are loaded (`weft.models.float8`); auto: on for GPUs.
     experts: the form in which mixtures of experts take rows (`weft.place.experts`): gather, dispatch (on GPUs over
     peer alone), or auto: on CPUs whichever costs less, step by step. Where a step dispatches, shared experts are whole.
     device: cuda (a GPU a rank), cpu, or auto: GPUs where there are as many as ranks. cuda_graphs: steps in which every
@@ -121,6 +123,7 @@ class EngineConfig:
     num_layers: int | None = None
     split_vocabulary: Literal["off", "on", "auto"] = "off"
     experts: Forms = "auto"
+    float8: Literal["auto", "on", "off"] = "auto"
 
     def __post_init__(self) -> None:
         _ = self.mesh
@@ -197,8 +200,10 @@ class EngineConfig:
         """The model's config.json, read. Raises ModelError."""
         found = load_config(self.model, registry(self.plugins), self.num_layers)
         replicates = self.dcp_query == "replicate"
-        split = self.split_vocabulary == "on"
-        return replace(found, split_vocabulary=split, replicate_queries=replicates, experts=self.experts)
+        split, float8 = self.split_vocabulary == "on", self.float8 == "on"
+        return replace(
+            found, split_vocabulary=split, replicate_queries=replicates, experts=self.experts, float8=float8
+        )
 
     @property
     def tokenizer(self) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,6 +14,7 @@ from weft.comm.reference import ReferenceTransport
 from weft.comm.shm import MAX_RANKS, ShmTransport
 from weft.comm.torchdist import offers as torchdist_offers
 from weft.engine.config import EngineConfig
+from weft.models.config import ModelConfig
 from weft.place.exchange import Exchange
 from weft.place.spec import LayoutError
 
@@ -50,6 +52,15 @@ def dtype_of(config: EngineConfig) -> torch.dtype:
     if config.dtype == "auto":
         return torch.bfloat16 if on_gpus(config) else torch.float32
     return DTYPES[config.dtype]
+
+
+def check_float8(model: ModelConfig, device: torch.device) -> None:
+    """Raises LayoutError where a GPU has no products in FP8, and the model has them."""
+    if not (model.float8 and model.storage.float8_block and device.type == "cuda"):
+        return
+    if (have := torch.cuda.get_device_capability(device)) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise LayoutError(f"{name} (sm_{have[0]}{have[1]}) has no products in FP8, which take sm_89: --float8 off")
 
 
 def carriers(config: EngineConfig) -> dict[str, Offers]:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import jinja2
+import torch
 from transformers import AutoTokenizer
 
 from weft.comm.transport import offer_of
@@ -16,6 +17,7 @@ from weft.engine.ranks import cost_model
 from weft.engine.runner import dealt_of, plan_model, split_steps
 from weft.models.checkpoint import tensor_files
 from weft.models.config import ModelConfig, ModelError
+from weft.models.load import build_model, float8_says
 from weft.place.cost import Offer
 from weft.place.spec import LayoutError, PlacementError
 
@@ -68,9 +70,11 @@ def check_packages(config: EngineConfig) -> None:
 
 
 def settled(config: EngineConfig) -> EngineConfig:
-    """The same with what `auto` leaves to the planner settled: whether the vocabulary is split. Experts gather on GPUs;
-    on CPUs `check_plans` settles their form. Raises ModelError, LayoutError.
+    """The same with what `auto` leaves open settled: whether the vocabulary is split, and products are in FP8. Experts
+    gather on GPUs; on CPUs `check_plans` settles their form. Raises ModelError, LayoutError.
     """
+    if config.float8 == "auto":
+        config = replace(config, float8="on" if on_gpus(config) else "off")
     if config.experts == "auto" and on_gpus(config):
         config = replace(config, experts="gather")
     if config.split_vocabulary != "auto":
@@ -110,6 +114,14 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         if rows >= config.max_batch_tokens:
             return config if dispatches or config.experts != "auto" else replace(config, experts="gather")
         rows *= 2
+
+
+def float8_products(config: EngineConfig, model: ModelConfig) -> str:
+    """One line: what ranks compute in FP8, as config.json has it; empty where they compute nothing so."""
+    if not model.float8 or model.storage.float8_block is None:
+        return ""
+    cpu = torch.device("cpu")
+    return float8_says(build_model(model, config.mesh, 0, dtype_of(config), cpu, hollow=True))
 
 
 def _offers(config: EngineConfig) -> list[Offer]:

@@ -64,6 +64,7 @@ class Worker:
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:
             torch.cuda.set_device(device)
+            check_float8(model_config, device)
             check_weights(model_config, config, self.rank, dtype, torch.cuda.mem_get_info()[0])
         if config.load_format == "dummy":
             model = dummy_model(model_config, self.mesh, self.rank, dtype, device, progress, empty)

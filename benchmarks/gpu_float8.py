@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_float8.py --out benchmarks/results/gpu_float8.json
 
-Dense products and experts of Qwen3-30B-A3B on two ranks (attn_tp 2, ep 2) and of DeepSeek-V3 on eight (attn_tp 8, ep 8);
+Dense products and experts of Qwen3-30B-A3B on two ranks (attn_tp 2, ep 2), of DeepSeek-V3 on eight (attn_tp 8, ep 8);
 weights have a scale for each 128 × 128. Times are those of `gpu_kernels.py`. For bfloat16 they are of cuBLAS, by
 torch, and of Weft's expert kernels; `scaled_mm_us` is torch's own block-scaled product (cuBLAS 12.9), where it runs,
 of rows that are quantised already. `floor_us` is the largest of what the bytes of FP8 take, what the operations take

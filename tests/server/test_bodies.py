@@ -17,8 +17,8 @@ from weft.server.prompts import Prompts
 
 C = "/v1/completions"
 JSON = st.recursive(
-    st.none() | st.integers(-9, 9) | st.text("a,\"\\\n[{é", max_size=6),
-    lambda inside: st.lists(inside, max_size=4) | st.dictionaries(st.text("a,\"", max_size=2), inside, max_size=4),
+    st.none() | st.integers(-9, 9) | st.text('a,"\\\n[{é', max_size=6),
+    lambda inside: st.lists(inside, max_size=4) | st.dictionaries(st.text('a,"', max_size=2), inside, max_size=4),
     max_leaves=12,
 )
 

@@ -31,7 +31,7 @@ from weft.models.registry import load_config, read_config
 from weft.place.spec import LayoutError, Mesh
 
 QUARTER = Mesh(2, 2, 2, 2)
-SPLITS = (Mesh(), QUARTER, Mesh(1, 4, 1, 4), Mesh(4, 1, 4, 1))
+SPLITS = (Mesh(), QUARTER, Mesh(1, 4, 1, 4))
 WIDE = dict(hidden_size=256, intermediate_size=256, moe_intermediate_size=256)
 
 

@@ -201,9 +201,7 @@ class EngineConfig:
         found = load_config(self.model, registry(self.plugins), self.num_layers)
         replicates = self.dcp_query == "replicate"
         split, float8 = self.split_vocabulary == "on", self.float8 == "on"
-        return replace(
-            found, split_vocabulary=split, replicate_queries=replicates, experts=self.experts, float8=float8
-        )
+        return replace(found, split_vocabulary=split, replicate_queries=replicates, experts=self.experts, float8=float8)
 
     @property
     def tokenizer(self) -> Path:

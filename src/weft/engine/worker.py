@@ -12,7 +12,7 @@ import torch
 from weft.attention.caches import cached_layers
 from weft.comm.transport import CommError, Transport
 from weft.engine.config import EngineConfig
-from weft.engine.device import device_of, dtype_of
+from weft.engine.device import check_float8, device_of, dtype_of
 from weft.engine.memory import check_weights, groups_of, least_of, measure, sized
 from weft.engine.messages import (
     AskPlan,

@@ -199,7 +199,9 @@ class Experts(Layer):
         held = self.gate_up.shape[0]
         here = (expert >= self.first) & (expert < self.first + held)
         local = (expert - self.first).where(here, -1)
-        return self._sum_routed(x, route.sort_pairs(weight, local, held, moe.tile_rows_of(x.shape[0], bool(self.units))))
+        return self._sum_routed(
+            x, route.sort_pairs(weight, local, held, moe.tile_rows_of(x.shape[0], bool(self.units)))
+        )
 
     def _sum_routed(self, x: Tensor, routing: PairRouting) -> Tensor:
         from weft.kernels.triton import moe

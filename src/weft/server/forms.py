@@ -294,9 +294,7 @@ FORMS = (
     _in_tool_call(("<tool_call>", "<function="), _read_xml, _xml_call),
     _in_tool_call(("<tool_call>", "<arg_key>"), _read_glm, _glm_call),
     _in_tool_call(("<tool_call>",), _read_json, _json_call),
-    _in_many(
-        (_MANY[0], "```json"), _read_deepseek, _deepseek_call("function<｜tool▁sep｜>", "\n```json\n", "\n```")
-    ),
+    _in_many((_MANY[0], "```json"), _read_deepseek, _deepseek_call("function<｜tool▁sep｜>", "\n```json\n", "\n```")),
     _in_many(_MANY[:1], _read_deepseek, _deepseek_call("", "<｜tool▁sep｜>", "")),
     Form(('{"name": function name, "parameters": ',), _read_bare, _bare_call, between="; "),
 )

@@ -13,11 +13,15 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.progress import Progress, TaskID
 
 from e2e.here import weft_here
+from weft.cli.command import start_engine
+from weft.engine.config import EngineConfig
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -165,6 +169,26 @@ def test_bad_input_ends_in_one_line(arguments: list[str], text: str) -> None:
     code, _, err = weft_here(*arguments)
     assert code == 2, err
     assert text in err and err.count("\n") == 1 and err.startswith("weft: ")
+
+
+def test_the_bar_moves_while_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It swings as long as nothing can be counted, and then fills."""
+    totals: list[float | None] = []
+    parts: list[float] = []
+
+    def update(bar: Progress, task: TaskID, *, total: float, completed: float, description: str) -> None:
+        totals.append(bar.tasks[task].total)
+        parts.append(completed / total)
+
+    def engine(config: EngineConfig, progress: Callable[[str, float], None]) -> str:
+        for part in (0.0, 0.5, 1.0):
+            progress("loading weights", part)
+        return "an engine"
+
+    monkeypatch.setattr(Progress, "update", update)
+    monkeypatch.setattr("weft.engine.engine.Engine", engine)
+    assert start_engine(EngineConfig()) == "an engine"
+    assert totals[0] is None and parts == [0.0, 0.5, 1.0]
 
 
 def test_a_port_that_is_taken() -> None:

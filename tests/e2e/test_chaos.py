@@ -8,7 +8,7 @@ import time
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -35,15 +35,21 @@ def test_nothing_is_lost_hangs_or_stays_behind(tmp_path: Path, monkeypatch: pyte
 
 def test_the_server_gets_the_layout_that_chaos_was_given() -> None:
     """Every option of it, also those that are still to come."""
-    other: dict[str, Any] = {"dcp_exchange": "a2a", "dcp_query": "replicate", "device": "cpu", "transport": "gloo"}
-    other |= {"load_format": "dummy", "plugins": ("a.py", "b.py"), "cuda_graphs": False, "split_vocabulary": True}
-    for field in fields(Layout):
-        if field.name not in other:
-            other[field.name] = "x" if "str" in str(field.type) else 3
-    layout = Layout(**other)
+    kinds = get_type_hints(Layout)
+    layout = Layout(**{field.name: another(kinds[field.name], field.default) for field in fields(Layout)})
     assert all(getattr(layout, field.name) != field.default for field in fields(Layout))
     assert parse(serve.Command, "serve", arguments_of(layout)).layout == layout
     assert arguments_of(Layout()) == []
+
+
+def another(kind: Any, default: Any) -> Any:
+    """A value of an option's type that is not its default."""
+    if get_origin(kind) is Literal:
+        return next(value for value in get_args(kind) if value != default)
+    if get_origin(kind) is tuple:
+        return ("a.py", "b.py")
+    inside = [k for k in get_args(kind) if k is not type(None)] or [kind]
+    return not default if inside[0] is bool else 3 if inside[0] is int else "x"
 
 
 class Response:

@@ -31,6 +31,8 @@ def test_tokens_and_text(served: Served) -> None:
             ("/detokenize", {"tokens": [-1]}),
         ):
             assert http.post(path, json=body).status_code == 400, body
+        for wrong, param in (({}, "messages"), ({"messages": [{"role": 1}]}, "messages.0.role")):
+            assert http.post("/tokenize", json=wrong).json()["error"]["param"] == param
 
 
 def test_version_and_schema(served: Served) -> None:

@@ -79,14 +79,16 @@ def field_errors(problems: Sequence[Any], body: Any) -> ApiError:
 
 def _field(problem: dict[str, Any], value: Any) -> str:
     """The place of a problem, as far as it is one in the body."""
-    in_url = problem["loc"][:1] in (("query",), ("path",))
-    place = problem["loc"][1:] if in_url else problem["loc"]
-    if in_url or problem["type"] == "missing":
-        return ".".join(map(str, place))
-    parts = []
-    for part in place:
-        if not ((isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int))):
+    place = problem["loc"]
+    if place[:1] in (("query",), ("path",)):
+        return ".".join(map(str, place[1:]))
+    parts: list[str] = []
+    for at, part in enumerate(place):
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+            value = value[part]
+            parts.append(str(part))
+        elif problem["type"] == "missing" and at == len(place) - 1:
+            parts.append(str(part))
+        elif parts:  # but before the field may stand the name of one of several bodies
             break
-        value = value[part]
-        parts.append(str(part))
     return ".".join(parts)

@@ -36,7 +36,7 @@ class Record:
         for _ in output.token_ids:
             begun = self._outputs[choice] is not None
             self._metrics.token(begun, (now - self._last[choice]) / len(output.token_ids))
-        if self._first is None:
+        if self._first is None and output.token_ids:
             self._first = now
         self._last[choice], self._outputs[choice] = now, output
 

@@ -67,6 +67,15 @@ def test_greedy_tokens_are_transformers(shapes: Any, shape: str, executor: str, 
         assert [r.token_ids for r in cold] == [r.token_ids for r in warm] == expected[: len(asked)]
         assert [r.cached_tokens for r in warm] == [len(prompt) - 1 for prompt in asked], "partial pages too"
         assert sum(r.cached_tokens for r in cold) < sum(r.cached_tokens for r in warm)
+        steps, (ran, naive) = engine.stats().steps, engine.comm_report()
+        merges, every = (
+            [sum(s.count for s in found if s.site == "attention" and what in s.step) for found in (ran, naive)]
+            for what in ("merge by", "")
+        )
+        assert every[0] == every[1], "the naive plan leaves attention as it is"
+        assert every[0] > merges[0] > 0 or layout["dcp_query"] == "replicate", "queries are gathered besides"
+        if layout.get("dcp_prefill") == "merge":
+            assert merges[0] == 2 * steps, "in each of two layers, whatever a step has"
         engine.check_idle()
 
 

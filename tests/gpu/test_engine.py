@@ -124,6 +124,8 @@ DEALT = {
     "eager": dict(cuda_graphs=False, dcp_interleave=1, dcp_exchange="ag_rs"),
     "nccl": dict(transport="nccl", dcp_interleave=4),
     "a2a": dict(transport="peer", page_size=4, dcp_exchange="a2a"),
+    "merged prompts": dict(dcp_prefill="merge"),
+    "merged prompts, eager": dict(dcp_prefill="merge", cuda_graphs=False, dcp_interleave=1, dcp_query="replicate"),
 }
 
 
@@ -132,7 +134,7 @@ DEALT = {
 def test_tokens_dealt_out_give_the_same_answers(
     options: dict[str, Any], latent_model: Path, latent_expected: list[tuple[int, ...]]
 ) -> None:
-    """Decode context parallelism over a latent cache: prompts and their chunks are gathered, answers merged."""
+    """Decode context parallelism over a latent cache: prompts and their chunks are gathered or merged."""
     assert greedy_of(latent_model, "cuda", attn_tp=2, ep=2, dcp=2, **options) == latent_expected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from weft.comm.transport import Ranks, Transport
 from weft.dcp.interleave import Interleave
-from weft.dcp.merge import Merger, Merging, TraceMerger
+from weft.dcp.merge import Merger, Merging, Tally, TraceMerger
 from weft.place import exchange
 from weft.place.cost import Offer
 from weft.place.dcp import Prefill, Prompts
-from weft.place.merge import plan_gather
+from weft.place.merge import GatherPlan, plan_gather
 from weft.place.spec import Mesh
 
 
@@ -30,18 +31,32 @@ class Gathering(Protocol):
 class Gatherer:
     """All-gathers rows over a group by the transport that is quickest for their size.
 
-    transports: by name; offers: what they cost. Rows that a transport cannot take at once go in several calls.
+    transports: by name; offers: what they cost. Rows that a transport cannot take at once go in several calls. tally:
+    counts what is called.
     """
 
-    def __init__(self, group: Ranks, transports: Mapping[str, Transport], offers: Sequence[Offer]):
-        self._group, self._transports = group, transports
-        self._offers = offers
+    def __init__(
+        self,
+        group: Ranks,
+        transports: Mapping[str, Transport],
+        offers: Sequence[Offer],
+        tally: Tally | None = None,
+    ):
+        self._group, self._transports, self._offers, self._tally = group, transports, offers, tally or Tally()
 
     def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """As `Gathering` says. Raises CommError, and LayoutError where no transport takes even a row of each rank."""
         if not sum(sizes):
             return x
-        plan = plan_gather(x.shape[1] * x.element_size(), len(sizes), max(sizes), self._offers)
+        row_bytes = x.shape[1] * x.element_size()
+        plan = plan_gather(row_bytes, len(sizes), max(sizes), self._offers)
+        began = time.perf_counter()
+        out = self._gather(plan, x, sizes)
+        seconds = 0.0 if x.is_cuda else time.perf_counter() - began
+        self._tally.gathered(plan, (sum(sizes) - min(sizes)) * row_bytes, seconds=seconds)
+        return out
+
+    def _gather(self, plan: GatherPlan, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         transport, kind, rows = self._transports[plan.transport], exchange.all_gatherv(len(self._group)), plan.rows
         if rows >= max(sizes):
             return transport.exchange(x, kind, self._group, sizes)
@@ -91,19 +106,21 @@ def context_group(
     offers: Sequence[Offer],
     way: str = "auto",
     prefill: Prefill | Literal["auto"] = "auto",
+    tally: Tally | None = None,
 ) -> ContextGroup | None:
     """The rank's, by the transports' offers; way: to merge, as `Merger` takes it; prefill: auto, whichever is quicker
-    for a step. None where no tokens are dealt out.
+    for a step. tally: counts what is exchanged. None where no tokens are dealt out.
     """
     if mesh.dcp == 1:
         return None
     group = mesh.peers("dcp", rank)
-    merge = Merger(mesh, rank, transports, offers, way)
+    tally = tally or Tally()
+    merge = Merger(mesh, rank, transports, offers, way, tally)
 
     def choose(prompts: Prompts) -> Prefill:
         return prompts.quickest(offers, way) if prefill == "auto" else prefill
 
-    return ContextGroup(deal, group.index(rank), Gatherer(group, transports, offers), merge, choose)
+    return ContextGroup(deal, group.index(rank), Gatherer(group, transports, offers, tally), merge, choose)
 
 
 class TraceGatherer:

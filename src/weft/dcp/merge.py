@@ -8,8 +8,10 @@ transport can take which has them; `fused` is a transport's own `merge_scatterv`
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Protocol
 
@@ -19,7 +21,7 @@ from weft.comm.transport import CommError, Ranks, Transport, place_in
 from weft.kernels import plain
 from weft.place import exchange
 from weft.place.cost import Offer
-from weft.place.merge import Merge, MergePlan, plan_merge
+from weft.place.merge import GatherPlan, Merge, MergePlan, plan_merge
 from weft.place.plan import bucket
 from weft.place.spec import Mesh
 
@@ -34,17 +36,46 @@ class Merging(Protocol):
         ...
 
 
+@dataclass
+class Tally:
+    """What attention has exchanged over a dcp group: calls, bytes that a rank received, seconds on this rank, which are
+    measured on CPUs only, and predicted ones; by what is done and who carries it.
+    """
+
+    steps: dict[str, tuple[int, int, float, float]] = field(default_factory=dict)
+
+    def merged(self, plan: MergePlan, calls: int = 1, seconds: float = 0.0) -> None:
+        """Counts merges that went by a plan, and took so long together."""
+        self._add(f"merge by {plan.way} · {plan.transport}", calls, plan.bytes, seconds, plan.us)
+
+    def gathered(self, plan: GatherPlan, size: int, calls: int = 1, seconds: float = 0.0) -> None:
+        """The same of gathers; size: bytes that a rank receives in one."""
+        self._add(f"all_gatherv · {plan.transport}", calls, size, seconds, plan.us)
+
+    def _add(self, step: str, calls: int, size: int, seconds: float, us: float) -> None:
+        had = self.steps.get(step, (0, 0, 0.0, 0.0))
+        predicted = calls * us / 1e6 if us < math.inf else 0.0
+        self.steps[step] = had[0] + calls, had[1] + calls * size, had[2] + seconds, had[3] + predicted
+
+
 class Merger:
     """Merges over this rank's dcp group, each number of tokens by the quickest way, or all by the way asked for.
 
     transports: by name; offers: what they cost (`weft.comm.transport.offer_of`). way: auto, ag_rs, a2a or fused. The
     choice depends on the tensors' shapes alone, so every rank of the group comes to the same. A call raises LayoutError
-    where no transport has a way for it, CommError as transports do.
+    where no transport has a way for it, CommError as transports do. tally: counts what is called.
     """
 
     def __init__(
-        self, mesh: Mesh, rank: int, transports: Mapping[str, Transport], offers: Sequence[Offer], way: str = "auto"
+        self,
+        mesh: Mesh,
+        rank: int,
+        transports: Mapping[str, Transport],
+        offers: Sequence[Offer],
+        way: str = "auto",
+        tally: Tally | None = None,
     ):
+        self._tally = tally or Tally()
         self._group = mesh.peers("dcp", rank)
         self._transports, self._offers, self._way = transports, offers, way
         self._plans: dict[tuple[Merge, int], MergePlan] = {}
@@ -64,6 +95,13 @@ class Merger:
         if not tokens:
             return own_heads(out, self._group), own_heads(lse, self._group)
         plan = self.plan(Merge(heads, dim, out.element_size()), tokens)
+        began = time.perf_counter()
+        merged = self._merge(plan, out, lse, live)
+        self._tally.merged(plan, seconds=0.0 if out.is_cuda else time.perf_counter() - began)
+        return merged
+
+    def _merge(self, plan: MergePlan, out: Tensor, lse: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
+        tokens = len(out)
         if tokens <= plan.tokens:
             return self._call(plan, out, lse, live)
         own, total = own_heads(out, self._group), own_heads(lse, self._group)

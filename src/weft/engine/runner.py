@@ -17,6 +17,7 @@ from weft.comm.rows import PaddedRows, StepRows
 from weft.comm.transport import Transport, offer_of
 from weft.dcp.group import TraceGroup, context_group, trace_group
 from weft.dcp.interleave import Interleave
+from weft.dcp.merge import Tally
 from weft.engine.batch import build_batch
 from weft.engine.exchange_times import exchange_times
 from weft.engine.graphs import DecodeGraphs
@@ -30,6 +31,7 @@ from weft.models.load import build_model
 from weft.place.cost import Costs, Offer
 from weft.place.cost import costs as load_costs
 from weft.place.dcp import Dealt, Prefill
+from weft.place.merge import plan_gather, plan_merge
 from weft.place.plan import Chain, Choice, Counts, Plan, Planner
 from weft.place.show import plan_text
 from weft.place.spec import LayoutError, Mesh
@@ -164,7 +166,8 @@ class ModelRunner:
         self.planner = plan_model(config, mesh, weight.dtype, offers, plan)
         self.vocabulary = self._split(self.transports, offers)
         deal = Interleave(mesh.dcp, interleave or page_size, page_size)
-        dealt = context_group(mesh, rank, deal, self.transports, offers, dcp_exchange, dcp_prefill)
+        self._tally, self._way = Tally(), dcp_exchange
+        dealt = context_group(mesh, rank, deal, self.transports, offers, dcp_exchange, dcp_prefill, self._tally)
         self.rules, self._page_size = [group.rule for group in groups], deal.span
         layers, device = cached_layers(model), weight.device
         if device.type == "cuda":
@@ -246,6 +249,7 @@ class ModelRunner:
         )
         self._graph_planner = planner
         self._graphs.capture(progress)
+        self._tally.steps.clear()
         for capacity in self._graphs.capacities:
             room = (capacity,) * self.mesh.attn_dp
             padded = PaddedRows(self.mesh, self.rank, capacity, self.model.embed.weight.device)
@@ -286,14 +290,20 @@ class ModelRunner:
         return self.planner.plan((tokens_per_group,) * self.mesh.attn_dp)
 
     def report(self) -> list[StepStat]:
-        """What ran since the start, by step."""
+        """What ran since the start, by step; at the end what attention exchanges over dcp, whatever the plan."""
         self._count()
-        return self._stats.table(self._times)
+        return self._stats.table(self._times) + self._attention(True)
 
     def naive_report(self) -> list[StepStat]:
         """What the naive plan would have moved for the same steps; seconds are those of replayed graphs alone."""
         self._count()
-        return self._naive_stats.table()
+        return self._naive_stats.table() + self._attention(False)
+
+    def _attention(self, timed: bool) -> list[StepStat]:
+        return [
+            StepStat("attention", step, "dcp", calls, size, seconds if timed else 0.0, predicted)
+            for step, (calls, size, seconds, predicted) in self._tally.steps.items()
+        ]
 
     def _count(self) -> None:
         """Adds what was walked to the totals."""
@@ -306,7 +316,20 @@ class ModelRunner:
             alone, planner = self._alone[room], self._graph_planner
             self._stats.record(planner, planner.plan(room), counts, walks, alone)
             self._naive_stats.record(planner, planner.naive(room), counts, walks, alone)
+            self._count_attention(room[0], walks)
         self._replays.clear()
+
+    def _count_attention(self, rows: int, replays: int) -> None:
+        """Adds what attention exchanged in replays of a graph with room for so many rows of each DP group."""
+        model, ranks, offers = self.model, self.mesh.dcp, self.planner.offers
+        dealt = dealt_of(model.config, self.mesh, model.embed.weight.dtype)
+        if dealt is None:
+            return
+        for size, layers in dealt.queries.items():
+            plan = plan_gather(size, ranks, rows, offers)
+            self._tally.gathered(plan, (ranks - 1) * size * rows, layers * replays)
+        for merge, layers in dealt.merges.items():
+            self._tally.merged(plan_merge(merge, ranks, rows, offers, self._way), layers * replays)
 
     def _room(self, counts: Counts) -> Counts:
         """What the graph has room for that serves these counts."""

@@ -53,7 +53,7 @@ def test_auto_splits_where_steps_are_quicker_by_it(
     """As if on GPUs: a head of 622 MB is worth it, the embedded model's is not. On CPUs it never splits."""
     from weft.assets import preset_dir
 
-    model = {"model": preset_dir(preset)} if preset else {}
+    model = {"model": preset_dir(preset), "load_format": "dummy"} if preset else {}
     config = EngineConfig(attn_tp=2, ep=2, cost="h200x4", split_vocabulary="auto", **model)
     assert startup.settled(replace(config, device="cpu")).split_vocabulary == "off"
     monkeypatch.setattr(startup, "on_gpus", lambda config: True)

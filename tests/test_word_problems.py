@@ -29,7 +29,7 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "×": operator.mul, "÷": op
 
 @pytest.fixture(scope="module")
 def train() -> list:
-    return generate("train", 5000, seed=1)
+    return generate("train", 2000, seed=1)
 
 
 @pytest.fixture(scope="module")

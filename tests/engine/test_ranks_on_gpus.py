@@ -13,7 +13,7 @@ from weft.cli import command, tune
 from weft.cli.command import UserError
 from weft.engine import startup
 from weft.engine.config import EngineConfig
-from weft.engine.ranks import cost_model, open_transports, untuned
+from weft.engine.transports import cost_model, open_transports, untuned
 from weft.place.cost import host_table, read_table
 from weft.place.spec import LayoutError
 

@@ -23,9 +23,9 @@ from models.stepfun import small_step
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.messages import Step
-from weft.engine.ranks import cost_model, open_transports
 from weft.engine.request import SamplingParams, Sequence
 from weft.engine.scheduler import Scheduled, make_schedulers
+from weft.engine.transports import cost_model, open_transports
 from weft.engine.worker import Finish, Worker
 from weft.evals import word_problems
 from weft.place.spec import LayoutError

@@ -187,7 +187,7 @@ def start_engine(config: Any) -> Any:
     from transformers.utils import logging as transformers_logging
 
     from weft.engine.engine import Engine
-    from weft.engine.ranks import untuned
+    from weft.engine.transports import untuned
 
     if untuned(config):
         from weft.cli.tune import tune_first

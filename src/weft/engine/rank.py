@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from weft.engine.config import EngineConfig
 from weft.engine.messages import Failure, FromRank, ToRank, decode_to_rank, encode
-from weft.engine.ranks import bind, cost_model, open_transports
+from weft.engine.transports import bind, cost_model, open_transports
 from weft.engine.worker import Worker, failure
 from weft.models.config import ModelError
 from weft.place.spec import LayoutError

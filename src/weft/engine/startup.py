@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, dtype_of, on_gpus
-from weft.engine.ranks import cost_model
 from weft.engine.runner import dealt_of, plan_model, split_steps
+from weft.engine.transports import cost_model
 from weft.models.checkpoint import tensor_files
 from weft.models.config import ModelConfig, ModelError
 from weft.models.load import build_model, float8_says

@@ -16,7 +16,7 @@ MOST_TOKENS = 1 << 16
 """Up to so many tokens in each DP group dispatch is tried."""
 
 
-class Forms:
+class FormCosts:
     """A step's time by gather and by dispatch, for a chain with both forms."""
 
     def __init__(self, mesh: Mesh, chain: Chain, offers: Sequence[Offer]):
@@ -49,12 +49,12 @@ class Forms:
             return math.inf
 
 
-def forms_of(mesh: Mesh, chain: Chain, offers: Sequence[Offer]) -> Forms | None:
+def forms_of(mesh: Mesh, chain: Chain, offers: Sequence[Offer]) -> FormCosts | None:
     """None where a chain has one form alone."""
-    return Forms(mesh, chain, offers) if any(read.dispatch for reads in chain.others for read in reads) else None
+    return FormCosts(mesh, chain, offers) if any(read.dispatch for reads in chain.others for read in reads) else None
 
 
-def forms_dict(forms: Forms, tokens: int) -> dict[str, Any]:
+def forms_dict(forms: FormCosts, tokens: int) -> dict[str, Any]:
     """For so many tokens in each DP group: µs of a step in each form, null where it cannot be; and where dispatch pays.
 
     ranks: that a row goes to, as is to be expected.
@@ -68,7 +68,7 @@ def forms_dict(forms: Forms, tokens: int) -> dict[str, Any]:
     }
 
 
-def forms_text(forms: Forms, every: Sequence[int]) -> str:
+def forms_text(forms: FormCosts, every: Sequence[int]) -> str:
     """The same for reading."""
     experts, k, world = forms.dispatch.experts, forms.dispatch.k, forms.mesh.world
     ranks = forms.dispatch.share(forms.mesh) * world

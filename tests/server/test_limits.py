@@ -95,3 +95,28 @@ def test_a_line_for_each_request(served: Served, caplog: pytest.LogCaptureFixtur
     outcomes = {s.labels["outcome"]: s.value for s in metrics["weft_requests"].samples if s.name.endswith("_total")}
     assert outcomes["length"] >= 1 and outcomes["refused"] >= 1
     assert metrics["weft_request_queue_seconds"].samples and metrics["weft_request_seconds"].samples
+
+
+def test_a_line_for_each_refusal(locked: Served, caplog: pytest.LogCaptureFixture) -> None:
+    """Of what the engine never hears of; probes and scrapers are not written down."""
+    caplog.set_level(logging.INFO, "weft")
+    keyed = {"Authorization": "Bearer secret"}
+    asked: dict[str, tuple[int, str, dict[str, str], Any]] = {
+        "no-key": (401, C, {}, {"prompt": "a"}),
+        "bad-field": (400, C, keyed, {"prompt": "a", "colour": "red"}),
+        "no-field": (400, H, keyed, {}),
+        "no-path": (404, "/v1/nothing", keyed, {}),
+    }
+    with locked.http() as http:
+        for name, (status, path, headers, body) in asked.items():
+            answer = http.post(path, json=body, headers=headers | {"X-Request-Id": name})
+            assert answer.status_code == status, answer.text
+        http.post("/health")
+        metrics = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
+    lines = [r.fields for r in caplog.records if r.getMessage() == "request"]
+    assert lines == [
+        {"id": name, "path": path, "outcome": "refused", "status": status}
+        for name, (status, path, _, _) in asked.items()
+    ]
+    outcomes = {s.labels["outcome"]: s.value for s in metrics["weft_requests"].samples if s.name.endswith("_total")}
+    assert outcomes["refused"] == len(asked)

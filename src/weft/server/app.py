@@ -34,7 +34,7 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
     from elsewhere, and are left out."""
     engine = intake.engine
     app = FastAPI(title="Weft", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, options=options)
+    app.add_middleware(Guard, options=options, metrics=intake.metrics)
     if options.cors_origins:  # outermost: a browser asks without the key whether it may ask
         app.add_middleware(
             CORSMiddleware,

@@ -1,4 +1,4 @@
-"""What every request passes before it is read: its id, its key, and the size of its body."""
+"""What every request passes: its id, its key and the size of its body before it is read; and who logs refusals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.server.errors import ApiError
+from weft.server.metrics import Metrics
 from weft.server.options import Options
+from weft.server.record import refused
 
 OPEN_PATHS = ("/health", "/metrics")
 """Paths that need no API key: probes and scrapers have none."""
@@ -20,10 +22,13 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Guard:
-    """An ASGI middleware around the whole application. The client's X-Request-Id, or a new one, comes back to it."""
+    """An ASGI middleware around the whole application. The client's X-Request-Id, or a new one, comes back to it.
 
-    def __init__(self, app: ASGIApp, options: Options):
-        self._app, self._options = app, options
+    What is answered with an error and has no `Record`, it logs and counts.
+    """
+
+    def __init__(self, app: ASGIApp, options: Options, metrics: Metrics):
+        self._app, self._options, self._metrics = app, options, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -31,7 +36,8 @@ class Guard:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
 
         left = self._options.max_body_bytes
         unread = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
@@ -42,6 +48,8 @@ class Guard:
                 answered["X-Request-Id"] = request_id
                 if unread:  # what still comes of the request would be taken for the next one, or have to be waited for
                     answered["Connection"] = "close"
+                if message["status"] >= 400 and "recorded" not in state and scope["path"] not in OPEN_PATHS:
+                    refused(self._metrics, request_id, scope["path"], message["status"])
             await send(message)
 
         if refusal := self._refusal(scope["path"], headers):

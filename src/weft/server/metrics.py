@@ -42,6 +42,10 @@ class Metrics(Collector):
         self._whole.observe(seconds)
         self._queue.observe(queued)
 
+    def refused(self) -> None:
+        """A request was refused before the engine heard of it: it has no time that tells anything."""
+        self._requests.labels("refused").inc()
+
     def text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self.registry)

@@ -15,6 +15,12 @@ from weft.server.metrics import Metrics
 log = logging.getLogger(__name__)
 
 
+def refused(metrics: Metrics, request_id: str, path: str, status: int) -> None:
+    """A request was answered with an error before it came to have a Record."""
+    metrics.refused()
+    log.info("request", extra={"fields": {"id": request_id, "path": path, "outcome": "refused", "status": status}})
+
+
 class Record:
     """Of one request with so many choices, from now. outcome: how it ended, in a word.
 
@@ -28,6 +34,7 @@ class Record:
         self._first: float | None = None
         self._id, self._path = getattr(request.state, "request_id", ""), request.url.path
         self._prompt_tokens = sum(map(len, prompts))
+        request.state.recorded = True
         self.outcome = "client_left"
 
     def increment(self, choice: int, output: Output) -> None:

@@ -3,8 +3,10 @@
     python benchmarks/server_overhead.py [--streams 500] [--json FILE]
 
 Starts `weft serve` with the embedded model on one rank. Overhead: the median time of a one-token completion on a kept
-connection, less the median time between the tokens of a stream, which is a step of the engine. Core use: CPU time of
-the serving process (its ranks are others) while the streams run, by the tokens that came.
+connection, less the median time between the tokens of a stream, which is a step of an engine that is at work. As an
+idle engine takes longer to begin and end a step, the same completion is asked of an engine in this process too, in
+turns of 30: server_ms is what the server adds to that. Core use: CPU time of the serving process (its ranks are others)
+while the streams run, by the tokens that came.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ import threading
 import time
 from pathlib import Path
 
-PROMPT = [5]
+from weft.assets import embedded_model_dir
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.request import SamplingParams
+
+PROMPT, TURN, RUNNING = [5], 30, 512
 STEADY = {"temperature": 0, "ignore_eos": True, "prompt": PROMPT}
 
 
@@ -54,20 +61,36 @@ class Client:
         return times
 
 
-async def overhead(port: int, requests: int) -> dict[str, float]:
-    """Seconds at one request."""
+async def overhead(port: int, engine: Engine, requests: int) -> dict[str, float]:
+    """Milliseconds at one request."""
     client = Client(port)
     await client.open()
-    single, gaps = [], []
+    single, alone, gaps = [], [], []
     for round_ in range(requests):
         began = time.perf_counter()
         [ended] = await client.ask(max_tokens=1)
         single.append(ended - began)
-        if round_ % 30 == 0:
+        if round_ % TURN == 0:
             times = (await client.ask(max_tokens=50, stream=True))[:-2]  # the last holds no token, nor does [DONE]
             gaps += [b - a for a, b in itertools.pairwise(times)]
-    step, one = statistics.median(gaps), statistics.median(single)
-    return {"one_token_ms": 1e3 * one, "step_ms": 1e3 * step, "overhead_ms": 1e3 * (one - step)}
+            alone += [ask_engine(engine) for _ in range(TURN)]
+    step, one, bare = (1e3 * statistics.median(seconds) for seconds in (gaps, single, alone))
+    return {
+        "one_token_ms": one,
+        "step_ms": step,
+        "overhead_ms": one - step,
+        "engine_one_token_ms": bare,
+        "server_ms": one - bare,
+    }
+
+
+def ask_engine(engine: Engine) -> float:
+    """Seconds that an engine takes for the same completion without a server."""
+    came = threading.Event()
+    began = time.perf_counter()
+    engine.submit(PROMPT, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), lambda output: came.set())
+    came.wait()
+    return time.perf_counter() - began
 
 
 async def core_use(port: int, pid: int, streams: int, tokens: int = 40) -> dict[str, float]:
@@ -92,7 +115,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    command = [sys.executable, "-m", "weft.cli.main", "serve", "--port", "0", "--max-running", "512"]
+    command = [sys.executable, "-m", "weft.cli.main", "serve", "--port", "0", "--max-running", str(RUNNING)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:
@@ -100,7 +123,8 @@ def main() -> None:
             port = int(re.search(r":(\d+) ", line)[1])  # type: ignore[index]
             loop = asyncio.new_event_loop()
             threading.Thread(target=server.stderr.read, daemon=True).start()  # the log must not fill the pipe
-            found = loop.run_until_complete(overhead(port, options.requests))
+            with Engine(EngineConfig(embedded_model_dir(), max_running=RUNNING)) as engine:
+                found = loop.run_until_complete(overhead(port, engine, options.requests))
             found |= loop.run_until_complete(core_use(port, server.pid, options.streams))
         finally:
             server.terminate()

@@ -25,9 +25,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup
 	@$(BIN)/weft demo
 
-# Two files at a time; the tests of a file share what they compile and the servers that they start.
+# Three files at a time, as tests of processes wait now and then, and CI has two cores; the tests of a file share what
+# they compile and the servers that they start.
 test: setup
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n 3 --dist loadfile
 
 # With the Python at hand: GPU machines bring their own torch.
 test-gpu:

@@ -26,9 +26,9 @@ TUNINGS = {
 }
 TWO, THREE, FOUR = Mesh(1, 2, 2, 1), Mesh(3, 1, 3, 1), Mesh(2, 2, 2, 2)
 EIGHT = Mesh(4, 2, 8, 1), Mesh(2, 4, 8, 1)
-FEW = [(mesh, name) for mesh in (TWO, THREE, FOUR) for name in TUNINGS]
-# Kernels are made for up to 2, 4 and 8 ranks. Eight take long: the matrix in each number of shots, and where calls are
-# split counts that change.
+# Kernels are made for up to 2, 4 and 8 ranks. Three ranks are held in each number of shots, split and not; eight take
+# long: the matrix in each number of shots, and where calls are split counts that change.
+FEW = [(mesh, name) for mesh in (TWO, FOUR) for name in TUNINGS] + [(THREE, "one shot"), (THREE, "two shots, split")]
 MATRIX = [*FEW, (EIGHT[0], "two shots"), (EIGHT[1], "one shot")]
 CHANGES = [*FEW, (EIGHT[0], "two shots"), (EIGHT[1], "one shot, split")]
 

@@ -22,12 +22,12 @@ async def waiting(engine: Any, gone: asyncio.Event, count: int) -> asyncio.Task[
         return {"type": "http.disconnect"}
 
     async def collect() -> list[str]:
-        request: Any = SimpleNamespace(receive=receive, state=None, url=SimpleNamespace(path="/"))
+        request: Any = SimpleNamespace(receive=receive, state=SimpleNamespace(), url=SimpleNamespace(path="/"))
         stream = Intake(engine, Metrics(engine)).answers(request, [[1]] * count, [SamplingParams()] * count)
         return [output.text async for _, output in stream]
 
     task = asyncio.create_task(collect())
-    while len(engine.listeners) < count:
+    while len(engine.listeners) < count and not task.done():
         await asyncio.sleep(0)
     return task
 

@@ -11,6 +11,18 @@ import triton.language as tl
 from torch import Tensor
 
 
+@triton.jit
+def _pair(i, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Which two elements are turned with each other: of halves, or neighbours."""
+    if INTERLEAVED:
+        left = 2 * i
+        right = left + 1
+    else:
+        left = i
+        right = i + TURNED // 2
+    return left, right
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _norm_rope_cache(
     qkv, q_weight, k_weight, cos, sin, slots, q_out, keys, values,
@@ -33,12 +45,7 @@ def _norm_rope_cache(
         return
     i = tl.arange(0, BLOCK_PAIRS)[None, :]
     paired = real & (i < TURNED // 2)
-    if INTERLEAVED:
-        left_at = 2 * i
-        right_at = left_at + 1
-    else:
-        left_at = i
-        right_at = i + TURNED // 2
+    left_at, right_at = _pair(i, TURNED, INTERLEAVED)
     rest_at = TURNED + tl.arange(0, BLOCK_REST)[None, :]
     left = tl.load(at + left_at, mask=paired, other=0.0).to(tl.float32)
     right = tl.load(at + right_at, mask=paired, other=0.0).to(tl.float32)
@@ -129,12 +136,7 @@ def _latent_rope_cache(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK_PAIRS)
     paired = i < TURNED // 2
-    if INTERLEAVED:
-        left_at = 2 * i
-        right_at = left_at + 1
-    else:
-        left_at = i
-        right_at = i + TURNED // 2
+    left_at, right_at = _pair(i, TURNED, INTERLEAVED)
     c = tl.load(cos + row * angle_row + left_at, mask=paired, other=0.0).to(tl.float32)
     s = tl.load(sin + row * angle_row + left_at, mask=paired, other=0.0).to(tl.float32)
     dtype = latents.dtype.element_ty

@@ -123,10 +123,7 @@ def norm_rope_cache(
         if weight is not None:
             x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
         part, rest = x.split((2 * cos.shape[1], d - 2 * cos.shape[1]), -1)
-        left, right = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
-        c, s = (t.to(wide)[:, None] for t in (cos, sin))
-        pair = (left * c - right * s, right * c + left * s)
-        return torch.cat((torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1), rest), -1)
+        return torch.cat((_turn(part, cos.to(wide)[:, None], sin.to(wide)[:, None], interleaved), rest), -1)
 
     kept = slots >= 0
     keys[slots[kept].long()] = turned(k, k_weight)[kept].to(keys.dtype)
@@ -148,18 +145,19 @@ def latent_rope_cache(
 ) -> None:
     """The queries are turned in place; latent vectors and keys are stored."""
     wide, turned, kept = torch.promote_types(q.dtype, torch.float32), cos.shape[1], slots >= 0
-
-    def turn(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        left, right = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-        c, s = (t[..., 0::2] if interleaved else t[..., : turned // 2] for t in (c, s))
-        pair = (left * c - right * s, right * c + left * s)
-        return torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-
-    c, s, latent = cos.to(wide), sin.to(wide), kv[:, :-turned].to(wide)
-    q[..., -turned:] = turn(q[..., -turned:].to(wide), c[:, None], s[:, None]).to(q.dtype)
+    c, s = (t[:, 0::2] if interleaved else t[:, : turned // 2] for t in (cos.to(wide), sin.to(wide)))
+    q[..., -turned:] = _turn(q[..., -turned:].to(wide), c[:, None], s[:, None], interleaved).to(q.dtype)
+    latent = kv[:, :-turned].to(wide)
     latent = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
-    both = torch.cat((latent, turn(kv[:, -turned:].to(wide), c, s)), -1)
+    both = torch.cat((latent, _turn(kv[:, -turned:].to(wide), c, s, interleaved)), -1)
     latents[slots[kept].long(), 0] = both[kept].to(latents.dtype)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotates pairs of the last dimension: its halves, or, interleaved, neighbours. cos, sin: an angle a pair."""
+    left, right = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    pair = (left * cos - right * sin, right * cos + left * sin)
+    return torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
 
 
 def delta_step(

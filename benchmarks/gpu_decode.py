@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64])
     parser.add_argument("--carriers", nargs="+", default=["auto"], choices=["auto", "peer", "nccl", "naive"])
     parser.add_argument("--experts", nargs="+", default=["auto"], choices=["auto", "gather", "dispatch"])
+    parser.add_argument("--split-vocabulary", nargs="+", default=["off"], choices=["off", "on"])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--prefill", type=int, default=0, help="prompts of the context's length to read; 0: none")
@@ -101,7 +102,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for shape, carrier, experts in itertools.product(args.layouts, args.carriers, args.experts):
+    cases = itertools.product(args.layouts, args.carriers, args.experts, args.split_vocabulary)
+    for shape, carrier, experts, split in cases:
         began, sizes = time.perf_counter(), layout(shape)
         graphs = not (args.eager or args.device == "cpu" or (carrier == "nccl" and sizes["attn_dp"] > 1))
         most = max([*args.batches, args.prefill, 1])
@@ -113,6 +115,7 @@ def main() -> None:
             transport="auto" if carrier == "naive" else carrier,
             plan="naive" if carrier == "naive" else "cheapest",
             experts=experts,
+            split_vocabulary=split,
             cuda_graphs=graphs,
             overlap=not args.no_overlap,
             max_running=most,
@@ -125,6 +128,7 @@ def main() -> None:
         try:
             with Engine(config) as engine:
                 case = {"layout": shape, "carrier": carrier, "experts": experts}
+                case |= {"split_vocabulary": split}
                 case |= {"graphs": graphs, "context": args.context}
                 case |= {"start_s": round(time.perf_counter() - began, 1)}
                 answer(engine, 2 * sizes["attn_dp"], 64, 12)  # warm

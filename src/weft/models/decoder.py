@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -15,6 +17,23 @@ from weft.models.moe import FeedForward
 from weft.models.rotary import Rope, Rotary, RotaryTable
 from weft.place.spec import PlacementError
 from weft.stream import GROUP, Stream, TraceStream
+
+
+@dataclass(frozen=True)
+class DecoderConfig(ModelConfig):
+    """The config of a family whose model is a `Decoder`: it says what each layer is."""
+
+    @property
+    def ropes_of_layers(self) -> Sequence[Rope]:
+        """What layers choose from, by number, to turn queries and keys."""
+        return (self.rope,)
+
+    @abstractmethod
+    def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
+        """The index-th, its weights' names beginning with path. Raises LayoutError as `build`."""
+
+    def build(self, b: Builder) -> Decoder:
+        return Decoder(b, self)
 
 
 class DecoderLayer(Layer):
@@ -40,15 +59,14 @@ class DecoderLayer(Layer):
 class Decoder(Layer):
     """The decoder and its head. forward gives float32 logits `[S, vocabulary]` of the batch's sampled rows, of this
     rank's run of the vocabulary where it is split.
-
-    ropes: that layers choose from by number; left out, the config's alone.
     """
 
-    def __init__(self, b: Builder, c: ModelConfig, layers: Sequence[DecoderLayer], ropes: Sequence[Rope] = ()):
+    def __init__(self, b: Builder, c: DecoderConfig):
         super().__init__("model")
         self.config = c
         self.embed = Embedding(b, f"{c.prefix}.embed_tokens", c.vocab_size, c.hidden_size, c.split_vocabulary)
-        self.rotaries = nn.ModuleList(Rotary(rope, b.device) for rope in ropes or [c.rope])
+        self.rotaries = nn.ModuleList(Rotary(rope, b.device) for rope in c.ropes_of_layers)
+        layers = [c.layer(b, f"{c.prefix}.layers.{i}", i) for i in range(c.num_layers)]
         self.layers, self._rope_of_layer = nn.ModuleList(layers), [layer.rope for layer in layers]
         self.norm = _norm(b, f"{c.prefix}.norm", c)
         tied = self.embed if c.tie_embeddings else None

@@ -10,23 +10,21 @@ from weft.attention.backend import Absorbed, LatentSplit
 from weft.attention.caches import Caches
 from weft.hidden import Hidden
 from weft.kv.spec import Latent
-from weft.models.config import Fields, ModelConfig, common_fields
-from weft.models.decoder import Decoder, DecoderLayer, on_group_rows
+from weft.models.config import Fields, common_fields
+from weft.models.decoder import on_group_rows
+from weft.models.first_dense import FirstDenseConfig, first_dense_fields
 from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Linear, Out, RMSNorm, RowLinear
-from weft.models.moe import FeedForward, GatedMLP, SparseMoE, Stored
 from weft.models.rotary import RotaryTable
-from weft.models.routing import Routing
 from weft.models.source import Source
 
 LATENT_EPS = 1e-6  # of the norms inside attention, whatever the config says of the others
 
 
 @dataclass(frozen=True)
-class DeepseekConfig(ModelConfig):
+class DeepseekConfig(FirstDenseConfig):
     """Widths in elements. q_rank: of the latent vector that queries are made of; None: they are made of the hidden
     state. kv_rank: of the one that keys and values are made of. A head's key is `nope_dim` elements of it and
-    `rope_dim` rotated ones, which all heads share; its value has `value_dim`. dense_layers: the first so many have an
-    MLP instead of experts. shared_size: inner features of the shared experts, taken as one; 0: there are none.
+    `rope_dim` rotated ones, which all heads share; its value has `value_dim`.
     """
 
     q_rank: int | None
@@ -34,15 +32,9 @@ class DeepseekConfig(ModelConfig):
     nope_dim: int
     rope_dim: int
     value_dim: int
-    intermediate_size: int
-    dense_layers: int
-    num_experts: int
-    moe_intermediate_size: int
-    shared_size: int
-    routing: Routing
 
-    def build(self, b: Builder) -> Decoder:
-        return Decoder(b, self, [_layer(b, f"model.layers.{i}", self, i) for i in range(self.num_layers)])
+    def attention(self, b: Builder, path: str) -> Layer:
+        return LatentAttention(b, path, self)
 
 
 def read(fields: Fields) -> DeepseekConfig:
@@ -58,35 +50,18 @@ def read(fields: Fields) -> DeepseekConfig:
     else:
         fields.only("norm_topk_prob", False)
     fields.only("num_key_value_heads", fields.need("num_attention_heads"))
-    nope, rope, inner = (fields.need(n) for n in ("qk_nope_head_dim", "qk_rope_head_dim", "moe_intermediate_size"))
+    nope, rope = fields.need("qk_nope_head_dim"), fields.need("qk_rope_head_dim")
     fields.only("qk_head_dim", nope + rope)
     fields.only("head_dim", rope)  # so transformers calls it
-    groups, top_groups = fields.get("n_group", 1), fields.get("topk_group", 1)
-    if fields.get("topk_method", "greedy") == "greedy" and not v3:
-        groups = top_groups = 1
+    grouped = v3 or fields.get("topk_method", "greedy") != "greedy"
     return DeepseekConfig(
         **common_fields(fields, nope + rope, rope, interleaved=fields.get("rope_interleave", True)),
+        **first_dense_fields(fields, sigmoid=v3, grouped=grouped),
         q_rank=fields.get("q_lora_rank"),
         kv_rank=fields.need("kv_lora_rank"),
         nope_dim=nope,
         rope_dim=rope,
         value_dim=fields.need("v_head_dim"),
-        intermediate_size=fields.need("intermediate_size"),
-        dense_layers=fields.get("first_k_dense_replace", 0),
-        num_experts=fields.need("n_routed_experts"),
-        moe_intermediate_size=inner,
-        shared_size=inner * fields.get("n_shared_experts", 0),
-        routing=Routing(
-            fields.need("num_experts_per_tok"),
-            score="sigmoid" if v3 else "softmax",
-            groups=groups,
-            top_groups=top_groups,
-            group_best=2 if v3 else 1,
-            bias=v3,
-            renormalise=fields.get("norm_topk_prob", False),
-            scale=fields.get("routed_scaling_factor", 1.0),
-            wide=True,
-        ),
     )
 
 
@@ -130,22 +105,3 @@ class LatentAttention(Layer):
             return caches.project_latent(self, q, kv, parts, scale=self.scale, absorbed=absorbed).flatten(1)
 
         return self.out(self.q(source).elementwise(attend, self.path))
-
-
-def _layer(b: Builder, path: str, c: DeepseekConfig, index: int) -> DecoderLayer:
-    mlp: FeedForward
-    if index < c.dense_layers:
-        mlp = GatedMLP(b, f"{path}.mlp", c.hidden_size, c.intermediate_size)
-    else:
-        mlp = SparseMoE(
-            b,
-            f"{path}.mlp",
-            c.hidden_size,
-            experts=c.num_experts,
-            inner=c.moe_intermediate_size,
-            routing=c.routing,
-            shared=c.shared_size,
-            shared_gate=False,
-            stored=Stored(shared="shared_experts"),
-        )
-    return DecoderLayer(b, path, c, LatentAttention(b, f"{path}.self_attn", c), mlp)

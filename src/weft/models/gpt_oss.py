@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.models.attention import Attention, Heads
-from weft.models.config import Fields, ModelConfig, ModelError, common_fields
-from weft.models.decoder import Decoder, DecoderLayer
+from weft.models.config import Fields, ModelError, common_fields
+from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.layers import Builder
 from weft.models.moe import SparseMoE, Stored
 from weft.models.routing import Routing
@@ -15,7 +15,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
-class GptOssConfig(ModelConfig):
+class GptOssConfig(DecoderConfig):
     """Widths in elements. heads: of each layer. limit, alpha: of the experts (`weft.models.moe.gated`)."""
 
     heads: tuple[Heads, ...]
@@ -25,8 +25,21 @@ class GptOssConfig(ModelConfig):
     limit: float
     alpha: float
 
-    def build(self, b: Builder) -> Decoder:
-        return Decoder(b, self, [_layer(b, f"model.layers.{i}", self, i) for i in range(self.num_layers)])
+    def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
+        mlp = SparseMoE(
+            b,
+            f"{path}.mlp",
+            self.hidden_size,
+            experts=self.num_experts,
+            inner=self.intermediate_size,
+            routing=self.routing,
+            # In MXFP4 an output's inputs lie together, as they share scales; otherwise an input's outputs.
+            stored=Stored("router", form="plain turns" if self.storage.mxfp4 else "turns"),
+            limit=self.limit,
+            alpha=self.alpha,
+            expert_bias=True,
+        )
+        return DecoderLayer(b, path, self, Attention(b, f"{path}.self_attn", self.hidden_size, self.heads[index]), mlp)
 
 
 def read(fields: Fields) -> GptOssConfig:
@@ -63,20 +76,3 @@ def read(fields: Fields) -> GptOssConfig:
         limit=float(fields.get("swiglu_limit", 7.0)),
         alpha=float(fields.get("swiglu_alpha", 1.702)),
     )
-
-
-def _layer(b: Builder, path: str, c: GptOssConfig, index: int) -> DecoderLayer:
-    mlp = SparseMoE(
-        b,
-        f"{path}.mlp",
-        c.hidden_size,
-        experts=c.num_experts,
-        inner=c.intermediate_size,
-        routing=c.routing,
-        # In MXFP4 an output's inputs lie together, as they share scales; otherwise an input's outputs.
-        stored=Stored("router", form="plain turns" if c.storage.mxfp4 else "turns"),
-        limit=c.limit,
-        alpha=c.alpha,
-        expert_bias=True,
-    )
-    return DecoderLayer(b, path, c, Attention(b, f"{path}.self_attn", c.hidden_size, c.heads[index]), mlp)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.models.attention import Attention, HeadNorms, Heads
-from weft.models.config import Fields, ModelConfig, ModelError, common_fields
-from weft.models.decoder import Decoder, DecoderLayer
+from weft.models.config import Fields, ModelError, common_fields
+from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.layers import Builder
 from weft.models.moe import FeedForward, GatedMLP, SparseMoE
 from weft.models.routing import Routing
 
 
 @dataclass(frozen=True)
-class QwenConfig(ModelConfig):
+class QwenConfig(DecoderConfig):
     """Widths in elements. bias: of query, key and value; output_bias: of attention's output; head_norms: queries and
     keys are normalised head by head. moe_layers: which layers have experts instead of an MLP. shared_expert_size: 0
     where there is none.
@@ -29,8 +29,25 @@ class QwenConfig(ModelConfig):
     shared_expert_size: int
     routing: Routing
 
-    def build(self, b: Builder) -> Decoder:
-        return Decoder(b, self, [_layer(b, f"model.layers.{i}", self, i) for i in range(self.num_layers)])
+    def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
+        mlp: FeedForward
+        if index in self.moe_layers:
+            mlp = SparseMoE(
+                b,
+                f"{path}.mlp",
+                self.hidden_size,
+                experts=self.num_experts,
+                inner=self.moe_intermediate_size,
+                routing=self.routing,
+                shared=self.shared_expert_size,
+            )
+        else:
+            mlp = GatedMLP(b, f"{path}.mlp", self.hidden_size, self.intermediate_size)
+        norms = HeadNorms(self.rms_norm_eps) if self.head_norms else None
+        heads = Heads(
+            self.num_heads, self.num_kv_heads, self.head_dim, norms, bias=self.bias, output_bias=self.output_bias
+        )
+        return DecoderLayer(b, path, self, Attention(b, f"{path}.self_attn", self.hidden_size, heads), mlp)
 
 
 def read(fields: Fields) -> QwenConfig:
@@ -62,22 +79,3 @@ def read(fields: Fields) -> QwenConfig:
         if moe
         else Routing(0),
     )
-
-
-def _layer(b: Builder, path: str, c: QwenConfig, index: int) -> DecoderLayer:
-    mlp: FeedForward
-    if index in c.moe_layers:
-        mlp = SparseMoE(
-            b,
-            f"{path}.mlp",
-            c.hidden_size,
-            experts=c.num_experts,
-            inner=c.moe_intermediate_size,
-            routing=c.routing,
-            shared=c.shared_expert_size,
-        )
-    else:
-        mlp = GatedMLP(b, f"{path}.mlp", c.hidden_size, c.intermediate_size)
-    norms = HeadNorms(c.rms_norm_eps) if c.head_norms else None
-    heads = Heads(c.num_heads, c.num_kv_heads, c.head_dim, norms, bias=c.bias, output_bias=c.output_bias)
-    return DecoderLayer(b, path, c, Attention(b, f"{path}.self_attn", c.hidden_size, heads), mlp)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from weft.models.attention import Attention, HeadNorms, Heads
-from weft.models.config import Fields, ModelConfig, ModelError, common_fields, rope_of
-from weft.models.decoder import Decoder, DecoderLayer
+from weft.models.config import Fields, ModelError, common_fields, rope_of
+from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.deltanet import DeltaHeads, GatedDeltaNet
 from weft.models.layers import Builder, Layer
 from weft.models.moe import SparseMoE, Stored
@@ -17,7 +17,7 @@ FULL, LINEAR = "full_attention", "linear_attention"
 
 
 @dataclass(frozen=True)
-class Qwen35Config(ModelConfig):
+class Qwen35Config(DecoderConfig):
     """Widths in elements. kinds: of each layer. heads: of full attention; delta: of linear attention."""
 
     norms_less_one: ClassVar[bool] = True
@@ -31,8 +31,24 @@ class Qwen35Config(ModelConfig):
     shared_size: int
     routing: Routing
 
-    def build(self, b: Builder) -> Decoder:
-        return Decoder(b, self, [_layer(b, f"{self.prefix}.layers.{i}", self, i) for i in range(self.num_layers)])
+    def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
+        mixer: Layer
+        if self.kinds[index] == FULL:
+            mixer = Attention(b, f"{path}.self_attn", self.hidden_size, self.heads)
+        else:
+            mixer = GatedDeltaNet(b, f"{path}.linear_attn", self.hidden_size, self.delta, self.rms_norm_eps)
+        mlp = SparseMoE(
+            b,
+            f"{path}.mlp",
+            self.hidden_size,
+            experts=self.num_experts,
+            inner=self.moe_intermediate_size,
+            routing=self.routing,
+            shared=self.shared_size,
+            # As the two releases have them.
+            stored=Stored(form="fused" if self.storage.float8_block is None else "each"),
+        )
+        return DecoderLayer(b, path, self, mixer, mlp)
 
 
 def read(whole: Fields) -> Qwen35Config:
@@ -91,22 +107,3 @@ def read(whole: Fields) -> Qwen35Config:
     )
     fields.finish()
     return config
-
-
-def _layer(b: Builder, path: str, c: Qwen35Config, index: int) -> DecoderLayer:
-    mixer: Layer
-    if c.kinds[index] == FULL:
-        mixer = Attention(b, f"{path}.self_attn", c.hidden_size, c.heads)
-    else:
-        mixer = GatedDeltaNet(b, f"{path}.linear_attn", c.hidden_size, c.delta, c.rms_norm_eps)
-    mlp = SparseMoE(
-        b,
-        f"{path}.mlp",
-        c.hidden_size,
-        experts=c.num_experts,
-        inner=c.moe_intermediate_size,
-        routing=c.routing,
-        shared=c.shared_size,
-        stored=Stored(form="fused" if c.storage.float8_block is None else "each"),  # as the two releases have them
-    )
-    return DecoderLayer(b, path, c, mixer, mlp)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weft.models.attention import Attention, HeadNorms, Heads
-from weft.models.config import Fields, ModelConfig, ModelError, common_fields, rope_of
-from weft.models.decoder import Decoder, DecoderLayer
+from weft.models.config import Fields, ModelError, common_fields, rope_of
+from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.layers import Builder
 from weft.models.moe import FeedForward, GatedMLP, SparseMoE, Stored
 from weft.models.rotary import Rope
@@ -19,7 +19,7 @@ STORED = Stored("moe.gate", "moe.router_bias", "moe", "stacked", "share_expert")
 
 
 @dataclass(frozen=True)
-class StepConfig(ModelConfig):
+class StepConfig(DecoderConfig):
     """Widths in elements. heads, ropes: for each layer, which of `ropes` it turns by in `rope_of_layer`.
 
     limits, shared_limits: of the gated products of each layer's routed experts, and of its shared expert or MLP
@@ -40,9 +40,30 @@ class StepConfig(ModelConfig):
     limits: tuple[float | None, ...]
     shared_limits: tuple[float | None, ...]
 
-    def build(self, b: Builder) -> Decoder:
-        layers = [_layer(b, f"model.layers.{i}", self, i) for i in range(self.num_layers)]
-        return Decoder(b, self, layers, self.ropes)
+    @property
+    def ropes_of_layers(self) -> Sequence[Rope]:
+        return self.ropes
+
+    def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
+        mlp: FeedForward
+        if index in self.moe_layers:
+            mlp = SparseMoE(
+                b,
+                path,
+                self.hidden_size,
+                experts=self.num_experts,
+                inner=self.moe_intermediate_size,
+                routing=self.routing,
+                shared=self.shared_size,
+                shared_gate=False,
+                stored=STORED,
+                limit=self.limits[index],
+                shared_limit=self.shared_limits[index],
+            )
+        else:
+            mlp = GatedMLP(b, f"{path}.mlp", self.hidden_size, self.intermediate_size, self.shared_limits[index])
+        attention = Attention(b, f"{path}.self_attn", self.hidden_size, self.heads[index])
+        return DecoderLayer(b, path, self, attention, mlp, self.rope_of_layer[index])
 
 
 def read(fields: Fields) -> StepConfig:
@@ -148,25 +169,3 @@ def _heads(fields: Fields, common: dict[str, Any], other: dict[str, Any], window
         window,
         gate="head",
     )
-
-
-def _layer(b: Builder, path: str, c: StepConfig, index: int) -> DecoderLayer:
-    mlp: FeedForward
-    if index in c.moe_layers:
-        mlp = SparseMoE(
-            b,
-            path,
-            c.hidden_size,
-            experts=c.num_experts,
-            inner=c.moe_intermediate_size,
-            routing=c.routing,
-            shared=c.shared_size,
-            shared_gate=False,
-            stored=STORED,
-            limit=c.limits[index],
-            shared_limit=c.shared_limits[index],
-        )
-    else:
-        mlp = GatedMLP(b, f"{path}.mlp", c.hidden_size, c.intermediate_size, c.shared_limits[index])
-    attention = Attention(b, f"{path}.self_attn", c.hidden_size, c.heads[index])
-    return DecoderLayer(b, path, c, attention, mlp, c.rope_of_layer[index])

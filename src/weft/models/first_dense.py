@@ -1,0 +1,76 @@
+"""What DeepSeek's and GLM's models share: the first layers have an MLP, all others experts, shared ones among them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from weft.models.config import Fields
+from weft.models.decoder import DecoderConfig, DecoderLayer
+from weft.models.layers import Builder, Layer
+from weft.models.moe import FeedForward, GatedMLP, SparseMoE, Stored
+from weft.models.routing import Routing
+
+
+@dataclass(frozen=True)
+class FirstDenseConfig(DecoderConfig):
+    """Widths in elements. dense_layers: the first so many have an MLP instead of experts. shared_size: inner features
+    of the shared experts, taken as one; 0: there are none.
+    """
+
+    intermediate_size: int
+    dense_layers: int
+    num_experts: int
+    moe_intermediate_size: int
+    shared_size: int
+    routing: Routing
+
+    @abstractmethod
+    def attention(self, b: Builder, path: str) -> Layer:
+        """Of every layer."""
+
+    def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
+        mlp: FeedForward
+        if index < self.dense_layers:
+            mlp = GatedMLP(b, f"{path}.mlp", self.hidden_size, self.intermediate_size)
+        else:
+            mlp = SparseMoE(
+                b,
+                f"{path}.mlp",
+                self.hidden_size,
+                experts=self.num_experts,
+                inner=self.moe_intermediate_size,
+                routing=self.routing,
+                shared=self.shared_size,
+                shared_gate=False,
+                stored=Stored(shared="shared_experts"),
+            )
+        return DecoderLayer(b, path, self, self.attention(b, f"{path}.self_attn"), mlp)
+
+
+def first_dense_fields(fields: Fields, sigmoid: bool, grouped: bool = True) -> dict[str, Any]:
+    """FirstDenseConfig's own fields. sigmoid: routing by sigmoids with a bias, which ranks groups by their best two
+    experts (DeepSeek-V3), not by a softmax (V2); grouped: experts are chosen among groups, if there are more than one.
+    Raises ModelError.
+    """
+    inner = fields.need("moe_intermediate_size")
+    groups, top_groups = fields.get("n_group", 1), fields.get("topk_group", 1)
+    return dict(
+        intermediate_size=fields.need("intermediate_size"),
+        dense_layers=fields.get("first_k_dense_replace", 0),
+        num_experts=fields.need("n_routed_experts"),
+        moe_intermediate_size=inner,
+        shared_size=inner * fields.get("n_shared_experts", 0),
+        routing=Routing(
+            fields.need("num_experts_per_tok"),
+            score="sigmoid" if sigmoid else "softmax",
+            groups=groups if grouped else 1,
+            top_groups=top_groups if grouped else 1,
+            group_best=2 if sigmoid else 1,
+            bias=sigmoid,
+            renormalise=fields.get("norm_topk_prob", False),
+            scale=fields.get("routed_scaling_factor", 1.0),
+            wide=True,
+        ),
+    )

@@ -110,6 +110,17 @@ class Report:
         beside = "" if torch_us is None else f"  torch {torch_us:8.1f}"
         print(f"{name:18}{what:30}{us:9.2f} µs{beside}  floor {floor:7.2f}  {more or ''}", flush=True)
 
+    def write(self, out: Path | None) -> None:
+        """Prints all as JSON, into a file too, and ends the process where a row's error is 1e-2 or more."""
+        host = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+        measured = {"copy_bytes_per_s": self.bandwidth, "empty_kernel_us": self.kernel_us}
+        text = json.dumps({"host": host, **measured, "rows": self.rows})
+        if out:
+            out.write_text(text + "\n")
+        print(text)
+        if wrong := [row for row in self.rows if not row.get("error", 0.0) < 1e-2]:
+            raise SystemExit(f"too far from what it should be: {wrong}")
+
 
 def time_attention(report: Report, rows: int, context: int) -> None:
     """Decode attention, the lengths of a batch spread by a quarter to both sides."""
@@ -339,15 +350,7 @@ def main() -> None:
     torch.manual_seed(0)
     report = Report()
     time_all(report)
-    wrong = [row for row in report.rows if not row.get("error", 0.0) < 1e-2]
-    host = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    measured = {"copy_bytes_per_s": report.bandwidth, "empty_kernel_us": report.kernel_us}
-    text = json.dumps({"host": host, **measured, "rows": report.rows})
-    if args.out:
-        args.out.write_text(text + "\n")
-    print(text)
-    if wrong:
-        raise SystemExit(f"too far from float64: {wrong}")
+    report.write(args.out)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,12 @@ LINEAR = {
 }
 
 
+def turned(device: torch.device) -> float:
+    """Sums in another order, or of fewer bits, turn the rounding of a few values between the products of experts, by 1
+    part in 16 at most."""
+    return 6e-3
+
+
 @pytest.mark.parametrize("case", LINEAR.values(), ids=LINEAR.keys())
 def check_linear(case: tuple[int, int, int, tuple[int, int]], device: torch.device) -> None:
     torch.manual_seed(0)
@@ -89,11 +95,26 @@ def check_linear(case: tuple[int, int, int, tuple[int, int]], device: torch.devi
     assert off(wanted, exact) > 5e-3  # so that rows left unquantised would be seen
 
 
-def check_tiles_of_many_rows(device: torch.device) -> None:
-    weight, x = weight_of(136, 200, unit=(128, 128), device=device), skewed(130, 200, device)
-    for tile in (float8.Tile(64, 64, 4, 4), float8.Tile(128, 128, 8, 3)):
-        out = float8.linear(x, weight, torch.full((130, 136), NAN, device=device), tile)
-        assert off(out, plain_linear(x, weight, torch.float64)) <= rounding(device)
+@pytest.mark.parametrize("rows, tile", [
+    (70, float8.Tile(64, 64, 1, 4, 4)),
+    (66, float8.Tile(128, 128, 2, 8, 3)),
+    (3, float8.Tile(16, 64, 5, 4, 4)),
+    (18, float8.Tile(32, 128, 2, 4, 4)),
+])  # fmt: skip
+def check_tiles_and_parts(rows: int, tile: float8.Tile, device: torch.device) -> None:
+    """Four runs and a ragged one, in one part or several; a row's bits depend on no other row."""
+    weight, x = weight_of(136, 600, unit=(128, 128), device=device), skewed(rows, 600, device)
+    out = float8.linear(x, weight, torch.full((rows, 136), NAN, device=device), tile)
+    assert off(out, plain_linear(x, weight, torch.float64)) <= rounding(device)
+    alone = torch.full_like(x, NAN)
+    alone[0] = x[0]
+    again = float8.linear(alone, weight, torch.full((rows, 136), NAN, device=device), tile)
+    assert torch.equal(again[0], out[0]) and again[1:].isnan().all()
+
+
+def check_few_tiles_are_cut_into_parts() -> None:
+    assert float8.tile_of(1, 576, 56).parts == 14 and float8.tile_of(64, 4608, 56).parts == 4
+    assert float8.tile_of(1, 576, 3).parts == 1 and float8.tile_of(4096, 4608, 56).parts == 1
 
 
 def check_linear_refuses(device: torch.device) -> None:
@@ -137,15 +158,32 @@ def check_experts(case: str, quantised: bool, device: torch.device) -> None:
     gate_up.scales[unchosen], down.scales[unchosen] = NAN, NAN
     out = torch.full((rows, width), NAN, device=device)
     given: Tensor | Rows = float8.quantise(x, first_unit[1]) if quantised else x
-    tile = None if not quantised else moe.Tile(64, 0, 4, 2)
+    tile = None if not quantised else moe.Tile(64, 128, 4, 2)  # of few rows, the depth is cut into two parts
     moe.experts(given, found, gate_up, down, out, tile, tile)
     wanted = plain.experts(x.double(), probability, expert, gate_up, down)
     assert (out[(expert < 0).all(-1)] == 0).all()
     if live:
-        # Sums in another order turn the rounding of a few values between the products, by 1 part in 16 at most.
-        assert off(out[:live], wanted[:live]) <= 6e-3
+        assert off(out[:live], wanted[:live]) <= turned(device)
         wide = [dequantise(w, torch.float64) for w in (gate_up, down)]
         assert off(wanted[:live], plain.experts(x.double(), probability, expert, *wide)[:live]) > 2e-2
+
+
+@pytest.mark.parametrize(
+    "case, limit, alpha", [("few pairs", 0.5, 1.7), ("one kernel", 0.5, None), ("many rows", None, None)]
+)
+def check_experts_with_limits_and_biases(
+    case: str, limit: float | None, alpha: float | None, device: torch.device
+) -> None:
+    chosen, unit, _ = FORMS[case]
+    rows, live, held = chosen[0], chosen[1], chosen[5]
+    found, probability, expert = check_moe.routed(*chosen, device, tile_rows=16 if rows < 64 else 32)
+    gate_up = weight_of(held, 256, 160, unit=(unit[0], 128), device=device)
+    down = weight_of(held, 160, 128, unit=(128, 128), device=device)
+    x, biases = skewed(rows, 160, device), [torch.randn(held, n, device=device) for n in (256, 160)]
+    tile = moe.Tile(64, 128, 4, 2)
+    out = moe.experts(x, found, gate_up, down, torch.full_like(x, NAN), tile, tile, limit, alpha, *biases)
+    wanted = plain.experts(x.double(), probability, expert, gate_up, down, limit, alpha, *biases)
+    assert off(out[:live], wanted[:live]) <= turned(device)
 
 
 def check_experts_refuse(device: torch.device) -> None:

@@ -3,7 +3,13 @@
 A row has a scale for each run of columns, found when it is quantised; a weight one for each block of rows and columns,
 as its checkpoint has them. Both cut the depth of a product at the same columns: a run's products are summed by tensor
 cores, which on Hopper keep about 14 bits, then scaled and added in float32 (DeepSeek-V3, arXiv 2412.19437, section
-3.3.2). Rows may come quantised, or are quantised as they are loaded: the same bits, for few rows one kernel less.
+3.3.2).
+
+Rows are quantised by a kernel of their own: a product that did so as it loads them took two to four times as long on an
+H200, as each program quantises them anew between its loads. For few rows, where programs would be few and each would go
+through the whole depth alone, the depth is dealt out over several programs; their sums are added in the order of the
+parts by another kernel, so the bits are the same at every run, and those of a row depend on no other row. Hopper's FP8
+instructions multiply 64 rows or more by 8 or more: for few rows the weight's are the 64.
 """
 
 from __future__ import annotations
@@ -16,9 +22,13 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import FLOAT8, Rows, Weight
+from weft.kernels.triton.route import pairs_of
 
 FEW_ROWS = 64
-"""Up to so many rows, products quantise what they load; above, other programs would do so again and again."""
+"""Up to so many rows, the weight's rows are those that an instruction takes 64 of."""
+PROGRAMS, LEAST_RUNS = 320, 4
+"""About how many programs a product with few tiles is cut into, and the least runs of one: its loads overlap, and the
+sum of the parts costs a kernel. Two or three programs for each of an H200's 132 multiprocessors."""
 
 
 @triton.jit
@@ -26,20 +36,6 @@ def to_float8(x):
     """(values, scale) of each row of x, float32 `[M, N]`: the largest becomes 448. NaN and infinity give NaN."""
     largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-10)  # a run of zeros has a scale, too
     return (x * tl.div_rn(448.0, largest)[:, None]).to(tl.float8e4nv), tl.div_rn(largest, 448.0)
-
-
-@triton.jit
-def load_rows(at, scale_at, inside, real):
-    """(float8 `[M, run]`, scale `[M]`) of the rows at `at`; scale_at: their scales', where they are quantised already.
-
-    inside: which elements there are; real: which rows.
-    """
-    x = tl.load(at, mask=inside, other=0.0)
-    if x.dtype == tl.float8e4nv:
-        scale = tl.load(scale_at, mask=real, other=0.0)
-    else:
-        x, scale = to_float8(x.to(tl.float32))
-    return x, scale
 
 
 @triton.jit
@@ -53,54 +49,110 @@ def _quantise(x, values, scales, x_row, WIDTH: tl.constexpr, RUN: tl.constexpr, 
     tl.store(scales + row * ALL + run, scale, mask=run < ALL)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _linear(
-    x, x_scale, weight, scale, out, rows, x_row, out_row,
-    WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, RUN: tl.constexpr, UNIT: tl.constexpr,
+@triton.jit(do_not_specialize=["rows", "runs"])
+def multiply(
+    x, x_scale, weight, scale, order, tile_expert, out, rows, outputs, runs, x_row, out_row, out_part,
+    WIDTH: tl.constexpr, RUN: tl.constexpr, UNIT: tl.constexpr, K: tl.constexpr, SORTED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    RUNS: tl.constexpr = (WIDTH + RUN - 1) // RUN
-    blocks = tl.cdiv(rows, BLOCK_M)
-    row = (tl.program_id(0) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)  # neighbours share a tile of the weight
-    column = (tl.program_id(0) // blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    real, wanted = row < rows, column < OUTPUTS
-    row, known = tl.where(real, row, 0).to(tl.int64), tl.where(wanted, column, 0)
+    """A tile of x Wᵀ over one part of the depth, so many runs of it, stored in `out` at that part.
+
+    K: 0 where all rows have one weight; else rows are pairs of a token, which is a row of x, and one of its K experts
+    (K = 1: x has a row for each pair), a tile's pairs those of one expert (see `route`).
+    """
+    ALL: tl.constexpr = (WIDTH + RUN - 1) // RUN
+    if K:
+        blocks = tl.cdiv(outputs, BLOCK_N)
+        tile = tl.program_id(0) // blocks
+        block = tl.program_id(0) % blocks
+        pair, expert = pairs_of(tile, order, tile_expert, rows, SORTED, BLOCK_M)
+        if expert < 0:
+            return
+        real = pair < rows
+        row = (tl.where(real, pair, 0) // K).to(tl.int64)
+        weight += expert.to(tl.int64) * outputs * WIDTH
+        scale += expert * (tl.cdiv(outputs, UNIT) * ALL)
+    else:
+        blocks = tl.cdiv(rows, BLOCK_M)  # neighbours share a tile of the weight
+        block = tl.program_id(0) // blocks
+        pair = (tl.program_id(0) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+        real = pair < rows
+        row = tl.where(real, pair, 0).to(tl.int64)
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    wanted = column < outputs
+    known = tl.where(wanted, column, 0)
     depth = tl.arange(0, RUN)
     x += row[:, None] * x_row + depth[None, :]
-    x_scale += row * RUNS
-    weight += known.to(tl.int64)[None, :] * WIDTH + depth[:, None]
-    scale += known // UNIT * RUNS
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for run in range(0, RUNS):
+    x_scale += row * ALL
+    weight += known.to(tl.int64)[:, None] * WIDTH + depth[None, :]
+    if UNIT % BLOCK_N == 0:  # the tile's columns have one scale
+        scale += block * BLOCK_N // UNIT * ALL
+    else:
+        scale += known // UNIT * ALL
+    WEIGHT_FIRST: tl.constexpr = BLOCK_M < 64
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHT_FIRST else [BLOCK_M, BLOCK_N], tl.float32)
+    first = tl.program_id(1) * runs
+    last = tl.minimum(first + runs, ALL)
+    a_scale, b_scale = tl.load(x_scale + first), tl.load(scale + first)
+    for run in range(first, last):
         if WIDTH % RUN == 0:
-            a, a_scale = load_rows(x + run * RUN, x_scale + run, real[:, None], real)
+            a = tl.load(x + run * RUN)
             b = tl.load(weight + run * RUN)
         else:
             inside = depth < WIDTH - run * RUN
-            a, a_scale = load_rows(x + run * RUN, x_scale + run, real[:, None] & inside[None, :], real)
-            b = tl.load(weight + run * RUN, mask=inside[:, None], other=0.0)
-        acc += tl.dot(a, b) * (a_scale[:, None] * tl.load(scale + run)[None, :])
-    to = out + row[:, None] * out_row + column[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & wanted[None, :])
+            a = tl.load(x + run * RUN, mask=inside[None, :], other=0.0)
+            b = tl.load(weight + run * RUN, mask=inside[None, :], other=0.0)
+        then = tl.minimum(run + 1, last - 1)  # the next run's scales, that nothing waits for them
+        a_next, b_next = tl.load(x_scale + then), tl.load(scale + then)
+        if UNIT % BLOCK_N == 0:
+            if WEIGHT_FIRST:
+                acc += tl.dot(b, tl.trans(a)) * (a_scale * b_scale)[None, :]
+            else:
+                acc += tl.dot(a, tl.trans(b)) * (a_scale * b_scale)[:, None]
+        elif WEIGHT_FIRST:
+            acc += tl.dot(b, tl.trans(a)) * (b_scale[:, None] * a_scale[None, :])
+        else:
+            acc += tl.dot(a, tl.trans(b)) * (a_scale[:, None] * b_scale[None, :])
+        a_scale, b_scale = a_next, b_next
+    to = out + tl.program_id(1).to(tl.int64) * out_part + pair.to(tl.int64)[:, None] * out_row + column[None, :]
+    found = (tl.trans(acc) if WEIGHT_FIRST else acc).to(out.dtype.element_ty)
+    tl.store(to, found, mask=real[:, None] & wanted[None, :])
+
+
+@triton.jit
+def _add_parts(parts, out, part, out_row, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(PARTS):
+        total += tl.load(parts + i * part + row * OUTPUTS + column, mask=column < OUTPUTS, other=0.0)
+    tl.store(out + row * out_row + column, total.to(out.dtype.element_ty), mask=column < OUTPUTS)
 
 
 class Tile(NamedTuple):
-    """How a product is cut: rows and columns of a block, warps, and stages of the pipeline of loads."""
+    """How a product is cut: rows and columns of a block, parts of the depth, warps, and stages of the pipeline."""
 
     rows: int
     columns: int
+    parts: int
     warps: int
     stages: int
 
 
-def tile_of(rows: int, outputs: int) -> Tile:
-    """The tile of a dense product: for few rows the columns are cut so that every multiprocessor has some."""
+def tile_of(rows: int, outputs: int, runs: int) -> Tile:
+    """The tile of a dense product: where there are few the depth is cut, so that every multiprocessor has some."""
     if rows <= FEW_ROWS:
-        columns = 16 if outputs <= 4096 else 32 if outputs <= 8192 else 64
-        return Tile(16 if rows <= 16 else 32 if rows <= 32 else 64, columns, 4, 4)
-    if rows < 1024:
-        return Tile(64, 64, 4, 4)
-    return Tile(128, 128, 8, 3)
+        cut = Tile(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 1, 4, 5)
+    elif rows < 1024:
+        cut = Tile(64, 128, 1, 4, 4)
+    else:
+        cut = Tile(128, 128, 1, 8, 4)
+    return cut._replace(parts=parts_of(triton.cdiv(rows, cut.rows) * triton.cdiv(outputs, cut.columns), runs))
+
+
+def parts_of(tiles: int, runs: int, programs: int = PROGRAMS) -> int:
+    """Parts of the depth, for about so many programs of at least `LEAST_RUNS` runs each."""
+    return max(1, min(programs // tiles, runs // LEAST_RUNS))
 
 
 def quantise(x: Tensor, run: int) -> Rows:
@@ -126,23 +178,32 @@ def linear(x: Tensor | Rows, weight: Weight, out: Tensor, tile: Tile | None = No
     """
     weight.check()
     (outputs, width), (unit, run) = weight.values.shape, weight.unit
-    values, scales, found = x if isinstance(x, Rows) else (x, weight.scales, run)
-    rows = values.shape[0]
-    if values.shape[1] != width or out.shape != (rows, outputs) or found != run:
+    rows, given, found = (*x.values.shape, x.run) if isinstance(x, Rows) else (*x.shape, run)
+    if given != width or out.shape != (rows, outputs) or found != run:
         raise ValueError(
-            f"x is {list(values.shape)} by runs of {found}, the weight {list(weight.values.shape)} by {run}, out "
+            f"x is {[rows, given]} by runs of {found}, the weight {list(weight.values.shape)} by {run}, out "
             f"{list(out.shape)}"
         )
-    if values.stride(1) != 1 or out.stride(1) != 1:
+    if out.stride(1) != 1:
         raise ValueError("rows must be contiguous")
     if not rows:
         return out
-    if rows > FEW_ROWS and not isinstance(x, Rows):
-        values, scales, _ = quantise(x, run)
-    cut = tile or tile_of(rows, outputs)
-    _linear[(triton.cdiv(rows, cut.rows) * triton.cdiv(outputs, cut.columns),)](
-        values, scales, weight.values, weight.scales, out, rows, values.stride(0), out.stride(0), WIDTH=width,
-        OUTPUTS=outputs, RUN=run, UNIT=unit, BLOCK_M=cut.rows, BLOCK_N=cut.columns, num_warps=cut.warps,
-        num_stages=cut.stages,
+    values, scales, _ = x if isinstance(x, Rows) else quantise(x, run)
+    if not (values.stride(1) == 1 and scales.is_contiguous()):
+        raise ValueError("quantised rows and their scales must be contiguous")
+    runs = triton.cdiv(width, run)
+    cut = tile or tile_of(rows, outputs, runs)
+    depth = triton.cdiv(runs, cut.parts)
+    parts = triton.cdiv(runs, depth)
+    to = out if parts == 1 else out.new_empty(parts, rows, outputs, dtype=torch.float32)
+    multiply[(triton.cdiv(rows, cut.rows) * triton.cdiv(outputs, cut.columns), parts)](
+        values, scales, weight.values, weight.scales, values, values, to, rows, outputs, depth, values.stride(0),
+        to.stride(-2), to.stride(0), WIDTH=width, RUN=run, UNIT=unit, K=0, SORTED=False, BLOCK_M=cut.rows,
+        BLOCK_N=cut.columns, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
+    if parts > 1:
+        block = min(512, triton.next_power_of_2(outputs))
+        _add_parts[(rows, triton.cdiv(outputs, block))](
+            to, out, to.stride(0), out.stride(0), OUTPUTS=outputs, PARTS=parts, BLOCK=block, num_warps=4
+        )
     return out

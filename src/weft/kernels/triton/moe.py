@@ -18,7 +18,10 @@ from torch import Tensor
 
 from weft.kernels.float8 import Rows, Weight
 from weft.kernels.triton import float8
-from weft.kernels.triton.route import Routing
+from weft.kernels.triton.route import Routing, pairs_of
+
+PROGRAMS = 1024
+"""About how many programs a product of few rows in FP8 is cut into: about a quarter of the tiles have an expert."""
 
 
 class Tile(NamedTuple):
@@ -31,16 +34,19 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _pairs_of(tile, order, tile_expert, pairs, SORTED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(pairs `[BLOCK_M]` of a tile, its expert or −1). A row that has no pair has the number `pairs`."""
-    expert = tl.load(tile_expert + tile)
-    row = tl.arange(0, BLOCK_M)
-    if SORTED:
-        # An idle tile's part of the order was never written, and is not looked at.
-        pair = tl.load(order + tile * BLOCK_M + row, mask=(row >= 0) & (expert >= 0), other=0)
+def _gated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """What lies between the products, as in `plain.experts`."""
+    if LIMIT is not None:
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    if ALPHA is not None:
+        gate = tl.minimum(gate, LIMIT)
+        value = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
     else:
-        pair = tl.where(row == 0, tile, pairs)
-    return pair, expert
+        value = gate / (1.0 + tl.exp(-gate))
+        if LIMIT is not None:
+            value = tl.minimum(value, LIMIT)
+        value *= up
+    return value
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -52,7 +58,7 @@ def _up(
 ):  # fmt: skip
     COLUMN_BLOCKS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // COLUMN_BLOCKS
-    pair, expert = _pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M)
+    pair, expert = pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M)
     if expert < 0:
         return
     real = pair < pairs
@@ -81,29 +87,20 @@ def _up(
             held = real[:, None] & inside[None, :]
             b = tl.load(gate_at + k, mask=inside[:, None], other=0.0)
             c = tl.load(up_at + k, mask=inside[:, None], other=0.0)
+        a = tl.load(x + k, mask=held, other=0.0)
         if UNIT:
             run = k // BLOCK_K
-            a, a_scale = float8.load_rows(x + k, x_scale + run, held, real)
+            a_scale = tl.load(x_scale + run, mask=real, other=0.0)
             gate += tl.dot(a, b) * (a_scale[:, None] * tl.load(gate_scale + run)[None, :])
             up += tl.dot(a, c) * (a_scale[:, None] * tl.load(up_scale + run)[None, :])
         else:
-            a = tl.load(x + k, mask=held, other=0.0)
             gate = tl.dot(a, b, gate, input_precision="ieee")
             up = tl.dot(a, c, up, input_precision="ieee")
     if BIAS:
         bias += expert.to(tl.int64) * (2 * INNER) + column
         gate += tl.load(bias, mask=wanted, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + INNER, mask=wanted, other=0.0).to(tl.float32)[None, :]
-    if LIMIT is not None:
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    if ALPHA is not None:
-        gate = tl.minimum(gate, LIMIT)
-        value = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
-    else:
-        value = gate / (1.0 + tl.exp(-gate))
-        if LIMIT is not None:
-            value = tl.minimum(value, LIMIT)
-        value *= up
+    value = _gated(gate, up, LIMIT, ALPHA)
     to = out + pair.to(tl.int64)[:, None] * INNER + column[None, :]
     if out.dtype.element_ty == tl.float8e4nv:  # a block's columns are a run of the next product
         value, found = float8.to_float8(tl.where(wanted[None, :], value, 0.0))
@@ -122,7 +119,7 @@ def _down(
 ):  # fmt: skip
     COLUMN_BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // COLUMN_BLOCKS
-    pair, expert = _pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M)
+    pair, expert = pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M)
     if expert < 0:
         return
     real = pair < pairs
@@ -145,12 +142,12 @@ def _down(
             inside = depth < INNER - k
             held = real[:, None] & inside[None, :]
             b = tl.load(weight + k, mask=inside[:, None], other=0.0)
+        a = tl.load(inner + k, mask=held, other=0.0)
         if UNIT:
             run = k // BLOCK_K
-            a, a_scale = float8.load_rows(inner + k, inner_scale + run, held, real)
+            a_scale = tl.load(inner_scale + run, mask=real, other=0.0)
             acc += tl.dot(a, b) * (a_scale[:, None] * tl.load(scale + run)[None, :])
         else:
-            a = tl.load(inner + k, mask=held, other=0.0)
             acc = tl.dot(a, b, acc, input_precision="ieee")
     if BIAS:
         at = bias + expert.to(tl.int64) * WIDTH + column
@@ -161,15 +158,57 @@ def _down(
 
 
 @triton.jit
-def _sum_choices(pairs, expert, out, out_row, WIDTH: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_parts(
+    parts, bias, expert, out, out_scale, part,
+    INNER: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    RUN: tl.constexpr, RUNS: tl.constexpr,
+):  # fmt: skip
+    """Adds the parts of the first product, and quantises what the second takes."""
+    pair = tl.program_id(0).to(tl.int64)
+    mine = tl.load(expert + pair).to(tl.int64)
+    if mine < 0:
+        return
+    run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
+    column = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    inside = column < INNER
+    gate = tl.zeros([RUNS, RUN], tl.float32)
+    up = tl.zeros([RUNS, RUN], tl.float32)
+    for i in tl.static_range(PARTS):
+        at = parts + i * part + pair * (2 * INNER) + column
+        gate += tl.load(at, mask=inside, other=0.0)
+        up += tl.load(at + INNER, mask=inside, other=0.0)
+    if BIAS:
+        at = bias + mine * (2 * INNER) + column
+        gate += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32)
+    value, scale = float8.to_float8(tl.where(inside, _gated(gate, up, LIMIT, ALPHA), 0.0))
+    tl.store(out + pair * INNER + column, value, mask=inside)
+    ALL: tl.constexpr = (INNER + RUN - 1) // RUN
+    tl.store(out_scale + pair * ALL + run, scale, mask=run < ALL)
+
+
+@triton.jit
+def _sum_choices(
+    pairs, expert, weight, bias, out, part, out_row, WIDTH: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """PARTS: 0 where pairs have their bias and weight already; else how many parts of them there are, without."""
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(K):
         pair = token * K + j
-        present = tl.load(expert + pair) >= 0
+        mine = tl.load(expert + pair)
+        wanted = (column < WIDTH) & (mine >= 0)
         at = pairs + pair.to(tl.int64) * WIDTH + column
-        total += tl.load(at, mask=(column < WIDTH) & present, other=0.0).to(tl.float32)
+        value = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
+        if PARTS > 0:
+            for i in tl.static_range(1, PARTS):
+                value += tl.load(at + i * part, mask=wanted, other=0.0)
+            if BIAS:
+                value += tl.load(bias + mine.to(tl.int64) * WIDTH + column, mask=wanted, other=0.0).to(tl.float32)
+            value *= tl.load(weight + pair, mask=mine >= 0, other=0.0)
+        total += value
     to = out + token.to(tl.int64) * out_row + column
     tl.store(to, total.to(out.dtype.element_ty), mask=column < WIDTH)
 
@@ -200,9 +239,11 @@ def down_tile_of(rows: int) -> Tile:
 
 
 def float8_tiles_of(rows: int) -> tuple[Tile, Tile]:
-    """The tiles of both products in FP8, but for what the weights' blocks decide."""
+    """The tiles of both products in FP8, but for what the weights' blocks decide; for few rows, for how much of the
+    depth is a part.
+    """
     if rows <= float8.FEW_ROWS:
-        return Tile(32, 0, 4, 4), Tile(64, 0, 4, 4)
+        return Tile(64, 0, 4, 5), Tile(64, 0, 4, 5)
     return Tile(0, 0, 8, 3), Tile(64, 0, 4, 4) if rows <= 128 else Tile(128, 0, 8, 3)
 
 
@@ -226,8 +267,10 @@ def experts(
     in `plain.experts`. Biases `[E, 2 · inner]` and `[E, width]` are added to the products.
 
     Both weights may be in FP8, by blocks whose columns are 32, 64 or 128: then the rows of both products are quantised
-    by runs of as many columns, those of x here unless they come so. A tile's depth is such a run; with many rows the
-    first product's columns are a run of the second, whose rows it quantises.
+    by runs of as many columns, those of x here unless they come so. With few rows the depth of each product is dealt
+    out over programs, a tile's depth to each (0: as much as is needed for `float8.parts_of`), and what comes next adds
+    the parts. With many rows a tile's depth is a run, and the first product's columns are a run of the second, whose
+    rows it quantises.
     Raises ValueError where shapes or dtypes do not fit together.
     """
     up, last = (w.values if isinstance(w, Weight) else w for w in (gate_up, down))
@@ -247,49 +290,106 @@ def experts(
     for bias, shape in ((gate_up_bias, up.shape[:2]), (down_bias, last.shape[:2])):
         if bias is not None and (bias.shape != shape or not bias.is_contiguous()):
             raise ValueError(f"a bias is {list(bias.shape)}; it must be contiguous {list(shape)}")
-    pairs, tile_rows = rows * k, routing.tile_rows
-    ordered = routing.order is not None
-    order = routing.order if routing.order is not None else routing.expert
-    tile_expert = routing.tile_expert if routing.tile_expert is not None else routing.expert
-    tiles = tile_expert.numel()
+    pairs = rows * k
     x_scale, up_scale, hidden_scale, down_scale = given, up, last, last  # none of them is read without FP8
     up_unit, down_unit = (0, 0), (0, 0)
-    hidden = out.new_empty(pairs, inner)
+    hidden = None
     if isinstance(gate_up, Weight) and isinstance(down, Weight):
         gate_up.check(), down.check()
         (_, up_scale, up_unit), (_, down_scale, down_unit) = gate_up, down
         if inner % up_unit[0]:
             raise ValueError(f"up begins at row {inner}, in the middle of a block of {up_unit[0]}")
-        if rows > float8.FEW_ROWS and not isinstance(x, Rows):
-            x = float8.quantise(x, up_unit[1])
-        if isinstance(x, Rows):
-            given, x_scale, found = x
-            if found != up_unit[1]:
-                raise ValueError(f"x comes by runs of {found} columns, gate_up by {up_unit[1]}")
-        tiles_of = float8_tiles_of(rows)
-        up_tile = (up_tile or tiles_of[0])._replace(depth=up_unit[1])
-        down_tile = (down_tile or tiles_of[1])._replace(depth=down_unit[1])
-        if rows > float8.FEW_ROWS:
-            hidden = hidden.new_empty(pairs, inner, dtype=last.dtype)
-            hidden_scale = down_scale.new_empty(pairs, triton.cdiv(inner, down_unit[1]))
-            up_tile = up_tile._replace(columns=down_unit[1])
+        x = x if isinstance(x, Rows) else float8.quantise(x, up_unit[1])
+        given, x_scale, found = x
+        if found != up_unit[1]:
+            raise ValueError(f"x comes by runs of {found} columns, gate_up by {up_unit[1]}")
+        shipped = float8_tiles_of(rows)
+        up_tile, down_tile = up_tile or shipped[0], down_tile or shipped[1]
+        if rows <= float8.FEW_ROWS:
+            return _few(x, routing, gate_up, down, out, up_tile, down_tile, limit, alpha, gate_up_bias, down_bias)
+        hidden = out.new_empty(pairs, inner, dtype=last.dtype)
+        hidden_scale = down_scale.new_empty(pairs, triton.cdiv(inner, down_unit[1]))
+        up_tile = up_tile._replace(columns=down_unit[1], depth=up_unit[1])
+        down_tile = down_tile._replace(depth=down_unit[1])
+    hidden = out.new_empty(pairs, inner) if hidden is None else hidden
+    order, tile_expert, tiles = _tiles(routing)
     cut = up_tile or up_tile_of(rows)
     _up[(tiles * triton.cdiv(inner, cut.columns),)](
         given, x_scale, up, up_scale, up if gate_up_bias is None else gate_up_bias, order, tile_expert, hidden,
-        hidden_scale, pairs, given.stride(0), WIDTH=width, INNER=inner, K=k, SORTED=ordered,
-        BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha, UNIT=up_unit[0], BLOCK_M=tile_rows,
+        hidden_scale, pairs, given.stride(0), WIDTH=width, INNER=inner, K=k, SORTED=routing.order is not None,
+        BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha, UNIT=up_unit[0], BLOCK_M=routing.tile_rows,
         BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     cut = down_tile or down_tile_of(rows)
-    each = out.new_empty(pairs, width)
+    each = out.new_empty(1, pairs, width)
     _down[(tiles * triton.cdiv(width, cut.columns),)](
         hidden, hidden_scale, last, down_scale, last if down_bias is None else down_bias, routing.weight, order,
-        tile_expert, each, pairs, WIDTH=width, INNER=inner, SORTED=ordered, BIAS=down_bias is not None,
-        UNIT=down_unit[0], BLOCK_M=tile_rows, BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps,
+        tile_expert, each, pairs, WIDTH=width, INNER=inner, SORTED=routing.order is not None,
+        BIAS=down_bias is not None, UNIT=down_unit[0], BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns,
+        BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip
+    return _sum(each, routing, out, 0, None)
+
+
+def _tiles(routing: Routing) -> tuple[Tensor, Tensor, int]:
+    """(order, tile_expert, tiles). Where every pair is a tile the order is not read, and the experts are the tiles'."""
+    order = routing.expert if routing.order is None else routing.order
+    tile_expert = routing.expert if routing.tile_expert is None else routing.tile_expert
+    return order, tile_expert, tile_expert.numel()
+
+
+def _few(
+    x: Rows,
+    routing: Routing,
+    gate_up: Weight,
+    down: Weight,
+    out: Tensor,
+    up_tile: Tile,
+    down_tile: Tile,
+    limit: float | None,
+    alpha: float | None,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor:
+    """The experts of few quantised rows: what lies between the products and behind them also adds their parts."""
+    inner, run = down.values.shape[2], down.unit[1]
+    parts = _parts(x, routing, gate_up, routing.expert.shape[1], up_tile)
+    hidden = Rows(
+        x.values.new_empty(parts.shape[1], inner), x.scales.new_empty(parts.shape[1], triton.cdiv(inner, run)), run
+    )
+    runs = min(max(1, 1024 // run), triton.next_power_of_2(hidden.scales.shape[1]))
+    _gate_parts[(parts.shape[1], triton.cdiv(hidden.scales.shape[1], runs))](
+        parts, parts if gate_up_bias is None else gate_up_bias, routing.expert, hidden.values, hidden.scales,
+        parts.stride(0), INNER=inner, PARTS=parts.shape[0], BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha,
+        RUN=run, RUNS=runs, num_warps=4,
+    )  # fmt: skip
+    parts = _parts(hidden, routing, down, 1, down_tile)
+    return _sum(parts, routing, out, parts.shape[0], down_bias)
+
+
+def _parts(x: Rows, routing: Routing, weight: Weight, k: int, cut: Tile) -> Tensor:
+    """float32 `[parts, pairs, outputs]`: the parts of each pair's product. x: a row a pair, or for each k of them."""
+    (_, outputs, width), (unit, run) = weight.values.shape, weight.unit
+    order, tile_expert, tiles = _tiles(routing)
+    programs, runs, pairs = tiles * triton.cdiv(outputs, cut.columns), triton.cdiv(width, run), routing.expert.numel()
+    wanted = triton.cdiv(width, cut.depth) if cut.depth else float8.parts_of(programs, runs, PROGRAMS)
+    depth = triton.cdiv(runs, wanted)
+    out = x.scales.new_empty(triton.cdiv(runs, depth), pairs, outputs)
+    float8.multiply[(programs, out.shape[0])](
+        x.values, x.scales, weight.values, weight.scales, order, tile_expert, out, pairs, outputs, depth,
+        x.values.stride(0), outputs, out.stride(0), WIDTH=width, RUN=run, UNIT=unit, K=k,
+        SORTED=routing.order is not None, BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns, num_warps=cut.warps,
         num_stages=cut.stages,
     )  # fmt: skip
+    return out
+
+
+def _sum(parts: Tensor, routing: Routing, out: Tensor, count: int, bias: Tensor | None) -> Tensor:
+    """Fills and returns out; count: the parts, 0 where pairs have their bias and weight already."""
+    rows, width = out.shape
     block = min(1024, triton.next_power_of_2(width))
     _sum_choices[(rows, triton.cdiv(width, block))](
-        each, routing.expert, out, out.stride(0), WIDTH=width, K=k, BLOCK=block, num_warps=4
-    )
+        parts, routing.expert, routing.weight, parts if bias is None else bias, out, parts.stride(0), out.stride(0),
+        WIDTH=width, K=routing.expert.shape[1], PARTS=count, BIAS=bias is not None, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return out

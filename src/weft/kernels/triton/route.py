@@ -154,6 +154,19 @@ def _sort_pairs(
         tl.store(order + rest, tl.zeros([BLOCK_M], tl.int32) + pairs, mask=rest < end)
 
 
+@triton.jit
+def pairs_of(tile, order, tile_expert, pairs, SORTED: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(pairs `[BLOCK_M]` of a tile, its expert or −1). A row that has no pair has the number `pairs`."""
+    expert = tl.load(tile_expert + tile)
+    row = tl.arange(0, BLOCK_M)
+    if SORTED:
+        # An idle tile's part of the order was never written, and is not looked at.
+        pair = tl.load(order + tile * BLOCK_M + row, mask=(row >= 0) & (expert >= 0), other=0)
+    else:
+        pair = tl.where(row == 0, tile, pairs)
+    return pair, expert
+
+
 def choose(
     logits: Tensor, k: int, renormalise: bool, live: Tensor, first: int = 0, held: int | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -46,13 +46,16 @@ TOOLS = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin"
 
 @dataclass
 class Compiled:
-    """A kernel's machine code. stack: bytes of local memory, which is where registers are spilled to."""
+    """A kernel's machine code. stack: bytes of local memory, which is where registers are spilled to; overlaps: whether
+    it is launched while the kernel before may still run.
+    """
 
     name: str
     shared: int
     threads: int
     registers: int
     stack: int
+    overlaps: bool
     code: str
 
 
@@ -96,7 +99,15 @@ def _read(name: str, kernel: Any) -> Compiled:
 
         usage, code = tool("cuobjdump", "-res-usage"), tool("nvdisasm", "-c")
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    return Compiled(name, kernel.metadata.shared, 32 * kernel.metadata.num_warps, registers, stack, code)
+    overlaps, threads = kernel.metadata.launch_pdl, 32 * kernel.metadata.num_warps
+    return Compiled(name, kernel.metadata.shared, threads, registers, stack, overlaps, code)
+
+
+def waits_first(code: str) -> bool:
+    """Whether a kernel waits for the one before (`overlap.begin`), which it then does before it touches memory."""
+    wait, access = (re.search(rf"\b({names})\b", code) for names in ("ACQBULK", "LDG|STG|LDGSTS|UBLKCP"))
+    assert not wait or (access and wait.start() < access.start()), "memory is touched before the wait"
+    return bool(wait)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -256,5 +267,6 @@ def test_kernels_compile_for_hopper(case: tuple[Callable[[], None], tuple[str, .
         assert kernel.shared <= SHARED_BYTES, f"{kernel.name}: {kernel.shared} bytes of shared memory"
         assert kernel.registers * kernel.threads <= REGISTERS, f"{kernel.name}: {kernel.registers} registers a thread"
         assert kernel.stack == 0, f"{kernel.name} spills {kernel.stack} bytes of registers"
+        assert kernel.overlaps == waits_first(kernel.code), f"{kernel.name}: begin and options go together"
     for instruction in instructions:
         assert any(re.search(rf"\b{instruction}\b", kernel.code) for kernel in compiled), f"no {instruction}"

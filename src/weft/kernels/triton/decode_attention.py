@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.triton import overlap
+
 MIN_SPLIT, MAX_SPLITS = 128, 64
 """A split has this many tokens at least; a row has this many splits at most. More splits: a longer merge."""
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
@@ -95,6 +97,7 @@ def _attend_splits(
     BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
+    overlap.begin()
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     BLOCKS: tl.constexpr = (HEADS // GROUP) * HEAD_BLOCKS
     every = tl.arange(0, BLOCK_R)
@@ -179,6 +182,7 @@ def _merge_splits(
     BLOCK_D: tl.constexpr,
     LN2: tl.constexpr,
 ):
+    overlap.begin()
     row = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     seen = _seen(tl.load(lengths + row), WINDOW)
@@ -203,7 +207,7 @@ def tile_of(head_dim: int, group: int) -> Tile:
     """The first kernel's tile: by the model's shape alone, so that a row has the same bits at every capacity."""
     heads = min(64, max(16, triton.next_power_of_2(group)))
     if head_dim <= 128:
-        return Tile(heads, 64, 4, 3, 132 * 3)
+        return Tile(heads, 32, 4, 3, 132 * 4)
     if head_dim <= 256:
         return Tile(min(heads, 32), 32, 4, 3, 132 * 3)
     return Tile(16, 32, 4, 3, 264)
@@ -335,6 +339,7 @@ def _launch(
         BLOCK_REST=max(16, triton.next_power_of_2(rest)),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **overlap.options(),
     )
     block_d = min(128, triton.next_power_of_2(d))
     _merge_splits[(rows * heads, triton.cdiv(d, block_d))](
@@ -356,5 +361,6 @@ def _launch(
         BLOCK_D=block_d,
         LN2=LN2,
         num_warps=4,
+        **overlap.options(),
     )
     return out

@@ -11,12 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.triton import overlap
+
 
 @triton.jit
 def _convolve(
     product, before, after, conv, tails, mixed, product_row, tail_slot, features,
     KEPT: tl.constexpr, BLOCK_KEPT: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
+    overlap.begin()
     row = tl.program_id(0).to(tl.int64)
     to = tl.load(after + row)
     if to < 0:
@@ -44,6 +47,7 @@ def _delta_rule(
     K: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
+    overlap.begin()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k, v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     to_out = out + row * out_row + head * V + v
@@ -121,11 +125,12 @@ def delta_step(
     block_f = min(256, triton.next_power_of_2(features))
     _convolve[(rows, triton.cdiv(features, block_f))](
         product, before, after, conv, tails, mixed, product.stride(0), tails.stride(0), features, KEPT=window - 1,
-        BLOCK_KEPT=triton.next_power_of_2(max(1, window - 1)), BLOCK_F=block_f, num_warps=4,
+        BLOCK_KEPT=triton.next_power_of_2(max(1, window - 1)), BLOCK_F=block_f, num_warps=4, **overlap.options(),
     )  # fmt: skip
     block_k, block_v = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     _delta_rule[(rows, heads)](
         mixed, product, before, after, decay, bias, weight, states, out, product.stride(0), states.stride(0),
         out.stride(0), eps, K=key_dim, V=value_dim, KEYS=keys, HEADS=heads, SHARE=heads * key_dim // keys,
         BLOCK_K=block_k, BLOCK_V=block_v, num_warps=8 if block_k * block_v > 4096 else 4,
+        **overlap.options(),
     )  # fmt: skip

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Rows, Weight
-from weft.kernels.triton import float8
+from weft.kernels.triton import float8, overlap
 from weft.kernels.triton.route import Routing, pairs_of
 
 PROGRAMS = 1024
@@ -56,6 +56,7 @@ def _up(
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    overlap.begin()
     COLUMN_BLOCKS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // COLUMN_BLOCKS
     pair, expert = pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M)
@@ -117,6 +118,7 @@ def _down(
     WIDTH: tl.constexpr, INNER: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    overlap.begin()
     COLUMN_BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // COLUMN_BLOCKS
     pair, expert = pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M)
@@ -193,6 +195,7 @@ def _sum_choices(
     BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """PARTS: 0 where pairs have their bias and weight already; else how many parts of them there are, without."""
+    overlap.begin()
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -318,7 +321,7 @@ def experts(
         given, x_scale, up, up_scale, up if gate_up_bias is None else gate_up_bias, order, tile_expert, hidden,
         hidden_scale, pairs, given.stride(0), WIDTH=width, INNER=inner, K=k, SORTED=routing.order is not None,
         BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha, UNIT=up_unit[0], BLOCK_M=routing.tile_rows,
-        BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
+        BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
     cut = down_tile or down_tile_of(rows)
     each = out.new_empty(1, pairs, width)
@@ -326,7 +329,7 @@ def experts(
         hidden, hidden_scale, last, down_scale, last if down_bias is None else down_bias, routing.weight, order,
         tile_expert, each, pairs, WIDTH=width, INNER=inner, SORTED=routing.order is not None,
         BIAS=down_bias is not None, UNIT=down_unit[0], BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns,
-        BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
+        BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
     return _sum(each, routing, out, 0, None)
 
@@ -391,5 +394,6 @@ def _sum(parts: Tensor, routing: Routing, out: Tensor, count: int, bias: Tensor 
     _sum_choices[(rows, triton.cdiv(width, block))](
         parts, routing.expert, routing.weight, parts if bias is None else bias, out, parts.stride(0), out.stride(0),
         WIDTH=width, K=routing.expert.shape[1], PARTS=count, BIAS=bias is not None, BLOCK=block, num_warps=4,
+        **overlap.options(),
     )  # fmt: skip
     return out

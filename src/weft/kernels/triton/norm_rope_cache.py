@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.triton import overlap
+
 
 @triton.jit
 def _pair(i, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
@@ -31,6 +33,7 @@ def _norm_rope_cache(
     INTERLEAVED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    overlap.begin()
     row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     real = row < rows
     head = tl.program_id(1)
@@ -122,7 +125,7 @@ def norm_rope_cache(
             NORM=q_weight is not None, INTERLEAVED=interleaved, BLOCK_T=block_t,
             BLOCK_PAIRS=max(1, triton.next_power_of_2(turned // 2)),
             BLOCK_REST=max(1, triton.next_power_of_2(d - turned)), BLOCK_D=triton.next_power_of_2(d),
-            num_warps=1 if block_t == 1 else 4,
+            num_warps=1 if block_t == 1 else 4, **overlap.options(),
         )  # fmt: skip
     return out
 
@@ -133,6 +136,7 @@ def _latent_rope_cache(
     HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
+    overlap.begin()
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK_PAIRS)
     paired = i < TURNED // 2
@@ -202,5 +206,5 @@ def latent_rope_cache(
             q, kv, weight, cos, sin, slots, latents, q.stride(0), kv.stride(0), cos.stride(0), latents.stride(0), eps,
             HEADS=heads, DIM=dim, TURNED=turned, LATENT=latent, INTERLEAVED=interleaved, BLOCK_H=block_h,
             BLOCK_PAIRS=max(1, triton.next_power_of_2(turned // 2)), BLOCK_L=triton.next_power_of_2(latent),
-            num_warps=4,
+            num_warps=4, **overlap.options(),
         )  # fmt: skip

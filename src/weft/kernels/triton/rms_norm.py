@@ -9,12 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.triton import overlap
+
 
 @triton.jit
 def _rms_norm(
     x, residual, weight, out, x_row, residual_row, out_row, eps, WIDTH: tl.constexpr, ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    overlap.begin()
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < WIDTH
@@ -31,6 +34,7 @@ def _rms_norm(
 
 @triton.jit
 def _silu_and_mul(x, out, x_row, out_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    overlap.begin()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x + row * x_row + i, mask=i < WIDTH, other=0.0).to(tl.float32)
@@ -58,6 +62,7 @@ def rms_norm(
             x, x if residual is None else residual, weight, out, x.stride(0),
             0 if residual is None else residual.stride(0), out.stride(0), eps, WIDTH=width, ADD=residual is not None,
             BLOCK=block, num_warps=min(16, max(1, block // 512)),
+            **overlap.options(),
         )  # fmt: skip
     return out
 
@@ -71,6 +76,6 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     if rows:
         block = min(1024, triton.next_power_of_2(width))
         _silu_and_mul[(rows, triton.cdiv(width, block))](
-            x, out, x.stride(0), out.stride(0), WIDTH=width, BLOCK=block, num_warps=4
+            x, out, x.stride(0), out.stride(0), WIDTH=width, BLOCK=block, num_warps=4, **overlap.options()
         )
     return out

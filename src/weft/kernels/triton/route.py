@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.triton import overlap
+
 CHUNKS = 128, 2048
 """Pairs of a chunk, at least and at most.
 
@@ -77,6 +79,7 @@ def _route(
     E: tl.constexpr, BLOCK_E: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, RENORMALISE: tl.constexpr,
     FIRST: tl.constexpr, HELD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
+    overlap.begin()
     row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)
     j = tl.arange(0, BLOCK_K)
@@ -115,6 +118,7 @@ def _count(found, BLOCK_HELD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pairs"])
 def _count_chunks(expert, counts, pairs, BLOCK_HELD: tl.constexpr, CHUNK: tl.constexpr):
+    overlap.begin()
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     count = _count(tl.load(expert + i, mask=i < pairs, other=-1), BLOCK_HELD)
     tl.store(counts + tl.program_id(0) * BLOCK_HELD + tl.arange(0, BLOCK_HELD), count)
@@ -125,6 +129,7 @@ def _sort_pairs(
     expert, counts, order, tile_expert, pairs, tiles, HELD: tl.constexpr, BLOCK_HELD: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
+    overlap.begin()
     me, chunk = tl.program_id(0), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     e = tl.arange(0, BLOCK_HELD)
@@ -178,7 +183,7 @@ def choose(
         _route[(triton.cdiv(rows, 4),)](
             logits, live, weight, expert, rows, logits.stride(0), E=experts, BLOCK_E=triton.next_power_of_2(experts),
             K=k, BLOCK_K=triton.next_power_of_2(k), RENORMALISE=renormalise, FIRST=first,
-            HELD=experts - first if held is None else held, BLOCK_T=4, num_warps=4,
+            HELD=experts - first if held is None else held, BLOCK_T=4, num_warps=4, **overlap.options(),
         )  # fmt: skip
     return weight, expert
 
@@ -214,9 +219,12 @@ def sort_pairs(weight: Tensor, expert: Tensor, held: int, tile_rows: int) -> Rou
         chunks, block_held, warps = triton.cdiv(pairs, chunk), triton.next_power_of_2(held), max(4, chunk // 256)
         counts = expert.new_empty(chunks, block_held)
         if chunks > 1:
-            _count_chunks[(chunks,)](expert, counts, pairs, BLOCK_HELD=block_held, CHUNK=chunk, num_warps=warps)
+            _count_chunks[(chunks,)](
+                expert, counts, pairs, BLOCK_HELD=block_held, CHUNK=chunk, num_warps=warps, **overlap.options()
+            )
         _sort_pairs[(held, chunks)](
             expert, counts, order, tile_expert, pairs, tiles, HELD=held, BLOCK_HELD=block_held, CHUNK=chunk,
             BLOCK_CHUNKS=triton.next_power_of_2(chunks), BLOCK_M=tile_rows, BLOCK_TILES=256, num_warps=warps,
+            **overlap.options(),
         )  # fmt: skip
     return Routing(weight, expert, tile_rows, order, tile_expert)

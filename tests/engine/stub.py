@@ -75,7 +75,8 @@ class StubExecutor(Executor):
         if self.world.fail(self, "after"):
             raise EngineError("rank 2 was killed by signal 9")
         ran = Ran(step.number, tuple(parts.count for parts in step.groups), 0, 0)
-        return [Result(self.mesh.leader(g), ran, tokens) for g, tokens in enumerate(drawn)]
+        of_groups = enumerate(zip(step.groups, drawn, strict=True))
+        return [Result(self.mesh.leader(g), ran, tokens, scored=parts.scored) for g, (parts, tokens) in of_groups]
 
     def check(self) -> None:
         if self.world.fail(self, "idle"):

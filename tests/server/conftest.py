@@ -56,7 +56,7 @@ class QuietEngine:
         self.full = False
         self.config = SimpleNamespace(max_choices=16)
 
-    def submit_all(self, jobs: Any, client: str, timeout_s: float | None) -> list[int]:
+    def submit_all(self, jobs: Any, client: str, timeout_s: float | None, name: str) -> list[int]:
         if self.full:
             raise QueueFull(7, 2.5)
         first = len(self.listeners)

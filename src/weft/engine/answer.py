@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -15,26 +17,51 @@ from weft.engine.scheduler import Scheduler
 from weft.engine.text import TextStream
 
 OnOutput = Callable[[Output], None]
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Answer:
     """A request that runs or waits. eos: tokens that end the text without being named as its stop reason.
 
-    scheduler: of the DP group that it was given to; None until then.
+    scheduler: of the DP group that it was given to; None until then. name: in the log. over: its listener has heard the
+    last increment.
     """
 
     sequence: Sequence
     text: TextStream
     eos: frozenset[int]
     scheduler: Scheduler | None = None
+    name: str = ""
+    over: bool = False
+
+    def tell(self, make: Callable[[], Output]) -> bool:
+        """Gives its listener the increment that is made now; True where it is the last. Nothing once it is over.
+
+        Whatever fails in making or hearing it is a fault of this answer alone, which ends with an error.
+        """
+        if self.over:
+            return False
+        try:
+            output = make()
+            self.sequence.on_output(output)
+        except Exception as error:
+            log.exception("request %s ends with an error", self.name or self.sequence.request)
+            output = self._output("", reason="error", error=f"internal error: {type(error).__name__}")
+            with contextlib.suppress(Exception):  # it may be the listener that fails
+                self.sequence.on_output(output)
+        self.over = output.finish_reason is not None
+        return self.over
 
     def score(self, scored: Scored) -> None:
         """Takes logprobs of the prompt; those of a step that is run anew are the same again."""
         s = self.sequence
         tokens = s.tokens[scored.first : scored.first + len(scored.logprobs)]
-        made = [TokenLogprob(t, value, top) for t, (value, top) in zip(tokens, scored.logprobs, strict=True)]
-        s.scores[scored.first - 1 : scored.first - 1 + len(made)] = made
+        try:
+            made = [TokenLogprob(t, value, top) for t, (value, top) in zip(tokens, scored.logprobs, strict=True)]
+            s.scores[scored.first - 1 : scored.first - 1 + len(made)] = made
+        except Exception as error:
+            s.fault = error
 
     def accept(self, drawn: TokenLogprob) -> tuple[bool, Callable[[], Output]]:
         """Takes one drawn token: (whether the answer ends with it, what makes the increment that comes of it).
@@ -43,11 +70,17 @@ class Answer:
         the text decides about the end only where there are stop strings or a grammar.
         """
         sequence = self.sequence
+        if sequence.max_tokens > 0:
+            sequence.tokens.append(drawn.token_id)
+        if sequence.fault or self.over:
+            return True, partial(_raise, sequence.fault or RuntimeError("it is over"))
         if sequence.max_tokens == 0:
             return True, partial(self._output, "", reason="length")
-        sequence.tokens.append(drawn.token_id)
         if sequence.params.stop or sequence.params.stop_after or sequence.grammar:
-            output = self._increment(drawn)
+            try:
+                output = self._increment(drawn)
+            except Exception as error:
+                return True, partial(_raise, error)
             return output.finish_reason is not None, lambda: output
         so_far = sequence.drawn
         enough = so_far >= sequence.params.min_tokens
@@ -102,6 +135,10 @@ class Answer:
             queue_s=s.queue_s,
             prompt_logprobs=tuple(s.scores) if so_far <= 1 and error is None else (),
         )
+
+
+def _raise(error: Exception) -> Output:
+    raise error
 
 
 def prepare(

@@ -105,11 +105,13 @@ class Engine:
         """Queues one request and returns its id; see `submit_all`."""
         return self.submit_all([(prompt, params, on_output)], client=client, timeout_s=timeout_s)[0]
 
-    def submit_all(self, requests: Seq[Request], *, client: str = "", timeout_s: float | None = None) -> list[int]:
+    def submit_all(
+        self, requests: Seq[Request], *, client: str = "", timeout_s: float | None = None, name: str = ""
+    ) -> list[int]:
         """Queues requests, all or none, and returns their ids.
 
         on_output is called on the engine's thread, last with a finish_reason. client: whoever asks; waiting clients
-        take turns. timeout_s: until the whole answer; what has not ended by then ends with "timeout".
+        take turns. timeout_s: until the whole answer; what has not ended by then ends with "timeout". name: in the log.
 
         Raises ValueError for a prompt that is empty, too long or holds unknown tokens, and for more requests than
         max_choices; QueueFull where too many wait already; EngineError when not healthy.
@@ -122,7 +124,7 @@ class Engine:
         for prompt, params, on_output in requests:
             seed = self._seeds.getrandbits(62)
             answers.append(prepare(prompt, params, on_output, seed, context, self.language))
-            answers[-1].sequence.client, answers[-1].sequence.deadline = client, deadline
+            answers[-1].name, answers[-1].sequence.client, answers[-1].sequence.deadline = name, client, deadline
         with self._number:
             for answer in answers:
                 answer.sequence.request = next(self._ids)
@@ -315,7 +317,7 @@ class Engine:
             for command in self._intake.commands():
                 command()
             for answer in self._intake.newcomers(NEWCOMERS_PER_STEP):
-                self._emit(answer, answer.end(reason, why))
+                self._emit(answer, partial(answer.end, reason, why))
         self._ended.set()
 
     def _begin(self, answer: Answer) -> None:
@@ -339,7 +341,7 @@ class Engine:
 
     def _abort(self, request: int) -> None:
         if (newcomer := self._intake.withdraw(request)) is not None:
-            self._emit(newcomer, newcomer.end("abort"))
+            self._emit(newcomer, partial(newcomer.end, "abort"))
         elif request in self._answers:
             self._end(self._answers[request], "abort")
 
@@ -377,24 +379,20 @@ class Engine:
     def _tell(self) -> None:
         """Gives listeners what came of the last step: mostly while the ranks run the next."""
         while self._untold:
-            answer, increment = self._untold.popleft()
-            self._emit(answer, increment())
+            self._emit(*self._untold.popleft())
 
     def _end(self, answer: Answer, reason: FinishReason, error: str | None = None) -> None:
         self._tell()
         self._forget(answer)
-        self._emit(answer, answer.end(reason, error))
+        self._emit(answer, partial(answer.end, reason, error))
 
     def _forget(self, answer: Answer) -> None:
         del self._answers[answer.sequence.request]
         if answer.scheduler is not None and not self._stopping:  # at the end a scheduler may be in any state
             answer.scheduler.finish(answer.sequence)
 
-    def _emit(self, answer: Answer, output: Output) -> None:
-        try:
-            answer.sequence.on_output(output)
-        except Exception:  # a listener's fault must not end the others' requests
-            log.exception("the listener of request %d failed; the request is cancelled", answer.sequence.request)
-            self.cancel(answer.sequence.request)
-        if output.finish_reason:
+    def _emit(self, answer: Answer, make: Callable[[], Output]) -> None:
+        if answer.tell(make):
             self._intake.ended()
+            if answer.sequence.request in self._answers:  # it has failed; steps under way may still draw for it
+                self.cancel(answer.sequence.request)

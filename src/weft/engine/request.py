@@ -144,7 +144,8 @@ class Sequence:
     its next row is the token that was drawn last, which the ranks know.
     cached: prompt tokens that came from the prefix cache when it was first admitted. allowed, grammar: which tokens may
     come, as a mask and as a grammar; empty and None: all.
-    scores: of the prompt's tokens but the first, where they are wanted, as far as they are known.
+    scores: of the prompt's tokens but the first, where they are wanted, as far as they are known. fault: that nobody
+    foresaw, of this answer alone, which ends with it when its next token comes.
     client: whose turn it takes in the queue. arrived, admitted, deadline: seconds of `time.monotonic`; admitted is None
     until it first gets a place in the batch, deadline is None where it may take any time.
     """
@@ -167,6 +168,7 @@ class Sequence:
     allowed: bytes = b""
     grammar: Grammar | None = None
     scores: list[TokenLogprob] = field(default_factory=list)
+    fault: Exception | None = None
     client: str = ""
     arrived: float = field(default_factory=time.monotonic)
     admitted: float | None = None

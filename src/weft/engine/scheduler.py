@@ -188,7 +188,11 @@ class Scheduler:
                 if not chunks[-1].draws:
                     continue
             draws.append((sequence, holding))
-            if (how := adjust(sequence)) is not None:
+            try:
+                how = adjust(sequence)
+            except Exception as error:  # of one answer: it ends when its token comes, and the others go on
+                how, sequence.fault = None, error
+            if how is not None:
                 asked.append((sequence.row, how))
         rows_of_step = GroupRows(tuple(answers), tuple(chunks), tuple(joins), tuple(entries), tuple(asked))
         return Scheduled(rows_of_step, draws, scores)

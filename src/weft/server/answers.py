@@ -96,8 +96,8 @@ class Intake:
         """(choice, increment) as they come, until every choice has ended; one choice for each prompt and params.
 
         client: whoever asks; waiting clients take turns. Cancels what still runs when the client is gone or the caller
-        stops. ApiError: 400 for a prompt that the engine refuses, 429 where too many wait, 503 where the engine fails
-        or the server leaves, 504 where the request's time is over.
+        stops. ApiError: 400 for a prompt that the engine refuses, 429 where too many wait, 500 where the answer cannot
+        be made, 503 where the engine fails or the server leaves, 504 where the request's time is over.
         """
         if self.closed:
             raise self._leaving()
@@ -118,14 +118,15 @@ class Intake:
         watcher = asyncio.create_task(watch())
         self._live.add(increments)
         try:
-            running |= enumerate(self._submit(jobs, client))
+            running |= enumerate(self._submit(jobs, client, record.id))
             while running and (increment := await increments.get()):
                 if isinstance(increment, ApiError):
                     raise increment
                 choice, output = increment
                 record.increment(choice, output)
                 if output.finish_reason in ("error", "timeout"):
-                    status = 504 if output.finish_reason == "timeout" else 503
+                    ended = 503 if self.engine.state == "failed" else 500  # by a fault of this answer alone
+                    status = 504 if output.finish_reason == "timeout" else ended
                     raise ApiError(status, output.error or "the engine failed")
                 if output.finish_reason:
                     del running[choice]
@@ -139,7 +140,6 @@ class Intake:
             self._live.discard(increments)
             for request_id in running.values():
                 self.engine.cancel(request_id)
-            record.end()
 
     def _arrive(self, loop: asyncio.AbstractEventLoop, arrival: tuple[Increments, int, Output]) -> None:
         """On the engine's thread. What comes of a step wakes the loop once, not once for each stream."""
@@ -155,9 +155,9 @@ class Intake:
             increments, choice, output = self._arrived.popleft()
             increments.put_nowait((choice, output))
 
-    def _submit(self, jobs: Sequence[Job], client: str) -> list[int]:
+    def _submit(self, jobs: Sequence[Job], client: str, name: str) -> list[int]:
         try:
-            return self.engine.submit_all(jobs, client=client, timeout_s=self.timeout_s)
+            return self.engine.submit_all(jobs, client=client, timeout_s=self.timeout_s, name=name)
         except ValueError as error:
             longest = max((len(prompt) + (how.max_tokens or 1) for prompt, how, _ in jobs), default=0)
             code = "context_length_exceeded" if longest > self.engine.max_model_len else None

@@ -24,6 +24,7 @@ from weft.server.errors import ApiError, unknown_model
 from weft.server.forms import Form, form_of
 from weft.server.prompts import Prompts
 from weft.server.protocol import CommonRequest, CompletionRequest, StreamOptions
+from weft.server.record import heard
 from weft.server.structure import grammar_of
 from weft.server.tools import Parser, parser
 from weft.server.wire import EventStream, event, json_response
@@ -173,8 +174,8 @@ class Service:
         if body.stream:
             # Fetch the first increment before the headers go out: a refusal must still be an HTTP status.
             first = await anext(stream, None)
-            events = self._events(head, first, stream, choices, prompts, style, body.stream_options or StreamOptions())
-            return EventStream(events)
+            options = body.stream_options or StreamOptions()
+            return EventStream(self._events(request, head, first, stream, choices, prompts, style, options))
         async with aclosing(stream):
             async for index, output in stream:
                 choices[index].add(output)
@@ -191,6 +192,7 @@ class Service:
 
     async def _events(
         self,
+        request: Request,
         head: dict[str, Any],
         first: tuple[int, Output] | None,
         stream: AsyncGenerator[tuple[int, Output], None],
@@ -200,27 +202,23 @@ class Service:
         options: StreamOptions,
     ) -> AsyncIterator[bytes]:
         head = head | {"object": style.chunk_name}
-
-        async def increments() -> AsyncIterator[tuple[int, Output]]:
-            if first is not None:
-                yield first
-                async with aclosing(stream):
-                    async for item in stream:
-                        yield item
-
         blank = {"usage": None} if options.include_usage else {}
+        increment = first
         try:
-            async for index, output in increments():
-                begins = choices[index].last is None
-                choices[index].add(output)
-                counts = {"usage": usage(prompts, choices)} if options.continuous_usage_stats else blank
-                made: Iterable[dict[str, Any]] = style.chunks(index, output, begins)
-                if len(output.prompt_logprobs) > QUICK_LOGPROBS:
-                    made = await run_in_threadpool(list, made)
-                for choice in made:
-                    yield event(head | {"choices": [choice]} | counts)
+            async with aclosing(stream):
+                while increment is not None:
+                    index, output = increment
+                    begins = choices[index].last is None
+                    choices[index].add(output)
+                    counts = {"usage": usage(prompts, choices)} if options.continuous_usage_stats else blank
+                    made: Iterable[dict[str, Any]] = style.chunks(index, output, begins)
+                    if len(output.prompt_logprobs) > QUICK_LOGPROBS:
+                        made = await run_in_threadpool(list, made)
+                    for choice in made:
+                        yield event(head | {"choices": [choice]} | counts)
+                    increment = await anext(stream, None)
             if options.include_usage:
                 yield event(head | {"choices": [], "usage": usage(prompts, choices)})
-        except ApiError as error:  # the headers are gone: say it in the stream
-            yield event(error.body())
+        except Exception as error:  # the headers are gone: say it in the stream
+            yield event(heard(error, request.scope["state"]).body())
         yield b"data: [DONE]\n\n"

@@ -46,7 +46,7 @@ def unknown_model(asked: str, served: str) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Gives every error of the application that shape."""
+    """Gives every error of the application that was foreseen that shape; see `weft.server.record.heard` for others."""
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
@@ -63,10 +63,6 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         return ApiError(error.status_code, str(error.detail)).response()
-
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, f"internal error: {type(error).__name__}").response()
 
 
 def field_errors(problems: Sequence[Any], body: Any) -> ApiError:

@@ -1,4 +1,4 @@
-"""What every request passes: its id, its key and the size of its body before it is read; and who logs refusals."""
+"""What every request passes: its id, its key and the size of its body before it is read; and where its end is noted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
 from weft.server.options import Options
-from weft.server.record import refused
+from weft.server.record import heard, refused
 
 OPEN_PATHS = ("/health", "/metrics")
 """Paths that need no API key: probes and scrapers have none."""
@@ -24,7 +24,8 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class Guard:
     """An ASGI middleware around the whole application. The client's X-Request-Id, or a new one, comes back to it.
 
-    What is answered with an error and has no `Record`, it logs and counts.
+    When the response has gone out, it ends the request's `Record`; what is answered with an error and has none, it logs
+    and counts. A fault that nobody foresaw is answered with 500.
     """
 
     def __init__(self, app: ASGIApp, options: Options, metrics: Metrics):
@@ -41,14 +42,17 @@ class Guard:
 
         left = self._options.max_body_bytes
         unread = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        begun = False
 
         async def reply(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 answered = MutableHeaders(scope=message)
                 answered["X-Request-Id"] = request_id
                 if unread:  # what still comes of the request would be taken for the next one, or have to be waited for
                     answered["Connection"] = "close"
-                if message["status"] >= 400 and "recorded" not in state and scope["path"] not in OPEN_PATHS:
+                if message["status"] >= 400 and "record" not in state and scope["path"] not in OPEN_PATHS:
                     refused(self._metrics, request_id, scope["path"], message["status"])
             await send(message)
 
@@ -65,7 +69,15 @@ class Guard:
                 raise HTTPException(413, self._too_large().message)
             return message
 
-        await self._app(scope, limited, reply)
+        try:
+            await self._app(scope, limited, reply)
+        except Exception as error:
+            refusal = heard(error, state)
+            if not begun:
+                await refusal.response()(scope, receive, reply)
+        finally:
+            if (record := state.get("record")) is not None:
+                record.end()
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         """Why a request is not even read."""

@@ -42,9 +42,9 @@ class Metrics(Collector):
         self._whole.observe(seconds)
         self._queue.observe(queued)
 
-    def refused(self) -> None:
-        """A request was refused before the engine heard of it: it has no time that tells anything."""
-        self._requests.labels("refused").inc()
+    def refused(self, outcome: str) -> None:
+        """A request has ended before the engine heard of it: it has no time that tells anything."""
+        self._requests.labels(outcome).inc()
 
     def text(self) -> bytes:
         """The exposition format."""

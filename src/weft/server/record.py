@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 
 from weft.engine.request import Output
+from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -17,12 +18,26 @@ log = logging.getLogger(__name__)
 
 def refused(metrics: Metrics, request_id: str, path: str, status: int) -> None:
     """A request was answered with an error before it came to have a Record."""
-    metrics.refused()
-    log.info("request", extra={"fields": {"id": request_id, "path": path, "outcome": "refused", "status": status}})
+    outcome = "error" if status == 500 else "refused"
+    metrics.refused(outcome)
+    log.info("request", extra={"fields": {"id": request_id, "path": path, "outcome": outcome, "status": status}})
+
+
+def heard(error: Exception, state: Mapping[str, Any]) -> ApiError:
+    """How a client hears of an error. One that nobody foresaw is logged, and is what the request is remembered by.
+
+    state: the request's, with `request_id`, and `record` where there is one.
+    """
+    if isinstance(error, ApiError):
+        return error
+    log.error("request %s ends with an error", state["request_id"], exc_info=error)
+    if (record := state.get("record")) is not None:
+        record.outcome = "error"
+    return ApiError(500, f"internal error: {type(error).__name__}")
 
 
 class Record:
-    """Of one request with so many choices, from now. outcome: how it ended, in a word.
+    """Of one request with so many choices, from now; the request's state holds it. outcome: how it ended, in a word.
 
     The times are those of the event loop, so what clients wait for it is in them.
     """
@@ -32,9 +47,9 @@ class Record:
         self._last = [self._began] * len(prompts)
         self._outputs: list[Output | None] = [None] * len(prompts)
         self._first: float | None = None
-        self._id, self._path = getattr(request.state, "request_id", ""), request.url.path
+        self.id, self._path = getattr(request.state, "request_id", ""), request.url.path
         self._prompt_tokens = sum(map(len, prompts))
-        request.state.recorded = True
+        request.state.record = self
         self.outcome = "client_left"
 
     def increment(self, choice: int, output: Output) -> None:
@@ -48,13 +63,13 @@ class Record:
         self._last[choice], self._outputs[choice] = now, output
 
     def end(self) -> None:
-        """The request has ended: once, whatever came of it."""
+        """The response has ended: once, whatever came of it."""
         seconds = time.perf_counter() - self._began
         outputs = [o for o in self._outputs if o is not None]
         queued = max((o.queue_s for o in outputs), default=0.0)
         self._metrics.request(self.outcome, seconds, queued)
         fields: dict[str, Any] = {
-            "id": self._id,
+            "id": self.id,
             "path": self._path,
             "outcome": self.outcome,
             "choices": len(self._outputs),

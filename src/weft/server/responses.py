@@ -21,6 +21,7 @@ from weft.server.completions import Service
 from weft.server.errors import ApiError, field_errors
 from weft.server.forms import Call
 from weft.server.protocol import HARMLESS, Body, Text
+from weft.server.record import heard
 from weft.server.tools import Parser, Parts
 from weft.server.wire import EventStream
 
@@ -156,9 +157,9 @@ class Responses:
             first = await anext(stream, None)  # a refusal must still be an HTTP status
 
             async def events() -> AsyncIterator[bytes]:
-                for event in made.begin():
-                    yield event
                 try:
+                    for event in made.begin():
+                        yield event
                     async with aclosing(stream):
                         if first is not None:
                             for event in made.increment(first[1]):
@@ -168,8 +169,9 @@ class Responses:
                                     yield event
                     for event in made.end():
                         yield event
-                except ApiError as error:
-                    yield made.event("error", message=error.message, code=error.code, param=error.param)
+                except Exception as error:
+                    said = heard(error, request.scope["state"])
+                    yield made.event("error", message=said.message, code=said.code, param=said.param)
 
             return EventStream(events())
         async with aclosing(stream):

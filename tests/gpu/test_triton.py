@@ -21,6 +21,7 @@ CHECKS = Path(__file__).parent / "triton_checks"
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton, which the extra gpu brings")
 def test_kernels_are_their_twins() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # none is used, and they import for seconds
     if not torch.cuda.is_available():
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", CHECKS / "pytest.ini", CHECKS]

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,16 @@ def _index_of_one(tensor_class: type, scope: interpreter._LangPatchScope, patch=
 
 
 interpreter._patch_lang_tensor = _index_of_one
+
+
+def _patch_once(fn: Callable[..., object], patch=interpreter._patch_lang) -> interpreter._LangPatchScope:
+    """A launch patches the language; the interpreter would again at each call of a function in the kernel, for long."""
+    langs = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+    done = langs and not any(tl.core.is_builtin(lang.load) for lang in langs)
+    return interpreter._LangPatchScope() if done else patch(fn)
+
+
+interpreter._patch_lang = _patch_once
 
 FLOATS = {tl.float8e4nv: torch.float8_e4m3fn, tl.float16: torch.float16, tl.float32: torch.float32}
 BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}

@@ -13,16 +13,24 @@ from comm.builds import Fault, compile_all, run
 
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 FAULTS = {
-    "forgets the tail": [Fault("rows.inl", r"for \(; i < count; \+\+i\) one\(i\);", "")],
-    "forgets the norm's tail": [Fault("rows.inl", r"tail \+= rounded", "tail = rounded")],
-    "rounds ties up": [Fault(f"vec_{isa}.inl", "0x7fff", "0x8000") for isa in ("avx2", "avx512", "neon")],
+    "forgets the tail": [Fault("rows.inl", r"for \(; i < count; \+\+i\) one\(i\);", r"if (planted::fault != 1) \g<0>")],
+    "forgets the norm's tail": [
+        Fault("rows.inl", r"tail \+= rounded", "tail = (planted::fault == 2 ? 0.0f : tail) + rounded")
+    ],
+    "rounds ties up": [
+        Fault(f"vec_{isa}.inl", "0x7fff", "(planted::fault == 3 ? 0x8000 : 0x7fff)")
+        for isa in ("avx2", "avx512", "neon")
+    ],
 }
+NUMBER = {name: number for number, name in enumerate(FAULTS, 1)}
+"""By which the program is told which fault to have."""
+BROKEN = [fault for faults in FAULTS.values() for fault in faults]
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    faulty = {name: ("compare.cc", ["-O1"], faults) for name, faults in FAULTS.items()}
-    return compile_all(tmp_path_factory.mktemp("native"), faulty | {"right": ("compare.cc", ["-O3"], [])})
+    programs = {"right": ("compare.cc", ["-O3"], []), "broken": ("compare.cc", ["-O1"], BROKEN)}
+    return compile_all(tmp_path_factory.mktemp("native"), programs)
 
 
 def test_every_instruction_set(built: dict[str, Path]) -> None:
@@ -36,7 +44,9 @@ def test_every_instruction_set(built: dict[str, Path]) -> None:
 def test_what_is_compared_shows(fault: str, built: dict[str, Path]) -> None:
     if run(built["right"], 1).stdout.split() == ["scalar"]:
         pytest.skip("this CPU has none but the scalar kernels")
-    done = run(built[fault], 60)
+    done = run(built["broken"], 2)
+    assert done.returncode == 0, f"without the fault: {done.stdout}"
+    done = run(built["broken"], 60, NUMBER[fault])
     assert done.returncode == 1 and " not " in done.stdout, done.stdout
 
 
@@ -50,7 +60,7 @@ def test_aarch64(tmp_path: Path) -> None:
         tmp_path,
         {
             "compare": ("compare.cc", ["-O3", "-static"], ()),
-            "broken": ("compare.cc", quick, FAULTS["rounds ties up"]),
+            "broken": ("compare.cc", quick, BROKEN),
             "stress": ("stress.cc", quick, ()),
         },
         compiler=CROSS,
@@ -62,6 +72,6 @@ def test_aarch64(tmp_path: Path) -> None:
 
     done = emulated("compare", 20)
     assert done.returncode == 0 and done.stdout.split() == ["scalar", "neon"], done.stdout
-    assert "neon: sum of" in emulated("broken", 20).stdout
+    assert "neon: sum of" in emulated("broken", 20, NUMBER["rounds ties up"]).stdout
     done = emulated("stress", 3, 20_000, 1, 1)
     assert done.returncode == 0, done.stderr

@@ -20,15 +20,27 @@ from comm.interleave import Program, Violation, explore
 RACES = ("-O1", "-g1", "-fsanitize=thread")
 # To build what the protocol is in half the time; the sums of each instruction set are in test_rows.py.
 SCALAR = Fault("rows.h", "__x86_64__", "__none__")
-# Just before the phases wrap around.
-LATE = Fault("exchange.h", r"groups\.size\(\), 1\)", "groups.size(), 0xffffff00u)")
-RELAXED = "std::memory_order_relaxed"
+# So that a program can begin just before the phases wrap around.
+FIRST = Fault("exchange.h", r"groups\.size\(\), 1\)", "groups.size(), planted::last_phase + 1)")
+LATE = 0xFFFFFEFF
 FAULTS = {
-    "publishes too weakly": Fault("sync.h", r"(mine\.phase\.store\(phase, )std::memory_order_seq_cst", rf"\1{RELAXED}"),
-    "waits too weakly": Fault("sync.h", r"(phase\.load\()std::memory_order_(acquire|seq_cst)", rf"\1{RELAXED}"),
-    "has one slot": Fault("arena.h", r"int\(phase & 1\)", "int(phase & 0)"),
-    "does not wait at the end": Fault("exchange.h", r"exit = c\.two_shot \|\| anyone_in_place", "exit = false"),
+    "publishes too weakly": Fault(
+        "sync.h",
+        r"mine\.phase\.store\(phase, std::memory_order_seq_cst\)",
+        r"(planted::fault == 1 ? mine.phase.store(phase, std::memory_order_relaxed) : \g<0>)",
+    ),
+    "waits too weakly": Fault(
+        "sync.h",
+        r"line\.phase\.load\(std::memory_order_(acquire|seq_cst)\)",
+        r"(planted::fault == 2 ? line.phase.load(std::memory_order_relaxed) : \g<0>)",
+    ),
+    "has one slot": Fault("arena.h", r"int\(phase & 1\)", "int(phase & (planted::fault == 3 ? 0 : 1))"),
+    "does not wait at the end": Fault(
+        "exchange.h", r"exit = (c\.two_shot \|\| anyone_in_place)", r"exit = planted::fault != 4 && (\1)"
+    ),
 }
+NUMBER = {name: number for number, name in enumerate(FAULTS, 1)}
+"""By which a program is told which fault to have."""
 KINDS = [
     *("sum", "sum_chunks", "sum_zero_copy", "sum_some_zero_copy", "scatter", "gather_zero_copy", "exchange"),
     *("two_shot", "two_shot_zero_copy", "two_shot_over_input", "barrier"),
@@ -38,14 +50,12 @@ MERGES = ["merge", "merge_chunks"]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The programs by name; a fault's name for the stress with that fault, under the race detector."""
+    """The programs by name: two that make calls, one of them under the race detector, and one that records them."""
     programs: dict[str, tuple[str, Sequence[str], Sequence[Fault]]] = {
-        name: ("stress.cc", RACES, [fault, SCALAR]) for name, fault in FAULTS.items()
+        "races": ("stress.cc", RACES, [*FAULTS.values(), SCALAR]),
+        "plain": ("stress.cc", ("-O2",), [FIRST, SCALAR]),
+        "trace": ("trace.cc", ("-O0",), ()),
     }
-    programs["plain"] = "stress.cc", ("-O2",), [SCALAR]
-    programs["late"] = "stress.cc", ("-O1", "-DFIRST_PHASE=0xffffff00u"), [LATE, SCALAR]
-    programs["races"] = "stress.cc", RACES, [SCALAR]
-    programs["trace"] = "trace.cc", ("-O0",), ()
     return compile_all(tmp_path_factory.mktemp("native"), programs)
 
 
@@ -57,11 +67,12 @@ def ran(done: subprocess.CompletedProcess[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    "program, ranks, calls, delays",
-    [("plain", 2, 400_000, 0), ("plain", 2, 50_000, 1), ("plain", 4, 100_000, 1), ("late", 3, 5_000, 1)],
+    "ranks, calls, delays, last_phase",
+    [(2, 400_000, 0, 0), (2, 50_000, 1, 0), (4, 100_000, 1, 0), (3, 5_000, 1, LATE)],
 )
-def test_random_calls(program: str, ranks: int, calls: int, delays: int, built: dict[str, Path]) -> None:
-    assert ran(run(built[program], ranks, calls, 1, delays)) == f"{calls} calls of {ranks} ranks\n"
+def test_random_calls(ranks: int, calls: int, delays: int, last_phase: int, built: dict[str, Path]) -> None:
+    done = run(built["plain"], ranks, calls, 1, delays, 0, last_phase)
+    assert ran(done) == f"{calls} calls of {ranks} ranks\n"
 
 
 @pytest.mark.parametrize("ranks, calls, delays", [(2, 20_000, 1), (3, 10_000, 1), (4, 10_000, 0)])
@@ -72,7 +83,7 @@ def test_no_races(ranks: int, calls: int, delays: int, built: dict[str, Path]) -
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_race_detector_finds(fault: str, built: dict[str, Path]) -> None:
     for seed in range(2, 22):  # a wrong result may come first, and end the run; how the threads run decides
-        done = run(built[fault], 3, 20_000, seed, 1)
+        done = run(built["races"], 3, 20_000, seed, 1, NUMBER[fault])
         if CANNOT_START in done.stderr:
             pytest.skip("the race detector cannot start in this kernel's address space")
         if done.returncode and "data race" in done.stderr:
@@ -83,7 +94,7 @@ def test_the_race_detector_finds(fault: str, built: dict[str, Path]) -> None:
 @pytest.mark.parametrize("fault", ["has one slot", "does not wait at the end"])
 def test_the_results_show(fault: str, built: dict[str, Path]) -> None:
     for seed in range(2, 22):  # how the threads run decides when a result is wrong
-        done = run(built[fault], 3, 20_000, seed, 1, races="report_bugs=0:atexit_sleep_ms=0")
+        done = run(built["races"], 3, 20_000, seed, 1, NUMBER[fault], races="report_bugs=0:atexit_sleep_ms=0")
         if CANNOT_START in done.stderr:
             pytest.skip("the race detector cannot start in this kernel's address space")
         if done.returncode == 1 and "wrong result" in done.stderr:

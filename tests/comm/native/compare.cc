@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "planted.h"
 #include "rows.h"
 
 using namespace weft;
@@ -166,6 +167,7 @@ void copies(const Rows& rows) {
 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 20;
+  planted::fault = argc > 2 ? std::atoi(argv[2]) : 0;
   for (const char* isa : {"scalar", "avx2", "avx512", "neon"}) {
     const Rows* rows;
     try {

@@ -1,12 +1,14 @@
 // Threads as ranks make the same random calls, with random delays, and check every element of every result.
 //
-// stress RANKS CALLS SEED DELAYS: delays 1: ranks dawdle before they publish and after they wait. Exits with 1, and a
-// line that says why, where a result is wrong.
+// stress RANKS CALLS SEED DELAYS [FAULT [LAST_PHASE]]: delays 1: ranks dawdle before they publish and after they wait.
+// The others are as planted.h has them. Exits with 1, and a line that says why, where a result is wrong.
 #include <sys/mman.h>
 
 #include <atomic>
 #include <cstddef>
 #include <mutex>
+
+#include "planted.h"
 
 // All ranks use one mapping: a race detector knows places by address.
 static void* one_mapping(void* where, size_t bytes, int protection, int flags, int fd, off_t offset) {
@@ -21,10 +23,6 @@ static int keep_mapping(void*, size_t) { return 0; }
 #include "calls.h"
 #undef mmap
 #undef munmap
-
-#ifndef FIRST_PHASE
-#define FIRST_PHASE 1
-#endif
 
 using namespace weft;
 
@@ -169,7 +167,9 @@ struct Test {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 5) return 2;
+  if (argc < 5 || argc > 7) return 2;
+  if (argc > 5) planted::fault = std::atoi(argv[5]);
+  if (argc > 6) planted::last_phase = uint32_t(std::atoll(argv[6]));
   Test test;
   const int world = std::atoi(argv[1]);
   test.calls = uint32_t(std::atoll(argv[2]));
@@ -188,7 +188,7 @@ int main(int argc, char** argv) {
   {
     Arena arena(test.fd, test.layout, 0);
     for (int r = 0; r < world; ++r)
-      for (size_t g = 0; g < test.layout.groups.size(); ++g) arena.line(r, int(g)).phase = uint32_t(FIRST_PHASE) - 1;
+      for (size_t g = 0; g < test.layout.groups.size(); ++g) arena.line(r, int(g)).phase = planted::last_phase;
   }
   std::vector<std::thread> threads;
   for (int r = 0; r < world; ++r)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
+from weft.engine import runner
 from weft.engine.forkserver import ForkServer, RankProcess
 
 torch.set_num_threads(1)
@@ -66,6 +69,22 @@ class SharedForkServer:
         """The engine has ended its ranks. Those that it asked for and never saw must not be taken for another's."""
         if self._asked and self.shared is not None:
             self.shared.close()
+
+
+@pytest.fixture
+def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For ranks that are threads: they take one's planner, whose making would be most of a small model's time."""
+    lock, made = threading.Lock(), list[tuple[Any, Any]]()
+
+    def plan_once(*args: Any, plan: Any = runner.plan_model) -> Any:
+        with lock:
+            planner = next((planner for given, planner in made if given == args), None)
+            if planner is None:
+                planner = plan(*args)
+                made.append((args, planner))
+            return planner
+
+    monkeypatch.setattr(runner, "plan_model", plan_once)
 
 
 @pytest.fixture(scope="session", autouse=True)

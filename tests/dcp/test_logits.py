@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ import pytest
 from support import run_world, small_model
 
 from models.test_logits import PAGE, Steps, compare, drive, texts_of
-from weft.engine import runner
-from weft.place.plan import Planner
 from weft.place.spec import Mesh, layouts
 
 DEALT = [
@@ -35,20 +32,6 @@ LATENT, ONE_HEAD, TWO_HEADS = (
 )
 CASES = [(*LATENT, mesh) for mesh in DEALT] + [(*ONE_HEAD, mesh) for mesh in SPLITS]
 CASES += [(*TWO_HEADS, mesh) for mesh in (Mesh(1, 4, 2, 2, 2), Mesh(1, 8, 4, 2, 2), Mesh(1, 8, 2, 4, 4))]
-
-
-@pytest.fixture
-def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks are threads: they take one of them's planner, whose making would be most of a small model's time."""
-    lock, made, plan = threading.Lock(), list[Planner](), runner.plan_model
-
-    def plan_once(*args: Any) -> Planner:
-        with lock:
-            if not made:
-                made.append(plan(*args))
-            return made[0]
-
-    monkeypatch.setattr(runner, "plan_model", plan_once)
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpu_kernels import Report, error, graph_us, ints, normal
+from gpu_kernels import RULE, Report, error, graph_us, ints, normal
 from weft.kernels import float8 as definition
 from weft.kernels.float8 import FLOAT8, LARGEST, Weight, dequantise
 from weft.kernels.triton import float8, moe, plain, rms_norm, route
 
-PEAK, UNIT, CHOSEN = 1979e12, (128, 128), 8
+PEAK, UNIT = 1979e12, (128, 128)
 DENSE = {
     "qwen3-30b qkv": (2560, 2048),
     "qwen3-30b o": (2048, 2048),
@@ -108,7 +108,7 @@ def time_experts(report: Report, name: str, rows: int) -> None:
     out, skew = torch.empty(rows, width, device="cuda", dtype=torch.bfloat16), normal(experts, scale=0.5)
 
     def routed(logits: Tensor, kept: bool) -> route.Routing:
-        return route.route(logits, CHOSEN, True, ints(rows), moe.tile_rows_of(rows, kept), 0, held)
+        return route.route(logits, RULE, ints(rows), moe.tile_rows_of(rows, kept), 0, held)
 
     # Of one row's few large values between the products a single one may be rounded the other way, which is 1 % of all;
     # so there are several draws.

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpu_float8 import CHOSEN, DENSE, EXPERTS, UNIT, in_float8
-from gpu_kernels import BF16, DEVICE, error, graph_us, ints, normal
+from gpu_float8 import DENSE, EXPERTS, UNIT, in_float8
+from gpu_kernels import BF16, DEVICE, RULE, error, graph_us, ints, normal
 from weft.kernels.float8 import Rows, Weight
 from weft.kernels.triton import float8, moe, route
 
@@ -79,7 +79,7 @@ class Experts:
         self.sets = [float8.quantise(normal(rows, width), UNIT[1]) for _ in range(1 if tiny else 4)]
         tile_rows, live = moe.tile_rows_of(rows, True), ints(rows)
         logits = [normal(rows, experts) + normal(experts, scale=0.5) for _ in self.sets]
-        self.routings = [route.route(each, CHOSEN, True, live, tile_rows, 0, held) for each in logits]
+        self.routings = [route.route(each, RULE, live, tile_rows, 0, held) for each in logits]
         self.out = torch.empty(rows, width, device=DEVICE, dtype=BF16)
 
     def calls(self, up: moe.Tile | None, down: moe.Tile | None) -> list[Callable[[], Tensor]]:

@@ -35,11 +35,13 @@ from weft.kernels.triton import (
     sample,
     step,
 )
+from weft.models.routing import Routing
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 2, 128, 16
 HIDDEN, EXPERTS, CHOSEN, VOCABULARY = 2048, 128, 8, 151936
+RULE = Routing(CHOSEN, renormalise=True)
 PAGES = 2048
 """Pages of a request's table: the longest sequence that a server would take, not the one at hand."""
 SPLITS = {"ep2": (64, 768), "tp2": (128, 384)}
@@ -229,11 +231,11 @@ def time_moe(report: Report, split: str, rows: int) -> None:
     out, tile_rows = torch.empty(rows, HIDDEN, device=DEVICE, dtype=BF16), moe.tile_rows_of(rows)
 
     def routed(logits: Tensor) -> route.Routing:
-        return route.route(logits, CHOSEN, True, live, tile_rows, 0, held)
+        return route.route(logits, RULE, live, tile_rows, 0, held)
 
     routings = [routed(logits) for _, logits in sets]
     x, logits = sets[0]
-    weight, expert = plain.route(logits, CHOSEN, True, rows, 0, held)
+    weight, expert = plain.route(logits, RULE, rows, 0, held)
     assert torch.equal(routings[0].expert.sort(-1)[0], expert.sort(-1)[0]), "other experts than torch's"
     moe.experts(x, routings[0], gate_up, down, out.fill_(float("nan")))
     wanted = plain.experts(x.double(), weight, expert, gate_up.double(), down.double())

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gpu_kernels import BF16, CHOSEN, DEVICE, HIDDEN, SPLITS, graph_us, ints, normal, skewed_logits
+from gpu_kernels import BF16, DEVICE, HIDDEN, RULE, SPLITS, graph_us, ints, normal, skewed_logits
 from weft.kernels.triton import moe, route
 from weft.kernels.triton.moe import Tile
 
@@ -56,7 +56,7 @@ class Case:
         turns = 1 if tiny else 2 if rows > 1000 else 8
         self.sets = [normal(rows, HIDDEN) for _ in range(turns)]
         live = ints(rows)
-        self.routings = [route.route(skewed_logits(rows), CHOSEN, True, live, tile_rows, 0, held) for _ in range(turns)]
+        self.routings = [route.route(skewed_logits(rows), RULE, live, tile_rows, 0, held) for _ in range(turns)]
         self.out = torch.empty(rows, HIDDEN, device=DEVICE, dtype=BF16)
 
     def calls(self, up: Tile | None, down: Tile | None) -> list[Any]:

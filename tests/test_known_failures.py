@@ -29,7 +29,8 @@ from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder, DecoderLayer
 from weft.models.layers import Builder, ColumnLinear, Linear, Out, RMSNorm, RowLinear
 from weft.models.load import build_model, load_model
-from weft.models.moe import GatedMLP, SparseMoE
+from weft.models.mlp import GatedMLP
+from weft.models.moe import SparseMoE
 from weft.models.registry import load_config, read_config
 from weft.place.cost import PRESETS, Offer
 from weft.place.plan import Planner

@@ -76,6 +76,11 @@ class Hidden:
         """
         return Hidden(function(self.require_complete(origin)), self.placement, self.mesh, origin)
 
+    def require_placement(self, placement: Placement, reader: str) -> None:
+        """Raises PlacementError, naming the reader, unless it has this placement."""
+        if self.placement != placement:
+            raise PlacementError(f"{reader} needs {placement}, but {self.origin} is {self.placement}")
+
     def require_complete(self, reader: str) -> Tensor:
         """The value, if it owes nothing and holds all features; else PlacementError naming the reader."""
         if self.placement.owes or self.placement.split:

@@ -27,7 +27,7 @@ from weft.comm.dispatch import DeviceDispatcher, Dispatcher, Dispatching, Work, 
 from weft.comm.rows import StepRows
 from weft.comm.transport import Epilogue, LiveSizes, Sizes, Transport
 from weft.hidden import Hidden
-from weft.kernels.plain import rms_norm
+from weft.kernels.rows import add_rms_norm, rms_norm
 from weft.place.experts import SEND, Dispatch
 from weft.place.plan import Chain, Counts, Plan, Planner, Read, ReadPlan
 from weft.place.show import fold
@@ -293,7 +293,7 @@ class Stream:
         deltas, origins = self._deltas.values, self._deltas.origins
         residual, normed = self._residual, None
         self._deltas = _Deltas()
-        for step in steps:
+        for step, then in zip(steps, (*steps[1:], None), strict=True):
             if step.op == "move":
                 if step.operand == RESIDUAL:
                     assert residual is not None
@@ -306,7 +306,7 @@ class Stream:
                     deltas[step.operand] = self._move(step, deltas[step.operand], site, origins[step.operand])
             elif step.op == "norm":
                 assert residual is not None
-                normed = _normalise(residual, norm)
+                normed = rms_norm(residual, norm.weight, norm.eps) if normed is None else normed
             elif step.op == "finish":
                 assert residual is not None
                 epilogue = Epilogue(residual, norm.weight, norm.eps)
@@ -317,8 +317,12 @@ class Stream:
                 if step.op == "merge":
                     deltas[step.into] = deltas[step.into] + delta
                     origins[step.into] += f" + {origin}"
+                elif residual is None:
+                    residual = delta
+                elif then is not None and then.op == "norm":
+                    residual, normed = add_rms_norm(residual, delta, norm.weight, norm.eps)
                 else:
-                    residual = delta if residual is None else residual + delta
+                    residual = residual + delta
         assert normed is not None and residual is not None
         self._residual = residual
         return normed
@@ -357,10 +361,3 @@ class Stream:
                 return self._rows.carry(edge, x, self._transports[step.transport], epilogue)
         except PlacementError as error:
             raise PlacementError(f"{origin}, before {site}: {edge}: {error}") from error
-
-
-def _normalise(x: Tensor, norm: Norm) -> Tensor:
-    """`weft.kernels.plain.rms_norm`, on a GPU in one kernel of torch's where it has one, which rounds once."""
-    if x.is_cuda and norm.weight.dtype == x.dtype:
-        return torch.nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
-    return rms_norm(x, norm.weight, norm.eps)

@@ -19,7 +19,7 @@ from weft.hidden import Hidden
 from weft.kv.spec import Latent, Recurrent, Window
 from weft.models.config import Fields, ModelConfig, common_fields
 from weft.models.layers import Builder, ColumnLinear, Embedding, Layer, Linear, Out, RMSNorm, RowLinear
-from weft.models.moe import GatedMLP
+from weft.models.mlp import GatedMLP
 from weft.models.rotary import Rotary, RotaryTable
 from weft.stream import GROUP, WORLD
 

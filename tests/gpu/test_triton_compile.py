@@ -29,6 +29,7 @@ from weft.kernels.triton import (  # noqa: E402
     delta_step,
     dispatch,
     float8,
+    gate_heads,
     merge,
     moe,
     norm_rope_cache,
@@ -38,6 +39,7 @@ from weft.kernels.triton import (  # noqa: E402
     sample,
     step,
 )
+from weft.models.routing import Routing  # noqa: E402
 
 SHARED_BYTES, REGISTERS = 227 << 10, 64 << 10
 """What a block of sm_90 can have."""
@@ -151,10 +153,21 @@ def attend_prompts(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
 
 def mix_experts(rows: int, held: int = 64, inner: int = 768, width: int = 2048, biased: bool = False) -> None:
     live, tile_rows = empty(1, dtype=INT), moe.tile_rows_of(rows)
-    routing = route.route(empty(rows, 128), 8, True, live, tile_rows, 64, held)
+    routing = route.route(empty(rows, 128), Routing(8, renormalise=True), live, tile_rows, 64, held)
     gate_up, down = empty(held, 2 * inner, width), empty(held, width, inner)
     more = dict(limit=7.0, alpha=1.702, gate_up_bias=empty(held, 2 * inner), down_bias=empty(held, width))
     moe.experts(empty(rows, width), routing, gate_up, down, empty(rows, width), **more if biased else {})
+
+
+def route_in_groups(rows: int) -> None:
+    rule = Routing(8, "sigmoid", 8, 4, 2, bias=True, renormalise=True, scale=2.5)
+    route.choose(empty(rows, 256, dtype=FLOAT), rule, empty(1, dtype=INT), bias=empty(256, dtype=FLOAT))
+
+
+def gate(rows: int, heads: int, dim: int) -> None:
+    lse, sinks = empty(rows, heads, dtype=FLOAT), empty(heads)
+    for features in (heads, heads * dim):
+        gate_heads.gate_heads(empty(rows, heads, dim), empty(rows, features), lse, sinks)
 
 
 def in_float8(*shape: int, unit: tuple[int, int] = (128, 128)) -> Weight:
@@ -228,7 +241,7 @@ def dispatch_rows(rows: int, ranks: int, width: int) -> None:
     dispatch.pack(empty(rows, width), weight, expert, place, counts, packed)
     dispatch.lists(packed, width, 8, counts)
     dispatch.add(empty(ranks * rows, width), place, counts)
-    route.choose(empty(rows, 128), 8, True, empty(1, dtype=INT))
+    route.choose(empty(rows, 128), Routing(8, renormalise=True), empty(1, dtype=INT))
 
 
 CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
@@ -257,8 +270,10 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "norm, rotary, cache": (lambda: norm_and_turn(64), ()),
     "norm, rotary, cache, many rows": (lambda: norm_and_turn(4096), ()),
     "latents, rotary, cache": (lambda: norm_latents(64, 128), ()),
+    "routes in groups": (lambda: route_in_groups(64), ()),
     "rms norm": (lambda: rms_norm.rms_norm(empty(64, 7168), empty(7168), 1e-6, empty(64, 7168)), ()),
-    "silu": (lambda: rms_norm.silu_and_mul(empty(64, 2048)), ()),
+    "gated": (lambda: rms_norm.gated(empty(64, 2048), 7.0, None, (empty(64, 2048), empty(1, 2048))), ()),
+    "gates and sinks of heads": (lambda: gate(64, 64, 64), ()),
     "sample": (lambda: draw(64), ()),
     "gated delta rule": (lambda: delta(64, 32, 8), ()),
     "merge": (lambda: merge_shards(8, 128, 512), ()),

@@ -7,6 +7,7 @@ from math import inf
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -18,6 +19,44 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype) if weight.dtype == x.dtype else (weight * normed).to(x.dtype)
+
+
+def gated(
+    x: Tensor, limit: float | None = None, alpha: float | None = None, score: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """silu(gate) · up of `[…, 2 · inner]`, gate first. limit: silu(gate) is at most that, up within ± that.
+
+    alpha, beside a limit: gate · sigmoid(alpha · gate) · (up + 1), where gate is at most the limit, up within ± that.
+    score: (rows `[T, width]`, weight `[1, width]`) for x `[T, …]`: a row is also scaled by their product's sigmoid.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    if limit is None:
+        value = F.silu(gate) * up
+    elif alpha is not None:
+        gate = gate.clamp(max=limit)
+        value = gate * (alpha * gate).sigmoid() * (up.clamp(-limit, limit) + 1)
+    else:
+        value = F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+    if score is None:
+        return value
+    factor = F.linear(*score).sigmoid()
+    return value * factor.view(-1, *[1] * (x.dim() - 1))
+
+
+def gate_heads(
+    out: Tensor, gate: Tensor | None = None, lse: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """What attention gives, `[T, heads, dim]`, behind a sink and behind a gate.
+
+    sinks: `[heads]`, each the score of one more token, without a value, beside those whose log-sum-exp is lse `[T,
+    heads]`: a score more in the sum of exponentials scales the output (arXiv 2309.17453).
+    gate: `[T, heads]` or `[T, heads · dim]`, whose sigmoid scales each head, or each element.
+    """
+    if sinks is not None and lse is not None:
+        out = out * (lse - sinks).sigmoid().to(out.dtype)[..., None]
+    if gate is not None:
+        out = out * gate.sigmoid().unflatten(-1, (out.shape[1], -1))
+    return out
 
 
 def merge_weights(lses: Tensor) -> tuple[Tensor, Tensor]:

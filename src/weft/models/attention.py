@@ -10,6 +10,7 @@ from torch import Tensor
 from weft.attention.backend import HeadSplit
 from weft.attention.caches import Caches
 from weft.hidden import Hidden
+from weft.kernels.rows import gate_heads
 from weft.kv.spec import PagedKV, Window
 from weft.models.decoder import on_group_rows
 from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Out, RowLinear
@@ -101,10 +102,8 @@ class Attention(Layer):
         def attend(product: Tensor) -> Tensor:
             qkv, gate = product.tensor_split([sum(self.sizes)], dim=-1)
             out, lse = caches.project(self, qkv, heads, scale=self.scale, lse=self.sinks is not None)
-            if self.sinks is not None and lse is not None:  # a score more in the sum of exponentials scales the output
-                out = out * (lse - self.sinks).sigmoid().to(out.dtype)[..., None]
-            if gate.shape[-1]:
-                out = out * gate.sigmoid().unflatten(-1, (out.shape[1], -1))
+            if gate.shape[-1] or self.sinks is not None:
+                out = gate_heads(out, gate if gate.shape[-1] else None, lse, self.sinks)
             return out.flatten(1)
 
         return self.out(self.qkv(x).elementwise(attend, self.path))

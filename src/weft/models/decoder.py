@@ -13,7 +13,7 @@ from weft.attention.caches import Caches
 from weft.hidden import Hidden
 from weft.models.config import ModelConfig
 from weft.models.layers import Builder, Embedding, Head, Layer, RMSNorm
-from weft.models.moe import FeedForward
+from weft.models.mlp import FeedForward
 from weft.models.rotary import Rope, Rotary, RotaryTable
 from weft.place.spec import PlacementError
 from weft.stream import GROUP, Stream, TraceStream

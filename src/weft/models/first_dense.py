@@ -9,7 +9,8 @@ from typing import Any
 from weft.models.config import Fields
 from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.layers import Builder, Layer
-from weft.models.moe import FeedForward, GatedMLP, SparseMoE, Stored
+from weft.models.mlp import FeedForward, GatedMLP
+from weft.models.moe import SparseMoE, Stored
 from weft.models.routing import Routing
 
 

@@ -16,7 +16,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class GptOssConfig(DecoderConfig):
-    """Widths in elements. heads: of each layer. limit, alpha: of the experts (`weft.models.moe.gated`)."""
+    """Widths in elements. heads: of each layer. limit, alpha: of the experts (`weft.kernels.plain.gated`)."""
 
     heads: tuple[Heads, ...]
     num_experts: int

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from weft.hidden import Hidden
 from weft.kernels.float8 import FLOAT8, Weight
-from weft.kernels.plain import rms_norm
+from weft.kernels.rows import rms_norm
 from weft.models.float8 import product, unit_of
 from weft.models.source import LessOne, Source, View
 from weft.place.experts import Forms

@@ -1,10 +1,9 @@
-"""Feed-forward blocks: the gated MLP, and the mixture of experts."""
+"""The mixture of experts, with the shared expert that some models have beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -13,8 +12,10 @@ from torch.nn import functional as F
 
 from weft.hidden import Hidden
 from weft.kernels.float8 import Weight
+from weft.kernels.rows import gated
 from weft.kernels.triton import plain
-from weft.models.layers import Builder, ColumnLinear, Layer, Linear, Out, RowLinear
+from weft.models.layers import Builder, Layer, Linear
+from weft.models.mlp import FeedForward, GatedMLP, WholeMLP
 from weft.models.routing import Router, Routing
 from weft.models.source import Fused, Source, Stacked, Transposed
 from weft.place.spec import LayoutError, PlacementError, Rows
@@ -41,59 +42,6 @@ class Stored:
     shared: str = "shared_expert"
 
 
-class FeedForward(Layer):
-    """What follows a decoder layer's attention. takes: the rows that it may read (`weft.stream.Takes`)."""
-
-    takes: tuple[Rows, ...] = (Rows.WORLD,)
-
-
-class GatedMLP(FeedForward):
-    """down(silu(gate(x)) · up(x)), features split over the whole world; owes a sum over it. limit: see `gated`."""
-
-    def __init__(self, b: Builder, path: str, width: int, inner: int, limit: float | None = None):
-        super().__init__(path)
-        self.limit = limit
-        outs = [Out(f"{path}.gate_proj", inner), Out(f"{path}.up_proj", inner)]
-        self.gate_up = ColumnLinear(b, f"{path}.gate_up", width, outs, over="world")
-        self.down = RowLinear(b, f"{path}.down_proj", inner, width, over="world")
-
-    def forward(self, x: Hidden) -> Hidden:
-        return self.down(self.gate_up(x).elementwise(partial(gated, limit=self.limit), self.path))
-
-
-class WholeMLP(Layer):
-    """The same with all features on every rank, for rows of either form (`weft.place.experts`).
-
-    Of rows that all ranks hold, each takes its own features' share: owes a sum over the world. Of its own rows it takes
-    all features: complete. gate_up: rank by rank, the rank's run of gate's features, then of up's.
-    """
-
-    def __init__(self, b: Builder, path: str, width: int, inner: int, limit: float | None = None):
-        super().__init__(path)
-        self.limit, self.workspace = limit, b.workspace
-        mine = b.share(path, inner, "world")
-        self.size, self.ranks = mine.stop - mine.start, b.mesh.world
-        self.mine = mine
-        self.gate_up, self.down = b.empty(2 * inner, width), b.empty(width, inner)
-        self.sources["gate_up"] = [
-            Source(f"{path}.{name}.weight", (inner, width), (slice(at, at + self.size),), (slice(to, to + self.size),))
-            for at in range(0, inner, self.size)
-            for name, to in (("gate_proj", 2 * at), ("up_proj", 2 * at + self.size))
-        ]
-        self.sources["down"] = [Source(f"{path}.down_proj.weight", (width, inner), (slice(None), slice(None)))]
-
-    def forward(self, x: Hidden) -> Hidden:
-        value = x.require_complete(self.path)
-        if not x.mesh.same_rows(x.placement.rows, "world"):
-            both = F.linear(value, self.gate_up).unflatten(1, (self.ranks, 2 * self.size))
-            out = F.linear(gated(both, self.limit).flatten(1), self.down)
-            return Hidden(out, x.placement, x.mesh, self.path)
-        both = F.linear(value, self.gate_up[2 * self.mine.start : 2 * self.mine.stop])
-        out = self.workspace(*value.shape, like=value)
-        torch.mm(gated(both, self.limit), self.down[:, self.mine].t(), out=out)
-        return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
-
-
 class Experts(Layer):
     """Routed experts: whole experts over `ep`, their inner features over `moe_tp`.
 
@@ -101,9 +49,9 @@ class Experts(Layer):
     world; or each rank's own, which a stream's dispatch takes to the ranks of their experts and back: complete.
 
     x: complete `[T, width]`; probability `[T, k]` and expert int64 `[T, k]` from the router. form: as `Stored`; limit,
-    alpha: see `gated`. bias: products have one; the last is added on the first rank of moe_tp only, so that the sum
-    holds it once. Building raises LayoutError where the split leaves sizes that grouped products do not take. Both
-    products are in FP8, or none.
+    alpha: as `weft.kernels.plain.gated` takes them. bias: products have one; the last is added on the first rank of
+    moe_tp only, so that the sum holds it once. Building raises LayoutError where the split leaves sizes that grouped
+    products do not take. Both products are in FP8, or none.
     """
 
     gate_up: nn.Parameter
@@ -162,35 +110,26 @@ class Experts(Layer):
         routed(x, probability, expert, gate_up, down, out, *more)
         return out
 
-    def on_gpu(self, x: Hidden, router: Router) -> Hidden:
+    def on_gpu(self, x: Hidden, router: Router, shared: Hidden | None) -> Hidden:
         """The same by Triton kernels, routing included: what lies behind x's live rows chooses no expert.
 
-        Plain softmax routing is part of them; other routers choose in torch.
+        shared: what is added to the sum, and overwritten.
         """
         from weft.kernels.triton import moe, route  # GPUs only: a CPU need not have Triton
 
         if self._dispatches(x):
-            return self._dispatched(x, *self._choose_on_gpu(x, router), self._sum_on_gpu)
-        value = self._world_rows(x)
-        if router.routing.plain:
-            held, tile_rows = self.gate_up.shape[0], moe.tile_rows_of(value.shape[0], bool(self.units))
-            renormalise, live = router.routing.renormalise, _live(x)
-            logits = router.logits(x)
-            routing = route.route(logits, router.routing.k, renormalise, live, tile_rows, first=self.first, held=held)
-            out = self._sum_routed(value, routing)
-        else:
-            out = self._sum_on_gpu(value, *self._choose_on_gpu(x, router))
+            chosen = route.choose(router.logits(x), router.routing, _live(x), bias=router.bias)
+            owned = self._dispatched(x, *chosen, self._sum_on_gpu)
+            if shared is not None:
+                owned += shared
+            return owned
+        value, held = self._world_rows(x), self.gate_up.shape[0]
+        tile_rows = moe.tile_rows_of(value.shape[0], bool(self.units))
+        routing = route.route(router.logits(x), router.routing, _live(x), tile_rows, self.first, held, router.bias)
+        if shared is not None:
+            shared.require_placement(x.mesh.placement(x.placement.rows, owes="world"), self.path)
+        out = self._sum_routed(value, routing, None if shared is None else shared.value)
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
-
-    def _choose_on_gpu(self, x: Hidden, router: Router) -> tuple[Tensor, Tensor]:
-        """(weight float32 `[T, k]`, expert int32 `[T, k]`) of all experts there are; −1 for rows that are padding."""
-        from weft.kernels.triton import route
-
-        if router.routing.plain:
-            return route.choose(router.logits(x), router.routing.k, router.routing.renormalise, _live(x))
-        weight, expert = router.choose(x)
-        real = torch.arange(expert.shape[0], device=expert.device)[:, None] < _live(x)
-        return weight.float(), expert.int().where(real, -1)
 
     def _sum_on_gpu(self, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
         """What this rank's experts make of rows; expert: of all there are, −1 for none."""
@@ -203,10 +142,11 @@ class Experts(Layer):
             x, route.sort_pairs(weight, local, held, moe.tile_rows_of(x.shape[0], bool(self.units)))
         )
 
-    def _sum_routed(self, x: Tensor, routing: PairRouting) -> Tensor:
+    def _sum_routed(self, x: Tensor, routing: PairRouting, shared: Tensor | None = None) -> Tensor:
+        """shared: to which it is added, where it lies."""
         from weft.kernels.triton import moe
 
-        out = self.workspace(*x.shape, like=x)
+        out = self.workspace(*x.shape, like=x) if shared is None else shared
         return moe.experts(
             x,
             routing,
@@ -217,6 +157,7 @@ class Experts(Layer):
             alpha=self.alpha,
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
+            add=shared is not None,
         )
 
     def _dispatches(self, x: Hidden) -> bool:
@@ -308,9 +249,9 @@ def routed(
     """Σ over a token's experts that are here of probability · down(silu(gate(x)) · up(x)), on CPUs.
 
     x `[T, width]`; probability `[T, k]`; expert `[T, k]`, where an index outside `[0, E)` is an expert held elsewhere;
-    gate_up `[E, 2·inner, width]`; down `[E, width, inner]`; limit, alpha: see `gated`; biases `[E, 2·inner]`, `[E,
-    width]`. Fills out `[T, width]`, zero where no expert is here. Two products for each expert that has a row: torch's
-    grouped product is on CPUs a loop over all.
+    gate_up `[E, 2·inner, width]`; down `[E, width, inner]`; limit, alpha: as `gated` takes them; biases `[E, 2·inner]`,
+    `[E, width]`. Fills out `[T, width]`, zero where no expert is here. Two products for each expert that has a row:
+    torch's grouped product is on CPUs a loop over all.
     """
     if not x.shape[0]:
         return
@@ -333,7 +274,8 @@ class SparseMoE(FeedForward):
     (`weft.place.experts`). A shared expert that may get either is whole on every rank.
 
     shared: its inner features; 0: there is none. shared_gate: it has a sigmoid gate. limit, shared_limit, alpha: of
-    the routed experts and of the shared one, see `gated`. expert_bias: the routed experts' products have biases.
+    the routed experts and of the shared one, as `weft.kernels.plain.gated` takes them. expert_bias: the routed experts'
+    products have biases.
     """
 
     def __init__(
@@ -367,24 +309,13 @@ class SparseMoE(FeedForward):
         )
 
     def forward(self, x: Hidden) -> Hidden:
-        out = self.experts.on_gpu(x, self.router) if x.value.is_cuda else self.experts(x, *self.router.choose(x))
+        if x.value.is_cuda:  # what the gate scales, and the sum, need no kernels of their own
+            shared = None if self.shared is None else self.shared(x, self.shared_gate)
+            return self.experts.on_gpu(x, self.router, shared)
+        out = self.experts(x, *self.router.choose(x))
         if self.shared is not None:
             shared = self.shared(x)
             if self.shared_gate is not None:
                 shared = shared.scale(self.shared_gate(x).elementwise(torch.sigmoid, self.shared_gate.path))
             out += shared
         return out
-
-
-def gated(x: Tensor, limit: float | None = None, alpha: float | None = None) -> Tensor:
-    """silu(gate) · up of `[…, 2 · inner]`, gate first. limit: silu(gate) is at most that, up within ± that.
-
-    alpha, beside a limit: gate · sigmoid(alpha · gate) · (up + 1), where gate is at most the limit, up within ± that.
-    """
-    gate, up = x.chunk(2, dim=-1)
-    if limit is None:
-        return F.silu(gate) * up
-    if alpha is not None:
-        gate = gate.clamp(max=limit)
-        return gate * (alpha * gate).sigmoid() * (up.clamp(-limit, limit) + 1)
-    return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)

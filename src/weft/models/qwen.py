@@ -8,7 +8,8 @@ from weft.models.attention import Attention, HeadNorms, Heads
 from weft.models.config import Fields, ModelError, common_fields
 from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.layers import Builder
-from weft.models.moe import FeedForward, GatedMLP, SparseMoE
+from weft.models.mlp import FeedForward, GatedMLP
+from weft.models.moe import SparseMoE
 from weft.models.routing import Routing
 
 

@@ -37,11 +37,6 @@ class Routing:
     wide: bool = False
     offset: bool = False
 
-    @property
-    def plain(self) -> bool:
-        """Whether it is the softmax's k greatest alone, renormalised or not."""
-        return self.score == "softmax" and self.groups == 1 and not self.bias and self.scale == 1.0 and not self.wide
-
     def choose(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(weight float32 `[T, k]`, expert int64 `[T, k]`, in no stated order) of logits `[T, E]`; bias: `[E]`."""
         logits = logits.float()
@@ -76,6 +71,8 @@ class Router(Linear):
     def logits(self, x: Hidden) -> Tensor:
         """`[T, E]`, in x's dtype or, where the routing is wide, in float32."""
         value = x.require_complete(self.path)
+        if self.routing.wide and value.is_cuda and value.dtype.itemsize == 2 and self.offset is None:
+            return torch.mm(value, self.weight.t(), out_dtype=torch.float32)  # without copies in float32
         parts = (value, self.weight, self.offset)
         return F.linear(*((None if part is None else part.float()) for part in parts) if self.routing.wide else parts)
 

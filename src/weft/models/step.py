@@ -10,7 +10,8 @@ from weft.models.attention import Attention, HeadNorms, Heads
 from weft.models.config import Fields, ModelError, common_fields, rope_of
 from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.layers import Builder
-from weft.models.moe import FeedForward, GatedMLP, SparseMoE, Stored
+from weft.models.mlp import FeedForward, GatedMLP
+from weft.models.moe import SparseMoE, Stored
 from weft.models.rotary import Rope
 from weft.models.routing import Routing
 
@@ -23,7 +24,7 @@ class StepConfig(DecoderConfig):
     """Widths in elements. heads, ropes: for each layer, which of `ropes` it turns by in `rope_of_layer`.
 
     limits, shared_limits: of the gated products of each layer's routed experts, and of its shared expert or MLP
-    (`weft.models.moe.gated`).
+    (`weft.kernels.plain.gated`).
     """
 
     norms_less_one: ClassVar[bool] = True

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from weft.hidden import Hidden
 from weft.kernels.triton import moe, plain
 from weft.kernels.triton import route as kernels
+from weft.models.layers import Builder
+from weft.models.moe import SparseMoE
+from weft.models.routing import Routing
+from weft.place.spec import Mesh, Placement, PlacementError, Rows
 
 NAN = float("nan")
 
@@ -19,8 +26,9 @@ def routed(
     logits = torch.randn(rows, experts, device=device) + 2 * torch.randn(experts, device=device)
     logits[live:] = NAN
     count = torch.tensor([live], dtype=torch.int32, device=device)
-    found = kernels.route(logits, k, True, count, tile_rows, first, held)
-    return found, *plain.route(logits, k, True, live, first, held)
+    rule = Routing(k, renormalise=True)
+    found = kernels.route(logits, rule, count, tile_rows, first, held)
+    return found, *plain.route(logits, rule, live, first, held)
 
 
 def assert_order(routing: kernels.Routing) -> None:
@@ -68,11 +76,43 @@ def check_sorts_pairs(pairs: int, held: int, device: torch.device) -> None:
     assert_order(kernels.sort_pairs(torch.ones(pairs, 1, device=device), expert, held, 16))
 
 
-def check_equal_logits_go_to_the_lower_expert(device: torch.device) -> None:
-    live = torch.tensor([3], dtype=torch.int32, device=device)
-    found = kernels.route(torch.zeros(3, 8, device=device), 3, False, live, 16)
+RULES = {
+    "softmax": Routing(3),
+    "scaled": Routing(4, renormalise=True, scale=2.5),
+    "sigmoid": Routing(3, "sigmoid", bias=True, renormalise=True, scale=3.0),
+    "groups by their best": Routing(3, groups=3, top_groups=2, scale=2.0),
+    "groups by their two best": Routing(5, "sigmoid", 3, 2, 2, bias=True, renormalise=True, scale=2.5),
+    "every group": Routing(5, groups=3, top_groups=3),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def check_rules(rule: Routing, seed: int, device: torch.device) -> None:
+    """Groups of 5 experts, no power of two; experts 4 … 11 are here; the last two rows are padding."""
+    logits = torch.randn(9, 15, device=device) * 3
+    bias = torch.randn(15, device=device) if rule.bias else None
+    wanted_weight, wanted_expert = rule.choose(logits[:7], bias)
+    logits[7:] = NAN
+    live = torch.tensor([7], dtype=torch.int32, device=device)
+    whole, expert = kernels.choose(logits, rule, live, bias=bias)
+
+    def dense(weight: Tensor, expert: Tensor) -> Tensor:
+        return torch.zeros(7, 15, device=device).scatter_(1, expert.long(), weight)
+
+    assert torch.allclose(dense(whole[:7], expert[:7]), dense(wanted_weight, wanted_expert), rtol=1e-5, atol=1e-6)
+    assert torch.equal(expert[:7].sort().values, wanted_expert.sort().values.int()) and (expert[7:] == -1).all()
+    weight, local = kernels.choose(logits, rule, live, 4, 8, bias)
+    twin = plain.route(logits.nan_to_num(), rule, 7, 4, 8, bias)
+    assert torch.equal(local, twin[1]) and torch.allclose(weight[:7], twin[0][:7], rtol=1e-5, atol=1e-6)
+    assert weight.isfinite().all()
+
+
+def check_equal_scores_go_to_the_lower_expert(device: torch.device) -> None:
+    live, logits = torch.tensor([3], dtype=torch.int32, device=device), torch.zeros(3, 8, device=device)
+    found = kernels.route(logits, Routing(3), live, 16)
     assert found.expert.tolist() == [[0, 1, 2]] * 3
     assert torch.allclose(found.weight, torch.tensor(1 / 8, device=device))
+    assert kernels.choose(logits, Routing(3, groups=4, top_groups=2), live)[1].tolist() == [[0, 1, 2]] * 3
 
 
 HALF = ("few pairs", "one kernel")
@@ -104,7 +144,7 @@ def check_experts(case: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 @pytest.mark.parametrize("limit, alpha, biased", [(0.5, None, False), (0.5, 1.7, True), (None, None, True)])
 @pytest.mark.parametrize("case", ["few pairs", "one kernel"])
-def check_experts_with_limits_and_biases(
+def check_experts_with_limits_and_biases_and_a_shared_one(
     case: str, limit: float | None, alpha: float | None, biased: bool, device: torch.device
 ) -> None:
     rows, _, held = CASES[case][0], CASES[case][1], CASES[case][5]
@@ -117,9 +157,10 @@ def check_experts_with_limits_and_biases(
     )
     biases = [torch.randn(held, n, device=device) if biased else None for n in (2 * inner, width)]
     tile = moe.Tile(32, 32, 4, 2)
-    out = moe.experts(x, found, gate_up, down, torch.full_like(x, NAN), tile, tile, limit, alpha, *biases)
+    shared = torch.randn_like(x)
+    out = moe.experts(x, found, gate_up, down, shared.clone(), tile, tile, limit, alpha, *biases, add=True)
     wide = [None if b is None else b.double() for b in biases]
-    wanted = plain.experts(x.double(), weight, expert, gate_up.double(), down.double(), limit, alpha, *wide)
+    wanted = plain.experts(x.double(), weight, expert, gate_up.double(), down.double(), limit, alpha, *wide) + shared
     assert (out.double() - wanted).norm() <= 2e-6 * wanted.norm()
 
 
@@ -130,7 +171,8 @@ def check_a_token_has_the_same_bits_in_any_company(device: torch.device) -> None
     moved = torch.randperm(12, device=device)
 
     def run(logits: Tensor, x: Tensor) -> Tensor:
-        return moe.experts(x, kernels.route(logits, 2, True, live, 16), gate_up, down, torch.empty_like(x))
+        chosen = kernels.route(logits, Routing(2, renormalise=True), live, 16)
+        return moe.experts(x, chosen, gate_up, down, torch.empty_like(x))
 
     assert torch.equal(run(logits[moved], x[moved]), run(logits, x)[moved])
 
@@ -145,3 +187,22 @@ def check_what_does_not_fit_is_refused(device: torch.device) -> None:
         moe.experts(x, found, gate_up.half(), down, out)
     with pytest.raises(ValueError, match="contiguous"):
         moe.experts(x, found, gate_up.transpose(1, 2).contiguous().transpose(1, 2), down, out)
+
+
+def check_a_block_of_experts_is_that_of_a_cpu(device: torch.device) -> None:
+    """Router, routed experts and a shared one behind a gate, as models call them on GPUs."""
+    b = Builder(mesh := Mesh(), 0, torch.float32, torch.device("cpu"))
+    block = SparseMoE(b, "mlp", 32, experts=15, inner=16, routing=RULES["sigmoid"], shared=24)
+    torch.manual_seed(1)
+    for weight in block.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    x = Hidden(torch.randn(3, 32), mesh.placement(Rows.WORLD), mesh, "x")
+    wanted = block(x)
+    block, x = block.to(device), replace(x, value=x.value.to(device))
+    assert block.shared is not None
+    shared = block.shared(x, block.shared_gate)
+    found = block.experts.on_gpu(x, block.router, shared)
+    assert found.placement == wanted.placement
+    assert torch.allclose(found.value.cpu(), wanted.value, rtol=1e-4, atol=1e-5)
+    with pytest.raises(PlacementError, match=r"mlp\.experts needs"):
+        block.experts.on_gpu(x, block.router, replace(shared, placement=Placement(Rows.WORLD, owes="ep")))

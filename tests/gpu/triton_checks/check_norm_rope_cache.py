@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from weft.attention.backend import LatentSplit
+from weft.kernels.plain import gate_heads as gate_heads_of_torch
+from weft.kernels.plain import gated
+from weft.kernels.triton import gate_heads, plain, rms_norm
 from weft.kernels.triton import norm_rope_cache as kernels
-from weft.kernels.triton import plain, rms_norm
 from weft.models.rotary import RotaryTable
 
 NAN = float("nan")
@@ -126,8 +128,35 @@ def check_rms_norm(add: bool, dtype: torch.dtype, device: torch.device) -> None:
     wanted = plain.rms_norm(x, weight, 1e-3, theirs if add else None)
     assert torch.equal(ours, theirs)
     assert torch.allclose(found, wanted, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-5)
+    if add:
+        total, kept = torch.full_like(x, NAN), residual.clone()
+        again = rms_norm.rms_norm(x, weight.float(), 1e-3, residual, total=total)
+        assert torch.equal(total, theirs) and torch.equal(residual, kept)
+        assert torch.allclose(again, wanted, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-5)
 
 
-def check_silu_and_mul(device: torch.device) -> None:
-    x = torch.randn(3, 2 * 1100, device=device) * 5
-    assert torch.allclose(rms_norm.silu_and_mul(x), plain.silu_and_mul(x), rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("limit, alpha, scored", [(None, None, False), (2.0, None, True), (2.0, 1.7, False)])
+def check_gated(limit: float | None, alpha: float | None, scored: bool, device: torch.device) -> None:
+    x = torch.randn(6, 2 * 1100 + 1, device=device)[:, 1:] * 5
+    score = (torch.randn(3, 70, device=device)[:, 1:], torch.randn(1, 69, device=device)) if scored else None
+    wide = None if score is None else tuple(part.double() for part in score)
+    wanted = gated(x.double().unflatten(0, (3, 2) if scored else (6, 1)), limit, alpha, wide).flatten(0, 1)
+    assert torch.allclose(rms_norm.gated(x, limit, alpha, score).double(), wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="weight"):
+        rms_norm.gated(x, score=(x[:4], x[:1]))
+
+
+@pytest.mark.parametrize("gate", ["head", "element", None])
+@pytest.mark.parametrize("sinks", [False, True])
+def check_gate_heads(gate: str | None, sinks: bool, device: torch.device) -> None:
+    out = torch.randn(5, 3, 2, 24, device=device)[:, :, 1].transpose(0, 1)
+    behind = torch.randn(3, 5 * 24 + 7, device=device)
+    beside = None if gate is None else behind[:, 7 : 12 if gate == "head" else None]
+    more = (torch.randn(3, 5, device=device) * 3, torch.randn(5, device=device)) if sinks else ()
+    if sinks:
+        more[0][1] = float("-inf")  # a row that sees nothing
+    found = gate_heads.gate_heads(out, beside, *more)
+    wanted = gate_heads_of_torch(out.double(), None if beside is None else beside.double(), *(t.double() for t in more))
+    assert torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="gate, lse and sinks"):
+        gate_heads.gate_heads(out, behind, *more)

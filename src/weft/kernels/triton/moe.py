@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft.kernels.float8 import Rows, Weight
 from weft.kernels.triton import float8, overlap
+from weft.kernels.triton.rms_norm import activated
 from weft.kernels.triton.route import Routing, pairs_of
 
 PROGRAMS = 1024
@@ -31,22 +32,6 @@ class Tile(NamedTuple):
     depth: int
     warps: int
     stages: int
-
-
-@triton.jit
-def _gated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """What lies between the products, as in `plain.experts`."""
-    if LIMIT is not None:
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    if ALPHA is not None:
-        gate = tl.minimum(gate, LIMIT)
-        value = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
-    else:
-        value = gate / (1.0 + tl.exp(-gate))
-        if LIMIT is not None:
-            value = tl.minimum(value, LIMIT)
-        value *= up
-    return value
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -101,7 +86,7 @@ def _up(
         bias += expert.to(tl.int64) * (2 * INNER) + column
         gate += tl.load(bias, mask=wanted, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + INNER, mask=wanted, other=0.0).to(tl.float32)[None, :]
-    value = _gated(gate, up, LIMIT, ALPHA)
+    value = activated(gate, up, LIMIT, ALPHA)
     to = out + pair.to(tl.int64)[:, None] * INNER + column[None, :]
     if out.dtype.element_ty == tl.float8e4nv:  # a block's columns are a run of the next product
         value, found = float8.to_float8(tl.where(wanted[None, :], value, 0.0))
@@ -183,7 +168,7 @@ def _gate_parts(
         at = bias + mine * (2 * INNER) + column
         gate += tl.load(at, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32)
-    value, scale = float8.to_float8(tl.where(inside, _gated(gate, up, LIMIT, ALPHA), 0.0))
+    value, scale = float8.to_float8(tl.where(inside, activated(gate, up, LIMIT, ALPHA), 0.0))
     tl.store(out + pair * INNER + column, value, mask=inside)
     ALL: tl.constexpr = (INNER + RUN - 1) // RUN
     tl.store(out_scale + pair * ALL + run, scale, mask=run < ALL)
@@ -192,13 +177,19 @@ def _gate_parts(
 @triton.jit
 def _sum_choices(
     pairs, expert, weight, bias, out, part, out_row, WIDTH: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PARTS: 0 where pairs have their bias and weight already; else how many parts of them there are, without."""
+    """PARTS: 0 where pairs have their bias and weight already; else how many parts of them there are, without.
+
+    ADD: to what out holds.
+    """
     overlap.begin()
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    to = out + token.to(tl.int64) * out_row + column
     total = tl.zeros([BLOCK], tl.float32)
+    if ADD:
+        total += tl.load(to, mask=column < WIDTH, other=0.0).to(tl.float32)
     for j in tl.static_range(K):
         pair = token * K + j
         mine = tl.load(expert + pair)
@@ -212,7 +203,6 @@ def _sum_choices(
                 value += tl.load(bias + mine.to(tl.int64) * WIDTH + column, mask=wanted, other=0.0).to(tl.float32)
             value *= tl.load(weight + pair, mask=mine >= 0, other=0.0)
         total += value
-    to = out + token.to(tl.int64) * out_row + column
     tl.store(to, total.to(out.dtype.element_ty), mask=column < WIDTH)
 
 
@@ -262,8 +252,11 @@ def experts(
     alpha: float | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    add: bool = False,
 ) -> Tensor:
     """Σ over a token's pairs that are here of weight · down(silu(gate(x)) · up(x)); fills and returns out.
+
+    add: to what out holds, as for a shared expert.
 
     x `[T, width]` with contiguous rows; routing by `route` with `tile_rows_of(T)`; gate_up `[E, 2 · inner, width]`,
     gate's rows first; down `[E, width, inner]`; out `[T, width]`, zero where no expert is here. limit, alpha: as
@@ -309,7 +302,8 @@ def experts(
         shipped = float8_tiles_of(rows)
         up_tile, down_tile = up_tile or shipped[0], down_tile or shipped[1]
         if rows <= float8.FEW_ROWS:
-            return _few(x, routing, gate_up, down, out, up_tile, down_tile, limit, alpha, gate_up_bias, down_bias)
+            biases = gate_up_bias, down_bias
+            return _few(x, routing, gate_up, down, out, up_tile, down_tile, limit, alpha, *biases, add)
         hidden = out.new_empty(pairs, inner, dtype=last.dtype)
         hidden_scale = down_scale.new_empty(pairs, triton.cdiv(inner, down_unit[1]))
         up_tile = up_tile._replace(columns=down_unit[1], depth=up_unit[1])
@@ -331,7 +325,7 @@ def experts(
         BIAS=down_bias is not None, UNIT=down_unit[0], BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns,
         BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
-    return _sum(each, routing, out, 0, None)
+    return _sum(each, routing, out, 0, None, add)
 
 
 def _tiles(routing: Routing) -> tuple[Tensor, Tensor, int]:
@@ -353,6 +347,7 @@ def _few(
     alpha: float | None,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    add: bool,
 ) -> Tensor:
     """The experts of few quantised rows: what lies between the products and behind them also adds their parts."""
     inner, run = down.values.shape[2], down.unit[1]
@@ -367,7 +362,7 @@ def _few(
         RUN=run, RUNS=runs, num_warps=4,
     )  # fmt: skip
     parts = _parts(hidden, routing, down, 1, down_tile)
-    return _sum(parts, routing, out, parts.shape[0], down_bias)
+    return _sum(parts, routing, out, parts.shape[0], down_bias, add)
 
 
 def _parts(x: Rows, routing: Routing, weight: Weight, k: int, cut: Tile) -> Tensor:
@@ -387,13 +382,13 @@ def _parts(x: Rows, routing: Routing, weight: Weight, k: int, cut: Tile) -> Tens
     return out
 
 
-def _sum(parts: Tensor, routing: Routing, out: Tensor, count: int, bias: Tensor | None) -> Tensor:
+def _sum(parts: Tensor, routing: Routing, out: Tensor, count: int, bias: Tensor | None, add: bool) -> Tensor:
     """Fills and returns out; count: the parts, 0 where pairs have their bias and weight already."""
     rows, width = out.shape
     block = min(1024, triton.next_power_of_2(width))
     _sum_choices[(rows, triton.cdiv(width, block))](
         parts, routing.expert, routing.weight, parts if bias is None else bias, out, parts.stride(0), out.stride(0),
-        WIDTH=width, K=routing.expert.shape[1], PARTS=count, BIAS=bias is not None, BLOCK=block, num_warps=4,
-        **overlap.options(),
+        WIDTH=width, K=routing.expert.shape[1], PARTS=count, BIAS=bias is not None, ADD=add, BLOCK=block,
+        num_warps=4, **overlap.options(),
     )  # fmt: skip
     return out

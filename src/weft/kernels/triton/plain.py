@@ -6,11 +6,17 @@ where the inputs are. They are written to be read: they wait for the host.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from weft.kernels.float8 import Weight, dequantise, quantise
+from weft.kernels.plain import gated
+
+if TYPE_CHECKING:
+    from weft.kernels.triton.route import Rule
 
 
 def decode_attention(
@@ -41,16 +47,24 @@ def decode_attention(
 
 
 def route(
-    logits: Tensor, k: int, renormalise: bool, live: int, first: int = 0, held: int | None = None
+    logits: Tensor, rule: Rule, live: int, first: int = 0, held: int | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(weight float32 `[T, k]`, expert int32 `[T, k]`, −1 where it is not here or the token is not live)."""
     held = logits.shape[1] - first if held is None else held
-    # A stable sort gives equal probabilities to the lower expert; topk does not say whom it takes.
-    probability = logits.float().softmax(-1)
-    weight, expert = (x[:, :k] for x in probability.sort(dim=-1, descending=True, stable=True))
-    if renormalise:
-        weight = weight / weight.sum(-1, keepdim=True)
-    expert = expert - first
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    score = wide.softmax(-1) if rule.score == "softmax" else wide.sigmoid()
+    ranked = score if bias is None else score + bias
+    # A stable sort gives equal scores to the lower expert; topk does not say whom it takes.
+    by_group = ranked.unflatten(-1, (rule.groups, -1))
+    best = by_group.sort(dim=-1, descending=True).values[..., : rule.group_best].sum(-1)
+    last = best.sort(dim=-1, descending=True, stable=True).indices[:, rule.top_groups :]
+    out = torch.zeros_like(best, dtype=torch.bool).scatter_(1, last, True)
+    ranked = by_group.masked_fill(out[..., None], float("-inf")).flatten(1)
+    expert = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : rule.k]
+    weight = score.gather(1, expert)
+    if rule.renormalise:
+        weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
+    weight, expert = (weight * rule.scale).float(), expert - first
     here = (expert >= 0) & (expert < held)
     here[live:] = False
     return weight, torch.where(here, expert, -1).int()
@@ -69,8 +83,7 @@ def experts(
 ) -> Tensor:
     """`[T, width]`; pairs whose expert is −1 are left out. With weights in FP8 both products' rows are quantised.
 
-    Between the products is silu(gate) · up; with a limit, silu(gate) is at most that and up within ± that; with an
-    alpha too, gate is at most the limit, up within ± that, and it is gate · sigmoid(alpha · gate) · (up + 1).
+    Between the products is `weft.kernels.plain.gated`.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
@@ -86,14 +99,7 @@ def experts(
     for e in expert.unique().tolist():
         if e >= 0:
             token, choice = (expert == e).nonzero(as_tuple=True)
-            gate, up = product(x[token], gate_up, e, gate_up_bias).chunk(2, -1)
-            bound = float("inf") if limit is None else limit
-            up = up.clamp(-bound, bound)
-            if alpha is None:
-                inner = F.silu(gate).clamp(max=bound) * up
-            else:
-                gate = gate.clamp(max=bound)
-                inner = gate * (alpha * gate).sigmoid() * (up + 1)
+            inner = gated(product(x[token], gate_up, e, gate_up_bias), limit, alpha)
             rows = product(inner, down, e, down_bias)
             out.index_add_(0, token, rows * weight[token, choice, None].to(wide))
     return out.to(x.dtype)
@@ -207,12 +213,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     if residual is not None:
         value = residual.copy_(residual.to(wide) + value).to(wide)
     return (value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps) * weight.to(wide)).to(x.dtype)
-
-
-def silu_and_mul(x: Tensor) -> Tensor:
-    """`[T, width]` of `[T, 2 · width]`."""
-    gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
-    return (F.silu(gate) * up).to(x.dtype)
 
 
 def sample(

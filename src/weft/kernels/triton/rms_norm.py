@@ -14,8 +14,8 @@ from weft.kernels.triton import overlap
 
 @triton.jit
 def _rms_norm(
-    x, residual, weight, out, x_row, residual_row, out_row, eps, WIDTH: tl.constexpr, ADD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, residual, weight, total, out, x_row, residual_row, total_row, out_row, eps,
+    WIDTH: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     row = tl.program_id(0).to(tl.int64)
@@ -24,8 +24,8 @@ def _rms_norm(
     value = tl.load(x + row * x_row + i, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * residual_row + i, mask=inside, other=0.0).to(tl.float32)
-        rounded = value.to(residual.dtype.element_ty)
-        tl.store(residual + row * residual_row + i, rounded, mask=inside)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + row * total_row + i, rounded, mask=inside)
         value = rounded.to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
     value *= tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
@@ -33,22 +33,53 @@ def _rms_norm(
 
 
 @triton.jit
-def _silu_and_mul(x, out, x_row, out_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def activated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """silu(gate) · up in float32, with the limits of `weft.kernels.plain.gated`."""
+    if LIMIT is not None:
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    if ALPHA is not None:
+        gate = tl.minimum(gate, LIMIT)
+        value = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+    else:
+        value = gate / (1.0 + tl.exp(-gate))
+        if LIMIT is not None:
+            value = tl.minimum(value, LIMIT)
+        value *= up
+    return value
+
+
+@triton.jit
+def _gated(
+    x, score_x, score_weight, out, x_row, score_row, out_row,
+    WIDTH: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHARE: tl.constexpr, SCORE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_SCORE: tl.constexpr,
+):  # fmt: skip
     overlap.begin()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x + row * x_row + i, mask=i < WIDTH, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + WIDTH + i, mask=i < WIDTH, other=0.0).to(tl.float32)
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    value = activated(gate, up, LIMIT, ALPHA)
+    if SCORE_WIDTH > 0:
+        j = tl.arange(0, BLOCK_SCORE)
+        read = tl.load(score_x + row // SHARE * score_row + j, mask=j < SCORE_WIDTH, other=0.0).to(tl.float32)
+        score = tl.sum(read * tl.load(score_weight + j, mask=j < SCORE_WIDTH, other=0.0).to(tl.float32), 0)
+        value /= 1.0 + tl.exp(-score)
     tl.store(out + row * out_row + i, value.to(out.dtype.element_ty), mask=i < WIDTH)
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:
     """x · weight / √(mean(x²) + eps) over the rows of x `[T, width]`, in float32, rounded once.
 
-    residual: `[T, width]`; it becomes residual + x, rounded to its dtype, and that is what is normalised.
+    residual: `[T, width]`; what is normalised is then residual + x, rounded to its dtype. That is kept in total, of the
+    same shape and dtype; left out, in place of the residual.
     """
     rows, width = x.shape
     if weight.shape != (width,) or (residual is not None and residual.shape != x.shape):
@@ -56,26 +87,38 @@ def rms_norm(
     if x.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
         raise ValueError("rows must be contiguous")
     out = x.new_empty(rows, width) if out is None else out
+    given = x if residual is None else residual
+    total = given if total is None else total
     if rows:
         block = triton.next_power_of_2(width)
         _rms_norm[(rows,)](
-            x, x if residual is None else residual, weight, out, x.stride(0),
-            0 if residual is None else residual.stride(0), out.stride(0), eps, WIDTH=width, ADD=residual is not None,
-            BLOCK=block, num_warps=min(16, max(1, block // 512)),
+            x, given, weight, total, out, x.stride(0), given.stride(0), total.stride(0), out.stride(0), eps,
+            WIDTH=width, ADD=residual is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
             **overlap.options(),
         )  # fmt: skip
     return out
 
 
-def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(gate) · up, where each row of x `[T, 2 · width]` is gate, then up; in float32, rounded once."""
+def gated(
+    x: Tensor, limit: float | None = None, alpha: float | None = None, score: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """`weft.kernels.plain.gated`, where each row of x `[T, 2 · width]` is gate, then up; in float32, rounded once.
+
+    score: (rows `[S, inputs]`, weight `[1, inputs]`), where T is a multiple of S: equal runs of rows share one of them.
+    """
     rows, width = x.shape[0], x.shape[1] // 2
-    if x.stride(1) != 1 or x.shape[1] % 2:
-        raise ValueError(f"x is {list(x.shape)}; its rows must be contiguous and even")
-    out = x.new_empty(rows, width) if out is None else out
+    if x.stride(1) != 1 or x.shape[1] % 2 or (alpha is not None and limit is None):
+        raise ValueError(f"x is {list(x.shape)}; its rows must be contiguous and even, and beside alpha is a limit")
+    read, weight = (x, x) if score is None else score
+    inputs = 0 if score is None else read.shape[1]
+    if score is not None and (weight.shape != (1, inputs) or read.stride(1) != 1 or rows % max(1, len(read))):
+        raise ValueError(f"rows are {list(read.shape)} of {rows}, their weight {list(weight.shape)}")
+    out = x.new_empty(rows, width)
     if rows:
         block = min(1024, triton.next_power_of_2(width))
-        _silu_and_mul[(rows, triton.cdiv(width, block))](
-            x, out, x.stride(0), out.stride(0), WIDTH=width, BLOCK=block, num_warps=4, **overlap.options()
-        )
+        _gated[(rows, triton.cdiv(width, block))](
+            x, read, weight, out, x.stride(0), read.stride(0), out.stride(0), WIDTH=width, LIMIT=limit, ALPHA=alpha,
+            SHARE=rows // len(read), SCORE_WIDTH=inputs, BLOCK=block,
+            BLOCK_SCORE=triton.next_power_of_2(max(1, inputs)), num_warps=4, **overlap.options(),
+        )  # fmt: skip
     return out

@@ -8,7 +8,7 @@ kernel counts each chunk before. No atomic addition decides where anything goes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -22,6 +22,30 @@ CHUNKS = 128, 2048
 
 At least the block's threads: with fewer elements than threads Triton 3.6 counts some twice.
 """
+
+
+class Rule(Protocol):
+    """How k experts of a token are chosen, and with what weight.
+
+    Scores are the softmax of its logits, or their sigmoid. By these, or with a bias by score + bias, the k greatest are
+    chosen; where there are groups, equal runs of experts, among the best `top_groups` of them, by the sum of a group's
+    `group_best` greatest. Weights are scores, which may be renormalised to a sum of one, times scale.
+    """
+
+    @property
+    def k(self) -> int: ...
+    @property
+    def score(self) -> str: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def top_groups(self) -> int: ...
+    @property
+    def group_best(self) -> int: ...
+    @property
+    def renormalise(self) -> bool: ...
+    @property
+    def scale(self) -> float: ...
 
 
 class Routing(NamedTuple):
@@ -42,71 +66,79 @@ class Routing(NamedTuple):
 
 
 @triton.jit
-def _choose(
-    logits, row, rows, live, row_stride, E: tl.constexpr, BLOCK_E: tl.constexpr, K: tl.constexpr,
-    BLOCK_K: tl.constexpr, RENORMALISE: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr,
+def _allow_groups(
+    ranked, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
 ):  # fmt: skip
-    """(weight, expert) `[rows, BLOCK_K]` of the rows `row`. Equal probabilities go to the lower expert."""
-    e = tl.arange(0, BLOCK_E)
-    j = tl.arange(0, BLOCK_K)
-    here = row < tl.minimum(live, rows)
-    x = tl.load(
-        logits + row.to(tl.int64)[:, None] * row_stride + e[None, :],
-        mask=here[:, None] & (e < E)[None, :],
-        other=float("-inf"),
-    ).to(tl.float32)
-    x = tl.where(here[:, None] | (e > 0)[None, :], x, 0.0)  # a row that is not live must not make a NaN
-    top = tl.max(x, 1)
-    total = tl.sum(tl.exp(x - top[:, None]), 1)
-    weight = tl.zeros([row.shape[0], BLOCK_K], tl.float32)
-    expert = tl.full([row.shape[0], BLOCK_K], -1, tl.int32)
-    for i in tl.static_range(K):
-        best = tl.max(x, 1)
-        at = tl.min(tl.where(x == best[:, None], e[None, :], BLOCK_E), 1)
-        x = tl.where(e[None, :] == at[:, None], float("-inf"), x)
-        weight = tl.where(j[None, :] == i, (tl.exp(best - top) / total)[:, None], weight)
-        local = at - FIRST
-        local = tl.where(here & (local >= 0) & (local < HELD), local, -1)
-        expert = tl.where(j[None, :] == i, local[:, None], expert)
-    if RENORMALISE:
-        weight = weight / tl.sum(weight, 1)[:, None]
-    return weight, expert
+    """ranked `[rows, GROUPS · SIZE]`, with −inf for the experts of all but the best groups of each row."""
+    by_group = tl.reshape(ranked, (ranked.shape[0], GROUPS, SIZE))
+    s = tl.arange(0, SIZE)[None, None, :]
+    g = tl.arange(0, GROUPS)[None, :]
+    rest = by_group
+    total = tl.zeros([ranked.shape[0], GROUPS], tl.float32)
+    for _ in tl.static_range(GROUP_BEST):
+        best = tl.max(rest, 2)
+        total += best
+        rest = tl.where(s == tl.min(tl.where(rest == best[:, :, None], s, SIZE), 2)[:, :, None], float("-inf"), rest)
+    allowed = tl.zeros([ranked.shape[0], GROUPS], tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        at = tl.min(tl.where(total == tl.max(total, 1)[:, None], g, GROUPS), 1)
+        allowed = tl.where(g == at[:, None], 1, allowed)
+        total = tl.where(g == at[:, None], float("-inf"), total)
+    return tl.reshape(tl.where(allowed[:, :, None] > 0, by_group, float("-inf")), (ranked.shape[0], GROUPS * SIZE))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _route(
-    logits, live, weight, expert, rows, row_stride,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, RENORMALISE: tl.constexpr,
-    FIRST: tl.constexpr, HELD: tl.constexpr, BLOCK_T: tl.constexpr,
+    logits, bias, live, weight, expert, rows, row_stride, scale,
+    E: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, RENORMALISE: tl.constexpr,
+    FIRST: tl.constexpr, HELD: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
+    SIZE: tl.constexpr = E // GROUPS
+    COLUMNS: tl.constexpr = BLOCK_GROUPS * BLOCK_SIZE
     row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    e = tl.arange(0, BLOCK_E)
+    c = tl.arange(0, COLUMNS)  # a group's experts have BLOCK_SIZE columns, of which the last may be nobody's
+    wanted = (c % BLOCK_SIZE < SIZE) & (c // BLOCK_SIZE < GROUPS)
+    e = c // BLOCK_SIZE * SIZE + c % BLOCK_SIZE
     j = tl.arange(0, BLOCK_K)
     here = row < tl.minimum(tl.load(live), rows)
     x = tl.load(
         logits + row.to(tl.int64)[:, None] * row_stride + e[None, :],
-        mask=here[:, None] & (e < E)[None, :],
+        mask=here[:, None] & wanted[None, :],
         other=float("-inf"),
     ).to(tl.float32)
-    x = tl.where(here[:, None] | (e > 0)[None, :], x, 0.0)  # a row that is not live must not make a NaN
-    top = tl.max(x, 1)
-    total = tl.sum(tl.exp(x - top[:, None]), 1)
+    x = tl.where(here[:, None] | (c > 0)[None, :], x, 0.0)  # a row that is not live must not make a NaN
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-x))
+    else:
+        score = tl.exp(x - tl.max(x, 1)[:, None])
+        score /= tl.sum(score, 1)[:, None]
+    ranked = score
+    if BIAS:
+        ranked += tl.load(bias + e, mask=wanted, other=0.0).to(tl.float32)[None, :]
+    ranked = tl.where(wanted[None, :], ranked, float("-inf"))
+    if TOP_GROUPS < GROUPS:
+        ranked = _allow_groups(ranked, BLOCK_GROUPS, BLOCK_SIZE, TOP_GROUPS, GROUP_BEST)
     w = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     chosen = tl.full([BLOCK_T, BLOCK_K], -1, tl.int32)
     for i in tl.static_range(K):
-        best = tl.max(x, 1)
-        at = tl.min(tl.where(x == best[:, None], e[None, :], BLOCK_E), 1)  # of equal ones the lower
-        x = tl.where(e[None, :] == at[:, None], float("-inf"), x)
-        w = tl.where(j[None, :] == i, (tl.exp(best - top) / total)[:, None], w)
-        local = at - FIRST
+        best = tl.max(ranked, 1)
+        at = tl.min(tl.where(ranked == best[:, None], c[None, :], COLUMNS), 1)  # of equal ones the lower
+        mine = c[None, :] == at[:, None]
+        if BIAS:
+            best = tl.sum(tl.where(mine, score, 0.0), 1)
+        ranked = tl.where(mine, float("-inf"), ranked)
+        w = tl.where(j[None, :] == i, best[:, None], w)
+        local = at // BLOCK_SIZE * SIZE + at % BLOCK_SIZE - FIRST
         local = tl.where(here & (local >= 0) & (local < HELD), local, -1)
         chosen = tl.where(j[None, :] == i, local[:, None], chosen)
     if RENORMALISE:
-        w = w / tl.sum(w, 1)[:, None]
+        w = w / (tl.sum(w, 1)[:, None] + 1e-20)  # sigmoids may all be 0
     pair = row[:, None] * K + j[None, :]
     real = (row < rows)[:, None] & (j < K)[None, :]
-    tl.store(weight + pair, w, mask=real)
+    tl.store(weight + pair, w * scale, mask=real)
     tl.store(expert + pair, chosen, mask=real)
 
 
@@ -173,34 +205,52 @@ def pairs_of(tile, order, tile_expert, pairs, SORTED: tl.constexpr, BLOCK_M: tl.
 
 
 def choose(
-    logits: Tensor, k: int, renormalise: bool, live: Tensor, first: int = 0, held: int | None = None
+    logits: Tensor,
+    rule: Rule,
+    live: Tensor,
+    first: int = 0,
+    held: int | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(weight float32 `[T, k]`, expert int32 `[T, k]`): as `route` chooses."""
-    rows, experts = logits.shape
+    (rows, experts), k = logits.shape, rule.k
     weight = logits.new_empty(rows, k, dtype=torch.float32)
     expert = logits.new_empty(rows, k, dtype=torch.int32)
+    groups = rule.groups if rule.top_groups < rule.groups else 1
+    if logits.stride(1) != 1 or experts % groups or (bias is not None and bias.shape != (experts,)):
+        raise ValueError(f"logits are {list(logits.shape)}, contiguous by rows, in {groups} groups; bias {bias}")
     if rows:
         _route[(triton.cdiv(rows, 4),)](
-            logits, live, weight, expert, rows, logits.stride(0), E=experts, BLOCK_E=triton.next_power_of_2(experts),
-            K=k, BLOCK_K=triton.next_power_of_2(k), RENORMALISE=renormalise, FIRST=first,
-            HELD=experts - first if held is None else held, BLOCK_T=4, num_warps=4, **overlap.options(),
+            logits, logits if bias is None else bias, live, weight, expert, rows, logits.stride(0), rule.scale,
+            E=experts, K=k, BLOCK_K=triton.next_power_of_2(k), SIGMOID=rule.score == "sigmoid", BIAS=bias is not None,
+            GROUPS=groups, TOP_GROUPS=min(groups, rule.top_groups), GROUP_BEST=rule.group_best,
+            RENORMALISE=rule.renormalise, FIRST=first, HELD=experts - first if held is None else held, BLOCK_T=4,
+            BLOCK_GROUPS=triton.next_power_of_2(groups), BLOCK_SIZE=triton.next_power_of_2(experts // groups),
+            num_warps=4, **overlap.options(),
         )  # fmt: skip
     return weight, expert
 
 
 def route(
-    logits: Tensor, k: int, renormalise: bool, live: Tensor, tile_rows: int, first: int = 0, held: int | None = None
+    logits: Tensor,
+    rule: Rule,
+    live: Tensor,
+    tile_rows: int,
+    first: int = 0,
+    held: int | None = None,
+    bias: Tensor | None = None,
 ) -> Routing:
-    """The k most probable experts of each token by the softmax over logits `[T, E]`, in float32.
+    """The experts of each token by a rule over logits `[T, E]`, in float32. bias: `[E]`, as the rule takes it.
 
-    Equal probabilities go to the lower expert. renormalise: makes a token's k weights sum to one, those of experts
-    held elsewhere included. live: int32 `[1]`, the tokens that are real; those after them choose nothing, and their
-    logits are not read. first, held: the experts that are here; all where held is None.
+    Equal scores go to the lower expert, or group. A rule that renormalises makes a token's k weights sum to one, those
+    of experts held elsewhere included. live: int32 `[1]`, the tokens that are real; those after them choose nothing,
+    and their logits are not read. first, held: the experts that are here; all where held is None.
+    Raises ValueError where shapes do not fit together.
     """
     rows, experts = logits.shape
     held = experts - first if held is None else held
-    weight, expert = choose(logits, k, renormalise, live, first, held)
-    if rows * k * 4 <= experts:
+    weight, expert = choose(logits, rule, live, first, held, bias)
+    if rows * rule.k * 4 <= experts:
         return Routing(weight, expert, tile_rows, None, None)
     return sort_pairs(weight, expert, held, tile_rows)
 

@@ -1,0 +1,76 @@
+"""Feed-forward blocks that take every token alike: the gated MLP, its features split, or whole on every rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.hidden import Hidden
+from weft.kernels.rows import gated
+from weft.models.layers import Builder, ColumnLinear, Layer, Linear, Out, RowLinear
+from weft.models.source import Source
+from weft.place.spec import Rows
+
+
+class FeedForward(Layer):
+    """What follows a decoder layer's attention. takes: the rows that it may read (`weft.stream.Takes`)."""
+
+    takes: tuple[Rows, ...] = (Rows.WORLD,)
+
+
+class GatedMLP(FeedForward):
+    """down(silu(gate(x)) · up(x)), features split over the whole world; owes a sum over it.
+
+    limit: see `weft.kernels.plain.gated`. Called with a score, a layer of one output, it scales each row by the sigmoid
+    of that.
+    """
+
+    def __init__(self, b: Builder, path: str, width: int, inner: int, limit: float | None = None):
+        super().__init__(path)
+        self.limit = limit
+        outs = [Out(f"{path}.gate_proj", inner), Out(f"{path}.up_proj", inner)]
+        self.gate_up = ColumnLinear(b, f"{path}.gate_up", width, outs, over="world")
+        self.down = RowLinear(b, f"{path}.down_proj", inner, width, over="world")
+
+    def forward(self, x: Hidden, score: Linear | None = None) -> Hidden:
+        by = _score(x, score)
+        return self.down(self.gate_up(x).elementwise(lambda both: gated(both, self.limit, score=by), self.path))
+
+
+class WholeMLP(Layer):
+    """The same with all features on every rank, for rows of either form (`weft.place.experts`).
+
+    Of rows that all ranks hold, each takes its own features' share: owes a sum over the world. Of its own rows it takes
+    all features: complete. gate_up: rank by rank, the rank's run of gate's features, then of up's.
+    """
+
+    def __init__(self, b: Builder, path: str, width: int, inner: int, limit: float | None = None):
+        super().__init__(path)
+        self.limit, self.workspace = limit, b.workspace
+        mine = b.share(path, inner, "world")
+        self.size, self.ranks = mine.stop - mine.start, b.mesh.world
+        self.mine = mine
+        self.gate_up, self.down = b.empty(2 * inner, width), b.empty(width, inner)
+        self.sources["gate_up"] = [
+            Source(f"{path}.{name}.weight", (inner, width), (slice(at, at + self.size),), (slice(to, to + self.size),))
+            for at in range(0, inner, self.size)
+            for name, to in (("gate_proj", 2 * at), ("up_proj", 2 * at + self.size))
+        ]
+        self.sources["down"] = [Source(f"{path}.down_proj.weight", (width, inner), (slice(None), slice(None)))]
+
+    def forward(self, x: Hidden, score: Linear | None = None) -> Hidden:
+        value, by = x.require_complete(self.path), _score(x, score)
+        if not x.mesh.same_rows(x.placement.rows, "world"):
+            both = F.linear(value, self.gate_up).unflatten(1, (self.ranks, 2 * self.size))
+            out = F.linear(gated(both, self.limit, score=by).flatten(1), self.down)
+            return Hidden(out, x.placement, x.mesh, self.path)
+        both = F.linear(value, self.gate_up[2 * self.mine.start : 2 * self.mine.stop])
+        out = self.workspace(*value.shape, like=value)
+        torch.mm(gated(both, self.limit, score=by), self.down[:, self.mine].t(), out=out)
+        return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
+
+
+def _score(x: Hidden, score: Linear | None) -> tuple[Tensor, Tensor] | None:
+    """As `weft.kernels.rows.gated` takes it."""
+    return None if score is None else (x.require_complete(score.path), score.weight)

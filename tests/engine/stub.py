@@ -78,7 +78,9 @@ class StubExecutor(Executor):
         of_groups = enumerate(zip(step.groups, drawn, strict=True))
         return [Result(self.mesh.leader(g), ran, tokens, scored=parts.scored) for g, (parts, tokens) in of_groups]
 
-    def check(self) -> None:
+    def report(self) -> None: ...
+
+    def idle(self) -> None:
         if self.world.fail(self, "idle"):
             raise EngineError("rank 3 was killed by signal 9")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers import Qwen2MoeForCausalLM
 
-from engine.conftest import answers_of_some
+from engine.conftest import WAIT_S, answers_of_some
 from weft.engine.config import EngineConfig, EngineError
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
@@ -53,6 +54,22 @@ def expected(model_dir: Path) -> list[tuple[int, ...]]:
                 tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
         answers.append(tuple(tokens[len(prompt) :]))
     return answers
+
+
+def test_what_ranks_have_run_is_published_while_they_run(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while others ask for it, and the answers are the same."""
+    monkeypatch.setattr("weft.engine.executor.REPORT_S", 0.0)
+    with Engine(config(model_dir, attn_tp=2, ep=2)) as engine:
+        expected = engine.generate(prompts(), GREEDY)
+        known = sum(stat.count for stat in engine.comm_report()[0])
+        got: list[Any] = []
+        asker = threading.Thread(target=lambda: got.extend(engine.comm_report()[0] for _ in range(3)))
+        asker.start()
+        assert [r.token_ids for r in engine.generate(prompts(), GREEDY)] == [r.token_ids for r in expected]
+        asker.join(WAIT_S)
+        last = sum(stat.count for stat in engine.comm_report()[0])
+        assert len(got) == 3 and known <= sum(s.count for s in got[0]) <= sum(s.count for s in got[2]) <= last
+        assert sum(stat.count for stat in engine.last_comm_report()[0]) == last > known
 
 
 @pytest.mark.parametrize("layout, executor", [*((layout, "thread") for layout in LAYOUTS), ("2x2", "process")])

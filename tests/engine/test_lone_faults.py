@@ -116,6 +116,7 @@ def test_a_listener_that_always_fails_is_let_go(world: World) -> None:
         client.check_whole(0, 5)
         assert engine._intake.wait_until_empty(WAIT_S)
         engine.check_idle()
+        assert engine.stats().generated_tokens <= 5 + 4, "tokens are drawn for nobody"
         assert len(calls) == 2 and calls[-1].finish_reason == "error" and engine.stats().failures == 0
 
 

@@ -6,14 +6,17 @@ import itertools
 import json
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.conftest import WAIT_S
+from engine.stub import World
 from server.conftest import Served, serve
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
@@ -308,6 +311,8 @@ def test_metrics_health_plan_and_report(served: Served) -> None:
         assert "saving" in http.get("/weft/plan", params={"tokens": 4}).text
         for tokens in ("-1", "x", "1" + "0" * 40):  # the last would be beyond the cost model, and end a rank
             assert http.get("/weft/plan", params={"tokens": tokens}).status_code == 400
+        while not served.engine.last_comm_report()[0]:  # it is told once the engine has been idle for a while
+            threading.Event().wait(0.01)
         report = http.get("/weft/report").json()
         families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
     assert sum(s["count"] for s in report["ran"]) > 0 and sum(s["bytes"] for s in report["naive"]) > 0
@@ -326,6 +331,29 @@ def test_metrics_health_plan_and_report(served: Served) -> None:
     assert plans["followed", "measured"] > 0 and plans["naive", "predicted"] >= plans["followed", "predicted"] > 0
     assert {s.labels["group"] for s in families["weft_kv_cache_used_ratio"].samples} == {"0", "1"}
     assert families["weft_requests_running"].samples[0].value == 0
+
+
+def test_probes_and_scrapers_wait_for_no_step(chat_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step hangs, and every thread that may ask the engine does: health and metrics are answered meanwhile."""
+    world = World(chat_model_dir, monkeypatch)
+    with world.engine() as engine, ThreadPoolExecutor(60) as threads:
+        for served in serve(engine):
+            world.go.clear()
+
+            def get(path: str, url: str = served.url) -> int:
+                return httpx.get(f"{url}{path}", timeout=WAIT_S).status_code
+
+            asked = threads.submit(served.client().completions.create, model="small", prompt="abc", **FIXED)
+            while len(world.steps) < 2:  # the engine waits for the first, and takes nothing in
+                threading.Event().wait(0.01)
+            waiting = [threads.submit(get, "/weft/report") for _ in range(50)]
+            while len(engine._intake._commands) < 40:  # as many as there are threads
+                threading.Event().wait(0.01)
+            assert get("/health") == get("/metrics") == 200
+            assert not asked.done() and not any(w.done() for w in waiting)
+            world.go.set()
+            assert asked.result(WAIT_S).choices[0].finish_reason == "length"
+            assert {w.result(WAIT_S) for w in waiting} == {200}
 
 
 def test_an_engine_that_fails_is_reported(chat_model_dir: Path) -> None:

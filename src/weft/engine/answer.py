@@ -72,8 +72,8 @@ class Answer:
         sequence = self.sequence
         if sequence.max_tokens > 0:
             sequence.tokens.append(drawn.token_id)
-        if sequence.fault or self.over:
-            return True, partial(_raise, sequence.fault or RuntimeError("it is over"))
+        if sequence.fault:
+            return True, partial(_raise, sequence.fault)
         if sequence.max_tokens == 0:
             return True, partial(self._output, "", reason="length")
         if sequence.params.stop or sequence.params.stop_after or sequence.grammar:

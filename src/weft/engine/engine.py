@@ -73,9 +73,8 @@ class Engine:
         self._deadlines: list[tuple[float, int]] = []  # a heap; entries of requests that have ended stay until due
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = self._timeouts = 0
         self._untold: deque[tuple[Answer, Callable[[], Output]]] = deque()
-        self._queue_seconds = 0.0
         self._closing, self._ended = threading.Event(), threading.Event()
-        self._draining = self._stopping = False
+        self._draining, self._stopping, self._queue_seconds = False, False, 0.0
         self._phase = "serving"
         self._thread = threading.Thread(target=self._loop, name="weft-engine", daemon=True)
         self._thread.start()
@@ -174,8 +173,12 @@ class Engine:
 
     def comm_report(self) -> tuple[list[StepStat], list[StepStat]]:
         """What rank 0 has communicated since the start, by step, and what the naive plan would have."""
-        report = self._ask(lambda: self._executor.report())
-        return step_stats(report.ran), step_stats(report.naive)
+        self._ask(lambda: self._executor.report())
+        return self.last_comm_report()
+
+    def last_comm_report(self) -> tuple[list[StepStat], list[StepStat]]:
+        """The same as it was a few seconds ago, without waiting for the ranks."""
+        return step_stats((report := self._executor.reported).ran), step_stats(report.naive)
 
     def plan_text(self, tokens_per_group: int) -> str:
         """The plan for so many tokens in each DP group, beside the naive one."""
@@ -241,7 +244,7 @@ class Engine:
             while not self._stopping:
                 try:
                     if not (self._answers or self._under_way or self._intake.wait(IDLE_CHECK_S)):
-                        self._executor.check()
+                        self._executor.idle()
                     self._take_in()
                     if (self._answers or self._under_way) and not self._stopping:
                         self._step()
@@ -321,9 +324,8 @@ class Engine:
         self._ended.set()
 
     def _begin(self, answer: Answer) -> None:
-        sequence = answer.sequence
         self._place(answer)
-        self._answers[sequence.request] = answer
+        self._answers[(sequence := answer.sequence).request] = answer
         self._prompt_tokens += sequence.prompt_tokens
         if sequence.deadline is not None:
             heapq.heappush(self._deadlines, (sequence.deadline, sequence.request))

@@ -48,6 +48,8 @@ from weft.place.spec import LayoutError
 M = TypeVar("M", Result, Report, PlanText, Profiled, Ready)
 POLL_S = 0.2
 LOAD_TIMEOUT_S = 600.0
+REPORT_S = 5.0
+"""How often rank 0 says what it has run, while steps are sent."""
 
 
 class Executor(ABC):
@@ -58,6 +60,9 @@ class Executor(ABC):
         self._interrupted = threading.Event()
         self.groups: tuple[CacheGroup, ...] = ()
         """Of the model's caches; known once `start` has returned."""
+        self.reported = Report((), ())
+        """What rank 0 said last of what it has run; may be read on any thread."""
+        self._reports_due, self._asked_at, self._news = 0, 0.0, False  # news: steps were sent since it was asked
         self._under_way: deque[tuple[Step, float]] = deque()  # steps whose results were not collected, and until when
         self._results: list[deque[Result]] = []  # of each rank, those that came and were not collected
 
@@ -76,6 +81,7 @@ class Executor(ABC):
         loaded = dict.fromkeys(range(self.mesh.world), 0.0)
         self._stop_ranks(grace_s=0)
         self._under_way.clear()
+        self._reports_due, self._news = 0, False
         self._results = [deque() for _ in range(self.mesh.world)]
         try:
             self._launch(poll)
@@ -97,6 +103,9 @@ class Executor(ABC):
         """Has every rank run a step, after those that were sent before."""
         self._under_way.append((step, time.monotonic() + self.config.step_timeout_s * (1 + len(self._under_way))))
         self._tell_all(step)
+        self._news = True
+        if time.monotonic() >= self._asked_at + REPORT_S:
+            self._ask_report()
 
     def collect(self) -> list[Result]:
         """Waits for the oldest step under way; gives each DP group's result, in group order.
@@ -119,10 +128,19 @@ class Executor(ABC):
                 raise EngineError(f"ranks diverge: rank {rank} ran {result.ran}, where {asked} was due, as on others")
         return leaders
 
-    def report(self) -> Report:
-        """What rank 0 has run, and what the naive plan would have moved."""
+    def report(self) -> None:
+        """Has rank 0 tell what it has run and what the naive plan would have moved, and waits until it has."""
+        self._ask_report()
+        deadline = time.monotonic() + self.config.step_timeout_s
+        while self._reports_due:
+            self._note(self._await(Report, deadline, "the report"))
+
+    def _ask_report(self) -> None:
+        self._reports_due, self._asked_at, self._news = self._reports_due + 1, time.monotonic(), False
         self._send(0, AskReport())
-        return self._await(Report, time.monotonic() + self.config.step_timeout_s, "the report")
+
+    def _note(self, report: Report) -> None:
+        self._reports_due, self.reported = self._reports_due - 1, report
 
     def plan_text(self, tokens: int) -> str:
         """The plan for so many tokens in each DP group, printable."""
@@ -141,15 +159,24 @@ class Executor(ABC):
         self._interrupted.set()
 
     def check(self) -> None:
-        """Raises EngineError where a rank is gone; for when nothing is asked of the ranks."""
+        """Raises EngineError where a rank is gone."""
         if dead := self._dead():
             raise EngineError(dead)
 
+    def idle(self) -> None:
+        """To be called now and then while no step is sent: looks after the ranks, and has reported what they ran."""
+        self.check()
+        if self._news:
+            self.report()
+
     def _await(self, kind: type[M], deadline: float, what: str) -> M:
         while not isinstance(message := self._next(deadline, what), kind):
-            if not isinstance(message, Result):
+            if isinstance(message, Report):
+                self._note(message)
+            elif isinstance(message, Result):
+                self._results[message.rank].append(message)
+            else:
                 raise EngineError(f"a rank sent {type(message).__name__} while the controller waited for {what}")
-            self._results[message.rank].append(message)
         return message
 
     def _next(self, deadline: float, what: str, poll: Callable[[], None] = lambda: None) -> FromRank:

@@ -70,11 +70,12 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
             raise errors.unknown_model(name, model_name)
         return card
 
-    # What asks the engine's thread waits for its current step, so it must not hold up the event loop.
-
+    # Not on a thread: those may all wait for the engine, as below.
     @app.get("/metrics")
     async def prometheus() -> Response:
-        return Response(await run_in_threadpool(intake.metrics.text), media_type=CONTENT_TYPE_LATEST)
+        return Response(intake.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    # What asks the engine's thread waits for its current step, so it must not hold up the event loop.
 
     @app.get("/weft/plan")
     async def plan(tokens: int = 1) -> Response:

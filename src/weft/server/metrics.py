@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from weft.engine.config import EngineError
 from weft.engine.engine import Engine
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -51,7 +50,7 @@ class Metrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """What the engine knows now."""
+        """What the engine knows now. It waits for nothing: a step may hang."""
         s = self._engine.stats()
         for name, text, value in (
             ("weft_requests_running", "Requests in a batch", s.running),
@@ -84,10 +83,7 @@ class Metrics(Collector):
         plans = CounterMetricFamily(
             "weft_plan_seconds", "Time in collectives, of the plan and of the naive one", labels=["plan", "by"]
         )
-        try:
-            ran, naive = self._engine.comm_report()
-        except EngineError:
-            ran, naive = [], []
+        ran, naive = self._engine.last_comm_report()
         for plan, stats in (("followed", ran), ("naive", naive)):
             plans.add_metric([plan, "measured"], sum(s.seconds for s in stats))
             plans.add_metric([plan, "predicted"], sum(s.predicted for s in stats))

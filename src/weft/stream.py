@@ -25,7 +25,7 @@ from torch.profiler import record_function
 
 from weft.comm.dispatch import DeviceDispatcher, Dispatcher, Dispatching, Work, no_rows
 from weft.comm.rows import StepRows
-from weft.comm.transport import Epilogue, LiveSizes, Sizes, Transport
+from weft.comm.transport import COLLECTIVE, Epilogue, LiveSizes, Sizes, Transport
 from weft.hidden import Hidden
 from weft.kernels.rows import add_rms_norm, rms_norm
 from weft.place.experts import SEND, Dispatch
@@ -34,8 +34,6 @@ from weft.place.show import fold
 from weft.place.spec import Mesh, Placement, PlacementError, Rows
 from weft.place.step import NORMED, RESIDUAL, Step
 
-COLLECTIVE = "weft collective "
-"""How the range of a collective in a trace is called, before its kind: a trace's names hold ASCII only."""
 MOST_EVENTS = 4096
 """How many timed calls are kept before those that have ended are added up."""
 OWN, GROUP, WORLD = Rows.OWN, Rows.GROUP, Rows.WORLD
@@ -94,6 +92,11 @@ class TraceStream:
         self._empty = torch.empty(0, width, dtype=dtype, device=device)
         self._deltas = _Deltas()
         self._reads: list[Read] = []
+
+    @property
+    def reads(self) -> int:
+        """How many there were so far."""
+        return len(self._reads)
 
     def add(self, delta: Hidden) -> None:
         """Records a delta and its debt."""

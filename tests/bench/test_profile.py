@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import small_config
 
 from e2e.here import weft_here
 from weft.bench.profile import Event, clock_shifts, kind_of, read_rank, short, summarise, with_waiting
@@ -109,6 +110,24 @@ def test_waiting_is_what_passes_before_the_last_has_entered() -> None:
     assert [e.waiting for events in with_waiting(alone, [0.0, 0.0]) for e in events] == [0, 0]
 
 
+def test_attention_of_one_group_alone_moves_no_others() -> None:
+    """Ranks 0 and 1 merge attention between two exchanges of all; 2 and 3, whose group is idle, do not."""
+    mesh, merge = Mesh(2, 2, 4, 1, dcp=2), "void weft::merge<__nv_bfloat16, 2>(weft::Merge)"
+    steps = [[(PEER, 0.0, 50.0), (merge, 60.0, 70.0), (PEER, 100.0, 150.0)] for _ in range(4)]
+    ends = [["s", "all_gatherv", "world", 8], ["s", "reduce_scatterv", "world", 8]]
+    moves = [ends[0], ["attention", "merge_scatterv dcp · peer", "dcp", 96], ends[1]]
+    ranks = []
+    for rank in range(4):
+        kernels = [late(step, 1000.0 * n + 5.0 * rank) for n, step in enumerate(steps)]
+        if rank >= 2:
+            kernels = [[step[0], step[2]] for step in kernels]
+        ranks.append(read_rank(trace(kernels, True), about(rank, 4, [], moves if rank < 2 else ends), mesh))
+    assert [(e.what, e.moved, e.ranks) for e in ranks[0][1::3]] == [("merge_scatterv dcp · peer", 96, (0, 1))] * 2
+    waits = [[e.waiting for e in events if e.step == 7] for events in with_waiting(ranks, [0.0] * 4)]
+    assert waits == [[15, 5, 15], [10, 0, 10], [5, 5], [0, 0]]
+    assert clock_shifts(ranks) == [0, -5, -10, -15]
+
+
 def test_figures_of_a_step() -> None:
     steps = [late(STEP, 1000.0 * n) for n in range(12)]
     one = read_rank(trace(steps, True), about(0, 12, [], MOVES), PAIR)
@@ -138,6 +157,8 @@ def test_work_that_overlaps_is_busy_once() -> None:
 def test_names() -> None:
     for name, kind in (
         (PEER, "collectives"),
+        ("void weft::merge<__half, 4>(weft::Merge)", "collectives"),
+        ("_merge_splits", "attention"),
         ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "collectives"),
         ("weft collective all_reduce", "collectives"),
         ("_attend_splits", "attention"),
@@ -167,14 +188,19 @@ def test_one_trace_of_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_real_window(tmp_path: Path) -> None:
-    out = tmp_path / "found"
-    words = "profile --attn-dp 2 --num-layers 1 --batch 3 --context 20 --steps 2 --output"
-    code, text, err = weft_here(*words.split(), str(out))
+    """Of a latent cache whose tokens are dealt out over two ranks."""
+    out, model = tmp_path / "found", tmp_path / "model"
+    small_config("deepseek_v2", 2, max_position_embeddings=2048).save_pretrained(model)
+    words = "--load-format dummy --num-layers 1 --attn-tp 2 --ep 2 --moe-tp 1 --dcp 2 --batch 3 --context 20 --steps 2"
+    code, text, err = weft_here("profile", str(model), *words.split(), "--output", str(out))
     assert code == 0, err
     assert sorted(p.name for p in out.iterdir()) == ["profile.json", "profile.png", "trace.json.gz"]
     found = json.loads((out / "profile.json").read_text())
-    calls = {row["what"]: row["calls"] for row in found["collectives"]}
-    assert sum(calls.values()) == 2 and all("world" in what for what in calls)  # to the experts, and from them
+    calls = {row["what"].rpartition(" · ")[0]: row["calls"] for row in found["collectives"]}
+    dealt = {what: n for what, n in calls.items() if what.endswith(" dcp")}
+    assert dealt == {"all_gatherv dcp": 1, "merge_scatterv dcp": 1} and sum(calls.values()) == 4, calls
+    moved = {row["what"].partition(" dcp")[0]: row["bytes"] for row in found["collectives"]}
+    assert moved["all_gatherv"] == 3 * 2 * 10 * 4 and moved["merge_scatterv"] == 3 * 2 * (5 * 4 + 4), "of two heads"
     assert all(row["bytes"] > 0 and row["us"] > 0 for row in found["collectives"])
     assert found["cpu_us_a_step"]["controller"] > 0 and len(found["cpu_us_a_step"]["rank"]) == 2
     assert max(map(len, text.splitlines()[:-1])) <= 80 and "waiting" in text

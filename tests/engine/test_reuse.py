@@ -125,7 +125,7 @@ def test_pages_of_whole_sequences_are_copied_as_they_were() -> None:
     for each in kept:
         each.normal_()
     before = [each.clone() for each in kept]
-    caches.copy([(0, 2), (2, 0), (2, 3)])
+    caches.copy(torch.tensor([(0, 2), (2, 0), (2, 3)]))
     for at, (each, was) in enumerate(zip(kept, before, strict=True)):
         pages = [0, 1, 2, 3, 4] if at >= 4 else [2, 1, 0, 2, 4]  # of five, the last of which is nobody's
         assert torch.equal(each.unflatten(1, (5, 3)), was.unflatten(1, (5, 3))[:, pages])

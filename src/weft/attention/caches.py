@@ -93,12 +93,15 @@ class Caches:
             assert isinstance(tables, PageTables)
             backend.plan(batch, tables)
 
-    def copy(self, pages: Sequence[tuple[int, int]]) -> None:
-        """Copies pages of whole sequences, (from, to), each rank what it has of them: all are read first."""
+    def copy(self, pages: Tensor) -> None:
+        """Copies pages of whole sequences, each rank what it has of them: all are read first.
+
+        pages: int64 `[N, 2]`, from and to, where the caches are.
+        """
         for _, backend in self.paged:
             cache = backend.cache
-            if pages and not isinstance(cache.spec, Window):
-                cache.copy(*torch.tensor(pages, device=cache.keys.device).unbind(1))
+            if not isinstance(cache.spec, Window):
+                cache.copy(*pages.unbind(1))
 
     def attend(
         self,

@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
+from weft.comm.transport import COLLECTIVE
 from weft.engine.engine import Engine
 from weft.engine.profiling import STEP, Window, merge_traces, watch
 from weft.engine.request import Output, SamplingParams
 from weft.place.spec import Mesh
-from weft.stream import COLLECTIVE
 
 SKIPPED = 2
 """Steps at a window's beginning that are not counted: ranks leave the start of their profilers at different times."""
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 KINDS = {
-    "collectives": r"^weft collective |exchange<|^nccl",
+    "collectives": r"^weft collective |exchange<|weft::merge<|^nccl",
     "experts": r"^_(up|down|sum_choices|choose|route|count_chunks|sort_pairs)\b|grouped_mm|moe",
     "attention": r"^_(attend_splits|merge_splits)|flash|fmha|attention",
     "norms": r"rms_?norm|_norm_rope_cache|layer_?norm",
@@ -128,14 +128,19 @@ def _name_collectives(events: list[Event], moves: dict[int, Any], mesh: Mesh, ra
     return events
 
 
-def _collectives(events: Iterable[Event]) -> dict[tuple[int, int], Event]:
-    """By step and place in it."""
-    found: dict[tuple[int, int], Event] = {}
-    seen: dict[int, int] = defaultdict(int)
+Meeting = tuple[int, tuple[int, ...], int]
+"""A collective of all ranks: its step, its ranks, and how many of theirs come before it in that step."""
+
+
+def _collectives(events: Iterable[Event]) -> dict[Meeting, Event]:
+    """By what is the same on every rank that takes part: others may run more or fewer in between."""
+    found: dict[Meeting, Event] = {}
+    seen: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
     for event in events:
         if event.kind == "collectives":
-            found[event.step, seen[event.step]] = event
-            seen[event.step] += 1
+            at = event.step, event.ranks
+            found[*at, seen[at]] = event
+            seen[at] += 1
     return found
 
 
@@ -167,11 +172,11 @@ def with_waiting(ranks: Sequence[Sequence[Event]], shifts: Sequence[float]) -> l
     by_rank = [_collectives(events) for events in moved]
     out = []
     for events in moved:
-        seen: dict[int, int] = defaultdict(int)
+        met = iter(_collectives(events))
         mine = []
         for event in events:
             if event.kind == "collectives":
-                at, seen[event.step] = (event.step, seen[event.step]), seen[event.step] + 1
+                at = next(met)
                 last = max((by_rank[r][at].begin for r in event.ranks if at in by_rank[r]), default=event.begin)
                 event = replace(event, waiting=min(max(0.0, last - event.begin), event.end - event.begin))
             mine.append(event)

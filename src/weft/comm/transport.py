@@ -22,6 +22,8 @@ from weft.place.experts import expert_exchanges
 from weft.place.merge import merge_exchanges
 from weft.place.spec import Mesh
 
+COLLECTIVE = "weft collective "
+"""How the range of a collective in a trace is called, before its kind: a trace's names hold ASCII only."""
 Ranks = tuple[int, ...]
 """A group: its global ranks, ascending, the caller's included."""
 Sizes = tuple[int, ...]

@@ -6,17 +6,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 from weft.comm.transport import Ranks, Transport
 from weft.dcp.interleave import Interleave
-from weft.dcp.merge import Merger, Merging, Tally, TraceMerger
+from weft.dcp.merge import Merger, Merging, Tally, TraceMerger, in_a_range
 from weft.place import exchange
 from weft.place.cost import Offer
 from weft.place.dcp import Prefill, Prompts
-from weft.place.merge import GatherPlan, plan_gather
+from weft.place.merge import GatherPlan, Merge, plan_gather
 from weft.place.spec import Mesh
 
 
@@ -32,7 +33,7 @@ class Gatherer:
     """All-gathers rows over a group by the transport that is quickest for their size.
 
     transports: by name; offers: what they cost. Rows that a transport cannot take at once go in several calls. tally:
-    counts what is called.
+    counts what is called; what is counted is a range in torch's profiler too.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Gatherer:
         offers: Sequence[Offer],
         tally: Tally | None = None,
     ):
-        self._group, self._transports, self._offers, self._tally = group, transports, offers, tally or Tally()
+        self._group, self._transports, self._offers, self._tally = group, transports, offers, tally
 
     def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """As `Gathering` says. Raises CommError, and LayoutError where no transport takes even a row of each rank."""
@@ -52,19 +53,21 @@ class Gatherer:
         plan = plan_gather(row_bytes, len(sizes), max(sizes), self._offers)
         began = time.perf_counter()
         out = self._gather(plan, x, sizes)
-        seconds = 0.0 if x.is_cuda else time.perf_counter() - began
-        self._tally.gathered(plan, (sum(sizes) - min(sizes)) * row_bytes, seconds=seconds)
+        if self._tally is not None:
+            seconds = 0.0 if x.is_cuda else time.perf_counter() - began
+            self._tally.gathered(plan, (sum(sizes) - min(sizes)) * row_bytes, seconds=seconds)
         return out
 
     def _gather(self, plan: GatherPlan, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         transport, kind, rows = self._transports[plan.transport], exchange.all_gatherv(len(self._group)), plan.rows
+        call = transport.exchange if self._tally is None else partial(in_a_range, transport)
         if rows >= max(sizes):
-            return transport.exchange(x, kind, self._group, sizes)
+            return call(x, kind, self._group, sizes)
         out = x.new_empty(sum(sizes), x.shape[1])
         into = out.split(list(sizes))
         for begin in range(0, max(sizes), rows):
             part = tuple(min(rows, max(0, size - begin)) for size in sizes)
-            came = transport.exchange(x[begin : begin + rows], kind, self._group, part)
+            came = call(x[begin : begin + rows], kind, self._group, part)
             for run, rank_rows in zip(came.split(list(part)), into, strict=True):
                 rank_rows[begin : begin + len(run)] = run
         return out
@@ -123,15 +126,35 @@ def context_group(
     return ContextGroup(deal, group.index(rank), Gatherer(group, transports, offers, tally), merge, choose)
 
 
-class TraceGatherer:
-    """Writes down what attention gathers, as often as it does: gathers by bytes of a row. Carries zero rows."""
+class TraceLog:
+    """What attention exchanges, in order: how many reads of the stream come before, and bytes of a row that is gathered
+    or what is merged. reads: how many there were so far, which who traces sets.
+    """
 
     def __init__(self) -> None:
+        self.found: list[tuple[int, int | Merge]] = []
+        self.reads: Callable[[], int] = lambda: 0
+
+    def add(self, what: int | Merge) -> None:
+        """It is exchanged next."""
+        self.found.append((self.reads(), what))
+
+
+class TraceGatherer:
+    """Writes down what attention gathers, as often as it does: gathers by bytes of a row. Carries zero rows.
+
+    note: is told of each.
+    """
+
+    def __init__(self, note: Callable[[int], None]):
+        self._note = note
         self.rows: Counter[int] = Counter()
 
     def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """As `Gathering` says."""
-        self.rows[x.shape[1] * x.element_size()] += 1
+        row_bytes = x.shape[1] * x.element_size()
+        self.rows[row_bytes] += 1
+        self._note(row_bytes)
         return x
 
 
@@ -141,10 +164,13 @@ class TraceGroup(ContextGroup):
 
     gather: TraceGatherer
     merge: TraceMerger
+    log: TraceLog
 
 
 def trace_group(mesh: Mesh) -> TraceGroup | None:
     """For a model's trace on a mesh; None where no tokens are dealt out."""
     if mesh.dcp == 1:
         return None
-    return TraceGroup(Interleave(mesh.dcp, 1, 1), 0, TraceGatherer(), TraceMerger(mesh.dcp), lambda prompts: "gather")
+    log = TraceLog()
+    gather, merge = TraceGatherer(log.add), TraceMerger(mesh.dcp, log.add)
+    return TraceGroup(Interleave(mesh.dcp, 1, 1), 0, gather, merge, lambda prompts: "gather", log)

@@ -10,17 +10,19 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Protocol
 
 from torch import Tensor
+from torch.profiler import record_function
 
-from weft.comm.transport import CommError, Ranks, Transport, place_in
+from weft.comm.transport import COLLECTIVE, CommError, Ranks, Sizes, Transport, place_in
 from weft.kernels import plain
 from weft.place import exchange
 from weft.place.cost import Offer
+from weft.place.exchange import Exchange
 from weft.place.merge import GatherPlan, Merge, MergePlan, plan_merge
 from weft.place.plan import bucket
 from weft.place.spec import Mesh
@@ -114,20 +116,26 @@ class Merger:
     def _call(self, plan: MergePlan, out: Tensor, lse: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
         transport = self._transports[plan.transport]
         if plan.way == "fused":
-            return transport.merge_scatterv(out, lse, self._group, live)
+            with record_function(f"{COLLECTIVE}merge_scatterv"):
+                return transport.merge_scatterv(out, lse, self._group, live)
         return (ag_rs if plan.way == "ag_rs" else a2a)(transport, out, lse, self._group)
 
 
 class TraceMerger:
-    """Writes down what attention merges, as often as it does: merges by (heads, dim, bytes an element)."""
+    """Writes down what attention merges, as often as it does: merges by (heads, dim, bytes an element).
 
-    def __init__(self, ranks: int):
-        self._ranks = ranks
+    note: is told of each.
+    """
+
+    def __init__(self, ranks: int, note: Callable[[Merge], None] = lambda merge: None):
+        self._ranks, self._note = ranks, note
         self.merges: Counter[Merge] = Counter()
 
     def __call__(self, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `Merging` says, but for the values."""
-        self.merges[Merge(out.shape[1], out.shape[2], out.element_size())] += 1
+        merge = Merge(out.shape[1], out.shape[2], out.element_size())
+        self.merges[merge] += 1
+        self._note(merge)
         return own_heads(out, range(self._ranks)), own_heads(lse, range(self._ranks))
 
 
@@ -142,6 +150,12 @@ def own_heads(x: Tensor, group: Sequence[int]) -> Tensor:
 def natural(lse: Tensor) -> Tensor:
     """A log-sum-exp to base 2, which some kernels give, to base e, which is Weft's."""
     return lse * math.log(2)
+
+
+def in_a_range(transport: Transport, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes) -> Tensor:
+    """`Transport.exchange`, as a range in torch's profiler that names the collective."""
+    with record_function(f"{COLLECTIVE}{exchange.kind}"):
+        return transport.exchange(x, exchange, group, sizes)
 
 
 def _kernels(x: Tensor) -> ModuleType:
@@ -160,10 +174,10 @@ def ag_rs(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> tuple
     """
     place, n = place_in(group, transport.rank), len(group)
     own = own_heads(out, group)
-    lses = transport.exchange(lse.reshape(1, -1), exchange.all_gatherv(n), group, (1,) * n)
+    lses = in_a_range(transport, lse.reshape(1, -1), exchange.all_gatherv(n), group, (1,) * n)
     by_rank = transport.empty(n, own.numel(), like=out)
     total = _kernels(out).scale_shard(out, lses.view(n, *lse.shape), place, by_rank)
-    summed = transport.exchange(by_rank, exchange.reduce_scatterv(n), group, (1,) * n)
+    summed = in_a_range(transport, by_rank, exchange.reduce_scatterv(n), group, (1,) * n)
     return summed.view(own.shape), total
 
 
@@ -173,6 +187,6 @@ def a2a(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> tuple[T
     own_heads(out, group)
     packed = transport.empty(n, plain.packed_shards(n, tokens, heads, dim, out.dtype)[1], like=out)
     kernels.pack_shard(out, lse, packed)
-    came = transport.exchange(packed, exchange.all_to_allv(n), group, (1,) * n**2)
+    came = in_a_range(transport, packed, exchange.all_to_allv(n), group, (1,) * n**2)
     merged: tuple[Tensor, Tensor] = kernels.merge_packed(came, tokens, heads, dim)
     return merged

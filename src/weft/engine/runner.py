@@ -6,6 +6,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -63,6 +64,8 @@ def trace(
 
     def form(number: int, group: TraceGroup | None) -> TraceStream:
         stream = TraceStream(mesh, config.hidden_size, dtype, cpu, number)
+        if group is not None:
+            group.log.reads = lambda: stream.reads
         caches = Caches(layers, groups, mesh.dcp, dtype, cpu, group=group)
         batch = build_batch([], [], mesh.dcp, [group.rule for group in groups], cpu)
         caches.plan(batch)
@@ -111,7 +114,8 @@ def dealt_of(config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> Dealt | Non
     size = dtype.itemsize
     tokens = Counter(2 * spec.heads * spec.dim * size for spec in caches if isinstance(spec, PagedKV))
     tokens += Counter(spec.width * size for spec in caches if isinstance(spec, Latent))
-    return Dealt(mesh.dcp, group.gather.rows, group.merge.merges, tokens, kept * size, latent * size)
+    read = (kept * size, latent * size)
+    return Dealt(mesh.dcp, group.gather.rows, group.merge.merges, tokens, *read, group.log.found)
 
 
 def split_steps(
@@ -276,14 +280,20 @@ class ModelRunner:
         return logits, tokens
 
     def moves(self, counts: Counts, captured: bool) -> list[tuple[str, str, str, int]]:
-        """The collectives of a step, in order: the read that each serves, its step, its group's name, and the bytes
-        that the busiest rank receives. captured: where a graph is replayed; none where there is no graph.
+        """The collectives of a step without prompts, in order: the read that each serves, its step, its group's name,
+        and the bytes that the busiest rank receives. captured: where a graph is replayed; none where there is no graph.
         """
         if captured and not self.captured(counts):
             return []
         plan = self._captured_plan(counts) if captured else self.planner.plan(counts)
-        received = self.planner.bytes_received
-        return [(r.site, str(s), e.group or "", int(received(e, counts))) for r, s, e in plan.moves()]
+        received, rows = self.planner.bytes_received, counts[self.mesh.group_of(self.rank)]
+        room = self._room(counts)[0] if captured else rows
+        dealt = () if self._dealt is None else self._dealt.moves(room, rows, self.planner.offers, self._way)
+        found: list[tuple[str, str, str, int]] = []
+        for at, read in enumerate(plan.reads):
+            found += [(r.site, str(s), e.group or "", int(received(e, counts))) for r, s, e in read.moves()]
+            found += [("attention", f"{k} dcp · {by}", "dcp", size) for n, k, by, size in dealt if n == at + 1]
+        return found
 
     def plan(self, tokens_per_group: int) -> Plan:
         """The plan for steps of so many tokens in each DP group."""
@@ -321,8 +331,7 @@ class ModelRunner:
 
     def _count_attention(self, rows: int, replays: int) -> None:
         """Adds what attention exchanged in replays of a graph with room for so many rows of each DP group."""
-        model, ranks, offers = self.model, self.mesh.dcp, self.planner.offers
-        dealt = dealt_of(model.config, self.mesh, model.embed.weight.dtype)
+        dealt, ranks, offers = self._dealt, self.mesh.dcp, self.planner.offers
         if dealt is None:
             return
         for size, layers in dealt.queries.items():
@@ -330,6 +339,10 @@ class ModelRunner:
             self._tally.gathered(plan, (ranks - 1) * size * rows, layers * replays)
         for merge, layers in dealt.merges.items():
             self._tally.merged(plan_merge(merge, ranks, rows, offers, self._way), layers * replays)
+
+    @cached_property
+    def _dealt(self) -> Dealt | None:
+        return dealt_of(self.model.config, self.mesh, self.model.embed.weight.dtype)
 
     def _room(self, counts: Counts) -> Counts:
         """What the graph has room for that serves these counts."""

@@ -12,7 +12,7 @@ import torch
 from weft.attention.caches import cached_layers
 from weft.comm.transport import CommError, Transport
 from weft.engine.config import EngineConfig
-from weft.engine.device import check_float8, device_of, dtype_of
+from weft.engine.device import check_float8, device_of, dtype_of, on_device
 from weft.engine.memory import check_weights, groups_of, least_of, measure, sized
 from weft.engine.messages import (
     AskPlan,
@@ -113,7 +113,8 @@ class Worker:
         rows, counts, leads = step.groups[group], step.counts, self.rank == self.mesh.leader(group)
         self.profile.begin(step.number, counts)
         self.table.apply(rows)
-        self.runner.caches.copy([join.copy for join in rows.joins if join.copy])
+        if copies := [join.copy for join in rows.joins if join.copy]:
+            self.runner.caches.copy(on_device(copies, torch.int64, self.table.device))
         if self.device_rows:
             self.device_rows.apply(rows)
         captured = not any(g.chunks for g in step.groups) and self.runner.captured(counts)

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from weft.place.cost import Offer
-from weft.place.merge import Merge, MergePlan, plan_gather, plan_merge
+from weft.place.merge import Merge, MergePlan, merge_moves, plan_gather, plan_merge
+from weft.place.plan import bucket
 from weft.place.show import columns, size_text
 from weft.place.spec import LayoutError
 
@@ -75,7 +76,8 @@ class Dealt:
 
     queries: of how many layers a row's queries take so many bytes on a rank. merges: of how many layers attention is
     merged so. tokens: of how many layers a cached token takes so many bytes. kept_bytes, latent_bytes: of a cached
-    token, in caches of keys and values, and of latent vectors.
+    token, in caches of keys and values, and of latent vectors. order: what is gathered, by bytes of a row, and merged,
+    one after the other, each with how many reads of the stream come before it.
     """
 
     ranks: int
@@ -84,6 +86,28 @@ class Dealt:
     tokens: Mapping[int, int]
     kept_bytes: int
     latent_bytes: int
+    order: Sequence[tuple[int, int | Merge]] = ()
+
+    def moves(
+        self, room: int, rows: int, offers: Sequence[Offer], way: str = "auto"
+    ) -> list[tuple[int, str, str, int]]:
+        """The collectives of a step of one row a sequence, in order: how many reads of the stream come before, kind,
+        transport, and bytes that a rank receives. room: of the step's tensors, in rows; rows: those that are live.
+
+        Raises LayoutError as `plan_gather` and `plan_merge`.
+        """
+        found: list[tuple[int, str, str, int]] = []
+        for reads, what in self.order if room else ():
+            if isinstance(what, Merge):
+                (most,) = bucket((room,))
+                merged = plan_merge(what, self.ranks, most, offers, way)
+                moved = merge_moves(merged, what, self.ranks, room, rows)
+                found += [(reads, kind, merged.transport, size) for kind, size in moved]
+            else:
+                gathered, others = plan_gather(what, self.ranks, room, offers), self.ranks - 1
+                live = [max(0, min(gathered.rows, rows - begin)) for begin in range(0, room, gathered.rows)]
+                found += [(reads, "all_gatherv", gathered.transport, others * what * n) for n in live]
+        return found
 
     def exchange_us(self, batch: int, offers: Sequence[Offer], way: str = "auto") -> float:
         """What gathering queries and merging outputs of so many sequences takes.

@@ -113,6 +113,19 @@ def _calls(
     }
 
 
+def merge_moves(plan: MergePlan, merge: Merge, ranks: int, room: int, tokens: int) -> list[tuple[str, int]]:
+    """The collectives of a merge that went by a plan, in order: kind, and bytes that a rank receives.
+
+    room: of its tensors, in tokens; tokens: those that are live.
+    """
+    found: list[tuple[str, int]] = []
+    for begin in range(0, room, plan.tokens):
+        live = max(0, min(plan.tokens, tokens - begin))
+        kinds, _ = _calls(merge, ranks, live, lambda moved: 0.0)[plan.way]
+        found += [(kind, int(moved)) for kind, moved in kinds]
+    return found
+
+
 def plan_merge(merge: Merge, ranks: int, tokens: int, offers: Sequence[Offer], way: str = "auto") -> MergePlan:
     """The quickest plan, of the way asked for unless that is `auto`; what is asked for need not have been measured.
 

@@ -72,6 +72,12 @@ class ReadPlan:
     us: float
     inside: tuple[Step, ...] = ()
 
+    def moves(self) -> Iterator[tuple[Read, Step, Edge]]:
+        """Its communicating steps, in order."""
+        for step in (*self.steps, *self.inside):
+            if step.edge is not None and step.edge.moves:
+                yield self.read, step, step.edge
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -86,9 +92,7 @@ class Plan:
     def moves(self) -> Iterator[tuple[Read, Step, Edge]]:
         """The plan's communicating steps, in order."""
         for read_plan in self.reads:
-            for step in (*read_plan.steps, *read_plan.inside):
-                if step.edge is not None and step.edge.moves:
-                    yield read_plan.read, step, step.edge
+            yield from read_plan.moves()
 
 
 def bucket(counts: Counts) -> Counts:

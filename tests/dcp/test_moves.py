@@ -1,0 +1,69 @@
+"""What a step exchanges by its plan, attention's exchanges among the stream's, is what its transports are asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import run_world, small_model
+
+from weft.comm.reference import ReferenceTransport
+from weft.engine.batch import SeqRows, build_batch
+from weft.engine.runner import ModelRunner
+from weft.kv.spec import CacheGroup, Rule
+from weft.models.load import load_model
+from weft.models.registry import load_config, registry
+from weft.place.exchange import rows_received
+from weft.place.spec import Mesh
+
+PAGE = 4
+
+
+class Asked(ReferenceTransport):
+    """Writes down each call: its kind, and the bytes that its rank receives."""
+
+    max_bytes: int | None = None
+
+    def __init__(self, transport: ReferenceTransport, max_bytes: int | None):
+        self.__dict__.update(transport.__dict__)
+        self.max_bytes, self.calls = max_bytes, list[tuple[str, int, int]]()
+
+    def exchange(self, x: Any, exchange: Any, group: Any, sizes: Any, epilogue: Any = None) -> Any:
+        received = rows_received(exchange, sizes, group.index(self.rank)) * x.shape[1] * x.element_size()
+        self.calls.append((exchange.kind, len(group), int(received)))
+        return super().exchange(x, exchange, group, sizes, epilogue)
+
+    def merge_scatterv(self, out: Any, lse: Any, group: Any, live: Any = None) -> Any:
+        own = out.numel() * out.element_size() + lse.numel() * 4
+        self.calls.append(("merge_scatterv", len(group), own * (len(group) - 1) // len(group)))
+        return super().merge_scatterv(out, lse, group, live)
+
+
+@pytest.mark.parametrize(
+    "way, calls, max_bytes", [("fused", 2, None), ("ag_rs", 3, None), ("a2a", 2, None), ("fused", 4, 2048)]
+)
+def test_of_answers(way: str, calls: int, max_bytes: int | None, tmp_path: Path) -> None:
+    mesh, counts = Mesh(2, 2, 4, 1, dcp=2), (7, 0)
+    small_model("deepseek_v2", 4, tmp_path)
+    model = load_config(tmp_path, registry(()))
+
+    def rank_main(transport: ReferenceTransport) -> None:
+        asked = Asked(transport, max_bytes)
+        decoder = load_model(tmp_path, model, mesh, asked.rank)
+        runner = ModelRunner(decoder, mesh, asked.rank, [asked], [CacheGroup(Rule(), 16)], PAGE, dcp_exchange=way)
+        rows = counts[mesh.group_of(asked.rank)]
+        batch = build_batch(
+            [5] * rows, [SeqRows(1, 6 + at, [[2 * at, 2 * at + 1]], 1) for at in range(rows)], 2 * PAGE, [Rule()]
+        )
+        runner.forward(batch, counts)
+        moves = runner.moves(counts, False)
+        assert len(moves) == len(asked.calls)
+        for (site, what, _, size), (kind, ranks, received) in zip(moves, asked.calls, strict=True):
+            assert kind in what
+            if site == "attention":
+                assert (what, ranks, size) == (f"{kind} dcp · reference", 2, received)
+        inside = sum(site == "attention" for site, *_ in moves)
+        assert inside == (model.num_layers * calls if rows else 0), "queries, and what merges; nothing of an idle group"
+
+    run_world(mesh.world, rank_main)

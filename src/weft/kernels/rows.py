@@ -42,7 +42,7 @@ def gated(
     from weft.kernels.triton import rms_norm as kernels
 
     flat = kernels.gated(x.reshape(-1, x.shape[-1]), limit, alpha, score)
-    return flat.view(*x.shape[:-1], -1)
+    return flat.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
 def gate_heads(

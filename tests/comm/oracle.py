@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from weft.comm.rows import StepRows
-from weft.comm.transport import Epilogue, Quantised, Ranks, Sizes, Transport, finish
+from weft.comm.transport import Epilogue, Ranks, Sizes, Transport, finish
+from weft.kernels import float8
 from weft.place.edges import legal_edges
 from weft.place.spec import GROUP_NAMES, Mesh
 
@@ -125,12 +126,14 @@ def check_epilogues(
             residual = draw(calls + 500, 63, rows[1], width, dtype, device)
             of = torch.float32 if calls % 3 == 0 else dtype  # a weight may be of more bits than the rows
             weight = draw(calls + 900, 63, 1, width, of, device)[0]
-            eight = torch.full((rows[1], width), float("nan"), device=device).to(torch.float8_e4m3fn)
-            quantised = Quantised(eight, torch.tensor([0.003], device=device)) if calls % 2 else None  # some saturate
+            run = (32, 64, 128)[calls // 2 % 3]
+            quantised = float8.unfilled(residual, run) if calls % 2 else None
+            if quantised:
+                quantised.values.copy_(torch.tensor(float("nan")))
+                quantised.scales.fill_(float("nan"))
             epilogue = Epilogue(residual.clone(), weight, 1e-6, quantised)
             step = StepRows(mesh, rank, counts)
             got = step.carry(edge, x, transport, epilogue)
-            before = eight.view(torch.uint8).clone()
             wanted = finish(step.carry(edge, x, transport), Epilogue(residual, weight, 1e-6))
             what = f"rank {rank}: {edge}, {counts}, width {width}, {dtype}"
             assert got.shape == (2, rows[1], width), what
@@ -138,13 +141,10 @@ def check_epilogues(
             close(got[0], wanted[0], f"residual, {what}")
             close(got[1], wanted[1], f"norm, {what}")
             assert torch.equal(epilogue.residual, residual), f"the residual was changed, {what}"
-            if quantised:
-                exact = (got[1].double() / quantised.scale.double()).clamp(-448, 448)
-                error = (eight.double() - exact).abs()
-                assert (error <= exact.abs() / 16 + 2**-10).all(), f"eight bits, {what}"
-                # By the same definition, bit for bit.
-                quantised.fill(got[1])
-                assert torch.equal(eight.view(torch.uint8), before), f"eight bits, {what}"
+            if quantised:  # bit for bit
+                eight = float8.quantise(got[1], run)
+                assert torch.equal(quantised.values.view(torch.uint8), eight.values.view(torch.uint8)), f"FP8, {what}"
+                assert torch.equal(quantised.scales, eight.scales), f"scales, {what}"
     return calls
 
 

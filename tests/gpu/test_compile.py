@@ -27,5 +27,5 @@ def test_the_kernels_compile(tmp_path: Path) -> None:
     source.write_text(text)
     done = subprocess.run([*command, "-cubin", "-o", str(cubin), str(source)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for kernel in (b"exchangeIf", b"13__nv_bfloat16Lb1ELi4ELNS_9AlgorithmE2ELb1E", b"6__halfLb0ELi8E"):
+    for kernel in (b"exchangeIf", b"13__nv_bfloat16Lb1ELi4ELNS_9AlgorithmE2ELNS_8EpilogueE2E", b"6__halfLb0ELi8E"):
         assert kernel in cubin.read_bytes()

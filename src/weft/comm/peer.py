@@ -43,6 +43,7 @@ from weft.comm.transport import (
     offers_every,
 )
 from weft.kernels.build import KernelError, cuda_kernels
+from weft.kernels.float8 import FLOAT8
 from weft.place.exchange import Exchange, result_rows
 from weft.place.spec import Mesh
 
@@ -61,8 +62,8 @@ class Request(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("group", "direction", "segments", "span", "two_shot", "x", "x_rows", "out")),
         *((name, c_int64) for name in ("out_rows", "width", "dtype", "device_counts", "residual", "residual_out")),
-        *((name, c_int64) for name in ("weight", "wide_weight", "quantised", "scale", "push", "sum", "write")),
-        *((name, c_int64) for name in ("cluster", "threads", "early", "stream")),
+        *((name, c_int64) for name in ("weight", "wide_weight", "quantised", "scales", "run", "push", "sum")),
+        *((name, c_int64) for name in ("write", "cluster", "threads", "early", "stream")),
         *((name, c_int64 * MAX_RANKS) for name in ("rows", "received")),
         ("eps", c_double),
     )
@@ -242,12 +243,12 @@ class PeerTransport(NamedCalls):
             self._expect(weight, "the norm's weight", torch.float32 if request.wide_weight else x.dtype, *x.shape[1:])
             request.residual, request.weight = residual.data_ptr(), weight.data_ptr()
             request.residual_out, request.eps = given.data_ptr(), epilogue.eps
-            request.quantised = request.scale = 0
+            request.quantised = 0
             if epilogue.quantised is not None:
-                quantised, scale = epilogue.quantised.out, epilogue.quantised.scale
-                self._expect(quantised, "quantised rows", torch.float8_e4m3fn, *out.shape)
-                self._expect(scale, "their scale", torch.float32, 1)
-                request.quantised, request.scale = quantised.data_ptr(), scale.data_ptr()
+                values, scales, run = epilogue.quantised
+                self._expect(values, "quantised rows", FLOAT8, *out.shape)
+                self._expect(scales, "their scales", torch.float32, rows, -(-values.shape[1] // run))
+                request.quantised, request.scales, request.run = values.data_ptr(), scales.data_ptr(), run
         request.out = out.data_ptr()
         try:
             self._kernels.run(self._handle, addressof(request))

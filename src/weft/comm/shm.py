@@ -30,6 +30,7 @@ from weft.comm.transport import (
     offers_every,
     place_in,
 )
+from weft.kernels import float8
 from weft.kernels.build import KernelError, KernelPeerLost, KernelTimeout, cpu_kernels
 from weft.place.exchange import Exchange, parts
 from weft.place.spec import Mesh
@@ -253,7 +254,7 @@ class ShmTransport(NamedCalls):
             plain = replace(epilogue, residual=residual.contiguous(), weight=weight.contiguous())
             return self._normed(plan, x.contiguous(), plain, what, group)
         if epilogue.quantised is not None:
-            epilogue.quantised.fill(out[1])
+            float8.fill(epilogue.quantised, out[1])
         return out
 
     def _prepare_all_reduce(self, group: Ranks) -> int:

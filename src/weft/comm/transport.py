@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from weft.kernels import float8
 from weft.kernels.plain import rms_norm
 from weft.place import exchange as named
 from weft.place.cost import Cost, Offer
@@ -61,44 +62,30 @@ class CommTimeout(CommError):
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
-    """Where an epilogue puts its normalised rows in eight bits too, for a product that takes them so.
-
-    out: float8_e4m3fn `[rows, width]` (OCP 8-bit floating point, E4M3); scale: float32 `[1]`, of every element.
-    """
-
-    out: Tensor
-    scale: Tensor
-
-    def fill(self, normed: Tensor) -> None:
-        """out = normed / scale, saturated, rounded to even."""
-        most = torch.finfo(torch.float8_e4m3fn).max
-        self.out.copy_((normed.float() / self.scale).clamp(-most, most))
-
-
-@dataclass(frozen=True, slots=True)
 class Epilogue:
     """What a sum goes on to do with its rows while they are at hand: residual add, then RMSNorm.
 
     residual: `[rows, width]` for the result's rows, of the input's dtype; weight: `[width]`, of the same or float32, as
     `weft.kernels.plain.rms_norm` takes it. See `finish`.
+    quantised: to be filled with the normalised rows in FP8 too, for products that take them so.
     """
 
     residual: Tensor
     weight: Tensor
     eps: float
-    quantised: Quantised | None = None
+    quantised: float8.Rows | None = None
 
 
 def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
     """What a sum with an epilogue gives instead of delta `[rows, width]`: `[2, rows, width]`.
 
-    First the new residual, residual + delta; then its `weft.kernels.plain.rms_norm`.
+    First the new residual, residual + delta; then its `weft.kernels.plain.rms_norm`, of which
+    `weft.kernels.float8.quantise` makes what fills `epilogue.quantised`.
     """
     residual = epilogue.residual + delta
     normed = rms_norm(residual, epilogue.weight, epilogue.eps)
     if epilogue.quantised is not None:
-        epilogue.quantised.fill(normed)
+        float8.fill(epilogue.quantised, normed)
     return torch.stack((residual, normed))
 
 

@@ -58,6 +58,19 @@ def quantise(x: Tensor, run: int) -> Rows:
     return Rows(values.flatten(-2)[..., :width].contiguous(), largest / most, run)
 
 
+def unfilled(x: Tensor, run: int) -> Rows:
+    """Where what `quantise` makes of x `[T, width]` may be put."""
+    rows, width = x.shape
+    return Rows(x.new_empty(rows, width, dtype=FLOAT8), x.new_empty(rows, -(-width // run), dtype=torch.float32), run)
+
+
+def fill(rows: Rows, x: Tensor) -> None:
+    """Puts there what `quantise` makes of x `[T, width]`."""
+    made = quantise(x, rows.run)
+    rows.values.copy_(made.values)
+    rows.scales.copy_(made.scales)
+
+
 def dequantise(x: Rows | Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     """What they stand for."""
     rows, columns = (1, x.run) if isinstance(x, Rows) else x.unit

@@ -9,6 +9,10 @@ struct uint4 {
 struct float4 {
   float x, y, z, w;
 };
+struct uint2 {
+  uint32_t x, y;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 struct float2 {
   float x, y;
@@ -48,4 +52,7 @@ inline uint8_t __nv_cvt_float_to_fp8(float f, int, int) {
   const int exponent = std::max(-6, size > 0 ? std::ilogb(size) : -6);  // below, the numbers lie 2^-9 apart
   const int steps = int(std::nearbyint(std::ldexp(size, 3 - exponent)));   // 8 to 16 of them, or fewer
   return sign | uint8_t(((exponent + 6) << 3) + steps);
+}
+inline uint16_t __nv_cvt_float2_to_fp8x2(float2 f, int saturate, int kind) {
+  return uint16_t(__nv_cvt_float_to_fp8(f.x, saturate, kind) | __nv_cvt_float_to_fp8(f.y, saturate, kind) << 8);
 }

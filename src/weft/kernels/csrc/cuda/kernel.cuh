@@ -64,10 +64,10 @@ __device__ inline void lay_out_by_counts(const Call& c, int i, Place at, Place m
 // A block's last warp keeps the books, so that no worker waits for it: it lays out what counts in device memory ask for,
 // and once every block has read the group's epoch, it writes the next call's. The next kernel may take its place at once
 // (programmatic dependent launch), but waits for this one's end: what it sends tells its peers that.
-template <class T, bool kWhole, int N, Algorithm kAlgorithm, bool kNorm>
+template <class T, bool kWhole, int N, Algorithm kAlgorithm, Epilogue kEpilogue>
 __global__ void __launch_bounds__(kWorkers + kBookkeepers, N <= 4 ? 2 : 1) exchange(const __grid_constant__ Call c) {
-  using K = Context<T, kWhole, N, kAlgorithm, kNorm>;
-  constexpr bool kTwoShot = kAlgorithm == Algorithm::kTwoShot;
+  using K = Context<T, kWhole, N, kAlgorithm, kEpilogue>;
+  constexpr bool kTwoShot = kAlgorithm == Algorithm::kTwoShot, kNorm = K::kNorm;
   __shared__ Lanes lanes;
   __shared__ uint32_t touched;
   for (uint32_t k = threadIdx.x; k < sizeof(Lanes) / 4; k += blockDim.x)

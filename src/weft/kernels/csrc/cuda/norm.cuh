@@ -108,7 +108,6 @@ __device__ uint32_t row_of_turn(const K& k, Rows& r) {
 // What the epilogue needs of a row besides its sum: a thread's unit.
 struct RowUnit {
   Unit residual, weight[2];  // two, where they are wide
-  float scale;  // of quantised rows
 };
 template <class K>
 __device__ void load_weight(const K& k, uint32_t u, RowUnit& r) {
@@ -126,7 +125,6 @@ __device__ void load_row_unit(const K& k, uint32_t row, uint32_t u, RowUnit& r) 
   if (u >= k.row_units || row * k.row_units >= k.l.out) return;
   r.residual = k.load(k.c.residual, row * k.row_units + u);
   load_weight(k, u, r);
-  if (k.c.quantised) r.scale = *k.c.scale;
 }
 template <class K>
 __device__ void load_first_row(const K& k, RowUnit& r) {
@@ -152,30 +150,43 @@ __device__ Unit normed(const RowUnit& r, float scale, bool wide_weight) {
   return E::narrow(f);
 }
 
-// A unit of a normalised row in eight bits (OCP FP8 E4M3), saturated.
+// A unit of a normalised row in eight bits (OCP FP8 E4M3): the largest magnitude of its run of columns, which lie side by
+// side in this warp, becomes 448; as weft/kernels/float8.py says, bit for bit. mine: as for `sum`.
 template <class K>
-__device__ void quantise(const K& k, uint32_t row, uint32_t u, const Unit& unit, float scale) {
+__device__ void quantise(const K& k, uint32_t row, uint32_t u, bool mine, const Unit& unit) {
   using E = typename K::E;
-  float f[E::count];
-  uint8_t q[E::count];
+  const uint32_t width = k.row_bytes / sizeof(typename K::T), at = u * E::count, run = 1u << k.c.log2_run;
+  float f[E::count], largest = 1e-10f;  // so that a run of zeros has a scale
   E::widen(unit, f);
 #pragma unroll
-  for (int i = 0; i < E::count; ++i) q[i] = __nv_cvt_float_to_fp8(__fdiv_rn(f[i], scale), __NV_SATFINITE, __NV_E4M3);
-  const uint32_t width = k.row_bytes / sizeof(typename K::T), at = u * E::count;
-  char* out = k.c.quantised + int64_t(row) * width + at;
-  if constexpr (K::kWhole) {
+  for (int i = 0; i < E::count; ++i)
+    if (mine && (K::kWhole || at + i < width)) largest = fmaxf(largest, fabsf(f[i]));
+  for (uint32_t by = 1; by * E::count < run; by *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, by));
+  if (!mine) return;
+  const uint32_t runs = (width + run - 1) >> k.c.log2_run;
+  if ((at & (run - 1)) == 0) k.c.scales[row * runs + (at >> k.c.log2_run)] = __fdiv_rn(largest, 448.0f);
+  const float factor = __fdiv_rn(448.0f, largest);
+  uint32_t q[E::count / 4];
 #pragma unroll
-    for (int i = 0; i < E::count; i += 4)
-      *reinterpret_cast<uint32_t*>(out + i) = q[i] | q[i + 1] << 8 | q[i + 2] << 16 | uint32_t(q[i + 3]) << 24;
+  for (int i = 0; i < E::count; i += 2) {
+    const float2 two{f[i] * factor, f[i + 1] * factor};
+    const uint32_t half = __nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3);
+    q[i / 4] = i % 4 ? q[i / 4] | half << 16 : half;
+  }
+  char* out = k.c.quantised + int64_t(row) * width + at;
+  if constexpr (K::kWhole && E::count == 8) {
+    *reinterpret_cast<uint2*>(out) = make_uint2(q[0], q[1]);
+  } else if constexpr (K::kWhole) {
+    *reinterpret_cast<uint32_t*>(out) = q[0];
   } else {
 #pragma unroll
     for (int i = 0; i < E::count; ++i)
-      if (at + i < width) out[i] = char(q[i]);
+      if (at + i < width) out[i] = char(q[i / 4] >> 8 * (i % 4));
   }
 }
 
 // residual_out = residual + value; out = weight · round(residual_out / √(mean of squares + eps)); a wide weight is
-// multiplied by what is not rounded.
+// multiplied by what is not rounded. With kQuantise, out in eight bits too.
 // Squares are summed by runs, then over runs: the same bits however many threads share a row.
 // r: loaded for the first row. Where a row has more than a unit a thread, the others are read again.
 template <class K>
@@ -213,11 +224,12 @@ __device__ void write_normed(const K& k, RowUnit& r, RowSums& sums) {
     }
     const float scale = rsqrtf(sums.total(number, in.runs) * c.inverse_width + c.eps);
 #pragma unroll 1
-    for (uint32_t u = in.start; u < k.row_units; u += in.step) {
-      if (more) r.residual = k.load(c.residual_out, begin + u), load_weight(k, u, r);
+    for (uint32_t u = in.start; (K::kQuantise ? k.first_of_warp(u) : u) < k.row_units; u += in.step) {
+      const bool mine = u < k.row_units;
+      if (more && mine) r.residual = k.load(c.residual_out, begin + u), load_weight(k, u, r);
       const Unit result = normed<E>(r, scale, c.wide_weight);
-      k.store(c.out, begin + u, result);
-      if (c.quantised) quantise(k, row, u, result, r.scale);
+      if (mine) k.store(c.out, begin + u, result);
+      if (K::kQuantise && c.quantised) quantise(k, row, u, mine, result);
     }
     all.turn += all.by;
     row = row_of_turn(k, all);

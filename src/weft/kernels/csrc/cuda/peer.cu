@@ -50,20 +50,26 @@ struct World {
   std::map<std::tuple<const void*, int, int>, int> resident;  // blocks of a kernel, of so many threads, in such clusters
 };
 
+template <class T, bool kWhole, int N, Algorithm kHow>
+Kernels kernel_then(Epilogue then) {
+  if (then == Epilogue::kNone) return exchange<T, kWhole, N, kHow, Epilogue::kNone>;
+  if constexpr (kWhole)  // other rows are rare, and their kernels take long to compile: one does both
+    if (then == Epilogue::kNorm) return exchange<T, kWhole, N, kHow, Epilogue::kNorm>;
+  return exchange<T, kWhole, N, kHow, Epilogue::kQuantise>;
+}
 template <class T, bool kWhole, int N>
-Kernels kernel_of(Algorithm how, bool norm) {
-  constexpr Algorithm kOne = Algorithm::kOneShot, kTwo = Algorithm::kTwoShot;
-  if (how == Algorithm::kCopy) return exchange<float, kWhole, N, Algorithm::kCopy, false>;  // of whatever type
+Kernels kernel_of(Algorithm how, Epilogue then) {
+  if (how == Algorithm::kCopy) return exchange<float, kWhole, N, Algorithm::kCopy, Epilogue::kNone>;  // of whatever type
   if constexpr (N > 2)
-    if (how == kTwo) return norm ? exchange<T, kWhole, N, kTwo, true> : exchange<T, kWhole, N, kTwo, false>;
-  return norm ? exchange<T, kWhole, N, kOne, true> : exchange<T, kWhole, N, kOne, false>;
+    if (how == Algorithm::kTwoShot) return kernel_then<T, kWhole, N, Algorithm::kTwoShot>(then);
+  return kernel_then<T, kWhole, N, Algorithm::kOneShot>(then);
 }
 template <class T>
-Kernels kernel_for(bool whole, int ranks, Algorithm how, bool norm) {
-  return !whole       ? kernel_of<T, false, kMaxRanks>(how, norm)
-         : ranks <= 2 ? kernel_of<T, true, 2>(how, norm)
-         : ranks <= 4 ? kernel_of<T, true, 4>(how, norm)
-                      : kernel_of<T, true, kMaxRanks>(how, norm);
+Kernels kernel_for(bool whole, int ranks, Algorithm how, Epilogue then) {
+  return !whole       ? kernel_of<T, false, kMaxRanks>(how, then)
+         : ranks <= 2 ? kernel_of<T, true, 2>(how, then)
+         : ranks <= 4 ? kernel_of<T, true, 4>(how, then)
+                      : kernel_of<T, true, kMaxRanks>(how, then);
 }
 
 template <class T>
@@ -80,8 +86,8 @@ void load() {
   for (const int ranks : {2, 4, kMaxRanks})
     for (const bool whole : {false, true})
       for (const Algorithm how : {Algorithm::kCopy, Algorithm::kOneShot, Algorithm::kTwoShot})
-        for (const bool norm : {false, true})
-          check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel_for<T>(whole, ranks, how, norm))),
+        for (const Epilogue then : {Epilogue::kNone, Epilogue::kNorm, Epilogue::kQuantise})
+          check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel_for<T>(whole, ranks, how, then))),
                 "load");
 }
 
@@ -204,15 +210,16 @@ void clear_error(int64_t handle) { *reinterpret_cast<volatile uint32_t*>(world_o
 //                               `rows`: of each segment, or in a permute what `rows` and then `received` would hold
 //   x_rows, out_rows            that there is room for; width: elements of a row; dtype: see `run`
 //   residual … eps              the epilogue, if there is a weight; wide_weight: which is float32 beside a dtype of 16
-//                               bits; quantised and scale, if its rows are wanted in eight bits too
+//                               bits; quantised, scales and run, if its rows are wanted in eight bits too: scales,
+//                               float32, of each row's runs of so many columns, a power of two up to 128
 //   push, sum, write            blocks that do so; without the first all do all work. cluster: blocks that share a row to
 //                               be normalised; threads: workers of a block; early: blocks may take their places before
 //                               the kernel before this one ends; stream: a cudaStream_t
 #define WEFT_REQUEST(FIELD, FIELDS)                                                                                      \
   FIELD(group) FIELD(direction) FIELD(segments) FIELD(span) FIELD(two_shot) FIELD(x) FIELD(x_rows) FIELD(out)             \
   FIELD(out_rows) FIELD(width) FIELD(dtype) FIELD(device_counts) FIELD(residual) FIELD(residual_out) FIELD(weight)        \
-  FIELD(wide_weight) FIELD(quantised) FIELD(scale) FIELD(push) FIELD(sum) FIELD(write) FIELD(cluster) FIELD(threads) FIELD(early)            \
-  FIELD(stream) FIELDS(rows) FIELDS(received)
+  FIELD(wide_weight) FIELD(quantised) FIELD(scales) FIELD(run) FIELD(push) FIELD(sum) FIELD(write) FIELD(cluster)         \
+  FIELD(threads) FIELD(early) FIELD(stream) FIELDS(rows) FIELDS(received)
 struct Request {
 #define FIELD(name) int64_t name;
 #define FIELDS(name) int64_t name[kMaxRanks];
@@ -260,6 +267,7 @@ void run(int64_t handle, int64_t request) {
   c.exchange = {Direction(r.direction), int(r.segments), int(r.span)};
   c.n = int(g.ranks.size()), c.me = g.me;
   const bool scatters = c.exchange.direction == Direction::kScatter, norm = r.weight != 0;
+  const Epilogue then = !norm ? Epilogue::kNone : r.quantised ? Epilogue::kQuantise : Epilogue::kNorm;
   const int terms = c.exchange.direction == Direction::kPermute ? 1 : scatters ? c.n : c.exchange.span;
   const Algorithm how = r.two_shot             ? Algorithm::kTwoShot
                         : terms == 1 && !norm ? Algorithm::kCopy
@@ -271,8 +279,11 @@ void run(int64_t handle, int64_t request) {
   if (norm) {
     c.residual = at(r.residual), c.residual_out = at(r.residual_out), c.weight = at(r.weight);
     c.wide_weight = r.wide_weight != 0;
-    c.quantised = at(r.quantised), c.scale = reinterpret_cast<const float*>(r.scale);
+    c.quantised = at(r.quantised), c.scales = reinterpret_cast<float*>(r.scales);
     c.eps = float(r.eps), c.inverse_width = 1.0f / float(r.width);
+    while (1 << c.log2_run < r.run && c.quantised) ++c.log2_run;
+    if (c.quantised && (r.run < 8 || r.run > 128 || 1 << c.log2_run != r.run))
+      TVM_FFI_THROW(WeftCallError) << "the epilogue quantises by runs of 8 to 128 columns, a power of two, not " << r.run;
     if (c.row_units > kMaxRuns * kRunUnits)
       TVM_FFI_THROW(WeftCallError) << "the epilogue takes rows of at most " << kMaxRuns * kRunUnits * kUnit << " bytes";
   }
@@ -316,11 +327,11 @@ void run(int64_t handle, int64_t request) {
     check(cudaLaunchKernelEx(&config, kernel, c), "launch");
   };
   if (r.dtype == 0)
-    launch(kernel_for<float>(whole, c.n, how, norm));
+    launch(kernel_for<float>(whole, c.n, how, then));
   else if (r.dtype == 1)
-    launch(kernel_for<__nv_bfloat16>(whole, c.n, how, norm));
+    launch(kernel_for<__nv_bfloat16>(whole, c.n, how, then));
   else
-    launch(kernel_for<__half>(whole, c.n, how, norm));
+    launch(kernel_for<__half>(whole, c.n, how, then));
 }
 
 // request: where a MergeRequest lies; dtype as in `run`.

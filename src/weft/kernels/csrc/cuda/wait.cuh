@@ -19,12 +19,16 @@ constexpr int kBookkeepers = 32;   // threads of the bookkeeping warp, beside a 
 // its owner, which sums it and pushes the sum.
 enum class Algorithm { kCopy, kOneShot, kTwoShot };
 
+// What follows a sum. kNorm: residual add and RMSNorm. kQuantise: the same, and its rows in eight bits beside them,
+// where they are asked for.
+enum class Epilogue { kNone, kNorm, kQuantise };
+
 // N: at least as many as ranks. kWhole: rows are whole units, aligned.
-template <class Type, bool kWholeRows, int kRanks, Algorithm kHow, bool kNormed>
+template <class Type, bool kWholeRows, int kRanks, Algorithm kHow, Epilogue kThen>
 struct Context {
   using T = Type;
   using E = Elements<T>;
-  static constexpr bool kWhole = kWholeRows, kNorm = kNormed;
+  static constexpr bool kWhole = kWholeRows, kNorm = kThen != Epilogue::kNone, kQuantise = kThen == Epilogue::kQuantise;
   static constexpr int N = kRanks;
   static constexpr Algorithm kAlgorithm = kHow;
   // Whether a warp's threads go on together after a wait: see `await`.

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weft.comm.dispatch import Dispatching
+from weft.kernels.float8 import Rows
 from weft.place.spec import Mesh, Placement, PlacementError
+
+Quantising = Callable[[int], Rows]
+"""Rows in FP8, by runs of so many columns (`weft.kernels.float8`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,7 @@ class Hidden:
     live: int32 `[1]` on the device, how many of the rows are tokens; those behind are padding. None: all are. Set on
     what a stream reads, for blocks whose work depends on it, such as routers.
     dispatch: set by a stream on OWN rows that a block of experts reads, where these are to be sent to other ranks.
+    quantised: set by a stream: gives the rows in FP8, by runs of so many columns, for products that take them so.
     """
 
     value: Tensor
@@ -30,6 +35,7 @@ class Hidden:
     origin: str
     live: Tensor | None = None
     dispatch: Dispatching | None = None
+    quantised: Quantising | None = None
 
     def __add__(self, other: Hidden) -> Hidden:
         """The sum; two sums that owe the same owe it once. Raises PlacementError for unequal placements."""

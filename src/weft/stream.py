@@ -27,7 +27,8 @@ from weft.comm.dispatch import DeviceDispatcher, Dispatcher, Dispatching, Work, 
 from weft.comm.rows import StepRows
 from weft.comm.transport import COLLECTIVE, Epilogue, LiveSizes, Sizes, Transport
 from weft.hidden import Hidden
-from weft.kernels.rows import add_rms_norm, rms_norm
+from weft.kernels import float8
+from weft.kernels.rows import add_rms_norm, quantising, rms_norm
 from weft.place.experts import SEND, Dispatch
 from weft.place.plan import Chain, Counts, Plan, Planner, Read, ReadPlan
 from weft.place.show import fold
@@ -112,13 +113,18 @@ class TraceStream:
         self._reads.append(Read(norm.path, target, tuple(self._deltas.placements)))
         self._deltas = _Deltas()
 
+        def quantised(run: int) -> float8.Rows:
+            read = self._reads[index]
+            self._reads[index] = replace(read, run=read.run or run)
+            return float8.quantise(self._empty, run)
+
         def dispatch(x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
             if self._reads[index].dispatch is not None:
                 raise PlacementError(f"what {norm.path} gives is dispatched twice; read the stream once for each block")
             self._reads[index] = replace(self._reads[index], dispatch=Dispatch(experts, expert.shape[1]))
             return work(x, weight, expert)
 
-        return Hidden(self._empty, target, self.mesh, norm.path, dispatch=dispatch)
+        return Hidden(self._empty, target, self.mesh, norm.path, dispatch=dispatch, quantised=quantised)
 
     def chain(self) -> Chain:
         """The trace. Raises PlacementError where a delta was added after the last read: it would be lost."""
@@ -280,9 +286,9 @@ class Stream:
             raise PlacementError(f"before {norm.path} the trace added {wanted}; now {self._deltas.named()} was added")
         assert read_plan is not None
         self._index += 1
-        value, target = self._walk(read_plan.steps, traced.site, norm), traced.target
+        (value, quantised), target = self._walk(read_plan.steps, traced, norm), traced.target
         live, dispatch = self._rows.live(target.rows), self._dispatch(read_plan, value.is_cuda)
-        return Hidden(value, target, self.mesh, norm.path, live, dispatch)
+        return Hidden(value, target, self.mesh, norm.path, live, dispatch, quantising(value, quantised))
 
     def finish(self) -> None:
         """Checks that the whole plan was walked. Raises PlacementError where the model stopped early."""
@@ -292,10 +298,16 @@ class Stream:
         if self._deltas.values:
             raise PlacementError(f"added after the last read, so never settled: {self._deltas.named()}")
 
-    def _walk(self, steps: tuple[Step, ...], site: str, norm: Norm) -> Tensor:
+    def _walk(self, steps: tuple[Step, ...], read: Read, norm: Norm) -> tuple[Tensor, float8.Rows | None]:
+        """The normalised rows; in FP8 too, where products take them so and nothing moves them once they are made."""
+        site, run = read.site, read.run if steps[-1].op in ("norm", "finish") else 0
         deltas, origins = self._deltas.values, self._deltas.origins
-        residual, normed = self._residual, None
+        residual, normed, rows = self._residual, None, None
         self._deltas = _Deltas()
+
+        def in_float8(x: Tensor) -> float8.Rows | None:
+            return float8.unfilled(x, run) if run else None
+
         for step, then in zip(steps, (*steps[1:], None), strict=True):
             if step.op == "move":
                 if step.operand == RESIDUAL:
@@ -309,10 +321,13 @@ class Stream:
                     deltas[step.operand] = self._move(step, deltas[step.operand], site, origins[step.operand])
             elif step.op == "norm":
                 assert residual is not None
-                normed = rms_norm(residual, norm.weight, norm.eps) if normed is None else normed
+                if normed is None:
+                    rows = in_float8(residual)
+                    normed = rms_norm(residual, norm.weight, norm.eps, rows)
             elif step.op == "finish":
                 assert residual is not None
-                epilogue = Epilogue(residual, norm.weight, norm.eps)
+                rows = in_float8(residual)
+                epilogue = Epilogue(residual, norm.weight, norm.eps, rows)
                 residual, normed = self._move(step, deltas.pop(), site, origins.pop(), epilogue).unbind(0)
             else:
                 assert isinstance(step.operand, int)
@@ -323,12 +338,13 @@ class Stream:
                 elif residual is None:
                     residual = delta
                 elif then is not None and then.op == "norm":
-                    residual, normed = add_rms_norm(residual, delta, norm.weight, norm.eps)
+                    rows = in_float8(residual)
+                    residual, normed = add_rms_norm(residual, delta, norm.weight, norm.eps, rows)
                 else:
                     residual = residual + delta
         assert normed is not None and residual is not None
         self._residual = residual
-        return normed
+        return normed, rows
 
     def _dispatch(self, read_plan: ReadPlan, on_gpu: bool) -> Dispatching | None:
         """What takes the rows of a read to their experts, by the plan's transports; None where they stay."""

@@ -14,12 +14,13 @@ from weft.comm.peer import PeerTransport
 from weft.comm.rows import PaddedRows, StepRows
 from weft.comm.transport import Transport, offer_of
 from weft.hidden import Hidden
+from weft.kernels import float8
 from weft.place.cost import AlphaBeta
 from weft.place.plan import Chain, Plan, Planner, Read
 from weft.place.spec import Mesh, Placement, Rows
 from weft.stream import Stream
 
-WIDTH, CAPACITY = 24, 5
+WIDTH, RUN, CAPACITY = 24, 16, 5
 COUNTS = {2: [(5, 5), (3, 0), (0, 0), (0, 4), (1, 5), (2, 2)], 1: [(5,), (1,), (0,), (4,), (3,)]}
 FEW_CALLS = AlphaBeta("few calls", alpha_us=100, hop_us=0, gb_s=1e4, launch_us=5, mem_gb_s=1e3)
 FEW_BYTES = AlphaBeta("few bytes", alpha_us=0.1, hop_us=0, gb_s=1e-4, launch_us=0.1, mem_gb_s=1e3)
@@ -44,7 +45,8 @@ def chain_of(mesh: Mesh) -> Chain:
     reads: list[tuple[Placement, tuple[Placement, ...]]] = [(group, (group,))]
     for target in (group, own, world):
         reads += [(world, (by_attention,)), (target, (by_experts,))]
-    return Chain(tuple(Read(f"{i}.norm", target, deltas) for i, (target, deltas) in enumerate(reads)), WIDTH, 4)
+    norms = (Read(f"{i}.norm", target, deltas, run=RUN) for i, (target, deltas) in enumerate(reads))
+    return Chain(tuple(norms), WIDTH, 4)
 
 
 def drawn(mesh: Mesh, plan: Plan, counts: tuple[int, ...], seed: int) -> list[Tensor]:
@@ -60,12 +62,19 @@ def term(mesh: Mesh, rank: int, placement: Placement, whole: Tensor, counts: tup
     return whole[rank if placement.owes else 0, start:stop]
 
 
-def walk(stream: Stream, plan: Plan, deltas: list[Tensor], norms: list[Norm]) -> list[Tensor]:
+Got = tuple[Tensor, Tensor, Tensor]
+"""What a read gives: its rows; and in FP8, as bytes, with their scales."""
+
+
+def walk(stream: Stream, plan: Plan, deltas: list[Tensor], norms: list[Norm]) -> list[Got]:
     out = []
     for read_plan, delta, norm in zip(plan.reads, deltas, norms, strict=True):
         [placement] = read_plan.read.deltas
         stream.add(Hidden(delta, placement, plan.mesh, norm.path))
-        out.append(stream.read(norm, read_plan.read.target.rows).value)
+        x = stream.read(norm, read_plan.read.target.rows)
+        assert x.quantised is not None
+        values, scales, _ = x.quantised(RUN)
+        out.append((x.value, values.view(torch.uint8), scales))
     stream.finish()
     return out
 
@@ -87,10 +96,10 @@ def plans_of(transport: Transport, mesh: Mesh) -> list[tuple[Planner, Plan]]:
 
 
 @cache
-def wanted(mesh: Mesh, plan: Plan, counts: tuple[int, ...], seed: int) -> list[list[Tensor]]:
+def wanted(mesh: Mesh, plan: Plan, counts: tuple[int, ...], seed: int) -> list[list[Got]]:
     """What each rank must read, by the reference transport on the live rows alone."""
 
-    def main(reference: Transport) -> list[Tensor]:
+    def main(reference: Transport) -> list[Got]:
         whole = drawn(mesh, plan, counts, seed)
         deltas = [
             term(mesh, reference.rank, r.read.deltas[0], w, counts) for r, w in zip(plan.reads, whole, strict=True)
@@ -103,11 +112,19 @@ def wanted(mesh: Mesh, plan: Plan, counts: tuple[int, ...], seed: int) -> list[l
 
 
 def walk_into(
-    outs: list[Tensor], transport: Transport, plan: Plan, rows: StepRows, deltas: list[Tensor], norms: list[Norm]
+    outs: list[Got], transport: Transport, plan: Plan, rows: StepRows, deltas: list[Tensor], norms: list[Norm]
 ) -> None:
     results = walk(Stream(plan, {transport.name: transport}, rows), plan, deltas, norms)
     for out, result in zip(outs, results, strict=True):
-        out.copy_(result)
+        for to, made in zip(out, result, strict=True):
+            to.copy_(made)
+
+
+def got_by(rows: int, device: torch.device) -> Got:
+    """Where a read's rows are put."""
+    x = torch.empty(rows, WIDTH, device=device)
+    values, scales, _ = float8.unfilled(x, RUN)
+    return x, values.view(torch.uint8), scales
 
 
 def check_padded(
@@ -116,6 +133,7 @@ def check_padded(
     """Each plan, made once with capacity's tensors, then made again with other live counts and contents.
 
     again: what makes the calls of a step again, such as a graph of them, replayed. Padding is NaN before every turn.
+    Rows in FP8 are bit by bit what their definition makes of those that were read beside them.
     """
     rank = transport.rank
     seen = set()
@@ -123,7 +141,7 @@ def check_padded(
         seen |= {edge.kind for _, _, edge in plan.moves()}
         rows = PaddedRows(mesh, rank, CAPACITY, device)
         given = [torch.empty(rows.room(r.read.deltas[0].rows), WIDTH, device=device) for r in plan.reads]
-        outs = [torch.empty(rows.room(r.read.target.rows), WIDTH, device=device) for r in plan.reads]
+        outs = [got_by(rows.room(r.read.target.rows), device) for r in plan.reads]
         norms = norms_of(plan, device)
         rows.fill((CAPACITY,) * mesh.attn_dp)
 
@@ -137,7 +155,8 @@ def check_padded(
                 mine = term(mesh, rank, r.read.deltas[0], whole, counts)
                 tensor[: len(mine)].copy_(mine)
             for out in outs:
-                out.fill_(float("inf"))
+                for to in out:
+                    to.fill_(255)
             rows.fill(counts)
             repeat()
             if device.type == "cuda":
@@ -145,7 +164,10 @@ def check_padded(
             transport.check()
             expected = wanted(mesh, plan, counts, seed)[rank]
             for read, out, right in zip(plan.reads, outs, expected, strict=True):
-                got = out[: len(right)].cpu()
-                assert torch.allclose(got, right, rtol=1e-5, atol=1e-6), (rank, read.read.site, counts, plan)
+                got, values, scales = (part[: len(right[0])].cpu() for part in out)
+                what = (rank, read.read.site, counts, plan)
+                assert torch.allclose(got, right[0], rtol=1e-5, atol=1e-6), what
+                eight = float8.quantise(got, RUN)
+                assert torch.equal(values, eight.values.view(torch.uint8)) and torch.equal(scales, eight.scales), what
     if mesh.attn_dp > 1 and mesh.attn_tp > 1:
         assert seen >= {"all_reduce+all_gatherv", "reduce_scatterv+all_reduce", "all_gatherv"}, seen

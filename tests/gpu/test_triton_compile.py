@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from weft.kernels.float8 import FLOAT8, Weight  # noqa: E402
+from weft.kernels.float8 import FLOAT8, Weight, unfilled  # noqa: E402
 from weft.kernels.plain import packed_shards  # noqa: E402
 from weft.kernels.triton import (  # noqa: E402
     decode_attention,
@@ -244,6 +244,11 @@ def dispatch_rows(rows: int, ranks: int, width: int) -> None:
     route.choose(empty(rows, 128), Routing(8, renormalise=True), empty(1, dtype=INT))
 
 
+def norm_and_quantise(rows: int, width: int) -> None:
+    x = empty(rows, width)
+    rms_norm.rms_norm(x, empty(width, dtype=FLOAT), 1e-6, quantised=unfilled(x, 128))
+
+
 CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "attention": (lambda: attend(64, 16, 2, 128, 2048), ("HMMA", "LDGSTS")),
     "attention, short table": (lambda: attend(1, 32, 4, 128, 32), ("HMMA", "LDGSTS")),
@@ -272,6 +277,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "latents, rotary, cache": (lambda: norm_latents(64, 128), ()),
     "routes in groups": (lambda: route_in_groups(64), ()),
     "rms norm": (lambda: rms_norm.rms_norm(empty(64, 7168), empty(7168), 1e-6, empty(64, 7168)), ()),
+    "rms norm, quantised": (lambda: norm_and_quantise(64, 7168), ()),
     "gated": (lambda: rms_norm.gated(empty(64, 2048), 7.0, None, (empty(64, 2048), empty(1, 2048))), ()),
     "gates and sinks of heads": (lambda: gate(64, 64, 64), ()),
     "sample": (lambda: draw(64), ()),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,12 +18,14 @@ from support import run_world, small_config
 
 from models import qwen35, stepfun
 from models.layouts import drive, sequences
+from weft import stream
 from weft.assets import preset_dir
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
+from weft.engine.runner import trace
 from weft.engine.startup import float8_products
-from weft.kernels import float8
+from weft.kernels import float8, rows
 from weft.kernels.float8 import FLOAT8, Rows, Weight, dequantise
 from weft.kernels.triton import plain
 from weft.models.config import ModelError, Storage
@@ -140,6 +144,11 @@ def noisy(x: torch.Tensor, run: int) -> Rows:
     return Rows(x * (1 + NOISE * torch.randn(x.shape)), x.new_ones(*x.shape[:-1], -(-x.shape[-1] // run)), run)
 
 
+def noisy_unfilled(x: torch.Tensor, run: int) -> Rows:
+    """Room for them."""
+    return Rows(torch.empty_like(x), x.new_empty(x.shape[0], -(-x.shape[1] // run)), run)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_off_as_by_noise_of_the_size_of_the_rounding(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -162,8 +171,42 @@ def test_logits_are_off_as_by_noise_of_the_size_of_the_rounding(
     torch.manual_seed(0)
     for module in (float8, plain):
         monkeypatch.setattr(module, "quantise", noisy)
+    monkeypatch.setattr(float8, "unfilled", noisy_unfilled)
     wanted = off(logits(Mesh(), True))
     assert all(wanted / 1.5 < far < 1.5 * wanted for far in found), (found, wanted)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "step"])
+def test_rows_that_a_read_quantises_change_no_logit(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are bit by bit what each product would make of them. On one rank all reads of such blocks give them so."""
+    config = replace(load_config(saved(family, tmp_path)), float8=True)
+    for kept, run in ((True, 128), (False, 0)):
+        *blocks, last = trace(replace(config, float8=kept), Mesh(), torch.float32).reads
+        assert {read.run for read in blocks} == {run} and last.run == 0
+    calls: Counter[str] = Counter()
+
+    def counted(module: ModuleType, name: str) -> None:
+        call = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: calls.update([name]) or call(*args))
+
+    counted(float8, "fill")
+    counted(rows, "quantise")
+    for mesh in (Mesh(), QUARTER):
+        run = sequences(mesh, 61)
+
+        def logits(mesh: Mesh = mesh, run: list[list[list[int]]] = run) -> list[dict[tuple[int, int], torch.Tensor]]:
+            return run_world(mesh.world, lambda t: drive(t, tmp_path, mesh, run, float8=True))
+
+        calls.clear()
+        found = logits()
+        assert calls["fill"] and (mesh.world > 1 or not calls["quantise"]), calls
+        with monkeypatch.context() as patched:
+            patched.setattr(stream, "quantising", lambda x, made: None)
+            wanted = logits()
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 def test_what_config_json_leaves_out() -> None:

@@ -5,29 +5,36 @@ On GPUs arithmetic is in float32 and rounded once, where a result is stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from weft.kernels import plain
+from weft.kernels import float8, plain
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`weft.kernels.plain.rms_norm` of x `[…, width]`."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, quantised: float8.Rows | None = None) -> Tensor:
+    """`weft.kernels.plain.rms_norm` of x `[…, width]`. quantised: of x `[rows, width]`, filled with it in FP8 too."""
     if not x.is_cuda:
-        return plain.rms_norm(x, weight, eps)
+        normed = plain.rms_norm(x, weight, eps)
+        if quantised is not None:
+            float8.fill(quantised, normed)
+        return normed
     from weft.kernels.triton import rms_norm as kernels  # GPUs only: a CPU need not have Triton
 
-    return kernels.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+    return kernels.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps, quantised=quantised).view(x.shape)
 
 
-def add_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, quantised: float8.Rows | None = None
+) -> tuple[Tensor, Tensor]:
     """(residual + delta, its `rms_norm`), `[rows, width]` each; both are new."""
     if not residual.is_cuda:
         total = residual + delta
-        return total, plain.rms_norm(total, weight, eps)
+        return total, rms_norm(total, weight, eps, quantised)
     from weft.kernels.triton import rms_norm as kernels
 
     total = residual.new_empty(residual.shape)
-    return total, kernels.rms_norm(delta, weight, eps, residual, total=total)
+    return total, kernels.rms_norm(delta, weight, eps, residual, total=total, quantised=quantised)
 
 
 def gated(
@@ -54,3 +61,24 @@ def gate_heads(
     from weft.kernels.triton.gate_heads import gate_heads as kernel
 
     return kernel(out, gate, lse, sinks)
+
+
+def quantise(x: Tensor, run: int) -> float8.Rows:
+    """`weft.kernels.float8.quantise` of x `[T, width]`."""
+    if not x.is_cuda:
+        return float8.quantise(x, run)
+    from weft.kernels.triton import float8 as kernels
+
+    return kernels.quantise(x, run)
+
+
+def quantising(x: Tensor, made: float8.Rows | None = None) -> Callable[[int], float8.Rows]:
+    """Gives x quantised by runs of so many columns: as it was made already, or made once, when first asked for."""
+    known = {} if made is None else {made.run: made}
+
+    def quantised(run: int) -> float8.Rows:
+        if run not in known:
+            known[run] = quantise(x, run)
+        return known[run]
+
+    return quantised

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from weft.hidden import Quantising
 from weft.kernels import float8 as plain
-from weft.kernels.float8 import Weight
+from weft.kernels.float8 import Rows, Weight
 from weft.models.source import Source
 from weft.place.spec import LayoutError
 
@@ -38,16 +39,24 @@ def unit_of(path: str, dims: int, sources: Sequence[Source]) -> tuple[int, int]:
     return rows, columns
 
 
-def product(x: Tensor, weight: Tensor | Weight, out: Tensor | None = None) -> Tensor:
-    """x Wᵀ, into out where it is given. x: `[rows, inputs]`; weight `[outputs, inputs]`.
+def as_taken(x: Tensor, weight: Tensor | Weight, quantised: Quantising | None) -> Tensor | Rows:
+    """x as a product with the weight takes its rows: in FP8 where the weight is, if they are to be had so."""
+    return quantised(weight.unit[1]) if quantised is not None and isinstance(weight, Weight) else x
+
+
+def product(
+    x: Tensor, weight: Tensor | Weight, out: Tensor | None = None, quantised: Quantising | None = None
+) -> Tensor:
+    """x Wᵀ, into out where it is given. x: `[rows, inputs]`; weight `[outputs, inputs]`; quantised: gives x in FP8.
 
     In FP8 by Triton kernels on GPUs, elsewhere by what they compute.
     """
     if not isinstance(weight, Weight):
         return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
     out = x.new_empty(x.shape[0], weight.values.shape[0]) if out is None else out
+    rows = as_taken(x, weight, quantised)
     if x.is_cuda:
         from weft.kernels.triton import float8  # GPUs only: a CPU need not have Triton
 
-        return float8.linear(x, weight, out)
-    return out.copy_(plain.linear(x, weight)) if x.shape[0] else out
+        return float8.linear(rows, weight, out)
+    return out.copy_(plain.linear(rows, weight)) if x.shape[0] else out

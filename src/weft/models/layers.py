@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.hidden import Hidden
+from weft.hidden import Hidden, Quantising
 from weft.kernels.float8 import FLOAT8, Weight
 from weft.kernels.rows import rms_norm
 from weft.models.float8 import product, unit_of
@@ -132,7 +132,7 @@ class Linear(Layer):
         self.declare(replace(b, float8=None) if plain else b, "weight", (outputs, inputs), [source])
 
     def forward(self, x: Hidden) -> Hidden:
-        value = product(x.require_complete(self.path), self.declared("weight"))
+        value = product(x.require_complete(self.path), self.declared("weight"), quantised=x.quantised)
         return Hidden(value, x.placement, x.mesh, self.path)
 
 
@@ -190,14 +190,14 @@ class ColumnLinear(Layer):
             placement = x.mesh.placement(x.placement.rows, split=self.over)
         except PlacementError as error:
             raise PlacementError(f"{self.path} reads {x.origin} {x.placement}: {error}") from None
-        return Hidden(self._product(value), placement, x.mesh, self.path)
+        return Hidden(self._product(value, x.quantised), placement, x.mesh, self.path)
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _product(self, x: Tensor, quantised: Quantising | None) -> Tensor:
         if len(self.products) == 1 and not self.units:
             return F.linear(x, self.weight, self.bias)
         out = x.new_empty(x.shape[0], sum(self.sizes))
         for name, columns in self.products:
-            product(x, self.declared(name), out[:, columns])
+            product(x, self.declared(name), out[:, columns], quantised)
         return out if self.bias is None else out.add_(self.bias)
 
 

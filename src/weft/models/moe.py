@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.hidden import Hidden
+from weft.hidden import Hidden, Quantising
 from weft.kernels.float8 import Weight
 from weft.kernels.rows import gated
 from weft.kernels.triton import plain
+from weft.models.float8 import as_taken
 from weft.models.layers import Builder, Layer, Linear
 from weft.models.mlp import FeedForward, GatedMLP, WholeMLP
 from weft.models.routing import Router, Routing
@@ -96,17 +97,18 @@ class Experts(Layer):
     def forward(self, x: Hidden, probability: Tensor, expert: Tensor) -> Hidden:
         if self._dispatches(x):
             return self._dispatched(x, probability, expert, self._sum)
-        out = self._sum(self._world_rows(x), probability, expert)
+        out = self._sum(self._world_rows(x), probability, expert, x.quantised)
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
-    def _sum(self, x: Tensor, probability: Tensor, expert: Tensor) -> Tensor:
-        """What this rank's experts make of rows."""
+    def _sum(self, x: Tensor, probability: Tensor, expert: Tensor, quantised: Quantising | None = None) -> Tensor:
+        """What this rank's experts make of rows. quantised: gives them in FP8."""
         out = self.workspace(*x.shape, like=x)
         more = (self.limit, self.alpha, self.gate_up_bias, self.down_bias)
         gate_up, down, expert = self.declared("gate_up"), self.declared("down"), expert - self.first
         if isinstance(gate_up, Weight) or isinstance(down, Weight):
             here = (expert >= 0) & (expert < self.gate_up.shape[0])
-            return out.copy_(plain.experts(x, probability, expert.where(here, -1), gate_up, down, *more))
+            rows = as_taken(x, gate_up, quantised)
+            return out.copy_(plain.experts(rows, probability, expert.where(here, -1), gate_up, down, *more))
         routed(x, probability, expert, gate_up, down, out, *more)
         return out
 
@@ -128,7 +130,7 @@ class Experts(Layer):
         routing = route.route(router.logits(x), router.routing, _live(x), tile_rows, self.first, held, router.bias)
         if shared is not None:
             shared.require_placement(x.mesh.placement(x.placement.rows, owes="world"), self.path)
-        out = self._sum_routed(value, routing, None if shared is None else shared.value)
+        out = self._sum_routed(value, routing, None if shared is None else shared.value, x.quantised)
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
     def _sum_on_gpu(self, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
@@ -142,15 +144,18 @@ class Experts(Layer):
             x, route.sort_pairs(weight, local, held, moe.tile_rows_of(x.shape[0], bool(self.units)))
         )
 
-    def _sum_routed(self, x: Tensor, routing: PairRouting, shared: Tensor | None = None) -> Tensor:
-        """shared: to which it is added, where it lies."""
+    def _sum_routed(
+        self, x: Tensor, routing: PairRouting, shared: Tensor | None = None, quantised: Quantising | None = None
+    ) -> Tensor:
+        """shared: to which it is added, where it lies. quantised: as for `_sum`."""
         from weft.kernels.triton import moe
 
+        gate_up = self.declared("gate_up")
         out = self.workspace(*x.shape, like=x) if shared is None else shared
         return moe.experts(
-            x,
+            as_taken(x, gate_up, quantised),
             routing,
-            self.declared("gate_up"),
+            gate_up,
             self.declared("down"),
             out,
             limit=self.limit,

@@ -31,13 +31,15 @@ Counts = tuple[int, ...]
 class Read:
     """One read of the stream. site: the norm's name; target: what the block asked for; deltas: what was added since.
 
-    dispatch: what the block sends to experts on other ranks, of OWN rows.
+    dispatch: what the block sends to experts on other ranks, of OWN rows. run: its products in FP8 take rows quantised
+    by runs of so many columns; 0: it has none.
     """
 
     site: str
     target: Placement
     deltas: tuple[Placement, ...]
     dispatch: Dispatch | None = None
+    run: int = 0
 
 
 @dataclass(frozen=True, slots=True)

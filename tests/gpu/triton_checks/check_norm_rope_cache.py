@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from weft.attention.backend import LatentSplit
+from weft.kernels import float8
 from weft.kernels.plain import gate_heads as gate_heads_of_torch
 from weft.kernels.plain import gated
 from weft.kernels.triton import gate_heads, plain, rms_norm
@@ -133,6 +134,24 @@ def check_rms_norm(add: bool, dtype: torch.dtype, device: torch.device) -> None:
         again = rms_norm.rms_norm(x, weight.float(), 1e-3, residual, total=total)
         assert torch.equal(total, theirs) and torch.equal(residual, kept)
         assert torch.allclose(again, wanted, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width, run", [(256, 128), (200, 64), (96, 128)])
+def check_rms_norm_quantises(width: int, run: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Its result, as it is without; and bit by bit what is made of that afterwards."""
+    x, weight = torch.randn(4, width + 8, device=device).to(dtype)[:, 4:-4], torch.randn(width, device=device)
+    x[1], x[2, width // 2] = 0, 1e4
+    rows = float8.unfilled(x, run)
+    rows.values.view(torch.uint8).fill_(255)
+    rows.scales.fill_(float("nan"))
+    found = rms_norm.rms_norm(x, weight, 1e-3, quantised=rows)
+    wanted = float8.quantise(found, run)
+    assert torch.equal(found, rms_norm.rms_norm(x, weight, 1e-3))
+    assert torch.equal(rows.values.view(torch.uint8), wanted.values.view(torch.uint8))
+    assert torch.equal(rows.scales, wanted.scales)
+    with pytest.raises(ValueError, match="quantised"):
+        rms_norm.rms_norm(x[1:], weight, 1e-3, quantised=rows)
 
 
 @pytest.mark.parametrize("limit, alpha, scored", [(None, None, False), (2.0, None, True), (2.0, 1.7, False)])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.kernels.float8 import Weight, dequantise, quantise
+from weft.kernels.float8 import Rows, Weight, dequantise, quantise
 from weft.kernels.plain import gated
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def route(
 
 
 def experts(
-    x: Tensor,
+    x: Tensor | Rows,
     weight: Tensor,
     expert: Tensor,
     gate_up: Tensor | Weight,
@@ -81,28 +81,32 @@ def experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """`[T, width]`; pairs whose expert is −1 are left out. With weights in FP8 both products' rows are quantised.
+    """`[T, width]`; pairs whose expert is −1 are left out. With weights in FP8 both products' rows are quantised, those
+    of x unless they come so: then the result is float32.
 
     Between the products is `weft.kernels.plain.gated`.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    out = torch.zeros(x.shape, dtype=wide, device=x.device)
+    given, dtype = (x.values, torch.float32) if isinstance(x, Rows) else (x, x.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    out = torch.zeros(given.shape, dtype=wide, device=given.device)
 
-    def product(rows: Tensor, weight: Tensor | Weight, e: int, bias: Tensor | None) -> Tensor:
+    def product(rows: Tensor | Rows, weight: Tensor | Weight, e: int, bias: Tensor | None) -> Tensor:
         if isinstance(weight, Weight):
-            rows = dequantise(quantise(rows, weight.unit[1]), wide)
+            rows = rows if isinstance(rows, Rows) else quantise(rows, weight.unit[1])
             weight = dequantise(Weight(weight.values[e], weight.scales[e], weight.unit), wide)
         else:
             weight = weight[e].to(wide)
-        return F.linear(rows.to(wide), weight, None if bias is None else bias[e].to(wide))
+        given = dequantise(rows, wide) if isinstance(rows, Rows) else rows.to(wide)
+        return F.linear(given, weight, None if bias is None else bias[e].to(wide))
 
     for e in expert.unique().tolist():
         if e >= 0:
             token, choice = (expert == e).nonzero(as_tuple=True)
-            inner = gated(product(x[token], gate_up, e, gate_up_bias), limit, alpha)
+            taken = Rows(x.values[token], x.scales[token], x.run) if isinstance(x, Rows) else x[token]
+            inner = gated(product(taken, gate_up, e, gate_up_bias), limit, alpha)
             rows = product(inner, down, e, down_bias)
             out.index_add_(0, token, rows * weight[token, choice, None].to(wide))
-    return out.to(x.dtype)
+    return out.to(dtype)
 
 
 def norm_rope_cache(

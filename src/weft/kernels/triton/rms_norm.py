@@ -9,13 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.float8 import Rows
 from weft.kernels.triton import overlap
+from weft.kernels.triton.float8 import to_float8
 
 
 @triton.jit
 def _rms_norm(
-    x, residual, weight, total, out, x_row, residual_row, total_row, out_row, eps,
-    WIDTH: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    x, residual, weight, total, out, values, scales, x_row, residual_row, total_row, out_row, eps,
+    WIDTH: tl.constexpr, ADD: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     row = tl.program_id(0).to(tl.int64)
@@ -29,7 +31,15 @@ def _rms_norm(
         value = rounded.to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
     value *= tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_row + i, value.to(out.dtype.element_ty), mask=inside)
+    normed = value.to(out.dtype.element_ty)
+    tl.store(out + row * out_row + i, normed, mask=inside)
+    if RUN:
+        RUNS: tl.constexpr = BLOCK // RUN
+        ALL: tl.constexpr = (WIDTH + RUN - 1) // RUN
+        quantised, scale = to_float8(tl.reshape(normed.to(tl.float32), [RUNS, RUN]))
+        tl.store(values + row * WIDTH + i, tl.reshape(quantised, [BLOCK]), mask=inside)
+        run = tl.arange(0, RUNS)
+        tl.store(scales + row * ALL + run, scale, mask=run < ALL)
 
 
 @triton.jit
@@ -75,11 +85,13 @@ def rms_norm(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     total: Tensor | None = None,
+    quantised: Rows | None = None,
 ) -> Tensor:
     """x · weight / √(mean(x²) + eps) over the rows of x `[T, width]`, in float32, rounded once.
 
     residual: `[T, width]`; what is normalised is then residual + x, rounded to its dtype. That is kept in total, of the
     same shape and dtype; left out, in place of the residual.
+    quantised: contiguous, filled with what `float8.quantise` makes of the result; its run is a power of two.
     """
     rows, width = x.shape
     if weight.shape != (width,) or (residual is not None and residual.shape != x.shape):
@@ -89,11 +101,14 @@ def rms_norm(
     out = x.new_empty(rows, width) if out is None else out
     given = x if residual is None else residual
     total = given if total is None else total
+    values, scales, run = (out, out, 0) if quantised is None else quantised
+    if quantised is not None and (values.shape != x.shape or scales.shape != (rows, triton.cdiv(width, run))):
+        raise ValueError(f"x is {list(x.shape)}, quantised {list(values.shape)} with scales {list(scales.shape)}")
     if rows:
-        block = triton.next_power_of_2(width)
+        block = max(run, triton.next_power_of_2(width))
         _rms_norm[(rows,)](
-            x, given, weight, total, out, x.stride(0), given.stride(0), total.stride(0), out.stride(0), eps,
-            WIDTH=width, ADD=residual is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+            x, given, weight, total, out, values, scales, x.stride(0), given.stride(0), total.stride(0), out.stride(0),
+            eps, WIDTH=width, ADD=residual is not None, RUN=run, BLOCK=block, num_warps=min(16, max(1, block // 512)),
             **overlap.options(),
         )  # fmt: skip
     return out

@@ -6,7 +6,10 @@ A preset's shape with made-up weights. For each dcp size a fresh engine, whose r
   an end: tokens a second, median and 99th percentile of the time to first token, most sequences that ran at once;
 - decode: milliseconds between tokens of a few sequences with long contexts: from where dcp pays.
 
-Each context for decode is prefilled first, which is not timed. Prints a line a measurement and writes JSON.
+Each context for decode is prefilled first, which is not timed. Beside what a step takes stands what the plan says: how
+much longer one with dcp takes than without (`weft.place.dcp`, by the cost table that the engine ran with), and, where
+two contexts of as many sequences were measured, from which length dcp pays: measured, on the straight line between the
+two, and predicted. Prints a line a measurement, and writes them all as JSON after each.
 
     python benchmarks/gpu_dcp_serving.py --dcp 1 2 --concurrency 1 16 64 128 256 --decode 1x4096 1x32768 --json OUT.json
 """
@@ -25,15 +28,23 @@ import torch
 
 from gpu_decode import decode, layout
 from weft.assets import preset_dir
+from weft.bench.host import describe_host
+from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
+from weft.engine.device import carriers, dtype_of
 from weft.engine.engine import Engine
 from weft.engine.request import Output, SamplingParams
+from weft.engine.runner import dealt_of
+from weft.engine.transports import cost_model
+from weft.place.cost import Offer
+from weft.place.dcp import Dealt
 
 
 def serve(engine: Engine, clients: int, requests: int, prompt: int, answer: int, most_s: float) -> dict[str, Any]:
     """A closed loop: whenever an answer ends, its client asks again, until `requests` were asked."""
     generator = torch.Generator().manual_seed(clients)
-    prompts = torch.randint(10, 5000, (requests, prompt), generator=generator).tolist()
+    most_token = min(5000, engine.model_config.vocab_size)
+    prompts = torch.randint(10, most_token, (requests, prompt), generator=generator).tolist()
     params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
     first: list[float] = []
@@ -56,7 +67,7 @@ def serve(engine: Engine, clients: int, requests: int, prompt: int, answer: int,
     began = time.perf_counter()
     for _ in range(min(clients, requests)):
         ask()
-    done = 0
+    done, preemptions = 0, engine.stats().preemptions
     while done < requests:
         try:
             reason = ended.get(timeout=0.1)
@@ -75,9 +86,48 @@ def serve(engine: Engine, clients: int, requests: int, prompt: int, answer: int,
         "ttft_ms": round(statistics.median(first) * 1e3, 1),
         "ttft_p99_ms": round(sorted(first)[int(0.99 * len(first))] * 1e3, 1),
         "most_running": most,
-        "preemptions": engine.stats().preemptions,
+        "preemptions": engine.stats().preemptions - preemptions,
         "seconds": round(seconds, 2),
     }
+
+
+def planned(config: EngineConfig) -> tuple[Dealt, list[Offer]] | None:
+    """What the plan of a configuration that has run weighs; None without dcp."""
+    mesh, table = config.mesh, cost_model(config)
+    if (dealt := dealt_of(config.read_model(), mesh, dtype_of(config))) is None:
+        return None
+    every = carriers(config).items()
+    return dealt, [offer_of(name, has, mesh, table.of(name, mesh.world), None) for name, has in every]
+
+
+def against_plan(config: EngineConfig, itl: dict[tuple[int, int, int], float]) -> list[dict[str, Any]]:
+    """How much longer steps with dcp take than without, and from where they are quicker: measured, and as planned.
+
+    itl: ms between tokens by (dcp, batch, context). of: predicted over measured crossover; the goal is 1/1.5 to 1.5.
+    """
+    rows: list[dict[str, Any]] = []
+    if (found := planned(config)) is None:
+        return rows
+    (dealt, offers), dcp = found, config.dcp
+    longer: dict[int, list[tuple[int, float]]] = {}
+    for (n, batch, context), ms in sorted(itl.items()):
+        if n != dcp or (1, batch, context) not in itl:
+            continue
+        without = itl[1, batch, context]
+        predicted = dealt.exchange_us(batch, offers, config.dcp_exchange) - dealt.saved_us(offers) * batch * context
+        longer.setdefault(batch, []).append((context, ms - without))
+        of = {"dcp": dcp, "batch": batch, "context": context, "itl_ms": {"dcp 1": without, f"dcp {dcp}": ms}}
+        share = {"longer_by": ms / without - 1, "predicted_longer_by": predicted / 1e3 / without}
+        rows.append(of | {"longer_us": (ms - without) * 1e3, "predicted_longer_us": predicted} | share)
+    for batch, lengths in longer.items():
+        (near, more), (far, less) = lengths[0], lengths[-1]
+        row: dict[str, Any] = {"dcp": dcp, "batch": batch, "between": [near, far]}
+        row["predicted_pays_from"] = dealt.pays_from(batch, offers, config.dcp_exchange)
+        if more > less:
+            row["pays_from"] = near + (far - near) * more / (more - less)
+            row["of"] = row["predicted_pays_from"] / row["pays_from"]
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
@@ -103,10 +153,14 @@ def main() -> None:
     cases = [tuple(map(int, text.split("x"))) for text in args.decode]
     longest = max([args.prompt + args.answer, *(context + 64 for _, context in cases)])
     rows: list[dict[str, Any]] = []
+    itl: dict[tuple[int, int, int], float] = {}
+    about = {"host": describe_host(), "arguments": vars(args) | {"json": None}}
 
     def found(row: dict[str, Any]) -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
     for dcp in args.dcp:
         began = time.perf_counter()
@@ -130,16 +184,15 @@ def main() -> None:
             found({"dcp": dcp, "start_s": round(time.perf_counter() - began, 1)})
             serve(engine, 4, 8, 64, 12, args.most_s)  # warm
             for batch, context in cases:
-                found({"dcp": dcp, "batch": batch, "context": context} | decode(engine, batch, context, 48))
+                row = decode(engine, batch, context, 48)
+                itl[dcp, batch, context] = row["itl_ms"]
+                found({"dcp": dcp, "batch": batch, "context": context} | row)
             for clients in args.concurrency:
-                requests = max(4, clients + clients // 2)
+                requests = max(2, clients + clients // 2)
                 row = serve(engine, clients, requests, args.prompt, args.answer, args.most_s)
                 found({"dcp": dcp, "clients": clients, "requests": requests} | row)
-    if args.json:
-        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        host = {"gpus": gpus, "torch": torch.__version__, "cuda": torch.version.cuda}
-        arguments = vars(args) | {"json": None}
-        args.json.write_text(json.dumps({"host": host, "arguments": arguments, "rows": rows}, indent=1))
+        for row in against_plan(config, itl):
+            found({"against_plan": row})
 
 
 if __name__ == "__main__":

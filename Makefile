@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 .PHONY: help setup demo test test-gpu lint counts clean
 help:
-	@echo "make demo   serve the embedded model on 4 ranks and ask it word problems"
+	@echo "make demo   serve the embedded model on 4 ranks and ask it word problems; ARGS=\"--dcp 2\" for more"
 	@echo "make test   run every test        make lint   ruff and mypy"
 	@echo "make test-gpu  what needs GPUs, with the Python at hand; writes gpu-tests.log"
 	@echo "make counts lines of code         make clean  remove the virtual environment"
@@ -23,7 +23,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	@$(BIN)/weft demo
+	@$(BIN)/weft demo $(ARGS)
 
 # Three files at a time, as tests of processes wait now and then, and CI has two cores; the tests of a file share what
 # they compile and the servers that they start. pytest is to load the plugins that are named alone: of every package that

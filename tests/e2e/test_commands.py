@@ -15,13 +15,17 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from rich.progress import Progress, TaskID
 
 from e2e.here import weft_here
-from weft.cli.command import start_engine
+from weft.assets import embedded_model_dir
+from weft.cli import demo, serve
+from weft.cli.command import UserError, start_engine
 from weft.engine.config import EngineConfig
+from weft.place.spec import Mesh
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -252,6 +256,47 @@ def test_the_demo(tmp_path: Path) -> None:
     for text in ("The answer is", "plan:", "naive:", "What ran", "of 3 answers are right", "has stopped"):
         assert text in done.stdout, text
     assert not left_behind(tmp_path)
+
+
+def test_the_demo_can_be_told_dcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight processes take long to start: what `make` runs, what that starts, and with which layout, is looked at.
+    `dcp.test_engine` has that layout's ranks answer, as threads.
+    """
+    told = subprocess.run(
+        ["make", "-n", "demo", "ARGS=--dcp 2 --questions 1"], cwd=ROOT, capture_output=True, text=True
+    )
+    words = shlex.split(told.stdout.splitlines()[-1])
+    assert words[1:] == ["demo", "--dcp", "2", "--questions", "1"] and words[0].endswith("/weft")
+    started: list[list[str]] = []
+
+    class Refuses:
+        returncode = 2
+
+        def __init__(self, command: list[str], stdin: Any, stderr: Any):
+            started.append(command)
+
+        def poll(self) -> int:
+            return self.returncode
+
+        def send_signal(self, number: int) -> None:
+            pass
+
+        def wait(self, timeout: float) -> int:
+            return self.returncode
+
+    monkeypatch.setattr(demo.subprocess, "Popen", Refuses)
+    code, out, err = weft_here(*words[1:])
+    assert code == 2 and "before it was ready" in err and "--attn-tp 8 --dcp 2" in out
+    monkeypatch.undo()
+    asked: list[EngineConfig] = []
+
+    def start(config: EngineConfig, *args: Any) -> NoReturn:
+        asked.append(config)
+        raise UserError("started")
+
+    monkeypatch.setattr(serve, "start_engine", start)
+    assert weft_here(*started[0][3:])[0] == 2
+    assert asked[0].mesh == Mesh(1, 8, 2, 4, 2) and asked[0].model == embedded_model_dir()
 
 
 def test_a_demo_that_is_ended_takes_its_server_along(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from weft.engine.memory import GIB, Memory, cache_bytes, check_weights, groups_o
 from weft.engine.runner import ModelRunner
 from weft.kv.spec import CacheGroup, Latent, PagedKV, Recurrent, Rule, Spec, Window
 from weft.models.load import build_model, dummy_model
+from weft.place.dcp import Prompts
 from weft.place.spec import LayoutError
 
 SPECS: dict[str, Spec] = {
@@ -126,6 +127,43 @@ def test_steps_are_measured_with_a_cache_that_just_holds_them(
     logits = (1 + 2 + 4 + 6) * model.vocab_size * 8
     assert (found.total, found.free) == (400, 300)
     assert found.steps >= 3000 and found.graphs >= 3000 + logits  # both ranks draw from the same counter
+
+
+@pytest.mark.parametrize("most", [64, 20])
+def test_merged_prompts_are_measured_where_there_may_be_some(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pretended plan merges a prompt's 16 rows on top of 29 tokens or more: never where no sequence has so many."""
+    config = small_config("deepseek_v2", 2, max_position_embeddings=256)
+    config.save_pretrained(tmp_path)
+    sizes = dict(page_size=4, max_batch_tokens=16, max_running=6, attn_tp=2, ep=2, dcp=2, max_model_len=most)
+    made = EngineConfig(tmp_path, load_format="dummy", **sizes)
+    model, seen = made.read_model(), list[tuple[int, str | None]]()
+    monkeypatch.setattr(Prompts, "quickest", lambda asked, *_: "merge" if asked.seen >= 23 else "gather")
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name, value in (("memory_allocated", 0), ("max_memory_allocated", 9), ("mem_get_info", (300, 400))):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+
+    class Runner(ModelRunner):
+        def forward(self, batch: Any, counts: tuple[int, ...]) -> Any:
+            logits = super().forward(batch, counts)
+            if self.rank == 0:
+                [(_, backend)] = self.caches.paged
+                seen.append((int(batch.lengths[0]), backend._prefill))
+            return logits
+
+    def rank_main(transport: Any) -> Memory:
+        weights = dummy_model(model, made.mesh, transport.rank)
+
+        def make(groups: Any) -> ModelRunner:
+            return Runner(weights, made.mesh, transport.rank, [transport], groups, made.page_size)
+
+        return measure(make, cached_layers(weights), made, model)
+
+    assert [found.steps for found in run_world(2, rank_main)] == [9, 9]
+    expected = [(16, "gather"), (3, "gather"), (1, None)]
+    assert seen == ([(45, "merge")] if most == 64 else []) + expected
 
 
 def test_weights_that_do_not_fit(made: EngineConfig) -> None:

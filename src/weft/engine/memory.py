@@ -84,28 +84,40 @@ def check_weights(model: ModelConfig, config: EngineConfig, rank: int, dtype: to
         )
 
 
+def most_of(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens that a sequence may have."""
+    return config.max_model_len or model.max_position
+
+
 def large_steps(config: EngineConfig, model: ModelConfig) -> list[list[int]]:
     """The rows of each sequence in the steps that take most: one long prompt; many that end, whose logits are wanted;
     and one row of as many answers as there may be."""
-    longest = min(config.max_batch_tokens, config.max_model_len or model.max_position)
+    longest = min(config.max_batch_tokens, most_of(config, model))
     each, more = divmod(config.max_batch_tokens, config.max_running)
     spread = [min(longest, each + (i < more)) for i in range(config.max_running)]
     return [[longest], spread, [1] * config.max_running]
 
 
-def step_of(rows: Sequence[int], rules: Sequence[Rule], pages: Sequence[int], span: int, device: torch.device) -> Batch:
-    """A step of sequences that begin, so many rows each; they share pages where there are too few.
+def step_of(
+    rows: Sequence[int],
+    rules: Sequence[Rule],
+    pages: Sequence[int],
+    span: int,
+    device: torch.device,
+    context: int = 0,
+) -> Batch:
+    """A step of sequences with so many rows each on top of as many tokens; they share pages where there are too few.
 
     pages: of each rule's group; span: tokens of a sequence that a page stands for.
     """
     seqs, at = [], 0
     for count in rows:
-        need = -(-count // span)
+        need = -(-(context + count) // span)
         tables = [
             (-1, -1) if r.state else [(at + i) % have for i in range(need)]
             for r, have in zip(rules, pages, strict=True)
         ]
-        seqs.append(SeqRows(count, 0, tables, 1))
+        seqs.append(SeqRows(count, context, tables, 1))
         at += need
     return build_batch([0] * sum(rows), seqs, span, rules, device)
 
@@ -117,9 +129,12 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
     groups = groups_of(specs, config, pages)
     runner = make(groups)
     device = runner.model.embed.weight.device
-    peaks = []
-    for rows in steps:
-        batch = step_of(rows, [g.rule for g in groups], [g.size for g in groups], span, device)
+    cases, peaks = [(rows, 0) for rows in steps], []
+    longest = steps[0][0]
+    if (context := runner.merges_from(longest) or 0) and context + longest <= most_of(config, model):
+        cases.insert(0, ([longest], context))  # with queries and outputs of all heads of a dcp group
+    for rows, context in cases:
+        batch = step_of(rows, [g.rule for g in groups], [g.size for g in groups], span, device, context)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

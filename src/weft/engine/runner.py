@@ -170,7 +170,7 @@ class ModelRunner:
         self.planner = plan_model(config, mesh, weight.dtype, offers, plan)
         self.vocabulary = self._split(self.transports, offers)
         deal = Interleave(mesh.dcp, interleave or page_size, page_size)
-        self._tally, self._way = Tally(), dcp_exchange
+        self._tally, self._way, self._prefill = Tally(), dcp_exchange, dcp_prefill
         dealt = context_group(mesh, rank, deal, self.transports, offers, dcp_exchange, dcp_prefill, self._tally)
         self.rules, self._page_size = [group.rule for group in groups], deal.span
         layers, device = cached_layers(model), weight.device
@@ -294,6 +294,12 @@ class ModelRunner:
             found += [(r.site, str(s), e.group or "", int(received(e, counts))) for r, s, e in read.moves()]
             found += [("attention", f"{k} dcp · {by}", "dcp", size) for n, k, by, size in dealt if n == at + 1]
         return found
+
+    def merges_from(self, rows: int) -> int | None:
+        """On top of how many cached tokens a prompt's next `rows` are merged over dcp; None: of no number."""
+        if self._dealt is None or self._prefill == "gather":
+            return None
+        return 0 if self._prefill == "merge" else self._dealt.merges_from(rows, self.planner.offers, self._way)
 
     def plan(self, tokens_per_group: int) -> Plan:
         """The plan for steps of so many tokens in each DP group."""

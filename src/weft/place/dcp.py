@@ -128,7 +128,7 @@ class Dealt:
         """From how many tokens on in each of so many sequences a step is quicker with dcp than without."""
         return math.ceil(self.exchange_us(batch, offers, way) / (self.saved_us(offers) * batch))
 
-    def merges_from(self, rows: int, offers: Sequence[Offer]) -> int | None:
+    def merges_from(self, rows: int, offers: Sequence[Offer], way: str = "auto") -> int | None:
         """On top of how many cached tokens a prompt's next `rows` are merged instead of gathering what they see; None:
         of no number. By the layers that there are most of.
         """
@@ -138,7 +138,7 @@ class Dealt:
         asked = Prompts(self.ranks, rows, 0, query or 0, token, merge)
 
         def merges(cached: int) -> bool:
-            return replace(asked, seen=-(-(cached + rows) // self.ranks)).quickest(offers) == "merge"
+            return replace(asked, seen=-(-(cached + rows) // self.ranks)).quickest(offers, way) == "merge"
 
         found = bisect.bisect_left(range(MOST_TOKENS), True, key=merges)
         return found if found < MOST_TOKENS else None

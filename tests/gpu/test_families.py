@@ -1,15 +1,20 @@
-"""Families on a GPU, their published configs made small: logits of made-up weights are those of a CPU."""
+"""Families on a GPU, small ones: logits of made-up weights are those of a CPU, and in bfloat16 as near to the truth as
+transformers'.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import small_model
 from torch import Tensor
 
+from models.glm import small_glm
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
 from weft.comm.reference import ReferenceWorld
@@ -19,8 +24,8 @@ from weft.kernels import float8
 from weft.kernels.float8 import Weight
 from weft.kv.spec import CacheGroup, rule
 from weft.models import layers
-from weft.models.load import dummy_model
-from weft.models.registry import read_config
+from weft.models.load import dummy_model, load_model
+from weft.models.registry import load_config, read_config
 from weft.place.spec import Mesh
 
 SIZES = dict(
@@ -140,3 +145,52 @@ def test_products_in_float8_are_their_definitions(name: str, monkeypatch: pytest
     assert found.isfinite().all()
     assert len(products.dense) >= 3 * 4 * 4 and max(products.dense) <= 1e-3, products.dense  # four a layer, and steps
     assert len(products.experts) >= 3 and max(products.experts) <= 1.5e-2, products.experts
+
+
+WIDER = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=512)
+WIDER |= dict(intermediate_size=256, moe_intermediate_size=128)
+LATENT = dict(q_lora_rank=96, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+LATENT |= dict(num_key_value_heads=8)
+LATENT |= {name: size for name, size in WIDER.items() if name not in ("head_dim", "num_key_value_heads")}
+BFLOAT16 = {
+    "qwen3_moe": lambda directory: small_model("qwen3_moe", 8, directory, **WIDER),
+    "deepseek_v2": lambda directory: small_model("deepseek_v2", 8, directory, **LATENT),
+    "glm4_moe": lambda directory: small_glm(directory, **WIDER).whole,
+}
+
+
+def errors_in_bfloat16(family: str, directory: Path, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far logits in bfloat16 are from transformers' in float32, relatively, of each token of 16 prompts: (ours,
+    transformers'), both on the device. Prompts are read but for their last tokens, which are then decoded.
+    """
+    theirs = BFLOAT16[family](directory).bfloat16()
+    theirs.save_pretrained(directory)
+    texts = torch.randint(1, 512, (16, 24), generator=torch.Generator().manual_seed(7))
+    many, length = texts.shape
+    with torch.no_grad():
+        rounded = theirs.to(device)(texts.to(device)).logits.double().cpu()
+        truth = theirs.cpu().float()(texts).logits.double()
+    model = load_model(directory, load_config(directory), Mesh(), 0, torch.bfloat16, device)
+    [paged] = dict.fromkeys(map(rule, cached_layers(model).values()))
+    pages = -(-length // PAGE)
+    transport = ReferenceWorld(1).transports()[0]
+    runner = ModelRunner(model, Mesh(), 0, [transport], [CacheGroup(paged, many * pages)], PAGE)
+    found = []
+    for begin, end in ((0, length - 1), (length - 1, length)):
+        seqs = [SeqRows(end - begin, begin, [range(i * pages, (i + 1) * pages)], end - begin) for i in range(many)]
+        batch = build_batch(texts[:, begin:end].flatten().tolist(), seqs, PAGE, [paged], device)
+        found.append(runner.forward(batch, (many * (end - begin),)).double().cpu().view(many, end - begin, -1))
+    ours, theirs_off = ((x - truth).norm(dim=-1) / truth.norm(dim=-1) for x in (torch.cat(found, dim=1), rounded))
+    return ours, theirs_off
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", BFLOAT16)
+def test_bfloat16_is_as_near_to_the_truth_as_transformers(family: str, tmp_path: Path) -> None:
+    """Of medians, as a token is far off, on either side, where rounding makes a router choose another expert; those of
+    the tokens that are decoded apart.
+    """
+    ours, theirs = errors_in_bfloat16(family, tmp_path, "cuda")
+    assert theirs.median() > 1e-4, "transformers' errors would be no measure"
+    for tokens in (slice(None), slice(-1, None)):
+        assert ours[:, tokens].median() <= 1.5 * theirs[:, tokens].median(), (ours, theirs)

@@ -38,13 +38,18 @@ PATTERN = [[9, 4, 1], [2], [12], [5, 1], [], [6, 3]]
 """Lengths of the sequences in each DP group, of group i the i-th modulo so many. Groups have other numbers of rows than
 each other in most steps, and none in some: the second in every other step, the fifth in all.
 """
-MESHES = tuple(m for m in layouts(4) if m.world != 3) + tuple(Mesh(n, 8 // n, 8 // n, n) for n in (1, 2, 4, 8))
-"""Every layout of up to four ranks over which the small configs divide, and over eight every split of attention and
-every split of experts, each in one layout.
+MESHES = tuple(m for m in layouts(8) if m.world in (1, 2, 4, 8) and m.attn_dp == m.moe_tp)
+"""Of powers of two, every split of attention and every split of experts, each in one layout. The others are
+`test_every_layout.py`'s.
 """
 
+config_of = lru_cache(load_config)
 Run = list[list[list[int]]]
 """Of each DP group its sequences."""
+Lengths = list[list[int]]
+"""How far each sequence of each DP group has come."""
+Steps = Callable[[Lengths], list[Lengths]]
+"""How far they come in each step, from how long they are."""
 Oracle = Callable[[Tensor], Tensor]
 """Logits float32 `[tokens, vocabulary]` of one whole sequence, int64 `[tokens]`."""
 
@@ -65,6 +70,23 @@ def truth(oracle: Oracle, text: tuple[int, ...]) -> Tensor:
         return oracle(torch.tensor(text))
 
 
+def step_by_step(lengths: Lengths) -> list[Lengths]:
+    """A prompt of all but the last two tokens, in two chunks, then token by token, then a step without rows."""
+    prompts = [[max(1, n - 2) for n in group] for group in lengths]
+    until = [[[max(1, n // 2) for n in group] for group in prompts], prompts]
+    while until[-1] != lengths:
+        until.append(
+            [[min(u + 1, n) for u, n in zip(us, ns, strict=True)] for us, ns in zip(until[-1], lengths, strict=True)]
+        )
+    return [*until, lengths]
+
+
+def in_two_steps(lengths: Lengths) -> list[Lengths]:
+    """Half of a prompt and the rest, or all but a token and that one; the second group begins in the second step."""
+    first = [[0 if g == 1 else n - 1 if i % 2 else n // 2 for i, n in enumerate(ns)] for g, ns in enumerate(lengths)]
+    return [first, lengths]
+
+
 def drive(
     transport: Transport,
     directory: Path,
@@ -73,12 +95,11 @@ def drive(
     dtype: torch.dtype = torch.float32,
     split: bool = False,
     float8: bool = False,
+    steps: Steps | None = None,
 ) -> dict[tuple[int, int], Tensor]:
-    """Runs the sequences: a prompt of all but the last two tokens, in two chunks, then token by token, then a step
-    without rows. Gives {(sequence, position): logits} of this rank's group.
-    """
+    """Runs the sequences, step by step if not otherwise. Gives {(sequence, position): logits} of this rank's group."""
     torch.set_num_threads(1)
-    config = replace(load_config(directory), split_vocabulary=split, float8=float8)
+    config = replace(config_of(directory), split_vocabulary=split, float8=float8)
     model = load_model(directory, config, mesh, transport.rank, dtype)
     rules = list(dict.fromkeys(map(rule, cached_layers(model).values())))
     runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(r, PAGES) for r in rules], PAGE)
@@ -91,15 +112,9 @@ def drive(
     mine = mesh.group_of(transport.rank)
     seen: dict[tuple[int, int], Tensor] = {}
     lengths = [[len(text) for text in group] for group in run]
-    prompts = [[max(1, n - 2) for n in group] for group in lengths]
-    until = [[[max(1, n // 2) for n in group] for group in prompts], prompts]
-    while until[-1] != lengths:
-        until.append(
-            [[min(u + 1, n) for u, n in zip(us, ns, strict=True)] for us, ns in zip(until[-1], lengths, strict=True)]
-        )
     cached = [[0] * len(group) for group in run]
     slots = [-1] * len(run[mine])  # which of its two slots holds a sequence's state
-    for reached in [*until, lengths]:
+    for reached in (steps or step_by_step)(lengths):
         counts = tuple(sum(u) - sum(c) for u, c in zip(reached, cached, strict=True))
         tokens, seqs, ends = [], [], []
         for i, text in enumerate(run[mine]):
@@ -122,12 +137,14 @@ def drive(
     return seen
 
 
-def check(directory: Path, mesh: Mesh, oracle: Oracle, vocabulary: int, split: bool = False) -> None:
+def check(
+    directory: Path, mesh: Mesh, oracle: Oracle, vocabulary: int, split: bool = False, steps: Steps | None = None
+) -> None:
     """Checks every logit that was sampled, on every rank, to a relative error of 10⁻⁵. split: the vocabulary over
-    attn_tp.
+    attn_tp. steps: as `drive`.
     """
     run = sequences(mesh, vocabulary)
-    results = run_world(mesh.world, lambda t: drive(t, directory, mesh, run, split=split))
+    results = run_world(mesh.world, lambda t: drive(t, directory, mesh, run, split=split, steps=steps))
     for rank, seen in enumerate(results):
         texts = run[mesh.group_of(rank)]
         assert {(i, len(text) - 1) for i, text in enumerate(texts)} <= seen.keys()
@@ -135,6 +152,32 @@ def check(directory: Path, mesh: Mesh, oracle: Oracle, vocabulary: int, split: b
             wanted = truth(oracle, tuple(texts[i]))[position]
             error = (logits - wanted).norm() / wanted.norm()
             assert error <= 1e-5, f"rank {rank}, sequence {i}, position {position}: {error:.2e}"
+
+
+def over(values: dict[str, Any], parts: int) -> dict[str, Any]:
+    """A small config with two layers, a dense and a sparse one where both are, that divides over so many ranks."""
+    text = values.get("text_config", values)
+    keys = 1 if parts == 6 else parts if parts % 2 else 2  # fewer than ranks too: replicated
+    sizes = dict(num_attention_heads=2 * parts, num_hidden_layers=2)
+    sizes |= dict.fromkeys(("num_key_value_heads", "num_attention_groups"), keys)
+    sizes |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 2 * parts)
+    sizes |= dict.fromkeys(("linear_num_value_heads",), 2 * parts)
+    sizes |= dict.fromkeys(
+        ("intermediate_size", "moe_intermediate_size", "share_expert_dim", "shared_expert_intermediate_size"), 4 * parts
+    )
+    text = text | {name: size for name, size in sizes.items() if name in text}
+    if "linear_num_key_heads" in text:
+        text |= dict(linear_num_key_heads=parts, layer_types=["linear_attention", "full_attention"])
+    elif "attention_other_setting" in text:
+        other = dict(num_attention_heads=4 * parts, num_attention_groups=keys)
+        text = {
+            name: value[:4] if isinstance(value, list) else value for name, value in text.items()
+        }  # two draft tokens
+        text |= dict(attention_other_setting=text["attention_other_setting"] | other, moe_layers_enum="1")
+        text |= dict(swiglu_limits=[0.0, 0.5, 0.0, 0.0])
+    elif "layer_types" in text:
+        text |= dict(layer_types=text["layer_types"][:2])
+    return values | {"text_config": text} if "text_config" in values else text
 
 
 class Published(Protocol):

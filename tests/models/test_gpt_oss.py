@@ -1,4 +1,4 @@
-"""GPT-OSS against transformers' implementation, its checkpoints, its plans, and what it refuses."""
+"""GPT-OSS against transformers' implementation, its checkpoints, and what it refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from models.layouts import MESHES, check, nearness, planned, stored_shapes
+from models.layouts import MESHES, check, nearness, stored_shapes
 from models.oss import GptOss, small_config, small_gpt_oss
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
@@ -96,21 +96,6 @@ def test_the_preset_is_what_is_published() -> None:
     config = load_config(preset_dir("gpt-oss-120b"))
     model = config.build(Builder(Mesh(1, 4, 4, 1), 0, torch.bfloat16, torch.device("meta")))
     assert Counter(cached_layers(model).values()) == {PagedKV(2, 64): 18, Window(128, 2, 64): 18}
-
-
-# Collectives of 24 layers on four ranks, eight tokens in each DP group: two sums a layer, its biases in them.
-PLANS = {
-    Mesh(1, 4, 4, 1): {
-        "model.layers.*.input_layernorm all_reduce world finish": 23,
-        "model.layers.*.post_attention_layernorm all_reduce world finish": 24,
-        "model.norm all_reduce world finish": 1,
-    },
-}
-
-
-@pytest.mark.parametrize("mesh", PLANS, ids=str)
-def test_plans(mesh: Mesh) -> None:
-    assert planned("gpt-oss-20b", mesh) == PLANS[mesh]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE against transformers' implementation, its checkpoints, its plans, and what it refuses."""
+"""Qwen3.5-MoE against transformers' implementation, its checkpoints, and what it refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.layouts import MESHES, check, check_float8, nearness, planned, stored_shapes
+from models.layouts import MESHES, check, check_float8, nearness, stored_shapes
 from models.qwen35 import Qwen35, small_config, small_qwen35
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
@@ -128,21 +128,6 @@ def test_the_preset_is_what_is_published() -> None:
     # Twice as many ranks as key heads: each is held twice, a value head a rank.
     with pytest.raises(LayoutError, match="attn_tp=32"):
         caches(Mesh(1, 32, 32, 1))
-
-
-# Collectives of 40 layers on four ranks, eight tokens in each DP group: two sums a layer, whatever it mixes tokens by.
-PLANS = {
-    Mesh(1, 4, 4, 1): {
-        "model.language_model.layers.*.input_layernorm all_reduce world finish": 39,
-        "model.language_model.layers.*.post_attention_layernorm all_reduce world finish": 40,
-        "model.language_model.norm all_reduce world finish": 1,
-    },
-}
-
-
-@pytest.mark.parametrize("mesh", PLANS, ids=str)
-def test_plans(mesh: Mesh) -> None:
-    assert planned("qwen3.5-35b-a3b", mesh) == PLANS[mesh]
 
 
 @pytest.mark.parametrize(

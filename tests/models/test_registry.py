@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import small_config, small_model
+from transformers import CONFIG_MAPPING
 
+from models import glm, oss, qwen35, stepfun
 from weft.engine.config import EngineConfig
-from weft.models.config import ModelError
+from weft.models.config import HARMLESS, ModelError
 from weft.models.registry import FAMILIES, load_config, read_config, registry
 
 PLUGIN = """
@@ -65,11 +69,89 @@ def test_what_is_no_plugin_is_refused(plugin: str) -> None:
         registry([plugin])
 
 
+def published(family: str) -> dict[str, Any]:
+    """A small config of the family, in the form in which it is published."""
+    if family in OWN:
+        return OWN[family]()
+    return small_config(family, 2).to_dict()
+
+
+OWN = {
+    "step3p5": stepfun.small_config,
+    "qwen3_5_moe": qwen35.small_config,
+    "gpt_oss": oss.small_config,
+    "glm4_moe": glm.small_config,
+}
+DRAFTS = {"num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
+WINDOWS = {"sliding_window", "max_window_layers"}  # use_sliding_window, which is refused, would switch them on
+WITHOUT_EFFECT = {
+    "deepseek_v2": {"head_dim"},  # that of rotary, whatever is given
+    "qwen2_moe": WINDOWS,
+    "qwen3_moe": WINDOWS,
+    "qwen3": WINDOWS,
+    "step3p5": {"moe_every_n_layer", "moe_layer_offset", "max_seq_len"},  # of no effect beside moe_layers_enum
+    "gpt_oss": {"initial_context_length"},  # the same as rotary's
+    # Of layers without experts, of which there are none; beside layer_types.
+    "qwen3_5_moe": {"intermediate_size", "full_attention_interval"},
+}
+"""Fields that are read and change nothing, by family; layers that only draft tokens are not run in any."""
+
+
+def other_than(value: Any) -> Any:
+    """A value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, list | tuple):
+        return [7, *value[1:]]
+    return value + "?" if isinstance(value, str) else value + 1
+
+
+def test_every_family_has_a_config_here() -> None:
+    assert {family: published(family)["model_type"] for family in FAMILIES} == {family: family for family in FAMILIES}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_field_of_another_family_is_refused(family: str) -> None:
-    """Such as another name for the number of experts: read as none, the model would be another one."""
-    values = small_config(family, 2).to_dict()
-    foreign = "moe_num_experts" if family.startswith("deepseek") else "n_routed_experts"
-    with pytest.raises(ModelError, match=rf"'{foreign}' \(value 64\) is not understood"):
-        read_config(values | {foreign: 64})
+def test_a_field_of_another_family_is_refused_or_understood(family: str) -> None:
+    """Such as another name for the number of experts: read as none, the model would be another one. Every field that
+    any family has is given to this one with another value: it is refused by name, or makes another model, or is known
+    to change nothing.
+    """
+    values = published(family)
+    known, text, refused = read_config(values), values.get("text_config", values), set()
+    aliases = set(getattr(CONFIG_MAPPING[family], "attribute_map", ())) if family in CONFIG_MAPPING else set()
+    if "rope_parameters" in text:
+        aliases.add("rope_theta")
+    for foreign in map(published, FAMILIES):
+        for name, value in foreign.get("text_config", foreign).items():
+            given = value if text.get(name) is None else text[name]
+            if name in HARMLESS | DRAFTS or name in aliases or value is None or isinstance(value, dict):
+                continue
+            harmless, matters = name in WITHOUT_EFFECT.get(family, ()), False
+            for tried in (value, other_than(given)):
+                changed = {name: tried}
+                try:
+                    config = read_config(values | ({"text_config": text | changed} if text is not values else changed))
+                    matters |= config != known
+                except ValueError as error:
+                    assert name in text or name.rstrip("s") in str(error).replace("layer type", "layer_type"), error
+                    matters = True
+                    refused.add(name)
+            assert matters != harmless, f"{name}={other_than(given)!r} is {'harmless' * harmless or 'skipped'}"
+    assert len(refused) > 15, refused
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fields_that_nobody_knows_are_refused(family: str) -> None:
+    values = published(family)
+    with pytest.raises(ModelError, match=r"'flux' \(value 64\) is not understood"):
+        read_config(values | {"flux": 64})
+    if "text_config" in values:
+        with pytest.raises(ModelError, match=r"'flux' \(value 64\) is not understood"):
+            read_config(values | {"text_config": values["text_config"] | {"flux": 64}})
     assert read_config(values | {"initializer_range": 0.5, "attention_dropout": 0.1}) == read_config(values)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_one_small_file(family: str) -> None:
+    path = inspect.getsourcefile(FAMILIES[family])
+    assert path is not None and len(Path(path).read_text().splitlines()) < 250

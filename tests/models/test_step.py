@@ -1,4 +1,4 @@
-"""Step-3.5-Flash against transformers' implementation, its checkpoints, its plans, and what it refuses."""
+"""Step-3.5-Flash against transformers' implementation, its checkpoints, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.layouts import MESHES, check, check_float8, nearness, planned, stored_shapes
+from models.layouts import MESHES, check, check_float8, nearness, stored_shapes
 from models.stepfun import Step, small_config, small_step
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
@@ -95,28 +95,6 @@ def test_the_preset_is_what_is_published() -> None:
     assert caches == {PagedKV(2, 128): 12, Window(512, 2, 128): 33}
     limited = {i: (layer.mlp.experts.limit, layer.mlp.shared.limit) for i, layer in enumerate(model.layers) if i > 2}
     assert {i: limits for i, limits in limited.items() if any(limits)} == {43: (7.0, None), 44: (7.0, 16.0)}
-
-
-# Collectives of 45 layers on four ranks, eight tokens in each DP group. Heads split over all ranks: two sums a layer,
-# dense or sparse, each with the residual's addition and the norm in the same call. Whole heads: one sum a layer.
-PLANS = {
-    Mesh(1, 4, 4, 1): {
-        "model.norm all_reduce world finish": 1,
-        "model.layers.*.input_layernorm all_reduce world finish": 44,
-        "model.layers.*.post_attention_layernorm all_reduce world finish": 45,
-    },
-    Mesh(4, 1, 4, 1): {
-        "model.norm reduce_scatterv world finish": 1,
-        "model.layers.*.input_layernorm all_reduce world finish": 44,
-        "model.layers.*.post_attention_layernorm all_gatherv world move": 1,
-        "model.layers.*.post_attention_layernorm all_gatherv world finish": 44,
-    },
-}
-
-
-@pytest.mark.parametrize("mesh", PLANS, ids=str)
-def test_plans(mesh: Mesh) -> None:
-    assert planned("step-3.5-flash", mesh) == PLANS[mesh]
 
 
 @pytest.mark.parametrize(

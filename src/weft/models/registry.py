@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -84,7 +85,7 @@ def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> Mod
         raise ModelError(f"model type {kind!r} is not supported; supported: {', '.join(families)}")
     if kind in CONFIG_MAPPING and kind not in AS_PUBLISHED:
         try:
-            values = CONFIG_MAPPING[kind].from_dict(dict(values)).to_dict()
+            values = CONFIG_MAPPING[kind].from_dict(deepcopy(dict(values))).to_dict()  # it writes into what it is given
         except Exception as error:  # its checks raise errors of many classes; all say that a field is wrong
             raise ModelError(f"not a config of model type {kind!r}: {' '.join(str(error).split())}") from error
     fields = Fields(values)

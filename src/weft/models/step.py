@@ -98,6 +98,7 @@ def read(fields: Fields) -> StepConfig:
     ropes, rope_of_layer = _ropes(fields, kinds, layers)
     common = common_fields(fields, fields.need("head_dim"), rope=ropes[rope_of_layer[0]], eps=1e-5)
     common |= dict(num_kv_heads=fields.need("num_attention_groups"))
+    fields.only("num_key_value_heads", common["num_kv_heads"])
     full = _heads(fields, common, {}, None)
     sliding = _heads(fields, common, fields.get("attention_other_setting", {}), fields.get("sliding_window"))
     named = fields.need("moe_layers_enum")

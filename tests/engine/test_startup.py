@@ -52,6 +52,10 @@ def refused(kind: type[Exception], text: str, **changes: Any) -> None:
 def test_a_model_or_layout_that_cannot_be(model_dir: Path, tmp_path: Path, executor: str) -> None:
     refused(ModelError, r"no config\.json", model_dir=tmp_path, executor=executor)
     refused(LayoutError, "8 do not divide over (attn_tp|ep)=3", model_dir=model_dir, executor=executor, attn_tp=3, ep=3)
+    both = dict(experts="dispatch", plan="naive", attn_dp=2, ep=2)
+    refused(
+        LayoutError, "naive plan is one of all-reduces, by which exp", model_dir=model_dir, executor=executor, **both
+    )
     with pytest.raises(LayoutError, match="must be the number of ranks"):
         config(model_dir, attn_tp=2)
 

@@ -36,6 +36,7 @@ LAYOUTS = {
     "1x2": dict(attn_tp=2, ep=2),
     "1x2 split": dict(attn_tp=2, ep=2, split_vocabulary="on"),
     "2x1": dict(attn_dp=2, ep=2),
+    "2x1 dispatch": dict(attn_dp=2, ep=2, experts="dispatch", transport="peer"),
     "2x2": dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2),
 }
 PROBLEMS = word_problems.generate("heldout", 12, seed=7)

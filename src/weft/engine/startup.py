@@ -97,6 +97,10 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     check_packages(config)
     if config.experts == "dispatch" and on_gpus(config) and config.transport != "peer":
         raise LayoutError("experts by dispatch on GPUs count rows on the device: add --transport peer, or leave it out")
+    if config.experts == "dispatch" and config.plan == "naive":
+        raise LayoutError(
+            "the naive plan is one of all-reduces, by which experts gather: leave experts or plan as it is"
+        )
     mesh, offers = config.mesh, _offers(config)
     try:
         planner = plan_model(model, mesh, dtype_of(config), offers, config.plan)

@@ -1,9 +1,13 @@
-"""DeepSeek-V2 through the engine: chunked prompts, shared prefixes and many sequences at once, over a latent cache."""
+"""Families through the engine: chunked prompts, shared prefixes and many sequences at once give transformers' tokens.
+
+Qwen2-MoE is that of most tests here; families whose layers differ have their own.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support import small_model
 
 from engine.conftest import byte_tokenizer, greedy_answers
@@ -11,11 +15,21 @@ from engine.test_engine import GREEDY, LAYOUTS, config, prompts
 from weft.engine.engine import Engine
 
 
-def test_greedy_tokens_are_transformers(tmp_path: Path) -> None:
-    model = small_model("deepseek_v2", 4, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256)
+@pytest.mark.parametrize(
+    "family, layouts",
+    [
+        ("deepseek_v2", ("1x1", "2x2", "1x4")),  # a latent cache
+        ("deepseek_v3", ("2x2",)),
+        ("qwen3_moe", ("2x2",)),
+        ("qwen3", ("1x4",)),
+    ],
+)
+def test_greedy_tokens_are_transformers(family: str, layouts: tuple[str, ...], tmp_path: Path) -> None:
+    model = small_model(family, 4, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256)
     byte_tokenizer(tmp_path)
     wanted = greedy_answers(lambda tokens: model(tokens[None]).logits[0, -1], prompts(), GREEDY.max_tokens)
-    for layout in ("1x1", "2x2", "1x4"):
+    assert len({t for a in wanted for t in a}) > 10, "answers that hardly differ would show little"
+    for layout in layouts:
         with Engine(config(tmp_path, **LAYOUTS[layout])) as engine:
             first = [result.token_ids for result in engine.generate(prompts(), GREEDY)]
             again = engine.generate(prompts(), GREEDY)

@@ -45,7 +45,7 @@ def wait_until(holds: Callable[[], bool]) -> bool:
 
 def test_killed_ranks_are_replaced_and_every_request_goes_on(model_dir: Path) -> None:
     """One rank while requests run, then one while nothing does; without a restart allowed, one report."""
-    params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     few = [prompt[:20] for prompt in prompts(4)]
     with Engine(config(model_dir, **RANKS)) as engine:
         expected = [r.token_ids for r in engine.generate(few, params)]

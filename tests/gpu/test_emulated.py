@@ -26,11 +26,13 @@ TUNINGS = {
 }
 TWO, THREE, FOUR = Mesh(1, 2, 2, 1), Mesh(3, 1, 3, 1), Mesh(2, 2, 2, 2)
 EIGHT = Mesh(4, 2, 8, 1), Mesh(2, 4, 8, 1)
-# Kernels are made for up to 2, 4 and 8 ranks. Three ranks are held in each number of shots, split and not; eight take
-# long: the matrix in each number of shots, and where calls are split counts that change.
-FEW = [(mesh, name) for mesh in (TWO, FOUR) for name in TUNINGS] + [(THREE, "one shot"), (THREE, "two shots, split")]
-MATRIX = [*FEW, (EIGHT[0], "two shots"), (EIGHT[1], "one shot")]
-CHANGES = [*FEW, (EIGHT[0], "two shots"), (EIGHT[1], "one shot, split")]
+# Kernels are made for up to 2, 4 and 8 ranks. Three ranks, and in the matrix four, are held in each number of shots,
+# split and not; eight take long: the matrix in each number of shots, and where calls are split counts that change.
+SOME = [(THREE, "one shot"), (THREE, "two shots, split")]
+MATRIX = [*((TWO, name) for name in TUNINGS), *SOME, (FOUR, "one shot"), (FOUR, "two shots, split")]
+MATRIX += [(EIGHT[0], "two shots"), (EIGHT[1], "one shot")]
+CHANGES = [*((mesh, name) for mesh in (TWO, FOUR) for name in TUNINGS), *SOME]
+CHANGES += [(EIGHT[0], "two shots"), (EIGHT[1], "one shot, split")]
 
 
 @pytest.fixture(autouse=True)

@@ -13,15 +13,18 @@ from gpu.emulation import run_emulated
 from gpu.replays import Step, replay
 from gpu.works import SHOTS, everything, fill, refuse, wait_in_vain
 from weft.comm.peer import PeerTransport
-from weft.comm.peer_launch import NEVER
+from weft.comm.peer_launch import NEVER, SPLITS, PeerTuning
 from weft.place.spec import Mesh
 
-# Fewer threads are sooner done, and a block that has few takes more turns.
+
+def fewer_threads(tuning: PeerTuning) -> PeerTuning:
+    """They are sooner done, and a block that has few takes more turns."""
+    blocks = {"blocks": 2, "threads": 32, "wide_blocks": 3, "wide_threads": 64, "norm_blocks": 4, "few_bytes": 1 << 10}
+    return replace(tuning, **blocks, **{name: replace(getattr(tuning, name), threads=64) for name in SPLITS})
+
+
 TUNINGS = {
-    name: replace(
-        tuning if name.endswith("split") else tuning.split_from(NEVER),
-        **{"blocks": 2, "threads": 32, "wide_blocks": 3, "wide_threads": 64, "norm_blocks": 4, "few_bytes": 1 << 10},
-    )
+    name: fewer_threads(tuning if name.endswith("split") else tuning.split_from(NEVER))
     for name, tuning in SHOTS.items()
 }
 TWO, THREE, FOUR = Mesh(1, 2, 2, 1), Mesh(3, 1, 3, 1), Mesh(2, 2, 2, 2)

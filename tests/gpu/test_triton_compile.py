@@ -151,9 +151,20 @@ def attend_prompts(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
     )
 
 
-def mix_experts(rows: int, held: int = 64, inner: int = 768, width: int = 2048, biased: bool = False) -> None:
+def route_rows(rows: int) -> None:
     live, tile_rows = empty(1, dtype=INT), moe.tile_rows_of(rows)
-    routing = route.route(empty(rows, 128), Routing(8, renormalise=True), live, tile_rows, 64, held)
+    route.route(empty(rows, 128), Routing(8, renormalise=True), live, tile_rows, 64, 64)
+
+
+def routed(rows: int, held: int, tile_rows: int) -> route.Routing:
+    """What `route.route` gives for so many rows, of which a single one is not sorted."""
+    tiles = (8 * rows + held * (tile_rows - 1)) // tile_rows
+    order = (empty(tiles * tile_rows, dtype=INT), empty(tiles, dtype=INT)) if rows > 1 else (None, None)
+    return route.Routing(empty(rows, 8, dtype=FLOAT), empty(rows, 8, dtype=INT), tile_rows, *order)
+
+
+def mix_experts(rows: int, held: int = 64, inner: int = 768, width: int = 2048, biased: bool = False) -> None:
+    routing = routed(rows, held, moe.tile_rows_of(rows))
     gate_up, down = empty(held, 2 * inner, width), empty(held, width, inner)
     more = dict(limit=7.0, alpha=1.702, gate_up_bias=empty(held, 2 * inner), down_bias=empty(held, width))
     moe.experts(empty(rows, width), routing, gate_up, down, empty(rows, width), **more if biased else {})
@@ -176,10 +187,7 @@ def in_float8(*shape: int, unit: tuple[int, int] = (128, 128)) -> Weight:
 
 
 def mix_float8_experts(rows: int, held: int, inner: int, width: int, unit: tuple[int, int] = (128, 128)) -> None:
-    tile_rows = moe.tile_rows_of(rows, float8=True)
-    expert, tiles = empty(rows, 8, dtype=INT), (8 * rows + held * (tile_rows - 1)) // tile_rows
-    order = (empty(tiles * tile_rows, dtype=INT), empty(tiles, dtype=INT)) if rows > 1 else (None, None)
-    routing = route.Routing(empty(rows, 8, dtype=FLOAT), expert, tile_rows, *order)
+    routing = routed(rows, held, moe.tile_rows_of(rows, float8=True))
     gate_up, down = in_float8(held, 2 * inner, width, unit=unit), in_float8(held, width, inner, unit=unit)
     moe.experts(empty(rows, width), routing, gate_up, down, empty(rows, width))
 
@@ -275,6 +283,9 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "norm, rotary, cache": (lambda: norm_and_turn(64), ()),
     "norm, rotary, cache, many rows": (lambda: norm_and_turn(4096), ()),
     "latents, rotary, cache": (lambda: norm_latents(64, 128), ()),
+    "routes, 1 row": (lambda: route_rows(1), ()),
+    "routes, 64 rows": (lambda: route_rows(64), ()),
+    "routes, 4096 rows": (lambda: route_rows(4096), ()),
     "routes in groups": (lambda: route_in_groups(64), ()),
     "rms norm": (lambda: rms_norm.rms_norm(empty(64, 7168), empty(7168), 1e-6, empty(64, 7168)), ()),
     "rms norm, quantised": (lambda: norm_and_quantise(64, 7168), ()),

@@ -20,15 +20,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 from weft.kernels.float8 import FLOAT8, Rows, Weight
+from weft.kernels.triton import overlap
 from weft.kernels.triton.route import pairs_of
 
 FEW_ROWS = 64
-"""Up to so many rows, the weight's rows are those that an instruction takes 64 of."""
-PROGRAMS, LEAST_RUNS = 320, 4
-"""About how many programs a product with few tiles is cut into, and the least runs of one: its loads overlap, and the
-sum of the parts costs a kernel. Two or three programs for each of an H200's 132 multiprocessors."""
+"""Up to so many rows, the depth of experts' products is dealt out, too."""
+LEAST_RUNS, MOST_PARTS = 3, 7
+"""Runs of a part, at least, as its loads overlap, and parts, at most, as their sum reads them all."""
+LIBRARY_ROWS = 1024
+"""From so many rows on, dense products are cuBLAS's where it has them: see `of_library`."""
 
 
 @triton.jit
@@ -40,6 +43,7 @@ def to_float8(x):
 
 @triton.jit
 def _quantise(x, values, scales, x_row, WIDTH: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr):
+    overlap.begin()
     row = tl.program_id(0).to(tl.int64)
     run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
     column = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
@@ -60,6 +64,7 @@ def multiply(
     K: 0 where all rows have one weight; else rows are pairs of a token, which is a row of x, and one of its K experts
     (K = 1: x has a row for each pair), a tile's pairs those of one expert (see `route`).
     """
+    overlap.begin()
     ALL: tl.constexpr = (WIDTH + RUN - 1) // RUN
     if K:
         blocks = tl.cdiv(outputs, BLOCK_N)
@@ -121,6 +126,7 @@ def multiply(
 
 @triton.jit
 def _add_parts(parts, out, part, out_row, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    overlap.begin()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -140,19 +146,46 @@ class Tile(NamedTuple):
 
 
 def tile_of(rows: int, outputs: int, runs: int) -> Tile:
-    """The tile of a dense product: where there are few the depth is cut, so that every multiprocessor has some."""
-    if rows <= FEW_ROWS:
-        cut = Tile(16 if rows <= 16 else 32 if rows <= 32 else 64, 64, 1, 4, 5)
-    elif rows < 1024:
-        cut = Tile(64, 128, 1, 4, 4)
-    else:
-        cut = Tile(128, 128, 1, 8, 4)
-    return cut._replace(parts=parts_of(triton.cdiv(rows, cut.rows) * triton.cdiv(outputs, cut.columns), runs))
+    """The tile of a dense product (`benchmarks/gpu_float8_tiles.py`, on an H200).
+
+    Few rows read the weight as wide as they can; where products are shallow, narrower tiles that reach every
+    multiprocessor do without parts.
+    """
+    block = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    blocks = triton.cdiv(rows, block)
+    shallow = rows > 32 and runs <= 16 and blocks * triton.cdiv(outputs, 128) < 128
+    columns = 64 if outputs <= 1024 or shallow else 128
+    parts = parts_of(blocks * triton.cdiv(outputs, columns), runs, 128 if rows <= FEW_ROWS else 192)
+    return Tile(block, columns, parts, 4, 5 if rows <= FEW_ROWS else 4)
 
 
-def parts_of(tiles: int, runs: int, programs: int = PROGRAMS) -> int:
-    """Parts of the depth, for about so many programs of at least `LEAST_RUNS` runs each."""
-    return max(1, min(programs // tiles, runs // LEAST_RUNS))
+def parts_of(tiles: int, runs: int, programs: int) -> int:
+    """Parts of the depth, for at most so many programs where there are more than tiles."""
+    return max(1, min(programs // tiles, runs // LEAST_RUNS, MOST_PARTS))
+
+
+def of_library(rows: int, weight: Weight, out: Tensor) -> bool:
+    """Whether cuBLAS has the product, and is quicker: since CUDA 12.9 on Hopper, of 128 × 128 to a scale.
+
+    It reads a block's scales four by four, so that many lie along the depth.
+    """
+    (outputs, width), unit = weight.values.shape, weight.unit
+    if rows < LIBRARY_ROWS or unit != (128, 128) or width % 512 or outputs % 16 or out.dtype != torch.bfloat16:
+        return False
+    cuda = tuple(map(int, (torch.version.cuda or "0").split(".")))
+    hopper = out.is_cuda and torch.cuda.get_device_capability(out.device) == (9, 0)
+    return hopper and cuda >= (12, 9) and out.is_contiguous()
+
+
+def library(x: Rows, weight: Weight, out: Tensor) -> None:
+    """x Wᵀ by cuBLAS into out: what `torch.nn.functional.scaled_mm` calls, which would make the tensor itself.
+
+    A multiple of four rows, since their scales are taken column by column and columns begin at 16 bytes.
+    """
+    by_row, by_block = x.scales.t().contiguous().t(), weight.scales.t()
+    recipes = F.ScalingType.BlockWise1x128.value, F.ScalingType.BlockWise128x128.value
+    given = [by_row], [recipes[0]], [0], [by_block], [recipes[1]], [0], None, out.dtype
+    torch.ops.aten._scaled_mm_v2.out(x.values, weight.values.t(), *given, out=out)
 
 
 def quantise(x: Tensor, run: int) -> Rows:
@@ -165,7 +198,15 @@ def quantise(x: Tensor, run: int) -> Rows:
     if rows:
         runs = min(max(1, 1024 // run), triton.next_power_of_2(scales.shape[1]))
         _quantise[(rows, triton.cdiv(scales.shape[1], runs))](
-            x, values, scales, x.stride(0), WIDTH=width, RUN=run, RUNS=runs, num_warps=4
+            x,
+            values,
+            scales,
+            x.stride(0),
+            WIDTH=width,
+            RUN=run,
+            RUNS=runs,
+            num_warps=4,
+            **overlap.options(),
         )
     return Rows(values, scales, run)
 
@@ -191,6 +232,11 @@ def linear(x: Tensor | Rows, weight: Weight, out: Tensor, tile: Tile | None = No
     values, scales, _ = x if isinstance(x, Rows) else quantise(x, run)
     if not (values.stride(1) == 1 and scales.is_contiguous()):
         raise ValueError("quantised rows and their scales must be contiguous")
+    if tile is None and of_library(rows, weight, out):
+        whole = rows // 4 * 4
+        library(Rows(values[:whole], scales[:whole], run), weight, out[:whole])
+        linear(Rows(values[whole:], scales[whole:], run), weight, out[whole:])
+        return out
     runs = triton.cdiv(width, run)
     cut = tile or tile_of(rows, outputs, runs)
     depth = triton.cdiv(runs, cut.parts)
@@ -199,11 +245,19 @@ def linear(x: Tensor | Rows, weight: Weight, out: Tensor, tile: Tile | None = No
     multiply[(triton.cdiv(rows, cut.rows) * triton.cdiv(outputs, cut.columns), parts)](
         values, scales, weight.values, weight.scales, values, values, to, rows, outputs, depth, values.stride(0),
         to.stride(-2), to.stride(0), WIDTH=width, RUN=run, UNIT=unit, K=0, SORTED=False, BLOCK_M=cut.rows,
-        BLOCK_N=cut.columns, num_warps=cut.warps, num_stages=cut.stages,
+        BLOCK_N=cut.columns, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
     if parts > 1:
         block = min(512, triton.next_power_of_2(outputs))
         _add_parts[(rows, triton.cdiv(outputs, block))](
-            to, out, to.stride(0), out.stride(0), OUTPUTS=outputs, PARTS=parts, BLOCK=block, num_warps=4
+            to,
+            out,
+            to.stride(0),
+            out.stride(0),
+            OUTPUTS=outputs,
+            PARTS=parts,
+            BLOCK=block,
+            num_warps=4,
+            **overlap.options(),
         )
     return out

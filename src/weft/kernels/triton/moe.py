@@ -151,6 +151,7 @@ def _gate_parts(
     RUN: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """Adds the parts of the first product, and quantises what the second takes."""
+    overlap.begin()
     pair = tl.program_id(0).to(tl.int64)
     mine = tl.load(expert + pair).to(tl.int64)
     if mine < 0:
@@ -236,7 +237,7 @@ def float8_tiles_of(rows: int) -> tuple[Tile, Tile]:
     depth is a part.
     """
     if rows <= float8.FEW_ROWS:
-        return Tile(64, 0, 4, 5), Tile(64, 0, 4, 5)
+        return Tile(128, 0, 4, 5), Tile(128, 0, 4, 3)
     return Tile(0, 0, 8, 3), Tile(64, 0, 4, 4) if rows <= 128 else Tile(128, 0, 8, 3)
 
 
@@ -359,7 +360,7 @@ def _few(
     _gate_parts[(parts.shape[1], triton.cdiv(hidden.scales.shape[1], runs))](
         parts, parts if gate_up_bias is None else gate_up_bias, routing.expert, hidden.values, hidden.scales,
         parts.stride(0), INNER=inner, PARTS=parts.shape[0], BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha,
-        RUN=run, RUNS=runs, num_warps=4,
+        RUN=run, RUNS=runs, num_warps=4, **overlap.options(),
     )  # fmt: skip
     parts = _parts(hidden, routing, down, 1, down_tile)
     return _sum(parts, routing, out, parts.shape[0], down_bias, add)
@@ -377,7 +378,7 @@ def _parts(x: Rows, routing: Routing, weight: Weight, k: int, cut: Tile) -> Tens
         x.values, x.scales, weight.values, weight.scales, order, tile_expert, out, pairs, outputs, depth,
         x.values.stride(0), outputs, out.stride(0), WIDTH=width, RUN=run, UNIT=unit, K=k,
         SORTED=routing.order is not None, BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns, num_warps=cut.warps,
-        num_stages=cut.stages,
+        num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
     return out
 

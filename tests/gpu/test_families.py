@@ -21,7 +21,7 @@ from weft.comm.reference import ReferenceWorld
 from weft.engine.batch import SeqRows, build_batch
 from weft.engine.runner import ModelRunner
 from weft.kernels import float8
-from weft.kernels.float8 import Weight
+from weft.kernels.float8 import Rows, Weight
 from weft.kv.spec import CacheGroup, rule
 from weft.models import layers
 from weft.models.load import dummy_model, load_model
@@ -110,17 +110,21 @@ class Products:
         self.experts: list[float] = []
         product, experts = layers.product, moe.experts
 
-        def checked_product(x: Tensor, weight: Tensor | Weight, out: Tensor | None = None) -> Tensor:
-            found = product(x, weight, out)
+        def checked_product(x: Tensor, weight: Tensor | Weight, *more: Any) -> Tensor:
+            found = product(x, weight, *more)
             if isinstance(weight, Weight) and len(x):  # plans are made of traces without rows
                 self.dense.append(_off(found, float8.linear(x, weight, torch.float64)))
             return found
 
-        def checked_experts(x: Tensor, routing: Any, gate_up: Weight, down: Weight, out: Tensor, **more: Any) -> Tensor:
-            found = experts(x, routing, gate_up, down, out, **more)
-            if len(x):
-                wanted = plain.experts(x.double(), routing.weight, routing.expert, gate_up, down, **more)
-                self.experts.append(_off(found, wanted))
+        def checked_experts(
+            x: Tensor | Rows, routing: Any, gate_up: Weight, down: Weight, out: Tensor, add: bool = False, **more: Any
+        ) -> Tensor:
+            before = out.double() if add else torch.zeros_like(out, dtype=torch.float64)
+            found = experts(x, routing, gate_up, down, out, add=add, **more)
+            if len(out):
+                rows = x if isinstance(x, Rows) else x.double()
+                wanted = plain.experts(rows, routing.weight, routing.expert, gate_up, down, **more)
+                self.experts.append(_off(found.double() - before, wanted))
             return found
 
         monkeypatch.setattr(layers, "product", checked_product)

@@ -52,11 +52,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_every_layout_gives_transformers_logits(
     saved: Any, planned_once: None, family: str, changes: dict[str, int], mesh: Mesh
 ) -> None:
-    """A layer of each: layouts differ inside a layer. Runs of tokens, ways to merge and forms of prompts take turns."""
+    """A layer of each: layouts differ inside a layer. Runs of tokens, ways to merge, forms of prompts, and who makes
+    queries, take turns.
+    """
     directory, model = saved(family, mesh.world, **changes)
     at, texts = DEALT.index(mesh), texts_of(mesh, STEPS)
     ways, prefills = ("auto", "ag_rs", "a2a", "fused"), ("gather", "merge")
-    options = dict(interleave=(PAGE, 1, 2)[at % 3], dcp_exchange=ways[at % 4], dcp_prefill=prefills[at // 4 % 2])
+    options: dict[str, Any] = dict(
+        interleave=(PAGE, 1, 2)[at % 3], dcp_exchange=ways[at % 4], dcp_prefill=prefills[at // 4 % 2]
+    )
+    options["replicate"] = at // 2 % 3 == 1
     compare(run_world(mesh.world, lambda t: drive(t, directory, mesh, texts, STEPS, **options)), texts, mesh, model)
 
 

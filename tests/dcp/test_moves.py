@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +42,19 @@ class Asked(ReferenceTransport):
 
 
 @pytest.mark.parametrize(
-    "way, calls, max_bytes", [("fused", 2, None), ("ag_rs", 3, None), ("a2a", 2, None), ("fused", 4, 2048)]
+    "way, calls, max_bytes",
+    [("fused", 2, None), ("ag_rs", 3, None), ("a2a", 2, None), ("fused", 4, 2048), ("replicate", 1, None)],
 )
 def test_of_answers(way: str, calls: int, max_bytes: int | None, tmp_path: Path) -> None:
     mesh, counts = Mesh(2, 2, 4, 1, dcp=2), (7, 0)
     small_model("deepseek_v2", 4, tmp_path)
-    model = load_config(tmp_path, registry(()))
+    model = replace(load_config(tmp_path, registry(())), replicate_queries=way == "replicate")
+    exchange = "fused" if way == "replicate" else way
 
     def rank_main(transport: ReferenceTransport) -> None:
         asked = Asked(transport, max_bytes)
         decoder = load_model(tmp_path, model, mesh, asked.rank)
-        runner = ModelRunner(decoder, mesh, asked.rank, [asked], [CacheGroup(Rule(), 16)], PAGE, dcp_exchange=way)
+        runner = ModelRunner(decoder, mesh, asked.rank, [asked], [CacheGroup(Rule(), 16)], PAGE, dcp_exchange=exchange)
         rows = counts[mesh.group_of(asked.rank)]
         batch = build_batch(
             [5] * rows, [SeqRows(1, 6 + at, [[2 * at, 2 * at + 1]], 1) for at in range(rows)], 2 * PAGE, [Rule()]

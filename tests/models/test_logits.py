@@ -65,14 +65,16 @@ def drive(
     texts: Texts,
     steps: Steps = STEPS,
     experts: Forms = "gather",
+    replicate: bool = False,
     **options: Any,
 ) -> dict[tuple[int, int], torch.Tensor]:
     """Runs the steps. Gives {(sequence, position): logits} of the last row of each sequence in each step.
 
-    options: of `ModelRunner`.
+    replicate: each rank of a dcp group makes the queries of all. options: of `ModelRunner`.
     """
     torch.set_num_threads(1)
-    model = load_model(directory, replace(config_of(directory), experts=experts), mesh, transport.rank)
+    config = replace(config_of(directory), experts=experts, replicate_queries=replicate)
+    model = load_model(directory, config, mesh, transport.rank)
     runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(Rule(), PAGES)], PAGE, **options)
     for _, backend in runner.caches.paged:  # a read of a slot that nothing wrote must show
         backend.cache.keys.fill_(float("nan"))

@@ -86,11 +86,12 @@ class Completion:
     def _table(self, index: int, entries: Sequence[TokenLogprob | int], most: int) -> dict[str, Any]:
         """A prompt's first token is a number alone: nothing comes before it that could say how likely it is."""
         scores = [TokenLogprob(e, None) if isinstance(e, int) else e for e in entries]
-        offsets = []
+        offsets, characters = [], self._characters[index]
         for p in scores:
-            offsets.append(self._offsets[index])
             raw = self._language.grammars.tokens.decode_bytes([p.token_id])
-            self._offsets[index] += len(self._characters[index].decode(raw))
+            # Where it does not go on with a character that was begun, one replacement character stands for that.
+            offsets.append(self._offsets[index] + _breaks(characters.getstate()[0], raw))
+            self._offsets[index] += len(characters.decode(raw))
         names = self._language.token_name
         tops = [{names(t): value for t, value in p.top[:most]} for p in scores]
         return {
@@ -99,6 +100,15 @@ class Completion:
             "top_logprobs": [None if p.logprob is None else top for p, top in zip(scores, tops, strict=True)],
             "text_offset": offsets,
         }
+
+
+def _breaks(begun: bytes, more: bytes) -> bool:
+    """Whether a character that is begun cannot go on with these bytes."""
+    try:
+        UTF8("strict").decode(begun + more[:1])
+    except UnicodeDecodeError:
+        return bool(begun)
+    return False
 
 
 def prompt_table(language: Language, scores: Sequence[TokenLogprob], most: int) -> list[dict[str, Any] | None]:

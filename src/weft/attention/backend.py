@@ -85,20 +85,23 @@ class LatentSplit:
 class Absorbed:
     """The projections from a latent vector to heads' keys and values, which stand at the query and at the output.
 
-    keys `[heads, n, width]`: a query's first n elements are multiplied by it. values `[heads, value dim, width]`: so is
-    the output. Both are linear in each head, so ranks that hold parts of the tokens exchange what is narrower: queries
-    before and outputs after. There they are those of all heads of a dcp group.
+    keys `[heads, n, width]`: a query's first n elements are multiplied by it; None: they are already. values
+    `[heads, value dim, width]`: so is the output. Both are linear in each head, so ranks that hold parts of the tokens
+    exchange what is narrower: queries before and outputs after. There they are those of all heads of a dcp group.
     """
 
-    keys: Tensor
+    keys: Tensor | None
     values: Tensor
 
     def part(self, place: int, parts: int) -> Absorbed:
         """Of the heads of the rank at `place` of so many."""
-        return Absorbed(self.keys.chunk(parts)[place], self.values.chunk(parts)[place])
+        keys = None if self.keys is None else self.keys.chunk(parts)[place]
+        return Absorbed(keys, self.values.chunk(parts)[place])
 
     def query(self, q: Tensor) -> Tensor:
         """`[T, heads, n + rest]` → `[T, heads, width + rest]`."""
+        if self.keys is None:
+            return q
         first, rest = q.tensor_split([self.keys.shape[1]], dim=-1)
         return torch.cat((torch.einsum("thn,hnw->thw", first, self.keys), rest), dim=-1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -71,8 +73,17 @@ class PagedTriton(SDPA):
     ) -> Tensor:
         """See `Backend.project_latent`."""
         q, turn, norm = q.unflatten(-1, (-1, parts.dim)), parts.turn, parts.norm
-        cos, sin, latents = turn.cos[:, 0], turn.sin[:, 0], self.cache.keys[layer]
-        latent_rope_cache(q, kv, cos, sin, self._stored, latents, norm.weight, norm.eps, interleaved=turn.interleaved)
+        table = turn.cos[:, 0], turn.sin[:, 0]
+        cache, keys = self.cache.keys[layer], absorbed.keys
+        store = partial(latent_rope_cache, q, kv, *table, self._stored, cache, norm.weight, norm.eps)
+        if keys is None or self._single is not None or (self._group is not None and not parts.gathered):
+            store(interleaved=turn.interleaved)
+        else:  # both parts of what attends are written side by side, where a concatenation would copy them
+            n, width = keys.shape[1:]
+            whole = q.new_empty(*q.shape[:2], width + parts.dim - n)
+            store(interleaved=turn.interleaved, q_turned=whole[..., width:])
+            torch.bmm(q[..., :n].transpose(0, 1), keys, out=whole[..., :width].transpose(0, 1))
+            q, absorbed = whole, Absorbed(None, absorbed.values)
         return self._attend(layer, q, scale, False, absorbed, parts.gathered)[0]
 
     def _attend_prompts(

@@ -81,7 +81,12 @@ def check_latent_rope_cache(interleaved: bool, heads: int, seed: int, device: to
     wide = (t.double() for t in table)
     plain.latent_rope_cache(wanted, kv.double(), *wide, slots, wanted_cache, weight, 1e-3, interleaved=interleaved)
     untouched = q[..., : dim - turned].clone()
+    beside = torch.full((rows, heads, turned + 5), NAN, device=device)
+    given, to = q.clone(), beside[..., 5:]
+    kernels.latent_rope_cache(q, kv, *table, slots, cache, weight, 1e-3, interleaved=interleaved, q_turned=to)
+    assert torch.equal(q[:-1], given[:-1]) and beside[..., :5].isnan().all()
     kernels.latent_rope_cache(q, kv, *table, slots, cache, weight, 1e-3, interleaved=interleaved)
+    assert torch.equal(to[:-1], q[:-1, :, dim - turned :])
     assert torch.allclose(q[:-1].double(), wanted[:-1], rtol=1e-5, atol=1e-5)
     assert torch.equal(q[:-1, :, : dim - turned], untouched[:-1])
     assert torch.allclose(cache.double(), wanted_cache, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -112,6 +117,7 @@ def check_latents_that_do_not_fit_are_refused(device: torch.device) -> None:
         (dict(cos=angle[:, :2]), "norm 6"),
         (dict(sin=angle[:1]), "a row for each"),
         (dict(latents=cache.half()), "must be alike"),
+        (dict(q_turned=q[..., :3]), "q_turned"),
         (dict(q=q.transpose(1, 2).contiguous().transpose(1, 2)), "contiguous"),
     ):
         given = dict(q=q, kv=kv, cos=angle, sin=angle, slots=slots, latents=cache, weight=weight, eps=0.0)

@@ -132,7 +132,7 @@ def norm_rope_cache(
 
 @triton.jit
 def _latent_rope_cache(
-    q, kv, weight, cos, sin, slots, latents, q_row, kv_row, angle_row, latent_slot, eps,
+    q, kv, weight, cos, sin, slots, latents, q_turned, q_row, kv_row, angle_row, latent_slot, to_row, to_head, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
@@ -151,8 +151,9 @@ def _latent_rope_cache(
         at = q + row * q_row + head * DIM + DIM - TURNED
         left = tl.load(at + left_at[None, :], mask=real, other=0.0).to(tl.float32)
         right = tl.load(at + right_at[None, :], mask=real, other=0.0).to(tl.float32)
-        tl.store(at + left_at[None, :], (left * c[None, :] - right * s[None, :]).to(dtype), mask=real)
-        tl.store(at + right_at[None, :], (right * c[None, :] + left * s[None, :]).to(dtype), mask=real)
+        to = q_turned + row * to_row + head * to_head
+        tl.store(to + left_at[None, :], (left * c[None, :] - right * s[None, :]).to(dtype), mask=real)
+        tl.store(to + right_at[None, :], (right * c[None, :] + left * s[None, :]).to(dtype), mask=real)
         return
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
@@ -180,9 +181,11 @@ def latent_rope_cache(
     eps: float,
     *,
     interleaved: bool = False,
+    q_turned: Tensor | None = None,
 ) -> None:
-    """Turns the last elements of each head of the queries in place; normalises latent vectors, turns the key behind
-    each and stores both at the rows' slots (multi-head latent attention, arXiv 2405.04434).
+    """Turns the last elements of each head of the queries, in place or into q_turned `[T, heads, turned]`; normalises
+    latent vectors, turns the key behind each and stores both at the rows' slots (multi-head latent attention, arXiv
+    2405.04434).
 
     q `[T, heads, D]`, heads one after the other. kv, latents `[T, width]`, `[slots, 1, width]`: a latent vector, which
     is divided by √(mean of squares + eps) and multiplied by weight `[latent]`, and then the key's turned elements.
@@ -198,12 +201,16 @@ def latent_rope_cache(
         raise ValueError(f"cos is {list(cos.shape)}, sin {list(sin.shape)}; they must be alike, a row for each of q")
     if not q.dtype == kv.dtype == latents.dtype:
         raise ValueError(f"q is {q.dtype}, kv {kv.dtype}, latents {latents.dtype}; they must be alike")
-    if not (q.stride()[1:] == (dim, 1) and all(t.stride(-1) == 1 for t in (kv, cos, latents, weight))):
+    to = q[..., dim - turned :] if q_turned is None else q_turned
+    if to.shape != (rows, heads, turned) or to.dtype != q.dtype:
+        raise ValueError(f"q_turned is {to.dtype} {list(to.shape)} of q {q.dtype} {list(q.shape)}")
+    if not (q.stride()[1:] == (dim, 1) and all(t.stride(-1) == 1 for t in (kv, cos, latents, weight, to))):
         raise ValueError("the heads of q, and the last dimensions of the others, must be contiguous")
     if rows:
         block_h = min(32, triton.next_power_of_2(heads))
         _latent_rope_cache[(rows, 1 + triton.cdiv(heads, block_h))](
-            q, kv, weight, cos, sin, slots, latents, q.stride(0), kv.stride(0), cos.stride(0), latents.stride(0), eps,
+            q, kv, weight, cos, sin, slots, latents, to, q.stride(0), kv.stride(0), cos.stride(0), latents.stride(0),
+            to.stride(0), to.stride(1), eps,
             HEADS=heads, DIM=dim, TURNED=turned, LATENT=latent, INTERLEAVED=interleaved, BLOCK_H=block_h,
             BLOCK_PAIRS=max(1, triton.next_power_of_2(turned // 2)), BLOCK_L=triton.next_power_of_2(latent),
             num_warps=4, **overlap.options(),

@@ -68,6 +68,17 @@ def test_kernels_belong_to_the_step_that_launched_them(graph: bool) -> None:
     assert events[0].begin == 1e15 + 3500 and events[0].end - events[0].begin == 100
 
 
+def test_a_kernel_begins_when_the_one_before_on_its_stream_has_ended() -> None:
+    early = [("_up", 0.0, 100.0), ("_down", 40.0, 130.0), ("_sum_choices", 90.0, 120.0)]
+    steps = [late(early, 1000.0 * n) for n in range(4)]
+    found = trace(steps, True)
+    events = read_rank(found, about(0, 4, [], []), PAIR)[:3]
+    assert [(e.begin - 1e15 - 2000, e.end - 1e15 - 2000) for e in events] == [(0, 100), (100, 130), (120, 120)]
+    for event in found["traceEvents"]:
+        event.get("args", {})["stream"] = event["name"]  # side by side on streams of their own
+    assert [e.begin - 1e15 - 2000 for e in read_rank(found, about(0, 4, [], []), PAIR)[:3]] == [0, 40, 90]
+
+
 def test_exchanges_that_the_plan_does_not_name_keep_their_kernels() -> None:
     steps = [late(STEP, 1000.0 * n) for n in range(4)]
     events = read_rank(trace(steps, False), about(0, 4, MOVES[:1], []), PAIR)
@@ -193,7 +204,7 @@ def test_a_real_window(tmp_path: Path) -> None:
     small_config("deepseek_v2", 2, max_position_embeddings=2048).save_pretrained(model)
     words = "--load-format dummy --num-layers 1 --attn-tp 2 --ep 2 --moe-tp 1 --dcp 2 --batch 3 --context 20 --steps 2"
     code, text, err = weft_here("profile", str(model), *words.split(), "--output", str(out))
-    assert code == 0, err
+    assert code == 0, (code, text, err)
     assert sorted(p.name for p in out.iterdir()) == ["profile.json", "profile.png", "trace.json.gz"]
     found = json.loads((out / "profile.json").read_text())
     calls = {row["what"].rpartition(" · ")[0]: row["calls"] for row in found["collectives"]}

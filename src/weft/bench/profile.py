@@ -71,7 +71,11 @@ class Event:
 
 
 def read_rank(trace: dict[str, Any], about: dict[str, Any], mesh: Mesh) -> list[Event]:
-    """A rank's events in order of their beginning, without the first steps. trace, about: what the rank wrote."""
+    """A rank's events in order of their beginning, without the first steps. trace, about: what the rank wrote.
+
+    A kernel that was started while the one before it on its stream still ran (`kernels/triton/overlap.py`) has waited
+    for that one's end, and begins there.
+    """
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     base = trace["baseTimeNanoseconds"] / 1e3
     marks = sorted((e["ts"], e) for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(STEP))
@@ -83,12 +87,17 @@ def read_rank(trace: dict[str, Any], about: dict[str, Any], mesh: Mesh) -> list[
     }
     replayed: set[int] = set()
     found: list[Event] = []
+    ended: dict[Any, float] = defaultdict(float)  # by stream
 
     def add(event: dict[str, Any], launched: float) -> None:
         at = bisect.bisect_right(starts, launched) - 1
+        begin, end = event["ts"], event["ts"] + event["dur"]
+        if event.get("cat") in DEVICE:
+            stream = event["args"].get("stream")
+            begin = max(begin, min(ended[stream], end))
+            ended[stream] = max(ended[stream], end)
         if at >= SKIPPED:
-            name, begin = event["name"], base + event["ts"]
-            found.append(Event(numbers[at], kind_of(name), name, begin, begin + event["dur"]))
+            found.append(Event(numbers[at], kind_of(event["name"]), event["name"], base + begin, base + end))
 
     on_gpu = any(e.get("cat") in DEVICE for e in events)
     if on_gpu:

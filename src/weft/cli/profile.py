@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +13,8 @@ from weft.cli.command import Layout, ModelDir, UserError, engine_config, start_e
 from weft.place.show import columns, size_text
 
 MOST_KERNELS = 12
+SPARE_TOKENS = 448
+"""So much longer may answers be: on a busy machine many steps are run while a profiler starts."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,6 @@ class Command:
             self.layout,
             max_running=self.batch,
             max_batch_tokens=max(self.max_batch_tokens, self.batch),
-            kv_tokens=self.batch * (self.context + tokens + 16),
-            max_model_len=self.context + tokens,
             prefix_cache=False,
         )
         most = config.read_model().max_position
@@ -70,6 +70,12 @@ class Command:
                 f"a context of {self.context} and the {tokens} tokens that the steps take exceed the model's {most} "
                 f"positions; at most {advice} fits"
             )
+        tokens = min(tokens + SPARE_TOKENS, most - self.context)
+        config = replace(
+            config,
+            kv_tokens=self.batch * (self.context + tokens + 16),
+            max_model_len=self.context + tokens,
+        )
         try:
             self.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:

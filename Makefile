@@ -26,12 +26,13 @@ demo: setup
 	@$(BIN)/weft demo $(ARGS)
 
 # Three files at a time, as tests of processes wait now and then, and CI has two cores; the tests of a file share what
-# they compile and the servers that they start. pytest is to load the plugins that are named alone: of every package that
-# brings one it compiles each module anew, in every worker, and that of hypothesis and schemathesis took half a minute.
-# Python is to keep what it compiles, as it does unless told otherwise, for the many processes that tests start.
+# they compile and the servers that they start. Files are begun as tests/conftest.py orders them, not those with most
+# tests first. pytest is to load the plugins that are named alone: of every package that brings one it compiles each
+# module anew, in every worker, and that of hypothesis and schemathesis took half a minute. Python is to keep what it
+# compiles, as it does unless told otherwise, for the many processes that tests start.
 test: setup
 	@PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
-	  $(BIN)/python -m pytest -p xdist -p timeout -n 3 --dist loadfile
+	  $(BIN)/python -m pytest -p xdist -p timeout -n 3 --dist loadfile --no-loadscope-reorder
 
 # With the Python at hand: GPU machines bring their own torch.
 test-gpu:

@@ -262,9 +262,8 @@ def test_the_demo_can_be_told_dcp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight processes take long to start: what `make` runs, what that starts, and with which layout, is looked at.
     `dcp.test_engine` has that layout's ranks answer, as threads.
     """
-    told = subprocess.run(
-        ["make", "-n", "demo", "ARGS=--dcp 2 --questions 1"], cwd=ROOT, capture_output=True, text=True
-    )
+    command = ["make", "-n", "--no-print-directory", "demo", "ARGS=--dcp 2 --questions 1"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     words = shlex.split(told.stdout.splitlines()[-1])
     assert words[1:] == ["demo", "--dcp", "2", "--questions", "1"] and words[0].endswith("/weft")
     started: list[list[str]] = []

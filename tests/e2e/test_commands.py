@@ -253,7 +253,9 @@ def test_the_demo(tmp_path: Path) -> None:
     assert max(map(len, done.stdout[done.stdout.index("layout ") :].splitlines())) <= 80
     assert done.returncode == 0, done.stderr
     assert re.search(r"^\d+ collectives instead of \d+, .* a rank instead of", done.stdout, re.MULTILINE)
-    for text in ("The answer is", "plan:", "naive:", "What ran", "of 3 answers are right", "has stopped"):
+    answers = " ".join(line.split("│")[2].strip() for line in done.stdout.splitlines() if line.count("│") == 3)
+    assert "The answer is" in answers, "in the second column, over whose lines a sentence may break"
+    for text in ("plan:", "naive:", "What ran", "of 3 answers are right", "has stopped"):
         assert text in done.stdout, text
     assert not left_behind(tmp_path)
 

@@ -15,7 +15,6 @@ from weft.models.config import ModelConfig
 from weft.models.layers import Builder, Embedding, Head, Layer, RMSNorm
 from weft.models.mlp import FeedForward
 from weft.models.rotary import Rope, Rotary, RotaryTable
-from weft.place.spec import PlacementError
 from weft.stream import GROUP, Stream, TraceStream
 
 
@@ -89,5 +88,4 @@ def _norm(b: Builder, path: str, c: ModelConfig) -> RMSNorm:
 
 def on_group_rows(path: str, x: Hidden) -> None:
     """Raises PlacementError unless x has the rows of one DP group, whose cache attention reads."""
-    if x.placement != x.mesh.placement(GROUP):
-        raise PlacementError(f"{path} needs {x.mesh.placement(GROUP)}, but {x.origin} is {x.placement}")
+    x.require_placement(x.mesh.placement(GROUP), path)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gpu_kernels import DEVICE, HEAD_DIM, HEADS, KV_HEADS, PAGE, PAGES, graph_us, normal
+from gpu_kernels import DEVICE, HEAD_DIM, HEADS, KV_HEADS, PAGE, PAGES, graph_us, normal, write_json
 from weft.kernels.triton import decode_attention as attention
 from weft.kernels.triton.decode_attention import Tile
 
@@ -95,10 +94,7 @@ def main() -> None:
         print(f"{name}, {cases}: best {report[name]['best_us']}, shipped {report[name]['shipped_us']}")
         for tile in report[name]["tiles"]:
             print("  ", tile, flush=True)
-    text = json.dumps(report)
-    if args.out:
-        args.out.write_text(text + "\n")
-    print(text)
+    write_json(report, args.out)
 
 
 if __name__ == "__main__":

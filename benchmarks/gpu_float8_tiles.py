@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpu_float8 import DENSE, EXPERTS, UNIT, in_float8
-from gpu_kernels import BF16, DEVICE, RULE, error, graph_us, ints, normal
+from gpu_kernels import BF16, DEVICE, RULE, error, graph_us, ints, normal, write_json
 from weft.kernels.float8 import Rows, Weight
 from weft.kernels.triton import float8, moe, route
 
@@ -190,10 +189,7 @@ def main() -> None:
     for rows in LIBRARY_ROWS:
         for name in SHAPES:
             add(name, rows, time_library(name, rows))
-    text = json.dumps({"gpu": torch.cuda.get_device_name(), "cuts": found})
-    if args.out:
-        args.out.write_text(text + "\n")
-    print(text)
+    write_json({"gpu": torch.cuda.get_device_name(), "cuts": found}, args.out)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,14 @@ def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
     return statistics.median(times)
 
 
+def write_json(found: dict[str, Any], out: Path | None) -> None:
+    """Prints one JSON object, and writes it to out, where that is named."""
+    text = json.dumps(found)
+    if out:
+        out.write_text(text + "\n")
+    print(text)
+
+
 def error(found: Tensor, wanted: Tensor) -> float:
     """‖found − wanted‖ / ‖wanted‖."""
     return ((found.double() - wanted).norm() / wanted.norm()).item()
@@ -116,10 +124,7 @@ class Report:
         """Prints all as JSON, into a file too, and ends the process where a row's error is 1e-2 or more."""
         host = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
         measured = {"copy_bytes_per_s": self.bandwidth, "empty_kernel_us": self.kernel_us}
-        text = json.dumps({"host": host, **measured, "rows": self.rows})
-        if out:
-            out.write_text(text + "\n")
-        print(text)
+        write_json({"host": host, **measured, "rows": self.rows}, out)
         if wrong := [row for row in self.rows if not row.get("error", 0.0) < 1e-2]:
             raise SystemExit(f"too far from what it should be: {wrong}")
 

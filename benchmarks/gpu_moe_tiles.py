@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gpu_kernels import BF16, DEVICE, HIDDEN, RULE, SPLITS, graph_us, ints, normal, skewed_logits
+from gpu_kernels import BF16, DEVICE, HIDDEN, RULE, SPLITS, graph_us, ints, normal, skewed_logits, write_json
 from weft.kernels.triton import moe, route
 from weft.kernels.triton.moe import Tile
 
@@ -112,10 +111,7 @@ def main() -> None:
         row["best_us"] = round(best, 2)
         found.append(row)
         print(row, flush=True)
-    text = json.dumps({"gpu": torch.cuda.get_device_name(), "tiles": found})
-    if args.out:
-        args.out.write_text(text + "\n")
-    print(text)
+    write_json({"gpu": torch.cuda.get_device_name(), "tiles": found}, args.out)
 
 
 if __name__ == "__main__":

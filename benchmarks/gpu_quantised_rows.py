@@ -10,7 +10,6 @@ quantised is compared with that kernel's, bit for bit. Prints one JSON object la
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gpu_kernels import write_json
 from weft.bench.cuda import TURNS, Case, World, capture, replays_us
 from weft.bench.ranks import Report, run_ranks
 from weft.comm.transport import Epilogue
@@ -88,10 +88,8 @@ def main() -> None:
         found.append(row)
         cells = "  ".join(f"{name} {us:.2f}" for name, us in row["us"].items())
         print(f"{row['kind']:10} {row['width']} × {row['rows']:<5} {cells}", flush=True)
-    text = json.dumps({"gpus": world, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found})
-    if options.out:
-        options.out.write_text(text + "\n")
-    print(text)
+    host = {"gpus": world, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    write_json({**host, "rows": found}, options.out)
     if wrong := [row for row in found if not row["same"]]:
         raise SystemExit(f"not what the kernel quantise makes of the same rows: {wrong}")
 

@@ -18,6 +18,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs triton, which the extra gpu brings")
 
+import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
@@ -33,6 +34,7 @@ from weft.kernels.triton import (  # noqa: E402
     merge,
     moe,
     norm_rope_cache,
+    overlap,
     prefill_attention,
     rms_norm,
     route,
@@ -51,6 +53,8 @@ PTX = {
     "LDGSTS": r"\bcp\.async\.c[ag]\.shared\.global\b",
 }
 """What becomes an instruction, one of each: taking machine code apart takes long."""
+TOUCHES = r"\b(LDG(?!\S*\.STRONG\.GPU)|LD|ST|STG|LDGSTS|UBLKCP|UTMALDG|UTMASTG|ATOM|ATOMG|RED|REDG)\b.*"
+"""Touches memory of all programs: but for prefetches (CCTL, UBLKPF) and loads past L1."""
 
 
 @dataclass
@@ -115,9 +119,13 @@ def _read(name: str, kernel: Any) -> Compiled:
 
 
 def waits_first(code: str) -> bool:
-    """Whether a kernel waits for the one before (`overlap.begin`), which it then does before it touches memory."""
-    wait, access = (re.search(rf"\b({names})\b", code) for names in ("ACQBULK", "LDG|STG|LDGSTS|UBLKCP"))
-    assert not wait or (access and wait.start() < access.start()), "memory is touched before the wait"
+    """Whether a kernel waits for the one before (`overlap.begin`), which it then does before it touches memory: only
+    prefetches may come earlier, and loads past L1 of where they ask (`overlap.prefetch`).
+    """
+    before, wait, after = code.partition("ACQBULK")
+    early = re.search(TOUCHES, before)
+    assert not wait or not early, f"memory is touched before the wait: {early}"
+    assert not wait or re.search(TOUCHES, after), "a kernel touches memory"
     return bool(wait)
 
 
@@ -311,3 +319,22 @@ def test_kernels_compile_for_hopper(case: tuple[Callable[[], None], tuple[str, .
         assert kernel.overlaps == waits_first(kernel.code), f"{kernel.name}: begin and options go together"
     for instruction in instructions:
         assert any(re.search(PTX[instruction], kernel.ptx) for kernel in compiled), f"no {instruction}"
+
+
+@triton.jit
+def _ask_early(weight, expert, out, CACHE: tl.constexpr):
+    mine = tl.load(expert + tl.program_id(0), cache_modifier=CACHE)
+    overlap.prefetch_rows(weight + mine * (60 * 768), 768, 60, 64, 768)
+    overlap.begin()
+    tl.store(out + tl.program_id(0), tl.load(weight + tl.load(expert + tl.program_id(0))))
+
+
+def test_only_prefetches_and_loads_past_l1_may_come_before_the_wait(compiled: list[Compiled]) -> None:
+    for cache in (".cg", ""):
+        _ask_early[(8,)](empty(1000), empty(8, dtype=INT), empty(8), CACHE=cache, **overlap.options())
+    past_l1, through_l1 = compiled
+    before = past_l1.code.partition("ACQBULK")[0]
+    assert len(re.findall(r"\bCCTL\.E\.PF2\b", before)) == 64 * 12 // past_l1.threads  # a line to each
+    assert waits_first(past_l1.code)
+    with pytest.raises(AssertionError, match=r"before the wait: .*LDG"):
+        waits_first(through_l1.code)

@@ -2,8 +2,8 @@
 
 Between two kernels of a stream a GPU otherwise idles for about a microsecond, which the hundreds of short kernels of a
 decode step feel (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; Hopper and later).
-A kernel that is launched with `options()` calls `begin` before all else, in every one of its programs: that it has
-ended then says that all kernels before it have ended, too.
+A kernel that is launched with `options()` calls `begin` before all else but `prefetch`, in every one of its programs:
+that it has ended then says that all kernels before it have ended, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from triton.runtime.driver import driver
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 LEAST_ARCH = 90
+LINE = tl.constexpr(128)
+"""Bytes of a line of a GPU's caches."""
 
 
 @triton.jit
@@ -27,6 +29,41 @@ def begin():
     if not INTERPRETED and cuda_capability_geq(9, 0):
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers, wanted):
+    """Asks for the lines of memory at a block of pointers to be brought into L2; for none where wanted is false.
+
+    Nothing is read into the program, so this may come before `begin`, for what no kernel writes, such as weights. If
+    the addresses come out of memory, the kernel that wrote them must have ended: every one but the last before this
+    one, since that one's `begin` waited for it; they are loaded with cache modifier ".cg", as L1 may hold old values.
+    One pointer for each `LINE` bytes is enough.
+    """
+    if not INTERPRETED and cuda_capability_geq(9, 0):
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l,r",
+            [pointers.to(tl.int64), wanted.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def prefetch_rows(first, row_stride, rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """`prefetch` of a tile of COLUMNS contiguous elements by ROWS rows, of which only `rows` may exist.
+
+    first: a pointer to its first element, best at the beginning of a line. row_stride: in elements.
+    """
+    if not INTERPRETED and cuda_capability_geq(9, 0):
+        STEP: tl.constexpr = LINE * 8 // first.dtype.element_ty.primitive_bitwidth
+        LINES: tl.constexpr = (COLUMNS + STEP - 1) // STEP
+        BLOCK: tl.constexpr = triton.next_power_of_2(ROWS * LINES)
+        i = tl.arange(0, BLOCK)
+        row = i // LINES
+        prefetch(first + row.to(tl.int64) * row_stride + i % LINES * STEP, row < tl.minimum(rows, ROWS))
 
 
 @cache

@@ -17,12 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Rows, Weight
-from weft.kernels.triton import float8, overlap
+from weft.kernels.triton import float8, moe_float8, overlap
 from weft.kernels.triton.rms_norm import activated
 from weft.kernels.triton.route import Routing, pairs_of
-
-PROGRAMS = 1024
-"""About how many programs a product of few rows in FP8 is cut into: about a quarter of the tiles have an expert."""
 
 
 class Tile(NamedTuple):
@@ -142,37 +139,6 @@ def _down(
     acc *= tl.load(route_weight + pair, mask=real, other=0.0)[:, None]
     to = out + pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & wanted[None, :])
-
-
-@triton.jit
-def _gate_parts(
-    parts, bias, expert, out, out_scale, part,
-    INNER: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    RUN: tl.constexpr, RUNS: tl.constexpr,
-):  # fmt: skip
-    """Adds the parts of the first product, and quantises what the second takes."""
-    overlap.begin()
-    pair = tl.program_id(0).to(tl.int64)
-    mine = tl.load(expert + pair).to(tl.int64)
-    if mine < 0:
-        return
-    run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
-    column = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
-    inside = column < INNER
-    gate = tl.zeros([RUNS, RUN], tl.float32)
-    up = tl.zeros([RUNS, RUN], tl.float32)
-    for i in tl.static_range(PARTS):
-        at = parts + i * part + pair * (2 * INNER) + column
-        gate += tl.load(at, mask=inside, other=0.0)
-        up += tl.load(at + INNER, mask=inside, other=0.0)
-    if BIAS:
-        at = bias + mine * (2 * INNER) + column
-        gate += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32)
-    value, scale = float8.to_float8(tl.where(inside, activated(gate, up, LIMIT, ALPHA), 0.0))
-    tl.store(out + pair * INNER + column, value, mask=inside)
-    ALL: tl.constexpr = (INNER + RUN - 1) // RUN
-    tl.store(out_scale + pair * ALL + run, scale, mask=run < ALL)
 
 
 @triton.jit
@@ -303,14 +269,14 @@ def experts(
         shipped = float8_tiles_of(rows)
         up_tile, down_tile = up_tile or shipped[0], down_tile or shipped[1]
         if rows <= float8.FEW_ROWS:
-            biases = gate_up_bias, down_bias
-            return _few(x, routing, gate_up, down, out, up_tile, down_tile, limit, alpha, *biases, add)
+            parts = moe_float8.parts_of_pairs(x, routing, gate_up, down, up_tile, down_tile, limit, alpha, gate_up_bias)
+            return _sum(parts, routing, out, parts.shape[0], down_bias, add)
         hidden = out.new_empty(pairs, inner, dtype=last.dtype)
         hidden_scale = down_scale.new_empty(pairs, triton.cdiv(inner, down_unit[1]))
         up_tile = up_tile._replace(columns=down_unit[1], depth=up_unit[1])
         down_tile = down_tile._replace(depth=down_unit[1])
     hidden = out.new_empty(pairs, inner) if hidden is None else hidden
-    order, tile_expert, tiles = _tiles(routing)
+    order, tile_expert, tiles = routing.tiles()
     cut = up_tile or up_tile_of(rows)
     _up[(tiles * triton.cdiv(inner, cut.columns),)](
         given, x_scale, up, up_scale, up if gate_up_bias is None else gate_up_bias, order, tile_expert, hidden,
@@ -327,60 +293,6 @@ def experts(
         BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
     return _sum(each, routing, out, 0, None, add)
-
-
-def _tiles(routing: Routing) -> tuple[Tensor, Tensor, int]:
-    """(order, tile_expert, tiles). Where every pair is a tile the order is not read, and the experts are the tiles'."""
-    order = routing.expert if routing.order is None else routing.order
-    tile_expert = routing.expert if routing.tile_expert is None else routing.tile_expert
-    return order, tile_expert, tile_expert.numel()
-
-
-def _few(
-    x: Rows,
-    routing: Routing,
-    gate_up: Weight,
-    down: Weight,
-    out: Tensor,
-    up_tile: Tile,
-    down_tile: Tile,
-    limit: float | None,
-    alpha: float | None,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    add: bool,
-) -> Tensor:
-    """The experts of few quantised rows: what lies between the products and behind them also adds their parts."""
-    inner, run = down.values.shape[2], down.unit[1]
-    parts = _parts(x, routing, gate_up, routing.expert.shape[1], up_tile)
-    hidden = Rows(
-        x.values.new_empty(parts.shape[1], inner), x.scales.new_empty(parts.shape[1], triton.cdiv(inner, run)), run
-    )
-    runs = min(max(1, 1024 // run), triton.next_power_of_2(hidden.scales.shape[1]))
-    _gate_parts[(parts.shape[1], triton.cdiv(hidden.scales.shape[1], runs))](
-        parts, parts if gate_up_bias is None else gate_up_bias, routing.expert, hidden.values, hidden.scales,
-        parts.stride(0), INNER=inner, PARTS=parts.shape[0], BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha,
-        RUN=run, RUNS=runs, num_warps=4, **overlap.options(),
-    )  # fmt: skip
-    parts = _parts(hidden, routing, down, 1, down_tile)
-    return _sum(parts, routing, out, parts.shape[0], down_bias, add)
-
-
-def _parts(x: Rows, routing: Routing, weight: Weight, k: int, cut: Tile) -> Tensor:
-    """float32 `[parts, pairs, outputs]`: the parts of each pair's product. x: a row a pair, or for each k of them."""
-    (_, outputs, width), (unit, run) = weight.values.shape, weight.unit
-    order, tile_expert, tiles = _tiles(routing)
-    programs, runs, pairs = tiles * triton.cdiv(outputs, cut.columns), triton.cdiv(width, run), routing.expert.numel()
-    wanted = triton.cdiv(width, cut.depth) if cut.depth else float8.parts_of(programs, runs, PROGRAMS)
-    depth = triton.cdiv(runs, wanted)
-    out = x.scales.new_empty(triton.cdiv(runs, depth), pairs, outputs)
-    float8.multiply[(programs, out.shape[0])](
-        x.values, x.scales, weight.values, weight.scales, order, tile_expert, out, pairs, outputs, depth,
-        x.values.stride(0), outputs, out.stride(0), WIDTH=width, RUN=run, UNIT=unit, K=k,
-        SORTED=routing.order is not None, BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns, num_warps=cut.warps,
-        num_stages=cut.stages, **overlap.options(),
-    )  # fmt: skip
-    return out
 
 
 def _sum(parts: Tensor, routing: Routing, out: Tensor, count: int, bias: Tensor | None, add: bool) -> Tensor:

@@ -64,6 +64,12 @@ class Routing(NamedTuple):
     order: Tensor | None
     tile_expert: Tensor | None
 
+    def tiles(self) -> tuple[Tensor, Tensor, int]:
+        """(order, tile_expert, tiles) for kernels, which do not read the order where every pair is a tile."""
+        order = self.expert if self.order is None else self.order
+        tile_expert = self.expert if self.tile_expert is None else self.tile_expert
+        return order, tile_expert, tile_expert.numel()
+
 
 @triton.jit
 def _allow_groups(

@@ -1,0 +1,101 @@
+"""Both products of the routed experts for few rows in FP8: the depth of each is dealt out over programs.
+
+Their parts are added by what comes next: those of the first where rows are quantised for the second, those of the
+second where a token's pairs are summed (`moe`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.float8 import Rows, Weight
+from weft.kernels.triton import float8, overlap
+from weft.kernels.triton.rms_norm import activated
+from weft.kernels.triton.route import Routing
+
+if TYPE_CHECKING:
+    from weft.kernels.triton.moe import Tile
+
+PROGRAMS = 1024
+"""About how many programs a product of few rows in FP8 is cut into: about a quarter of the tiles have an expert."""
+
+
+@triton.jit
+def _gate_parts(
+    parts, bias, expert, out, out_scale, part,
+    INNER: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    RUN: tl.constexpr, RUNS: tl.constexpr,
+):  # fmt: skip
+    """Adds the parts of the first product, and quantises what the second takes."""
+    overlap.begin()
+    pair = tl.program_id(0).to(tl.int64)
+    mine = tl.load(expert + pair).to(tl.int64)
+    if mine < 0:
+        return
+    run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
+    column = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    inside = column < INNER
+    gate = tl.zeros([RUNS, RUN], tl.float32)
+    up = tl.zeros([RUNS, RUN], tl.float32)
+    for i in tl.static_range(PARTS):
+        at = parts + i * part + pair * (2 * INNER) + column
+        gate += tl.load(at, mask=inside, other=0.0)
+        up += tl.load(at + INNER, mask=inside, other=0.0)
+    if BIAS:
+        at = bias + mine * (2 * INNER) + column
+        gate += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32)
+    value, scale = float8.to_float8(tl.where(inside, activated(gate, up, LIMIT, ALPHA), 0.0))
+    tl.store(out + pair * INNER + column, value, mask=inside)
+    ALL: tl.constexpr = (INNER + RUN - 1) // RUN
+    tl.store(out_scale + pair * ALL + run, scale, mask=run < ALL)
+
+
+def parts_of_pairs(
+    x: Rows,
+    routing: Routing,
+    gate_up: Weight,
+    down: Weight,
+    up_tile: Tile,
+    down_tile: Tile,
+    limit: float | None,
+    alpha: float | None,
+    gate_up_bias: Tensor | None,
+) -> Tensor:
+    """float32 `[parts, pairs, width]`: whose sum is the second product of each pair, without bias and weight.
+
+    x: few rows; the rest as `moe.experts` takes it.
+    """
+    inner, run = down.values.shape[2], down.unit[1]
+    parts = _parts(x, routing, gate_up, routing.expert.shape[1], up_tile)
+    hidden = Rows(
+        x.values.new_empty(parts.shape[1], inner), x.scales.new_empty(parts.shape[1], triton.cdiv(inner, run)), run
+    )
+    runs = min(max(1, 1024 // run), triton.next_power_of_2(hidden.scales.shape[1]))
+    _gate_parts[(parts.shape[1], triton.cdiv(hidden.scales.shape[1], runs))](
+        parts, parts if gate_up_bias is None else gate_up_bias, routing.expert, hidden.values, hidden.scales,
+        parts.stride(0), INNER=inner, PARTS=parts.shape[0], BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha,
+        RUN=run, RUNS=runs, num_warps=4, **overlap.options(),
+    )  # fmt: skip
+    return _parts(hidden, routing, down, 1, down_tile)
+
+
+def _parts(x: Rows, routing: Routing, weight: Weight, k: int, cut: Tile) -> Tensor:
+    """float32 `[parts, pairs, outputs]`: the parts of each pair's product. x: a row a pair, or for each k of them."""
+    (_, outputs, width), (unit, run) = weight.values.shape, weight.unit
+    order, tile_expert, tiles = routing.tiles()
+    programs, runs, pairs = tiles * triton.cdiv(outputs, cut.columns), triton.cdiv(width, run), routing.expert.numel()
+    wanted = triton.cdiv(width, cut.depth) if cut.depth else float8.parts_of(programs, runs, PROGRAMS)
+    depth = triton.cdiv(runs, wanted)
+    out = x.scales.new_empty(triton.cdiv(runs, depth), pairs, outputs)
+    float8.multiply[(programs, out.shape[0])](
+        x.values, x.scales, weight.values, weight.scales, order, tile_expert, out, pairs, outputs, depth,
+        x.values.stride(0), outputs, out.stride(0), WIDTH=width, RUN=run, UNIT=unit, K=k,
+        SORTED=routing.order is not None, BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns, num_warps=cut.warps,
+        num_stages=cut.stages, **overlap.options(),
+    )  # fmt: skip
+    return out

@@ -50,6 +50,7 @@ PTX = {
     "HMMA": r"\bmma\.sync\.\S+\.b?f16\.b?f16\b",
     "HGMMA": r"\bwgmma\.mma_async\.\S+\.b?f16\.b?f16\b",
     "QGMMA": r"\bwgmma\.mma_async\.\S+\.e4m3\.e4m3\b",
+    "CCTL": r"\bprefetch\.global\.L2\b",
     "LDGSTS": r"\bcp\.async\.c[ag]\.shared\.global\b",
 }
 """What becomes an instruction, one of each: taking machine code apart takes long."""
@@ -273,8 +274,8 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "prompts": (lambda: attend_prompts(16, 2, 128, 128), ("HGMMA", "LDGSTS")),
     "prompts, wide heads": (lambda: attend_prompts(16, 2, 256, 256), ("HGMMA", "LDGSTS")),
     "prompts, latents": (lambda: attend_prompts(128, 1, 576, 512), ("HGMMA",)),
-    "experts, 1 row": (lambda: mix_experts(1), ("HMMA", "LDGSTS")),
-    "experts, 64 rows": (lambda: mix_experts(64), ("HMMA", "LDGSTS")),
+    "experts, 1 row": (lambda: mix_experts(1), ("HMMA", "LDGSTS", "CCTL")),
+    "experts, 64 rows": (lambda: mix_experts(64), ("HMMA", "LDGSTS", "CCTL")),
     "experts, 256 rows": (lambda: mix_experts(256), ("HGMMA", "LDGSTS")),
     "experts, 128 rows": (lambda: mix_experts(128), ("HMMA", "LDGSTS")),
     "experts, 4096 rows": (lambda: mix_experts(4096), ("HGMMA", "LDGSTS")),

@@ -23,12 +23,17 @@ from weft.kernels.triton.route import Routing, pairs_of
 
 
 class Tile(NamedTuple):
-    """How a product is cut: columns and depth of a block, warps, and stages of the pipeline of loads."""
+    """How a product is cut: columns and depth of a block, warps, and stages of the pipeline of loads.
+
+    early: so much of the depth of its weights a program asks for before it computes, beyond what the pipeline holds; of
+    the second product, while the first still runs.
+    """
 
     columns: int
     depth: int
     warps: int
     stages: int
+    early: int = 0
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -36,16 +41,20 @@ def _up(
     x, x_scale, weight, scale, bias, order, tile_expert, out, out_scale, pairs, x_row,
     WIDTH: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     COLUMN_BLOCKS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
-    tile = tl.program_id(0) // COLUMN_BLOCKS
+    tile, first = tl.program_id(0) // COLUMN_BLOCKS, tl.program_id(0) % COLUMN_BLOCKS * BLOCK_N
     pair, expert = pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M)
     if expert < 0:
         return
+    if EARLY > 0:
+        rows = weight + (expert.to(tl.int64) * (2 * INNER) + first) * WIDTH
+        overlap.prefetch_rows(rows, WIDTH, INNER - first, BLOCK_N, EARLY)
+        overlap.prefetch_rows(rows + INNER * WIDTH, WIDTH, INNER - first, BLOCK_N, EARLY)
     real = pair < pairs
-    column = (tl.program_id(0) % COLUMN_BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = first + tl.arange(0, BLOCK_N)
     wanted = column < INNER
     depth = tl.arange(0, BLOCK_K)
     token = (tl.where(real, pair, 0) // K).to(tl.int64)
@@ -98,16 +107,22 @@ def _up(
 def _down(
     inner, inner_scale, weight, scale, bias, route_weight, order, tile_expert, out, pairs,
     WIDTH: tl.constexpr, INNER: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    overlap.begin()
     COLUMN_BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    tile = tl.program_id(0) // COLUMN_BLOCKS
-    pair, expert = pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M)
+    tile, first = tl.program_id(0) // COLUMN_BLOCKS, tl.program_id(0) % COLUMN_BLOCKS * BLOCK_N
+    # The routing, and each token's weights, were written before `_up` began, so they may be read while it runs.
+    pair, expert = pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M, CACHE=".cg")
+    real = (pair < pairs) & (expert >= 0)
+    share = tl.load(route_weight + pair, mask=real, other=0.0, cache_modifier=".cg")
+    if EARLY > 0:
+        rows = tl.where(expert >= 0, WIDTH - first, 0)
+        at = weight + (expert.to(tl.int64) * WIDTH + first) * INNER
+        overlap.prefetch_rows(at, INNER, rows, BLOCK_N, EARLY)
+    overlap.begin()
     if expert < 0:
         return
-    real = pair < pairs
-    column = (tl.program_id(0) % COLUMN_BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = first + tl.arange(0, BLOCK_N)
     wanted = column < WIDTH
     depth = tl.arange(0, BLOCK_K)
     inner += tl.where(real, pair, 0).to(tl.int64)[:, None] * INNER + depth[None, :]
@@ -136,7 +151,7 @@ def _down(
     if BIAS:
         at = bias + expert.to(tl.int64) * WIDTH + column
         acc += tl.load(at, mask=wanted, other=0.0).to(tl.float32)[None, :]
-    acc *= tl.load(route_weight + pair, mask=real, other=0.0)[:, None]
+    acc *= share[:, None]
     to = out + pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & wanted[None, :])
 
@@ -150,8 +165,11 @@ def _sum_choices(
 
     ADD: to what out holds.
     """
-    overlap.begin()
     token = tl.program_id(0)
+    experts: tl.tuple = ()
+    for j in tl.static_range(K):  # written before `_down` began, so they may be read while it runs
+        experts += (tl.load(expert + token * K + j, cache_modifier=".cg"),)
+    overlap.begin()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     to = out + token.to(tl.int64) * out_row + column
     total = tl.zeros([BLOCK], tl.float32)
@@ -159,7 +177,7 @@ def _sum_choices(
         total += tl.load(to, mask=column < WIDTH, other=0.0).to(tl.float32)
     for j in tl.static_range(K):
         pair = token * K + j
-        mine = tl.load(expert + pair)
+        mine = experts[j]
         wanted = (column < WIDTH) & (mine >= 0)
         at = pairs + pair.to(tl.int64) * WIDTH + column
         value = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
@@ -190,9 +208,9 @@ def up_tile_of(rows: int) -> Tile:
 def down_tile_of(rows: int) -> Tile:
     """The tile of the second product."""
     if rows <= 4:
-        return Tile(64, 128, 4, 4)
+        return Tile(64, 128, 4, 4, 768)
     if rows <= 128:
-        return Tile(64, 128, 4, 3)
+        return Tile(64, 128, 4, 3, 768)
     if rows < 1024:
         return Tile(128, 64, 4, 3)
     return Tile(256, 64, 8, 4)
@@ -282,7 +300,8 @@ def experts(
         given, x_scale, up, up_scale, up if gate_up_bias is None else gate_up_bias, order, tile_expert, hidden,
         hidden_scale, pairs, given.stride(0), WIDTH=width, INNER=inner, K=k, SORTED=routing.order is not None,
         BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha, UNIT=up_unit[0], BLOCK_M=routing.tile_rows,
-        BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
+        BLOCK_N=cut.columns, BLOCK_K=cut.depth, EARLY=min(cut.early, width), num_warps=cut.warps, num_stages=cut.stages,
+        **overlap.options(),
     )  # fmt: skip
     cut = down_tile or down_tile_of(rows)
     each = out.new_empty(1, pairs, width)
@@ -290,7 +309,7 @@ def experts(
         hidden, hidden_scale, last, down_scale, last if down_bias is None else down_bias, routing.weight, order,
         tile_expert, each, pairs, WIDTH=width, INNER=inner, SORTED=routing.order is not None,
         BIAS=down_bias is not None, UNIT=down_unit[0], BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns,
-        BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
+        BLOCK_K=cut.depth, EARLY=min(cut.early, inner), num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
     return _sum(each, routing, out, 0, None, add)
 

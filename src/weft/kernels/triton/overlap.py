@@ -25,7 +25,11 @@ LINE = tl.constexpr(128)
 
 @triton.jit
 def begin():
-    """Waits until the kernel before has ended and what it wrote can be read; then the next one may be started."""
+    """Waits until the kernel before has ended and what it wrote can be read; then the next one may be started.
+
+    So all kernels but the last one before had ended when this one was started: what they wrote may be read without
+    waiting, by loads with cache modifier ".cg", as L1 may hold older values.
+    """
     if not INTERPRETED and cuda_capability_geq(9, 0):
         gdc_wait()
         gdc_launch_dependents()
@@ -35,10 +39,8 @@ def begin():
 def prefetch(pointers, wanted):
     """Asks for the lines of memory at a block of pointers to be brought into L2; for none where wanted is false.
 
-    Nothing is read into the program, so this may come before `begin`, for what no kernel writes, such as weights. If
-    the addresses come out of memory, the kernel that wrote them must have ended: every one but the last before this
-    one, since that one's `begin` waited for it; they are loaded with cache modifier ".cg", as L1 may hold old values.
-    One pointer for each `LINE` bytes is enough.
+    Nothing is read into the program, so this may come before `begin`, for what no kernel writes, such as weights; for
+    addresses that come out of memory see there. One pointer for each `LINE` bytes is enough.
     """
     if not INTERPRETED and cuda_capability_geq(9, 0):
         tl.inline_asm_elementwise(

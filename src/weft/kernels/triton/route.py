@@ -22,6 +22,7 @@ CHUNKS = 128, 2048
 
 At least the block's threads: with fewer elements than threads Triton 3.6 counts some twice.
 """
+NO_MODIFIER = tl.constexpr("")
 
 
 class Rule(Protocol):
@@ -198,15 +199,18 @@ def _sort_pairs(
 
 
 @triton.jit
-def pairs_of(tile, order, tile_expert, pairs, SORTED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(pairs `[BLOCK_M]` of a tile, its expert or −1). A row that has no pair has the number `pairs`."""
-    expert = tl.load(tile_expert + tile)
+def pairs_of(
+    tile, order, tile_expert, pairs, SORTED: tl.constexpr, BLOCK_M: tl.constexpr, CACHE: tl.constexpr = NO_MODIFIER
+):
+    """(pairs `[BLOCK_M]` of a tile, its expert or −1). A row that has no pair has the number `pairs`.
+
+    Of an idle tile the pairs mean nothing, as its part of the order was never written. CACHE: modifier of the loads.
+    """
+    expert = tl.load(tile_expert + tile, cache_modifier=CACHE)
     row = tl.arange(0, BLOCK_M)
+    pair = tl.where(row == 0, tile, pairs)
     if SORTED:
-        # An idle tile's part of the order was never written, and is not looked at.
-        pair = tl.load(order + tile * BLOCK_M + row, mask=(row >= 0) & (expert >= 0), other=0)
-    else:
-        pair = tl.where(row == 0, tile, pairs)
+        pair = tl.load(order + tile * BLOCK_M + row, cache_modifier=CACHE)
     return pair, expert
 
 

@@ -28,6 +28,7 @@ from weft.kernels.plain import packed_shards  # noqa: E402
 from weft.kernels.triton import (  # noqa: E402
     decode_attention,
     delta_step,
+    dense,
     dispatch,
     float8,
     gate_heads,
@@ -205,6 +206,10 @@ def multiply_float8(rows: int, outputs: int, width: int, unit: tuple[int, int] =
     float8.linear(empty(rows, width), in_float8(outputs, width, unit=unit), empty(rows, outputs))
 
 
+def multiply(rows: int, outputs: int, width: int) -> None:
+    dense.linear(empty(rows, width), empty(outputs, width), None, empty(outputs))
+
+
 def norm_and_turn(rows: int) -> None:
     cache, angle, slots, weight = empty(1000, 2, 128), empty(rows, 64), empty(rows, dtype=INT), empty(128)
     norm_rope_cache.norm_rope_cache(
@@ -289,6 +294,10 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "FP8 product, 64 rows": (lambda: multiply_float8(64, 576, 7168), ("QGMMA", "LDGSTS")),
     "FP8 product, 4096 rows": (lambda: multiply_float8(4096, 7168, 2048), ("QGMMA", "LDGSTS")),
     "FP8 product, cut blocks": (lambda: multiply_float8(64, 320, 1408, (64, 64)), ("QGMMA", "LDGSTS")),
+    "product, 1 row": (lambda: multiply(1, 2560, 2048), ("HMMA",)),
+    "product, 16 rows, deep": (lambda: multiply(16, 1440, 2880), ("HMMA",)),
+    "product, 64 rows": (lambda: multiply(64, 2560, 2048), ("HGMMA",)),
+    "parts of a product": (lambda: dense.linear_parts(empty(64, 2048), empty(128, 2048)) and None, ("HMMA",)),
     "norm, rotary, cache": (lambda: norm_and_turn(64), ()),
     "norm, rotary, cache, many rows": (lambda: norm_and_turn(4096), ()),
     "latents, rotary, cache": (lambda: norm_latents(64, 128), ()),
@@ -339,3 +348,14 @@ def test_only_prefetches_and_loads_past_l1_may_come_before_the_wait(compiled: li
     assert waits_first(past_l1.code)
     with pytest.raises(AssertionError, match=r"before the wait: .*LDG"):
         waits_first(through_l1.code)
+
+
+@pytest.mark.parametrize("rows, outputs, width, held", [(16, 2048, 2048, 16 * 2048), (64, 2048, 2048, 64 * 512)])
+def test_products_of_few_rows_read_their_weights_before_the_wait(
+    rows: int, outputs: int, width: int, held: int, compiled: list[Compiled]
+) -> None:
+    multiply(rows, outputs, width)
+    kernel = compiled[0]
+    before, _, after = kernel.code.partition("ACQBULK")
+    early = re.findall(r"\bLDG\.E\.128\.STRONG\.GPU\b", before)
+    assert len(early) * 16 * kernel.threads == 2 * held and not re.search(r"\bLDG\S*\.STRONG\.GPU\b", after)

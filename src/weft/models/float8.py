@@ -1,4 +1,4 @@
-"""Weights that stay in FP8, as their checkpoint has them, and products with them.
+"""Products with weights, and weights that stay in FP8, as their checkpoint has them.
 
 A rank's slice of a weight may cut the checkpoint's blocks. Its scales are then held for smaller ones: the greatest
 common divisor of a block's sides and of all borders of slices, so that no value changes. Rows of activations are
@@ -45,18 +45,32 @@ def as_taken(x: Tensor, weight: Tensor | Weight, quantised: Quantising | None) -
 
 
 def product(
-    x: Tensor, weight: Tensor | Weight, out: Tensor | None = None, quantised: Quantising | None = None
+    x: Tensor,
+    weight: Tensor | Weight,
+    out: Tensor | None = None,
+    quantised: Quantising | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """x Wᵀ, into out where it is given. x: `[rows, inputs]`; weight `[outputs, inputs]`; quantised: gives x in FP8.
+    """x Wᵀ + bias, into out where it is given.
 
-    In FP8 by Triton kernels on GPUs, elsewhere by what they compute.
+    x: `[rows, inputs]`; weight `[outputs, inputs]`; bias `[outputs]`; quantised: gives x in FP8. On GPUs by Triton
+    kernels in FP8, and of few rows in 2-byte floats; else by torch, in FP8 by what the kernels compute.
     """
     if not isinstance(weight, Weight):
-        return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
+        if x.is_cuda:
+            from weft.kernels.triton import dense  # GPUs only: a CPU need not have Triton
+
+            if dense.takes(x, weight):
+                return dense.linear(x, weight, out, bias)
+        if out is None:
+            return F.linear(x, weight, bias)
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
     out = x.new_empty(x.shape[0], weight.values.shape[0]) if out is None else out
     rows = as_taken(x, weight, quantised)
     if x.is_cuda:
-        from weft.kernels.triton import float8  # GPUs only: a CPU need not have Triton
+        from weft.kernels.triton import float8
 
-        return float8.linear(rows, weight, out)
-    return out.copy_(plain.linear(rows, weight)) if x.shape[0] else out
+        float8.linear(rows, weight, out)
+    elif x.shape[0]:
+        out.copy_(plain.linear(rows, weight))
+    return out if bias is None else out.add_(bias)

@@ -193,12 +193,13 @@ class ColumnLinear(Layer):
         return Hidden(self._product(value, x.quantised), placement, x.mesh, self.path)
 
     def _product(self, x: Tensor, quantised: Quantising | None) -> Tensor:
-        if len(self.products) == 1 and not self.units:
-            return F.linear(x, self.weight, self.bias)
+        if len(self.products) == 1:
+            return product(x, self.declared("weight"), quantised=quantised, bias=self.bias)
         out = x.new_empty(x.shape[0], sum(self.sizes))
         for name, columns in self.products:
-            product(x, self.declared(name), out[:, columns], quantised)
-        return out if self.bias is None else out.add_(self.bias)
+            bias = None if self.bias is None else self.bias[columns]
+            product(x, self.declared(name), out[:, columns], quantised, bias)
+        return out
 
 
 class RowLinear(Layer):
@@ -226,12 +227,7 @@ class RowLinear(Layer):
             raise PlacementError(f"{self.path} needs {needs}, but {x.origin} is {x.placement}")
         placement = x.mesh.placement(x.placement.rows, owes=self.over)
         out = self.workspace(x.value.shape[0], self.weight.shape[0], like=x.value)
-        if self.bias is None or self.units:
-            product(x.value, self.declared("weight"), out)
-            if self.bias is not None:
-                out += self.bias
-        else:
-            torch.addmm(self.bias, x.value, self.weight.t(), out=out)
+        product(x.value, self.declared("weight"), out, bias=self.bias)
         return Hidden(out, placement, x.mesh, self.path)
 
 

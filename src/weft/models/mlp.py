@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from weft.hidden import Hidden
 from weft.kernels.rows import gated
+from weft.models.float8 import product
 from weft.models.layers import Builder, ColumnLinear, Layer, Linear, Out, RowLinear
 from weft.models.source import Source
 from weft.place.spec import Rows
@@ -62,12 +61,12 @@ class WholeMLP(Layer):
     def forward(self, x: Hidden, score: Linear | None = None) -> Hidden:
         value, by = x.require_complete(self.path), _score(x, score)
         if not x.mesh.same_rows(x.placement.rows, "world"):
-            both = F.linear(value, self.gate_up).unflatten(1, (self.ranks, 2 * self.size))
-            out = F.linear(gated(both, self.limit, score=by).flatten(1), self.down)
+            both = product(value, self.gate_up).unflatten(1, (self.ranks, 2 * self.size))
+            out = product(gated(both, self.limit, score=by).flatten(1), self.down)
             return Hidden(out, x.placement, x.mesh, self.path)
-        both = F.linear(value, self.gate_up[2 * self.mine.start : 2 * self.mine.stop])
+        both = product(value, self.gate_up[2 * self.mine.start : 2 * self.mine.stop])
         out = self.workspace(*value.shape, like=value)
-        torch.mm(gated(both, self.limit, score=by), self.down[:, self.mine].t(), out=out)
+        product(gated(both, self.limit, score=by), self.down[:, self.mine], out)
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
 

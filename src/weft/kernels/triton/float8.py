@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from weft.kernels.float8 import FLOAT8, Rows, Weight
 from weft.kernels.triton import overlap
+from weft.kernels.triton.dense import add_parts
 from weft.kernels.triton.route import pairs_of
 
 FEW_ROWS = 64
@@ -122,17 +123,6 @@ def multiply(
     to = out + tl.program_id(1).to(tl.int64) * out_part + pair.to(tl.int64)[:, None] * out_row + column[None, :]
     found = (tl.trans(acc) if WEIGHT_FIRST else acc).to(out.dtype.element_ty)
     tl.store(to, found, mask=real[:, None] & wanted[None, :])
-
-
-@triton.jit
-def _add_parts(parts, out, part, out_row, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    overlap.begin()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(PARTS):
-        total += tl.load(parts + i * part + row * OUTPUTS + column, mask=column < OUTPUTS, other=0.0)
-    tl.store(out + row * out_row + column, total.to(out.dtype.element_ty), mask=column < OUTPUTS)
 
 
 class Tile(NamedTuple):
@@ -247,17 +237,4 @@ def linear(x: Tensor | Rows, weight: Weight, out: Tensor, tile: Tile | None = No
         to.stride(-2), to.stride(0), WIDTH=width, RUN=run, UNIT=unit, K=0, SORTED=False, BLOCK_M=cut.rows,
         BLOCK_N=cut.columns, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
-    if parts > 1:
-        block = min(512, triton.next_power_of_2(outputs))
-        _add_parts[(rows, triton.cdiv(outputs, block))](
-            to,
-            out,
-            to.stride(0),
-            out.stride(0),
-            OUTPUTS=outputs,
-            PARTS=parts,
-            BLOCK=block,
-            num_warps=4,
-            **overlap.options(),
-        )
-    return out
+    return out if parts == 1 else add_parts(to, out)

@@ -1,0 +1,232 @@
+"""x Wᵀ of few rows, as decode steps have them, in 2-byte floats.
+
+Such a product takes as long as reading its weight. As no kernel writes weights, each program loads its tile of one into
+shared memory before it waits for the kernel before (see `overlap`; past L1, as all that is read so early), and then
+only its columns of x. Tiles are such that all programs are on the GPU at once.
+
+With up to 16 rows a tile has few of the weight's rows at their whole depth, which is dealt out over the warps: each
+multiplies its own slice, and their sums are added at the end. With more rows, which every program reads, that would be
+x again and again: tiles are then wide, and the depth is cut into parts, which another kernel adds in their order.
+Nothing is added atomically, so the bits are the same at every run, and those of a row depend on no other row. The
+weight is the first operand of tensor cores, which take 16 rows of it or 64, and any number of x's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.triton import overlap
+
+MOST_ROWS = 64
+"""Products of more rows are better left to a library."""
+MULTIPROCESSORS = 132
+"""Of an H100 or H200, for which the tiles were chosen."""
+MOST_PARTS = 8
+LANGUAGE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Tile(NamedTuple):
+    """How a product is cut: the weight's rows of a tile, parts of the depth, depth of a block, slices, and warps.
+
+    block: a power of two; a program has so many blocks of it as its part of the depth needs. slices: of a block, each
+    multiplied by a warp; 1: by all warps together.
+    """
+
+    columns: int
+    parts: int
+    block: int
+    slices: int
+    warps: int
+
+
+class Parts(NamedTuple):
+    """A product whose depth was cut: float32 `[parts, T, N]`, to be added in their order, and then to bias `[N]`.
+
+    dtype: to which the sum is then rounded.
+    """
+
+    values: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gemm_few_rows(
+    x, weight, bias, out, rows, x_row, weight_row, out_row, out_part,
+    OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, BLOCK_T)
+    if SLICES == 1:
+        depth = tl.arange(0, BLOCK_K)[None, :]
+        at_column, at_row = column[:, None], row[:, None]
+    else:
+        RUN: tl.constexpr = BLOCK_K // SLICES
+        depth = tl.arange(0, SLICES)[:, None, None] * RUN + tl.arange(0, RUN)[None, None, :]
+        at_column, at_row = column[None, :, None], row[None, :, None]
+    depth += tl.program_id(1) * (BLOCKS * BLOCK_K)
+    weight += tl.where(at_column < OUTPUTS, at_column, 0).to(tl.int64) * weight_row + depth
+    x += at_row.to(tl.int64) * x_row + depth
+    WHOLE: tl.constexpr = WIDTH % (BLOCKS * BLOCK_K) == 0
+    weights = ()
+    for i in tl.static_range(BLOCKS):
+        if WHOLE:
+            b = tl.load(weight + i * BLOCK_K, cache_modifier=".cg")
+        else:
+            inside = (depth < WIDTH - i * BLOCK_K) & (at_column >= 0)
+            b = tl.load(weight + i * BLOCK_K, mask=inside, other=0.0, cache_modifier=".cg")
+        weights += (b,)  # type: ignore[assignment]
+    overlap.begin()
+    values = ()
+    for i in tl.static_range(BLOCKS):
+        held = (at_row < rows) & (depth >= 0)
+        if not WHOLE:
+            held &= depth < WIDTH - i * BLOCK_K
+        values += (tl.load(x + i * BLOCK_K, mask=held, other=0.0),)  # type: ignore[assignment]
+    if SLICES == 1:
+        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        for i in tl.static_range(BLOCKS):
+            acc = tl.dot(weights[i], tl.trans(values[i]), acc)
+    else:
+        slices = tl.zeros([SLICES, BLOCK_N, BLOCK_T], tl.float32)
+        for i in tl.static_range(BLOCKS):
+            slices = tl.dot(weights[i], tl.permute(values[i], (0, 2, 1)), slices)
+        acc = tl.sum(slices, 0)
+    wanted, real = column < OUTPUTS, row < rows
+    if BIAS:
+        acc += tl.load(bias + column, mask=wanted, other=0.0).to(tl.float32)[:, None]
+    to = out + tl.program_id(1).to(tl.int64) * out_part + row.to(tl.int64)[None, :] * out_row + column[:, None]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=wanted[:, None] & real[None, :])
+
+
+@triton.jit
+def _add_gemm_parts(
+    parts, bias, out, part, out_row, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
+    overlap.begin()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(PARTS):
+        total += tl.load(parts + i * part + row * OUTPUTS + column, mask=column < OUTPUTS, other=0.0)
+    if BIAS:
+        total += tl.load(bias + column, mask=column < OUTPUTS, other=0.0).to(tl.float32)
+    tl.store(out + row * out_row + column, total.to(out.dtype.element_ty), mask=column < OUTPUTS)
+
+
+def add_parts(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Fills and returns out `[T, N]`, whose rows are contiguous: the sum of parts float32 `[parts, T, N]`, contiguous,
+    in their order, and then of bias `[N]`."""
+    count, rows, outputs = parts.shape
+    block = min(512, triton.next_power_of_2(outputs))
+    _add_gemm_parts[(rows, triton.cdiv(outputs, block))](
+        parts, parts if bias is None else bias, out, parts.stride(0), out.stride(0), OUTPUTS=outputs, PARTS=count,
+        BIAS=bias is not None, BLOCK=block, num_warps=4, **overlap.options(),
+    )  # fmt: skip
+    return out
+
+
+def cut(columns: int, width: int, parts: int, slices: int, warps: int) -> Tile:
+    """The tile of so many parts of the depth, by blocks that leave the least over, and are few."""
+    part = triton.cdiv(width, parts)
+    block = min((2048, 1024, 512, 256, 128), key=lambda size: (triton.cdiv(part, size) * size, -size))
+    return Tile(columns, parts, block, slices, warps)
+
+
+def tile_of(rows: int, outputs: int, width: int) -> Tile | None:
+    """The tile of a product, or None where a library is to be preferred: for many rows, or a large weight."""
+    if rows <= 16:
+        tile, most = cut(16, width, triton.cdiv(width, 2048), 8, 8), 2 * MULTIPROCESSORS
+    else:
+        tiles = triton.cdiv(outputs, 64)
+        parts = max(1, min(MULTIPROCESSORS // tiles, MOST_PARTS, triton.cdiv(width, 256)))
+        tile, most = Tile(64, parts, 256, 1, 8), MULTIPROCESSORS if width <= parts * 1024 else 0
+    fits = rows <= MOST_ROWS and triton.cdiv(outputs, tile.columns) * tile.parts <= most and tile.parts <= MOST_PARTS
+    return tile if fits else None
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear` is for such a product: of few rows in a 2-byte dtype, with a weight that is not too large."""
+    (outputs, width), rows = weight.shape, x.shape[0]
+    like = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+    return like and 0 < rows <= MOST_ROWS and _is_dense(x, weight) and tile_of(rows, outputs, width) is not None
+
+
+def _is_dense(*tensors: Tensor) -> bool:
+    return all(t.dim() == 2 and t.stride(1) == 1 for t in tensors)
+
+
+def linear(
+    x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None, tile: Tile | None = None
+) -> Tensor:
+    """x Wᵀ + bias, summed in float32 and rounded once; fills and returns out `[T, N]`, which is made where it is None.
+
+    x `[T, K]`, of which there is a row; weight `[N, K]`, of the same dtype; bias `[N]`. Rows of all are contiguous.
+    tile: another than `tile_of`. Raises ValueError where shapes do not fit together, or the product is left to a
+    library.
+    """
+    out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
+    _check(x, weight, bias)
+    tile = tile or tile_of(x.shape[0], *weight.shape)
+    if tile is None or out.shape != (x.shape[0], weight.shape[0]) or out.stride(1) != 1:
+        raise ValueError(f"x is {list(x.shape)}, the weight {list(weight.shape)}, out {list(out.shape)}")
+    parts = _parts_of(weight.shape[1], tile)
+    if parts == 1:
+        _multiply(x, weight, bias, out, tile)
+        return out
+    values = out.new_empty(parts, *out.shape, dtype=torch.float32)
+    _multiply(x, weight, None, values, tile)
+    return add_parts(values, out, bias)
+
+
+def linear_parts(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, tile: Tile | None = None
+) -> Parts:
+    """The same with its sum left to what comes next, which rounds it to dtype, x's where that is None.
+
+    For few outputs, which few programs would compute at their whole depth.
+    """
+    _check(x, weight, bias)
+    outputs, width = weight.shape
+    tile = tile or cut(16, width, min(MOST_PARTS, triton.cdiv(width, 256)), 4, 4)
+    values = x.new_empty(_parts_of(width, tile), x.shape[0], outputs, dtype=torch.float32)
+    _multiply(x, weight, None, values, tile)
+    return Parts(values, bias, dtype or x.dtype)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    fits = x.dim() == 2 and x.shape[0] and x.shape[1:] == weight.shape[1:] and x.dtype == weight.dtype
+    if bias is not None:
+        fits = fits and bias.shape == weight.shape[:1] and bias.is_contiguous()
+    if not fits or not _is_dense(x, weight):
+        raise ValueError(
+            f"x is {x.dtype} {list(x.shape)}, the weight {weight.dtype} {list(weight.shape)}, the bias "
+            f"{None if bias is None else list(bias.shape)}; rows must be contiguous, and one at least"
+        )
+
+
+def _blocks_of(width: int, tile: Tile) -> int:
+    """Blocks of a part of the depth."""
+    return triton.cdiv(triton.cdiv(width, tile.parts), tile.block)
+
+
+def _parts_of(width: int, tile: Tile) -> int:
+    """Parts of whole blocks: the last ones may not be needed."""
+    return triton.cdiv(width, _blocks_of(width, tile) * tile.block)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> None:
+    """Into out `[T, N]`, or `[parts, T, N]`."""
+    (outputs, width), rows = weight.shape, x.shape[0]
+    _gemm_few_rows[(triton.cdiv(outputs, tile.columns), _parts_of(width, tile))](
+        x, weight, x if bias is None else bias, out, rows, x.stride(0), weight.stride(0), out.stride(-2), out.stride(0),
+        OUTPUTS=outputs, WIDTH=width, BIAS=bias is not None, BLOCK_T=max(16, triton.next_power_of_2(rows)),
+        BLOCK_N=tile.columns, BLOCK_K=tile.block, BLOCKS=_blocks_of(width, tile), SLICES=tile.slices,
+        num_warps=tile.warps, **overlap.options(),
+    )  # fmt: skip

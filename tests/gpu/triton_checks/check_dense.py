@@ -1,0 +1,118 @@
+"""Products of few rows against float64, beside NaN wherever nothing may be read or written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from triton import knobs
+
+from weft.kernels.triton import dense
+from weft.kernels.triton.dense import Tile
+
+NAN = float("nan")
+DTYPES = [torch.float16] if knobs.runtime.interpret else [torch.bfloat16, torch.float16]
+"""The interpreter multiplies bfloat16's bits as if they were integers."""
+LAYERS = ((2560, 2048), (2048, 2048), (4096, 2048), (576, 2048), (2048, 704), (2880, 512))
+"""Outputs and inputs of products that decode steps have."""
+
+
+def inside(rows: int, columns: int, device: torch.device, dtype: torch.dtype, skew: bool = False) -> Tensor:
+    """Random values with NaN around them. skew: columns differ by powers of ten, and so do rows."""
+    whole = torch.full((rows + 2, columns + 16), NAN, device=device, dtype=dtype)
+    value = torch.randn(rows, columns, device=device)
+    if skew:
+        value *= 10 ** (2 * torch.rand(rows, 1, device=device) + torch.rand(columns, device=device))
+    whole[1:-1, 8:-8] = value
+    return whole[1:-1, 8:-8]
+
+
+def assert_product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None) -> Tensor:
+    """Of float32 sums, and that what is around them stays as it was; returns them."""
+    whole = torch.full((len(x) + 1, len(weight) + 16), NAN, device=x.device)
+    out = dense.linear(x, weight, whole[:-1, 8:-8], bias, tile)
+    wanted = x.double() @ weight.double().mT
+    size = x.double().abs() @ weight.double().abs().mT  # what rounding of the sums goes by
+    if bias is not None:
+        wanted, size = wanted + bias.double(), size + bias.double().abs()
+    assert ((out.double() - wanted).abs() <= 1e-5 * size).all()
+    assert whole[-1].isnan().all() and whole[:, :8].isnan().all() and whole[:, -8:].isnan().all()
+    return out
+
+
+@pytest.mark.parametrize("rows, outputs, width, tile", [
+    (1, 64, 256, None),
+    (3, 40, 200, None),  # neither outputs nor inputs fill their tiles
+    (16, 24, 2304, None),  # parts, of several blocks
+    (17, 96, 520, None),
+    (64, 72, 256, None),
+    (2, 48, 640, Tile(32, 3, 128, 2, 4)),  # the last part has less to do
+    (16, 16, 384, Tile(16, 2, 128, 8, 8)),
+    (5, 70, 300, Tile(64, 1, 128, 1, 4)),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", DTYPES)
+def check_products(
+    rows: int, outputs: int, width: int, tile: Tile | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(rows)
+    x, weight = inside(rows, width, device, dtype, skew=True), inside(outputs, width, device, dtype)
+    bias = torch.randn(outputs, device=device, dtype=dtype) if rows % 2 else None
+    assert_product(x, weight, bias, tile)
+
+
+@pytest.mark.parametrize("rows, tile", [(4, None), (33, None), (4, Tile(16, 2, 128, 4, 4))])
+def check_a_row_depends_on_no_other(rows: int, tile: Tile | None, device: torch.device) -> None:
+    torch.manual_seed(1)
+    x, weight = inside(rows, 512, device, DTYPES[0]), inside(40, 512, device, DTYPES[0])
+    out = assert_product(x, weight, None, tile)
+    for alone in (0, rows - 1):
+        others = torch.full_like(x, NAN)
+        others[alone] = x[alone]
+        again = dense.linear(others, weight, torch.full_like(out, NAN), None, tile)
+        assert torch.equal(again[alone], out[alone]) and again.isnan().all(1).sum() == rows - 1
+
+
+def check_rounded_once(device: torch.device) -> None:
+    """To x's dtype, after the bias, with one part or several."""
+    torch.manual_seed(2)
+    x, weight = (torch.randn(n, 512, device=device).to(DTYPES[0]) for n in (3, 32))
+    bias = 100 * torch.randn(32, device=device).to(DTYPES[0])
+    for parts in (1, 4):
+        tile = Tile(16, parts, 128, 4, 4)
+        exact = dense.linear(x, weight, x.new_empty(3, 32, dtype=torch.float32), bias, tile)
+        assert torch.equal(dense.linear(x, weight, None, bias, tile), exact.to(DTYPES[0]))
+
+
+def check_parts_are_left_to_others(device: torch.device) -> None:
+    torch.manual_seed(3)
+    x, weight = (torch.randn(n, 640, device=device).to(DTYPES[0]) for n in (5, 20))
+    found = dense.linear_parts(x, weight, None, torch.float32)
+    assert found.values.shape == (3, 5, 20) and found.bias is None and found.dtype == torch.float32
+    for i, part in enumerate(found.values.double()):
+        of = slice(256 * i, 256 * (i + 1))
+        torch.testing.assert_close(part, x[:, of].double() @ weight[:, of].double().mT, rtol=0, atol=1e-4)
+    total = found.values[0] + found.values[1] + found.values[2]
+    assert torch.equal(dense.add_parts(found.values, torch.full_like(total, NAN)), total)
+
+
+def check_which_products_are_taken(device: torch.device) -> None:
+    """Few rows of the layers, and neither many rows nor a head over the vocabulary."""
+    for outputs, width in LAYERS:
+        for rows in (1, 16):
+            assert dense.tile_of(rows, outputs, width) is not None, (rows, outputs, width)
+        assert dense.tile_of(65, outputs, width) is None
+    for rows in (1, 16, 17, 64):
+        assert dense.tile_of(rows, 151_936, 2048) is None and dense.tile_of(rows, 75_968, 2048) is None
+    x, weight = (torch.zeros(n, 64, device=device, dtype=torch.bfloat16) for n in (2, 32))
+    assert dense.takes(x, weight) and dense.takes(x.half(), weight.half())
+    assert not dense.takes(x.float(), weight.float()) and not dense.takes(x.float(), weight)
+    assert not dense.takes(x[:0], weight) and not dense.takes(weight.t()[:2, :32], weight[:, :32])
+
+
+def check_refuses(device: torch.device) -> None:
+    x, weight = (torch.zeros(n, 64, device=device, dtype=torch.bfloat16) for n in (2, 32))
+    for args in ((x[:, :32], weight), (x.half(), weight), (x[:0], weight), (x, weight, None, weight[:, 0])):
+        with pytest.raises(ValueError, match="x is"):
+            dense.linear(*args)
+    with pytest.raises(ValueError, match="out"):
+        dense.linear(x, weight, x)

@@ -184,7 +184,7 @@ def main() -> None:
             found({"dcp": dcp, "start_s": round(time.perf_counter() - began, 1)})
             serve(engine, 4, 8, 64, 12, args.most_s)  # warm
             for batch, context in cases:
-                row = decode(engine, batch, context, 48)
+                row, _ = decode(engine, batch, context, 48)
                 itl[dcp, batch, context] = row["itl_ms"]
                 found({"dcp": dcp, "batch": batch, "context": context} | row)
             for clients in args.concurrency:

@@ -1,12 +1,21 @@
 """Time between tokens, and prompts read a second, of the engine on GPUs: a preset's shape with made-up weights.
 
-Every case, a layout with what carries its exchanges and the plan that they follow, is a fresh engine. Its sequences
-have `--context` tokens each and answer greedily without an end; the time between one step's tokens and the next is
-taken at the listener, once all of them answer. Prompts are read with answers of one token. Carriers are transports
-(auto, peer, nccl) or `naive`: the plan of all-reduces that every other is compared with, carried as auto. NCCL takes no
-row counts from device memory, so with several DP groups its steps cannot be captured: they run eagerly, and the row
-says so. Experts gather or dispatch (with carrier peer alone). Prints a line of JSON a measurement, and writes them all.
-What a step is made of, `weft profile` says.
+Every case, a layout with what carries its exchanges and the plan that they follow, is a fresh engine, in a process of
+its own that is ended after `--case-timeout` seconds. Its sequences have `--context` tokens each and answer greedily
+without an end; the time between one step's tokens and the next is taken at the listener, once all of them answer.
+Prompts are read with answers of one token. Experts gather or dispatch (with carrier peer alone).
+
+Carriers are transports, or a plan: auto (peer and NCCL, chosen edge by edge), peer, nccl, `nccl_window` (NCCL on
+registered memory, whose captured kernels have been seen to race), or `naive`: the plan of all-reduces that every other
+is compared with, carried as auto. With NCCL every DP group exchanges its graph's whole capacity (`weft.comm.rows`).
+
+equal_tokens says for each carrier that ran before in the same layout, and for the same one in its turns before, how
+much of the answers was the same: of each answer, the part up to the first token that differs. All cases have the same
+weights and prompts, so a carrier that gives wrong sums shows. Right ones differ too, the later the less they differ:
+they round sums otherwise, and a token may hang on that.
+
+Prints a line of JSON a measurement, and writes them all, with the cases that failed. What a step is made of, `weft
+profile` says.
 
     python benchmarks/gpu_decode.py --layouts 1x2,2x1 2x1,2x1 --batches 1 16 64 256 --carriers auto nccl naive
     python benchmarks/gpu_decode.py --layouts 2x1,2x1 --batches 1 16 64 256 --carriers peer --experts gather dispatch
@@ -17,9 +26,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
+import os
+import signal
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +41,15 @@ import torch
 
 from weft.assets import preset_dir
 from weft.bench.host import describe_host
+from weft.cli.command import stop_on_sigterm
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.request import Output, SamplingParams
 
 WAIT_S = 120.0
+CARRIERS = ("auto", "peer", "nccl", "nccl_window", "naive")
+Send = Callable[[Any], None]
+Answers = list[list[int]]
 
 
 def layout(text: str) -> dict[str, int]:
@@ -41,46 +59,133 @@ def layout(text: str) -> dict[str, int]:
     return {"attn_dp": dp, "attn_tp": tp, "ep": ep, "moe_tp": moe_tp}
 
 
-def answer(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float, list[list[float]]]:
-    """Has prompts of random tokens answered: when that began, and when each sequence's tokens came, in seconds."""
+def answer(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float, list[list[float]], Answers]:
+    """Has prompts of random tokens answered: when that began, when each sequence's tokens came (seconds), and they."""
     generator = torch.Generator().manual_seed(batch)
     most = min(5000, engine.model_config.vocab_size)
     prompts = torch.randint(10, most, (batch, context), generator=generator).tolist()
     times: list[list[float]] = [[] for _ in prompts]
+    answers: Answers = [[] for _ in prompts]
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
     def listener(at: int) -> Any:
         def listen(output: Output) -> None:
             times[at].append(time.perf_counter())
+            answers[at].extend(output.token_ids)
 
         return listen
 
     began = time.perf_counter()
-    for at, prompt in enumerate(prompts):
-        engine.submit(prompt, params, listener(at))
+    engine.submit_all([(prompt, params, listener(at)) for at, prompt in enumerate(prompts)])
     while any(len(t) < tokens for t in times) and time.perf_counter() < began + WAIT_S:
         if engine.wait(0.01):
-            raise SystemExit(f"the engine has ended: {engine.error}")
+            raise RuntimeError(f"the engine has ended: {engine.error}")
     if any(len(t) < tokens for t in times):
-        raise SystemExit(f"{batch} sequences were not answered in {WAIT_S:.0f} s")
-    return began, times
+        raise RuntimeError(f"{batch} sequences were not answered in {WAIT_S:.0f} s")
+    return began, times, answers
 
 
-def decode(engine: Engine, batch: int, context: int, tokens: int) -> dict[str, float]:
-    """Milliseconds between the tokens of batch sequences, and tokens a second, once all of them answer."""
-    _, times = answer(engine, batch, context, tokens)
+def decode(engine: Engine, batch: int, context: int, tokens: int) -> tuple[dict[str, float], Answers]:
+    """Milliseconds between the tokens of batch sequences, and tokens a second, once all of them answer; the tokens."""
+    _, times, answers = answer(engine, batch, context, tokens)
     last_start = max(t[0] for t in times)
     gaps = [b - a for t in times for a, b in itertools.pairwise(t) if a > last_start]
     gaps = gaps[len(gaps) // 10 :]
     itl = statistics.median(gaps)
-    return {"itl_ms": itl * 1e3, "itl_p99_ms": sorted(gaps)[int(len(gaps) * 0.99)] * 1e3, "tokens_s": batch / itl}
+    p99 = sorted(gaps)[int(len(gaps) * 0.99)]
+    return {"itl_ms": itl * 1e3, "itl_p99_ms": p99 * 1e3, "tokens_s": batch / itl}, answers
 
 
 def prefill(engine: Engine, prompts: int, context: int) -> dict[str, float]:
     """Prompt tokens read a second, from the first prompt's coming until the last one's first token."""
-    began, times = answer(engine, prompts, context, 1)
+    began, times, _ = answer(engine, prompts, context, 1)
     took = max(t[0] for t in times) - began
     return {"prefill_tokens_s": prompts * context / took}
+
+
+def measure(send: Send, args: argparse.Namespace, case: dict[str, Any]) -> None:
+    """A case: sends a pair a measurement, its row and the answers; of prompts that were read there are none."""
+    began, sizes, carrier = time.perf_counter(), layout(case["layout"]), case["carrier"]
+    most = max([*args.batches, args.prefill, 1])
+    config = EngineConfig(
+        model=preset_dir(args.preset),
+        load_format="dummy",
+        num_layers=args.num_layers,
+        device=args.device,
+        transport="auto" if carrier == "naive" else carrier,
+        plan="naive" if carrier == "naive" else "cheapest",
+        experts=case["experts"],
+        split_vocabulary=case["split_vocabulary"],
+        cuda_graphs=case["graphs"],
+        overlap=not args.no_overlap,
+        max_running=most,
+        max_choices=most,
+        max_batch_tokens=8192,
+        max_model_len=max(args.context, 64) + args.tokens + 16,
+        kv_tokens=(args.context + args.tokens + 32) * most,
+        prefix_cache=False,
+        **sizes,
+    )
+    with Engine(config) as engine:
+        case = case | {"start_s": round(time.perf_counter() - began, 1)}
+        answer(engine, 2 * sizes["attn_dp"], 64, 12)  # warm
+        for turn in range(args.turns):
+            for batch in args.batches:
+                found, answers = decode(engine, batch, args.context, args.tokens)
+                send((case | {"what": "decode", "batch": batch, "turn": turn} | found, answers))
+            if args.prefill and carrier != "nccl_window":  # which copies every tensor of an eager step twice
+                found = prefill(engine, args.prefill, args.context)
+                send((case | {"what": "prefill", "batch": args.prefill, "turn": turn} | found, None))
+
+
+def apart(timeout_s: float, work: Callable[..., None], *given: Any) -> Iterator[Any]:
+    """What `work(send, *given)` sends, in a process of its own, which is ended after timeout_s seconds.
+
+    Raises RuntimeError with the reason where it failed, TimeoutError where it was ended.
+    """
+    context = multiprocessing.get_context("fork")  # with all that is imported; nothing runs yet, on no GPU either
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_apart, args=(there, work, given))
+    process.start()
+    there.close()
+    deadline = time.monotonic() + timeout_s
+    try:
+        while here.poll(max(0.0, deadline - time.monotonic())):
+            try:
+                what, value = here.recv()
+            except EOFError:
+                process.join(max(0.0, deadline - time.monotonic()))
+                if process.exitcode not in (0, None):
+                    raise RuntimeError(f"its process ended with exit code {process.exitcode}") from None
+                break
+            if what == "failed":
+                raise RuntimeError(value)
+            yield value
+        if process.exitcode is None:
+            raise TimeoutError(f"not done after {timeout_s:g} s")
+    finally:
+        if process.exitcode is None:
+            process.join(5)
+        if process.exitcode is None:
+            os.kill(process.pid or 0, signal.SIGKILL)  # its ranks leave with it, in half a second
+            process.join()
+            time.sleep(3)
+
+
+def _apart(there: Connection, work: Callable[..., None], given: tuple[Any, ...]) -> None:
+    try:
+        work(lambda value: there.send(("value", value)), *given)
+    except Exception as error:
+        there.send(("failed", f"{type(error).__name__}: {error}"))
+    there.close()
+
+
+def same(one: Answers, other: Answers) -> float:
+    """The share of all tokens that come before the first that differs, of each answer."""
+    before = 0
+    for x, y in zip(one, other, strict=True):
+        before += next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
+    return before / sum(map(len, one))
 
 
 def main() -> None:
@@ -89,7 +194,7 @@ def main() -> None:
     parser.add_argument("--num-layers", type=int, default=None)
     parser.add_argument("--layouts", nargs="+", default=["1x2,2x1"])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64])
-    parser.add_argument("--carriers", nargs="+", default=["auto"], choices=["auto", "peer", "nccl", "naive"])
+    parser.add_argument("--carriers", nargs="+", default=["auto"], choices=CARRIERS)
     parser.add_argument("--experts", nargs="+", default=["auto"], choices=["auto", "gather", "dispatch"])
     parser.add_argument("--split-vocabulary", nargs="+", default=["off"], choices=["off", "on"])
     parser.add_argument("--context", type=int, default=1024)
@@ -99,52 +204,32 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--no-overlap", action="store_true", help="each step waits for the tokens of the one before")
+    parser.add_argument("--case-timeout", type=float, default=300.0, help="seconds")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    stop_on_sigterm()
+    [host] = apart(60.0, lambda send: send(describe_host()))
     rows: list[dict[str, Any]] = []
+    drawn: dict[tuple[Any, ...], dict[str, Answers]] = {}
     cases = itertools.product(args.layouts, args.carriers, args.experts, args.split_vocabulary)
     for shape, carrier, experts, split in cases:
-        began, sizes = time.perf_counter(), layout(shape)
-        graphs = not (args.eager or args.device == "cpu" or (carrier == "nccl" and sizes["attn_dp"] > 1))
-        most = max([*args.batches, args.prefill, 1])
-        config = EngineConfig(
-            model=preset_dir(args.preset),
-            load_format="dummy",
-            num_layers=args.num_layers,
-            device=args.device,
-            transport="auto" if carrier == "naive" else carrier,
-            plan="naive" if carrier == "naive" else "cheapest",
-            experts=experts,
-            split_vocabulary=split,
-            cuda_graphs=graphs,
-            overlap=not args.no_overlap,
-            max_running=most,
-            max_batch_tokens=8192,
-            max_model_len=max(args.context, 64) + args.tokens + 16,
-            kv_tokens=(args.context + args.tokens + 32) * most,
-            prefix_cache=False,
-            **sizes,
-        )
+        case = {"layout": shape, "carrier": carrier, "experts": experts, "split_vocabulary": split}
+        many = {experts: len(args.experts) > 1, split: len(args.split_vocabulary) > 1}
+        name = " ".join([carrier, *(what for what in many if many[what])])
+        case |= {"graphs": not (args.eager or args.device == "cpu"), "context": args.context}
         try:
-            with Engine(config) as engine:
-                case = {"layout": shape, "carrier": carrier, "experts": experts}
-                case |= {"split_vocabulary": split}
-                case |= {"graphs": graphs, "context": args.context}
-                case |= {"start_s": round(time.perf_counter() - began, 1)}
-                answer(engine, 2 * sizes["attn_dp"], 64, 12)  # warm
-                for turn in range(args.turns):
-                    for batch in args.batches:
-                        found = decode(engine, batch, args.context, args.tokens)
-                        rows.append(case | {"what": "decode", "batch": batch, "turn": turn} | found)
-                        print(json.dumps(rows[-1]), flush=True)
-                    if args.prefill:
-                        found = prefill(engine, args.prefill, args.context)
-                        rows.append(case | {"what": "prefill", "batch": args.prefill, "turn": turn} | found)
-                        print(json.dumps(rows[-1]), flush=True)
-        except Exception as error:  # one case that fails must not take the others' figures along
-            print(f"{shape} {carrier}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            for row, answers in apart(args.case_timeout, measure, args, case):
+                if answers is not None:
+                    others = drawn.setdefault((shape, row["batch"]), {})
+                    row["equal_tokens"] = {name: round(same(answers, other), 4) for name, other in others.items()}
+                    others[name] = answers
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+        except (RuntimeError, TimeoutError) as error:  # one that fails must not take the others' figures along
+            rows.append(case | {"what": "failed", "error": str(error)})
+            print(f"{shape} {carrier}: {error}", file=sys.stderr, flush=True)
         if args.json:
-            head = {"host": describe_host(), "arguments": {k: str(v) for k, v in vars(args).items()}}
+            head = {"host": host, "arguments": {k: str(v) for k, v in vars(args).items()}}
             args.json.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
 
 

@@ -31,6 +31,20 @@ def test_every_call_and_edge(mesh: Mesh, rounds: str, tmp_path: Path) -> None:
     assert all(run_processes("gloo", mesh, tmp_path, calls_and_edges, one_round_bytes=limit))
 
 
+def summed_in_place(transport: TorchDistTransport, mesh: Mesh) -> bool:
+    x = torch.full((3, 2), float(transport.rank + 1))
+    found = transport.all_reduce(x, tuple(range(mesh.world)))
+    assert (found == 3).all()
+    return found.data_ptr() == x.data_ptr()
+
+
+def test_sums_may_take_the_place_of_the_input(tmp_path: Path) -> None:
+    for name, in_place in (("in place", True), ("apart", False)):
+        (directory := tmp_path / name).mkdir()
+        found = run_processes("gloo", Mesh(1, 2, 2, 1), directory, summed_in_place, in_place=in_place)
+        assert found == [in_place] * 2
+
+
 def logits(transport: TorchDistTransport, mesh: Mesh, directory: Path, texts: Texts) -> Any:
     return drive(transport, directory, mesh, texts)
 

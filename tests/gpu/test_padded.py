@@ -14,7 +14,7 @@ from gpu.padded import Step, check_padded
 from gpu.test_peer import GPUS, captured
 from weft.comm.peer import PeerTransport, PeerTuning
 from weft.comm.reference import ReferenceWorld
-from weft.comm.rows import PaddedRows
+from weft.comm.rows import EqualRows, PaddedRows, captured_rows
 from weft.comm.transport import CommError
 from weft.place.edges import legal_edges
 from weft.place.spec import Mesh, Rows
@@ -64,3 +64,19 @@ def test_a_transport_that_takes_no_counts_on_the_device_says_so() -> None:
     edge = next(e for found in legal_edges(mesh).values() for e in found if e.kind == "all_gatherv")
     with pytest.raises(CommError, match="takes no row counts in device memory"):
         rows.carry(edge, torch.zeros(4, 3), transport)
+
+
+def test_groups_exchange_equal_rows_over_a_transport_that_takes_no_counts() -> None:
+    mesh, cpu = Mesh(2, 2, 2, 2), torch.device("cpu")
+    transport = ReferenceWorld(4).transports()[3]
+    rows = captured_rows([transport], mesh, 3, 4, cpu)
+    assert isinstance(rows, EqualRows) and rows.capacity == (4, 4)
+    for counts in ((3, 1), (4, 0), (0, 4)):
+        rows.fill(counts)
+        own, group, world = (int(rows.live(kind)) for kind in (Rows.OWN, Rows.GROUP, Rows.WORLD))
+        assert (own, group, world) == (2, counts[1], 8), "all but the group's own are computed whole"
+    with pytest.raises(ValueError, match="do not fit a capacity"):
+        rows.fill((5, 0))
+    alone = captured_rows([transport], Mesh(1, 2, 1, 2), 1, 4, cpu)
+    alone.fill((3,))
+    assert [int(alone.live(kind)) for kind in Rows] == [2, 3, 3], "where there is one group, its count is the world's"

@@ -2,12 +2,13 @@
 
 Outside of CUDA graphs both are the same, and the host knows them: `StepRows`. A captured graph has tensors of one
 shape, its capacity, and serves every step that fits: kernels read the live counts from device memory, live rows lie at
-a tensor's front, and what lies behind them is never read: `PaddedRows`.
+a tensor's front, and what lies behind them is never read: `PaddedRows`. Where a transport takes no counts from device
+memory, all groups exchange their whole capacity: `EqualRows`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -84,9 +85,7 @@ class PaddedRows(StepRows):
         Raises ValueError where they do not fit.
         """
         mesh, rank = self.mesh, self.rank
-        most = self.capacity[0]
-        if len(counts) != mesh.attn_dp or not all(0 <= n <= most for n in counts):
-            raise ValueError(f"{list(counts)} tokens do not fit a capacity of {list(self.capacity)}")
+        _check_counts(counts, self.capacity)
         if counts == self._counts:
             return
         filled = [*counts, *(mesh.row_count(Rows.OWN, r, counts) for r in range(mesh.world))]
@@ -132,3 +131,52 @@ class PaddedRows(StepRows):
 
     def slice(self, x: Tensor, src: Rows, dst: Rows) -> Tensor:
         return x.index_select(0, self._indices[src, dst])
+
+
+class EqualRows(StepRows):
+    """As PaddedRows, for transports that take no row counts in device memory: every group exchanges its whole capacity.
+
+    Each group's rows have a place of their own in tensors of several groups' rows. What lies behind a group's live rows
+    is there computed as a token is, and its experts too, and drawn from by nobody.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, capacity: int, device: torch.device):
+        super().__init__(mesh, rank, (capacity,) * mesh.attn_dp)
+        self.idle = False
+        self._of_group = torch.zeros(1, dtype=torch.int32, device=device)
+        group = mesh.row_range(Rows.GROUP, rank, self.capacity)
+        self._live = {
+            rows: self._of_group
+            if mesh.row_range(rows, rank, self.capacity) == group
+            else torch.full((1,), self.room(rows), dtype=torch.int32, device=device)
+            for rows in Rows
+        }
+        self._filled: int | None = None
+
+    def fill(self, counts: Counts) -> None:
+        """As `PaddedRows.fill`."""
+        _check_counts(counts, self.capacity)
+        mine = counts[self.mesh.group_of(self.rank)]
+        if mine != self._filled:
+            host = torch.tensor([mine], dtype=torch.int32, pin_memory=self._of_group.is_cuda)
+            self._of_group.copy_(host, non_blocking=True)
+            self._filled = mine
+
+    def live(self, rows: Rows) -> Tensor:
+        return self._live[rows]
+
+
+CapturedRows = PaddedRows | EqualRows
+
+
+def captured_rows(
+    transports: Iterable[Transport], mesh: Mesh, rank: int, capacity: int, device: torch.device
+) -> CapturedRows:
+    """The rows of a graph whose exchanges these transports carry, with room for `capacity` tokens in each DP group."""
+    kind = PaddedRows if all(t.takes_live_sizes for t in transports) else EqualRows
+    return kind(mesh, rank, capacity, device)
+
+
+def _check_counts(counts: Counts, capacity: Counts) -> None:
+    if len(counts) != len(capacity) or not all(0 <= n <= most for n, most in zip(counts, capacity, strict=True)):
+        raise ValueError(f"{list(counts)} tokens do not fit a capacity of {list(capacity)}")

@@ -37,6 +37,8 @@ class TorchDistTransport(NamedCalls):
     init_method: as torch.distributed takes it (`tcp://HOST:PORT`, `file:///…`, `env://`). Building one is collective:
     every rank of the mesh must. Raises CommError where the ranks do not meet within timeout_s. A process holds one
     at a time, as torch.distributed does. one_round_bytes: up to which results a sum over gloo takes one round.
+    in_place: all_reduce leaves its result in the input's memory, which spares a copy; for callers that do not need the
+    input afterwards, as `weft.stream.Stream` does not.
     """
 
     max_bytes: int | None = None
@@ -50,8 +52,9 @@ class TorchDistTransport(NamedCalls):
         backend: str = "gloo",
         timeout_s: float = 60.0,
         one_round_bytes: int = ONE_ROUND_BYTES,
+        in_place: bool = False,
     ):
-        self._one_round_bytes = one_round_bytes
+        self._one_round_bytes, self._in_place = one_round_bytes, in_place
         self.rank, self.backend, self.name = rank, backend, f"torchdist/{backend}"
         self._groups: dict[Ranks, dist.ProcessGroup | None] = {}
         timeout = datetime.timedelta(seconds=timeout_s)
@@ -116,15 +119,21 @@ class TorchDistTransport(NamedCalls):
         return torch.cat(wanted) if wanted else x[:0]
 
     def _nccl(self, x: Tensor, kind: str, group: Ranks, sizes: Sizes, place: int) -> Tensor:
-        n = len(group)
+        n, equal = len(group), len(set(sizes)) == 1 and sizes[0] > 0
         if kind == "all_reduce":
             return self._all_reduced(x, group)
         if kind == "reduce_scatterv":
             out, runs = x.new_empty((sizes[place], *x.shape[1:])), list(x.split(sizes))
-            self._call(kind, group, lambda g: dist.reduce_scatter(out, runs, group=g))
+            if equal:
+                self._call(kind, group, lambda g: dist.reduce_scatter_tensor(out, x, group=g))
+            else:
+                self._call(kind, group, lambda g: dist.reduce_scatter(out, runs, group=g))
         elif kind == "all_gatherv":
             out = x.new_empty((sum(sizes), *x.shape[1:]))
-            self._call(kind, group, lambda g: dist.all_gather(list(out.split(sizes)), x, group=g))
+            if equal:
+                self._call(kind, group, lambda g: dist.all_gather_into_tensor(out, x, group=g))
+            else:
+                self._call(kind, group, lambda g: dist.all_gather(list(out.split(sizes)), x, group=g))
         else:
             send, receive = list(sizes[place * n : (place + 1) * n]), list(sizes[place::n])
             out = x.new_empty((sum(receive), *x.shape[1:]))
@@ -132,7 +141,7 @@ class TorchDistTransport(NamedCalls):
         return out
 
     def _all_reduced(self, x: Tensor, group: Ranks) -> Tensor:
-        out = x.clone()
+        out = x if self._in_place else x.clone()
         self._call("all_reduce", group, lambda g: dist.all_reduce(out, group=g))
         return out
 

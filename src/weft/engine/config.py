@@ -74,7 +74,8 @@ class EngineConfig:
     device: cuda (a GPU a rank), cpu, or auto: GPUs where there are as many as ranks. cuda_graphs: steps in which every
     sequence has one row replay a captured graph.
     transport: of processes: shm (shared memory) and gloo on CPUs, peer (peer memory) and nccl on GPUs, or auto: both,
-    chosen edge by edge by cost. cost: the cost model (`weft.place.cost.costs`); auto: this host's table where
+    chosen edge by edge by cost. nccl_window is for comparisons of times alone: by its graphs, results have been seen
+    wrong (`weft.comm.nccl_window`). cost: the cost model (`weft.place.cost.costs`); auto: this host's table where
     `weft tune` has written one, else what is known of hosts like it.
     plan: naive follows the plan of all-reduces that every other is compared with (`weft.place.plan.Planner.naive`).
     threads: of each rank's process; more ranks use more cores better. cpu_bind: cores of each rank, as `0-3|4-7`; auto:
@@ -108,7 +109,7 @@ class EngineConfig:
     executor: Literal["process", "thread"] = "process"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cuda_graphs: bool = True
-    transport: Literal["auto", "shm", "gloo", "peer", "nccl"] = "auto"
+    transport: Literal["auto", "shm", "gloo", "peer", "nccl", "nccl_window"] = "auto"
     cost: str = "auto"
     plan: Choice = "cheapest"
     threads: int = 1

@@ -18,7 +18,7 @@ from weft.place.exchange import Exchange
 from weft.place.spec import LayoutError
 
 Offers = Callable[[Exchange, bool], bool]
-GPU_TRANSPORTS = ("peer", "nccl")
+GPU_TRANSPORTS = ("peer", "nccl", "nccl_window")
 CPU_TRANSPORTS = ("shm", "gloo")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -70,7 +70,7 @@ def carriers(config: EngineConfig) -> dict[str, Offers]:
     if on_gpus(config):
         if config.mesh.world == 1:  # nothing is exchanged
             return {"reference": ReferenceTransport.offers}
-        if config.transport != "nccl":
+        if config.transport in ("auto", "peer"):
             found["peer"] = PeerTransport.offers
         if config.transport != "peer":
             found["torchdist/nccl"] = partial(torchdist_offers, "nccl")

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from weft.comm.rows import PaddedRows
+from weft.comm.rows import CapturedRows
 from weft.comm.transport import Epilogue, LiveSizes, Transport
 from weft.place.edges import Edge
 from weft.place.plan import Plan
@@ -42,9 +42,9 @@ def graph_seconds(call: Callable[[], Tensor]) -> float:
 
 
 def exchange_times(
-    plan: Plan, transports: Mapping[str, Transport], rows: PaddedRows, like: Tensor, timer: Timer = graph_seconds
+    plan: Plan, transports: Mapping[str, Transport], rows: CapturedRows, like: Tensor, timer: Timer = graph_seconds
 ) -> dict[StepKey, float]:
-    """Seconds of a call of each communicating step of a plan, but for those that no graph can hold.
+    """Seconds of a call of each communicating step of a plan that one of the transports carries.
 
     rows: full, with room for the plan's counts; like: of the activations' width, dtype and device.
     """
@@ -54,8 +54,6 @@ def exchange_times(
         transport = transports.get(step.transport)
         if transport is None or edge.exchange is None:
             continue
-        if edge.exchange.segments > 1 and not transport.takes_live_sizes:
-            continue
         normed = step.op == "finish"
         if (key := (edge, normed, step.transport)) not in found:
             found[key] = timer(_call(edge, transport, rows, like, normed))
@@ -63,7 +61,7 @@ def exchange_times(
     return times
 
 
-def _call(edge: Edge, transport: Transport, rows: PaddedRows, like: Tensor, normed: bool) -> Callable[[], Tensor]:
+def _call(edge: Edge, transport: Transport, rows: CapturedRows, like: Tensor, normed: bool) -> Callable[[], Tensor]:
     width = like.shape[1]
     if edge.load is not None:
         return _permute(edge, transport, rows, like)
@@ -73,7 +71,7 @@ def _call(edge: Edge, transport: Transport, rows: PaddedRows, like: Tensor, norm
     return lambda: rows.carry(edge, x, transport, epilogue)
 
 
-def _permute(edge: Edge, transport: Transport, rows: PaddedRows, like: Tensor) -> Callable[[], Tensor]:
+def _permute(edge: Edge, transport: Transport, rows: CapturedRows, like: Tensor) -> Callable[[], Tensor]:
     """With as many rows for each rank as are to be expected of full tensors."""
     assert edge.exchange is not None and edge.load is not None
     world, exchange = tuple(range(rows.mesh.world)), cast(Callable[..., Tensor], transport.exchange)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.attention.batch import Batch, PageTables, StateSlots
 from weft.attention.caches import Caches
-from weft.comm.rows import PaddedRows
+from weft.comm.rows import CapturedRows, captured_rows
 from weft.comm.transport import Transport
 from weft.engine.device import on_device
 from weft.engine.rows import DeviceRows
@@ -38,10 +38,9 @@ def capacities(most: int) -> list[int]:
 class DecodeGraphs:
     """The graphs of a rank, and the tensors that they read.
 
-    plan: of so many tokens in each DP group. transports: those of the plans; all must take live sizes, but for
-    exchanges of one segment. rows: what graphs are captured for up to as many answers of. rules, page_size: of the
-    caches. vocabulary: where it is split; its exchanges are captured too. Layers are given batches whose `spans` are
-    None.
+    plan: of so many tokens in each DP group. transports: those of the plans. rows: what graphs are captured for up to
+    as many answers of. rules, page_size: of the caches. vocabulary: where it is split; its exchanges are captured too.
+    Layers are given batches whose `spans` are None.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class DecodeGraphs:
         self._copied: tuple[int, ...] = ()  # what that holds
         self._tokens = torch.zeros(1, most, dtype=torch.int32, device=self._device)
         self._zero = torch.zeros(1, dtype=torch.int32, device=self._device)
-        self._counts: dict[int, PaddedRows] = {}
+        self._counts: dict[int, CapturedRows] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     @torch.inference_mode()
@@ -75,7 +74,9 @@ class DecodeGraphs:
         """Captures every graph, the largest first, so that they share its memory. Collective. progress(done, of)."""
         pool = torch.cuda.graph_pool_handle()
         for done, capacity in enumerate(reversed(self.capacities)):
-            counts = self._counts[capacity] = PaddedRows(self._mesh, self._rank, capacity, self._device)
+            carriers = self._transports.values()
+            counts = captured_rows(carriers, self._mesh, self._rank, capacity, self._device)
+            self._counts[capacity] = counts
             counts.fill((0,) * self._mesh.attn_dp)
             self._step(capacity, counts)  # compiles what is compiled when first used, which a capture does not allow
             torch.cuda.synchronize()
@@ -114,7 +115,7 @@ class DecodeGraphs:
         graph.replay()
         return logits[:n], self._tokens[0, :n]
 
-    def _step(self, capacity: int, counts: PaddedRows) -> Tensor:
+    def _step(self, capacity: int, counts: CapturedRows) -> Tensor:
         from weft.kernels.triton.sample import sample  # a CPU need not have Triton
         from weft.kernels.triton.step import new_slots, step_in, step_out
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.attention.batch import Batch
 from weft.attention.caches import Caches, cached_layers
-from weft.comm.rows import PaddedRows, StepRows
+from weft.comm.rows import StepRows, captured_rows
 from weft.comm.transport import Transport, offer_of
 from weft.dcp.group import TraceGroup, context_group, trace_group
 from weft.dcp.interleave import Interleave
@@ -256,10 +256,11 @@ class ModelRunner:
         self._tally.steps.clear()
         for capacity in self._graphs.capacities:
             room = (capacity,) * self.mesh.attn_dp
-            padded = PaddedRows(self.mesh, self.rank, capacity, self.model.embed.weight.device)
-            padded.fill(room)
+            weight = self.model.embed.weight
+            full = captured_rows(able.values(), self.mesh, self.rank, capacity, weight.device)
+            full.fill(room)
             for plan in (planner.plan(room), planner.naive(room)):
-                self._alone.setdefault(room, {}).update(exchange_times(plan, able, padded, self.model.embed.weight))
+                self._alone.setdefault(room, {}).update(exchange_times(plan, able, full, weight))
 
     def check(self) -> None:
         """Raises CommError where a collective that has run met a fault: what was computed with it means nothing."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from weft.comm.nccl_window import NcclWindowTransport
 from weft.comm.peer import PeerTransport, PeerTuning
 from weft.comm.reference import ReferenceWorld
 from weft.comm.shm import ShmTransport, ShmTuning
@@ -71,22 +72,31 @@ def _open(name: str, config: EngineConfig, rank: int, directory: Path) -> Transp
         )
     if name == "peer":
         _check_peer_access(mesh.world, rank)
-        # Plans are made for counts rounded up to a power of two.
-        model, dtype = config.read_model(), dtype_of(config)
-        rows = sum(bucket((config.max_batch_tokens,) * mesh.attn_dp))
-        largest = max(rows * model.hidden_size * dtype.itemsize, gathered_logits(config, model))
-        if (dealt := dealt_of(model, mesh, dtype)) is not None:  # a step's answers are merged in one call
-            answers = bucket((min(config.max_running, config.max_batch_tokens),))[0]
-            largest = max(largest, *(merge.room(answers, mesh.dcp) for merge in dealt.merges))
-        if config.experts == "dispatch":
-            largest = max(largest, sent_bytes(config, trace(model, mesh, dtype)))
         tuned = read_tuning(table, "peer_tuning", PeerTuning) if table else None
         device = device_of(config, rank)
-        return PeerTransport(mesh, rank, directory / "peer", device, max_bytes=largest, tuning=tuned)
+        return PeerTransport(mesh, rank, directory / "peer", device, max_bytes=_largest(config), tuning=tuned)
     if name == "reference":
         return ReferenceWorld(1).transports()[0]
     backend, meet = name.removeprefix("torchdist/"), f"file://{directory}/rendezvous"
-    return TorchDistTransport(mesh, rank, meet, backend=backend, timeout_s=timeout_s)
+    if config.transport == "nccl_window":
+        torch.cuda.set_device(device := device_of(config, rank))
+        room = max(256 << 20, 2 * _largest(config))
+        return NcclWindowTransport(mesh, rank, meet, device, arena_bytes=room, timeout_s=timeout_s, captured=True)
+    return TorchDistTransport(mesh, rank, meet, backend=backend, timeout_s=timeout_s, in_place=backend == "nccl")
+
+
+def _largest(config: EngineConfig) -> int:
+    """Bytes of the largest tensor that a step exchanges between GPUs."""
+    # Plans are made for counts rounded up to a power of two.
+    mesh, model, dtype = config.mesh, config.read_model(), dtype_of(config)
+    rows = sum(bucket((config.max_batch_tokens,) * mesh.attn_dp))
+    largest = max(rows * model.hidden_size * dtype.itemsize, gathered_logits(config, model))
+    if (dealt := dealt_of(model, mesh, dtype)) is not None:  # a step's answers are merged in one call
+        answers = bucket((min(config.max_running, config.max_batch_tokens),))[0]
+        largest = max(largest, *(merge.room(answers, mesh.dcp) for merge in dealt.merges))
+    if config.experts == "dispatch":
+        largest = max(largest, sent_bytes(config, trace(model, mesh, dtype)))
+    return largest
 
 
 def _check_peer_access(world: int, rank: int) -> None:

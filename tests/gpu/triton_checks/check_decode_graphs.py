@@ -24,7 +24,7 @@ from engine.test_families import PLUGIN, small_hybrid
 from engine.test_hybrids import SIZES
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
-from weft.comm.rows import PaddedRows
+from weft.comm.rows import EqualRows, PaddedRows
 from weft.engine import runner, sampler
 from weft.engine.config import EngineError
 from weft.engine.engine import Engine
@@ -61,7 +61,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def capture(graphs: DecodeGraphs, progress: Any = None) -> None:
         for capacity in graphs.capacities:
-            graphs._counts[capacity] = PaddedRows(graphs._mesh, graphs._rank, capacity, graphs._device)
+            rows = EqualRows if graphs._mesh.attn_dp > 1 else PaddedRows
+            graphs._counts[capacity] = rows(graphs._mesh, graphs._rank, capacity, graphs._device)
             vocabulary = range(graphs._model.config.vocab_size)
             own = vocabulary[graphs._vocabulary.share] if graphs._vocabulary else vocabulary
             logits = torch.full((capacity, len(own)), float("nan"))
@@ -174,6 +175,21 @@ def check_tokens_that_are_dealt_out(captured: list[int], tmp_path: Path) -> None
         assert [r.token_ids for r in engine.generate(FEW, PLAIN)] == expected
         assert len(set(captured)) > 1, "of several capacities"
         assert engine.stats().failures == 0
+        engine.check_idle()
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("layout", [dict(attn_dp=2, ep=2), dict(attn_dp=2, attn_tp=2, ep=4)], ids=["2x1", "2x2"])
+def check_groups_that_exchange_equal_rows(layout: dict[str, int], captured: list[int], tmp_path: Path) -> None:
+    """By a transport that takes no counts on the device: groups with other numbers of rows, and with none."""
+    small_model("qwen3_moe", 4, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=1)
+    byte_tokenizer(tmp_path)
+    with Engine(config(tmp_path, cuda_graphs=False)) as engine:
+        expected = [r.token_ids for r in engine.generate(FEW[:3], PLAIN)]
+    with Engine(config(tmp_path, **layout)) as engine:
+        assert [r.token_ids for r in engine.generate(FEW[:3], PLAIN)] == expected
+        assert engine.generate(FEW[2:3], PLAIN)[0].token_ids == expected[2]
+        assert {1, 2} <= set(captured) and engine.stats().failures == 0
         engine.check_idle()
 
 

@@ -27,8 +27,6 @@ import argparse
 import itertools
 import json
 import multiprocessing
-import os
-import signal
 import statistics
 import sys
 import time
@@ -148,28 +146,27 @@ def apart(timeout_s: float, work: Callable[..., None], *given: Any) -> Iterator[
     process = context.Process(target=_apart, args=(there, work, given))
     process.start()
     there.close()
-    deadline = time.monotonic() + timeout_s
+    deadline, late = time.monotonic() + timeout_s, False
     try:
         while here.poll(max(0.0, deadline - time.monotonic())):
             try:
                 what, value = here.recv()
             except EOFError:
-                process.join(max(0.0, deadline - time.monotonic()))
-                if process.exitcode not in (0, None):
+                process.join(10)
+                if process.exitcode:
                     raise RuntimeError(f"its process ended with exit code {process.exitcode}") from None
-                break
+                return
             if what == "failed":
                 raise RuntimeError(value)
             yield value
-        if process.exitcode is None:
-            raise TimeoutError(f"not done after {timeout_s:g} s")
+        late = True
+        raise TimeoutError(f"not done after {timeout_s:g} s")
     finally:
+        process.join(0 if late else 10)
         if process.exitcode is None:
-            process.join(5)
-        if process.exitcode is None:
-            os.kill(process.pid or 0, signal.SIGKILL)  # its ranks leave with it, in half a second
+            process.kill()
             process.join()
-            time.sleep(3)
+            time.sleep(3)  # its ranks see within half a second that it is gone
 
 
 def _apart(there: Connection, work: Callable[..., None], given: tuple[Any, ...]) -> None:

@@ -36,8 +36,12 @@ LAYOUTS = {
     "1x2": dict(attn_tp=2, ep=2),
     "1x2 split": dict(attn_tp=2, ep=2, split_vocabulary="on"),
     "2x1": dict(attn_dp=2, ep=2),
+    "1x2 nccl": dict(attn_tp=2, ep=2, transport="nccl"),
+    "2x1 nccl": dict(attn_dp=2, ep=2, transport="nccl"),
     "2x1 dispatch": dict(attn_dp=2, ep=2, experts="dispatch", transport="peer"),
     "2x2": dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2),
+    "2x2 ep": dict(attn_dp=2, attn_tp=2, ep=4),
+    "2x2 nccl": dict(attn_dp=2, attn_tp=2, ep=4, transport="nccl"),
 }
 PROBLEMS = word_problems.generate("heldout", 12, seed=7)
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0)

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
+from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from engine.conftest import byte_tokenizer
 from weft.engine.messages import (
@@ -29,7 +31,7 @@ from weft.engine.messages import (
 )
 from weft.engine.request import SamplingParams, Sequence
 from weft.engine.scheduler import Scheduler
-from weft.engine.text import TextStream
+from weft.engine.text import Detokenizer, TextStream
 from weft.kv.manager import CacheManager
 from weft.kv.pages import PagePool
 from weft.kv.prefix import ABSENT, PrefixTree
@@ -94,7 +96,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory):
     text=st.text(alphabet="abé漢😀 .", max_size=20), stops=st.lists(st.text(alphabet="ab漢 ", min_size=1, max_size=4))
 )
 def test_text_comes_whole_and_stop_strings_never_leak(tokenizer, text: str, stops: list[str]) -> None:
-    stream, out, stopped = TextStream(tokenizer, stops), "", None
+    stream, out, stopped = TextStream(Detokenizer(tokenizer), stops), "", None
     for token in tokenizer.encode(text):
         piece, stopped = stream.push(token)
         out += piece
@@ -110,9 +112,24 @@ def test_text_comes_whole_and_stop_strings_never_leak(tokenizer, text: str, stop
 
 
 def test_half_a_character_is_shown_at_the_end(tokenizer) -> None:
-    stream = TextStream(tokenizer, [])
+    stream = TextStream(Detokenizer(tokenizer), [])
     assert [stream.push(t)[0] for t in tokenizer.encode("a漢")[:-1]] == ["a", "", ""]
     assert stream.flush() == "\ufffd"
+
+
+@pytest.mark.parametrize("keep_special", [False, True])
+def test_texts_of_single_tokens_add_up_to_those_of_the_tokenizers_own_stream(tokenizer, keep_special: bool) -> None:
+    """Token by token, of bytes in any order: characters, parts of such, special tokens."""
+    shared, draw, names = Detokenizer(tokenizer), random.Random(1), bytes_to_unicode()
+    assert shared.by_bytes
+    pieces = [list("aé漢😀".encode()), list("漢".encode()[:2]), [0x80], [0xF8], [0xF0, 0x9F], [None]]
+    for _ in range(200):
+        written = [byte for piece in draw.choices(pieces, k=8) for byte in piece]
+        tokens = [0 if byte is None else tokenizer.convert_tokens_to_ids(names[byte]) for byte in written]
+        ours, theirs = TextStream(shared, [], keep_special=keep_special), DecodeStream(skip_special_tokens=not keep_special)
+        texts = [ours.push(token)[0] for token in tokens]
+        assert texts == [theirs.step(tokenizer.backend_tokenizer, token) or "" for token in tokens]
+        assert "".join(texts) + ours.flush() == tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=not keep_special)
 
 
 def test_bytes_that_are_no_text_do_not_end_a_stream() -> None:
@@ -122,12 +139,13 @@ def test_bytes_that_are_no_text_do_not_end_a_stream() -> None:
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"x": x}
     decoded = Tokenizer(BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     decoded.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    stream = TextStream(SimpleNamespace(backend_tokenizer=decoded), ["xx"])
+    detokenizer = Detokenizer(SimpleNamespace(backend_tokenizer=decoded))
+    stream = TextStream(detokenizer, ["xx"])
     assert [stream.push(token)[0] for token in (a, e2, x, a, a)] == ["A", "", "\ufffd", "xA", "A"]
     assert [stream.push(token) for token in (x, x)] == [("", None), ("", "xx")]
     draw = random.Random(0)
     for _ in range(100):
-        stream, tokens = TextStream(SimpleNamespace(backend_tokenizer=decoded), []), draw.choices((a, e2, 0x82, x), k=9)
+        stream, tokens = TextStream(detokenizer, []), draw.choices((a, e2, 0x82, x), k=9)
         out = "".join(stream.push(token)[0] for token in tokens) + stream.flush()
         assert out.replace("\ufffd", "").count("x") == tokens.count(x)
 

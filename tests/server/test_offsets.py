@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from weft.engine.language import Language
 from weft.engine.request import Output, TokenLogprob
-from weft.engine.text import TextStream
+from weft.engine.text import Detokenizer, TextStream
 from weft.server.answers import Choice
 from weft.server.render import Completion, Wanted
 
@@ -25,7 +25,7 @@ def test_every_token_is_found_where_it_is_said_to_be(chat_model_dir: Path, seed:
     token_of = {language.grammars.tokens.decode_bytes([token]): token for token in range(1, 257)}
     written = b"".join(draw.choices(PIECES, k=12)) + b"end"
     tokens = [token_of[bytes([byte])] for byte in written]
-    stream = TextStream(tokenizer, ())
+    stream = TextStream(Detokenizer(tokenizer), ())
     texts = [stream.push(token)[0] for token in tokens]
     texts[-1] += stream.flush()
     text, scores = "".join(texts), [TokenLogprob(token, -1.0) for token in tokens]

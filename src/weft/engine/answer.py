@@ -189,4 +189,4 @@ def prepare(
         grammar=None if params.grammar is None else language.grammars.start(params.grammar),
     )
     keep = params.keep_stop, params.keep_special
-    return Answer(sequence, TextStream(language.tokenizer, params.stop, *keep, params.stop_after), language.ends)
+    return Answer(sequence, TextStream(language.detokenizer, params.stop, *keep, params.stop_after), language.ends)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.engine.grammar import Grammars
+from weft.engine.text import Detokenizer
 from weft.models.config import ModelError
 
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -24,6 +25,7 @@ class Language:
 
     def __init__(self, tokenizer: Any, directory: Path, vocabulary: int, eos: tuple[int, ...]):
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
+        self.detokenizer = Detokenizer(tokenizer)
         path = directory / "generation_config.json"
         try:
             written = json.loads(path.read_text()) if path.exists() else {}

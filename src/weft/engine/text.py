@@ -5,11 +5,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
+
+UNDECODED = "\ufffd"
+"""What stands for bytes that are no character, or not yet one."""
+
+
+class TokenTexts(dict[int, str]):
+    """The text of each token by itself, found when it is first asked for. skip: special tokens have none."""
+
+    def __init__(self, tokenizer: Any, skip: bool):
+        self._tokenizer, self._skip = tokenizer, skip
+
+    def of(self, tokens: Sequence[int]) -> str:
+        """The text of tokens that follow one another."""
+        # As tokenizers' streams decode: transformers' own decode may also tidy spaces, and lengths would not agree.
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
+        return text
+
+    def __missing__(self, token: int) -> str:
+        text = self[token] = self.of([token])
+        return text
+
+
+class Detokenizer:
+    """What all answers share. tokenizer: a transformers fast tokenizer.
+
+    by_bytes: its tokens stand for bytes whatever comes before them, so that a token that begins and ends with a
+    character has one text.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer.backend_tokenizer
+        self.by_bytes = isinstance(self.tokenizer.decoder, ByteLevel)
+        self.texts = {skip: TokenTexts(self.tokenizer, skip) for skip in (True, False)}
 
 
 class TextStream:
-    """The text of one answer. tokenizer: a transformers fast tokenizer.
+    """The text of one answer.
 
     Text is handed out once it is final: an incomplete character waits for its other bytes, and an end that may become
     a stop string waits until it is decided. keep_stop: the stop string is a part of the text; those of stop_after
@@ -18,17 +51,17 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: Any,
+        detokenizer: Detokenizer,
         stop: Sequence[str],
         keep_stop: bool = False,
         keep_special: bool = False,
         stop_after: Sequence[str] = (),
     ):
-        self._tokenizer = tokenizer
+        self._shared, self._skip = detokenizer, not keep_special
+        self._texts = detokenizer.texts[self._skip]
         self._stop = dict.fromkeys(stop, keep_stop) | dict.fromkeys(stop_after, True)  # whether it stays in the text
-        self._skip = not keep_special
         self._decoder = DecodeStream(skip_special_tokens=self._skip)
-        self._ids: list[int] = []  # that the decoder was given, and how much of their text it gave back
+        self._ids: list[int] = []  # whose text is not all handed out, and how much of it is
         self._decoded = 0
         self._held = ""
 
@@ -53,24 +86,35 @@ class TextStream:
 
     def _decode(self, token: int) -> str:
         """The text that a token makes final."""
+        if not self._shared.by_bytes:
+            return self._stream(token)
+        text = "" if self._ids else self._texts[token]
+        if self._ids or text.endswith(UNDECODED):
+            self._ids.append(token)
+            text = self._texts.of(self._ids)
+            if text.endswith(UNDECODED):
+                return ""
+            self._ids = []
+        return text
+
+    def _stream(self, token: int) -> str:
+        """The same of tokenizers whose tokens' texts depend on what comes before."""
         before = ""
         try:
-            piece = self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
+            piece = self._decoder.step(self._shared.tokenizer, token) or ""
         except Exception:
             # Tokenizers that fall back to bytes write a run of bytes anew where a later one makes it invalid. The
             # stream gives up where text that it has handed out would change; that text stays, and a new stream goes on.
             before, self._ids, self._decoded = self._undecoded(), [], 0
             self._decoder = DecodeStream(skip_special_tokens=self._skip)
-            piece = self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
+            piece = self._decoder.step(self._shared.tokenizer, token) or ""
         self._ids.append(token)
         self._decoded += len(piece)
         return before + piece
 
     def _undecoded(self) -> str:
         """What the stream holds back of its tokens: an incomplete character, or bytes that are none."""
-        # As the stream decodes: transformers' own decode may also tidy spaces, and lengths would not agree.
-        whole: str = self._tokenizer.backend_tokenizer.decode(self._ids, skip_special_tokens=self._skip)
-        return whole[self._decoded :]
+        return self._texts.of(self._ids)[self._decoded :]
 
     def _release(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]

@@ -221,14 +221,14 @@ class Driver:
         for sequence, scored in scheduled.scored(result):
             found = [TokenLogprob(int(value), value) for value, _ in scored.logprobs]
             sequence.scores[scored.first - 1 : scored.first - 1 + len(found)] = found
-        for sequence, drawn in scheduled.drawn(result):
+        for sequence, token, _ in scheduled.drawn(result):
             if sequence.params.prompt_logprobs is not None:
                 prompt = sequence.tokens[1 : sequence.prompt_tokens]
                 assert [score.token_id for score in sequence.scores] == prompt, (
                     "a prompt that is not scored, or wrongly"
                 )
-            sequence.tokens.append(drawn.token_id)
-            if drawn.token_id in sequence.end_ids or sequence.drawn >= sequence.max_tokens:
+            sequence.tokens.append(token)
+            if token in sequence.end_ids or sequence.drawn >= sequence.max_tokens:
                 self.answers[sequence.request] = self.cancel(sequence.request)
 
     def finish_all(self, most_steps: int = 10_000) -> None:

@@ -15,7 +15,7 @@ from weft.assets import embedded_model_dir
 from weft.engine.answer import prepare
 from weft.engine.grammar import grammar
 from weft.engine.language import Language
-from weft.engine.request import SamplingParams, TokenLogprob
+from weft.engine.request import SamplingParams
 from weft.engine.sampler import sample
 from weft.engine.sampling import adjust, sampling
 from weft.models.config import ModelError
@@ -38,7 +38,7 @@ def answer(params: SamplingParams, seed: int, language: Language = LANGUAGE) -> 
         logits = torch.randn(1, language.vocabulary, generator=generator)
         s = made.sequence
         token = sample(logits, [sampling(s)], [len(s.tokens)], {0: adjust(s)}).item()
-        output = made.accept(TokenLogprob(token, None))[1]()
+        output = made.accept(token)
         text += output.text
         if output.finish_reason:
             return text, output.finish_reason
@@ -123,7 +123,7 @@ def test_what_stays_in_the_text(keep: bool) -> None:
     tokens = [*LANGUAGE.tokenizer.encode("a stop b", add_special_tokens=False), 1, 2]
     params = SamplingParams(max_tokens=None, stop=("zzz",), keep_special=keep, keep_stop=keep)
     made = prepare([5], params, print, 0, 400, LANGUAGE)
-    outputs = [made.accept(TokenLogprob(token, None))[1]() for token in tokens]
+    outputs = [made.accept(token) for token in tokens]
     text = "".join(o.text for o in outputs)
     assert outputs[-1].finish_reason == "stop" and text == ("a stop b<|im_start|><|im_end|>" if keep else "a stop b")
     for params, wanted in (
@@ -136,7 +136,7 @@ def test_what_stays_in_the_text(keep: bool) -> None:
     ):
         made, text = prepare([5], params, print, 0, 400, LANGUAGE), ""
         for token in tokens:
-            output = made.accept(TokenLogprob(token, None))[1]()
+            output = made.accept(token)
             text += output.text
             if output.finish_reason:
                 break

@@ -117,8 +117,8 @@ def test_half_a_character_is_shown_at_the_end(tokenizer) -> None:
     assert stream.flush() == "\ufffd"
 
 
-@pytest.mark.parametrize("keep_special", [False, True])
-def test_texts_of_single_tokens_add_up_to_those_of_the_tokenizers_own_stream(tokenizer, keep_special: bool) -> None:
+@pytest.mark.parametrize("skip", [False, True])
+def test_texts_of_single_tokens_add_up_to_those_of_the_tokenizers_own_stream(tokenizer, skip: bool) -> None:
     """Token by token, of bytes in any order: characters, parts of such, special tokens."""
     shared, draw, names = Detokenizer(tokenizer), random.Random(1), bytes_to_unicode()
     assert shared.by_bytes
@@ -126,10 +126,10 @@ def test_texts_of_single_tokens_add_up_to_those_of_the_tokenizers_own_stream(tok
     for _ in range(200):
         written = [byte for piece in draw.choices(pieces, k=8) for byte in piece]
         tokens = [0 if byte is None else tokenizer.convert_tokens_to_ids(names[byte]) for byte in written]
-        ours, theirs = TextStream(shared, [], keep_special=keep_special), DecodeStream(skip_special_tokens=not keep_special)
+        ours, theirs = TextStream(shared, [], keep_special=not skip), DecodeStream(skip_special_tokens=skip)
         texts = [ours.push(token)[0] for token in tokens]
-        assert texts == [theirs.step(tokenizer.backend_tokenizer, token) or "" for token in tokens]
-        assert "".join(texts) + ours.flush() == tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=not keep_special)
+        assert texts == [theirs.step(shared.tokenizer, token) or "" for token in tokens]
+        assert "".join(texts) + ours.flush() == shared.tokenizer.decode(tokens, skip_special_tokens=skip)
 
 
 def test_bytes_that_are_no_text_do_not_end_a_stream() -> None:

@@ -188,8 +188,8 @@ def test_decode_steps_wait_for_nothing(tmp_path: Path) -> None:
         under_way.append((scheduled, worker.step(Step(number, (scheduled.rows,)))))
         if len(under_way) > 1:
             before, finish = under_way.popleft()
-            for sequence, drawn in before.drawn(finish()):
-                sequence.tokens.append(drawn.token_id)
+            for sequence, token, _ in before.drawn(finish()):
+                sequence.tokens.append(token)
 
     for number in range(4):  # the prompts, and the first of every kernel that is loaded when it is first used
         step(number)

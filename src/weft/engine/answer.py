@@ -7,10 +7,9 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
 
 from weft.engine.language import Language
-from weft.engine.messages import Scored
+from weft.engine.messages import Logprobs, Scored
 from weft.engine.request import FinishReason, Output, SamplingParams, Sequence, TokenLogprob
 from weft.engine.sampling import bits
 from weft.engine.scheduler import Scheduler
@@ -35,20 +34,18 @@ class Answer:
     name: str = ""
     over: bool = False
 
-    def tell(self, make: Callable[[], Output]) -> bool:
-        """Gives its listener the increment that is made now; True where it is the last. Nothing once it is over.
+    def tell(self, output: Output) -> bool:
+        """Gives its listener an increment; True where it is the last. Nothing once it is over.
 
-        Whatever fails in making or hearing it is a fault of this answer alone, which ends with an error.
+        Whatever fails in hearing it is a fault of this answer alone, which ends with an error.
         """
         if self.over:
             return False
         try:
-            output = make()
             self.sequence.on_output(output)
         except Exception as error:
-            log.exception("request %s ends with an error", self.name or self.sequence.request)
-            output = self._output("", reason="error", error=f"internal error: {type(error).__name__}")
-            with contextlib.suppress(Exception):  # it may be the listener that fails
+            output = self._failed(error)
+            with contextlib.suppress(Exception):
                 self.sequence.on_output(output)
         self.over = output.finish_reason is not None
         return self.over
@@ -63,59 +60,55 @@ class Answer:
         except Exception as error:
             s.fault = error
 
-    def accept(self, drawn: TokenLogprob) -> tuple[bool, Callable[[], Output]]:
-        """Takes one drawn token: (whether the answer ends with it, what makes the increment that comes of it).
+    def accept(self, token: int, known: Logprobs | None = None) -> Output:
+        """Takes one drawn token, and gives the increment that comes of it: with a finish_reason where the answer ends.
 
-        The increment must be made before the next token is taken. It can wait until the ranks run the next step, since
-        the text decides about the end only where there are stop strings or a grammar.
+        Whatever fails in making it is a fault of this answer alone. known: the token's logprobs, where asked for.
         """
-        sequence = self.sequence
-        if sequence.max_tokens > 0:
-            sequence.tokens.append(drawn.token_id)
-        if sequence.fault:
-            return True, partial(_raise, sequence.fault)
-        if sequence.max_tokens == 0:
-            return True, partial(self._output, "", reason="length")
-        if sequence.params.stop or sequence.params.stop_after or sequence.grammar:
-            try:
-                output = self._increment(drawn)
-            except Exception as error:
-                return True, partial(_raise, error)
-            return output.finish_reason is not None, lambda: output
-        so_far = sequence.drawn
-        enough = so_far >= sequence.params.min_tokens
-        ends = (enough and drawn.token_id in sequence.end_ids) or so_far >= sequence.max_tokens
-        return ends, partial(self._increment, drawn)
+        try:
+            if self.sequence.max_tokens > 0:
+                self.sequence.tokens.append(token)
+            return self._increment(token, known)
+        except Exception as error:
+            return self._failed(error)
 
-    def _increment(self, drawn: TokenLogprob) -> Output:
-        """What comes of the last token, with a finish_reason where the answer ends."""
+    def _increment(self, token: int, known: Logprobs | None) -> Output:
         sequence, params = self.sequence, self.sequence.params
+        if sequence.fault:
+            raise sequence.fault
+        if sequence.max_tokens == 0:
+            return self._output("", reason="length")
         so_far = sequence.drawn
         enough = so_far >= params.min_tokens
-        if enough and drawn.token_id in sequence.end_ids:
-            text = self.text.push(drawn.token_id, check_stop=False)[0] if params.keep_stop else ""
+        if enough and token in sequence.end_ids:
+            text = self.text.push(token, check_stop=False)[0] if params.keep_stop else ""
             text += self.text.flush()
-            return self._output(text, drawn, "stop", None if drawn.token_id in self.eos else drawn.token_id)
-        text, stop = self.text.push(drawn.token_id, check_stop=enough)
+            return self._output(text, token, known, "stop", None if token in self.eos else token)
+        text, stop = self.text.push(token, check_stop=enough)
         if stop is not None:
-            return self._output(text, drawn, "stop", stop)
+            return self._output(text, token, known, "stop", stop)
         try:
-            if sequence.grammar and sequence.grammar.accept(drawn.token_id):
-                return self._output(text + self.text.flush(), drawn, "stop")
+            if sequence.grammar and sequence.grammar.accept(token):
+                return self._output(text + self.text.flush(), token, known, "stop")
         except ValueError as error:
-            return self._output(text, drawn, "error", error=str(error))
+            return self._output(text, token, known, "error", error=str(error))
         if so_far >= sequence.max_tokens:
-            return self._output(text + self.text.flush(), drawn, "length")
-        return self._output(text, drawn)
+            return self._output(text + self.text.flush(), token, known, "length")
+        return self._output(text, token, known)
 
     def end(self, reason: FinishReason, error: str | None = None) -> Output:
         """The last increment of an answer that ends without another token."""
         return self._output(self.text.flush(), reason=reason, error=error)
 
+    def _failed(self, error: Exception) -> Output:
+        log.error("request %s ends with an error", self.name or self.sequence.request, exc_info=error)
+        return self._output("", reason="error", error=f"internal error: {type(error).__name__}")
+
     def _output(
         self,
         text: str,
-        drawn: TokenLogprob | None = None,
+        token: int | None = None,
+        known: Logprobs | None = None,
         reason: FinishReason | None = None,
         stop_reason: str | int | None = None,
         error: str | None = None,
@@ -124,8 +117,8 @@ class Answer:
         so_far = s.drawn
         return Output(
             text=text,
-            token_ids=() if drawn is None else (drawn.token_id,),
-            logprobs=() if drawn is None or drawn.logprob is None else (drawn,),
+            token_ids=() if token is None else (token,),
+            logprobs=() if token is None or known is None else (TokenLogprob(token, *known),),
             finish_reason=reason,
             stop_reason=stop_reason,
             prompt_tokens=s.prompt_tokens,
@@ -135,10 +128,6 @@ class Answer:
             queue_s=s.queue_s,
             prompt_logprobs=tuple(s.scores) if so_far <= 1 and error is None else (),
         )
-
-
-def _raise(error: Exception) -> Output:
-    raise error
 
 
 def prepare(

@@ -72,7 +72,7 @@ class Engine:
         self._answers: dict[int, Answer] = {}
         self._deadlines: list[tuple[float, int]] = []  # a heap; entries of requests that have ended stay until due
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = self._timeouts = 0
-        self._untold: deque[tuple[Answer, Callable[[], Output]]] = deque()
+        self._untold: deque[tuple[Answer, Output]] = deque()
         self._closing, self._ended = threading.Event(), threading.Event()
         self._draining, self._stopping, self._queue_seconds = False, False, 0.0
         self._phase = "serving"
@@ -320,7 +320,7 @@ class Engine:
             for command in self._intake.commands():
                 command()
             for answer in self._intake.newcomers(NEWCOMERS_PER_STEP):
-                self._emit(answer, partial(answer.end, reason, why))
+                self._emit(answer, answer.end(reason, why))
         self._ended.set()
 
     def _begin(self, answer: Answer) -> None:
@@ -343,7 +343,7 @@ class Engine:
 
     def _abort(self, request: int) -> None:
         if (newcomer := self._intake.withdraw(request)) is not None:
-            self._emit(newcomer, partial(newcomer.end, "abort"))
+            self._emit(newcomer, newcomer.end("abort"))
         elif request in self._answers:
             self._end(self._answers[request], "abort")
 
@@ -366,35 +366,36 @@ class Engine:
         for scheduled, result in zip(self._under_way.popleft(), results, strict=True):
             for sequence, scored in scheduled.scored(result):
                 self._answers[sequence.request].score(scored)
-            for sequence, drawn in scheduled.drawn(result):
-                if sequence.drawn == 0:
-                    self._cached_tokens += sequence.cached or 0
-                    self._queue_seconds += sequence.queue_s
-                ends, increment = (answer := self._answers[sequence.request]).accept(drawn)
+            for sequence, token, known in scheduled.drawn(result):
+                output = (answer := self._answers[sequence.request]).accept(token, known)
+                if output.completion_tokens <= 1:
+                    self._cached_tokens += output.cached_tokens
+                    self._queue_seconds += output.queue_s
                 self._generated_tokens += sequence.max_tokens > 0
-                if ends:
+                if output.finish_reason is not None:
                     self._forget(answer)
-                self._untold.append((answer, increment))
+                self._untold.append((answer, output))
         if not self._answers:
             self._tell()
 
     def _tell(self) -> None:
         """Gives listeners what came of the last step: mostly while the ranks run the next."""
         while self._untold:
-            self._emit(*self._untold.popleft())
+            answer, output = self._untold.popleft()
+            self._emit(answer, output)
 
     def _end(self, answer: Answer, reason: FinishReason, error: str | None = None) -> None:
         self._tell()
         self._forget(answer)
-        self._emit(answer, partial(answer.end, reason, error))
+        self._emit(answer, answer.end(reason, error))
 
     def _forget(self, answer: Answer) -> None:
         del self._answers[answer.sequence.request]
         if answer.scheduler is not None and not self._stopping:  # at the end a scheduler may be in any state
             answer.scheduler.finish(answer.sequence)
 
-    def _emit(self, answer: Answer, make: Callable[[], Output]) -> None:
-        if answer.tell(make):
+    def _emit(self, answer: Answer, output: Output) -> None:
+        if answer.tell(output):
             self._intake.ended()
             if answer.sequence.request in self._answers:  # it has failed; steps under way may still draw for it
                 self.cancel(answer.sequence.request)

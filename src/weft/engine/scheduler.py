@@ -26,8 +26,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from weft.engine.config import EngineConfig
-from weft.engine.messages import Adjust, Chunk, Entry, GroupRows, Join, Result, Scored
-from weft.engine.request import Sequence, TokenLogprob
+from weft.engine.messages import Adjust, Chunk, Entry, GroupRows, Join, Logprobs, Result, Scored
+from weft.engine.request import Sequence
 from weft.engine.sampling import adjust, sampling, scoring
 from weft.engine.waiting import WaitingQueue
 from weft.kv.manager import CacheManager, Holding
@@ -48,13 +48,13 @@ class Scheduled:
     draws: list[tuple[Sequence, Holding]]
     scores: list[tuple[Sequence, Holding]]
 
-    def drawn(self, result: Result) -> Iterator[tuple[Sequence, TokenLogprob]]:
+    def drawn(self, result: Result) -> Iterator[tuple[Sequence, int, Logprobs | None]]:
         """Once its tokens have come: what is whose, pending no longer; what is nobody's any more is left out."""
         logprobs = result.logprobs or [None] * len(result.tokens)
         for (sequence, holding), token, known in zip(self.draws, result.tokens, logprobs, strict=True):
             if sequence.holding is holding:
                 sequence.pending -= 1
-                yield sequence, TokenLogprob(token, *known) if known else TokenLogprob(token, None)
+                yield sequence, token, known
 
     def scored(self, result: Result) -> Iterator[tuple[Sequence, Scored]]:
         """Whose the scores are, in the same way."""

@@ -85,7 +85,7 @@ class InstantRanks(Executor):
             answers.append(encode(Result(rank, ran, tokens if leads else ())))
         return answers
 
-    def _receive(self, timeout_s: float) -> Any:
+    def _receive(self) -> Any:
         return decode_from_rank(self._answers.pop(0))
 
     def _launch(self, poll: Any) -> None: ...

@@ -351,7 +351,7 @@ class Engine:
         """Sends the next step, if there is any, then waits for the one before; without overlap it waits for each."""
         scheduled = [scheduler.schedule() for scheduler in self._schedulers]
         step = Step(self._steps + 1, tuple(s.rows for s in scheduled))
-        if sent := any(step.counts):
+        if sent := any(rows.answers or rows.chunks for rows in step.groups):
             self._steps += 1
             self._executor.send(step)
             self._under_way.append(scheduled)

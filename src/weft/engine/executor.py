@@ -43,6 +43,7 @@ from weft.engine.worker import Worker, failure
 from weft.kv.spec import CacheGroup
 from weft.models.config import ModelError
 from weft.place.cost import costs
+from weft.place.plan import Counts
 from weft.place.spec import LayoutError
 
 M = TypeVar("M", Result, Report, PlanText, Profiled, Ready)
@@ -63,7 +64,7 @@ class Executor(ABC):
         self.reported = Report((), ())
         """What rank 0 said last of what it has run; may be read on any thread."""
         self._reports_due, self._asked_at, self._news = 0, 0.0, False  # news: steps were sent since it was asked
-        self._under_way: deque[tuple[Step, float]] = deque()  # steps whose results were not collected, and until when
+        self._under_way: deque[tuple[int, Counts, float]] = deque()  # steps that were not collected, and until when
         self._results: list[deque[Result]] = []  # of each rank, those that came and were not collected
 
     def prepare(self) -> None:
@@ -101,10 +102,12 @@ class Executor(ABC):
 
     def send(self, step: Step) -> None:
         """Has every rank run a step, after those that were sent before."""
-        self._under_way.append((step, time.monotonic() + self.config.step_timeout_s * (1 + len(self._under_way))))
+        now = time.monotonic()
+        deadline = now + self.config.step_timeout_s * (1 + len(self._under_way))
+        self._under_way.append((step.number, step.counts, deadline))
         self._tell_all(step)
         self._news = True
-        if time.monotonic() >= self._asked_at + REPORT_S:
+        if now >= self._asked_at + REPORT_S:
             self._ask_report()
 
     def collect(self) -> list[Result]:
@@ -113,17 +116,16 @@ class Executor(ABC):
         Raises EngineError also where ranks did not all execute this step, with these counts, by the same plan, or drew
         other tokens than the others of their group.
         """
-        step, deadline = self._under_way[0]
+        number, counts, deadline = self._under_way[0]
         while not all(self._results):
-            result = self._await(Result, deadline, f"step {step.number}")
+            result = self._await(Result, deadline, f"step {number}")
             self._results[result.rank].append(result)
         self._under_way.popleft()
         results = [each.popleft() for each in self._results]
-        counts = step.counts
         leaders = [results[self.mesh.leader(g)] for g in range(self.mesh.attn_dp)]
         for rank, result in enumerate(results):
             drawn = leaders[self.mesh.group_of(rank)].ran.tokens
-            asked = Ran(step.number, counts, results[0].ran.plan, drawn)
+            asked = Ran(number, counts, results[0].ran.plan, drawn)
             if result.ran != asked:
                 raise EngineError(f"ranks diverge: rank {rank} ran {result.ran}, where {asked} was due, as on others")
         return leaders
@@ -181,7 +183,7 @@ class Executor(ABC):
 
     def _next(self, deadline: float, what: str, poll: Callable[[], None] = lambda: None) -> FromRank:
         while True:
-            message = self._receive(POLL_S)
+            message = self._receive()
             if isinstance(message, Failure):
                 raise self._cause(message)
             self._go_on(deadline, what, poll)
@@ -201,8 +203,8 @@ class Executor(ABC):
         """The error that explains a failure. One rank's fault fails its peers too: a killed rank comes before all,
         then one that failed by itself, whoever's message was here first."""
         failures, deadline = [first], time.monotonic() + POLL_S
-        while (left := deadline - time.monotonic()) > 0:
-            message = self._receive(left)
+        while time.monotonic() < deadline:
+            message = self._receive()
             if isinstance(message, Failure):
                 failures.append(message)
         cause = min(failures, key=lambda f: f.lost_peer)
@@ -224,7 +226,8 @@ class Executor(ABC):
             self._send(rank, message)
 
     @abstractmethod
-    def _receive(self, timeout_s: float) -> FromRank | None: ...
+    def _receive(self) -> FromRank | None:
+        """The next message; None where none came within POLL_S."""
 
     @abstractmethod
     def _dead(self, *, killed: bool = False) -> str | None:
@@ -264,6 +267,7 @@ class ProcessExecutor(Executor):
         (run / "config.json").write_text(json.dumps(self.config.to_dict()))
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.setsockopt(zmq.RCVTIMEO, int(POLL_S * 1000))  # a poll before each message would take twice the time
         try:
             self._inbox.bind(f"ipc://{run}/from")
         except zmq.ZMQError as error:  # the path of a socket is short; TMPDIR may be long
@@ -289,10 +293,11 @@ class ProcessExecutor(Executor):
         for outbox in self._outboxes:
             outbox.send(encoded)
 
-    def _receive(self, timeout_s: float) -> FromRank | None:
-        if not self._inbox.poll(int(timeout_s * 1000)):
+    def _receive(self) -> FromRank | None:
+        try:
+            return decode_from_rank(self._inbox.recv())
+        except zmq.Again:
             return None
-        return decode_from_rank(self._inbox.recv())
 
     def _dead(self, *, killed: bool = False) -> str | None:
         # A killed rank is the cause where others failed after it: look for signals first.
@@ -368,9 +373,9 @@ class ThreadExecutor(Executor):
     def _send(self, rank: int, message: ToRank) -> None:
         self._outboxes[rank].put(message)
 
-    def _receive(self, timeout_s: float) -> FromRank | None:
+    def _receive(self) -> FromRank | None:
         try:
-            return self._inbox.get(timeout=timeout_s)
+            return self._inbox.get(timeout=POLL_S)
         except queue.Empty:
             return None
 

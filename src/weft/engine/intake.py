@@ -107,6 +107,8 @@ class Intake:
 
     def commands(self) -> list[Command]:
         """All commands that are here, taken out."""
+        if not self._commands:  # nearly always, and a look takes no lock
+            return []
         with self._changed:
             commands = list(self._commands)
             self._commands.clear()
@@ -114,6 +116,8 @@ class Intake:
 
     def newcomers(self, most: int) -> list[Answer]:
         """Up to so many requests, taken out, first come first."""
+        if not self._newcomers:
+            return []
         with self._changed:
             return [self._newcomers.popitem(last=False)[1] for _ in range(min(most, len(self._newcomers)))]
 

@@ -98,7 +98,10 @@ class Answer:
 
     def end(self, reason: FinishReason, error: str | None = None) -> Output:
         """The last increment of an answer that ends without another token."""
-        return self._output(self.text.flush(), reason=reason, error=error)
+        try:
+            return self._output(self.text.flush(), reason=reason, error=error)
+        except Exception as fault:
+            return self._failed(fault)
 
     def _failed(self, error: Exception) -> Output:
         log.error("request %s ends with an error", self.name or self.sequence.request, exc_info=error)

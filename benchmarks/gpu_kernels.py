@@ -319,12 +319,13 @@ def time_sample(report: Report, rows: int, heat: float) -> None:
 def time_step(report: Report, rows: int) -> None:
     """The ends of a step."""
     state = torch.ones(256, dtype=torch.int32, device=DEVICE), torch.full((256,), 9, dtype=torch.int32, device=DEVICE)
-    pages, ring = (torch.zeros(256, 64, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    pages, tokens = (torch.zeros(*shape, dtype=torch.int32, device=DEVICE) for shape in ((256, 2560), (256,)))
     live, which = ints(rows), torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    parts, drawn = step.parts([2560], [False], DEVICE), torch.zeros(1, rows, 16, 2, device=DEVICE)
 
     def ends() -> None:
-        step.step_in(which, live, *state, pages, PAGE)
-        step.step_out(which, live, which, live, *state, ring)
+        step.step_in(which, live, *state, pages, parts, PAGE)
+        step.step_out(which, live, drawn, *state, tokens)
 
     report.add("step_in + step_out", f"{rows} rows", graph_us([ends] * 10), None, rows * 80, 2)
 

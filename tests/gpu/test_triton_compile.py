@@ -226,17 +226,20 @@ def norm_latents(rows: int, heads: int) -> None:
 
 
 def draw(rows: int) -> None:
-    row = empty(rows, dtype=FLOAT)
-    whole, live = empty(rows, dtype=LONG), empty(1, dtype=INT)
-    sample.sample(empty(rows, 151_936, dtype=FLOAT), row, whole, whole, live, min_p=row)
-    sample.sample(empty(rows, 75_967, dtype=FLOAT), row, whole, whole, live, first=75_969)  # a rank's share
+    row, table = empty(256, dtype=FLOAT), empty(rows, dtype=INT)
+    whole, live = empty(256, dtype=LONG), empty(1, dtype=INT)
+    sample.candidates(empty(rows, 151_936), row, whole, table, live, min_p=row, table=table)
+    sample.candidates(empty(rows, 151_936, dtype=FLOAT), row, whole, whole, live, min_p=row)
+    share = sample.candidates(empty(rows, 75_967), row, whole, table, live, first=75_969, table=table)
+    sample.best(share, live)
 
 
 def ends(capacity: int) -> None:
     rows, live, state = empty(capacity, dtype=INT), empty(1, dtype=INT), empty(256, dtype=INT)
-    inputs = step.step_in(rows, live, state, state)
-    step.new_slots(inputs.table, inputs.lengths, empty(256, 1026, dtype=INT)[:, 2:514], 16)
-    step.step_out(rows, live, rows, live, state, state, empty(8, 256, dtype=INT))
+    parts = step.parts([2560, 2, 2560], [False, True, False], torch.device("meta"))
+    step.step_in(rows, live, state, state, empty(256, 5122, dtype=INT), parts, 16)
+    for ranks, shares in ((1, 75), (2, 1)):
+        step.step_out(rows, live, empty(ranks, capacity, shares, 2, dtype=FLOAT), state, state, state)
 
 
 def delta(rows: int, heads: int, key_heads: int) -> None:

@@ -40,7 +40,7 @@ class Batch:
     lengths: int32 `[B]`, the tokens of a sequence up to its last row in this step. 0: a padding sequence, which has one
     row, sees nothing and attends to zeros.
     tables: of each group of the model's caches.
-    sample_rows: int64 `[S]`.
+    sample_rows: int64 `[S]`, or a run of the T rows.
     spans: (rows, context) of each sequence, context being its tokens before this step; None where every sequence has
     one row and only the tensors know more, as inside a CUDA graph, whose tensors have the shape of its capacity.
     """
@@ -50,5 +50,5 @@ class Batch:
     starts: Tensor
     lengths: Tensor
     tables: tuple[PageTables | StateSlots, ...]
-    sample_rows: Tensor
+    sample_rows: Tensor | slice
     spans: tuple[tuple[int, int], ...] | None

@@ -41,8 +41,7 @@ class PagedTriton(SDPA):
             self._prompt_page_size = 1
 
     def _plan_single(self, pages: Tensor, lengths: Tensor) -> None:
-        self._pages, self._lengths = pages.contiguous(), lengths
-        self._write = self.cache.writable(self._stored)
+        self._pages, self._lengths = pages, lengths
 
     def project(
         self, layer: int, qkv: Tensor, heads: HeadSplit, *, scale: float, lse: bool = False

@@ -36,6 +36,7 @@ class SDPA:
         group = self._group
         self._stored = tables.slots if group is None else group.slots(tables.slots)
         self._prefills: list[tuple[int, int, Tensor, Tensor]] = []  # first row, rows, where what they see lies, mask
+        self._write: Tensor | None = None  # where rows are stored, which only layers that do not `project` ask for
         self._single: Tensor | None = None  # the rows of the sequences that have one; None: all rows
         self._gathered: tuple[Tensor, tuple[int, ...]] | None = None  # of prompts: slots here, tokens of each rank
         self._prefill: Prefill | None = None  # chosen by the first layer, which knows how wide queries are
@@ -132,7 +133,6 @@ class SDPA:
     def _plan_single(self, pages: Tensor, lengths: Tensor) -> None:
         """Of the sequences of one row: their page tables `[B, W]` and lengths `[B]`."""
         offsets = torch.arange(self.cache.page_size, dtype=torch.int32, device=pages.device)
-        self._write = self.cache.writable(self._stored)
         slots = _slots(pages, offsets)
         alive = lengths[:, None] > 0
         self._mask = _sees(torch.arange(slots.shape[1], device=slots.device), lengths[:, None] - 1, self.cache.window)
@@ -156,6 +156,8 @@ class SDPA:
         gathered: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.__call__`."""
+        if self._write is None:
+            self._write = self.cache.writable(self._stored)
         self.cache.write(layer, self._write, k, v)
         return self._attend(layer, q, scale, lse, absorbed, gathered)
 

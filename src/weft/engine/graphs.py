@@ -58,14 +58,18 @@ class DecodeGraphs:
     ):
         self._model, self._mesh, self._rank, self._plan = model, mesh, rank, plan
         self._transports, self._caches, self._rules, self._page_size = transports, caches, rules, page_size
+        from weft.kernels.triton.step import parts  # a CPU need not have Triton
+
         self._vocabulary = vocabulary
         self._device, self._rows = model.embed.weight.device, rows
         most = len(rows.length)
         self.capacities = capacities(most)
         self._answers = torch.zeros(most, dtype=torch.int32, device=self._device)  # which rows of the table take part
         self._copied: tuple[int, ...] = ()  # what that holds
-        self._tokens = torch.zeros(1, most, dtype=torch.int32, device=self._device)
-        self._zero = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._tokens = torch.zeros(most, dtype=torch.int32, device=self._device)
+        # What is the same in every step is made here, outside of the graphs.
+        self._starts = torch.arange(most + 1, dtype=torch.int32, device=self._device)
+        self._parts = parts(rows.widths, [rule.state for rule in rules], self._device)
         self._counts: dict[int, CapturedRows] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
@@ -98,7 +102,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def replay(self, answers: Sequence[int], counts: Counts) -> tuple[Tensor, Tensor]:
-        """(float32 logits `[rows of this group, vocabulary]`, the tokens drawn from them int32 `[rows]`).
+        """(logits `[rows of this group, vocabulary]` as the model gives them, the tokens drawn from them, int32).
 
         Logits are of this rank's share where the vocabulary is split. min_p is then left out of the draw, which would
         take the whole. The next replay overwrites both. answers: rows of the table, of this group. counts: of all
@@ -113,40 +117,36 @@ class DecodeGraphs:
         self._counts[capacity].fill(counts)
         graph, logits = self._graphs[capacity]
         graph.replay()
-        return logits[:n], self._tokens[0, :n]
+        return logits[:n], self._tokens[:n]
 
     def _step(self, capacity: int, counts: CapturedRows) -> Tensor:
-        from weft.kernels.triton.sample import sample  # a CPU need not have Triton
-        from weft.kernels.triton.step import new_slots, step_in, step_out
+        from weft.kernels.triton.sample import best, candidates
+        from weft.kernels.triton.step import step_in, step_out
 
         rows, answers, live = self._rows, self._answers[:capacity], counts.live(Rows.GROUP)
-        inputs = step_in(answers, live, rows.last_token, rows.length)
+        inputs = step_in(answers, live, rows.last_token, rows.length, rows.entries, self._parts, self._page_size)
         tables: list[PageTables | StateSlots] = []
-        for rule, table in zip(self._rules, rows.tables, strict=True):
-            of_rows = table.index_select(0, inputs.table)
-            if rule.state:
-                slots = of_rows.T.contiguous().long().masked_fill_(~inputs.live, -1)
-                tables.append(StateSlots(before=slots[0], after=slots[1]))
-            else:
-                tables.append(PageTables(of_rows, new_slots(inputs.table, inputs.lengths, table, self._page_size)))
+        for rule, pages, slots in zip(self._rules, inputs.entries.split(rows.widths, 1), inputs.slots, strict=True):
+            tables.append(StateSlots(*slots) if rule.state else PageTables(pages, slots[0]))
         batch = Batch(
             tokens=inputs.tokens,
             positions=inputs.positions,
-            starts=torch.arange(capacity + 1, dtype=torch.int32, device=self._device),
+            starts=self._starts[: capacity + 1],
             lengths=inputs.lengths,
             tables=tuple(tables),
-            sample_rows=torch.arange(capacity, device=self._device),
+            sample_rows=slice(None),
             spans=None,
         )
         stream = Stream(self._plan((capacity,) * self._mesh.attn_dp), self._transports, counts)
         self._caches.plan(batch)
         logits: Tensor = self._model(stream, batch, self._caches)
         stream.finish()
-        temperature, seed, min_p = (t.index_select(0, inputs.table) for t in (rows.temperature, rows.seed, rows.min_p))
-        if self._vocabulary is None:
-            _, tokens = sample(logits, temperature, seed, inputs.lengths, live, min_p=min_p)
+        how, split = (rows.temperature, rows.seed, inputs.lengths, live), self._vocabulary
+        if split is None:
+            drawn = candidates(logits, *how, table=answers, min_p=rows.min_p)[None]
         else:
-            first = self._vocabulary.share.start
-            tokens = self._vocabulary.best(*sample(logits, temperature, seed, inputs.lengths, live, first=first))
-        step_out(answers, live, tokens, self._zero, rows.last_token, rows.length, self._tokens)
+            drawn = split.every(best(candidates(logits, *how, table=answers, first=split.share.start), live))[
+                :, :, None
+            ]
+        step_out(answers, live, drawn, rows.last_token, rows.length, self._tokens)
         return logits

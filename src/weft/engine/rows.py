@@ -132,19 +132,19 @@ class RowTable:
 class DeviceRows:
     """What CUDA graphs read and write of the same rows: lengths, tables, and how tokens are drawn.
 
-    length int32 `[rows]`. tables: of each cache group int32 `[rows, max_pages]`, the page table, or `[rows, 2]`, the
-    slots of the state before and after the next step; −1 where nothing is, as for windows that have passed.
+    length int32 `[rows]`. entries: the tables of all cache groups side by side, each as wide as `widths` says: int32
+    `[rows, max_pages]`, the page table, or `[rows, 2]`, the slots of the state before and after the next step; −1 where
+    nothing is, as for windows that have passed.
     temperature and min_p float32, seed int64 `[rows]`; last_token is the table's.
     """
 
     def __init__(self, table: RowTable, max_pages: int):
         self.last_token, device = table.last_token, table.device
-        most, widths = len(self.last_token), [2 if rule.state else max_pages for rule in table.rules]
+        most, self.widths = len(self.last_token), [2 if rule.state else max_pages for rule in table.rules]
         self.length = torch.zeros(most, dtype=torch.int32, device=device)
-        # All tables side by side, so that a step's news of all groups are one copy.
-        self._entries = torch.full((most, sum(widths)), -1, dtype=torch.int32, device=device)
-        self.tables = self._entries.split(widths, dim=1)
-        self._begins = [0, *itertools.accumulate(widths)]
+        # Side by side, so that a step's news of all groups are one copy.
+        self.entries = torch.full((most, sum(self.widths)), -1, dtype=torch.int32, device=device)
+        self._begins = [0, *itertools.accumulate(self.widths)]
         self.temperature, self.min_p = torch.zeros(2, most, device=device)
         self.seed = torch.zeros(most, dtype=torch.int64, device=device)
 
@@ -163,12 +163,12 @@ class DeviceRows:
             values.append(entry.value)
         if at:
             put = on_device([at, values], torch.int64, self.length.device)
-            self._entries.view(-1).index_copy_(0, put[0], put[1].int())
+            self.entries.view(-1).index_copy_(0, put[0], put[1].int())
 
     def _place(self, row: int, group: int, index: int) -> int:
         """Of a table's entry among all."""
         if self._begins[group] + index >= self._begins[group + 1]:
-            raise ValueError(f"entry {index} of a table of {self.tables[group].shape[1]} entries")
+            raise ValueError(f"entry {index} of a table of {self.widths[group]} entries")
         return row * self._begins[-1] + self._begins[group] + index
 
     def _join(self, join: Join) -> None:

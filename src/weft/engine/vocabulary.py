@@ -53,10 +53,13 @@ class SplitVocabulary:
         token `[S]`, score `[S]`: this rank's best token of each row. Nothing here depends on what they hold, so that it
         may be captured in a CUDA graph.
         """
-        ranks, rows = len(self._sizes), len(score)
-        if not rows:
+        if not len(score):
             return token.int()
-        pairs = torch.stack((score.float(), token.float()), dim=-1).view(1, 2 * rows)  # one run of bytes to send
-        every = self._gather(pairs, (1,) * ranks).view(ranks, rows, 2)
+        every = self.every(torch.stack((score.float(), token.float()), dim=-1))
         rank = every[..., 0].argmax(0, keepdim=True)  # the first of equal ones
         return every[..., 1].gather(0, rank)[0].int()
+
+    def every(self, best: Tensor) -> Tensor:
+        """float32 `[ranks, S, 2]`: what every rank gives for `[S, 2]`, its best token of each row behind its score."""
+        ranks, rows = len(self._sizes), len(best)
+        return self._gather(best.view(1, 2 * rows), (1,) * ranks).view(ranks, rows, 2)  # one run of bytes to send

@@ -17,8 +17,8 @@ from weft.place.show import columns, size_text
 
 BEST_BYTES, LOGIT_BYTES = 8, 4
 """Of a token and its score; of a logit."""
-SMALL_KERNELS = 9
-"""That a split adds: four that look up what of the embedding lies here, five around the gather of the best tokens."""
+SMALL_KERNELS = 1
+"""That a split adds to a decode step on a GPU: what finds the best of a rank's tokens, for the gather of all ranks'."""
 
 
 @dataclass(frozen=True, slots=True)

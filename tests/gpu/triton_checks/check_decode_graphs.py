@@ -75,8 +75,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         if not worker.config.cuda_graphs:
             return
         worker.device_rows = DeviceRows(worker.table, 64)
-        for table in worker.device_rows.tables:
-            table.fill_(1 << 20)  # a page, or a slot, that was never told is none
+        worker.device_rows.entries.fill_(1 << 20)  # a page, or a slot, that was never told is none
         for layer in worker.runner.model.modules():
             if isinstance(layer, GatedDeltaNet):
                 layer.in_place = True  # as on GPUs

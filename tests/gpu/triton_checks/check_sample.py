@@ -39,6 +39,36 @@ def check_draws(min_p: bool, count: int, seed: int, device: torch.device) -> Non
     assert (token[count:] == -1).all() and (token[:count] >= 0).all()
 
 
+@pytest.mark.parametrize("programs, block", [(1, 256), (15, 256), (20, 512)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def check_programs_share_a_row(
+    programs: int, block: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is drawn depends neither on their number nor on their blocks; how, is read by the row of the request."""
+    torch.manual_seed(programs)
+    logits, temperature, seed, position = inputs(device)
+    logits = logits.to(dtype)
+    logits[0] = float("-inf")
+    logits[3, 1:] = -1.0
+    least = torch.tensor([0.5, 0.0, 0.2, 0.0, 0.9], device=device)
+    given = temperature, seed, least
+    table = torch.tensor([6, 2, 0, 3, 8], device=device).int()
+    tables = [
+        torch.full((9,), fill, dtype=x.dtype, device=device) for x, fill in zip(given, (9.0, 77, 1.0), strict=True)
+    ]
+    for kept, x in zip(tables, given, strict=True):
+        kept[table.long()] = x
+    wanted = plain.sample(logits, temperature, seed, position, 4, min_p=least)
+    monkeypatch.setattr(kernels, "BLOCK", block)
+    monkeypatch.setattr(kernels, "PROGRAMS", programs)
+    more = dict(min_p=tables[2], table=table)
+    found = kernels.candidates(logits, *tables[:2], position, live(4, device), **more)
+    assert found.shape[1] == max(1, programs // 5)
+    value, token = kernels.best(found, live(4, device)).unbind(1)
+    assert token.tolist() == wanted[1].tolist() and token[0] == 0
+    assert torch.allclose(value, wanted[0], rtol=1e-4, atol=1e-4)
+
+
 def check_a_row_draws_the_same_in_any_company(device: torch.device) -> None:
     given = inputs(device)
     _, together = kernels.sample(*given, live(5, device))

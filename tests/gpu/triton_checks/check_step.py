@@ -7,44 +7,82 @@ import torch
 
 from weft.kernels.triton import plain
 from weft.kernels.triton import step as kernels
+from weft.kernels.triton.sample import MOST_TOKENS
 
 PAGE = 8
+GROUPS = {
+    "pages": [(5, False)],
+    "states between pages": [(5, False), (2, True), (5, False)],
+    "states first": [(2, True), (5, False)],
+}
 
 
-@pytest.mark.parametrize("capacity, count", [(6, 6), (6, 4), (1, 1), (3, 0), (300, 280)])
-def check_a_step(capacity: int, count: int, seed: int, device: torch.device) -> None:
-    requests = capacity + 5
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
+@pytest.mark.parametrize("capacity, count", [(6, 6), (6, 4), (1, 1), (3, 0), (19, 17)])
+def check_inputs(
+    capacity: int, count: int, groups: list[tuple[int, bool]], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables in a single part, and in several of which the last is cut."""
+    torch.manual_seed(capacity)
+    requests, widths = capacity + 5, [width for width, _ in groups]
     last = torch.randint(-9, 99, (requests,), device=device).int().clamp(min=-1)
-    length = torch.randint(0, 4 * PAGE, (requests,), device=device).int()
-    pages = torch.randperm(requests * 4, device=device).view(requests, 4).int()
-    wide = torch.full((requests, 9), -1, dtype=torch.int32, device=device)
-    wide[:, 3:7] = pages  # between other groups' tables
+    length = torch.randint(0, 5 * PAGE, (requests,), device=device).int()
+    length[:3] = torch.tensor([0, PAGE, 5 * PAGE - 1])
+    wide = torch.randperm(requests * (sum(widths) + 2), device=device).view(requests, -1).int()
+    entries = wide[:, 1:-1]
+    entries[:, :2].masked_fill_(torch.rand(requests, 2, device=device) < 0.3, -1) if groups[0][1] else None
     rows = torch.randperm(requests, device=device)[:capacity].int()
     rows[count:] = -(1 << 24)  # no request: must not be looked up
     live = torch.tensor([count], dtype=torch.int32, device=device)
-    found = kernels.step_in(rows, live, last, length)
-    wanted = plain.step_in(rows, count, last, length)
-    for name, ours, theirs in zip(found._fields, found, wanted, strict=True):
-        assert ours.tolist() == theirs.tolist(), name
-    slots = kernels.new_slots(found.table, found.lengths, wide[:, 3:7], PAGE)
-    assert torch.equal(slots, plain.new_slots(found.table, found.lengths, pages, PAGE))
-    assert (slots[count:] == -1).all() and (slots[:count] >= 0).all()
-    token = torch.randint(0, 99, (capacity,), device=device).int()
-    token[count:] = 77
-    ring = torch.full((3, capacity + 2), -9, dtype=torch.int32, device=device)
-    states = [[x.clone() for x in (last, length, ring)] for _ in range(2)]
-    kernels.step_out(rows, live, token, torch.tensor([7], device=device), *states[0])
-    plain.step_out(rows, count, token, 7, *states[1])
+    wanted = kernels.StepInputs(*plain.step_in(rows, count, last, length, entries, groups, PAGE))
+    for most in (1024, 2):
+        monkeypatch.setattr(kernels, "ENTRIES", most)
+        parts = kernels.parts(widths, [state for _, state in groups], device)
+        assert len(parts.each) == sum(1 if state or most > 5 else 3 for _, state in groups)
+        found = kernels.step_in(rows, live, last, length, entries, parts, PAGE)
+        for name in ("tokens", "positions", "lengths"):
+            assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+        known = wanted.entries >= 0
+        assert torch.equal(found.entries[known], wanted.entries[known]) and known.any() == (count > 0)
+        for group, (_, state) in enumerate(groups):
+            used = 2 if state else 1
+            assert torch.equal(found.slots[group, :used], wanted.slots[group, :used])
+            assert state or (found.slots[group, 0, :count] >= 0).all()
+            assert (found.slots[group, :used, count:] == -1).all()
+
+
+@pytest.mark.parametrize("ranks, shares", [(1, 1), (1, 7), (3, 1), (2, 5)])
+@pytest.mark.parametrize("capacity, count", [(6, 6), (6, 4), (1, 1), (3, 0)])
+def check_draws_go_into_the_state(capacity: int, count: int, ranks: int, shares: int, device: torch.device) -> None:
+    torch.manual_seed(capacity + ranks)
+    requests = capacity + 5
+    last = torch.randint(-9, 99, (requests,), device=device).int().clamp(min=-1)
+    length = torch.randint(0, 4 * PAGE, (requests,), device=device).int()
+    rows = torch.randperm(requests, device=device)[:capacity].int()
+    rows[count:] = -(1 << 24)
+    last[rows[:1].clamp(min=0).long()] = 3
+    live = torch.tensor([count], dtype=torch.int32, device=device)
+    score = torch.randint(0, 3, (ranks, capacity, shares), device=device).float()  # some are equal
+    token = (MOST_TOKENS - 1 - torch.randperm(score.numel(), device=device)).view(score.shape).float()
+    score[:, -1] = float("-inf")
+    drawn = torch.stack((score, token), dim=-1)
+    drawn[:, count:] = float("nan")
+    states = [[x.clone() for x in (last, length, torch.full((capacity + 2,), -9).int().to(device))] for _ in range(2)]
+    kernels.step_out(rows, live, drawn, *states[0])
+    plain.step_out(rows, count, drawn, *states[1])
     for ours, theirs in zip(*states, strict=True):
         assert torch.equal(ours, theirs)
-    assert (states[0][2][[0, 2]] == -9).all() and (states[0][2][1, capacity:] == -9).all()
+    tokens = states[0][2]
+    assert (tokens[capacity:] == -9).all() and (tokens[count:capacity] == -1).all()
+    assert count == 0 or tokens[0] >= 0
 
 
 def check_what_does_not_fit_is_refused(device: torch.device) -> None:
-    one = torch.zeros(1, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="must be alike"):
-        kernels.step_in(one, one, one, torch.zeros(2, dtype=torch.int32, device=device))
-    with pytest.raises(ValueError, match="rows contiguous"):
-        kernels.new_slots(one, one, torch.zeros(3, 2, dtype=torch.int32, device=device).T, PAGE)
-    with pytest.raises(ValueError, match="the ring"):
-        kernels.step_out(one, one, one, one, one, one, torch.zeros(3, 0, dtype=torch.int32, device=device))
+    one, table = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((1,), (1, 3)))
+    parts = kernels.parts([3], [False], device)
+    with pytest.raises(ValueError, match="the same rows"):
+        kernels.step_in(one, one, one, torch.zeros(2, dtype=torch.int32, device=device), table, parts, PAGE)
+    with pytest.raises(ValueError, match="int32 rows must be contiguous"):
+        kernels.step_in(one, one, one, one, torch.zeros(1, 6, dtype=torch.int32, device=device)[:, ::2], parts, PAGE)
+    with pytest.raises(ValueError, match="drawn"):
+        kernels.step_out(one, one, torch.zeros(1, 2, 1, 2, device=device), one, one, one)

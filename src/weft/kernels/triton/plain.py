@@ -6,6 +6,7 @@ where the inputs are. They are written to be read: they wait for the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -275,31 +276,36 @@ def _philox(k0: Tensor, k1: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Ten
 
 
 def step_in(
-    rows: Tensor, live: int, last_token: Tensor, length: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(tokens, positions, lengths, table, live), as `step.StepInputs`."""
-    real = torch.arange(len(rows), device=rows.device) < live
-    table = torch.where(real, rows, 0)
-    position = length[table.long()]
-    tokens = torch.where(real, last_token[table.long()].clamp(min=0), 0).long()
-    positions = torch.where(real, position, 0).long()
-    return tokens, positions, torch.where(real, position + 1, 0), table, real
+    rows: Tensor, live: int, last_token: Tensor, length: Tensor, entries: Tensor, groups: Sequence[tuple[int, bool]],
+    page_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(tokens, positions, lengths, entries, slots), as `step.StepInputs`; entries that it leaves as they are, and slots
+    that mean nothing, are −1. groups: how wide the table of each is, and whether it is of states.
+    """
+    capacity, begin = len(rows), 0
+    tokens, positions, lengths = (torch.zeros(capacity, dtype=torch.int64, device=rows.device) for _ in range(3))
+    found = torch.full((capacity, entries.shape[1]), -1, dtype=torch.int32, device=rows.device)
+    slots = torch.full((len(groups), 2, capacity), -1, dtype=torch.int64, device=rows.device)
+    for i, row in enumerate(rows[:live].tolist()):
+        tokens[i], positions[i] = last_token[row].clamp(min=0), length[row]
+        lengths[i] = length[row] + 1
+    for group, (width, state) in enumerate(groups):
+        for i, row in enumerate(rows[:live].tolist()):
+            table, (page, offset) = entries[row, begin : begin + width], divmod(int(length[row]), page_size)
+            if state:
+                slots[group, :, i] = table
+            else:
+                found[i, begin : begin + page + 1] = table[: page + 1]
+                slots[group, 0, i] = table[page] * page_size + offset
+        begin += width
+    return tokens, positions, lengths.int(), found, slots
 
 
-def new_slots(table: Tensor, lengths: Tensor, pages: Tensor, page_size: int) -> Tensor:
-    """`[capacity]`."""
-    position = (lengths - 1).clamp(min=0).long()
-    slots = pages[table.long(), position // page_size] * page_size + position % page_size
-    return torch.where(lengths > 0, slots, -1).long()
-
-
-def step_out(
-    rows: Tensor, live: int, token: Tensor, step: int, last_token: Tensor, length: Tensor, ring: Tensor
-) -> None:
-    """Updates the state and the ring in place."""
-    at = rows[:live].long()
-    drawn = torch.where(last_token[at] < 0, -1, token[:live])
-    last_token[at] = drawn
-    length[at] += 1
-    ring[step % len(ring), : len(rows)] = -1
-    ring[step % len(ring), :live] = drawn
+def step_out(rows: Tensor, live: int, drawn: Tensor, last_token: Tensor, length: Tensor, tokens: Tensor) -> None:
+    """Updates the state and the tokens in place."""
+    tokens[: len(rows)] = -1
+    for i, row in enumerate(rows[:live].tolist()):
+        found = drawn[:, i].reshape(-1, 2)
+        best = found[found[:, 0] == found[:, 0].max(), 1].min().int()
+        last_token[row] = tokens[i] = torch.where(last_token[row] < 0, -1, best)
+        length[row] += 1

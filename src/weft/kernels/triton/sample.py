@@ -1,4 +1,7 @@
-"""Draws a token for each row, greedily or by the Gumbel-max trick, in two kernels.
+"""Draws a token for each row, greedily or by the Gumbel-max trick, in two kernels, or three where min_p may be asked.
+
+Each row's vocabulary is shared out to programs, each of which leaves the best token of its share, a candidate; the
+best of those is drawn.
 
 The noise of a token depends on the request's seed, the position and the token's number, and on nothing else: not on
 the row, nor on how many rows or ranks there are. So what is drawn is the same in every batch and layout, and with the
@@ -9,12 +12,21 @@ are resolved to 2⁻³¹.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
-"""Tokens that one program looks at."""
+from weft.kernels.triton import overlap
+
+BLOCK, PROGRAMS = 2048, 1056
+"""Tokens that a program looks at at once, and how many programs there are about: eight for each multiprocessor of an
+H200. Fewer would leave some idle; many more take longer to start than to see that their row has nothing to draw.
+"""
+
+MOST_TOKENS = 1 << 24
+"""Tokens that float32 tells apart: a candidate's number lies beside its score."""
 
 
 @triton.jit
@@ -31,7 +43,7 @@ def _gumbel(seed, position, first, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _best(value, token):
+def better(value, token):
     """(greatest value, its token), the lower token where several are equal; NaN counts as −inf."""
     value = tl.where(value == value, value, float("-inf"))
     best = tl.max(value, 0)
@@ -39,61 +51,86 @@ def _best(value, token):
 
 
 @triton.jit
-def _row_top(logits, min_p, live, tops, row_stride, vocabulary, blocks, BLOCK: tl.constexpr):
+def _row_top(
+    logits, min_p, table, live, tops, row_stride, vocabulary, blocks, TABLE: tl.constexpr, BLOCK: tl.constexpr
+):
+    overlap.begin()
     row = tl.program_id(0)
     if row >= tl.load(live):
         return
-    if tl.load(min_p + row) <= 0:
+    at = row
+    if TABLE:
+        at = tl.load(table + row)
+    if tl.load(min_p + at) <= 0:
         return
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row.to(tl.int64) * row_stride + i, mask=i < vocabulary, other=float("-inf")).to(tl.float32)
-    tl.store(tops + row * blocks + tl.program_id(1), tl.max(x, 0))
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
+        i = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row.to(tl.int64) * row_stride + i, mask=i < vocabulary, other=float("-inf"))
+        top = tl.maximum(top, x.to(tl.float32))
+    tl.store(tops + row * tl.num_programs(1) + tl.program_id(1), tl.max(top, 0))
 
 
 @triton.jit
-def _best_of_block(
-    logits, temperature, seed, position, min_p, tops, live, part, part_token, row_stride, vocabulary, first, blocks,
-    MIN_P: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+def _candidates(
+    logits, temperature, seed, position, min_p, table, tops, live, found, row_stride, vocabulary, first, blocks,
+    MIN_P: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
+    overlap.begin()
     row = tl.program_id(0)
     if row >= tl.load(live):
         return
-    start = tl.program_id(1) * BLOCK - first % 4  # noise is made for four tokens at a time, from a multiple of four on
-    i = start + tl.arange(0, BLOCK)
-    inside = (i >= 0) & (i < vocabulary)
-    x = tl.load(logits + row.to(tl.int64) * row_stride + i, mask=inside, other=float("-inf")).to(tl.float32)
-    heat = tl.load(temperature + row)
-    if heat > 0:
-        x = x / tl.maximum(heat, 1e-5)
-        if MIN_P:
-            least = tl.load(min_p + row)
-            if least > 0:
-                b = tl.arange(0, BLOCKS)
-                top = tl.max(tl.load(tops + row * blocks + b, mask=b < blocks, other=float("-inf")), 0)
-                x = tl.where(x >= top / tl.maximum(heat, 1e-5) + tl.log(least), x, float("-inf"))
-        x += _gumbel(tl.load(seed + row), tl.load(position + row), first + start, BLOCK)
-    best, token = _best(x, tl.where(inside, first + i, 2147483647))
-    tl.store(part + row * blocks + tl.program_id(1), best)
-    tl.store(part_token + row * blocks + tl.program_id(1), token)
+    at = row
+    if TABLE:
+        at = tl.load(table + row)
+    shares = tl.num_programs(1)
+    heat = tl.load(temperature + at)
+    key, place = tl.load(seed + at), tl.load(position + row)
+    least = tl.full([], float("-inf"), tl.float32)
+    if MIN_P:
+        share = tl.load(min_p + at)
+        if (heat > 0) & (share > 0):
+            s = tl.arange(0, SHARES)
+            top = tl.max(tl.load(tops + row * shares + s, mask=s < shares, other=float("-inf")), 0)
+            least = top / tl.maximum(heat, 1e-5) + tl.log(share)
+    value = tl.full([BLOCK], float("-inf"), tl.float32)
+    token = tl.full([BLOCK], 2147483647, tl.int32)
+    for block in range(tl.program_id(1), blocks, shares):
+        start = block * BLOCK - first % 4  # noise is made for four tokens at a time, from a multiple of four on
+        i = start + tl.arange(0, BLOCK)
+        inside = (i >= 0) & (i < vocabulary)
+        x = tl.load(logits + row.to(tl.int64) * row_stride + i, mask=inside, other=float("-inf")).to(tl.float32)
+        if heat > 0:
+            x = x / tl.maximum(heat, 1e-5)
+            x = tl.where(x >= least, x, float("-inf"))
+            x += _gumbel(key, place, first + start, BLOCK)
+        x = tl.where(inside & (x == x), x, float("-inf"))
+        # Of equal ones the token that came first stays; of nothing but −inf, any that exists.
+        new = (x > value) | ((token == 2147483647) & inside)
+        value, token = tl.where(new, x, value), tl.where(new, first + i, token)
+    best, which = better(value, token)
+    to = found + (row * shares + tl.program_id(1)) * 2
+    tl.store(to, best)
+    tl.store(to + 1, which.to(tl.float32))
 
 
 @triton.jit
-def _best_of_row(part, part_token, live, value, token, blocks, BLOCKS: tl.constexpr):
+def _best(found, live, best, shares, SHARES: tl.constexpr):
+    overlap.begin()
     row = tl.program_id(0)
     if row >= tl.load(live):
-        tl.store(value + row, float("-inf"))
-        tl.store(token + row, -1)
+        tl.store(best + 2 * row, float("-inf"))
+        tl.store(best + 2 * row + 1, -1.0)
         return
-    b = tl.arange(0, BLOCKS)
-    best, found = _best(
-        tl.load(part + row * blocks + b, mask=b < blocks, other=float("-inf")),
-        tl.load(part_token + row * blocks + b, mask=b < blocks, other=2147483647),
-    )
-    tl.store(value + row, best)
-    tl.store(token + row, found)
+    s = tl.arange(0, SHARES)
+    at = found + (row * shares + s) * 2
+    token = tl.load(at + 1, mask=s < shares, other=0.0).to(tl.int32)
+    value, which = better(tl.load(at, mask=s < shares, other=float("-inf")), tl.where(s < shares, token, 2147483647))
+    tl.store(best + 2 * row, value)
+    tl.store(best + 2 * row + 1, which.to(tl.float32))
 
 
-def sample(
+def candidates(
     logits: Tensor,
     temperature: Tensor,
     seed: Tensor,
@@ -102,14 +139,17 @@ def sample(
     *,
     min_p: Tensor | None = None,
     first: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """(value float32 `[rows]`, token int32 `[rows]`): the greatest of logits / temperature + noise, and whose it is.
+    table: Tensor | None = None,
+) -> Tensor:
+    """float32 `[rows, shares, 2]`: of each share of a row's tokens the greatest of logits / temperature + noise, and
+    whose it is. Together with those of other ranks' shares they are what `weft.kernels.triton.step.step_out` takes.
 
     logits: `[rows, vocabulary]` of any float dtype with contiguous rows, −inf for what may not be drawn. temperature
-    float32 `[rows]`: 0 takes the greatest logit, the lower token where several are equal. seed int64 `[rows]`;
-    position int32 or int64 `[rows]`: a number that a request never draws with twice. live: int32 `[1]`; rows from
-    there on get (−inf, −1), and nothing of them is read. min_p: float32 `[rows]`; tokens less than min_p times as
-    probable as the row's best are not drawn (arXiv 2407.01082); it needs the whole vocabulary.
+    float32 `[R]`: 0 takes the greatest logit, the lower token where several are equal. seed int64 `[R]`; position int32
+    or int64 `[rows]`: a number that a request never draws with twice. live: int32 `[1]`; of rows from there on nothing
+    is read and nothing written. min_p: float32 `[R]`; tokens less than min_p times as probable as the row's best are
+    not drawn (arXiv 2407.01082); it needs the whole vocabulary.
+    table: int32 `[rows]`, which of the R is a row's, where that is not its own index.
     first: the number of the first token, where the vocabulary is cut over ranks.
     Raises ValueError where these do not fit together.
     """
@@ -118,19 +158,40 @@ def sample(
         raise ValueError(f"first is {first}: with min_p it must be 0")
     if logits.stride(1) != 1:
         raise ValueError("rows of logits must be contiguous")
+    if first + vocabulary > MOST_TOKENS:
+        raise ValueError(f"tokens up to {first + vocabulary} are not all whole in float32")
     blocks = triton.cdiv(vocabulary + first % 4, BLOCK)
-    part = temperature.new_empty(rows, blocks)
-    part_token = live.new_empty(rows, blocks)
-    value, token = temperature.new_empty(rows), live.new_empty(rows)
+    shares = min(blocks, max(1, PROGRAMS // max(1, rows)))
+    found = temperature.new_empty(rows, shares, 2)
     if not rows:
-        return value, token
-    tops = part if min_p is None else temperature.new_empty(rows, blocks)
+        return found
+    given = temperature if min_p is None else min_p
+    at, padded = live if table is None else table, triton.next_power_of_2(shares)
+    options = dict(TABLE=table is not None, BLOCK=BLOCK, num_warps=4, **overlap.options())
+    tops = found if min_p is None else temperature.new_empty(rows, shares)
+    sizes = logits.stride(0), vocabulary
     if min_p is not None:
-        _row_top[(rows, blocks)](logits, min_p, live, tops, logits.stride(0), vocabulary, blocks, BLOCK=BLOCK)
-    padded = triton.next_power_of_2(blocks)
-    _best_of_block[(rows, blocks)](
-        logits, temperature, seed, position, temperature if min_p is None else min_p, tops, live, part, part_token,
-        logits.stride(0), vocabulary, first, blocks, MIN_P=min_p is not None, BLOCK=BLOCK, BLOCKS=padded,
+        _row_top[(rows, shares)](logits, min_p, at, live, tops, *sizes, blocks, **options)
+    _candidates[(rows, shares)](
+        logits, temperature, seed, position, given, at, tops, live, found, *sizes, first, blocks,
+        MIN_P=min_p is not None, SHARES=padded, **options,
     )  # fmt: skip
-    _best_of_row[(rows,)](part, part_token, live, value, token, blocks, BLOCKS=padded)
-    return value, token
+    return found
+
+
+def best(found: Tensor, live: Tensor) -> Tensor:
+    """float32 `[rows, 2]`: the best of each row's `candidates`; (−inf, −1) of rows from `live` on."""
+    rows, shares, _ = found.shape
+    drawn = found.new_empty(rows, 2)
+    if rows:
+        padded = triton.next_power_of_2(shares)
+        _best[(rows,)](found, live, drawn, shares, SHARES=padded, num_warps=1, **overlap.options())
+    return drawn
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, live: Tensor, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """(score float32 `[rows]`, token int32 `[rows]`): what is drawn, by arguments as `candidates` takes them."""
+    drawn = best(candidates(logits, temperature, seed, position, live, **more), live)
+    return drawn[:, 0], drawn[:, 1].int()

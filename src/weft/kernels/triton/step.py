@@ -1,12 +1,17 @@
 """The ends of a decode step that runs without the host: its inputs from the requests' state, and the state's update.
 
-The state lies on the device by request row: `last_token`, `length` (tokens in the caches) and a page table for each
-group of caches. A step takes the rows that `rows` names, which hold any order; those from `live` on are there only
-because the captured graph is larger.
+The state lies on the device by request row: `last_token`, `length` (tokens in the caches) and `entries`, the tables of
+all groups of caches side by side. A step takes the rows that `rows` names, which hold any order; those from `live` on
+are there only because the captured graph is larger.
+
+`step_in` is a graph's first kernel, and starts early where a kernel is before it, as all others do: what was queued
+before a graph has ended when its first kernel starts, and a launch behind a copy waits for it. So new pages, which are
+copied before a replay, are seen.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,120 +19,147 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.triton import overlap
+from weft.kernels.triton.sample import better
+
+ENTRIES = 1024
+"""Of a row's table, that one program copies."""
+
 
 class StepInputs(NamedTuple):
     """What a step of `capacity` rows reads.
 
-    tokens int64, positions int64, lengths int32 (the new token included), table int32 (the request row) and live bool,
-    each `[capacity]`. A row that is not live has token 0, position 0, length 0, table 0. A row without a last token
-    (−1) has token 0, so that no memory is read that is not there; `step_out` tells.
+    tokens int64, positions int64 and lengths int32 (the new token included), each `[capacity]`. entries int32
+    `[capacity, width]`: the rows' tables; of pages those that hold tokens of the row, and nothing is written behind.
+    slots int64 `[groups, 2, capacity]`: of pages, in the first place, where the new token is stored; of states, the
+    slots before and after the step. A row that is not live has token 0, position 0, length 0, slots −1 and no entries.
+    A row without a last token (−1) has token 0, so that no memory is read that is not there; `step_out` tells.
     """
 
     tokens: Tensor
     positions: Tensor
     lengths: Tensor
-    table: Tensor
-    live: Tensor
+    entries: Tensor
+    slots: Tensor
 
 
 @triton.jit(do_not_specialize=["capacity"])
 def _step_in(
-    rows, live, last_token, length, tokens, positions, lengths, table, mask, capacity, BLOCK: tl.constexpr
+    rows, live, last_token, length, entries, parts, tokens, positions, lengths, found, slots, capacity, entries_row,
+    found_row, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < capacity
-    real = inside & (i < tl.load(live))
-    row = tl.load(rows + i, mask=real, other=0)
-    token = tl.load(last_token + row, mask=real, other=0)
+    overlap.begin()
+    i = tl.program_id(0)
+    part = parts + tl.program_id(1) * 5
+    group, state = tl.load(part), tl.load(part + 1)
+    begin, width, first = tl.load(part + 2), tl.load(part + 3), tl.load(part + 4)
+    real = i < tl.load(live)
+    row = tl.where(real, tl.load(rows + i), 0).to(tl.int64)
     position = tl.load(length + row, mask=real, other=0)
-    tl.store(tokens + i, tl.maximum(token, 0).to(tl.int64), mask=inside)
-    tl.store(positions + i, position.to(tl.int64), mask=inside)
-    tl.store(lengths + i, tl.where(real, position + 1, 0), mask=inside)
-    tl.store(table + i, row, mask=inside)
-    tl.store(mask + i, real, mask=inside)
-
-
-@triton.jit(do_not_specialize=["capacity", "pages_row"])
-def _new_slots(
-    table, lengths, pages, slots, capacity, pages_row, max_pages, PAGE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < capacity
-    position = tl.load(lengths + i, mask=inside, other=0) - 1
-    real = position >= 0
-    tl.device_assert((position // PAGE < max_pages) | ~real, "a row has no page for its token")
-    row = tl.load(table + i, mask=real, other=0).to(tl.int64)
-    page = tl.load(pages + row * pages_row + position // PAGE, mask=real, other=0)
-    tl.device_assert((page >= 0) | ~real, "a row's token goes to a page that it was not given")
-    tl.store(slots + i, tl.where(real, page.to(tl.int64) * PAGE + position % PAGE, -1), mask=inside)
+    if tl.program_id(1) == 0:
+        token = tl.load(last_token + row, mask=real, other=0)
+        tl.store(tokens + i, tl.maximum(token, 0).to(tl.int64))
+        tl.store(positions + i, position.to(tl.int64))
+        tl.store(lengths + i, tl.where(real, position + 1, 0))
+    table = entries + row * entries_row + begin
+    slot = slots + 2 * group * capacity + i
+    if state != 0:
+        tl.store(slot, tl.load(table, mask=real, other=-1).to(tl.int64))
+        tl.store(slot + capacity, tl.load(table + 1, mask=real, other=-1).to(tl.int64))
+    else:
+        last = position // PAGE
+        at = first + tl.arange(0, BLOCK)
+        held = real & (at < width) & (at <= last)
+        page = tl.load(table + at, mask=held, other=0)
+        tl.store(found + i.to(tl.int64) * found_row + begin + at, page, mask=held)
+        if first == 0:
+            own = tl.load(table + last, mask=real & (last < width), other=-1)
+            tl.device_assert((own >= 0) | (real == 0), "a row's token goes to a page that it was not given")
+            tl.store(slot, tl.where(own >= 0, own.to(tl.int64) * PAGE + position % PAGE, -1))
 
 
 @triton.jit(do_not_specialize=["capacity"])
-def _step_out(rows, live, token, step, last_token, length, ring, capacity, ring_rows, ring_row, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < capacity
-    real = inside & (i < tl.load(live))
-    row = tl.load(rows + i, mask=real, other=0)
-    drawn = tl.load(token + i, mask=real, other=-1)
-    drawn = tl.where(tl.load(last_token + row, mask=real, other=0) < 0, -1, drawn)
-    tl.store(last_token + row, drawn, mask=real)
-    tl.store(length + row, tl.load(length + row, mask=real, other=0) + 1, mask=real)
-    tl.store(ring + (tl.load(step) % ring_rows) * ring_row + i, drawn, mask=inside)
+def _step_out(rows, live, drawn, last_token, length, tokens, capacity, each, every, BLOCK: tl.constexpr):
+    overlap.begin()
+    i = tl.program_id(0)
+    row = tl.load(rows + i)
+    if i >= tl.load(live):
+        tl.store(tokens + i, -1)
+        return
+    c = tl.arange(0, BLOCK)
+    at = drawn + (((c // each).to(tl.int64) * capacity + i) * each + c % each) * 2
+    value = tl.load(at, mask=c < every, other=float("-inf"))
+    token = tl.load(at + 1, mask=c < every, other=0.0).to(tl.int32)
+    _, best = better(value, tl.where(c < every, token, 2147483647))
+    best = tl.where(tl.load(last_token + row) < 0, -1, best)
+    tl.store(last_token + row, best)
+    tl.store(length + row, tl.load(length + row) + 1)
+    tl.store(tokens + i, best)
 
 
-def step_in(rows: Tensor, live: Tensor, last_token: Tensor, length: Tensor) -> StepInputs:
+class Parts(NamedTuple):
+    """What the programs of `step_in` do for a row, of the tables of so many groups. each int32 `[parts, 5]`: the group,
+    whether it is of states, where its table begins, how wide it is, and the first entry that the program copies.
+    """
+
+    groups: int
+    each: Tensor
+
+
+def parts(widths: Sequence[int], states: Sequence[bool], device: torch.device) -> Parts:
+    """Of groups whose tables lie side by side: how wide each is, and whether it has the slots of states."""
+    found, begin = [], 0
+    for group, (width, state) in enumerate(zip(widths, states, strict=True)):
+        for first in range(0, width, width if state else ENTRIES):
+            found.append((group, int(state), begin, width, first))
+        begin += width
+    return Parts(len(widths), torch.tensor(found, dtype=torch.int32, device=device))
+
+
+def step_in(
+    rows: Tensor, live: Tensor, last_token: Tensor, length: Tensor, entries: Tensor, parts: Parts, page_size: int
+) -> StepInputs:
     """A decode step's inputs: each row's last token, to be stored and attended from at the row's length.
 
     rows int32 `[capacity]`: the request row of each of the step's rows, of which the first `live` (int32 `[1]`) count.
-    last_token, length int32 `[R]`.
+    last_token, length int32 `[R]`; entries int32 `[R, width]`, in which the new token has its page. parts: of these
+    tables, by `parts`; page_size: tokens of an entry. Raises ValueError where they do not fit together.
     """
-    capacity = rows.shape[0]
-    if last_token.shape != length.shape:
-        raise ValueError(f"length is {list(length.shape)}, last_token {list(last_token.shape)}: they must be alike")
-    like = live.new_empty
+    capacity, like = rows.shape[0], live.new_empty
+    if not last_token.shape == length.shape == entries.shape[:1]:
+        shapes = f"{list(length.shape)}, last_token {list(last_token.shape)}, entries {list(entries.shape)}"
+        raise ValueError(f"length is {shapes}: they must have the same rows")
+    if entries.dtype != torch.int32 or entries.stride(1) != 1:
+        raise ValueError(f"entries are {entries.dtype}, strides {entries.stride()}: int32 rows must be contiguous")
     out = StepInputs(
         tokens=like(capacity, dtype=torch.int64),
         positions=like(capacity, dtype=torch.int64),
         lengths=like(capacity),
-        table=like(capacity),
-        live=like(capacity, dtype=torch.bool),
+        entries=like(capacity, entries.shape[1]),
+        slots=like(parts.groups, 2, capacity, dtype=torch.int64),
     )
     if capacity:
-        block = min(256, triton.next_power_of_2(capacity))
-        _step_in[(triton.cdiv(capacity, block),)](rows, live, last_token, length, *out, capacity, BLOCK=block)
+        _step_in[(capacity, len(parts.each))](
+            rows, live, last_token, length, entries, parts.each, *out, capacity, entries.stride(0), out.entries.stride(0),
+            PAGE=page_size, BLOCK=min(ENTRIES, triton.next_power_of_2(entries.shape[1])), num_warps=4,
+            **overlap.options(),
+        )  # fmt: skip
     return out
 
 
-def new_slots(table: Tensor, lengths: Tensor, pages: Tensor, page_size: int) -> Tensor:
-    """Where the last of each row's `lengths` tokens is stored by its page table, int64 `[capacity]`; −1 for length 0.
+def step_out(rows: Tensor, live: Tensor, drawn: Tensor, last_token: Tensor, length: Tensor, tokens: Tensor) -> None:
+    """Draws the best of the tokens of `sample.candidates`, and takes it into the state; tokens int32 `[≥ capacity]` get
+    what was drawn, for the host, −1 for rows that are not live.
 
-    table, lengths: as `step_in` gives them. pages int32 `[R, max_pages]`, where the page of that token is present.
+    drawn: float32 `[ranks, capacity, each, 2]`, contiguous, scores and tokens. A row without a last token (−1) draws
+    none, so that the fault is seen by whoever looks at the tokens. A row of the state appears at most once among the
+    live `rows`. Raises ValueError where shapes do not fit together.
     """
-    capacity, slots = table.shape[0], table.new_empty(table.shape[0], dtype=torch.int64)
-    if pages.dtype != torch.int32 or pages.stride(1) != 1:
-        raise ValueError(f"pages are {pages.dtype}, strides {pages.stride()}: they must be int32, rows contiguous")
+    capacity, (ranks, count, each, two) = rows.shape[0], drawn.shape
+    if tokens.shape[0] < capacity or count != capacity or two != 2 or not drawn.is_contiguous():
+        raise ValueError(f"rows are {list(rows.shape)}, drawn {list(drawn.shape)}, tokens {list(tokens.shape)}")
     if capacity:
-        block = min(256, triton.next_power_of_2(capacity))
-        _new_slots[(triton.cdiv(capacity, block),)](
-            table, lengths, pages, slots, capacity, pages.stride(0), pages.shape[1], PAGE=page_size, BLOCK=block
-        )
-    return slots
-
-
-def step_out(
-    rows: Tensor, live: Tensor, token: Tensor, step: Tensor, last_token: Tensor, length: Tensor, ring: Tensor
-) -> None:
-    """Takes the drawn tokens int32 `[capacity]` into the state, and into the ring's row of the step for the host.
-
-    step: int32 or int64 `[1]`, the step's number; ring int32 `[steps, ≥ capacity]`: row step mod steps gets the tokens,
-    −1 for rows that are not live. A row without a last token (−1) draws none either, so that the fault is seen by
-    whoever looks at the tokens. A row of the state appears at most once among the live `rows`.
-    """
-    capacity = rows.shape[0]
-    if ring.shape[1] < capacity or ring.stride(1) != 1 or token.shape[0] != capacity:
-        raise ValueError(f"rows are {list(rows.shape)}, tokens {list(token.shape)}, the ring {list(ring.shape)}")
-    if capacity:
-        block = min(256, triton.next_power_of_2(capacity))
-        _step_out[(triton.cdiv(capacity, block),)](
-            rows, live, token, step, last_token, length, ring, capacity, ring.shape[0], ring.stride(0), BLOCK=block
-        )
+        _step_out[(capacity,)](
+            rows, live, drawn, last_token, length, tokens, capacity, each, ranks * each,
+            BLOCK=triton.next_power_of_2(ranks * each), num_warps=1, **overlap.options(),
+        )  # fmt: skip

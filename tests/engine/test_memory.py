@@ -124,7 +124,7 @@ def test_steps_are_measured_with_a_cache_that_just_holds_them(
 
     found = run_world(2, rank_main)[0]
     assert rows[0] == rows[1] == [(16, 1), (16, 6), (6, 6)]
-    logits = (1 + 2 + 4 + 6) * model.vocab_size * 8
+    logits = (1 + 2 + 4 + 6) * model.vocab_size * 4
     assert (found.total, found.free) == (400, 300)
     assert found.steps >= 3000 and found.graphs >= 3000 + logits  # both ranks draw from the same counter
 

@@ -30,6 +30,7 @@ from weft.kernels.triton import (  # noqa: E402
     delta_step,
     dense,
     dispatch,
+    embed,
     float8,
     gate_heads,
     merge,
@@ -242,6 +243,14 @@ def ends(capacity: int) -> None:
         step.step_out(rows, live, empty(ranks, capacity, shares, 2, dtype=FLOAT), state, state, state)
 
 
+def begin_layers(rows: int) -> None:
+    tokens = empty(rows, dtype=LONG)
+    for first in (None, 75_968):
+        embed.embed(tokens, empty(75_968, 2048), first)
+    for interleaved in (False, True):
+        embed.cos_sin(tokens, empty(64, dtype=FLOAT), 1.0, torch.bfloat16, interleaved)
+
+
 def delta(rows: int, heads: int, key_heads: int) -> None:
     features = (2 * key_heads + heads) * 128
     product, slots, vector = empty(rows, features + heads * 130), empty(rows, dtype=LONG), empty(heads, dtype=FLOAT)
@@ -314,6 +323,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "gates and sinks of heads": (lambda: gate(64, 64, 64), ()),
     "sample": (lambda: draw(64), ()),
     "gated delta rule": (lambda: delta(64, 32, 8), ()),
+    "embedding and angles": (lambda: begin_layers(64), ()),
     "merge": (lambda: merge_shards(8, 128, 512), ()),
     "dispatch": (lambda: dispatch_rows(64, 8, 7168), ()),
     "dispatch, many rows": (lambda: dispatch_rows(4096, 2, 2048), ()),

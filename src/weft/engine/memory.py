@@ -141,9 +141,9 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
         runner.forward(batch, (sum(rows),) * config.attn_dp)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    # Graphs share one pool, as large as the largest needs; but each keeps its logits, twice: as they are and as floats.
+    # Graphs share one pool, as large as the largest needs; but each keeps its logits.
     kept = len(range(model.vocab_size)[runner.vocabulary.share]) if runner.vocabulary else model.vocab_size
-    logits = sum(capacities(config.max_running)) * kept * (4 + runner.model.embed.weight.element_size())
+    logits = sum(capacities(config.max_running)) * kept * runner.model.embed.weight.element_size()
     del runner, batch
     gc.collect()
     torch.cuda.empty_cache()

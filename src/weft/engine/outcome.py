@@ -53,7 +53,7 @@ class Outcome:
             self._note(logits.index_select(0, at), tokens, [asked[self._rows.draws[i]] for i in self._drawn_at])
 
     def _note(self, logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
-        logprobs = torch.log_softmax(logits, dim=-1)
+        logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         values, best = logprobs.topk(min(max(counts), logits.shape[-1]))
         self._found.append((logprobs.gather(-1, tokens[:, None])[:, 0], values, best))
         self._counts.append(counts)

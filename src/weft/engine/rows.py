@@ -118,7 +118,7 @@ class RowTable:
         if again:
             rows = [news.answers[at] for at in again]
             put = on_device([again, rows], torch.int64, self.device)
-            drawn = self._sample(rows, logits.index_select(0, put[0]), asked)
+            drawn = self._sample(rows, logits.index_select(0, put[0]).float(), asked)
             drawn = torch.where(tokens.index_select(0, put[0]) < 0, NO_TOKEN, drawn)
             tokens.index_copy_(0, put[0], drawn)
             self.last_token.index_copy_(0, put[1], drawn)

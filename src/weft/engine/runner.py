@@ -211,6 +211,7 @@ class ModelRunner:
         self.caches.plan(batch)
         logits: Tensor = self.model(stream, batch, self.caches)
         stream.finish()
+        logits = logits.float()
         if whole and self.vocabulary is not None:
             logits = self.vocabulary.whole(logits)
         self._steps[counts] += 1
@@ -272,12 +273,14 @@ class ModelRunner:
         return self._graphs is not None and self._graphs.fits(counts)
 
     def replay(self, answers: Sequence[int], counts: Counts, whole: bool = True) -> tuple[Tensor, Tensor]:
-        """Logits as `forward`, and the tokens drawn from them, by the graph: see `DecodeGraphs.replay`."""
+        """Logits as `forward`, and the tokens drawn from them, by the graph: see `DecodeGraphs.replay`. Few steps look
+        at logits beyond the draw: they have the model's dtype, unless they are gathered.
+        """
         assert self._graphs is not None
         self._replays[counts] += 1
         logits, tokens = self._graphs.replay(answers, counts)
         if whole and self.vocabulary is not None:
-            logits = self.vocabulary.whole(logits)
+            logits = self.vocabulary.whole(logits.float())
         return logits, tokens
 
     def moves(self, counts: Counts, captured: bool) -> list[tuple[str, str, str, int]]:

@@ -21,6 +21,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normed.to(x.dtype) if weight.dtype == x.dtype else (weight * normed).to(x.dtype)
 
 
+def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
+    """The rows of weight `[held, width]` for int64 tokens `[T]`, `[T, width]`.
+
+    first: the number of the token that weight begins with, where the vocabulary is split; rows of tokens that are held
+    elsewhere are then 0.
+    """
+    if first is None:
+        return F.embedding(tokens, weight)
+    elsewhere = (tokens < first) | (tokens >= first + len(weight))
+    return F.embedding((tokens - first).masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[:, None], 0.0)
+
+
+def cos_sin(
+    positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, `[T, 1, 2 · n]` each and times factor, of int64 positions `[T]` times inverse frequencies, float32
+    `[n]`: each twice, next to each other where interleaved, else in either half (arXiv 2104.09864).
+    """
+    angles = positions[:, None, None].float() * inverse
+    angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
 def gated(
     x: Tensor, limit: float | None = None, alpha: float | None = None, score: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is done to rows between products, by the kernels of where they lie: Triton's on GPUs, plain torch elsewhere.
+"""What is done to rows before and between products: by Triton's kernels where they lie on GPUs, else by plain torch.
 
 On GPUs arithmetic is in float32 and rounded once, where a result is stored.
 """
@@ -7,9 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from weft.kernels import float8, plain
+
+
+def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
+    """`weft.kernels.plain.embed`."""
+    if not weight.is_cuda:
+        return plain.embed(tokens, weight, first)
+    from weft.kernels.triton import embed as kernels  # GPUs only: a CPU need not have Triton
+
+    return kernels.embed(tokens, weight, first)
+
+
+def cos_sin(
+    positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """`weft.kernels.plain.cos_sin`."""
+    if not positions.is_cuda:
+        return plain.cos_sin(positions, inverse, factor, dtype, interleaved)
+    from weft.kernels.triton import embed as kernels
+
+    return kernels.cos_sin(positions, inverse, factor, dtype, interleaved)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, quantised: float8.Rows | None = None) -> Tensor:
@@ -19,7 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, quantised: float8.Rows | Non
         if quantised is not None:
             float8.fill(quantised, normed)
         return normed
-    from weft.kernels.triton import rms_norm as kernels  # GPUs only: a CPU need not have Triton
+    from weft.kernels.triton import rms_norm as kernels
 
     return kernels.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps, quantised=quantised).view(x.shape)
 

@@ -56,8 +56,8 @@ class DecoderLayer(Layer):
 
 
 class Decoder(Layer):
-    """The decoder and its head. forward gives float32 logits `[S, vocabulary]` of the batch's sampled rows, of this
-    rank's run of the vocabulary where it is split.
+    """The decoder and its head. forward gives logits `[S, vocabulary]` of the batch's sampled rows, in the weights'
+    dtype, of this rank's run of the vocabulary where it is split.
     """
 
     def __init__(self, b: Builder, c: DecoderConfig):

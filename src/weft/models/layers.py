@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from weft.hidden import Hidden, Quantising
 from weft.kernels.float8 import FLOAT8, Weight
-from weft.kernels.rows import rms_norm
+from weft.kernels.rows import embed, rms_norm
 from weft.models.float8 import product, unit_of
 from weft.models.source import LessOne, Source, View
 from weft.place.experts import Forms
@@ -284,16 +284,13 @@ class Embedding(Layer):
         self.sources["weight"] = [Source(f"{path}.weight", (vocabulary, width), (self.share,))]
 
     def forward(self, tokens: Tensor) -> Hidden:
-        if not self.split:
-            return Hidden(F.embedding(tokens, self.weight), self.mesh.placement(Rows.GROUP), self.mesh, self.path)
-        elsewhere = (tokens < self.share.start) | (tokens >= self.share.stop)
-        value = F.embedding((tokens - self.share.start).masked_fill(elsewhere, 0), self.weight)
-        placement = self.mesh.placement(Rows.GROUP, owes="attn_tp")
-        return Hidden(value.masked_fill(elsewhere[:, None], 0.0), placement, self.mesh, self.path)
+        value = embed(tokens, self.weight, self.share.start if self.split else None)
+        placement = self.mesh.placement(Rows.GROUP, owes="attn_tp" if self.split else None)
+        return Hidden(value, placement, self.mesh, self.path)
 
 
 class Head(Layer):
-    """Logits float32 `[rows, vocabulary]` of complete rows, or of the rank's run of the vocabulary where it is split.
+    """Logits `[rows, vocabulary]` of complete rows, or of the rank's run of the vocabulary where it is split.
 
     tied: whose weight it uses. It is split as `Embedding` is.
     """
@@ -309,4 +306,4 @@ class Head(Layer):
 
     def forward(self, rows: Tensor) -> Tensor:
         weight = self._tied[0].weight if self._tied else self.weight
-        return F.linear(rows, weight).float()
+        return F.linear(rows, weight)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from weft.kernels.rows import cos_sin
+
 _ALL = frozenset({"rope_type", "type", "rope_theta"})
 _STRETCHED = _ALL | {"factor", "original_max_position_embeddings"}
 ROPES: Mapping[str, frozenset[str]] = {
@@ -62,9 +64,7 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
         """cos and sin for int64 positions `[T]`."""
-        angles = positions[:, None, None].float() * self.inverse
-        angles = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), dim=-1)
-        cos, sin = ((f * self.factor).to(dtype) for f in (angles.cos(), angles.sin()))
+        cos, sin = cos_sin(positions, self.inverse, self.factor, dtype, self.interleaved)
         return RotaryTable(cos, sin, self.interleaved)
 
 

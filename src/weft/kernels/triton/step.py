@@ -130,7 +130,7 @@ def step_in(
         shapes = f"{list(length.shape)}, last_token {list(last_token.shape)}, entries {list(entries.shape)}"
         raise ValueError(f"length is {shapes}: they must have the same rows")
     if entries.dtype != torch.int32 or entries.stride(1) != 1:
-        raise ValueError(f"entries are {entries.dtype}, strides {entries.stride()}: int32 rows must be contiguous")
+        raise ValueError(f"entries are {entries.dtype} with strides {entries.stride()}, not rows of int32")
     out = StepInputs(
         tokens=like(capacity, dtype=torch.int64),
         positions=like(capacity, dtype=torch.int64),
@@ -140,9 +140,9 @@ def step_in(
     )
     if capacity:
         _step_in[(capacity, len(parts.each))](
-            rows, live, last_token, length, entries, parts.each, *out, capacity, entries.stride(0), out.entries.stride(0),
-            PAGE=page_size, BLOCK=min(ENTRIES, triton.next_power_of_2(entries.shape[1])), num_warps=4,
-            **overlap.options(),
+            rows, live, last_token, length, entries, parts.each, *out, capacity, entries.stride(0),
+            out.entries.stride(0), PAGE=page_size, BLOCK=min(ENTRIES, triton.next_power_of_2(entries.shape[1])),
+            num_warps=4, **overlap.options(),
         )  # fmt: skip
     return out
 

@@ -25,7 +25,6 @@ class Language:
 
     def __init__(self, tokenizer: Any, directory: Path, vocabulary: int, eos: tuple[int, ...]):
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
-        self.detokenizer = Detokenizer(tokenizer)
         path = directory / "generation_config.json"
         try:
             written = json.loads(path.read_text()) if path.exists() else {}
@@ -40,6 +39,11 @@ class Language:
         texts = [f"{name} {value:g} by default" for name, value in self.defaults.items()]
         texts += [f"token {token} ends answers too" for token in sorted(added)]
         self.says = ", ".join(texts)
+
+    @cached_property
+    def detokenizer(self) -> Detokenizer:
+        """Makes text of tokens."""
+        return Detokenizer(self.tokenizer)
 
     @cached_property
     def special(self) -> frozenset[str]:

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.fake import VOCABULARY, Driver, answer
@@ -61,6 +61,7 @@ def random_prompt(draw: random.Random, stems: list[list[int]], longest: int) -> 
     specs=st.sampled_from(SPECS),
     ahead=st.booleans(),
 )
+@example(22065638, 9, 4, 1, 11, True, [Window(1, 1, 1), STATE], False)  # a prefix's pages that no row sees were held
 def test_random_traffic_draws_what_each_request_alone_would(
     seed: int,
     num_pages: int,

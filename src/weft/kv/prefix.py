@@ -80,9 +80,13 @@ class PrefixTree:
     def _reusable(self, tokens: Sequence[int]) -> list[_Node]:
         """The path of the longest prefix that every group can go on from."""
         path = list(self._walk(tokens))
-        while path and any(n.held[g] == ABSENT for g in self._tails for n in path[-self._reach[g] :]):
+        while path and any(n.held[g] == ABSENT for g in self._tails for n in path[self._passed(g, len(path)) :]):
             path.pop()
         return path
+
+    def _passed(self, group: int, pages: int) -> int:
+        """Of a prefix's pages, how many the tokens behind it need no more: all, where a window is one token."""
+        return max(0, pages - self._reach[group])
 
     def _part(self, path: list[_Node], tokens: Sequence[int]) -> tuple[int, list[_Node]]:
         """How many tokens after a path's are the first ones of another page, and its node, if there is any."""
@@ -111,8 +115,8 @@ class PrefixTree:
         for group, rule in enumerate(self._rules):
             held = [node.held[group] for node in path]
             if group in self._reach:
-                reach = self._reach[group]
-                held = held[-1:] if rule.state else [ABSENT] * len(held[:-reach]) + held[-reach:]
+                passed = self._passed(group, len(held))
+                held = held[passed:] if rule.state else [ABSENT] * passed + held[passed:]
             self._pools[group].hold(page for page in held if page != ABSENT)
             tables.append(held)
         return Match(self._page_size * len(path), tables, more, part[0].held[0] if part else ABSENT)

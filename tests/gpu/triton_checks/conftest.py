@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,6 +33,43 @@ def _patch_once(fn: Callable[..., object], patch=interpreter._patch_lang) -> int
 
 
 interpreter._patch_lang = _patch_once
+
+# Sums of integers are made again in 64 bits, to be compared, which is then left undone but in debug mode.
+interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+
+
+_NUMBERS: dict[str, np.dtype] = {}
+
+
+def _number_of(of: tl.dtype, else_=interpreter._get_np_dtype) -> np.dtype:
+    if of.name not in _NUMBERS:
+        _NUMBERS[of.name] = else_(of)
+    return _NUMBERS[of.name]
+
+
+# For every value the interpreter describes its type and shape with a dozen new objects, which takes half of its time.
+# They are the same for all values of a type and a shape: made once.
+_DESCRIBED: dict[tuple[str, ...], dict[str, object]] = {}
+_OF_SCALAR = tl.tuple([]), tl.constexpr(1)
+
+
+def _describe_block(block: tl.block_type, element: tl.dtype, shape: object, make=tl.block_type.__init__) -> None:
+    key = element.name, *map(int, shape)
+    if key not in _DESCRIBED:
+        make(block, element, shape)
+        numbers = [tl.constexpr(number) for number in block.shape]
+        _DESCRIBED[key] = vars(block) | {"of_tensor": (tl.tuple(numbers), tl.constexpr(block.numel))}
+    vars(block).update(_DESCRIBED[key])
+
+
+def _describe_tensor(tensor: tl.tensor, handle: object, of: tl.dtype) -> None:
+    tensor.handle, tensor.type, tensor.dtype = handle, of, of.scalar
+    tensor.shape, tensor.numel = of.of_tensor if of.is_block() else _OF_SCALAR
+
+
+if knobs.runtime.interpret:
+    tl.block_type.__init__, tl.tensor.__init__ = _describe_block, _describe_tensor
+    interpreter._get_np_dtype = _number_of
 
 FLOATS = {tl.float8e4nv: torch.float8_e4m3fn, tl.float16: torch.float16, tl.float32: torch.float32}
 BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}

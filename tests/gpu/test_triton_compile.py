@@ -164,7 +164,8 @@ def attend_prompts(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
 
 def route_rows(rows: int) -> None:
     live, tile_rows = empty(1, dtype=INT), moe.tile_rows_of(rows)
-    route.route(empty(rows, 128), Routing(8, renormalise=True), live, tile_rows, 64, 64)
+    logits = dense.linear_parts(empty(rows, 2048), empty(128, 2048), empty(128)) if rows <= 64 else empty(rows, 128)
+    route.route(logits, Routing(8, renormalise=True), live, tile_rows, 64, 64)
 
 
 def routed(rows: int, held: int, tile_rows: int) -> route.Routing:
@@ -209,6 +210,10 @@ def multiply_float8(rows: int, outputs: int, width: int, unit: tuple[int, int] =
 
 def multiply(rows: int, outputs: int, width: int) -> None:
     dense.linear(empty(rows, width), empty(outputs, width), None, empty(outputs))
+
+
+def multiply_in_parts(rows: int, outputs: int, width: int) -> None:
+    dense.linear_parts(empty(rows, width), empty(outputs, width))
 
 
 def norm_and_turn(rows: int) -> None:
@@ -309,12 +314,12 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "product, 1 row": (lambda: multiply(1, 2560, 2048), ("HMMA",)),
     "product, 16 rows, deep": (lambda: multiply(16, 1440, 2880), ("HMMA",)),
     "product, 64 rows": (lambda: multiply(64, 2560, 2048), ("HGMMA",)),
-    "parts of a product": (lambda: dense.linear_parts(empty(64, 2048), empty(128, 2048)) and None, ("HMMA",)),
+    "parts of a deep product": (lambda: multiply_in_parts(64, 256, 7168), ("HMMA",)),
     "norm, rotary, cache": (lambda: norm_and_turn(64), ()),
     "norm, rotary, cache, many rows": (lambda: norm_and_turn(4096), ()),
     "latents, rotary, cache": (lambda: norm_latents(64, 128), ()),
-    "routes, 1 row": (lambda: route_rows(1), ()),
-    "routes, 64 rows": (lambda: route_rows(64), ()),
+    "routes, 1 row": (lambda: route_rows(1), ("HMMA",)),
+    "routes, 64 rows": (lambda: route_rows(64), ("HMMA",)),
     "routes, 4096 rows": (lambda: route_rows(4096), ()),
     "routes in groups": (lambda: route_in_groups(64), ()),
     "rms norm": (lambda: rms_norm.rms_norm(empty(64, 7168), empty(7168), 1e-6, empty(64, 7168)), ()),

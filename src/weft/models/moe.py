@@ -120,14 +120,14 @@ class Experts(Layer):
         from weft.kernels.triton import moe, route  # GPUs only: a CPU need not have Triton
 
         if self._dispatches(x):
-            chosen = route.choose(router.logits(x), router.routing, _live(x), bias=router.bias)
+            chosen = route.choose(router.unsummed(x), router.routing, _live(x), bias=router.bias)
             owned = self._dispatched(x, *chosen, self._sum_on_gpu)
             if shared is not None:
                 owned += shared
             return owned
         value, held = self._world_rows(x), self.gate_up.shape[0]
         tile_rows = moe.tile_rows_of(value.shape[0], bool(self.units))
-        routing = route.route(router.logits(x), router.routing, _live(x), tile_rows, self.first, held, router.bias)
+        routing = route.route(router.unsummed(x), router.routing, _live(x), tile_rows, self.first, held, router.bias)
         if shared is not None:
             shared.require_placement(x.mesh.placement(x.placement.rows, owes="world"), self.path)
         out = self._sum_routed(value, routing, None if shared is None else shared.value, x.quantised)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch.nn import functional as F
 from weft.hidden import Hidden
 from weft.models.layers import Builder, Linear
 from weft.models.source import Source
+
+if TYPE_CHECKING:
+    from weft.kernels.triton.dense import Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,15 @@ class Router(Linear):
             return torch.mm(value, self.weight.t(), out_dtype=torch.float32)  # without copies in float32
         parts = (value, self.weight, self.offset)
         return F.linear(*((None if part is None else part.float()) for part in parts) if self.routing.wide else parts)
+
+    def unsummed(self, x: Hidden) -> Tensor | Parts:
+        """The logits of x on a GPU: of few rows as parts, whose sum needs no kernel of its own where they are read."""
+        from weft.kernels.triton import dense
+
+        value = x.require_complete(self.path)
+        if not dense.takes_parts(value, self.weight):
+            return self.logits(x)
+        return dense.linear_parts(value, self.weight, self.offset, torch.float32 if self.routing.wide else None)
 
     def choose(self, x: Hidden) -> tuple[Tensor, Tensor]:
         """(weight `[T, k]` in x's dtype, expert int64 `[T, k]`)."""

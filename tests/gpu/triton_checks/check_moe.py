@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from triton import knobs
 
 from weft.hidden import Hidden
 from weft.kernels.triton import moe, plain
 from weft.kernels.triton import route as kernels
+from weft.kernels.triton.dense import Parts
 from weft.models.layers import Builder
 from weft.models.moe import SparseMoE
-from weft.models.routing import Routing
+from weft.models.routing import Router, Routing
 from weft.place.spec import Mesh, Placement, PlacementError, Rows
 
 NAN = float("nan")
@@ -105,6 +107,44 @@ def check_rules(rule: Routing, seed: int, device: torch.device) -> None:
     twin = plain.route(logits.nan_to_num(), rule, 7, 4, 8, bias)
     assert torch.equal(local, twin[1]) and torch.allclose(weight[:7], twin[0][:7], rtol=1e-5, atol=1e-6)
     assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("count, dtype, rule", [
+    (1, torch.float32, RULES["softmax"]),
+    (5, torch.float16 if knobs.runtime.interpret else torch.bfloat16, RULES["softmax"]),  # which interpreted is cut off
+    (3, torch.float16, RULES["groups by their two best"]),
+])  # fmt: skip
+def check_logits_that_come_as_parts(count: int, dtype: torch.dtype, rule: Routing, device: torch.device) -> None:
+    """Added in their order, then to a bias of 100, which rounds them away but for their last bits; then rounded."""
+    torch.manual_seed(count)
+    values, offset = 3 * torch.randn(count, 7, 15, device=device), 100 + torch.randn(15, device=device).to(dtype)
+    total = values[0].clone()
+    for part in values[1:]:
+        total += part
+    bias, live = torch.randn(15, device=device) if rule.bias else None, torch.tensor([6], device=device).int()
+    values[:, 6:] = NAN
+    wanted = kernels.choose((total + offset.float()).to(dtype), rule, live, bias=bias)
+    found = kernels.choose(Parts(values, offset, dtype), rule, live, bias=bias)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(mine[:6], theirs[:6])
+    assert (found[1][6:] == -1).all() and found[0].isfinite().all()
+    with pytest.raises(ValueError, match="bias"):
+        kernels.choose(Parts(values, offset[:4], dtype), rule, live)
+
+
+@pytest.mark.parametrize("wide, offset", [(False, True), (True, False)])
+def check_a_router_leaves_its_parts_to_the_rule(wide: bool, offset: bool, device: torch.device) -> None:
+    mesh, dtype = Mesh(), torch.float16  # the interpreter multiplies no bfloat16
+    router = Router(Builder(mesh, 0, dtype, device), "gate", 600, 15, Routing(3, wide=wide, offset=offset))
+    for weight in router.parameters():
+        torch.nn.init.normal_(weight)
+    x = Hidden(torch.randn(5, 600, device=device).to(dtype), mesh.placement(Rows.WORLD), mesh, "x")
+    found, wanted = router.unsummed(x), router.logits(x)
+    assert isinstance(found, Parts) and found.dtype == wanted.dtype and (found.bias is router.offset)
+    total = found.values.sum(0) + (0 if found.bias is None else found.bias.float())
+    torch.testing.assert_close(total.to(found.dtype), wanted, rtol=2e-3, atol=2e-3)
+    many = Hidden(x.value.repeat(13, 1), x.placement, mesh, "x")
+    assert isinstance(router.unsummed(many), Tensor)
 
 
 def check_equal_scores_go_to_the_lower_expert(device: torch.device) -> None:

@@ -25,8 +25,9 @@ from weft.kernels.triton import overlap
 MOST_ROWS = 64
 """Products of more rows are better left to a library."""
 MULTIPROCESSORS = 132
-"""Of an H100 or H200, for which the tiles were chosen."""
+"""Of an H100 or H200, for which tiles were chosen."""
 MOST_PARTS = 8
+"""Parts of the depth, since their sum reads them all."""
 LANGUAGE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -153,9 +154,13 @@ def tile_of(rows: int, outputs: int, width: int) -> Tile | None:
 
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear` is for such a product: of few rows in a 2-byte dtype, with a weight that is not too large."""
-    (outputs, width), rows = weight.shape, x.shape[0]
+    return takes_parts(x, weight) and tile_of(x.shape[0], *weight.shape) is not None
+
+
+def takes_parts(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear_parts` is: for a weight of any size."""
     like = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    return like and 0 < rows <= MOST_ROWS and _is_dense(x, weight) and tile_of(rows, outputs, width) is not None
+    return like and 0 < x.shape[0] <= MOST_ROWS and _is_dense(x, weight)
 
 
 def _is_dense(*tensors: Tensor) -> bool:
@@ -194,7 +199,8 @@ def linear_parts(
     """
     _check(x, weight, bias)
     outputs, width = weight.shape
-    tile = tile or cut(16, width, min(MOST_PARTS, triton.cdiv(width, 256)), 4, 4)
+    warps = 4 if width <= 2048 else 8
+    tile = tile or cut(16, width, min(MOST_PARTS, triton.cdiv(width, 256)), warps, warps)
     values = x.new_empty(_parts_of(width, tile), x.shape[0], outputs, dtype=torch.float32)
     _multiply(x, weight, None, values, tile)
     return Parts(values, bias, dtype or x.dtype)

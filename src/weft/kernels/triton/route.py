@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
+from weft.kernels.triton.dense import LANGUAGE, Parts
 
 CHUNKS = 128, 2048
 """Pairs of a chunk, at least and at most.
@@ -96,7 +97,8 @@ def _allow_groups(
 
 @triton.jit(do_not_specialize=["rows"])
 def _route(
-    logits, bias, live, weight, expert, rows, row_stride, scale,
+    logits, offset, bias, live, weight, expert, rows, part, row_stride, scale,
+    PARTS: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, RENORMALISE: tl.constexpr,
     FIRST: tl.constexpr, HELD: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
@@ -111,11 +113,14 @@ def _route(
     e = c // BLOCK_SIZE * SIZE + c % BLOCK_SIZE
     j = tl.arange(0, BLOCK_K)
     here = row < tl.minimum(tl.load(live), rows)
-    x = tl.load(
-        logits + row.to(tl.int64)[:, None] * row_stride + e[None, :],
-        mask=here[:, None] & wanted[None, :],
-        other=float("-inf"),
-    ).to(tl.float32)
+    known = here[:, None] & wanted[None, :]
+    logits += row.to(tl.int64)[:, None] * row_stride + e[None, :]
+    x = tl.load(logits, mask=known, other=float("-inf")).to(tl.float32)
+    for i in tl.static_range(1, PARTS):
+        x += tl.load(logits + i * part, mask=known, other=0.0)
+    if OFFSET:
+        x += tl.load(offset + e, mask=wanted, other=0.0).to(tl.float32)[None, :]
+    x = x.to(DTYPE).to(tl.float32)
     x = tl.where(here[:, None] | (c > 0)[None, :], x, 0.0)  # a row that is not live must not make a NaN
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-x))
@@ -215,7 +220,7 @@ def pairs_of(
 
 
 def choose(
-    logits: Tensor,
+    logits: Tensor | Parts,
     rule: Rule,
     live: Tensor,
     first: int = 0,
@@ -223,15 +228,19 @@ def choose(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(weight float32 `[T, k]`, expert int32 `[T, k]`): as `route` chooses."""
-    (rows, experts), k = logits.shape, rule.k
-    weight = logits.new_empty(rows, k, dtype=torch.float32)
-    expert = logits.new_empty(rows, k, dtype=torch.int32)
+    found = logits if isinstance(logits, Parts) else Parts(logits[None], None, logits.dtype)
+    parts, offset = found.values, found.bias
+    (count, rows, experts), k = parts.shape, rule.k
+    weight = parts.new_empty(rows, k, dtype=torch.float32)
+    expert = parts.new_empty(rows, k, dtype=torch.int32)
     groups = rule.groups if rule.top_groups < rule.groups else 1
-    if logits.stride(1) != 1 or experts % groups or (bias is not None and bias.shape != (experts,)):
-        raise ValueError(f"logits are {list(logits.shape)}, contiguous by rows, in {groups} groups; bias {bias}")
+    if parts.stride(2) != 1 or experts % groups or any(b is not None and b.shape != (experts,) for b in (bias, offset)):
+        raise ValueError(f"logits are {[rows, experts]}, contiguous by rows, in {groups} groups; bias {bias}")
     if rows:
         _route[(triton.cdiv(rows, 4),)](
-            logits, logits if bias is None else bias, live, weight, expert, rows, logits.stride(0), rule.scale,
+            parts, parts if offset is None else offset, parts if bias is None else bias, live, weight, expert, rows,
+            parts.stride(0), parts.stride(1), rule.scale, PARTS=count, OFFSET=offset is not None,
+            DTYPE=LANGUAGE[found.dtype],
             E=experts, K=k, BLOCK_K=triton.next_power_of_2(k), SIGMOID=rule.score == "sigmoid", BIAS=bias is not None,
             GROUPS=groups, TOP_GROUPS=min(groups, rule.top_groups), GROUP_BEST=rule.group_best,
             RENORMALISE=rule.renormalise, FIRST=first, HELD=experts - first if held is None else held, BLOCK_T=4,
@@ -242,7 +251,7 @@ def choose(
 
 
 def route(
-    logits: Tensor,
+    logits: Tensor | Parts,
     rule: Rule,
     live: Tensor,
     tile_rows: int,
@@ -252,15 +261,17 @@ def route(
 ) -> Routing:
     """The experts of each token by a rule over logits `[T, E]`, in float32. bias: `[E]`, as the rule takes it.
 
+    Logits may come as the parts of the product that gives them, which are then added here.
+
     Equal scores go to the lower expert, or group. A rule that renormalises makes a token's k weights sum to one, those
     of experts held elsewhere included. live: int32 `[1]`, the tokens that are real; those after them choose nothing,
     and their logits are not read. first, held: the experts that are here; all where held is None.
     Raises ValueError where shapes do not fit together.
     """
-    rows, experts = logits.shape
+    experts = (logits.values if isinstance(logits, Parts) else logits).shape[-1]
     held = experts - first if held is None else held
     weight, expert = choose(logits, rule, live, first, held, bias)
-    if rows * rule.k * 4 <= experts:
+    if expert.numel() * 4 <= experts:
         return Routing(weight, expert, tile_rows, None, None)
     return sort_pairs(weight, expert, held, tile_rows)
 

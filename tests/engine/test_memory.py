@@ -14,8 +14,19 @@ from support import run_world, small_config
 from engine.test_families import CONFIG, PLUGIN
 from weft.attention.caches import Caches, cached_layers
 from weft.engine.config import KV_TOKENS, EngineConfig
-from weft.engine.memory import GIB, Memory, cache_bytes, check_weights, groups_of, least_of, measure, sized
+from weft.engine.memory import (
+    GIB,
+    Memory,
+    cache_bytes,
+    check_cache,
+    check_weights,
+    groups_of,
+    least_of,
+    measure,
+    sized,
+)
 from weft.engine.runner import ModelRunner
+from weft.engine.worker import failure
 from weft.kv.spec import CacheGroup, Latent, PagedKV, Recurrent, Rule, Spec, Window
 from weft.models.load import build_model, dummy_model
 from weft.place.dcp import Prompts
@@ -173,6 +184,24 @@ def test_weights_that_do_not_fit(made: EngineConfig) -> None:
     check_weights(model, made, 1, torch.bfloat16, need)
     with pytest.raises(LayoutError, match=r"the weights of rank 1 take .* GiB are missing; spread the model"):
         check_weights(model, made, 1, torch.bfloat16, need - 1)
+
+
+def test_a_cache_that_was_asked_for_and_does_not_fit() -> None:
+    config = EngineConfig(page_size=4, kv_tokens=8_000_000)
+    need = cache_bytes(SPECS, groups_of(SPECS, config), config, 2)
+    check_cache(SPECS, config, 2, need)
+    with pytest.raises(LayoutError, match=r"a cache of 8000000 tokens takes .* GiB are missing; lower --kv-tokens"):
+        check_cache(SPECS, config, 2, need - GIB)
+
+
+def test_memory_that_runs_out_later_is_said_in_one_line() -> None:
+    told = failure(1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore lines."))
+    assert (
+        told.text.endswith(
+            "Tried to allocate 9 GiB.; lower --kv-tokens, --max-batch-tokens or --max-running, or take more ranks"
+        )
+        and "\n" not in told.text
+    )
 
 
 def test_ranks_that_start_anew_keep_the_size() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from e2e.here import weft_here
 from weft.cli import command, tune
 from weft.cli.command import UserError
 from weft.engine import startup
@@ -40,7 +42,13 @@ def test_a_host_is_measured_where_no_table_says_what_is_asked() -> None:
     assert untuned(EngineConfig(attn_tp=4, moe_tp=4)), "the table is of fewer ranks"
     write("peer", 2)
     assert untuned(TWO) and not untuned(EngineConfig(attn_tp=2, moe_tp=2, transport="peer"))
-    for changes in (dict(cost="h200-nvlink"), dict(device="cpu"), dict(attn_tp=1, moe_tp=1), dict(attn_tp=8, moe_tp=8)):
+    for changes in (
+        dict(transport="nccl"),
+        dict(cost="h200-nvlink"),
+        dict(device="cpu"),
+        dict(attn_tp=1, moe_tp=1),
+        dict(attn_tp=8, moe_tp=8),
+    ):
         assert not untuned(EngineConfig(**dict(attn_tp=2, moe_tp=2) | changes)), changes
 
 
@@ -86,3 +94,25 @@ def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch, tmp_
     three = EngineConfig(attn_tp=3, moe_tp=3)
     with pytest.raises(LayoutError, match=r"GPU 1 does not reach the memory of GPU 2, .*--transport nccl"):
         open_transports(three, 1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("have", "cuda", "arguments", "says"),
+    [
+        (0, None, "", "ranks are to run on GPUs, and torch is built without CUDA here"),
+        (0, "13.0", "", "ranks are to run on GPUs, and CUDA sees no GPU here"),
+        (
+            1,
+            "13.0",
+            "--attn-tp 2",
+            r"the layout has 2 ranks, a GPU each, and this machine has 1 GPU\(s\) that CUDA sees",
+        ),
+    ],
+)
+def test_a_command_without_its_gpus_ends_with_one_line(
+    have: int, cuda: str | None, arguments: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: have)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    code, out, err = weft_here("generate", "--prompt", "x", "--device", "cuda", *arguments.split())
+    assert (code, out) == (2, "") and re.fullmatch(rf"weft: {says}.*device cpu\n", err), err

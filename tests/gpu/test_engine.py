@@ -205,7 +205,8 @@ def test_decode_steps_wait_for_nothing(tmp_path: Path) -> None:
 
 def test_more_ranks_than_gpus_are_refused_in_one_line() -> None:
     ranks = 8 if GPUS < 8 else 16
-    with pytest.raises(LayoutError, match=rf"the layout has {ranks} ranks, a GPU each, and this machine has {GPUS}"):
+    few = f"the layout has {ranks} ranks, a GPU each, and this machine has {GPUS}"
+    with pytest.raises(LayoutError, match=few if GPUS else "ranks are to run on GPUs, and "):
         Engine(EngineConfig(device="cuda", attn_dp=ranks, ep=ranks))
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from weft.bench.collectives import DTYPES, MIXED
 from weft.bench.gpu_baselines import Baseline, Nccl, NcclWindow, SymmetricMemory, flashinfer_baselines
 from weft.bench.ranks import Report
-from weft.comm.peer import PeerTransport
+from weft.comm.peer import PeerTransport, check_peer_access
 from weft.comm.peer_launch import PeerTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError, Epilogue, LiveSizes, finish
@@ -152,6 +152,7 @@ class World:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # NCCL has threads of its own
         device, mesh = torch.device("cuda", rank), mesh_of(world)
         torch.cuda.set_device(device)
+        check_peer_access(world, rank)
         torchdist = TorchDistTransport(mesh, rank, f"file://{directory}/nccl", backend="nccl")
         dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects with the first call
         peer = PeerTransport(mesh, rank, directory / "peer", device, max_bytes=max_bytes)

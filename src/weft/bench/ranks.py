@@ -15,6 +15,7 @@ import torch
 import torch.multiprocessing as mp
 
 from weft.comm.transport import CommError
+from weft.place.spec import LayoutError
 
 Report = Callable[[Any], None]
 
@@ -75,7 +76,7 @@ def _main(rank: int, directory: Path, reports: Any, work: Callable[..., None], a
         work(rank, directory, lambda what: reports.put(("report", what)), *args)
         reports.put(("done", rank))
     except BaseException as error:
-        if not isinstance(error, CommError):
+        if not isinstance(error, CommError | LayoutError):
             traceback.print_exc()
         reports.put(("error", f"rank {rank}: {type(error).__name__}: {error}"))
         reports.close()

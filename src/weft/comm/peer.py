@@ -45,7 +45,7 @@ from weft.comm.transport import (
 from weft.kernels.build import KernelError, cuda_kernels
 from weft.kernels.float8 import FLOAT8
 from weft.place.exchange import Exchange, result_rows
-from weft.place.spec import Mesh
+from weft.place.spec import LayoutError, Mesh
 
 MAX_BYTES = 8 << 20
 """Of a call's largest tensor, unless told otherwise."""
@@ -104,6 +104,16 @@ class Host(Protocol):
     def close(self) -> None:
         """Leaves."""
         ...
+
+
+def check_peer_access(world: int, rank: int) -> None:
+    """Raises LayoutError where this rank's GPU does not reach the memory of each of `world` GPUs."""
+    for other in range(world):
+        if other != rank and not torch.cuda.can_device_access_peer(rank, other):
+            raise LayoutError(
+                f"GPU {rank} does not reach the memory of GPU {other}, which transport peer takes; choose --transport "
+                "nccl, or GPUs that do with CUDA_VISIBLE_DEVICES"
+            )
 
 
 class PeerTransport(NamedCalls):

@@ -31,6 +31,9 @@ def on_gpus(config: EngineConfig) -> bool:
         return False
     asked = config.device == "cuda" or config.transport in GPU_TRANSPORTS
     have, world = torch.cuda.device_count(), config.mesh.world
+    if asked and not have:
+        here = "torch is built without CUDA" if torch.version.cuda is None else "CUDA sees no GPU"
+        raise LayoutError(f"ranks are to run on GPUs, and {here} here (weft doctor looks closer); or take device cpu")
     if asked and have < world:
         raise LayoutError(
             f"the layout has {world} ranks, a GPU each, and this machine has {have} GPU(s) that CUDA sees; choose a "

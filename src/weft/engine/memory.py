@@ -84,6 +84,16 @@ def check_weights(model: ModelConfig, config: EngineConfig, rank: int, dtype: to
         )
 
 
+def check_cache(specs: Mapping[str, Spec], config: EngineConfig, element: int, free: int) -> None:
+    """The same for a cache whose size was asked for. element: as for `cache_bytes`."""
+    if (need := cache_bytes(specs, groups_of(specs, config), config, element)) > free:
+        raise LayoutError(
+            f"a cache of {config.cached_tokens} tokens takes {need / GIB:.1f} GiB, and beside the weights a GPU has "
+            f"{free / GIB:.1f} GiB free: {(need - free) / GIB:.1f} GiB are missing; lower --kv-tokens, or leave it out "
+            "for as many as fit"
+        )
+
+
 def most_of(config: EngineConfig, model: ModelConfig) -> int:
     """Tokens that a sequence may have."""
     return config.max_model_len or model.max_position

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from weft.comm.nccl_window import NcclWindowTransport
-from weft.comm.peer import PeerTransport, PeerTuning
+from weft.comm.peer import PeerTransport, PeerTuning, check_peer_access
 from weft.comm.reference import ReferenceWorld
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
@@ -19,7 +19,6 @@ from weft.engine.device import carriers, device_of, dtype_of, on_gpus
 from weft.engine.runner import dealt_of, trace
 from weft.place.cost import Costs, costs, host_table, read_tuning
 from weft.place.plan import bucket
-from weft.place.spec import LayoutError
 
 GPU_COSTS = "h200x4"
 """The cost model of GPUs that were never measured: times of four H200s over NVLink."""
@@ -41,8 +40,11 @@ def cost_model(config: EngineConfig) -> Costs:
 
 
 def untuned(config: EngineConfig) -> bool:
-    """Whether the ranks are GPUs that exchange rows by a table of this host that is not there, or has fewer ranks."""
-    if config.cost != "auto" or config.mesh.world == 1 or not on_gpus(config):
+    """Whether the ranks are GPUs that exchange rows by a table of this host that is not there, or has fewer ranks.
+
+    By NCCL alone they need none: it measures peer, which takes GPUs that reach each other's memory.
+    """
+    if config.cost != "auto" or config.mesh.world == 1 or not on_gpus(config) or "peer" not in carriers(config):
         return False
     if not (table := host_table(gpus=True)).is_file():
         return True
@@ -71,7 +73,7 @@ def _open(name: str, config: EngineConfig, rank: int, directory: Path) -> Transp
             tuning=tuning,
         )
     if name == "peer":
-        _check_peer_access(mesh.world, rank)
+        check_peer_access(mesh.world, rank)
         tuned = read_tuning(table, "peer_tuning", PeerTuning) if table else None
         device = device_of(config, rank)
         return PeerTransport(mesh, rank, directory / "peer", device, max_bytes=_largest(config), tuning=tuned)
@@ -97,15 +99,6 @@ def _largest(config: EngineConfig) -> int:
     if config.experts == "dispatch":
         largest = max(largest, sent_bytes(config, trace(model, mesh, dtype)))
     return largest
-
-
-def _check_peer_access(world: int, rank: int) -> None:
-    for other in range(world):
-        if other != rank and not torch.cuda.can_device_access_peer(rank, other):
-            raise LayoutError(
-                f"GPU {rank} does not reach the memory of GPU {other}, which transport peer takes; choose --transport "
-                "nccl, or GPUs that do with CUDA_VISIBLE_DEVICES"
-            )
 
 
 def bind(config: EngineConfig, rank: int) -> None:

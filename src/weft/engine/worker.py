@@ -13,7 +13,7 @@ from weft.attention.caches import cached_layers
 from weft.comm.transport import CommError, Transport
 from weft.engine.config import EngineConfig
 from weft.engine.device import check_float8, device_of, dtype_of, on_device
-from weft.engine.memory import check_weights, groups_of, least_of, measure, sized
+from weft.engine.memory import check_cache, check_weights, groups_of, least_of, measure, sized
 from weft.engine.messages import (
     AskPlan,
     AskReport,
@@ -91,6 +91,9 @@ class Worker:
             send(Progress(self.rank, 0, 1, "measuring memory"))
             memory, agree = measure(make, specs, config, model_config), least_of(transports[0], self.mesh.world, device)
             config = self.config = sized(config, specs, memory, dtype.itemsize, agree)
+        elif self.on_gpu:
+            torch.cuda.empty_cache()  # of what loading took
+            check_cache(specs, config, dtype.itemsize, torch.cuda.mem_get_info()[0])
         self.groups = groups_of(specs, config)
         self.runner = make(self.groups)
         self.profile = RankProfile(self.runner)
@@ -195,4 +198,6 @@ class Worker:
 def failure(rank: int, error: Exception) -> Failure:
     """What the controller is told of an error that nobody could foresee."""
     first = next(iter(str(error).splitlines()), "")
+    if isinstance(error, torch.OutOfMemoryError):
+        first += "; lower --kv-tokens, --max-batch-tokens or --max-running, or take more ranks"
     return Failure(rank, f"{type(error).__name__}: {first}", user=False, lost_peer=isinstance(error, CommError))

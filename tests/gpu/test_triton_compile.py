@@ -140,10 +140,10 @@ INT, FLOAT, LONG = torch.int32, torch.float32, torch.int64
 
 
 def attend(rows: int, heads: int, kv_heads: int, dim: int, pages: int) -> None:
-    cache = empty(100_000, kv_heads, dim)
+    keys, values = empty(100_000, kv_heads, dim), empty(100_000, kv_heads, dim)
     page_table, lengths, lse = empty(rows, pages, dtype=INT), empty(rows, dtype=INT), empty(rows, heads, dtype=FLOAT)
     decode_attention.decode_attention(
-        empty(rows, heads, dim), cache, cache, page_table, lengths, 16, 0.1, table=lengths, lse=lse
+        empty(rows, heads, dim), keys, values, page_table, lengths, 16, 0.1, table=lengths, lse=lse
     )
 
 

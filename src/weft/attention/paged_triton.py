@@ -14,6 +14,7 @@ from weft.dcp.group import ContextGroup
 from weft.kernels.triton.decode_attention import decode_attention, latent_decode_attention
 from weft.kernels.triton.norm_rope_cache import latent_rope_cache, norm_rope_cache
 from weft.kernels.triton.prefill_attention import prefill_attention
+from weft.kernels.triton.splits import order_splits
 from weft.kv.spec import Latent
 
 
@@ -42,6 +43,7 @@ class PagedTriton(SDPA):
 
     def _plan_single(self, pages: Tensor, lengths: Tensor) -> None:
         self._pages, self._lengths = pages, lengths
+        self._splits = order_splits(lengths, pages.shape[1] * self.cache.page_size, self.cache.window)
 
     def project(
         self, layer: int, qkv: Tensor, heads: HeadSplit, *, scale: float, lse: bool = False
@@ -97,5 +99,7 @@ class PagedTriton(SDPA):
             sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         where = (self._pages, self._lengths, cache.page_size, scale)
         if isinstance(cache.spec, Latent):
-            return latent_decode_attention(q, cache.keys[layer], cache.spec.value_width, *where, lse=sums), sums
-        return decode_attention(q, cache.keys[layer], cache.values[layer], *where, window=cache.window, lse=sums), sums
+            width, splits = cache.spec.value_width, self._splits
+            return latent_decode_attention(q, cache.keys[layer], width, *where, lse=sums, splits=splits), sums
+        keys, values, window = cache.keys[layer], cache.values[layer], cache.window
+        return decode_attention(q, keys, values, *where, window=window, lse=sums, splits=self._splits), sums

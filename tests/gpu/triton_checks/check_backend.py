@@ -67,6 +67,10 @@ class OneAtATime(PagedTriton):
 
     turn = threading.Lock()
 
+    def _plan_single(self, *arguments: Any) -> None:
+        with self.turn:
+            super()._plan_single(*arguments)
+
     def _attend_single(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         with self.turn:
             return super()._attend_single(*arguments)

@@ -8,9 +8,12 @@ from torch import Tensor
 
 from weft.kernels.triton import decode_attention as kernels
 from weft.kernels.triton import plain
+from weft.kernels.triton.splits import order_splits
 
 PAGE = 16
 RAGGED = (0, 1, 16, 129, 300)
+LONG_AND_SHORT = (128, 0, 129, 5, 700, 193, 192)
+"""Whole splits beside such that are shorter or longer."""
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 
 
@@ -35,7 +38,7 @@ def close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
 
 @pytest.mark.parametrize(
     "lengths, dtype",
-    [*((lengths, torch.float32) for lengths in (RAGGED, (1,), (0,), (128, 0, 129))), (RAGGED, torch.float16)],
+    [*((lengths, torch.float32) for lengths in (RAGGED, (1,), (0, 0), LONG_AND_SHORT)), (RAGGED, torch.float16)],
     ids=str,
 )
 def check_grouped_query_attention(
@@ -87,8 +90,9 @@ def check_a_row_has_the_same_bits_in_any_company_and_order(device: torch.device)
         at = slice(row, row + 1)
         alone = kernels.decode_attention(q[at], keys, values, pages[at], length[at], PAGE, 0.2)
         assert torch.equal(alone, together[at])
-    few = kernels.tile_of(32, 4)._replace(programs=2)  # they take turns at the splits
-    assert torch.equal(kernels.decode_attention(q, keys, values, pages, length, PAGE, 0.2, tile=few), together)
+    for programs in (1, 3):  # they take turns at the splits, and the last turn has too few for all
+        few = kernels.tile_of(32, 4)._replace(programs=programs)
+        assert torch.equal(kernels.decode_attention(q, keys, values, pages, length, PAGE, 0.2, tile=few), together)
     table = torch.tensor([2, 0, 3], dtype=torch.int32, device=device)
     chosen = kernels.decode_attention(
         q[table.long()], keys, values, pages, length[table.long()], PAGE, 0.2, table=table
@@ -103,6 +107,20 @@ def check_a_longer_row_has_longer_splits(device: torch.device) -> None:
     found = kernels.decode_attention(q, cache[:, :1], cache[:, 1:], pages, length, PAGE, 0.2)
     wide = cache.double()
     assert close(found, plain.decode_attention(q.double(), wide[:, :1], wide[:, 1:], pages, length, PAGE, 0.2)[0], 2e-6)
+
+
+def check_layers_share_the_order_of_a_step(device: torch.device) -> None:
+    cache, pages, length = paged((40, 3), 2, 16, torch.float32, device)
+    q = torch.randn(2, 1, 16, device=device)
+    keys, values = cache[:, :1], cache[:, 1:]
+    splits = order_splits(length, pages.shape[1] * PAGE)
+    for layer in (keys, values):
+        alone = kernels.decode_attention(q, layer, values, pages, length, PAGE, 0.2)
+        assert torch.equal(kernels.decode_attention(q, layer, values, pages, length, PAGE, 0.2, splits=splits), alone)
+    with pytest.raises(ValueError, match="of other rows"):
+        kernels.decode_attention(q[:1], keys, values, pages[:1], length[:1], PAGE, 0.2, splits=splits)
+    with pytest.raises(ValueError, match="of other rows"):
+        kernels.decode_attention(q, keys, values, pages, length, PAGE, 0.2, splits=splits, window=8)
 
 
 def check_what_does_not_fit_is_refused(device: torch.device) -> None:

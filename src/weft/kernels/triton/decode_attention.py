@@ -1,10 +1,9 @@
 """Attention of one query a row over paged keys and values, in two kernels.
 
-The tokens of a row are cut into splits, which are attended to side by side (flash-decoding; the structure is that of
-LightLLM's kernel): the first kernel leaves a partial output and its log-sum-exp for each split, the second merges a
-row's splits in their order. How long a split is follows from the row's own length alone, so a row's bits do not depend
-on its neighbours. The first kernel's programs, whose number is fixed, share out the splits of all rows by the lengths
-that they find on the device: one captured graph serves all lengths, and short rows leave no program idle.
+The tokens of a row are cut into splits (`splits.py`): the first kernel leaves a partial output and its log-sum-exp for
+each split, the second merges a row's splits in their order (the structure is that of LightLLM's kernel). The first
+kernel's programs, whose number is fixed, share out the splits of all rows, which they find on the device: one captured
+graph serves all lengths, and short rows leave no program idle.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
+from weft.kernels.triton.splits import FIELDS, Splits, order_splits, row_splits
 
-MIN_SPLIT, MAX_SPLITS = 128, 64
-"""A split has this many tokens at least; a row has this many splits at most. More splits: a longer merge."""
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 
@@ -34,44 +32,23 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _split_tokens(length, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Tokens of a split: the next power of two of length / MAX_SPLITS, MIN_SPLIT at least."""
-    x = tl.maximum(tl.cdiv(length, MAX_SPLITS), 1) - 1
-    x |= x >> 1
-    x |= x >> 2
-    x |= x >> 4
-    x |= x >> 8
-    x |= x >> 16
-    return tl.maximum(x + 1, MIN_SPLIT)
-
-
-@triton.jit
-def _seen(length, WINDOW: tl.constexpr):
-    """How many of a row's last tokens it sees."""
-    if WINDOW > 0:
-        return tl.minimum(length, WINDOW)
-    else:
-        return length
-
-
-@triton.jit
 def _slots(pages, token, end, PAGE: tl.constexpr):
     """Slots of a row's tokens by its page table; those from `end` on are not looked up."""
     page = tl.load(pages + token // PAGE, mask=token < end, other=0)
     return page.to(tl.int64) * PAGE + token % PAGE
 
 
-@triton.jit(do_not_specialize=["rows", "room"])
+@triton.jit(do_not_specialize=["room"])
 def _attend_splits(
     q,
     keys,
     values,
     pages,
-    lengths,
+    items,
+    count,
     table,
     part,
     part_lse,
-    rows,
     room,
     scale_log2,
     q_row,
@@ -88,10 +65,6 @@ def _attend_splits(
     LATENT: tl.constexpr,
     TABLE: tl.constexpr,
     PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -100,20 +73,18 @@ def _attend_splits(
     overlap.begin()
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     BLOCKS: tl.constexpr = (HEADS // GROUP) * HEAD_BLOCKS
-    every = tl.arange(0, BLOCK_R)
-    every_seen = _seen(tl.load(lengths + every, mask=every < rows, other=0), WINDOW)
-    splits = tl.cdiv(every_seen, _split_tokens(every_seen, MIN_SPLIT, MAX_SPLITS))
-    splits_before = tl.cumsum(splits, 0)  # the row's own included
     d = tl.arange(0, BLOCK_D)
     r = tl.arange(0, BLOCK_REST)
-    for item in range(tl.program_id(0), tl.sum(splits, 0) * BLOCKS, tl.num_programs(0)):
-        block = item % BLOCKS
-        row = tl.sum((splits_before <= item // BLOCKS).to(tl.int32), 0)
-        split = item // BLOCKS - tl.sum(tl.where(every < row, splits, 0), 0)
-        length = tl.load(lengths + row)
-        span = _split_tokens(_seen(length, WINDOW), MIN_SPLIT, MAX_SPLITS)
-        start = length - _seen(length, WINDOW) + split * span
-        end = tl.minimum(start + span, length)
+    work, programs, program = tl.load(count) * BLOCKS, tl.num_programs(0), tl.program_id(0)
+    back = programs - 1 - 2 * program
+    turns = work // programs
+    for turn in range(0, turns + (program + turns % 2 * back < work % programs).to(tl.int32)):
+        # Items come longest first. Each turn goes through the programs the other way round, to even out their sums.
+        place = turn * programs + program + turn % 2 * back
+        block = place % BLOCKS
+        item = items + place // BLOCKS * FIELDS
+        row, start = tl.load(item), tl.load(item + 1)
+        end, split = tl.load(item + 2), tl.load(item + 3)
         kv_head = block // HEAD_BLOCKS
         in_group = (block % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
         head = kv_head * GROUP + in_group
@@ -164,40 +135,29 @@ def _attend_splits(
 
 @triton.jit(do_not_specialize=["room"])
 def _merge_splits(
-    part,
-    part_lse,
-    lengths,
-    out,
-    lse,
-    room,
-    out_row,
-    out_head,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    LSE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    LN2: tl.constexpr,
-):
+    part, part_lse, lengths, out, lse, room, out_row, out_head,
+    HEADS: tl.constexpr, D: tl.constexpr, LSE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
+    MOST: tl.constexpr, SPARE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, LN2: tl.constexpr,
+):  # fmt: skip
     overlap.begin()
     row = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
-    seen = _seen(tl.load(lengths + row), WINDOW)
-    splits = tl.cdiv(seen, _split_tokens(seen, MIN_SPLIT, MAX_SPLITS))
-    s = tl.arange(0, BLOCK_S)
+    _, _, splits = row_splits(tl.load(lengths + row), WINDOW, TOKENS, MOST, SPARE)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    at = (row.to(tl.int64) * HEADS + head) * room + s
-    each = tl.load(part_lse + at, mask=s < splits, other=float("-inf"))
-    x = tl.load(part + at[:, None] * D + d[None, :], mask=(s < splits)[:, None] & (d < D)[None, :], other=0.0)
+    at = (row.to(tl.int64) * HEADS + head) * room
+    every = tl.arange(0, MOST)
+    each = tl.load(part_lse + at + every, mask=every < splits, other=float("-inf"))
     top = tl.max(each, 0)
     top = tl.where(splits > 0, top, 0.0)  # an empty row has no weights: -inf minus -inf would be NaN
-    weight = tl.exp2(each - top)
-    total = tl.where(splits > 0, tl.sum(weight, 0), 1.0)
-    merged = tl.sum(x * weight[:, None], 0) / total
-    tl.store(out + row.to(tl.int64) * out_row + head * out_head + d, merged.to(out.dtype.element_ty), mask=d < D)
+    total = tl.where(splits > 0, tl.sum(tl.exp2(each - top), 0), 1.0)
+    merged = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, splits, BLOCK_S):
+        s = first + tl.arange(0, BLOCK_S)
+        weight = tl.exp2(tl.load(part_lse + at + s, mask=s < splits, other=float("-inf")) - top)
+        x = tl.load(part + (at + s)[:, None] * D + d[None, :], mask=(s < splits)[:, None] & (d < D)[None, :], other=0.0)
+        merged += tl.sum(x * weight[:, None], 0)
+    to = out + row.to(tl.int64) * out_row + head * out_head + d
+    tl.store(to, (merged / total).to(out.dtype.element_ty), mask=d < D)
     if LSE and tl.program_id(1) == 0:
         found = tl.where(splits > 0, (top + tl.log2(total)) * LN2, float("-inf"))
         tl.store(lse + row * HEADS + head, found)
@@ -226,6 +186,7 @@ def decode_attention(
     table: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    splits: Splits | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """softmax(scale · q Kᵀ) V of each row over its own tokens; gives `[rows, heads, head_dim]` in q's dtype.
@@ -236,12 +197,13 @@ def decode_attention(
     window: a row sees its last `window` tokens only; what the page table says of those before is not read.
     table: int32 `[rows]`, the row of `pages` of each row, where that is not its own index.
     lse: float32 `[rows, heads]`, filled with the natural log-sum-exp of the scaled scores.
+    splits: of these lengths and this window by `order_splits`, where several layers share them.
     A row of length 0 gets output 0 and lse −inf, and neither its page table nor its slots are read.
     Raises ValueError where shapes or dtypes do not fit together.
     """
     if values.shape != keys.shape:
         raise ValueError(f"keys are {list(keys.shape)}, values {list(values.shape)}; they must be alike")
-    return _launch(q, keys, values, 0, pages, lengths, page_size, scale, window, table, out, lse, tile)
+    return _launch(q, keys, values, 0, pages, lengths, page_size, scale, window, table, out, lse, splits, tile)
 
 
 def latent_decode_attention(
@@ -257,6 +219,7 @@ def latent_decode_attention(
     table: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    splits: Splits | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """`decode_attention` of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), its up-projections absorbed.
@@ -267,7 +230,7 @@ def latent_decode_attention(
     if latents.shape[1] != 1 or not value_dim <= latents.shape[2]:
         raise ValueError(f"latents are {list(latents.shape)}; they must be [slots, 1, {value_dim} or more]")
     rest = latents.shape[2] - value_dim
-    return _launch(q, latents, latents, rest, pages, lengths, page_size, scale, window, table, out, lse, tile)
+    return _launch(q, latents, latents, rest, pages, lengths, page_size, scale, window, table, out, lse, splits, tile)
 
 
 def _launch(
@@ -283,6 +246,7 @@ def _launch(
     table: Tensor | None,
     out: Tensor | None,
     lse: Tensor | None,
+    splits: Splits | None,
     tile: Tile | None,
 ) -> Tensor:
     rows, heads, dim = q.shape
@@ -298,22 +262,25 @@ def _launch(
         return out
     group = heads // kv_heads
     tile = tile_of(d, group) if tile is None else tile
-    tokens = min(pages.shape[1] * page_size, window or pages.shape[1] * page_size)
-    splits = min(MAX_SPLITS, max(1, triton.cdiv(tokens, MIN_SPLIT)))
-    part = q.new_empty(rows, heads, splits, d, dtype=torch.float32)
-    part_lse = q.new_empty(rows, heads, splits, dtype=torch.float32)
+    if splits is None:
+        splits = order_splits(lengths, pages.shape[1] * page_size, window)
+    if splits.window != (window or 0) or len(splits.items) != rows * splits.room:
+        raise ValueError(f"splits are of {len(splits.items)} items, window {splits.window}: of other rows than q's")
+    room, cut = splits.room, splits.cut
+    part = q.new_empty(rows, heads, room, d, dtype=torch.float32)
+    part_lse = q.new_empty(rows, heads, room, dtype=torch.float32)
     blocks = kv_heads * triton.cdiv(group, tile.heads)
-    _attend_splits[(min(tile.programs, rows * blocks * splits),)](
+    _attend_splits[(min(tile.programs, rows * blocks * room),)](
         q,
         keys,
         values,
         pages,
-        lengths,
+        splits.items,
+        splits.count,
         lengths if table is None else table,
         part,
         part_lse,
-        rows,
-        splits,
+        room,
         scale * LOG2E,
         q.stride(0),
         q.stride(1),
@@ -329,10 +296,6 @@ def _launch(
         LATENT=keys is values,
         TABLE=table is not None,
         PAGE=page_size,
-        WINDOW=window or 0,
-        MIN_SPLIT=MIN_SPLIT,
-        MAX_SPLITS=MAX_SPLITS,
-        BLOCK_R=max(16, triton.next_power_of_2(rows)),
         BLOCK_H=tile.heads,
         BLOCK_N=tile.tokens,
         BLOCK_D=max(16, triton.next_power_of_2(d)),
@@ -343,24 +306,8 @@ def _launch(
     )
     block_d = min(128, triton.next_power_of_2(d))
     _merge_splits[(rows * heads, triton.cdiv(d, block_d))](
-        part,
-        part_lse,
-        lengths,
-        out,
-        part_lse if lse is None else lse,
-        splits,
-        out.stride(0),
-        out.stride(1),
-        HEADS=heads,
-        D=d,
-        LSE=lse is not None,
-        WINDOW=window or 0,
-        MIN_SPLIT=MIN_SPLIT,
-        MAX_SPLITS=MAX_SPLITS,
-        BLOCK_S=triton.next_power_of_2(splits),
-        BLOCK_D=block_d,
-        LN2=LN2,
-        num_warps=4,
-        **overlap.options(),
-    )
+        part, part_lse, lengths, out, part_lse if lse is None else lse, room, out.stride(0), out.stride(1),
+        HEADS=heads, D=d, LSE=lse is not None, WINDOW=splits.window, TOKENS=cut.tokens, MOST=cut.splits,
+        SPARE=cut.spare, BLOCK_S=16, BLOCK_D=block_d, LN2=LN2, num_warps=1, **overlap.options(),
+    )  # fmt: skip
     return out

@@ -1,10 +1,13 @@
-"""The best tiles of decode attention on this GPU: what `decode_attention.tile_of` is filled from.
+"""The best tiles of decode attention on this GPU: what `decode_attention.tile_of` and `splits.CUT` are filled from.
 
     python benchmarks/gpu_attention_tiles.py --out benchmarks/results/gpu_attention_tiles.json
 
 A tile must serve every number of rows and every length, since a row's bits must not depend on either. So each is timed
-in several cases (see gpu_kernels.py), and tiles are ordered by the mean of their times over each case's best. Prints
-the best ten for heads of 128 and for DeepSeek-V2-Lite's latents, and one JSON object last.
+in several cases, and tiles are ordered by the mean of their times over each case's best. A case is a CUDA graph of many
+layers, each with a cache and weights of its own, so that they come from memory: a kernel that reads as many bytes as
+the queries', keys' and values' weights, a short one that stores a token, and attention; what the graph takes without
+attention is taken off. Searches one thing after the other: blocks first, then splits and programs, then how much is
+asked for ahead. Prints each step's best, and one JSON object last.
 """
 
 from __future__ import annotations
@@ -12,72 +15,195 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from gpu_kernels import DEVICE, HEAD_DIM, HEADS, KV_HEADS, PAGE, PAGES, graph_us, normal, write_json
 from weft.kernels.triton import decode_attention as attention
+from weft.kernels.triton import overlap
 from weft.kernels.triton.decode_attention import Tile
+from weft.kernels.triton.splits import CUT, Cut, order_splits
 
-CASES = ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (1, 32768), (16, 8192))
+CASES = ((1, 1024), (16, 1024), (64, 1024), (64, 8192))
 LATENT_CASES = ((1, 1024), (16, 1024), (64, 1024), (16, 8192))
+BEHIND = 6
+"""Tokens on top of a case's context: a step is rarely a whole number of splits long."""
+WEIGHTS = (HEADS + 2 * KV_HEADS) * HEAD_DIM * 2048
+"""Elements of the product before attention."""
+BLOCK = 8192
 
 
-def tiles(latent: bool) -> list[Tile]:
-    """Tiles worth trying."""
-    if latent:
-        cuts = itertools.product((16,), (16, 32, 64), (4, 8), (2, 3, 4), (132, 264, 528, 1056))
-    else:
-        cuts = itertools.product((16,), (32, 64, 128), (2, 4, 8), (2, 3, 4), tuple(132 * n for n in (3, 4, 6, 8, 16)))
+class Variant(NamedTuple):
+    """What is timed. early: attention may start while the product still runs, not only the kernel after it."""
+
+    tile: Tile
+    cut: Cut = CUT
+    early: bool = True
+
+
+@triton.jit
+def _read_weights(weight, out, BLOCK: tl.constexpr):
+    overlap.begin()
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + tl.program_id(0), tl.sum(tl.load(weight + i).to(tl.float32), 0))
+
+
+@triton.jit
+def _store_token(new, cache, slots, row_elements, slot_elements, EARLY: tl.constexpr, BLOCK: tl.constexpr):
+    if EARLY:
+        gdc_launch_dependents()
+    overlap.begin()
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    x = tl.load(new + row * row_elements + i, mask=i < slot_elements)
+    tl.store(cache + tl.load(slots + row).to(tl.int64) * slot_elements + i, x, mask=i < slot_elements)
+
+
+class Case:
+    """Some layers' caches, and the calls of a step."""
+
+    def __init__(self, latent: bool, rows: int, context: int, layers: int) -> None:
+        self.layers = layers
+        length = context + BEHIND
+        width = triton.cdiv(length, PAGE)
+        self.lengths = torch.full((rows,), length, dtype=torch.int32, device=DEVICE)
+        self.pages = torch.zeros(rows, PAGES, dtype=torch.int32, device=DEVICE)
+        self.pages[:, :width] = torch.randperm(rows * width, device=DEVICE).view(rows, -1)
+        self.slots = self.pages[:, (length - 1) // PAGE] * PAGE + (length - 1) % PAGE
+        kinds, heads, dim = (1, 1, 576) if latent else (2, KV_HEADS, HEAD_DIM)
+        self.latent, self.dim = latent, 512 if latent else dim
+        self.cache = normal(self.layers, kinds, rows * width * PAGE, heads, dim)
+        self.new = normal(rows, heads * dim)
+        self.q = normal(rows, HEADS, dim)
+        self.weights = normal(self.layers, WEIGHTS)
+        self.sums = torch.empty(WEIGHTS // BLOCK, device=DEVICE)
+        self.before: dict[bool, float] = {}
+
+    def calls(self, variant: Variant | None, early: bool) -> list[Callable[[], Any]]:
+        """A call for each layer; the first also orders the splits."""
+        splits = []
+
+        def layer(at: int) -> None:
+            _read_weights[(len(self.sums),)](self.weights[at], self.sums, BLOCK, **overlap.options())
+            size = self.new.shape[1]
+            _store_token[(len(self.q),)](
+                self.new, self.cache[at, 0], self.slots, size, size, early, triton.next_power_of_2(size),
+                num_warps=1, **overlap.options(),
+            )  # fmt: skip
+            if variant is None:
+                return
+            if at == 0:
+                splits[:] = [order_splits(self.lengths, PAGES * PAGE, cut=variant.cut)]
+            where: tuple[Any, ...] = (self.pages, self.lengths, PAGE, 0.07)
+            options: dict[str, Any] = {"tile": variant.tile, "splits": splits[0]}
+            if self.latent:
+                attention.latent_decode_attention(self.q, self.cache[at, 0], self.dim, *where, **options)
+            else:
+                attention.decode_attention(self.q, *self.cache[at], *where, **options)
+
+        return [lambda at=at: layer(at) for at in range(self.layers)]
+
+    def us(self, variant: Variant) -> float:
+        """Microseconds that a layer's attention adds."""
+        if variant.early not in self.before:
+            self.before[variant.early] = graph_us(self.calls(None, variant.early), 9)
+        return graph_us(self.calls(variant, variant.early), 9) - self.before[variant.early]
+
+
+def blocks(latent: bool) -> Iterable[Tile]:
+    """How a tile may be cut."""
+    warps = (4, 8) if latent else (1, 2, 4, 8)
+    tokens = (16, 32, 64) if latent else (32, 64, 128)
     row = 2 * (576 if latent else 2 * HEAD_DIM)  # bytes of a token's key and value in a stage
-    return [t for t in itertools.starmap(Tile, cuts) if t.tokens * row * (t.stages - 1) + (20 << 10) <= 227 << 10]
+    for n, w, stages in itertools.product(tokens, warps, (2, 3, 4)):
+        if n * row * (stages - 1) + (20 << 10) <= 227 << 10 and 16 <= 16 * n // w * 2 <= 2048:
+            yield Tile(16, n, w, stages, 528, 64)
 
 
-def calls_of(latent: bool, rows: int, context: int, layers: int) -> Callable[[Tile], list[Callable[[], Any]]]:
-    """By tile, a call for each of several layers' caches."""
-    lengths = torch.full((rows,), context, dtype=torch.int32, device=DEVICE)
-    pages = torch.zeros(rows, PAGES, dtype=torch.int32, device=DEVICE)
-    pages[:, : context // PAGE] = torch.randperm(rows * context // PAGE, device=DEVICE).view(rows, -1)
-    if latent:
-        cache, q = normal(layers, rows * context, 1, 576), normal(rows, 16, 576)
-        run = attention.latent_decode_attention
-        return lambda tile: [lambda x=x: run(q, x, 512, pages, lengths, PAGE, 0.07, tile=tile) for x in cache]
-    cache, q = normal(layers, 2, rows * context, KV_HEADS, HEAD_DIM), normal(rows, HEADS, HEAD_DIM)
-    return lambda tile: [
-        lambda k=k, v=v: attention.decode_attention(q, k, v, pages, lengths, PAGE, 0.07, tile=tile) for k, v in cache
-    ]
-
-
-def compile_tiles(latent: bool, work: list[Tile]) -> None:
+def compile_all(latent: bool, tiles: list[Tile]) -> None:
     """Fills Triton's cache, in a process of its own."""
-    for (rows, context), tile in itertools.product(((1, 64), (16, 64), (64, 64), (256, 64)), work):
-        calls_of(latent, rows, context, 1)(tile)[0]()
+    case = small_case(latent)
+    for tile in tiles:
+        try:
+            for call in case.calls(Variant(tile), True)[:1]:
+                call()
+        except triton.runtime.errors.OutOfResources:
+            pass
 
 
-def rank(latent: bool, processes: int) -> dict[str, Any]:
-    """Times all tiles in all cases."""
-    found = tiles(latent)
-    once = [t for t in found if t.programs == found[0].programs]
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_tiles, [latent] * processes, [once[i::processes] for i in range(processes)]))
-    times: dict[Tile, list[float]] = {tile: [] for tile in found}
-    shipped = []
-    for rows, context in LATENT_CASES if latent else CASES:
-        calls = calls_of(latent, rows, context, 4 if rows * context > 60000 else 16)
-        for tile in found:
-            times[tile].append(graph_us(calls(tile), 5))
-        shipped.append(graph_us(calls(attention.tile_of(512 if latent else HEAD_DIM, HEADS // KV_HEADS)), 5))
-    best = [min(column) for column in zip(*times.values(), strict=True)]
-    score = {t: sum(us / b for us, b in zip(column, best, strict=True)) / len(best) for t, column in times.items()}
-    order = sorted(score, key=score.__getitem__)[:10]
+@cache
+def small_case(latent: bool) -> Case:
+    """Of a process that compiles."""
+    return Case(latent, 2, 64, layers=1)
+
+
+class Search:
+    """Times variants, each once."""
+
+    def __init__(self, latent: bool, pool: ProcessPoolExecutor, processes: int) -> None:
+        self.latent, self.pool, self.processes = latent, pool, processes
+        wanted = LATENT_CASES if latent else CASES
+        self.cases = [Case(latent, *case, layers=3 if case[0] * case[1] > 100_000 else 16) for case in wanted]
+        self.times: dict[Variant, list[float]] = {}
+
+    def time(self, variants: Iterable[Variant]) -> None:
+        """Compiles side by side, then times."""
+        new = [v for v in dict.fromkeys(variants) if v not in self.times]
+        tiles = list(dict.fromkeys(v.tile._replace(programs=528) for v in new))
+        n = self.processes
+        list(self.pool.map(compile_all, [self.latent] * n, [tiles[i::n] for i in range(n)]))
+        for variant in new:
+            try:
+                self.times[variant] = [case.us(variant) for case in self.cases]
+            except triton.runtime.errors.OutOfResources:
+                print("too large:", variant)
+
+    def best(self, count: int) -> list[Variant]:
+        """Those of the least mean of times over each case's best."""
+        return sorted(self.times, key=self.score)[:count]
+
+    def score(self, variant: Variant) -> float:
+        least = [min(column) for column in zip(*self.times.values(), strict=True)]
+        return sum(us / b for us, b in zip(self.times[variant], least, strict=True)) / len(least)
+
+    def show(self, name: str, count: int = 6) -> None:
+        print(name, flush=True)
+        for v in self.best(count):
+            how = "early" if v.early else "late"
+            print("  ", *v.tile, "|", *v.cut, how, round(self.score(v), 3), [round(us, 2) for us in self.times[v]])
+
+
+def search(latent: bool, pool: ProcessPoolExecutor, processes: int) -> dict[str, Any]:
+    """One thing after the other."""
+    found = Search(latent, pool, processes)
+    shipped = attention.tile_of(512 if latent else HEAD_DIM, HEADS // KV_HEADS)
+    plain = Variant(shipped._replace(ahead=0), early=False)
+    found.time([plain, plain._replace(cut=Cut(128, 64, 0)), Variant(shipped, early=False), Variant(shipped)])
+    found.show("shipped, without early loads or longer last splits")
+    found.time(map(Variant, blocks(latent)))
+    found.show("blocks")
+    for v in found.best(3):
+        programs = [132 * n for n in ((1, 2, 4) if latent else (2, 3, 4, 6, 8))]
+        cuts = [Cut(tokens, 64, spare) for tokens in (64, 128, 256) for spare in (0, 1, 2)]
+        found.time([v._replace(tile=v.tile._replace(programs=n)) for n in programs])
+        found.time([v._replace(cut=cut) for cut in cuts])
+    found.show("programs, splits")
+    v = found.best(1)[0]
+    ahead = (0, 32, 64, 128)
+    found.time(v._replace(tile=v.tile._replace(ahead=n), early=early) for n in ahead for early in (False, True))
+    found.show("ahead")
     return {
-        "best_us": [round(us, 2) for us in best],
-        "shipped_us": [round(us, 2) for us in shipped],
-        "tiles": [(*t, round(score[t], 3), [round(us, 2) for us in times[t]]) for t in order],
+        "before_us": [case.before for case in found.cases],
+        "shipped": [list(found.times[Variant(shipped)])],
+        "times": [(*v.tile, *v.cut, v.early, [round(us, 2) for us in times]) for v, times in found.times.items()],
     }
 
 
@@ -86,14 +212,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--kinds", nargs="+", choices=("heads", "latents"), default=("heads", "latents"))
     args = parser.parse_args()
     torch.manual_seed(0)
     report: dict[str, Any] = {"gpu": torch.cuda.get_device_name()}
-    for name, latent, cases in (("heads of 128", False, CASES), ("latents", True, LATENT_CASES)):
-        report[name] = {"cases": cases, **rank(latent, args.processes)}
-        print(f"{name}, {cases}: best {report[name]['best_us']}, shipped {report[name]['shipped_us']}")
-        for tile in report[name]["tiles"]:
-            print("  ", tile, flush=True)
+    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
+        for kind in args.kinds:
+            latent = kind == "latents"
+            report[kind] = {"cases": LATENT_CASES if latent else CASES, **search(latent, pool, args.processes)}
     write_json(report, args.out)
 
 

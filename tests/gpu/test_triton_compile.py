@@ -143,7 +143,7 @@ def attend(rows: int, heads: int, kv_heads: int, dim: int, pages: int) -> None:
     keys, values = empty(100_000, kv_heads, dim), empty(100_000, kv_heads, dim)
     page_table, lengths, lse = empty(rows, pages, dtype=INT), empty(rows, dtype=INT), empty(rows, heads, dtype=FLOAT)
     decode_attention.decode_attention(
-        empty(rows, heads, dim), keys, values, page_table, lengths, 16, 0.1, table=lengths, lse=lse
+        empty(rows, heads, dim), keys, values, page_table, lengths, 16, 0.1, lse=lse
     )
 
 

@@ -22,13 +22,16 @@ LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 
 class Tile(NamedTuple):
-    """How the first kernel is cut: heads and tokens of a block, warps, stages of the pipeline of loads, programs."""
+    """How the first kernel is cut: heads and tokens of a block, warps, stages of the pipeline of loads, programs; and
+    how many tokens of its first item each program asks for before the kernel before has ended, a power of two.
+    """
 
     heads: int
     tokens: int
     warps: int
     stages: int
     programs: int
+    ahead: int
 
 
 @triton.jit
@@ -38,7 +41,37 @@ def _slots(pages, token, end, PAGE: tl.constexpr):
     return page.to(tl.int64) * PAGE + token % PAGE
 
 
-@triton.jit(do_not_specialize=["room"])
+@triton.jit
+def _prefetch_first(
+    keys, values, pages, items, count, rows, width, slots, k_slot, k_head, v_slot, v_head, pages_row,
+    BLOCKS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, DIM: tl.constexpr, LATENT: tl.constexpr, PAGE: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Asks for the first AHEAD tokens of the program's first item, before the kernel before has ended.
+
+    Items and page tables were written at the step's beginning. Should they not have been yet, what they say is kept
+    inside the caches: it only says what is asked for, and is read anew when it counts.
+    """
+    place = tl.program_id(0)
+    if (place < tl.load(count, cache_modifier=".cg") * BLOCKS) & (place % HEAD_BLOCKS == 0):
+        item = items + place // BLOCKS * FIELDS
+        row = tl.minimum(tl.maximum(tl.load(item, cache_modifier=".cg"), 0), rows - 1)
+        start = tl.minimum(tl.maximum(tl.load(item + 1, cache_modifier=".cg"), 0), width * PAGE)
+        end = tl.minimum(tl.load(item + 2, cache_modifier=".cg"), width * PAGE)
+        token = start + tl.arange(0, AHEAD)
+        page_at = pages + row.to(tl.int64) * pages_row + token // PAGE
+        page = tl.load(page_at, mask=token < end, other=0, cache_modifier=".cg")
+        slot = tl.minimum(tl.maximum(page.to(tl.int64) * PAGE + token % PAGE, 0), slots - 1)[:, None]
+        kv_head = place % BLOCKS // HEAD_BLOCKS
+        STEP: tl.constexpr = overlap.LINE * 8 // keys.dtype.element_ty.primitive_bitwidth
+        at = tl.arange(0, triton.next_power_of_2((DIM + STEP - 1) // STEP))[None, :] * STEP
+        wanted = (token < end)[:, None] & (at < DIM)
+        overlap.prefetch(keys + slot * k_slot + kv_head * k_head + at, wanted)
+        if not LATENT:
+            overlap.prefetch(values + slot * v_slot + kv_head * v_head + at, wanted)
+
+
+@triton.jit(do_not_specialize=["room", "rows", "width", "slots"])
 def _attend_splits(
     q,
     keys,
@@ -46,10 +79,12 @@ def _attend_splits(
     pages,
     items,
     count,
-    table,
     part,
     part_lse,
     room,
+    rows,
+    width,
+    slots,
     scale_log2,
     q_row,
     q_head,
@@ -63,16 +98,21 @@ def _attend_splits(
     D: tl.constexpr,
     REST: tl.constexpr,
     LATENT: tl.constexpr,
-    TABLE: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    overlap.begin()
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     BLOCKS: tl.constexpr = (HEADS // GROUP) * HEAD_BLOCKS
+    if AHEAD > 0:
+        _prefetch_first(
+            keys, values, pages, items, count, rows, width, slots, k_slot, k_head, v_slot, v_head, pages_row,
+            BLOCKS, HEAD_BLOCKS, D + REST, LATENT, PAGE, AHEAD,
+        )  # fmt: skip
+    overlap.begin()
     d = tl.arange(0, BLOCK_D)
     r = tl.arange(0, BLOCK_REST)
     work, programs, program = tl.load(count) * BLOCKS, tl.num_programs(0), tl.program_id(0)
@@ -93,10 +133,7 @@ def _attend_splits(
         main = tl.load(q_at + d[None, :], mask=real, other=0.0)
         if REST > 0:
             rest = tl.load(q_at + D + r[None, :], mask=(in_group < GROUP)[:, None] & (r < REST)[None, :], other=0.0)
-        at = row
-        if TABLE:
-            at = tl.load(table + row)
-        row_pages = pages + at.to(tl.int64) * pages_row
+        row_pages = pages + row.to(tl.int64) * pages_row
         k_at = keys + kv_head * k_head
         v_at = values + kv_head * v_head
         top = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -167,10 +204,10 @@ def tile_of(head_dim: int, group: int) -> Tile:
     """The first kernel's tile: by the model's shape alone, so that a row has the same bits at every capacity."""
     heads = min(64, max(16, triton.next_power_of_2(group)))
     if head_dim <= 128:
-        return Tile(heads, 32, 4, 3, 132 * 4)
+        return Tile(heads, 32, 4, 3, 132 * 4, 64)
     if head_dim <= 256:
-        return Tile(min(heads, 32), 32, 4, 3, 132 * 3)
-    return Tile(16, 32, 4, 3, 264)
+        return Tile(min(heads, 32), 32, 4, 3, 132 * 3, 32)
+    return Tile(16, 32, 4, 3, 264, 32)
 
 
 def decode_attention(
@@ -183,7 +220,6 @@ def decode_attention(
     scale: float,
     *,
     window: int | None = None,
-    table: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     splits: Splits | None = None,
@@ -195,7 +231,6 @@ def decode_attention(
     `pages[row, t // page_size] · page_size + t % page_size`; pages int32 `[rows, max_pages]`; lengths int32 `[rows]`,
     the row's own token included. Last dimensions are contiguous; heads is a multiple of kv_heads.
     window: a row sees its last `window` tokens only; what the page table says of those before is not read.
-    table: int32 `[rows]`, the row of `pages` of each row, where that is not its own index.
     lse: float32 `[rows, heads]`, filled with the natural log-sum-exp of the scaled scores.
     splits: of these lengths and this window by `order_splits`, where several layers share them.
     A row of length 0 gets output 0 and lse −inf, and neither its page table nor its slots are read.
@@ -203,7 +238,7 @@ def decode_attention(
     """
     if values.shape != keys.shape:
         raise ValueError(f"keys are {list(keys.shape)}, values {list(values.shape)}; they must be alike")
-    return _launch(q, keys, values, 0, pages, lengths, page_size, scale, window, table, out, lse, splits, tile)
+    return _launch(q, keys, values, 0, pages, lengths, page_size, scale, window, out, lse, splits, tile)
 
 
 def latent_decode_attention(
@@ -216,7 +251,6 @@ def latent_decode_attention(
     scale: float,
     *,
     window: int | None = None,
-    table: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     splits: Splits | None = None,
@@ -230,7 +264,7 @@ def latent_decode_attention(
     if latents.shape[1] != 1 or not value_dim <= latents.shape[2]:
         raise ValueError(f"latents are {list(latents.shape)}; they must be [slots, 1, {value_dim} or more]")
     rest = latents.shape[2] - value_dim
-    return _launch(q, latents, latents, rest, pages, lengths, page_size, scale, window, table, out, lse, splits, tile)
+    return _launch(q, latents, latents, rest, pages, lengths, page_size, scale, window, out, lse, splits, tile)
 
 
 def _launch(
@@ -243,7 +277,6 @@ def _launch(
     page_size: int,
     scale: float,
     window: int | None,
-    table: Tensor | None,
     out: Tensor | None,
     lse: Tensor | None,
     splits: Splits | None,
@@ -277,10 +310,12 @@ def _launch(
         pages,
         splits.items,
         splits.count,
-        lengths if table is None else table,
         part,
         part_lse,
         room,
+        rows,
+        pages.shape[1],
+        keys.shape[0],
         scale * LOG2E,
         q.stride(0),
         q.stride(1),
@@ -294,12 +329,12 @@ def _launch(
         D=d,
         REST=rest,
         LATENT=keys is values,
-        TABLE=table is not None,
         PAGE=page_size,
         BLOCK_H=tile.heads,
         BLOCK_N=tile.tokens,
         BLOCK_D=max(16, triton.next_power_of_2(d)),
         BLOCK_REST=max(16, triton.next_power_of_2(rest)),
+        AHEAD=tile.ahead,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **overlap.options(),

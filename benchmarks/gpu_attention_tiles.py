@@ -6,8 +6,8 @@ A tile must serve every number of rows and every length, since a row's bits must
 in several cases, and tiles are ordered by the mean of their times over each case's best. A case is a CUDA graph of many
 layers, each with a cache and weights of its own, so that they come from memory: a kernel that reads as many bytes as
 the queries', keys' and values' weights, a short one that stores a token, and attention; what the graph takes without
-attention is taken off. Searches one thing after the other: blocks first, then splits and programs, then how much is
-asked for ahead. Prints each step's best, and one JSON object last.
+attention is taken off. Searches one thing after the other: blocks first, then how much is asked for ahead, then splits
+and programs. Prints each step's best, and one JSON object last.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
@@ -124,7 +125,7 @@ def blocks(latent: bool) -> Iterable[Tile]:
     tokens = (16, 32, 64) if latent else (32, 64, 128)
     row = 2 * (576 if latent else 2 * HEAD_DIM)  # bytes of a token's key and value in a stage
     for n, w, stages in itertools.product(tokens, warps, (2, 3, 4)):
-        if n * row * (stages - 1) + (20 << 10) <= 227 << 10 and 16 <= 16 * n // w * 2 <= 2048:
+        if n * row * (stages - 1) <= (150 if latent else 100) << 10 and 16 <= n * 16 // w <= 1024:
             yield Tile(16, n, w, stages, 528, 64)
 
 
@@ -148,19 +149,21 @@ def small_case(latent: bool) -> Case:
 class Search:
     """Times variants, each once."""
 
-    def __init__(self, latent: bool, pool: ProcessPoolExecutor, processes: int) -> None:
-        self.latent, self.pool, self.processes = latent, pool, processes
+    def __init__(self, latent: bool, pool: ProcessPoolExecutor, processes: int, until: float) -> None:
+        self.latent, self.pool, self.processes, self.until = latent, pool, processes, until
         wanted = LATENT_CASES if latent else CASES
         self.cases = [Case(latent, *case, layers=3 if case[0] * case[1] > 100_000 else 16) for case in wanted]
         self.times: dict[Variant, list[float]] = {}
 
-    def time(self, variants: Iterable[Variant]) -> None:
+    def run(self, variants: Iterable[Variant]) -> None:
         """Compiles side by side, then times."""
         new = [v for v in dict.fromkeys(variants) if v not in self.times]
         tiles = list(dict.fromkeys(v.tile._replace(programs=528) for v in new))
         n = self.processes
         list(self.pool.map(compile_all, [self.latent] * n, [tiles[i::n] for i in range(n)]))
         for variant in new:
+            if time.monotonic() > self.until:
+                return print(f"no time for {len(new)} more", flush=True)
             try:
                 self.times[variant] = [case.us(variant) for case in self.cases]
             except triton.runtime.errors.OutOfResources:
@@ -181,25 +184,25 @@ class Search:
             print("  ", *v.tile, "|", *v.cut, how, round(self.score(v), 3), [round(us, 2) for us in self.times[v]])
 
 
-def search(latent: bool, pool: ProcessPoolExecutor, processes: int) -> dict[str, Any]:
+def search(latent: bool, pool: ProcessPoolExecutor, processes: int, until: float) -> dict[str, Any]:
     """One thing after the other."""
-    found = Search(latent, pool, processes)
+    found = Search(latent, pool, processes, until)
     shipped = attention.tile_of(512 if latent else HEAD_DIM, HEADS // KV_HEADS)
     plain = Variant(shipped._replace(ahead=0), early=False)
-    found.time([plain, plain._replace(cut=Cut(128, 64, 0)), Variant(shipped, early=False), Variant(shipped)])
+    found.run([plain, plain._replace(cut=Cut(128, 64, 0)), Variant(shipped, early=False), Variant(shipped)])
     found.show("shipped, without early loads or longer last splits")
-    found.time(map(Variant, blocks(latent)))
+    found.run(map(Variant, blocks(latent)))
     found.show("blocks")
-    for v in found.best(3):
+    for v in found.best(2):
+        ahead = (0, 32, 128)
+        found.run(v._replace(tile=v.tile._replace(ahead=n), early=early) for n in ahead for early in (False, True))
+    found.show("ahead")
+    for v in found.best(2):
         programs = [132 * n for n in ((1, 2, 4) if latent else (2, 3, 4, 6, 8))]
         cuts = [Cut(tokens, 64, spare) for tokens in (64, 128, 256) for spare in (0, 1, 2)]
-        found.time([v._replace(tile=v.tile._replace(programs=n)) for n in programs])
-        found.time([v._replace(cut=cut) for cut in cuts])
-    found.show("programs, splits")
-    v = found.best(1)[0]
-    ahead = (0, 32, 64, 128)
-    found.time(v._replace(tile=v.tile._replace(ahead=n), early=early) for n in ahead for early in (False, True))
-    found.show("ahead")
+        found.run([v._replace(tile=v.tile._replace(programs=n)) for n in programs])
+        found.run([v._replace(cut=cut) for cut in cuts])
+    found.show("programs, splits", 12)
     return {
         "before_us": [case.before for case in found.cases],
         "shipped": [list(found.times[Variant(shipped)])],
@@ -213,13 +216,15 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--kinds", nargs="+", choices=("heads", "latents"), default=("heads", "latents"))
+    parser.add_argument("--seconds", type=float, default=1e9, help="for each kind")
     args = parser.parse_args()
     torch.manual_seed(0)
     report: dict[str, Any] = {"gpu": torch.cuda.get_device_name()}
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
         for kind in args.kinds:
             latent = kind == "latents"
-            report[kind] = {"cases": LATENT_CASES if latent else CASES, **search(latent, pool, args.processes)}
+            found = search(latent, pool, args.processes, time.monotonic() + args.seconds)
+            report[kind] = {"cases": LATENT_CASES if latent else CASES, **found}
     write_json(report, args.out)
 
 

@@ -38,7 +38,7 @@ def check_items_are_the_splits_longest_first(
     ]
     wanted.sort(key=lambda item: item[1] - item[2])  # stable
     found = order_splits(torch.tensor(lengths, dtype=torch.int32, device=device), 200, window, cut)
-    items = [tuple(item) for item in found.items[: found.count.item()].tolist()]
+    items = [tuple(item) for item in found.items[: found.total.item()].tolist()]
     assert [end - start for _, start, end, _ in items] == [end - start for _, start, end, _ in wanted]
     assert sorted(items) == sorted(wanted)
     assert len(wanted) <= len(found.items) == len(lengths) * found.room

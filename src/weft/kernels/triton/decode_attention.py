@@ -309,7 +309,7 @@ def _launch(
         values,
         pages,
         splits.items,
-        splits.count,
+        splits.total,
         part,
         part_lse,
         room,

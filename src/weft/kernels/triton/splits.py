@@ -38,12 +38,12 @@ CUT = Cut(128, 64, 2)
 
 
 class Splits(NamedTuple):
-    """items int32 `[capacity, 4]`, of which the first `count` (int32 `[1]`) are there; room: splits of a row at most;
+    """items int32 `[capacity, 4]`, of which the first `total` (int32 `[1]`) are there; room: splits of a row at most;
     window: how many of a row's last tokens it sees, 0 for all.
     """
 
     items: Tensor
-    count: Tensor
+    total: Tensor
     room: int
     window: int
     cut: Cut

@@ -56,11 +56,11 @@ class Parts(NamedTuple):
     dtype: torch.dtype
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "outputs"])
 def _gemm_few_rows(
-    x, weight, bias, out, rows, x_row, weight_row, out_row, out_part,
-    OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr, SLICES: tl.constexpr,
+    x, weight, bias, out, rows, outputs, x_row, weight_row, out_row, out_part,
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, BLOCK_T)
@@ -72,7 +72,7 @@ def _gemm_few_rows(
         depth = tl.arange(0, SLICES)[:, None, None] * RUN + tl.arange(0, RUN)[None, None, :]
         at_column, at_row = column[None, :, None], row[None, :, None]
     depth += tl.program_id(1) * (BLOCKS * BLOCK_K)
-    weight += tl.where(at_column < OUTPUTS, at_column, 0).to(tl.int64) * weight_row + depth
+    weight += tl.where(at_column < outputs, at_column, 0).to(tl.int64) * weight_row + depth
     x += at_row.to(tl.int64) * x_row + depth
     WHOLE: tl.constexpr = WIDTH % (BLOCKS * BLOCK_K) == 0
     weights = ()
@@ -99,7 +99,7 @@ def _gemm_few_rows(
         for i in tl.static_range(BLOCKS):
             slices = tl.dot(weights[i], tl.permute(values[i], (0, 2, 1)), slices)
         acc = tl.sum(slices, 0)
-    wanted, real = column < OUTPUTS, row < rows
+    wanted, real = column < outputs, row < rows
     if BIAS:
         acc += tl.load(bias + column, mask=wanted, other=0.0).to(tl.float32)[:, None]
     to = out + tl.program_id(1).to(tl.int64) * out_part + row.to(tl.int64)[None, :] * out_row + column[:, None]
@@ -231,8 +231,8 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile:
     """Into out `[T, N]`, or `[parts, T, N]`."""
     (outputs, width), rows = weight.shape, x.shape[0]
     _gemm_few_rows[(triton.cdiv(outputs, tile.columns), _parts_of(width, tile))](
-        x, weight, x if bias is None else bias, out, rows, x.stride(0), weight.stride(0), out.stride(-2), out.stride(0),
-        OUTPUTS=outputs, WIDTH=width, BIAS=bias is not None, BLOCK_T=max(16, triton.next_power_of_2(rows)),
+        x, weight, x if bias is None else bias, out, rows, outputs, x.stride(0), weight.stride(0), out.stride(-2),
+        out.stride(0), WIDTH=width, BIAS=bias is not None, BLOCK_T=max(16, triton.next_power_of_2(rows)),
         BLOCK_N=tile.columns, BLOCK_K=tile.block, BLOCKS=_blocks_of(width, tile), SLICES=tile.slices,
         num_warps=tile.warps, **overlap.options(),
     )  # fmt: skip

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.kernels.triton.splits import FIELDS, Splits, order_splits, row_splits
 
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
@@ -71,7 +72,7 @@ def _prefetch_first(
             overlap.prefetch(values + slot * v_slot + kv_head * v_head + at, wanted)
 
 
-@triton.jit(do_not_specialize=["room", "rows", "width", "slots"])
+@kernel(do_not_specialize=["room", "rows", "width", "slots"])
 def _attend_splits(
     q,
     keys,
@@ -170,7 +171,7 @@ def _attend_splits(
         tl.store(part_lse + at_part, top + tl.log2(total), mask=in_group < GROUP)
 
 
-@triton.jit(do_not_specialize=["room"])
+@kernel(do_not_specialize=["room"])
 def _merge_splits(
     part, part_lse, lengths, out, lse, room, out_row, out_head,
     HEADS: tl.constexpr, D: tl.constexpr, LSE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
@@ -202,7 +203,7 @@ def _merge_splits(
 
 def tile_of(head_dim: int, group: int) -> Tile:
     """The first kernel's tile: by the model's shape alone, so that a row has the same bits at every capacity."""
-    heads = min(64, max(16, triton.next_power_of_2(group)))
+    heads = min(64, max(16, next_power_of_2(group)))
     if head_dim <= 128:
         return Tile(heads, 32, 4, 3, 132 * 4, 64)
     if head_dim <= 256:
@@ -302,7 +303,7 @@ def _launch(
     room, cut = splits.room, splits.cut
     part = q.new_empty(rows, heads, room, d, dtype=torch.float32)
     part_lse = q.new_empty(rows, heads, room, dtype=torch.float32)
-    blocks = kv_heads * triton.cdiv(group, tile.heads)
+    blocks = kv_heads * cdiv(group, tile.heads)
     _attend_splits[(min(tile.programs, rows * blocks * room),)](
         q,
         keys,
@@ -332,15 +333,15 @@ def _launch(
         PAGE=page_size,
         BLOCK_H=tile.heads,
         BLOCK_N=tile.tokens,
-        BLOCK_D=max(16, triton.next_power_of_2(d)),
-        BLOCK_REST=max(16, triton.next_power_of_2(rest)),
+        BLOCK_D=max(16, next_power_of_2(d)),
+        BLOCK_REST=max(16, next_power_of_2(rest)),
         AHEAD=tile.ahead,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **overlap.options(),
     )
-    block_d = min(128, triton.next_power_of_2(d))
-    _merge_splits[(rows * heads, triton.cdiv(d, block_d))](
+    block_d = min(128, next_power_of_2(d))
+    _merge_splits[(rows * heads, cdiv(d, block_d))](
         part, part_lse, lengths, out, part_lse if lse is None else lse, room, out.stride(0), out.stride(1),
         HEADS=heads, D=d, LSE=lse is not None, WINDOW=splits.window, TOKENS=cut.tokens, MOST=cut.splits,
         SPARE=cut.spare, BLOCK_S=16, BLOCK_D=block_d, LN2=LN2, num_warps=1, **overlap.options(),

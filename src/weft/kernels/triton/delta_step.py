@@ -7,14 +7,14 @@ registers. Arithmetic is in float32; the output is rounded once.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
-@triton.jit
+@kernel
 def _convolve(
     product, before, after, conv, tails, mixed, product_row, tail_slot, features,
     KEPT: tl.constexpr, BLOCK_KEPT: tl.constexpr, BLOCK_F: tl.constexpr,
@@ -41,7 +41,7 @@ def _convolve(
         tl.store(tails + to * tail_slot + f * KEPT + KEPT - 1, new, mask=f < features)
 
 
-@triton.jit
+@kernel
 def _delta_rule(
     mixed, product, before, after, decay, bias, weight, states, out, product_row, state_slot, out_row, eps,
     K: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr,
@@ -122,12 +122,12 @@ def delta_step(
     if not rows:
         return
     mixed = states.new_empty(rows, features)
-    block_f = min(256, triton.next_power_of_2(features))
-    _convolve[(rows, triton.cdiv(features, block_f))](
+    block_f = min(256, next_power_of_2(features))
+    _convolve[(rows, cdiv(features, block_f))](
         product, before, after, conv, tails, mixed, product.stride(0), tails.stride(0), features, KEPT=window - 1,
-        BLOCK_KEPT=triton.next_power_of_2(max(1, window - 1)), BLOCK_F=block_f, num_warps=4, **overlap.options(),
+        BLOCK_KEPT=next_power_of_2(max(1, window - 1)), BLOCK_F=block_f, num_warps=4, **overlap.options(),
     )  # fmt: skip
-    block_k, block_v = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    block_k, block_v = next_power_of_2(key_dim), next_power_of_2(value_dim)
     _delta_rule[(rows, heads)](
         mixed, product, before, after, decay, bias, weight, states, out, product.stride(0), states.stride(0),
         out.stride(0), eps, K=key_dim, V=value_dim, KEYS=keys, HEADS=heads, SHARE=heads * key_dim // keys,

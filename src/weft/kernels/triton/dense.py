@@ -16,11 +16,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 MOST_ROWS = 64
 """Products of more rows are better left to a library."""
@@ -56,7 +56,7 @@ class Parts(NamedTuple):
     dtype: torch.dtype
 
 
-@triton.jit(do_not_specialize=["rows", "outputs"])
+@kernel(do_not_specialize=["rows", "outputs"])
 def _gemm_few_rows(
     x, weight, bias, out, rows, outputs, x_row, weight_row, out_row, out_part,
     WIDTH: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -106,7 +106,7 @@ def _gemm_few_rows(
     tl.store(to, acc.to(out.dtype.element_ty), mask=wanted[:, None] & real[None, :])
 
 
-@triton.jit
+@kernel
 def _add_gemm_parts(
     parts, bias, out, part, out_row, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -125,8 +125,8 @@ def add_parts(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
     """Fills and returns out `[T, N]`, whose rows are contiguous: the sum of parts float32 `[parts, T, N]`, contiguous,
     in their order, and then of bias `[N]`."""
     count, rows, outputs = parts.shape
-    block = min(512, triton.next_power_of_2(outputs))
-    _add_gemm_parts[(rows, triton.cdiv(outputs, block))](
+    block = min(512, next_power_of_2(outputs))
+    _add_gemm_parts[(rows, cdiv(outputs, block))](
         parts, parts if bias is None else bias, out, parts.stride(0), out.stride(0), OUTPUTS=outputs, PARTS=count,
         BIAS=bias is not None, BLOCK=block, num_warps=4, **overlap.options(),
     )  # fmt: skip
@@ -135,20 +135,20 @@ def add_parts(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def cut(columns: int, width: int, parts: int, slices: int, warps: int) -> Tile:
     """The tile of so many parts of the depth, by blocks that leave the least over, and are few."""
-    part = triton.cdiv(width, parts)
-    block = min((2048, 1024, 512, 256, 128), key=lambda size: (triton.cdiv(part, size) * size, -size))
+    part = cdiv(width, parts)
+    block = min((2048, 1024, 512, 256, 128), key=lambda size: (cdiv(part, size) * size, -size))
     return Tile(columns, parts, block, slices, warps)
 
 
 def tile_of(rows: int, outputs: int, width: int) -> Tile | None:
     """The tile of a product, or None where a library is to be preferred: for many rows, or a large weight."""
     if rows <= 16:
-        tile, most = cut(16, width, triton.cdiv(width, 2048), 8, 8), 2 * MULTIPROCESSORS
+        tile, most = cut(16, width, cdiv(width, 2048), 8, 8), 2 * MULTIPROCESSORS
     else:
-        tiles = triton.cdiv(outputs, 64)
-        parts = max(1, min(MULTIPROCESSORS // tiles, MOST_PARTS, triton.cdiv(width, 256)))
+        tiles = cdiv(outputs, 64)
+        parts = max(1, min(MULTIPROCESSORS // tiles, MOST_PARTS, cdiv(width, 256)))
         tile, most = Tile(64, parts, 256, 1, 8), MULTIPROCESSORS if width <= parts * 1024 else 0
-    fits = rows <= MOST_ROWS and triton.cdiv(outputs, tile.columns) * tile.parts <= most and tile.parts <= MOST_PARTS
+    fits = rows <= MOST_ROWS and cdiv(outputs, tile.columns) * tile.parts <= most and tile.parts <= MOST_PARTS
     return tile if fits else None
 
 
@@ -200,7 +200,7 @@ def linear_parts(
     _check(x, weight, bias)
     outputs, width = weight.shape
     warps = 4 if width <= 2048 else 8
-    tile = tile or cut(16, width, min(MOST_PARTS, triton.cdiv(width, 256)), warps, warps)
+    tile = tile or cut(16, width, min(MOST_PARTS, cdiv(width, 256)), warps, warps)
     values = x.new_empty(_parts_of(width, tile), x.shape[0], outputs, dtype=torch.float32)
     _multiply(x, weight, None, values, tile)
     return Parts(values, bias, dtype or x.dtype)
@@ -219,20 +219,20 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 def _blocks_of(width: int, tile: Tile) -> int:
     """Blocks of a part of the depth."""
-    return triton.cdiv(triton.cdiv(width, tile.parts), tile.block)
+    return cdiv(cdiv(width, tile.parts), tile.block)
 
 
 def _parts_of(width: int, tile: Tile) -> int:
     """Parts of whole blocks: the last ones may not be needed."""
-    return triton.cdiv(width, _blocks_of(width, tile) * tile.block)
+    return cdiv(width, _blocks_of(width, tile) * tile.block)
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> None:
     """Into out `[T, N]`, or `[parts, T, N]`."""
     (outputs, width), rows = weight.shape, x.shape[0]
-    _gemm_few_rows[(triton.cdiv(outputs, tile.columns), _parts_of(width, tile))](
+    _gemm_few_rows[(cdiv(outputs, tile.columns), _parts_of(width, tile))](
         x, weight, x if bias is None else bias, out, rows, outputs, x.stride(0), weight.stride(0), out.stride(-2),
-        out.stride(0), WIDTH=width, BIAS=bias is not None, BLOCK_T=max(16, triton.next_power_of_2(rows)),
+        out.stride(0), WIDTH=width, BIAS=bias is not None, BLOCK_T=max(16, next_power_of_2(rows)),
         BLOCK_N=tile.columns, BLOCK_K=tile.block, BLOCKS=_blocks_of(width, tile), SLICES=tile.slices,
         num_warps=tile.warps, **overlap.options(),
     )  # fmt: skip

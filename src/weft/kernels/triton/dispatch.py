@@ -7,12 +7,13 @@ begin where the counts of those before it end. No atomic addition decides where 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
-@triton.jit(do_not_specialize=["rows"])
+
+@kernel(do_not_specialize=["rows"])
 def _places(
     expert, place, counts, rows, K: tl.constexpr, RANKS: tl.constexpr, HELD: tl.constexpr, SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -32,7 +33,7 @@ def _places(
     tl.store(counts + rank, count)
 
 
-@triton.jit
+@kernel
 def _pack(
     x, weight, expert, place, counts, packed, numbers, weights, x_row, packed_row, list_row, width, list_at,
     K: tl.constexpr, BLOCK_K: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -55,7 +56,7 @@ def _pack(
         begin += tl.load(counts + rank)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@kernel(do_not_specialize=["pairs"])
 def _lists(
     numbers, weights, received, weight, expert, pairs, list_row, list_at, K: tl.constexpr, RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -71,7 +72,7 @@ def _lists(
     tl.store(weight + pair, tl.load(weights + at + K, mask=live, other=0.0), mask=pair < pairs)
 
 
-@triton.jit
+@kernel
 def _add(back, place, counts, out, width, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -111,7 +112,7 @@ def pack(x: Tensor, weight: Tensor, expert: Tensor, place: Tensor, counts: Tenso
     numbers, weights, grid = packed.view(torch.int32), packed.view(torch.float32), _grid(rows, width)
     _pack[grid[0]](
         x, weight, expert, place, counts, packed, numbers, weights, x.stride(0), packed.stride(0), numbers.stride(0),
-        width, width * size // 4, K=k, BLOCK_K=triton.next_power_of_2(k), RANKS=len(counts), BLOCK=grid[1], num_warps=4,
+        width, width * size // 4, K=k, BLOCK_K=next_power_of_2(k), RANKS=len(counts), BLOCK=grid[1], num_warps=4,
     )  # fmt: skip
 
 
@@ -121,7 +122,7 @@ def lists(came: Tensor, width: int, k: int, received: Tensor) -> tuple[Tensor, T
     numbers, weights = came.view(torch.int32), came.view(torch.float32)
     weight, expert = numbers.new_empty(rows, k, dtype=torch.float32), numbers.new_empty(rows, k)
     if rows:
-        _lists[(triton.cdiv(rows * k, 256),)](
+        _lists[(cdiv(rows * k, 256),)](
             numbers, weights, received, weight, expert, rows * k, numbers.stride(0), width * came.element_size() // 4,
             K=k, RANKS=len(received), BLOCK=256, num_warps=4,
         )  # fmt: skip
@@ -139,5 +140,5 @@ def add(back: Tensor, place: Tensor, counts: Tensor) -> Tensor:
 
 
 def _grid(rows: int, width: int) -> tuple[tuple[int, int], int]:
-    block = min(1024, triton.next_power_of_2(width))
-    return (rows, triton.cdiv(width, block)), block
+    block = min(1024, next_power_of_2(width))
+    return (rows, cdiv(width, block)), block

@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
-@triton.jit
+@kernel
 def _embed(
     tokens, weight, out, first, held, weight_row, WIDTH: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -43,7 +44,7 @@ def _turn(angle):
     return tl.where((at + 1) // 2 % 2 == 0, cos, -cos), tl.where(at // 2 % 2 == 0, sin, -sin)
 
 
-@triton.jit
+@kernel
 def _cos_sin(
     positions, inverse, cos, sin, factor, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -69,8 +70,8 @@ def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
         raise ValueError(f"weights have strides {weight.stride()}, tokens {tokens.stride()}: rows must be contiguous")
     out = weight.new_empty(rows, width)
     if rows:
-        block = min(2048, triton.next_power_of_2(width))
-        _embed[(rows, triton.cdiv(width, block))](
+        block = min(2048, next_power_of_2(width))
+        _embed[(rows, cdiv(width, block))](
             tokens, weight, out, first or 0, held, weight.stride(0), WIDTH=width, SPLIT=first is not None, BLOCK=block,
             num_warps=4, **overlap.options(),
         )  # fmt: skip
@@ -88,6 +89,6 @@ def cos_sin(
     if rows:
         _cos_sin[(rows,)](
             positions, inverse, cos, sin, factor, PAIRS=pairs, INTERLEAVED=interleaved,
-            BLOCK=triton.next_power_of_2(pairs), num_warps=1, **overlap.options(),
+            BLOCK=next_power_of_2(pairs), num_warps=1, **overlap.options(),
         )  # fmt: skip
     return cos, sin

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from weft.kernels.float8 import FLOAT8, Rows, Weight
 from weft.kernels.triton import overlap
 from weft.kernels.triton.dense import add_parts
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.kernels.triton.route import pairs_of
 
 FEW_ROWS = 64
@@ -42,7 +43,7 @@ def to_float8(x):
     return (x * tl.div_rn(448.0, largest)[:, None]).to(tl.float8e4nv), tl.div_rn(largest, 448.0)
 
 
-@triton.jit
+@kernel
 def _quantise(x, values, scales, x_row, WIDTH: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr):
     overlap.begin()
     row = tl.program_id(0).to(tl.int64)
@@ -54,7 +55,7 @@ def _quantise(x, values, scales, x_row, WIDTH: tl.constexpr, RUN: tl.constexpr, 
     tl.store(scales + row * ALL + run, scale, mask=run < ALL)
 
 
-@triton.jit(do_not_specialize=["rows", "runs"])
+@kernel(do_not_specialize=["rows", "runs"])
 def multiply(
     x, x_scale, weight, scale, order, tile_expert, out, rows, outputs, runs, x_row, out_row, out_part,
     WIDTH: tl.constexpr, RUN: tl.constexpr, UNIT: tl.constexpr, K: tl.constexpr, SORTED: tl.constexpr,
@@ -142,10 +143,10 @@ def tile_of(rows: int, outputs: int, runs: int) -> Tile:
     multiprocessor do without parts.
     """
     block = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    blocks = triton.cdiv(rows, block)
-    shallow = rows > 32 and runs <= 16 and blocks * triton.cdiv(outputs, 128) < 128
+    blocks = cdiv(rows, block)
+    shallow = rows > 32 and runs <= 16 and blocks * cdiv(outputs, 128) < 128
     columns = 64 if outputs <= 1024 or shallow else 128
-    parts = parts_of(blocks * triton.cdiv(outputs, columns), runs, 128 if rows <= FEW_ROWS else 192)
+    parts = parts_of(blocks * cdiv(outputs, columns), runs, 128 if rows <= FEW_ROWS else 192)
     return Tile(block, columns, parts, 4, 5 if rows <= FEW_ROWS else 4)
 
 
@@ -184,10 +185,10 @@ def quantise(x: Tensor, run: int) -> Rows:
     if x.stride(1) != 1:
         raise ValueError("rows must be contiguous")
     values = x.new_empty(rows, width, dtype=FLOAT8)
-    scales = x.new_empty(rows, triton.cdiv(width, run), dtype=torch.float32)
+    scales = x.new_empty(rows, cdiv(width, run), dtype=torch.float32)
     if rows:
-        runs = min(max(1, 1024 // run), triton.next_power_of_2(scales.shape[1]))
-        _quantise[(rows, triton.cdiv(scales.shape[1], runs))](
+        runs = min(max(1, 1024 // run), next_power_of_2(scales.shape[1]))
+        _quantise[(rows, cdiv(scales.shape[1], runs))](
             x,
             values,
             scales,
@@ -227,12 +228,12 @@ def linear(x: Tensor | Rows, weight: Weight, out: Tensor, tile: Tile | None = No
         library(Rows(values[:whole], scales[:whole], run), weight, out[:whole])
         linear(Rows(values[whole:], scales[whole:], run), weight, out[whole:])
         return out
-    runs = triton.cdiv(width, run)
+    runs = cdiv(width, run)
     cut = tile or tile_of(rows, outputs, runs)
-    depth = triton.cdiv(runs, cut.parts)
-    parts = triton.cdiv(runs, depth)
+    depth = cdiv(runs, cut.parts)
+    parts = cdiv(runs, depth)
     to = out if parts == 1 else out.new_empty(parts, rows, outputs, dtype=torch.float32)
-    multiply[(triton.cdiv(rows, cut.rows) * triton.cdiv(outputs, cut.columns), parts)](
+    multiply[(cdiv(rows, cut.rows) * cdiv(outputs, cut.columns), parts)](
         values, scales, weight.values, weight.scales, values, values, to, rows, outputs, depth, values.stride(0),
         to.stride(-2), to.stride(0), WIDTH=width, RUN=run, UNIT=unit, K=0, SORTED=False, BLOCK_M=cut.rows,
         BLOCK_N=cut.columns, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),

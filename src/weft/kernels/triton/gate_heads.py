@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
-@triton.jit
+@kernel
 def _gate_heads(
     x, gate, lse, sinks, out, x_row, x_head, gate_row, lse_row, lse_head, features,
     D: tl.constexpr, GATE: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -47,8 +47,8 @@ def gate_heads(
     if rows:
         gate_at = out if gate is None else gate
         lse_at = out if sinks is None or lse is None else lse
-        block = min(1024, triton.next_power_of_2(heads * dim))
-        _gate_heads[(rows, triton.cdiv(heads * dim, block))](
+        block = min(1024, next_power_of_2(heads * dim))
+        _gate_heads[(rows, cdiv(heads * dim, block))](
             out, gate_at, lse_at, out if sinks is None else sinks, found, out.stride(0), out.stride(1),
             gate_at.stride(0), lse_at.stride(0), lse_at.stride(1), heads * dim, D=dim,
             GATE=0 if gate is None else 1 if gate.shape[1] == heads else 2, SINKS=sinks is not None, BLOCK=block,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.plain import packed_shards
+from weft.kernels.triton.launch import kernel, next_power_of_2
 
 
 @triton.jit
@@ -32,7 +33,7 @@ def _most_and_sum(lses, stride, N: tl.constexpr):
     return most, total
 
 
-@triton.jit
+@kernel
 def _scale(
     out, lses, by_rank, own_lse, place, heads, out_token, out_head, part, dim, N: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -51,7 +52,7 @@ def _scale(
         tl.store(own_lse + at, most + tl.log(total))
 
 
-@triton.jit
+@kernel
 def _pack(
     out, lse, packed, packed_lse, heads, own, out_token, out_head, lse_token, lse_head, begin, size, lse_size, dim,
     BLOCK: tl.constexpr,
@@ -65,7 +66,7 @@ def _pack(
     tl.store(packed_lse + reader * lse_size + at, tl.load(lse + token * lse_token + head * lse_head))
 
 
-@triton.jit
+@kernel
 def _merge(packed, packed_lse, out, own_lse, begin, size, lse_size, dim, N: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
@@ -82,7 +83,7 @@ def _merge(packed, packed_lse, out, own_lse, begin, size, lse_size, dim, N: tl.c
 
 
 def _cut(dim: int) -> dict[str, int]:
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     return {"BLOCK": block, "num_warps": max(1, min(4, block // 128))}
 
 

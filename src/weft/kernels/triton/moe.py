@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Rows, Weight
 from weft.kernels.triton import float8, moe_float8, overlap
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.kernels.triton.rms_norm import activated
 from weft.kernels.triton.route import Routing, pairs_of
 
@@ -36,7 +36,7 @@ class Tile(NamedTuple):
     early: int = 0
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@kernel(do_not_specialize=["pairs"])
 def _up(
     x, x_scale, weight, scale, bias, order, tile_expert, out, out_scale, pairs, x_row,
     WIDTH: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr,
@@ -103,7 +103,7 @@ def _up(
         tl.store(to, value.to(out.dtype.element_ty), mask=real[:, None] & wanted[None, :])
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@kernel(do_not_specialize=["pairs"])
 def _down(
     inner, inner_scale, weight, scale, bias, route_weight, order, tile_expert, out, pairs,
     WIDTH: tl.constexpr, INNER: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr,
@@ -156,7 +156,7 @@ def _down(
     tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & wanted[None, :])
 
 
-@triton.jit
+@kernel
 def _sum_choices(
     pairs, expert, weight, bias, out, part, out_row, WIDTH: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
@@ -290,13 +290,13 @@ def experts(
             parts = moe_float8.parts_of_pairs(x, routing, gate_up, down, up_tile, down_tile, limit, alpha, gate_up_bias)
             return _sum(parts, routing, out, parts.shape[0], down_bias, add)
         hidden = out.new_empty(pairs, inner, dtype=last.dtype)
-        hidden_scale = down_scale.new_empty(pairs, triton.cdiv(inner, down_unit[1]))
+        hidden_scale = down_scale.new_empty(pairs, cdiv(inner, down_unit[1]))
         up_tile = up_tile._replace(columns=down_unit[1], depth=up_unit[1])
         down_tile = down_tile._replace(depth=down_unit[1])
     hidden = out.new_empty(pairs, inner) if hidden is None else hidden
     order, tile_expert, tiles = routing.tiles()
     cut = up_tile or up_tile_of(rows)
-    _up[(tiles * triton.cdiv(inner, cut.columns),)](
+    _up[(tiles * cdiv(inner, cut.columns),)](
         given, x_scale, up, up_scale, up if gate_up_bias is None else gate_up_bias, order, tile_expert, hidden,
         hidden_scale, pairs, given.stride(0), WIDTH=width, INNER=inner, K=k, SORTED=routing.order is not None,
         BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha, UNIT=up_unit[0], BLOCK_M=routing.tile_rows,
@@ -305,7 +305,7 @@ def experts(
     )  # fmt: skip
     cut = down_tile or down_tile_of(rows)
     each = out.new_empty(1, pairs, width)
-    _down[(tiles * triton.cdiv(width, cut.columns),)](
+    _down[(tiles * cdiv(width, cut.columns),)](
         hidden, hidden_scale, last, down_scale, last if down_bias is None else down_bias, routing.weight, order,
         tile_expert, each, pairs, WIDTH=width, INNER=inner, SORTED=routing.order is not None,
         BIAS=down_bias is not None, UNIT=down_unit[0], BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns,
@@ -317,8 +317,8 @@ def experts(
 def _sum(parts: Tensor, routing: Routing, out: Tensor, count: int, bias: Tensor | None, add: bool) -> Tensor:
     """Fills and returns out; count: the parts, 0 where pairs have their bias and weight already."""
     rows, width = out.shape
-    block = min(1024, triton.next_power_of_2(width))
-    _sum_choices[(rows, triton.cdiv(width, block))](
+    block = min(1024, next_power_of_2(width))
+    _sum_choices[(rows, cdiv(width, block))](
         parts, routing.expert, routing.weight, parts if bias is None else bias, out, parts.stride(0), out.stride(0),
         WIDTH=width, K=routing.expert.shape[1], PARTS=count, BIAS=bias is not None, ADD=add, BLOCK=block,
         num_warps=4, **overlap.options(),

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Rows, Weight
 from weft.kernels.triton import float8, overlap
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.kernels.triton.rms_norm import activated
 from weft.kernels.triton.route import Routing
 
@@ -24,7 +24,7 @@ PROGRAMS = 1024
 """About how many programs a product of few rows in FP8 is cut into: about a quarter of the tiles have an expert."""
 
 
-@triton.jit
+@kernel
 def _gate_parts(
     parts, bias, expert, out, out_scale, part,
     INNER: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
@@ -73,10 +73,10 @@ def parts_of_pairs(
     inner, run = down.values.shape[2], down.unit[1]
     parts = _parts(x, routing, gate_up, routing.expert.shape[1], up_tile)
     hidden = Rows(
-        x.values.new_empty(parts.shape[1], inner), x.scales.new_empty(parts.shape[1], triton.cdiv(inner, run)), run
+        x.values.new_empty(parts.shape[1], inner), x.scales.new_empty(parts.shape[1], cdiv(inner, run)), run
     )
-    runs = min(max(1, 1024 // run), triton.next_power_of_2(hidden.scales.shape[1]))
-    _gate_parts[(parts.shape[1], triton.cdiv(hidden.scales.shape[1], runs))](
+    runs = min(max(1, 1024 // run), next_power_of_2(hidden.scales.shape[1]))
+    _gate_parts[(parts.shape[1], cdiv(hidden.scales.shape[1], runs))](
         parts, parts if gate_up_bias is None else gate_up_bias, routing.expert, hidden.values, hidden.scales,
         parts.stride(0), INNER=inner, PARTS=parts.shape[0], BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha,
         RUN=run, RUNS=runs, num_warps=4, **overlap.options(),
@@ -88,10 +88,10 @@ def _parts(x: Rows, routing: Routing, weight: Weight, k: int, cut: Tile) -> Tens
     """float32 `[parts, pairs, outputs]`: the parts of each pair's product. x: a row a pair, or for each k of them."""
     (_, outputs, width), (unit, run) = weight.values.shape, weight.unit
     order, tile_expert, tiles = routing.tiles()
-    programs, runs, pairs = tiles * triton.cdiv(outputs, cut.columns), triton.cdiv(width, run), routing.expert.numel()
-    wanted = triton.cdiv(width, cut.depth) if cut.depth else float8.parts_of(programs, runs, PROGRAMS)
-    depth = triton.cdiv(runs, wanted)
-    out = x.scales.new_empty(triton.cdiv(runs, depth), pairs, outputs)
+    programs, runs, pairs = tiles * cdiv(outputs, cut.columns), cdiv(width, run), routing.expert.numel()
+    wanted = cdiv(width, cut.depth) if cut.depth else float8.parts_of(programs, runs, PROGRAMS)
+    depth = cdiv(runs, wanted)
+    out = x.scales.new_empty(cdiv(runs, depth), pairs, outputs)
     float8.multiply[(programs, out.shape[0])](
         x.values, x.scales, weight.values, weight.scales, order, tile_expert, out, pairs, outputs, depth,
         x.values.stride(0), outputs, out.stride(0), WIDTH=width, RUN=run, UNIT=unit, K=k,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def _pair(i, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
     return left, right
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _norm_rope_cache(
     qkv, q_weight, k_weight, cos, sin, slots, q_out, keys, values,
     rows, qkv_row, angle_row, q_row, q_head, k_slot, k_head, v_slot, v_head, eps,
@@ -118,19 +119,19 @@ def norm_rope_cache(
     out = qkv.new_empty(rows, heads, d) if q_out is None else q_out
     if rows:
         block_t = 1 if rows < 256 else 8
-        _norm_rope_cache[(triton.cdiv(rows, block_t), heads + 2 * kv_heads)](
+        _norm_rope_cache[(cdiv(rows, block_t), heads + 2 * kv_heads)](
             qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos, sin, slots, out,
             keys, values, rows, qkv.stride(0), cos.stride(0), out.stride(0), out.stride(1), keys.stride(0),
             keys.stride(1), values.stride(0), values.stride(1), eps, HEADS=heads, KV_HEADS=kv_heads, D=d, TURNED=turned,
             NORM=q_weight is not None, INTERLEAVED=interleaved, BLOCK_T=block_t,
-            BLOCK_PAIRS=max(1, triton.next_power_of_2(turned // 2)),
-            BLOCK_REST=max(1, triton.next_power_of_2(d - turned)), BLOCK_D=triton.next_power_of_2(d),
+            BLOCK_PAIRS=max(1, next_power_of_2(turned // 2)),
+            BLOCK_REST=max(1, next_power_of_2(d - turned)), BLOCK_D=next_power_of_2(d),
             num_warps=1 if block_t == 1 else 4, **overlap.options(),
         )  # fmt: skip
     return out
 
 
-@triton.jit
+@kernel
 def _latent_rope_cache(
     q, kv, weight, cos, sin, slots, latents, q_turned, q_row, kv_row, angle_row, latent_slot, to_row, to_head, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -207,11 +208,11 @@ def latent_rope_cache(
     if not (q.stride()[1:] == (dim, 1) and all(t.stride(-1) == 1 for t in (kv, cos, latents, weight, to))):
         raise ValueError("the heads of q, and the last dimensions of the others, must be contiguous")
     if rows:
-        block_h = min(32, triton.next_power_of_2(heads))
-        _latent_rope_cache[(rows, 1 + triton.cdiv(heads, block_h))](
+        block_h = min(32, next_power_of_2(heads))
+        _latent_rope_cache[(rows, 1 + cdiv(heads, block_h))](
             q, kv, weight, cos, sin, slots, latents, to, q.stride(0), kv.stride(0), cos.stride(0), latents.stride(0),
             to.stride(0), to.stride(1), eps,
             HEADS=heads, DIM=dim, TURNED=turned, LATENT=latent, INTERLEAVED=interleaved, BLOCK_H=block_h,
-            BLOCK_PAIRS=max(1, triton.next_power_of_2(turned // 2)), BLOCK_L=triton.next_power_of_2(latent),
+            BLOCK_PAIRS=max(1, next_power_of_2(turned // 2)), BLOCK_L=next_power_of_2(latent),
             num_warps=4, **overlap.options(),
         )  # fmt: skip

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton.decode_attention import LN2, LOG2E
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
 class Tile(NamedTuple):
@@ -26,7 +26,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-@triton.jit(do_not_specialize=["sequences"])
+@kernel(do_not_specialize=["sequences"])
 def _attend(
     q, keys, values, pages, starts, limits, out, lse, sequences, scale_log2, q_row, q_head, k_slot, k_head, v_slot,
     v_head, pages_row, out_row, out_head,
@@ -159,14 +159,14 @@ def prefill_attention(
         return
     tile = tile_of(d, q.element_size()) if tile is None else tile
     group = heads // kv_heads
-    block_g = min(tile.queries, triton.next_power_of_2(group))
-    most = triton.cdiv(rows, tile.queries // block_g) + sequences
-    _attend[(kv_heads * triton.cdiv(group, block_g), most)](
+    block_g = min(tile.queries, next_power_of_2(group))
+    most = cdiv(rows, tile.queries // block_g) + sequences
+    _attend[(kv_heads * cdiv(group, block_g), most)](
         q, keys, values, pages, starts, limits, out, limits if lse is None else lse, sequences, scale * LOG2E,
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), pages.stride(0),
         out.stride(0), out.stride(1),
         HEADS=heads, GROUP=group, D=d, REST=dim - d, LATENT=latent, LSE=lse is not None, PAGE=page_size,
-        WINDOW=window or 0, BLOCK_B=max(16, triton.next_power_of_2(sequences)), BLOCK_G=block_g, BLOCK_M=tile.queries,
-        BLOCK_N=tile.tokens, BLOCK_D=max(16, triton.next_power_of_2(d)),
-        BLOCK_REST=max(16, triton.next_power_of_2(dim - d)), LN2=LN2, num_warps=tile.warps, num_stages=tile.stages,
+        WINDOW=window or 0, BLOCK_B=max(16, next_power_of_2(sequences)), BLOCK_G=block_g, BLOCK_M=tile.queries,
+        BLOCK_N=tile.tokens, BLOCK_D=max(16, next_power_of_2(d)),
+        BLOCK_REST=max(16, next_power_of_2(dim - d)), LN2=LN2, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -12,9 +12,10 @@ from torch import Tensor
 from weft.kernels.float8 import Rows
 from weft.kernels.triton import overlap
 from weft.kernels.triton.float8 import to_float8
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
-@triton.jit
+@kernel
 def _rms_norm(
     x, residual, weight, total, out, values, scales, x_row, residual_row, total_row, out_row, eps,
     WIDTH: tl.constexpr, ADD: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
@@ -58,7 +59,7 @@ def activated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     return value
 
 
-@triton.jit
+@kernel
 def _gated(
     x, score_x, score_weight, out, x_row, score_row, out_row,
     WIDTH: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHARE: tl.constexpr, SCORE_WIDTH: tl.constexpr,
@@ -102,10 +103,10 @@ def rms_norm(
     given = x if residual is None else residual
     total = given if total is None else total
     values, scales, run = (out, out, 0) if quantised is None else quantised
-    if quantised is not None and (values.shape != x.shape or scales.shape != (rows, triton.cdiv(width, run))):
+    if quantised is not None and (values.shape != x.shape or scales.shape != (rows, cdiv(width, run))):
         raise ValueError(f"x is {list(x.shape)}, quantised {list(values.shape)} with scales {list(scales.shape)}")
     if rows:
-        block = max(run, triton.next_power_of_2(width))
+        block = max(run, next_power_of_2(width))
         _rms_norm[(rows,)](
             x, given, weight, total, out, values, scales, x.stride(0), given.stride(0), total.stride(0), out.stride(0),
             eps, WIDTH=width, ADD=residual is not None, RUN=run, BLOCK=block, num_warps=min(16, max(1, block // 512)),
@@ -130,10 +131,10 @@ def gated(
         raise ValueError(f"rows are {list(read.shape)} of {rows}, their weight {list(weight.shape)}")
     out = x.new_empty(rows, width)
     if rows:
-        block = min(1024, triton.next_power_of_2(width))
-        _gated[(rows, triton.cdiv(width, block))](
+        block = min(1024, next_power_of_2(width))
+        _gated[(rows, cdiv(width, block))](
             x, read, weight, out, x.stride(0), read.stride(0), out.stride(0), WIDTH=width, LIMIT=limit, ALPHA=alpha,
             SHARE=rows // len(read), SCORE_WIDTH=inputs, BLOCK=block,
-            BLOCK_SCORE=triton.next_power_of_2(max(1, inputs)), num_warps=4, **overlap.options(),
+            BLOCK_SCORE=next_power_of_2(max(1, inputs)), num_warps=4, **overlap.options(),
         )  # fmt: skip
     return out

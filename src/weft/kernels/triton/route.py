@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft.kernels.triton import overlap
 from weft.kernels.triton.dense import LANGUAGE, Parts
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 CHUNKS = 128, 2048
 """Pairs of a chunk, at least and at most.
@@ -95,7 +96,7 @@ def _allow_groups(
     return tl.reshape(tl.where(allowed[:, :, None] > 0, by_group, float("-inf")), (ranked.shape[0], GROUPS * SIZE))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _route(
     logits, offset, bias, live, weight, expert, rows, part, row_stride, scale,
     PARTS: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr,
@@ -160,7 +161,7 @@ def _count(found, BLOCK_HELD: tl.constexpr):
     return tl.histogram(tl.where(found >= 0, found, 0), BLOCK_HELD, mask=found >= 0)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@kernel(do_not_specialize=["pairs"])
 def _count_chunks(expert, counts, pairs, BLOCK_HELD: tl.constexpr, CHUNK: tl.constexpr):
     overlap.begin()
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -168,7 +169,7 @@ def _count_chunks(expert, counts, pairs, BLOCK_HELD: tl.constexpr, CHUNK: tl.con
     tl.store(counts + tl.program_id(0) * BLOCK_HELD + tl.arange(0, BLOCK_HELD), count)
 
 
-@triton.jit(do_not_specialize=["pairs", "tiles"])
+@kernel(do_not_specialize=["pairs", "tiles"])
 def _sort_pairs(
     expert, counts, order, tile_expert, pairs, tiles, HELD: tl.constexpr, BLOCK_HELD: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_TILES: tl.constexpr,
@@ -237,14 +238,14 @@ def choose(
     if parts.stride(2) != 1 or experts % groups or any(b is not None and b.shape != (experts,) for b in (bias, offset)):
         raise ValueError(f"logits are {[rows, experts]}, contiguous by rows, in {groups} groups; bias {bias}")
     if rows:
-        _route[(triton.cdiv(rows, 4),)](
+        _route[(cdiv(rows, 4),)](
             parts, parts if offset is None else offset, parts if bias is None else bias, live, weight, expert, rows,
             parts.stride(0), parts.stride(1), rule.scale, PARTS=count, OFFSET=offset is not None,
             DTYPE=LANGUAGE[found.dtype],
-            E=experts, K=k, BLOCK_K=triton.next_power_of_2(k), SIGMOID=rule.score == "sigmoid", BIAS=bias is not None,
+            E=experts, K=k, BLOCK_K=next_power_of_2(k), SIGMOID=rule.score == "sigmoid", BIAS=bias is not None,
             GROUPS=groups, TOP_GROUPS=min(groups, rule.top_groups), GROUP_BEST=rule.group_best,
             RENORMALISE=rule.renormalise, FIRST=first, HELD=experts - first if held is None else held, BLOCK_T=4,
-            BLOCK_GROUPS=triton.next_power_of_2(groups), BLOCK_SIZE=triton.next_power_of_2(experts // groups),
+            BLOCK_GROUPS=next_power_of_2(groups), BLOCK_SIZE=next_power_of_2(experts // groups),
             num_warps=4, **overlap.options(),
         )  # fmt: skip
     return weight, expert
@@ -286,8 +287,8 @@ def sort_pairs(weight: Tensor, expert: Tensor, held: int, tile_rows: int) -> Rou
     tiles = (pairs + min(held, pairs) * (tile_rows - 1)) // tile_rows
     order, tile_expert = expert.new_empty(tiles * tile_rows), expert.new_empty(tiles)
     if pairs:
-        chunk = min(CHUNKS[1], max(CHUNKS[0], triton.next_power_of_2(pairs)))
-        chunks, block_held, warps = triton.cdiv(pairs, chunk), triton.next_power_of_2(held), max(4, chunk // 256)
+        chunk = min(CHUNKS[1], max(CHUNKS[0], next_power_of_2(pairs)))
+        chunks, block_held, warps = cdiv(pairs, chunk), next_power_of_2(held), max(4, chunk // 256)
         counts = expert.new_empty(chunks, block_held)
         if chunks > 1:
             _count_chunks[(chunks,)](
@@ -295,7 +296,7 @@ def sort_pairs(weight: Tensor, expert: Tensor, held: int, tile_rows: int) -> Rou
             )
         _sort_pairs[(held, chunks)](
             expert, counts, order, tile_expert, pairs, tiles, HELD=held, BLOCK_HELD=block_held, CHUNK=chunk,
-            BLOCK_CHUNKS=triton.next_power_of_2(chunks), BLOCK_M=tile_rows, BLOCK_TILES=256, num_warps=warps,
+            BLOCK_CHUNKS=next_power_of_2(chunks), BLOCK_M=tile_rows, BLOCK_TILES=256, num_warps=warps,
             **overlap.options(),
         )  # fmt: skip
     return Routing(weight, expert, tile_rows, order, tile_expert)

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 BLOCK, PROGRAMS = 2048, 1056
 """Tokens that a program looks at at once, and how many programs there are about: eight for each multiprocessor of an
@@ -50,7 +51,7 @@ def better(value, token):
     return best, tl.min(tl.where(value == best, token, 2147483647), 0)
 
 
-@triton.jit
+@kernel
 def _row_top(
     logits, min_p, table, live, tops, row_stride, vocabulary, blocks, TABLE: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -71,7 +72,7 @@ def _row_top(
     tl.store(tops + row * tl.num_programs(1) + tl.program_id(1), tl.max(top, 0))
 
 
-@triton.jit
+@kernel
 def _candidates(
     logits, temperature, seed, position, min_p, table, tops, live, found, row_stride, vocabulary, first, blocks,
     MIN_P: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
@@ -114,7 +115,7 @@ def _candidates(
     tl.store(to + 1, which.to(tl.float32))
 
 
-@triton.jit
+@kernel
 def _best(found, live, best, shares, SHARES: tl.constexpr):
     overlap.begin()
     row = tl.program_id(0)
@@ -160,13 +161,13 @@ def candidates(
         raise ValueError("rows of logits must be contiguous")
     if first + vocabulary > MOST_TOKENS:
         raise ValueError(f"tokens up to {first + vocabulary} are not all whole in float32")
-    blocks = triton.cdiv(vocabulary + first % 4, BLOCK)
+    blocks = cdiv(vocabulary + first % 4, BLOCK)
     shares = min(blocks, max(1, PROGRAMS // max(1, rows)))
     found = temperature.new_empty(rows, shares, 2)
     if not rows:
         return found
     given = temperature if min_p is None else min_p
-    at, padded = live if table is None else table, triton.next_power_of_2(shares)
+    at, padded = live if table is None else table, next_power_of_2(shares)
     options = dict(TABLE=table is not None, BLOCK=BLOCK, num_warps=4, **overlap.options())
     tops = found if min_p is None else temperature.new_empty(rows, shares)
     sizes = logits.stride(0), vocabulary
@@ -184,7 +185,7 @@ def best(found: Tensor, live: Tensor) -> Tensor:
     rows, shares, _ = found.shape
     drawn = found.new_empty(rows, 2)
     if rows:
-        padded = triton.next_power_of_2(shares)
+        padded = next_power_of_2(shares)
         _best[(rows,)](found, live, drawn, shares, SHARES=padded, num_warps=1, **overlap.options())
     return drawn
 

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
+from weft.kernels.triton.launch import kernel, next_power_of_2
 from weft.kernels.triton.sample import better
 
 ENTRIES = 1024
@@ -43,7 +43,7 @@ class StepInputs(NamedTuple):
     slots: Tensor
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@kernel(do_not_specialize=["capacity"])
 def _step_in(
     rows, live, last_token, length, entries, parts, tokens, positions, lengths, found, slots, capacity, entries_row,
     found_row, PAGE: tl.constexpr, BLOCK: tl.constexpr,
@@ -78,7 +78,7 @@ def _step_in(
             tl.store(slot, tl.where(own >= 0, own.to(tl.int64) * PAGE + position % PAGE, -1))
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@kernel(do_not_specialize=["capacity"])
 def _step_out(rows, live, drawn, last_token, length, tokens, capacity, each, every, BLOCK: tl.constexpr):
     overlap.begin()
     i = tl.program_id(0)
@@ -141,7 +141,7 @@ def step_in(
     if capacity:
         _step_in[(capacity, len(parts.each))](
             rows, live, last_token, length, entries, parts.each, *out, capacity, entries.stride(0),
-            out.entries.stride(0), PAGE=page_size, BLOCK=min(ENTRIES, triton.next_power_of_2(entries.shape[1])),
+            out.entries.stride(0), PAGE=page_size, BLOCK=min(ENTRIES, next_power_of_2(entries.shape[1])),
             num_warps=4, **overlap.options(),
         )  # fmt: skip
     return out
@@ -161,5 +161,5 @@ def step_out(rows: Tensor, live: Tensor, drawn: Tensor, last_token: Tensor, leng
     if capacity:
         _step_out[(capacity,)](
             rows, live, drawn, last_token, length, tokens, capacity, each, ranks * each,
-            BLOCK=triton.next_power_of_2(ranks * each), num_warps=1, **overlap.options(),
+            BLOCK=next_power_of_2(ranks * each), num_warps=1, **overlap.options(),
         )  # fmt: skip

@@ -34,9 +34,9 @@ class Launcher:
         self._form = str((src.signature, src.constants, src.attrs, metadata.num_warps))
 
     def __call__(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
-        _function, _metadata, _launch, _enter, _exit, *args = rest
+        function, _metadata, _launch, _enter, _exit, *args = rest
         given = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
-        Launcher.seen.append((self._form, (x, y, z), stream, given))
+        Launcher.seen.append((self._form, function, (x, y, z), stream, given))
 
 
 class NoGpu:
@@ -61,8 +61,8 @@ class NoGpu:
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": 227 << 10}
 
-    def load_binary(self, *_: Any) -> tuple[int, ...]:
-        return 1, 2, 3, 4, 1024
+    def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[int, ...]:
+        return 1, 2 + device, 3, 4, 1024
 
 
 def cases() -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

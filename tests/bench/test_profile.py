@@ -178,7 +178,7 @@ def test_names() -> None:
         ("aten::linear", "dense products"),
         ("_norm_rope_cache", "norms"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
-        ("_best_of_block", "sampling"),
+        ("_candidates", "sampling"),
         ("void at::native::elementwise_kernel<128, 4>(int)", "other"),
     ):
         assert kind_of(name) == kind, name

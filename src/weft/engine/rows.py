@@ -162,8 +162,7 @@ class DeviceRows:
             at.append(self._place(entry.row, entry.group, entry.index))
             values.append(entry.value)
         if at:
-            put = on_device([at, values], torch.int64, self.length.device)
-            self.entries.view(-1).index_copy_(0, put[0], put[1].int())
+            _put(self.entries.view(-1), at, values)
 
     def _place(self, row: int, group: int, index: int) -> int:
         """Of a table's entry among all."""
@@ -183,5 +182,10 @@ class DeviceRows:
     def ran(self, table: RowTable, news: GroupRows) -> None:
         """After a step that ran without a graph: takes the lengths of its rows."""
         rows = [*news.answers, *(chunk.row for chunk in news.chunks)]
-        put = on_device([rows, [table.rows[row].length for row in rows]], torch.int64, self.length.device)
-        self.length.index_copy_(0, put[0], put[1].int())
+        _put(self.length, rows, [table.rows[row].length for row in rows])
+
+
+def _put(to: Tensor, at: Sequence[int], values: Sequence[int]) -> None:
+    """to[at] = values, of int32 on the device: one copy and one kernel, as int32 are every other of int64's halves."""
+    put = on_device([at, values], torch.int64, to.device)
+    to.index_copy_(0, put[0], put[1].view(torch.int32)[::2])

@@ -43,7 +43,7 @@ def asked(served: Served) -> list[list[str]]:
     def ask(question: str) -> list[str]:
         connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=300)
         body: dict[str, Any] = {"messages": [{"role": "user", "content": question}]}
-        body |= {"temperature": 0, "max_tokens": 48, "ignore_eos": True, "logprobs": True}
+        body |= {"temperature": 0, "max_tokens": 60, "logprobs": True}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
         found = json.loads(response.read())
@@ -60,7 +60,7 @@ def asked(served: Served) -> list[list[str]]:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     with serving(tmp_path_factory.mktemp("http") / "cpu", "cpu", "") as served:
         found = asked(served)
-    assert all(len(tokens) == 48 for tokens in found)
+    assert all(len(tokens) > 9 for tokens in found)
     return found
 
 

@@ -87,18 +87,25 @@ class Case:
         live, tile_rows = ints(rows), moe.tile_rows_of(rows)
         self.x = [normal(rows, HIDDEN) for _ in range(LAYERS)]
         self.logits = [normal(rows, EXPERTS) for _ in range(LAYERS)]
-        self.route = lambda i: route.route(self.logits[i], RULE, live, tile_rows, 0, held)
+        self.route = lambda i, ahead=None: route.route(self.logits[i], RULE, live, tile_rows, 0, held, ahead=ahead)
         self.routings = [self.route(i) for i in range(LAYERS)]
         self.out = torch.empty(rows, HIDDEN, device=DEVICE, dtype=BF16)
         self.hit = statistics.mean((r.expert.unique() >= 0).sum().item() for r in self.routings)
         self.bytes = int(self.hit * 3 * inner * HIDDEN * 2)
         self.turns = 4 if rows <= 16 else 2
 
-    def us(self, up: Tile | None = None, down: Tile | None = None, routed: bool = False) -> float:
-        """Microseconds a layer; routed: with the routing."""
+    def us(
+        self,
+        up: Tile | None = None,
+        down: Tile | None = None,
+        routed: bool = False,
+        ahead: tuple[int, int] | None = None,
+    ) -> float:
+        """Microseconds a layer; routed: with the routing, which asks for depth and tiles of the first product."""
 
         def call(i: int) -> None:
-            routing = self.route(i) if routed else self.routings[i]
+            asked = None if ahead is None else route.Ahead(self.gate_up[i], *ahead)
+            routing = self.route(i, asked) if routed else self.routings[i]
             moe.experts(self.x[i], routing, self.gate_up[i], self.down[i], self.out, up, down)
 
         return round(graph_us([lambda i=i: call(i) for i in range(LAYERS)] * self.turns, 9), 2)
@@ -146,6 +153,9 @@ def measure(case: Case, rows: int, sweep: bool) -> dict[str, Any]:
     assert not case.differs(up, down), "what is asked for early changes bits"
     found: dict[str, Any] = {"hit": case.hit, "bytes": case.bytes, **case.ceilings()}
     found["shipped_us"], found["routed_us"] = case.us(), case.us(routed=True)
+    if rows * CHOSEN * 4 > EXPERTS:  # pairs are sorted
+        ways = [(128, 4), (128, 8), (128, 16), (128, 32), (256, 8), (256, 16)]
+        found["ahead"] = sorted((case.us(routed=True, ahead=way), *way) for way in ways)
     found["not_early_us"] = case.us(up._replace(early=0), down._replace(early=0))
     best = {"up": up, "down": down}
     for product in ("down", "up"):

@@ -167,7 +167,8 @@ def attend_prompts(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
 def route_rows(rows: int) -> None:
     live, tile_rows = empty(1, dtype=INT), moe.tile_rows_of(rows)
     logits = dense.linear_parts(empty(rows, 2048), empty(128, 2048), empty(128)) if rows <= 64 else empty(rows, 128)
-    route.route(logits, Routing(8, renormalise=True), live, tile_rows, 64, 64)
+    ahead = moe.ahead_of(empty(64, 1536, 2048), rows)
+    route.route(logits, Routing(8, renormalise=True), live, tile_rows, 64, 64, ahead=ahead)
 
 
 def routed(rows: int, held: int, tile_rows: int) -> route.Routing:

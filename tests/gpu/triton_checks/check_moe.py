@@ -74,8 +74,10 @@ def check_routes(case: tuple[int, ...], seed: int, device: torch.device) -> None
 @pytest.mark.parametrize("pairs", [0, 1, 33, 200, 2048, 2049, 6000])
 @pytest.mark.parametrize("held", [1, 5])
 def check_sorts_pairs(pairs: int, held: int, device: torch.device) -> None:
-    expert = torch.randint(-1, held, (pairs, 1), device=device).int()
-    assert_order(kernels.sort_pairs(torch.ones(pairs, 1, device=device), expert, held, 16))
+    weight = torch.ones(pairs, 1, device=device)
+    for ahead in (None, kernels.Ahead(torch.randn(held, 10, 96, device=device), 64, 2)):
+        expert = torch.randint(-1, held, (pairs, 1), device=device).int()
+        assert_order(kernels.sort_pairs(weight, expert, held, 16, ahead))
 
 
 RULES = {

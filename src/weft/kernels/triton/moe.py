@@ -19,7 +19,10 @@ from weft.kernels.float8 import Rows, Weight
 from weft.kernels.triton import float8, moe_float8, overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.kernels.triton.rms_norm import activated
-from weft.kernels.triton.route import Routing, pairs_of
+from weft.kernels.triton.route import Ahead, Routing, pairs_of
+
+AHEAD_DEPTH, AHEAD_TILES = 128, 16
+"""The depth of a block of the first product, and about how many tiles have all their columns running at once."""
 
 
 class Tile(NamedTuple):
@@ -214,6 +217,11 @@ def down_tile_of(rows: int) -> Tile:
     if rows < 1024:
         return Tile(128, 64, 4, 3)
     return Tile(256, 64, 8, 4)
+
+
+def ahead_of(gate_up: Tensor, rows: int) -> Ahead | None:
+    """What `route` asks for while it sorts: what the programs of the first product that run at once read first."""
+    return Ahead(gate_up, AHEAD_DEPTH, AHEAD_TILES) if rows <= 128 else None
 
 
 def float8_tiles_of(rows: int) -> tuple[Tile, Tile]:

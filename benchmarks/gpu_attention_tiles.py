@@ -190,6 +190,7 @@ def search(latent: bool, pool: ProcessPoolExecutor, processes: int, until: float
     shipped = attention.tile_of(512 if latent else HEAD_DIM, HEADS // KV_HEADS)
     plain = Variant(shipped._replace(ahead=0), early=False)
     found.run([plain, plain._replace(cut=Cut(128, 64, 0)), Variant(shipped, early=False), Variant(shipped)])
+    found.run([Variant(shipped._replace(fused=True)), Variant(shipped._replace(fused=True), early=False)])
     found.show("shipped, without early loads or longer last splits")
     found.run(map(Variant, blocks(latent)))
     found.show("blocks")

@@ -98,6 +98,22 @@ def check_a_row_has_the_same_bits_in_any_company_and_order(device: torch.device)
     assert torch.equal(fewer, together[order])
 
 
+def check_the_last_program_of_a_row_merges_it(seed: int, device: torch.device) -> None:
+    cache, pages, length = paged(LONG_AND_SHORT, 4, 48, torch.float16, device)
+    keys, values = cache[:, :2], cache[:, 2:]
+    q = torch.randn(len(LONG_AND_SHORT), 6, 48, device=device).half()
+    splits = order_splits(length, pages.shape[1] * PAGE)
+    wanted, wanted_lse = plain.decode_attention(q.double(), keys.double(), values.double(), pages, length, PAGE, 0.3)
+    for programs in (528, 3):
+        tile = kernels.tile_of(48, 3)._replace(programs=programs, fused=True)
+        lse = torch.full((len(q), 6), float("nan"), device=device)
+        out = torch.full((len(q), 6, 48), float("nan"), dtype=q.dtype, device=device)
+        kernels.decode_attention(q, keys, values, pages, length, PAGE, 0.3, out=out, lse=lse, splits=splits, tile=tile)
+        assert close(out, wanted, 2e-3) and (out[1] == 0).all()
+        assert torch.allclose(lse.double(), wanted_lse, rtol=1e-5, atol=2e-3)
+        assert not splits.ready.any(), "the next layer counts from 0"
+
+
 def check_a_longer_row_has_longer_splits(device: torch.device) -> None:
     # Beyond 64 × 128 tokens a split has 256: the second half of each must not be left out.
     cache, pages, length = paged((8200,), 2, 16, torch.float32, device)

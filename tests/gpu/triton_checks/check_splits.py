@@ -17,7 +17,7 @@ def splits_of(length: int, window: int | None, cut: Cut) -> list[tuple[int, int]
     while span * cut.splits < seen:
         span *= 2
     borders = list(range(length - seen, length - span // 4 * cut.spare, span)) or [0]
-    return [(a, b) for a, b in zip(borders, [*borders[1:], length], strict=True) if length]
+    return [(a, b) for a, b in zip(borders, [*borders[1:], length], strict=True)]
 
 
 @pytest.mark.parametrize("spare", [0, 1, 2])
@@ -38,7 +38,10 @@ def check_items_are_the_splits_longest_first(
     ]
     wanted.sort(key=lambda item: item[1] - item[2])  # stable
     found = order_splits(torch.tensor(lengths, dtype=torch.int32, device=device), 200, window, cut)
-    items = [tuple(item) for item in found.items[: found.total.item()].tolist()]
+    items = [(row, start, end, split % 256) for row, start, end, split in found.items[: found.total.item()].tolist()]
     assert [end - start for _, start, end, _ in items] == [end - start for _, start, end, _ in wanted]
     assert sorted(items) == sorted(wanted)
+    parts = [sum(row == other for other, *_ in items) for row, *_ in items]
+    assert [split // 256 for *_, split in found.items[: found.total.item()].tolist()] == parts
+    assert not found.ready.any()
     assert len(wanted) <= len(found.items) == len(lengths) * found.room

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
-from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
-from weft.kernels.triton.splits import FIELDS, Splits, order_splits, row_splits
+from weft.kernels.triton.merge_splits import _merge_splits, merge_here
+from weft.kernels.triton.splits import COUNTERS, FIELDS, Splits, order_splits
 
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
@@ -33,6 +33,7 @@ class Tile(NamedTuple):
     stages: int
     programs: int
     ahead: int
+    fused: bool = False
 
 
 @triton.jit
@@ -72,7 +73,7 @@ def _prefetch_first(
             overlap.prefetch(values + slot * v_slot + kv_head * v_head + at, wanted)
 
 
-@kernel(do_not_specialize=["room", "rows", "width", "slots"])
+@triton.jit(do_not_specialize=["room", "rows", "width", "slots"])
 def _attend_splits(
     q,
     keys,
@@ -80,8 +81,11 @@ def _attend_splits(
     pages,
     items,
     count,
+    ready,
     part,
     part_lse,
+    out,
+    lse,
     room,
     rows,
     width,
@@ -94,6 +98,8 @@ def _attend_splits(
     v_slot,
     v_head,
     pages_row,
+    out_row,
+    out_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -105,6 +111,11 @@ def _attend_splits(
     BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     AHEAD: tl.constexpr,
+    FUSED: tl.constexpr,
+    LSE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    MERGE_STAGES: tl.constexpr,
+    LN2: tl.constexpr,
 ):
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     BLOCKS: tl.constexpr = (HEADS // GROUP) * HEAD_BLOCKS
@@ -126,6 +137,7 @@ def _attend_splits(
         item = items + place // BLOCKS * FIELDS
         row, start = tl.load(item), tl.load(item + 1)
         end, split = tl.load(item + 2), tl.load(item + 3)
+        splits, split = split // 256, split % 256
         kv_head = block // HEAD_BLOCKS
         in_group = (block % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
         head = kv_head * GROUP + in_group
@@ -167,43 +179,24 @@ def _attend_splits(
             acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
             top = new_top
         at_part = (row.to(tl.int64) * HEADS + head) * room + split
-        tl.store(part + at_part[:, None] * D + d[None, :], acc / total[:, None], mask=real)
-        tl.store(part_lse + at_part, top + tl.log2(total), mask=in_group < GROUP)
-
-
-@kernel(do_not_specialize=["room"])
-def _merge_splits(
-    part, part_lse, lengths, out, lse, room, out_row, out_head,
-    HEADS: tl.constexpr, D: tl.constexpr, LSE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
-    MOST: tl.constexpr, SPARE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, LN2: tl.constexpr,
-):  # fmt: skip
-    overlap.begin()
-    row = tl.program_id(0) // HEADS
-    head = tl.program_id(0) % HEADS
-    _, _, splits = row_splits(tl.load(lengths + row), WINDOW, TOKENS, MOST, SPARE)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    at = (row.to(tl.int64) * HEADS + head) * room
-    every = tl.arange(0, MOST)
-    each = tl.load(part_lse + at + every, mask=every < splits, other=float("-inf"))
-    top = tl.max(each, 0)
-    top = tl.where(splits > 0, top, 0.0)  # an empty row has no weights: -inf minus -inf would be NaN
-    total = tl.where(splits > 0, tl.sum(tl.exp2(each - top), 0), 1.0)
-    merged = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, splits, BLOCK_S):
-        s = first + tl.arange(0, BLOCK_S)
-        weight = tl.exp2(tl.load(part_lse + at + s, mask=s < splits, other=float("-inf")) - top)
-        x = tl.load(part + (at + s)[:, None] * D + d[None, :], mask=(s < splits)[:, None] & (d < D)[None, :], other=0.0)
-        merged += tl.sum(x * weight[:, None], 0)
-    to = out + row.to(tl.int64) * out_row + head * out_head + d
-    tl.store(to, (merged / total).to(out.dtype.element_ty), mask=d < D)
-    if LSE and tl.program_id(1) == 0:
-        found = tl.where(splits > 0, (top + tl.log2(total)) * LN2, float("-inf"))
-        tl.store(lse + row * HEADS + head, found)
+        some = tl.where(total > 0, total, 1.0)  # an empty row's only split has no token
+        tl.store(part + at_part[:, None] * D + d[None, :], acc / some[:, None], mask=real)
+        tl.store(part_lse + at_part, top + tl.log2(some), mask=in_group < GROUP)
+        if FUSED:
+            tl.debug_barrier()  # all threads have stored before one says so
+            counter = ready + row * COUNTERS + block
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+                tl.store(counter, 0)  # for the next layer
+                merge_here(
+                    part, part_lse, out + row.to(tl.int64) * out_row, lse + row * HEADS, row.to(tl.int64) * HEADS,
+                    kv_head * GROUP, (block % HEAD_BLOCKS) * BLOCK_H, splits, room, out_head,
+                    GROUP, D, LSE, BLOCK_G, MERGE_STAGES, BLOCK_D, LN2,
+                )  # fmt: skip
 
 
 def tile_of(head_dim: int, group: int) -> Tile:
     """The first kernel's tile: by the model's shape alone, so that a row has the same bits at every capacity."""
-    heads = min(64, max(16, next_power_of_2(group)))
+    heads = min(64, max(16, triton.next_power_of_2(group)))
     if head_dim <= 128:
         return Tile(heads, 32, 4, 3, 132 * 4, 64)
     if head_dim <= 256:
@@ -303,7 +296,9 @@ def _launch(
     room, cut = splits.room, splits.cut
     part = q.new_empty(rows, heads, room, d, dtype=torch.float32)
     part_lse = q.new_empty(rows, heads, room, dtype=torch.float32)
-    blocks = kv_heads * cdiv(group, tile.heads)
+    blocks, block_g = kv_heads * triton.cdiv(group, tile.heads), min(tile.heads, triton.next_power_of_2(group))
+    if blocks > COUNTERS.value:
+        raise ValueError(f"{kv_heads} key-value heads in {blocks} blocks; {COUNTERS.value} is the most")
     _attend_splits[(min(tile.programs, rows * blocks * room),)](
         q,
         keys,
@@ -311,8 +306,11 @@ def _launch(
         pages,
         splits.items,
         splits.total,
+        splits.ready,
         part,
         part_lse,
+        out,
+        part_lse if lse is None else lse,
         room,
         rows,
         pages.shape[1],
@@ -325,6 +323,8 @@ def _launch(
         values.stride(0),
         values.stride(1),
         pages.stride(0),
+        out.stride(0),
+        out.stride(1),
         HEADS=heads,
         GROUP=group,
         D=d,
@@ -333,15 +333,22 @@ def _launch(
         PAGE=page_size,
         BLOCK_H=tile.heads,
         BLOCK_N=tile.tokens,
-        BLOCK_D=max(16, next_power_of_2(d)),
-        BLOCK_REST=max(16, next_power_of_2(rest)),
+        BLOCK_D=max(16, triton.next_power_of_2(d)),
+        BLOCK_REST=max(16, triton.next_power_of_2(rest)),
         AHEAD=tile.ahead,
+        FUSED=tile.fused,
+        LSE=lse is not None,
+        BLOCK_G=block_g,
+        MERGE_STAGES=max(1, min(8, (32 << 10) // (4 * block_g * triton.next_power_of_2(d)))),
+        LN2=LN2,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **overlap.options(),
     )
-    block_d = min(128, next_power_of_2(d))
-    _merge_splits[(rows * heads, cdiv(d, block_d))](
+    if tile.fused:
+        return out
+    block_d = min(128, triton.next_power_of_2(d))
+    _merge_splits[(rows * heads, triton.cdiv(d, block_d))](
         part, part_lse, lengths, out, part_lse if lse is None else lse, room, out.stride(0), out.stride(1),
         HEADS=heads, D=d, LSE=lse is not None, WINDOW=splits.window, TOKENS=cut.tokens, MOST=cut.splits,
         SPARE=cut.spare, BLOCK_S=16, BLOCK_D=block_d, LN2=LN2, num_warps=1, **overlap.options(),

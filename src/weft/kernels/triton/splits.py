@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
-from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 FIELDS = tl.constexpr(4)
-"""Of an item: row, first token, the token behind the last one, number of the split in its row."""
+"""Of an item: row, first token, the token behind the last one, number of the split in its row + 256 · splits."""
+COUNTERS = tl.constexpr(128)
+"""Of a row: one for each block of heads that a program takes at once."""
 
 
 class Cut(NamedTuple):
@@ -40,7 +41,8 @@ CUT = Cut(128, 64, 2)
 
 class Splits(NamedTuple):
     """items int32 `[capacity, 4]`, of which the first `total` (int32 `[1]`) are there; room: splits of a row at most;
-    window: how many of a row's last tokens it sees, 0 for all.
+    window: how many of a row's last tokens it sees, 0 for all. ready int32 `[rows, COUNTERS]`: how many of a row's
+    splits are attended to, of each block of heads; zeros before and after each layer's attention.
     """
 
     items: Tensor
@@ -48,11 +50,12 @@ class Splits(NamedTuple):
     room: int
     window: int
     cut: Cut
+    ready: Tensor
 
 
 @triton.jit
 def row_splits(length, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr, SPARE: tl.constexpr):
-    """(tokens that a row sees, tokens of each of its splits but the last, splits); splits are 0 where it sees none."""
+    """(tokens that a row sees, tokens of each of its splits but the last, splits); one split where it sees none."""
     seen = length
     if WINDOW > 0:
         seen = tl.minimum(length, WINDOW)
@@ -64,14 +67,14 @@ def row_splits(length, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.cons
     span |= span >> 16
     span = tl.maximum(span + 1, TOKENS)
     spare = span // 4 * SPARE
-    splits = tl.maximum(tl.cdiv(tl.maximum(seen - spare, 0), span), (seen > 0).to(tl.int32))
+    splits = tl.maximum(tl.cdiv(tl.maximum(seen - spare, 0), span), 1)
     return seen, span, splits
 
 
-@kernel(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"])
 def _order_splits(
-    lengths, items, count, rows, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr, SPARE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    lengths, items, count, ready, rows, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr,
+    SPARE: tl.constexpr, BLOCK_R: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
     """A program finds the places of one row's splits: all but the last are alike and follow one another."""
     overlap.begin()
@@ -79,10 +82,11 @@ def _order_splits(
     length = tl.load(lengths + row)
     every_length = tl.load(lengths + every, mask=every < rows, other=0)
     every_seen, every_span, every_splits = row_splits(every_length, WINDOW, TOKENS, MOST, SPARE)
-    every_last = tl.where(every_splits > 0, every_seen - (every_splits - 1) * every_span, 0)
-    every_others = tl.maximum(every_splits - 1, 0)
+    every_last = every_seen - (every_splits - 1) * every_span
+    every_others = every_splits - 1
     if row == 0:
-        tl.store(count, tl.sum(every_splits, 0))
+        tl.store(count, tl.sum(tl.where(every < rows, every_splits, 0), 0))
+    tl.store(ready + row * COUNTERS + tl.arange(0, COUNTERS), 0)
     seen, span, splits = row_splits(length, WINDOW, TOKENS, MOST, SPARE)
     last = seen - (splits - 1) * span
     longer = (every_span > span) | ((every_span == span) & (every < row))
@@ -97,7 +101,7 @@ def _order_splits(
     tl.store(to, row, mask=real)
     tl.store(to + 1, start, mask=real)
     tl.store(to + 2, tl.where(is_last, length, start + span), mask=real)
-    tl.store(to + 3, split, mask=real)
+    tl.store(to + 3, split + 256 * splits, mask=real)
 
 
 def order_splits(lengths: Tensor, tokens: int, window: int | None = None, cut: Cut = CUT) -> Splits:
@@ -106,11 +110,13 @@ def order_splits(lengths: Tensor, tokens: int, window: int | None = None, cut: C
     lengths int32 `[rows]`, the tokens of each row, `tokens` of them at most; window: a row sees its last `window` only.
     """
     rows = lengths.shape[0]
-    room = min(cut.splits, max(1, cdiv(min(tokens, window or tokens), cut.tokens)))
+    room = min(cut.splits, max(1, triton.cdiv(min(tokens, window or tokens), cut.tokens)))
     items, count = lengths.new_empty(rows * room, FIELDS.value), lengths.new_empty(1)
+    ready = lengths.new_empty(rows, COUNTERS.value)
     if rows:
         _order_splits[(rows,)](
-            lengths, items, count, rows, WINDOW=window or 0, TOKENS=cut.tokens, MOST=cut.splits, SPARE=cut.spare,
-            BLOCK_R=max(32, next_power_of_2(rows)), num_warps=1 if rows <= 256 else 4, **overlap.options(),
+            lengths, items, count, ready, rows, WINDOW=window or 0, TOKENS=cut.tokens, MOST=cut.splits, SPARE=cut.spare,
+            BLOCK_R=max(32, triton.next_power_of_2(rows)), COUNTERS=COUNTERS.value,
+            num_warps=1 if rows <= 256 else 4, **overlap.options(),
         )  # fmt: skip
-    return Splits(items, count, room, window or 0, cut)
+    return Splits(items, count, room, window or 0, cut, ready)

@@ -31,11 +31,13 @@ ISAS = {"x86_64": ["scalar", "avx2", "auto"], "aarch64": ["scalar", "neon"]}[pla
 
 
 def everything(transport: ShmTransport, mesh: Mesh) -> int:
-    calls = check_calls(transport, mesh, SUMMED)
-    calls += check_calls(transport, mesh, (torch.bfloat16, torch.float64), at_home=True)
+    """The oracle matrix. More than four ranks see one dtype of each: how an exchange goes does not depend on it."""
+    summed = SUMMED if mesh.world <= 4 else SUMMED[1:2]
+    calls = check_calls(transport, mesh, summed)
+    calls += check_calls(transport, mesh, (torch.bfloat16, torch.float64)[: len(summed)], at_home=True)
     for counts in counts_of(mesh):
         calls += check_edges(transport, mesh, counts, torch.float64)
-    return calls + check_epilogues(transport, mesh, SUMMED)
+    return calls + check_epilogues(transport, mesh, summed)
 
 
 @pytest.mark.parametrize("tuning", TUNINGS.values(), ids=list(TUNINGS))
@@ -56,7 +58,7 @@ def test_many_rows(tuning: ShmTuning, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mesh", [Mesh(1, 2, 2, 1), Mesh(3, 1, 1, 3), Mesh(2, 3, 6, 1), Mesh(4, 2, 2, 4)], ids=str)
 def test_other_worlds(mesh: Mesh, tmp_path: Path) -> None:
-    assert all(run_threads(mesh, tmp_path, everything, tuning=ShmTuning(two_shot_bytes=300, slot_bytes=8192)))
+    assert all(run_processes("shm", mesh, tmp_path, everything, tuning=ShmTuning(two_shot_bytes=300, slot_bytes=8192)))
 
 
 def test_processes(tmp_path: Path) -> None:

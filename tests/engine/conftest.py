@@ -62,14 +62,15 @@ def greedy_answers(
 
 
 def generate_together(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[GenerationResult]:
-    """As `Engine.generate`, but all prompts come between the same two steps, whatever turns the threads take: for tests
+    """As `Engine.generate`, or each with parameters of its own, but all prompts come between the same two steps, whatever turns the threads take: for tests
     of what happens where many share the cache."""
     asked: list[Request] = []
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
 
     def submit(prompt: Sequence[int], listen: Callable[[Output], None]) -> None:
-        asked.append((prompt, params, listen))
+        asked.append((prompt, each[len(asked)], listen))
         if len(asked) == len(prompts):
             engine.submit_all(asked)
 

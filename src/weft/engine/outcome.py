@@ -43,17 +43,21 @@ class Outcome:
                 self._note(logits[first : first + len(tokens)], tokens, [chunk.score.logprobs] * len(tokens))
             first += len(chunk.tokens) if chunk.score else int(chunk.draws)
 
-    def look(self, logits: Tensor) -> None:
-        """Notes the logprobs of those drawn tokens for which they are asked. logits: of the draws."""
+    def look(self, logits: Tensor, of: Sequence[int] | None = None) -> None:
+        """Notes the logprobs of those drawn tokens for which they are asked. logits: of the draws, or of these of them,
+        among which are all that ask.
+        """
         asked = {row: adjust.logprobs for row, adjust in self._rows.adjust if adjust.logprobs >= 0}
         self._drawn_at = [at for at, row in enumerate(self._rows.draws) if row in asked] if asked else []
         if self._drawn_at:
             at = on_device(self._drawn_at, torch.int64, logits.device)
             tokens = self._tokens.index_select(0, at).long().clamp(min=0)
+            if of is not None:
+                at = on_device([of.index(i) for i in self._drawn_at], torch.int64, logits.device)
             self._note(logits.index_select(0, at), tokens, [asked[self._rows.draws[i]] for i in self._drawn_at])
 
     def _note(self, logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
-        logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        logprobs = torch.log_softmax(logits, dim=-1)
         values, best = logprobs.topk(min(max(counts), logits.shape[-1]))
         self._found.append((logprobs.gather(-1, tokens[:, None])[:, 0], values, best))
         self._counts.append(counts)

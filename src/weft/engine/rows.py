@@ -7,7 +7,7 @@ row lies on the device alone: the next step takes it from there, whether or not 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,21 +107,28 @@ class RowTable:
         self.last_token.index_copy_(0, on_device(draws, torch.int64, self.device), tokens)
         return tokens
 
-    def draw_again(self, news: GroupRows, logits: Tensor, tokens: Tensor, split: bool = False) -> None:
-        """Of tokens that a graph drew, draws those anew which ask for more than it does, in place.
-
-        split: it drew from a split vocabulary, where min_p is more than it does.
+    def asking(self, news: GroupRows, split: bool) -> list[int]:
+        """Which of a step's answers ask for more than a graph draws by, or for logprobs: the same on every rank of a
+        group. split: it draws from a split vocabulary, where min_p is more.
         """
-        asked = dict(news.adjust)
-        more = self.cut | {row for row in news.answers if split and self.rows[row].sampling.min_p > 0}
-        again = [at for at, row in enumerate(news.answers) if row in asked or row in more]
-        if again:
-            rows = [news.answers[at] for at in again]
-            put = on_device([again, rows], torch.int64, self.device)
-            drawn = self._sample(rows, logits.index_select(0, put[0]).float(), asked)
-            drawn = torch.where(tokens.index_select(0, put[0]) < 0, NO_TOKEN, drawn)
-            tokens.index_copy_(0, put[0], drawn)
-            self.last_token.index_copy_(0, put[1], drawn)
+        asked = {row for row, _ in news.adjust} | self.cut
+        more = {row for row in news.answers if self.rows[row].sampling.min_p > 0} if split else set()
+        return [at for at, row in enumerate(news.answers) if row in asked or row in more]
+
+    def draw_again(
+        self, news: GroupRows, again: Sequence[int], logits: Tensor, tokens: Tensor, whole: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Of tokens that a graph drew from logits, draws those of the answers `again` anew, in place. whole: makes
+        rows of logits float32, and of all the vocabulary; gives what it made of theirs.
+        """
+        rows = [news.answers[at] for at in again]
+        put = on_device([again, rows], torch.int64, self.device)
+        logits = whole(logits.index_select(0, put[0]))
+        drawn = self._sample(rows, logits, dict(news.adjust))
+        drawn = torch.where(tokens.index_select(0, put[0]) < 0, NO_TOKEN, drawn)
+        tokens.index_copy_(0, put[0], drawn)
+        self.last_token.index_copy_(0, put[1], drawn)
+        return logits
 
     def _sample(self, rows: Sequence[int], logits: Tensor, asked: dict[int, Adjust]) -> Tensor:
         here = [self.rows[row] for row in rows]

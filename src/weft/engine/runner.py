@@ -211,9 +211,7 @@ class ModelRunner:
         self.caches.plan(batch)
         logits: Tensor = self.model(stream, batch, self.caches)
         stream.finish()
-        logits = logits.float()
-        if whole and self.vocabulary is not None:
-            logits = self.vocabulary.whole(logits)
+        logits = self.whole(logits) if whole else logits.float()
         self._steps[counts] += 1
         self._walks += 1
         if len(self._steps) == MOST_COUNTS:
@@ -272,16 +270,18 @@ class ModelRunner:
         """Whether a graph was captured for steps of so many answers in each DP group."""
         return self._graphs is not None and self._graphs.fits(counts)
 
-    def replay(self, answers: Sequence[int], counts: Counts, whole: bool = True) -> tuple[Tensor, Tensor]:
-        """Logits as `forward`, and the tokens drawn from them, by the graph: see `DecodeGraphs.replay`. Few steps look
-        at logits beyond the draw: they have the model's dtype, unless they are gathered.
+    def replay(self, answers: Sequence[int], counts: Counts) -> tuple[Tensor, Tensor]:
+        """Logits, and the tokens drawn from them, by the graph: see `DecodeGraphs.replay`. Few steps look at logits
+        beyond the draw, and then at few rows: `whole` makes of these what `forward` gives.
         """
         assert self._graphs is not None
         self._replays[counts] += 1
-        logits, tokens = self._graphs.replay(answers, counts)
-        if whole and self.vocabulary is not None:
-            logits = self.vocabulary.whole(logits.float())
-        return logits, tokens
+        return self._graphs.replay(answers, counts)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Rows of logits as float32, of the whole vocabulary. Where it is split all ranks of a group must call."""
+        logits = logits.float()
+        return logits if self.vocabulary is None else self.vocabulary.whole(logits)
 
     def moves(self, counts: Counts, captured: bool) -> list[tuple[str, str, str, int]]:
         """The collectives of a step without prompts, in order: the read that each serves, its step, its group's name,

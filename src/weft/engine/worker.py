@@ -122,13 +122,14 @@ class Worker:
             self.device_rows.apply(rows)
         captured = not any(g.chunks for g in step.groups) and self.runner.captured(counts)
         split = self.runner.vocabulary is not None
-        whole = not split or self.table.needs_whole(rows)
+        looked: list[int] | None = None
         if captured:
-            sampled, tokens = self.runner.replay(rows.answers, counts, whole)
+            sampled, tokens = self.runner.replay(rows.answers, counts)
             self.table.advance(rows)
-            if whole:
-                self.table.draw_again(rows, sampled, tokens, split)
+            if looked := self.table.asking(rows, split):
+                sampled = self.table.draw_again(rows, looked, sampled, tokens, self.runner.whole)
         else:
+            whole = not split or self.table.needs_whole(rows)
             sampled = self.runner.forward(self.table.batch(rows), counts, whole)
             self.table.advance(rows)
             if self.device_rows:
@@ -137,7 +138,7 @@ class Worker:
         outcome = Outcome(rows, tokens)
         if leads:
             outcome.score(sampled)
-            outcome.look(rows_of_draws(rows, sampled))
+            outcome.look(rows_of_draws(rows, sampled), looked)
         outcome.copy()
         plan = self.runner.plan_checksum(counts, captured)
         scored_from = [self.table.rows[c.row].length - len(c.tokens) + 1 for c in rows.chunks if c.score]

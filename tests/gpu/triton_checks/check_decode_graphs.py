@@ -194,23 +194,38 @@ def check_groups_that_exchange_equal_rows(layout: dict[str, int], captured: list
 
 @pytest.mark.usefixtures("ranks")
 def check_a_vocabulary_that_is_split(captured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens are those of one rank: greedy and by temperature, for which no logits travel, and with all else asked."""
+    """Tokens are those of one rank: greedy and by temperature, for which no logits travel, and with all else asked, for
+    which those of the rows that ask do.
+    """
     small_model("qwen3", 2, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=1)
     byte_tokenizer(tmp_path)
     warm = SamplingParams(max_tokens=3, temperature=1.5, seed=5, ignore_eos=True)
-    whole = [replace(warm, min_p=0.3), replace(warm, top_k=9, logprobs=1)]
     plain = [replace(PLAIN, max_tokens=3), warm]
+    mixed = [warm, replace(warm, top_k=9, logprobs=1), plain[0], replace(warm, min_p=0.3)]
     with Engine(config(tmp_path)) as engine:
         expected = [[r.token_ids for r in engine.generate(FEW[:2], params)] for params in plain]
-        expected += [[engine.generate(FEW[:1], params)[0].token_ids] for params in whole]
+        wanted = generate_together(engine, FEW, mixed)
     captured.clear()
+    gathered: list[int] = []
+    gather = SplitVocabulary.whole
+
+    def whole(split: SplitVocabulary, logits: torch.Tensor) -> torch.Tensor:
+        gathered.append(len(logits))
+        return gather(split, logits)
+
     with Engine(config(tmp_path, attn_tp=2, moe_tp=2, split_vocabulary="on")) as engine:
         with monkeypatch.context() as patched:
             patched.delattr(SplitVocabulary, "whole")
-            for params, wanted in zip(plain, expected, strict=False):
-                assert [r.token_ids for r in engine.generate(FEW[:2], params)] == wanted
-        for params, wanted in zip(whole, expected[2:], strict=True):
-            assert [engine.generate(FEW[:1], params)[0].token_ids] == wanted, params
+            for params, tokens in zip(plain, expected, strict=True):
+                assert [r.token_ids for r in engine.generate(FEW[:2], params)] == tokens
+            patched.undo()
+            patched.setattr(SplitVocabulary, "whole", whole)
+            found = generate_together(engine, FEW, mixed)
+        for ours, theirs, params in zip(found, wanted, mixed, strict=True):
+            assert ours.token_ids == theirs.token_ids and len(ours.logprobs) == len(theirs.logprobs), params
+            for value, truth in zip(ours.logprobs, theirs.logprobs, strict=True):
+                assert value.logprob == pytest.approx(truth.logprob, abs=1e-4)
+        assert len(found[1].logprobs) == 3 and 2 in gathered, "a step of four rows gathers the two that ask"
         assert captured and engine.stats().failures == 0
         engine.check_idle()
 

@@ -64,8 +64,8 @@ def greedy_answers(
 def generate_together(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[GenerationResult]:
-    """As `Engine.generate`, or each with parameters of its own, but all prompts come between the same two steps, whatever turns the threads take: for tests
-    of what happens where many share the cache."""
+    """As `Engine.generate`, or each with parameters of its own, but all prompts come between the same two steps,
+    whatever turns the threads take: for tests of what happens where many share the cache."""
     asked: list[Request] = []
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
 

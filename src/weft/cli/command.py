@@ -73,7 +73,7 @@ class Layout:
     """dummy makes weights up, to measure a shape; auto reads the directory's safetensors."""
     num_layers: int | None = None
     """Only the model's first so many layers."""
-    split_vocabulary: Literal["off", "on", "auto"] = "off"
+    split_vocabulary: Literal["off", "on", "auto"] = "auto"
     """on: embedding and head are split over --attn-tp too; auto: on GPUs, where decode steps are quicker by it."""
     experts: Literal["auto", "gather", "dispatch"] = "auto"
     """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back (on GPUs with

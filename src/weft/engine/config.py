@@ -122,7 +122,7 @@ class EngineConfig:
     plugins: tuple[str, ...] = ()
     load_format: Literal["auto", "dummy"] = "auto"
     num_layers: int | None = None
-    split_vocabulary: Literal["off", "on", "auto"] = "off"
+    split_vocabulary: Literal["off", "on", "auto"] = "auto"
     experts: Forms = "auto"
     float8: Literal["auto", "on", "off"] = "auto"
 

@@ -208,6 +208,11 @@ class Driver:
         scheduled = self.scheduler.schedule()
         parts = self.device.take(scheduled.rows)
         assert parts.count == scheduled.rows.count
+        for s in self.scheduler.running:
+            assert s.pending <= 1 or not s.params.reads_answer, "a draw that needs the token before it"
+            most, size = max(s.prompt_tokens, s.to_run), self.scheduler.caches.page_size
+            for rule, table in zip(self.scheduler.caches.rules, s.holding.tables, strict=True):
+                assert rule.state or len(table) <= -(-most // size), "a page that nothing can ever be written to"
         if parts.count:
             self.under_way.append((scheduled, parts))
         if self.under_way and not (parts.count and self.ahead and len(self.under_way) == 1):

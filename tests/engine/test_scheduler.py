@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.fake import VOCABULARY, Driver, answer
-from weft.engine.scheduler import Scheduler
+from weft.engine.messages import GroupRows
+from weft.engine.scheduler import Scheduled, Scheduler
 from weft.kv.manager import CacheManager
 from weft.kv.spec import PagedKV, Recurrent, Spec, Window, cache_groups
 
@@ -228,3 +230,70 @@ def test_check_idle_sees_a_leak() -> None:
     driver.scheduler.caches.pools[0].take(1)
     with pytest.raises(AssertionError):
         driver.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_steps_between_two_pages_are_alike_until_somebody_comes_or_goes(ahead: bool) -> None:
+    """Sequences begin new pages at different steps, and take them together all the same."""
+    driver, rows = make(num_pages=64, page_size=8, ahead=ahead), list[GroupRows]()
+    schedule = driver.scheduler.schedule
+
+    def seen() -> Scheduled:
+        scheduled = schedule()
+        rows.append(scheduled.rows)
+        return scheduled
+
+    def steps(count: int) -> list[GroupRows]:
+        rows.clear()
+        for _ in range(count):
+            driver.step()
+        return list(rows)
+
+    driver.scheduler.schedule = seen  # type: ignore[method-assign]
+    prompts = [[7] * 3, [8] * 6, [9] * 5]
+    for request, prompt in enumerate(prompts):
+        driver.add(request, prompt, 40)
+    steps(8)
+    cycle = steps(8)  # one page of each
+    assert [len(step.entries) for step in cycle].count(3) == 1 and sum(len(step.entries) for step in cycle) == 3
+    assert sum(a is b for a, b in pairwise(cycle)) >= 5
+    while rows[-1] is not rows[-2] or rows[-1].entries:  # in the midst of steps that are alike
+        driver.step()
+    driver.add(3, [4], 20)
+    assert [len(step.answers) for step in steps(2)] == [3, 4], "a newcomer waits for no page"
+    while rows[-1] is not rows[-2]:
+        driver.step()
+    begun = driver.cancel(1)
+    assert [len(step.answers) for step in steps(1)] == [3] and begun == answer(prompts[1], 40)[: len(begun)]
+    driver.finish_all()
+    driver.scheduler.check_idle()
+    assert driver.answers == {0: answer(prompts[0], 40), 2: answer(prompts[2], 40), 3: answer([4], 20)}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_row_runs_beyond_the_length_of_an_answer(ahead: bool) -> None:
+    driver = make(num_pages=64, page_size=8, ahead=ahead)
+    lengths = [5, 14, 30]
+    for request, length in enumerate(lengths):
+        driver.add(request, [request] * (3 + 2 * request), length)
+    ran = 0
+    while driver.live or driver.under_way:
+        ran += sum(part.tokens is None for part in driver.step().parts)
+    assert ran == sum(lengths) - len(lengths), "the first token of each is drawn after its prompt"
+
+
+def test_what_a_draw_asks_for_is_said_in_every_step() -> None:
+    driver = make(num_pages=64, page_size=8, ahead=True)
+    driver.add(0, [1, 2], 20, logprobs=0)
+    driver.add(1, [3], 20)
+    driver.step()
+    asked = [[row for row, _ in driver.scheduler.schedule().rows.adjust] for _ in range(6)]
+    assert asked == [[driver.live[0].row]] * 6
+
+
+def test_pages_are_not_taken_ahead_where_others_may_need_them() -> None:
+    driver = make(num_pages=7, prefix_cache=False)
+    for request, (prompt, length) in enumerate([(4, 3), (9, 17), (4, 3)]):
+        driver.add(request, [request] * prompt, length)
+    driver.finish_all()
+    assert driver.scheduler.preemptions == 0

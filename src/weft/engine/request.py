@@ -185,9 +185,14 @@ class Sequence:
         return len(self.tokens) - self.prompt_tokens
 
     @property
+    def to_run(self) -> int:
+        """Tokens that have a row if it ends by its length: all but the last, which nothing follows."""
+        return self.prompt_tokens + self.max_tokens - 1
+
+    @property
     def ending(self) -> bool:
         """Whether its last token is being drawn: no row is left to run."""
-        return self.pending > 0 and len(self.tokens) + self.pending >= self.prompt_tokens + self.max_tokens
+        return self.pending > 0 and len(self.tokens) + self.pending > self.to_run
 
     @property
     def stalled(self) -> bool:

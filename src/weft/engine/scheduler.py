@@ -75,6 +75,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = self.stalls = 0
         self._step: list[tuple[Sequence, int]] = []
+        self._same, self._repeats = Scheduled(GroupRows(), [], []), 0  # a step that comes again, and how often
         self._free_rows = list(range(max_running - 1, -1, -1))
 
     # --- requests in and out ----------------------------------------------------------------------------------
@@ -93,6 +94,7 @@ class Scheduler:
         """Takes a sequence out, wherever it is; its pages are free, or the tree's, at once."""
         if sequence.holding is not None:
             self.running.remove(sequence)
+            self._repeats = 0
             # A step's tokens are taken before the next but one is scheduled: whatever has a row is known here.
             assert sequence.computed <= len(sequence.tokens)
             self.caches.remember(sequence.holding, sequence.tokens[: sequence.computed], ended=True)
@@ -125,14 +127,18 @@ class Scheduler:
 
     def schedule(self) -> Scheduled:
         """The rows of the next step, which counts as run from now on; those of the steps before may still run."""
-        budget = self.max_batch_tokens
+        if self._repeats and not (self.waiting and len(self.running) < self.max_running):
+            return self._repeat()
+        budget, grew = self.max_batch_tokens, False
         for sequence in [s for s in self.running if s.answering]:  # oldest first, as in all that follows
             if budget and sequence.holding is not None and not sequence.ending:  # else an earlier one took its pages
                 if sequence.stalled:
                     self.stalls += 1
-                elif sequence.computed < sequence.holding.room or self._grow(sequence, budget):
+                elif sequence.computed < sequence.holding.room or (grew := self._grow(sequence, budget)):
                     self._step.append((sequence, 1))
                     budget -= 1
+        if grew:
+            self._grow_ahead()
         for sequence in [s for s in self.running if not s.answering]:
             if budget and sequence.holding is not None and self._grow(sequence, budget):
                 budget -= self._plan_rows(sequence, budget)
@@ -150,6 +156,7 @@ class Scheduler:
             if done:
                 sequence.pending, sequence.answering = sequence.pending + 1, True
         self._step = []
+        self._foresee(scheduled)
         return scheduled
 
     def check_idle(self) -> None:
@@ -158,6 +165,33 @@ class Scheduler:
         self.caches.check_idle()
 
     # --- inside -----------------------------------------------------------------------------------------------
+
+    def _foresee(self, scheduled: Scheduled) -> None:
+        """How often a step comes again after this one, with nothing new to say, unless somebody comes or goes."""
+        rows, self._repeats = scheduled.rows, 0
+        if len(rows.answers) == len(self.running) and not (rows.adjust or self.caches.gives_back):
+            left = (min(s.holding.room, s.to_run) - s.computed for s in self.running if s.holding)
+            self._repeats, self._same = min(left, default=0), Scheduled(GroupRows(rows.answers), scheduled.draws, [])
+
+    def _repeat(self) -> Scheduled:
+        self._repeats -= 1
+        for sequence in self.running:
+            sequence.computed += 1
+            sequence.pending += 1
+        return self._same
+
+    def _grow_ahead(self) -> None:
+        """Where one takes a page, all get room for as many tokens, so that the steps in between are alike.
+
+        They take no page that another may need soon, but such as only the prefix tree holds.
+        """
+        held = sum(len(s.holding.tables[0]) for s in self.running if s.holding)
+        if self.waiting or self.caches.gives_back or held + 2 * len(self.running) > self.caches.total:
+            return
+        for sequence, _ in self._step:
+            end = min(sequence.computed + self.caches.page_size, sequence.to_run)
+            if sequence.holding is not None and end > sequence.holding.room:
+                self.caches.grow(sequence.holding, end, end)
 
     def _rows_of_step(self) -> Scheduled:
         """What the ranks are told of the step."""

@@ -5,10 +5,10 @@
 128 experts, 8 chosen at random, hidden 2048: half of them here with inner 768 (ep2), or all with 384 (tp2). A CUDA
 graph holds several layers, each with weights and routing of its own, so that weights come from memory and each kernel
 starts while the one before ends, as in a decode step. Every tile that fits in shared memory is compiled by several
-processes into Triton's cache. Then come, in microseconds a layer: what ships, with and without weights asked for early
-and with the routing before it; how much is asked for early; tiles of either product, the other as shipped; the best of
-all. As ceilings a kernel that does nothing but read as many bytes, and a copy of so many. Prints a line for each
-number of tokens, and one JSON object last.
+processes into Triton's cache. Then come, in microseconds a layer: what ships, without and with weights of the second
+product asked for early; with the routing before it, and while it sorts, with weights of the first product asked for;
+tiles of the second product, then of the first with the best of these. As ceilings a kernel that does nothing but read
+as many bytes, and a copy of half as many. Prints a line for each number of tokens, and one JSON object last.
 """
 
 from __future__ import annotations
@@ -45,17 +45,11 @@ def tiles_for(rows: int, product: str) -> list[Tile]:
         cuts = itertools.product((32, 64, 128), (128, 256), (4,), (3, 4))
     else:
         cuts = itertools.product((64, 128, 256), (64, 128), (4, 8), (3, 4))
-    weights, tile_rows, shipped = (2 if product == "up" else 1), moe.tile_rows_of(rows), shipped_of(rows, product)
-    tiles = [Tile(*cut, shipped.early) for cut in cuts]
+    weights, tile_rows = (2 if product == "up" else 1), moe.tile_rows_of(rows)
+    tiles = [Tile(*cut) for cut in cuts]
     tiles = [t for t in tiles if tile_rows * weights * t.columns <= (128 if rows > 128 else 64) * 256]
     held = [(tile_rows + weights * t.columns) * t.depth * 2 * (t.stages - 1) for t in tiles]
     return [t for t, size in zip(tiles, held, strict=True) if size <= SHARED]
-
-
-def early_for(rows: int, product: str) -> list[Tile]:
-    """What ships, asking early for more and less of the weights."""
-    depths = (0, 256, 1024, 2048) if product == "up" else (0, 128, 256, 384, 512, 768)
-    return [shipped_of(rows, product)._replace(early=depth) for depth in depths]
 
 
 def shipped_of(rows: int, product: str) -> Tile:
@@ -104,18 +98,21 @@ class Case:
         """Microseconds a layer; routed: with the routing, which asks for depth and tiles of the first product."""
 
         def call(i: int) -> None:
-            asked = None if ahead is None else route.Ahead(self.gate_up[i], *ahead)
+            asked = route.Ahead(self.gate_up[i], ahead) if ahead else None
             routing = self.route(i, asked) if routed else self.routings[i]
             moe.experts(self.x[i], routing, self.gate_up[i], self.down[i], self.out, up, down)
 
         return round(graph_us([lambda i=i: call(i) for i in range(LAYERS)] * self.turns, 9), 2)
 
-    def differs(self, up: Tile, down: Tile) -> bool:
+    def differs(self, down: Tile) -> bool:
         """Whether what is asked for early changes any bit."""
         sums = [
-            moe.experts(self.x[0], self.routings[0], self.gate_up[0], self.down[0], torch.empty_like(self.out), *tiles)
-            for tiles in ((up, down), (up._replace(early=0), down._replace(early=0)))
-        ]
+            moe.experts(
+                self.x[0], self.routings[0], self.gate_up[0], self.down[0], torch.empty_like(self.out), None,
+                down._replace(early=early),
+            )
+            for early in (False, True)
+        ]  # fmt: skip
         return not torch.equal(*sums)
 
     def ceilings(self) -> dict[str, float]:
@@ -149,23 +146,20 @@ def compile_tiles(work: list[tuple[str, int, Tile, Tile]]) -> None:
 
 def measure(case: Case, rows: int, sweep: bool) -> dict[str, Any]:
     """All figures of one number of tokens."""
-    up, down = shipped_of(rows, "up"), shipped_of(rows, "down")
-    assert not case.differs(up, down), "what is asked for early changes bits"
+    best = {"up": shipped_of(rows, "up"), "down": shipped_of(rows, "down")}
+    assert not case.differs(best["down"]), "what is asked for early changes bits"
     found: dict[str, Any] = {"hit": case.hit, "bytes": case.bytes, **case.ceilings()}
-    found["shipped_us"], found["routed_us"] = case.us(), case.us(routed=True)
+    found["shipped_us"], found["early_us"] = (case.us(down=best["down"]._replace(early=e)) for e in (False, True))
+    found["routed_us"] = case.us(routed=True)
     if rows * CHOSEN * 4 > EXPERTS:  # pairs are sorted
-        ways = [(128, 4), (128, 8), (128, 16), (128, 32), (256, 8), (256, 16)]
-        found["ahead"] = sorted((case.us(routed=True, ahead=way), *way) for way in ways)
-    found["not_early_us"] = case.us(up._replace(early=0), down._replace(early=0))
-    best = {"up": up, "down": down}
-    for product in ("down", "up"):
-        for name, tiles in (("early", early_for(rows, product)), ("tiles", tiles_for(rows, product) if sweep else [])):
-            times = sorted((case.us(*(best | {product: tile}).values()), tile) for tile in tiles)
-            found[f"{product}_{name}"] = [(us, *tile) for us, tile in times[:6]]
-        early, tiles = (found[f"{product}_{name}"] for name in ("early", "tiles"))
-        best[product] = Tile(*(tiles or early)[0][1:])._replace(early=early[0][-1])
+        found["ahead"] = [(case.us(routed=True, ahead=experts), experts) for experts in (1, 2, 3)]
+    for product in ("down", "up") if sweep else ():
+        tiles = tiles_for(rows, product)
+        times = sorted((case.us(*(best | {product: tile}).values()), tile) for tile in tiles)
+        found[f"{product}_tiles"] = [(us, *tile) for us, tile in times[:6]]
+        best[product] = times[0][1]
     found["best"], found["best_us"] = best, case.us(best["up"], best["down"])
-    found["best_routed_us"] = case.us(best["up"], best["down"], routed=True)
+    found["best_early_us"] = case.us(best["up"], best["down"]._replace(early=True))
     found["tb_s"] = round(case.bytes / found["best_us"] / 1e6, 3)
     return found
 
@@ -175,16 +169,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 4096])
     parser.add_argument("--splits", nargs="+", default=list(SPLITS), choices=list(SPLITS))
-    parser.add_argument("--no-sweep", action="store_true", help="only how much is asked for early, no other tiles")
+    parser.add_argument(
+        "--no-sweep", action="store_true", help="only whether weights are asked for early, no other tiles"
+    )
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     work = set()
     for split, rows in itertools.product(args.splits, args.rows):
-        ups, downs = (
-            early_for(rows, product) + ([] if args.no_sweep else tiles_for(rows, product)) for product in ("up", "down")
-        )
+        ups, downs = ([] if args.no_sweep else tiles_for(rows, product) for product in ("up", "down"))
+        downs = [shipped_of(rows, "down")._replace(early=True), *downs]
         own = {"up": shipped_of(rows, "up"), "down": shipped_of(rows, "down")}
         pairs = itertools.zip_longest(ups, downs)
         work |= {(split, rows, up or own["up"], down or own["down"]) for up, down in pairs}

@@ -53,7 +53,6 @@ PTX = {
     "HMMA": r"\bmma\.sync\.\S+\.b?f16\.b?f16\b",
     "HGMMA": r"\bwgmma\.mma_async\.\S+\.b?f16\.b?f16\b",
     "QGMMA": r"\bwgmma\.mma_async\.\S+\.e4m3\.e4m3\b",
-    "CCTL": r"\bprefetch\.global\.L2\b",
     "LDGSTS": r"\bcp\.async\.c[ag]\.shared\.global\b",
 }
 """What becomes an instruction, one of each: taking machine code apart takes long."""
@@ -144,9 +143,7 @@ INT, FLOAT, LONG = torch.int32, torch.float32, torch.int64
 def attend(rows: int, heads: int, kv_heads: int, dim: int, pages: int) -> None:
     keys, values = empty(100_000, kv_heads, dim), empty(100_000, kv_heads, dim)
     page_table, lengths, lse = empty(rows, pages, dtype=INT), empty(rows, dtype=INT), empty(rows, heads, dtype=FLOAT)
-    decode_attention.decode_attention(
-        empty(rows, heads, dim), keys, values, page_table, lengths, 16, 0.1, lse=lse
-    )
+    decode_attention.decode_attention(empty(rows, heads, dim), keys, values, page_table, lengths, 16, 0.1, lse=lse)
 
 
 def attend_to_latents(heads: int) -> None:
@@ -167,7 +164,7 @@ def attend_prompts(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
 def route_rows(rows: int) -> None:
     live, tile_rows = empty(1, dtype=INT), moe.tile_rows_of(rows)
     logits = dense.linear_parts(empty(rows, 2048), empty(128, 2048), empty(128)) if rows <= 64 else empty(rows, 128)
-    ahead = moe.ahead_of(empty(64, 1536, 2048), rows)
+    ahead = route.Ahead(empty(64, 1536, 2048), 2)
     route.route(logits, Routing(8, renormalise=True), live, tile_rows, 64, 64, ahead=ahead)
 
 
@@ -299,8 +296,8 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "prompts": (lambda: attend_prompts(16, 2, 128, 128), ("HGMMA", "LDGSTS")),
     "prompts, wide heads": (lambda: attend_prompts(16, 2, 256, 256), ("HGMMA", "LDGSTS")),
     "prompts, latents": (lambda: attend_prompts(128, 1, 576, 512), ("HGMMA",)),
-    "experts, 1 row": (lambda: mix_experts(1), ("HMMA", "LDGSTS", "CCTL")),
-    "experts, 64 rows": (lambda: mix_experts(64), ("HMMA", "LDGSTS", "CCTL")),
+    "experts, 1 row": (lambda: mix_experts(1), ("HMMA", "LDGSTS")),
+    "experts, 64 rows": (lambda: mix_experts(64), ("HMMA", "LDGSTS")),
     "experts, 256 rows": (lambda: mix_experts(256), ("HGMMA", "LDGSTS")),
     "experts, 128 rows": (lambda: mix_experts(128), ("HMMA", "LDGSTS")),
     "experts, 4096 rows": (lambda: mix_experts(4096), ("HGMMA", "LDGSTS")),
@@ -355,7 +352,8 @@ def test_kernels_compile_for_hopper(case: tuple[Callable[[], None], tuple[str, .
 @triton.jit
 def _ask_early(weight, expert, out, CACHE: tl.constexpr):
     mine = tl.load(expert + tl.program_id(0), cache_modifier=CACHE)
-    overlap.prefetch_rows(weight + mine * (60 * 768), 768, 60, 64, 768)
+    overlap.prefetch(weight + mine * 128 + 64 * tl.arange(0, 512), tl.arange(0, 512) < 500)
+    overlap.prefetch_run(weight + mine * (60 * 768), 60 * 768)
     overlap.begin()
     tl.store(out + tl.program_id(0), tl.load(weight + tl.load(expert + tl.program_id(0))))
 
@@ -365,7 +363,8 @@ def test_only_prefetches_and_loads_past_l1_may_come_before_the_wait(compiled: li
         _ask_early[(8,)](empty(1000), empty(8, dtype=INT), empty(8), CACHE=cache, **overlap.options())
     past_l1, through_l1 = compiled
     before = past_l1.code.partition("ACQBULK")[0]
-    assert len(re.findall(r"\bCCTL\.E\.PF2\b", before)) == 64 * 12 // past_l1.threads  # a line to each
+    assert len(re.findall(r"\bCCTL\.E\.PF2\b", before)) == 512 // past_l1.threads  # a line to each
+    assert re.search(r"\bUBLKPF\b", before)
     assert waits_first(past_l1.code)
     with pytest.raises(AssertionError, match=r"before the wait: .*LDG"):
         waits_first(through_l1.code)

@@ -19,24 +19,20 @@ from weft.kernels.float8 import Rows, Weight
 from weft.kernels.triton import float8, moe_float8, overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.kernels.triton.rms_norm import activated
-from weft.kernels.triton.route import Ahead, Routing, pairs_of
-
-AHEAD_DEPTH, AHEAD_TILES = 128, 16
-"""The depth of a block of the first product, and about how many tiles have all their columns running at once."""
+from weft.kernels.triton.route import Routing, pairs_of
 
 
 class Tile(NamedTuple):
     """How a product is cut: columns and depth of a block, warps, and stages of the pipeline of loads.
 
-    early: so much of the depth of its weights a program asks for before it computes, beyond what the pipeline holds; of
-    the second product, while the first still runs.
+    early: whether programs of the second product ask for their weights while the first still runs.
     """
 
     columns: int
     depth: int
     warps: int
     stages: int
-    early: int = 0
+    early: bool = False
 
 
 @kernel(do_not_specialize=["pairs"])
@@ -44,7 +40,7 @@ def _up(
     x, x_scale, weight, scale, bias, order, tile_expert, out, out_scale, pairs, x_row,
     WIDTH: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     COLUMN_BLOCKS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
@@ -52,10 +48,6 @@ def _up(
     pair, expert = pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M)
     if expert < 0:
         return
-    if EARLY > 0:
-        rows = weight + (expert.to(tl.int64) * (2 * INNER) + first) * WIDTH
-        overlap.prefetch_rows(rows, WIDTH, INNER - first, BLOCK_N, EARLY)
-        overlap.prefetch_rows(rows + INNER * WIDTH, WIDTH, INNER - first, BLOCK_N, EARLY)
     real = pair < pairs
     column = first + tl.arange(0, BLOCK_N)
     wanted = column < INNER
@@ -118,10 +110,9 @@ def _down(
     pair, expert = pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M, CACHE=".cg")
     real = (pair < pairs) & (expert >= 0)
     share = tl.load(route_weight + pair, mask=real, other=0.0, cache_modifier=".cg")
-    if EARLY > 0:
-        rows = tl.where(expert >= 0, WIDTH - first, 0)
-        at = weight + (expert.to(tl.int64) * WIDTH + first) * INNER
-        overlap.prefetch_rows(at, INNER, rows, BLOCK_N, EARLY)
+    if EARLY:
+        count = tl.where(expert >= 0, tl.minimum(WIDTH - first, BLOCK_N) * INNER, 0)
+        overlap.prefetch_run(weight + (expert.to(tl.int64) * WIDTH + first) * INNER, count)
     overlap.begin()
     if expert < 0:
         return
@@ -201,8 +192,10 @@ def tile_rows_of(rows: int, float8: bool = False) -> int:
 
 def up_tile_of(rows: int) -> Tile:
     """The tile of the first product, whose columns are of gate and of up: twice as many are read."""
+    if rows <= 4:
+        return Tile(32, 256, 4, 4)
     if rows <= 128:
-        return Tile(32, 128, 4, 4)
+        return Tile(32, 256, 4, 3)
     if rows < 1024:
         return Tile(64, 64, 4, 3)
     return Tile(128, 64, 8, 4)
@@ -211,17 +204,12 @@ def up_tile_of(rows: int) -> Tile:
 def down_tile_of(rows: int) -> Tile:
     """The tile of the second product."""
     if rows <= 4:
-        return Tile(64, 128, 4, 4, 768)
+        return Tile(64, 128, 4, 4)
     if rows <= 128:
-        return Tile(64, 128, 4, 3, 768)
+        return Tile(64, 128, 4, 3)
     if rows < 1024:
         return Tile(128, 64, 4, 3)
     return Tile(256, 64, 8, 4)
-
-
-def ahead_of(gate_up: Tensor, rows: int) -> Ahead | None:
-    """What `route` asks for while it sorts: what the programs of the first product that run at once read first."""
-    return Ahead(gate_up, AHEAD_DEPTH, AHEAD_TILES) if rows <= 128 else None
 
 
 def float8_tiles_of(rows: int) -> tuple[Tile, Tile]:
@@ -308,7 +296,7 @@ def experts(
         given, x_scale, up, up_scale, up if gate_up_bias is None else gate_up_bias, order, tile_expert, hidden,
         hidden_scale, pairs, given.stride(0), WIDTH=width, INNER=inner, K=k, SORTED=routing.order is not None,
         BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha, UNIT=up_unit[0], BLOCK_M=routing.tile_rows,
-        BLOCK_N=cut.columns, BLOCK_K=cut.depth, EARLY=min(cut.early, width), num_warps=cut.warps, num_stages=cut.stages,
+        BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
         **overlap.options(),
     )  # fmt: skip
     cut = down_tile or down_tile_of(rows)
@@ -317,7 +305,7 @@ def experts(
         hidden, hidden_scale, last, down_scale, last if down_bias is None else down_bias, routing.weight, order,
         tile_expert, each, pairs, WIDTH=width, INNER=inner, SORTED=routing.order is not None,
         BIAS=down_bias is not None, UNIT=down_unit[0], BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns,
-        BLOCK_K=cut.depth, EARLY=min(cut.early, inner), num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
+        BLOCK_K=cut.depth, EARLY=cut.early, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
     return _sum(each, routing, out, 0, None, add)
 

@@ -54,18 +54,28 @@ def prefetch(pointers, wanted):
 
 
 @triton.jit
-def prefetch_rows(first, row_stride, rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """`prefetch` of a tile of COLUMNS contiguous elements by ROWS rows, of which only `rows` may exist.
+def prefetch_run(first, count):
+    """Asks for `count` contiguous elements to be brought into L2, as `prefetch` does for lines: by one instruction.
 
-    first: a pointer to its first element, best at the beginning of a line. row_stride: in elements.
+    first: a pointer to the first of them, at a multiple of 16 bytes, as long is the run, too.
     """
     if not INTERPRETED and cuda_capability_geq(9, 0):
-        STEP: tl.constexpr = LINE * 8 // first.dtype.element_ty.primitive_bitwidth
-        LINES: tl.constexpr = (COLUMNS + STEP - 1) // STEP
-        BLOCK: tl.constexpr = triton.next_power_of_2(ROWS * LINES)
-        i = tl.arange(0, BLOCK)
-        row = i // LINES
-        prefetch(first + row.to(tl.int64) * row_stride + i % LINES * STEP, row < tl.minimum(rows, ROWS))
+        BYTES: tl.constexpr = first.dtype.element_ty.primitive_bitwidth // 8
+        tl.inline_asm_elementwise(
+            """{
+                .reg .pred chosen; .reg .b32 thread;
+                mov.u32 thread, %tid.x;
+                setp.eq.u32 chosen, thread, 0;
+                setp.gt.and.s32 chosen, $2, 0, chosen;
+                @chosen cp.async.bulk.prefetch.L2.global [$1], $2;
+                mov.b32 $0, 0;
+            }""",
+            "=r,l,r",
+            [first.to(tl.int64), count * BYTES],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @cache

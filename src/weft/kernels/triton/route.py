@@ -77,17 +77,15 @@ class Routing(NamedTuple):
 class Ahead(NamedTuple):
     """What the kernel behind the sorting reads first, so that it is asked for already while pairs are sorted.
 
-    weight: `[held, rows, width]`, contiguous; of the first `tiles` experts that any pair is of, the first `depth`
-    columns of every row.
+    weight: `[held, …]`, contiguous; experts: of so many, the first that any pair is of, all of it.
     """
 
     weight: Tensor
-    depth: int
-    tiles: int
+    experts: int
 
 
-AHEAD_PARTS = 4
-"""Programs that ask for an expert's weights."""
+AHEAD_PARTS = 16
+"""Programs that ask for an expert's weights, a part each."""
 
 
 @triton.jit
@@ -198,12 +196,12 @@ def _count_chunks(expert, counts, pairs, BLOCK_HELD: tl.constexpr, CHUNK: tl.con
 def _sort_pairs(
     expert, counts, order, tile_expert, ahead, pairs, tiles, HELD: tl.constexpr, BLOCK_HELD: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_TILES: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """DEPTH: 0 where nothing is asked for; else there is one chunk, and programs behind the first do only this."""
+    """EXPERTS: 0 where nothing is asked for; else there is one chunk, and programs behind the first do only this."""
     overlap.begin()
     me, chunk = tl.program_id(0), tl.program_id(1)
-    i = (0 if DEPTH > 0 else chunk) * CHUNK + tl.arange(0, CHUNK)
+    i = (0 if EXPERTS > 0 else chunk) * CHUNK + tl.arange(0, CHUNK)
     e = tl.arange(0, BLOCK_HELD)
     found = tl.load(expert + i, mask=i < pairs, other=-1)
     before = 0  # pairs of this expert in the chunks before
@@ -216,14 +214,14 @@ def _sort_pairs(
         )
         count = tl.sum(all_counts, 0)
         before = tl.sum(tl.sum(tl.where((c < chunk)[:, None] & (e == me)[None, :], all_counts, 0), 1), 0)
-    if DEPTH > 0:
+    if EXPERTS > 0:
         hit = (count > 0).to(tl.int32)
         if chunk > 0:
-            SHARE: tl.constexpr = (ROWS + PARTS - 1) // PARTS
-            first = (chunk - 1) * SHARE
-            wanted = (tl.sum(tl.where(e < me, hit, 0), 0) < TILES) & (tl.sum(tl.where(e == me, hit, 0), 0) > 0)
-            at = ahead + (me.to(tl.int64) * ROWS + first) * WIDTH
-            overlap.prefetch_rows(at, WIDTH, tl.where(wanted, ROWS - first, 0), SHARE, DEPTH)
+            RUN: tl.constexpr = (SIZE + PARTS * 64 - 1) // (PARTS * 64) * 64
+            first = (chunk - 1) * RUN
+            wanted = (tl.sum(tl.where(e < me, hit, 0), 0) < EXPERTS) & (tl.sum(tl.where(e == me, hit, 0), 0) > 0)
+            run = tl.where(wanted, tl.minimum(SIZE - first, RUN), 0)
+            overlap.prefetch_run(ahead + me.to(tl.int64) * SIZE + first, run)
             return
     padded = (count + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     start = tl.sum(tl.where(e < me, padded, 0), 0)
@@ -332,10 +330,10 @@ def sort_pairs(weight: Tensor, expert: Tensor, held: int, tile_rows: int, ahead:
             _count_chunks[(chunks,)](
                 expert, counts, pairs, BLOCK_HELD=block_held, CHUNK=chunk, num_warps=warps, **overlap.options()
             )
-        grid, first, asked = (held, chunks), counts, {"ROWS": 0, "WIDTH": 0, "DEPTH": 0, "TILES": 0}
+        grid, first, asked = (held, chunks), counts, {"EXPERTS": 0, "SIZE": 0}
         if ahead is not None and chunks == 1:
-            first, grid, (_, rows, width) = ahead.weight, (held, 1 + AHEAD_PARTS), ahead.weight.shape
-            asked = {"ROWS": rows, "WIDTH": width, "DEPTH": min(ahead.depth, width), "TILES": ahead.tiles}
+            grid, first = (held, 1 + AHEAD_PARTS), ahead.weight
+            asked = {"EXPERTS": ahead.experts, "SIZE": first.numel() // held}
         _sort_pairs[grid](
             expert, counts, order, tile_expert, first, pairs, tiles, HELD=held, BLOCK_HELD=block_held, CHUNK=chunk,
             BLOCK_CHUNKS=next_power_of_2(chunks), BLOCK_M=tile_rows, BLOCK_TILES=256, PARTS=AHEAD_PARTS,

@@ -3,11 +3,12 @@
     python benchmarks/gpu_dense.py --compile
     python benchmarks/gpu_dense.py --out benchmarks/results/gpu_dense.json
 
-The first fills Triton's cache by several processes, the second times. Each product follows a norm that writes its rows,
-as in a decode step, so that it may start while the norm still runs; the router's is timed together with the kernel of
-routing, which adds its parts. Times are those of CUDA graphs over weights that take turns, more than the L2 cache
-holds (see gpu_kernels.py), less those of the norms alone. Prints for each shape torch's time, what is shipped and the
-best five cuts, and one JSON object last.
+The first fills Triton's cache by several processes, the second times. Each product follows a kernel that writes its
+rows, as in a decode step, so that it may start while that one still runs: one that copies them at once, and one that
+takes as long as an exchange between GPUs. The router's product is timed together with the kernel of routing, which adds
+its parts. Times are those of CUDA graphs over weights that take turns, more than the L2 cache holds (see
+gpu_kernels.py), less those of the kernels before alone. Prints for each shape torch's time, what is shipped and the
+best five cuts, behind either kernel, and one JSON object last.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
 from gpu_kernels import BF16, DEVICE, EXPERTS, RULE, error, graph_us, ints, normal, write_json
-from weft.kernels.triton import dense, rms_norm, route
+from weft.kernels.triton import dense, overlap, route
 from weft.kernels.triton.dense import Tile
+from weft.kernels.triton.launch import kernel
 
 SHAPES = {
     "qkv": (2560, 2048),
@@ -37,50 +40,60 @@ SHAPES = {
     "latents": (1024, 4096),
     "shared experts": (2048, 768),
     "wide": (6144, 2048),
-    "half a head": (75968, 2048),
 }
 """(outputs, inputs) of Qwen3-30B-A3B's products on two ranks, and of others."""
 ROWS = (1, 16, 32, 64)
 BYTES = 160 << 20
 """Of weights that take turns: several times the L2 cache."""
+TURNS = {"at once": 0, "as long as an exchange": 1500}
+"""Of a loop that the kernel before the product goes through."""
+
+
+@kernel
+def _copy_late(x, out, turns, WIDTH: tl.constexpr):
+    """A row, to which something is added that is next to nothing and took so many turns."""
+    overlap.begin()
+    at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    value = tl.load(x + at).to(tl.float32)
+    little = tl.full([128], 1e-30, tl.float32)
+    for _ in range(turns):
+        little = little * 1.0000001 + 1e-35
+    tl.store(out + at, (value + tl.sum(little, 0)).to(out.dtype.element_ty))
 
 
 def tiles_for(name: str, rows: int) -> list[Tile]:
     """Tiles worth trying."""
     width = SHAPES[name][1]
-    few = [(16, 1, 2048, 8), (16, 1, 1024, 8), (16, 1, 2048, 16), (16, 1, 2048, 4), (32, 1, 2048, 16)]
-    split = [(16, 2, 1024, 8), (16, 4, 512, 4), (32, 2, 1024, 8), (32, 4, 512, 8), (32, 4, 512, 4)]
-    by_warp = [(columns, parts, block, warps, warps) for columns, parts, block, warps in (*few, *split)]
-    wide = [(64, 4, 512, 8), (64, 4, 512, 4), (64, 4, 256, 8), (64, 3, 256, 8), (64, 2, 256, 8), (64, 2, 512, 8)]
-    wide += [(64, 8, 256, 8), (64, 8, 256, 4), (128, 8, 256, 8), (128, 4, 256, 8), (64, 1, 256, 8), (64, 6, 128, 8)]
-    together = [(columns, parts, block, 1, warps) for columns, parts, block, warps in wide]
+    cuts = [(64, 4, 512, 8), (64, 4, 512, 4), (64, 4, 256, 8), (64, 3, 256, 8), (64, 2, 512, 8), (64, 2, 256, 4)]
+    cuts += [(64, 8, 256, 8), (64, 8, 256, 4), (64, 8, 512, 8), (128, 8, 256, 8), (128, 4, 512, 8), (128, 4, 256, 8)]
     if name == "router":
-        cuts = [(16, 8, 256, 4, 4), (16, 8, 256, 2, 2), (16, 8, 256, 8, 8), (16, 4, 512, 8, 8), (16, 16, 128, 4, 4)]
-        cuts += [(16, 2, 1024, 8, 8), (32, 8, 256, 4, 4), (64, 8, 256, 1, 4), (64, 8, 256, 1, 8), (32, 16, 128, 4, 4)]
-    elif name in ("qkv", "out"):
-        cuts = by_warp + together[:3] if rows <= 16 else by_warp[5:] + together
-    else:
-        cuts = by_warp[:2] + by_warp[5:8:2] if rows <= 16 else together[:6] + together[10:11]
-    held = [Tile(columns, min(parts, -(-width // block)), block, *more) for columns, parts, block, *more in cuts]
-    return [t for t in dict.fromkeys(held) if t.columns * -(-width // t.parts) <= 1 << 16]
+        cuts = [(64, 8, 256, 4), (64, 8, 256, 8), (64, 4, 512, 4), (64, 4, 512, 8), (64, 16, 128, 4), (128, 8, 256, 8)]
+    held = [Tile(columns, min(parts, -(-width // block)), block, warps) for columns, parts, block, warps in cuts]
+    most = 113 << 10  # elements in shared memory
+    return [t for t in dict.fromkeys(held) if (t.columns + max(16, rows)) * -(-width // t.parts) <= most]
 
 
 class Case:
-    """A product whose weights take turns, each behind a norm of its rows."""
+    """A product whose weights take turns, each behind a kernel that copies its rows."""
 
     def __init__(self, name: str, rows: int, tiny: bool = False):
         self.name, (outputs, width) = name, SHAPES[name]
         turns = 1 if tiny else max(1, min(32, BYTES // (2 * outputs * width)))
         self.weights = [normal(outputs, width, scale=width**-0.5) for _ in range(turns)]
-        self.x, self.gain, self.live = normal(rows, width), torch.ones(width, device=DEVICE, dtype=BF16), ints(rows)
+        self.x, self.live = normal(rows, 4096), ints(rows)
         self.out = torch.empty(rows, outputs, device=DEVICE, dtype=BF16)
 
-    def norm(self) -> Tensor:
-        return rms_norm.rms_norm(self.x, self.gain, 1e-6)
+    def before(self, turns: int) -> Tensor:
+        """x, by the kernel before."""
+        out = torch.empty_like(self.x)
+        _copy_late[(len(out),)](self.x, out, turns, WIDTH=out.shape[1], num_warps=4, **overlap.options())
+        return out[:, : SHAPES[self.name][1]]
 
-    def us(self, product: Callable[[Tensor, Tensor], Any], replays: int = 7) -> float:
-        """Microseconds of the product behind the norm."""
-        return graph_us([lambda w=w: product(self.norm(), w) for w in self.weights], replays)
+    def us(self, product: Callable[[Tensor, Tensor], Any] | None, turns: int, replays: int = 7) -> float:
+        """Microseconds of the product with the kernel before, or of that alone."""
+        if product is None:
+            return graph_us([lambda: self.before(turns)] * len(self.weights), replays)
+        return graph_us([lambda w=w: product(self.before(turns), w) for w in self.weights], replays)
 
     def ours(self, tile: Tile | None) -> Callable[[Tensor, Tensor], Any]:
         if self.name == "router":
@@ -102,30 +115,25 @@ def compile_all(work: list[tuple[str, int, Tile | None]]) -> None:
     for name, rows, tile in work:
         case = cases.setdefault((name, rows), Case(name, rows, True))
         with suppress(OutOfResources):  # more shared memory than there is
-            case.ours(tile)(case.norm(), case.weights[0])
+            case.ours(tile)(case.before(0), case.weights[0])
 
 
-def time_case(name: str, rows: int) -> dict[str, Any]:
+def time_case(name: str, rows: int, before: str) -> dict[str, Any]:
     """torch's product, what is shipped, and all tiles."""
-    case = Case(name, rows)
-    norm = graph_us([case.norm] * len(case.weights), 15)
-    found: dict[str, Any] = {"case": name, "rows": rows, "norm_us": round(norm, 2)}
-    found["torch_us"] = round(case.us(case.torchs, 15) - norm, 2)
-    outputs, width = SHAPES[name]
-    shipped = name == "router" or dense.tile_of(rows, outputs, width)
-    if shipped:
-        found["shipped_us"] = round(case.us(case.ours(None), 15) - norm, 2)
-        found["shipped"] = shipped
-        x = case.norm()
+    case, turns, shape = Case(name, rows), TURNS[before], SHAPES[name]
+    alone = case.us(None, turns, 15)
+    found: dict[str, Any] = {"case": name, "rows": rows, "before": before, "before_us": round(alone, 2)}
+    found["torch_us"] = round(case.us(case.torchs, turns, 15) - alone, 2)
+    if name == "router" or dense.tile_of(rows, *shape):
+        found["shipped_us"] = round(case.us(case.ours(None), turns, 15) - alone, 2)
+        found["shipped"] = name == "router" or dense.tile_of(rows, *shape)
+        x, weight = case.before(0), case.weights[0]
         if name != "router":
-            wanted = x.double() @ case.weights[0].double().t()
-            found["error"] = round(error(dense.linear(x, case.weights[0]), wanted), 5)
+            found["error"] = round(error(dense.linear(x, weight), x.double() @ weight.double().t()), 5)
     times: list[tuple[float, Tile]] = []
     for tile in tiles_for(name, rows):
-        try:
-            times.append((case.us(case.ours(tile)) - norm, tile))
-        except OutOfResources:
-            continue
+        with suppress(OutOfResources):
+            times.append((case.us(case.ours(tile), turns) - alone, tile))
     found["best"] = [(round(us, 2), *tile) for us, tile in sorted(times, key=lambda pair: pair[0])]
     return found
 
@@ -150,8 +158,8 @@ def main() -> None:
         print(f"{len(work)} compiled", flush=True)
         return
     found: list[dict[str, Any]] = []
-    for name, rows in itertools.product(SHAPES, ROWS):
-        found.append(time_case(name, rows))
+    for name, rows, before in itertools.product(SHAPES, ROWS, TURNS):
+        found.append(time_case(name, rows, before))
         print({**found[-1], "best": found[-1]["best"][:5]}, flush=True)
         torch.cuda.empty_cache()
     write_json({"gpu": torch.cuda.get_device_name(), "products": found}, args.out)

@@ -311,15 +311,15 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "FP8 product, 64 rows": (lambda: multiply_float8(64, 576, 7168), ("QGMMA", "LDGSTS")),
     "FP8 product, 4096 rows": (lambda: multiply_float8(4096, 7168, 2048), ("QGMMA", "LDGSTS")),
     "FP8 product, cut blocks": (lambda: multiply_float8(64, 320, 1408, (64, 64)), ("QGMMA", "LDGSTS")),
-    "product, 1 row": (lambda: multiply(1, 2560, 2048), ("HMMA",)),
-    "product, 16 rows, deep": (lambda: multiply(16, 1440, 2880), ("HMMA",)),
-    "product, 64 rows": (lambda: multiply(64, 2560, 2048), ("HGMMA",)),
-    "parts of a deep product": (lambda: multiply_in_parts(64, 256, 7168), ("HMMA",)),
+    "product, 1 row": (lambda: multiply(1, 2560, 2048), ("HGMMA",)),
+    "product, 16 rows, deep": (lambda: multiply(16, 576, 7168), ("HGMMA",)),
+    "product, 64 rows, deep": (lambda: multiply(64, 1024, 4096), ("HGMMA",)),
+    "parts of a deep product": (lambda: multiply_in_parts(64, 256, 7168), ("HGMMA",)),
     "norm, rotary, cache": (lambda: norm_and_turn(64), ()),
     "norm, rotary, cache, many rows": (lambda: norm_and_turn(4096), ()),
     "latents, rotary, cache": (lambda: norm_latents(64, 128), ()),
-    "routes, 1 row": (lambda: route_rows(1), ("HMMA",)),
-    "routes, 64 rows": (lambda: route_rows(64), ("HMMA",)),
+    "routes, 1 row": (lambda: route_rows(1), ("HGMMA",)),
+    "routes, 64 rows": (lambda: route_rows(64), ("HGMMA",)),
     "routes, 4096 rows": (lambda: route_rows(4096), ()),
     "routes in groups": (lambda: route_in_groups(64), ()),
     "rms norm": (lambda: rms_norm.rms_norm(empty(64, 7168), empty(7168), 1e-6, empty(64, 7168)), ()),
@@ -370,7 +370,7 @@ def test_only_prefetches_and_loads_past_l1_may_come_before_the_wait(compiled: li
         waits_first(through_l1.code)
 
 
-@pytest.mark.parametrize("rows, outputs, width, held", [(16, 2048, 2048, 16 * 2048), (64, 2048, 2048, 64 * 512)])
+@pytest.mark.parametrize("rows, outputs, width, held", [(16, 2560, 2048, 64 * 512), (64, 2048, 704, 64 * 256)])
 def test_products_of_few_rows_read_their_weights_before_the_wait(
     rows: int, outputs: int, width: int, held: int, compiled: list[Compiled]
 ) -> None:

@@ -43,12 +43,13 @@ def assert_product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | 
 @pytest.mark.parametrize("rows, outputs, width, tile", [
     (1, 64, 256, None),
     (3, 40, 200, None),  # neither outputs nor inputs fill their tiles
-    (16, 24, 2304, None),  # parts, of several blocks
+    (16, 24, 2304, None),  # of parts
+    (3, 16, 4224, None),  # of parts of two blocks
     (17, 96, 520, None),
     (64, 72, 256, None),
-    (2, 48, 640, Tile(32, 3, 128, 2, 4)),  # the last part has less to do
-    (16, 16, 384, Tile(16, 2, 128, 8, 8)),
-    (5, 70, 300, Tile(64, 1, 128, 1, 4)),
+    (2, 48, 640, Tile(32, 3, 128, 4)),  # the last part has less to do
+    (16, 16, 384, Tile(16, 2, 128, 8)),
+    (5, 70, 300, Tile(64, 1, 128, 4)),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES)
 def check_products(
@@ -60,7 +61,7 @@ def check_products(
     assert_product(x, weight, bias, tile)
 
 
-@pytest.mark.parametrize("rows, tile", [(4, None), (33, None), (4, Tile(16, 2, 128, 4, 4))])
+@pytest.mark.parametrize("rows, tile", [(4, None), (33, None), (4, Tile(16, 2, 128, 4))])
 def check_a_row_depends_on_no_other(rows: int, tile: Tile | None, device: torch.device) -> None:
     torch.manual_seed(1)
     x, weight = inside(rows, 512, device, DTYPES[0]), inside(40, 512, device, DTYPES[0])
@@ -78,7 +79,7 @@ def check_rounded_once(device: torch.device) -> None:
     x, weight = (torch.randn(n, 512, device=device).to(DTYPES[0]) for n in (3, 32))
     bias = 100 * torch.randn(32, device=device).to(DTYPES[0])
     for parts in (1, 4):
-        tile = Tile(16, parts, 128, 4, 4)
+        tile = Tile(16, parts, 128, 4)
         exact = dense.linear(x, weight, x.new_empty(3, 32, dtype=torch.float32), bias, tile)
         assert torch.equal(dense.linear(x, weight, None, bias, tile), exact.to(DTYPES[0]))
 

@@ -2,13 +2,10 @@
 
 Such a product takes as long as reading its weight. As no kernel writes weights, each program loads its tile of one into
 shared memory before it waits for the kernel before (see `overlap`; past L1, as all that is read so early), and then
-only its columns of x. Tiles are such that all programs are on the GPU at once.
-
-With up to 16 rows a tile has few of the weight's rows at their whole depth, which is dealt out over the warps: each
-multiplies its own slice, and their sums are added at the end. With more rows, which every program reads, that would be
-x again and again: tiles are then wide, and the depth is cut into parts, which another kernel adds in their order.
-Nothing is added atomically, so the bits are the same at every run, and those of a row depend on no other row. The
-weight is the first operand of tensor cores, which take 16 rows of it or 64, and any number of x's.
+only its columns of x. A tile has 64 of the weight's rows, which are the first operand of tensor cores, and a part of
+the depth: with fewer of them every multiprocessor would have a tile of whole depth, but all would read all of x, which
+took longer. The parts are added in their order by another kernel. Nothing is added atomically, so the bits are the same
+at every run, and those of a row depend on no other row.
 """
 
 from __future__ import annotations
@@ -26,22 +23,22 @@ MOST_ROWS = 64
 """Products of more rows are better left to a library."""
 MULTIPROCESSORS = 132
 """Of an H100 or H200, for which tiles were chosen."""
+SHARED_BYTES = 227 << 10
+"""What the programs of a multiprocessor can have together. All programs are to be on the GPU at once."""
 MOST_PARTS = 8
 """Parts of the depth, since their sum reads them all."""
 LANGUAGE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Tile(NamedTuple):
-    """How a product is cut: the weight's rows of a tile, parts of the depth, depth of a block, slices, and warps.
+    """How a product is cut: the weight's rows of a tile, parts of the depth, depth of a block, and warps.
 
-    block: a power of two; a program has so many blocks of it as its part of the depth needs. slices: of a block, each
-    multiplied by a warp; 1: by all warps together.
+    block: a power of two; a program has so many blocks of it as its part of the depth needs.
     """
 
     columns: int
     parts: int
     block: int
-    slices: int
     warps: int
 
 
@@ -60,46 +57,34 @@ class Parts(NamedTuple):
 def _gemm_few_rows(
     x, weight, bias, out, rows, outputs, x_row, weight_row, out_row, out_part,
     WIDTH: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCKS: tl.constexpr, SLICES: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.arange(0, BLOCK_T)
-    if SLICES == 1:
-        depth = tl.arange(0, BLOCK_K)[None, :]
-        at_column, at_row = column[:, None], row[:, None]
-    else:
-        RUN: tl.constexpr = BLOCK_K // SLICES
-        depth = tl.arange(0, SLICES)[:, None, None] * RUN + tl.arange(0, RUN)[None, None, :]
-        at_column, at_row = column[None, :, None], row[None, :, None]
-    depth += tl.program_id(1) * (BLOCKS * BLOCK_K)
-    weight += tl.where(at_column < outputs, at_column, 0).to(tl.int64) * weight_row + depth
-    x += at_row.to(tl.int64) * x_row + depth
+    # All programs of a part read the same rows at once, so each begins at another one.
+    row = (tl.arange(0, BLOCK_T) + tl.program_id(0)) % BLOCK_T
+    wanted, real = column < outputs, row < rows
+    depth = tl.program_id(1) * (BLOCKS * BLOCK_K) + tl.arange(0, BLOCK_K)[None, :]
+    weight += tl.where(wanted, column, 0).to(tl.int64)[:, None] * weight_row + depth
+    x += row.to(tl.int64)[:, None] * x_row + depth
     WHOLE: tl.constexpr = WIDTH % (BLOCKS * BLOCK_K) == 0
     weights = ()
     for i in tl.static_range(BLOCKS):
         if WHOLE:
             b = tl.load(weight + i * BLOCK_K, cache_modifier=".cg")
         else:
-            inside = (depth < WIDTH - i * BLOCK_K) & (at_column >= 0)
+            inside = (depth < WIDTH - i * BLOCK_K) & (column >= 0)[:, None]
             b = tl.load(weight + i * BLOCK_K, mask=inside, other=0.0, cache_modifier=".cg")
         weights += (b,)  # type: ignore[assignment]
     overlap.begin()
     values = ()
     for i in tl.static_range(BLOCKS):
-        held = (at_row < rows) & (depth >= 0)
+        held = real[:, None] & (depth >= 0)
         if not WHOLE:
             held &= depth < WIDTH - i * BLOCK_K
         values += (tl.load(x + i * BLOCK_K, mask=held, other=0.0),)  # type: ignore[assignment]
-    if SLICES == 1:
-        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-        for i in tl.static_range(BLOCKS):
-            acc = tl.dot(weights[i], tl.trans(values[i]), acc)
-    else:
-        slices = tl.zeros([SLICES, BLOCK_N, BLOCK_T], tl.float32)
-        for i in tl.static_range(BLOCKS):
-            slices = tl.dot(weights[i], tl.permute(values[i], (0, 2, 1)), slices)
-        acc = tl.sum(slices, 0)
-    wanted, real = column < outputs, row < rows
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        acc = tl.dot(weights[i], tl.trans(values[i]), acc)
     if BIAS:
         acc += tl.load(bias + column, mask=wanted, other=0.0).to(tl.float32)[:, None]
     to = out + tl.program_id(1).to(tl.int64) * out_part + row.to(tl.int64)[None, :] * out_row + column[:, None]
@@ -133,23 +118,19 @@ def add_parts(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def cut(columns: int, width: int, parts: int, slices: int, warps: int) -> Tile:
-    """The tile of so many parts of the depth, by blocks that leave the least over, and are few."""
-    part = cdiv(width, parts)
-    block = min((2048, 1024, 512, 256, 128), key=lambda size: (cdiv(part, size) * size, -size))
-    return Tile(columns, parts, block, slices, warps)
-
-
 def tile_of(rows: int, outputs: int, width: int) -> Tile | None:
     """The tile of a product, or None where a library is to be preferred: for many rows, or a large weight."""
-    if rows <= 16:
-        tile, most = cut(16, width, cdiv(width, 2048), 8, 8), 2 * MULTIPROCESSORS
-    else:
-        tiles = cdiv(outputs, 64)
-        parts = max(1, min(MULTIPROCESSORS // tiles, MOST_PARTS, cdiv(width, 256)))
-        tile, most = Tile(64, parts, 256, 1, 8), MULTIPROCESSORS if width <= parts * 1024 else 0
-    fits = rows <= MOST_ROWS and cdiv(outputs, tile.columns) * tile.parts <= most and tile.parts <= MOST_PARTS
-    return tile if fits else None
+    block = 512 if width > 1024 else 256 if width > 128 else 128
+    depth = cdiv(width, block * MOST_PARTS) * block
+    parts = cdiv(width, depth)
+    held = 2 * depth * (64 + _rows_of_block(rows))
+    if rows > MOST_ROWS or cdiv(outputs, 64) * parts > SHARED_BYTES // held * MULTIPROCESSORS:
+        return None
+    return Tile(64, parts, block, 8 if rows <= 16 else 4)
+
+
+def _rows_of_block(rows: int) -> int:
+    return max(16, next_power_of_2(rows))
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
@@ -199,8 +180,8 @@ def linear_parts(
     """
     _check(x, weight, bias)
     outputs, width = weight.shape
-    warps = 4 if width <= 2048 else 8
-    tile = tile or cut(16, width, min(MOST_PARTS, cdiv(width, 256)), warps, warps)
+    block = 256 if width <= 256 * MOST_PARTS else 512
+    tile = tile or Tile(64, cdiv(width, block), block, 4)
     values = x.new_empty(_parts_of(width, tile), x.shape[0], outputs, dtype=torch.float32)
     _multiply(x, weight, None, values, tile)
     return Parts(values, bias, dtype or x.dtype)
@@ -232,7 +213,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile:
     (outputs, width), rows = weight.shape, x.shape[0]
     _gemm_few_rows[(cdiv(outputs, tile.columns), _parts_of(width, tile))](
         x, weight, x if bias is None else bias, out, rows, outputs, x.stride(0), weight.stride(0), out.stride(-2),
-        out.stride(0), WIDTH=width, BIAS=bias is not None, BLOCK_T=max(16, next_power_of_2(rows)),
-        BLOCK_N=tile.columns, BLOCK_K=tile.block, BLOCKS=_blocks_of(width, tile), SLICES=tile.slices,
-        num_warps=tile.warps, **overlap.options(),
+        out.stride(0), WIDTH=width, BIAS=bias is not None, BLOCK_T=_rows_of_block(rows),
+        BLOCK_N=tile.columns, BLOCK_K=tile.block, BLOCKS=_blocks_of(width, tile), num_warps=tile.warps,
+        **overlap.options(),
     )  # fmt: skip

@@ -75,7 +75,7 @@ def _row_top(
 @kernel
 def _candidates(
     logits, temperature, seed, position, min_p, table, tops, live, found, row_stride, vocabulary, first, blocks,
-    MIN_P: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
+    MIN_P: tl.constexpr, TABLE: tl.constexpr, SKEW: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     row = tl.program_id(0)
@@ -97,7 +97,7 @@ def _candidates(
     value = tl.full([BLOCK], float("-inf"), tl.float32)
     token = tl.full([BLOCK], 2147483647, tl.int32)
     for block in range(tl.program_id(1), blocks, shares):
-        start = block * BLOCK - first % 4  # noise is made for four tokens at a time, from a multiple of four on
+        start = block * BLOCK - SKEW  # noise is made for four tokens at a time, from a multiple of four on
         i = start + tl.arange(0, BLOCK)
         inside = (i >= 0) & (i < vocabulary)
         x = tl.load(logits + row.to(tl.int64) * row_stride + i, mask=inside, other=float("-inf")).to(tl.float32)
@@ -175,7 +175,7 @@ def candidates(
         _row_top[(rows, shares)](logits, min_p, at, live, tops, *sizes, blocks, **options)
     _candidates[(rows, shares)](
         logits, temperature, seed, position, given, at, tops, live, found, *sizes, first, blocks,
-        MIN_P=min_p is not None, SHARES=padded, **options,
+        MIN_P=min_p is not None, SKEW=first % 4, SHARES=padded, **options,
     )  # fmt: skip
     return found
 

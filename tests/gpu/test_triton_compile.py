@@ -97,6 +97,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Compiled]]:
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         assert all(0 < n < 1 << 16 for n in grid[1:]) and 0 < grid[0] < 1 << 31
+        tensors = [isinstance(arg, torch.Tensor) for arg in args]
+        assert tensors == sorted(tensors, reverse=True), "a launch's tensors come first (launch.Kernel)"
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         found.append(_read(self.fn.__name__, kernel))
         return kernel

@@ -79,11 +79,13 @@ def cases() -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         (x, small, 5, 16, 0.5),
         (x, out, 5, 1, 0.5),
         (x, out, 5, 3, 0.5),
-        (x, out, 5, 32, 0.25),
+        (x, out, 5, 17, 0.5),  # as 3
+        (x, out, 5, 32, 16.25),
         (x, out, 1, 16, 0.5),  # of rows only the size counts
         (x, out, 16, 16, 0.5),
         (x, out, 1 << 31, 16, 0.5),
         (x, out, 5, 1 << 40, 0.5),
+        (x, out, 5, (1 << 40) + 1, 0.5),
         (x, out, -5, -16, 0.5),
     ]
     more = [dict(BLOCK=64), dict(TWICE=2.0), dict(num_warps=4)]
@@ -107,7 +109,7 @@ def test_every_launch_is_what_triton_would_launch(monkeypatch: pytest.MonkeyPatc
             launched[(at + 1, *(2,) * (at % 3))](*args, **constants)
         found.append(Launcher.seen)
     assert found[0] == found[1]
-    assert len({form for form, *_ in found[0]}) == 12, "the cases differ in what they are meant to"
+    assert len({form for form, *_ in found[0]}) == 13, "the cases differ in what they are meant to"
 
 
 def test_compiles_once_for_each_form(monkeypatch: pytest.MonkeyPatch) -> None:

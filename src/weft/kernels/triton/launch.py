@@ -30,24 +30,22 @@ class Kernel(JITFunction):
     """A kernel that is launched as any other, `kernel[grid](*tensors, *numbers, **constants)`, at less cost.
 
     Which compiled form a launch takes follows, by Triton's rules, from the device, from constants and options such as
-    num_warps, from each tensor's dtype and whether it begins at a multiple of 16 bytes, and from whether a number is 1,
-    a multiple of 16, or too large for 32 bits; with `do_not_specialize` only from the last. Launches that are alike in
-    these, the numbers that are specialised being the same, take the same form.
+    num_warps, from each tensor's dtype and whether it begins at a multiple of 16 bytes, and from whether a whole number
+    is 1, a multiple of 16, or too large for 32 bits; with `do_not_specialize` only from the last.
     """
 
     def __init__(self, function: Callable[..., Any], **how: Any):
         super().__init__(function, **how)
         self._known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
         self._tensors = 0
-        self._sized: list[bool] | None = None  # of each number, whether it is not specialised
+        self._numbers: list[str] = []  # what is looked at of each: "value", "size" or nothing
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        if self._sized is None:
-            self._tensors = sum(hasattr(x, "data_ptr") for x in args)
-            self._sized = [p.do_not_specialize for p in self.params[self._tensors : len(args)]]
+        if not self._known:
+            self._look(args)
         tensors, numbers = args[: self._tensors], args[self._tensors :]
         addresses = [x.data_ptr() for x in tensors]
         device = driver.active.get_current_device()
@@ -57,7 +55,10 @@ class Kernel(JITFunction):
             *constants.values(),
             *[x.dtype for x in tensors],
             *[address % 16 == 0 for address in addresses],
-            *[n >> 31 if sized else n for n, sized in zip(numbers, self._sized, strict=True)],
+            *[
+                0 if what == "none" else n >> 31 if what == "size" else n if n < 16 else 16 + n % 16 + (n >> 31 << 5)
+                for n, what in zip(numbers, self._numbers, strict=True)
+            ],
         )
         known = self._known.get(key)
         if known is None:
@@ -68,6 +69,14 @@ class Kernel(JITFunction):
         run, how, rest = known  # as JITFunction.run has it, with no hooks
         stream = driver.active.get_current_stream(device)
         run(*grid, *(1,) * (3 - len(grid)), stream, *how, *addresses, *numbers, *rest)
+
+    def _look(self, args: tuple[Any, ...]) -> None:
+        """What is what among the arguments: the same in every launch."""
+        self._tensors = sum(hasattr(x, "data_ptr") for x in args)
+        numbers = zip(args, self.params, strict=False)
+        self._numbers = [
+            "none" if isinstance(n, float) else "size" if p.do_not_specialize else "value" for n, p in numbers
+        ][self._tensors :]
 
 
 def kernel(function: Callable[..., Any] | None = None, **how: Any) -> Any:

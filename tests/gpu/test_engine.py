@@ -203,6 +203,51 @@ def test_decode_steps_wait_for_nothing(tmp_path: Path) -> None:
     assert all(len(s.tokens) - s.prompt_tokens == 43 and min(s.tokens) >= 0 for s in scheduler.running)
 
 
+SERVED: dict[str, Callable[[Path], Any]] = {"weft": lambda directory: None} | FAMILIES
+
+
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", SERVED)
+def test_no_kernel_is_compiled_while_requests_are_served(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of ragged lengths come one after the other and many at once, with answers among them."""
+    from triton import knobs  # a CPU need not have it
+
+    shape = dict(max_running=40, page_size=4, kv_tokens=8192, max_batch_tokens=1100, dtype=dtype, plugins=(PLUGIN,))
+    if name != "weft":
+        SERVED[name](tmp_path)
+        byte_tokenizer(tmp_path)
+        shape |= dict(model=tmp_path)
+    config = EngineConfig(device="cuda", **shape)
+    worker = Worker(config, open_transports(config, 0, tmp_path), cost_model(config), lambda message: None)
+    [scheduler] = make_schedulers(config, worker.groups)
+    compiled: list[str] = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
+    draws = random.Random(3)
+    lengths = [draws.choice([1, 2, 3, 5, 9, 17, 40, 90, 200]) + draws.randrange(8) for _ in range(120)]
+    arrivals = [1, 1, 1, 2, 5, 1, 40, 1, 1, 3, 12, 1, 30, 1, 1, 19]
+    for number in range(2000):
+        for _ in range(arrivals[number // 4] if number % 4 == 0 and number // 4 < len(arrivals) else 0):
+            params = SamplingParams(temperature=2.0, min_p=draws.choice([0.0, 0.1]), top_k=draws.choice([0, 0, 9]))
+            prompt = [draws.randrange(1, 250) for _ in range(lengths.pop())]
+            count, nobody = draws.randrange(1, 30), lambda output: None
+            scheduler.add(Sequence(len(lengths), prompt, len(prompt), params, 3, count, frozenset(), nobody))
+        scheduled = scheduler.schedule()
+        if not scheduled.rows.count:
+            if not lengths:
+                break
+            continue
+        for sequence, token, _ in scheduled.drawn(worker.step(Step(number, (scheduled.rows,)))()):
+            sequence.tokens.append(token)
+            if len(sequence.tokens) == sequence.prompt_tokens + sequence.max_tokens:
+                scheduler.finish(sequence)
+    assert not lengths and number < 1999, "all were served"
+    scheduler.check_idle()
+    assert not compiled, "\n".join(compiled)
+
+
 def test_more_ranks_than_gpus_are_refused_in_one_line() -> None:
     ranks = 8 if GPUS < 8 else 16
     few = f"the layout has {ranks} ranks, a GPU each, and this machine has {GPUS}"

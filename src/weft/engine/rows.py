@@ -58,6 +58,12 @@ class RowTable:
                 raise ValueError(f"request {row.request} gets entry {entry.index} of a table of {len(table)} entries")
             table[entry.index : entry.index + 1] = [entry.value]
 
+    def forget(self) -> None:
+        """Empties every row."""
+        self.rows.clear()
+        self.cut.clear()
+        self.last_token.fill_(NO_TOKEN)
+
     def batch(self, news: GroupRows) -> Batch:
         """The step's rows, from the host's knowledge and the last tokens. Answers come first, a row each."""
         n, rows = len(news.answers), self.rows

@@ -305,6 +305,14 @@ class ModelRunner:
             return None
         return 0 if self._prefill == "merge" else self._dealt.merges_from(rows, self.planner.offers, self._way)
 
+    def forget(self) -> None:
+        """Counts from here on."""
+        self._steps.clear()
+        self._replays.clear()
+        self._tally.steps.clear()
+        self._stats, self._naive_stats, self._times = Stats(), Stats(), StepTimes(self.model.embed.weight.device)
+        self._walks = 0
+
     def plan(self, tokens_per_group: int) -> Plan:
         """The plan for steps of so many tokens in each DP group."""
         return self.planner.plan((tokens_per_group,) * self.mesh.attn_dp)

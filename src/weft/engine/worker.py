@@ -37,6 +37,7 @@ from weft.engine.outcome import Outcome, rows_of_draws
 from weft.engine.profiling import RankProfile
 from weft.engine.rows import DeviceRows, RowTable
 from weft.engine.runner import ModelRunner
+from weft.engine.warmup import warm_steps
 from weft.kv.spec import CacheGroup
 from weft.models.load import dummy_model, load_model
 from weft.place.cost import Costs
@@ -99,12 +100,27 @@ class Worker:
         self.profile = RankProfile(self.runner)
         self.table = RowTable(config.max_running, self.runner.rules, config.deal.span, device)
         self.device_rows: DeviceRows | None = None
+        tokens = min(config.max_model_len or model_config.max_position, config.cached_tokens)
         if self.on_gpu and config.cuda_graphs:
-            tokens = min(config.max_model_len or model_config.max_position, config.cached_tokens)
             self.device_rows = DeviceRows(self.table, -(-tokens // config.deal.span))
             self.runner.capture(
                 self.device_rows, lambda done, total: send(Progress(self.rank, done, total, "capturing graphs"))
             )
+        if self.on_gpu:
+            self.warm_up(tokens, lambda done, total: send(Progress(self.rank, done, total, "compiling kernels")))
+
+    def warm_up(self, longest: int, progress: Callable[[int, int], None]) -> None:
+        """Runs the steps of `warm_steps`, and leaves no trace of them. Collective. longest: tokens of a sequence."""
+        split = self.runner.vocabulary is not None
+        steps = warm_steps(self.config, self.groups, longest, split, self.runner.merges_from)
+        for done, step in enumerate(steps):
+            self.step(step)  # whoever asks for its tokens is told that answers had none to go on from
+            progress(done + 1, len(steps))
+        if self.on_gpu:
+            torch.cuda.synchronize(self.table.device)
+            self.runner.check()
+        self.runner.forget()
+        self.table.forget()
 
     @torch.inference_mode()
     def step(self, step: Step) -> Finish:

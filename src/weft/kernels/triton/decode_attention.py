@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.kernels.triton.merge_splits import _merge_splits, merge_here
 from weft.kernels.triton.splits import COUNTERS, FIELDS, Splits, order_splits
 
@@ -73,7 +74,7 @@ def _prefetch_first(
             overlap.prefetch(values + slot * v_slot + kv_head * v_head + at, wanted)
 
 
-@triton.jit(do_not_specialize=["room", "rows", "width", "slots"])
+@kernel(do_not_specialize=["room", "rows", "width", "slots", "pages_row"])
 def _attend_splits(
     q,
     keys,
@@ -196,7 +197,7 @@ def _attend_splits(
 
 def tile_of(head_dim: int, group: int) -> Tile:
     """The first kernel's tile: by the model's shape alone, so that a row has the same bits at every capacity."""
-    heads = min(64, max(16, triton.next_power_of_2(group)))
+    heads = min(64, max(16, next_power_of_2(group)))
     if head_dim <= 128:
         return Tile(heads, 32, 4, 3, 132 * 4, 64)
     if head_dim <= 256:
@@ -296,7 +297,7 @@ def _launch(
     room, cut = splits.room, splits.cut
     part = q.new_empty(rows, heads, room, d, dtype=torch.float32)
     part_lse = q.new_empty(rows, heads, room, dtype=torch.float32)
-    blocks, block_g = kv_heads * triton.cdiv(group, tile.heads), min(tile.heads, triton.next_power_of_2(group))
+    blocks, block_g = kv_heads * cdiv(group, tile.heads), min(tile.heads, next_power_of_2(group))
     if blocks > COUNTERS.value:
         raise ValueError(f"{kv_heads} key-value heads in {blocks} blocks; {COUNTERS.value} is the most")
     _attend_splits[(min(tile.programs, rows * blocks * room),)](
@@ -333,13 +334,13 @@ def _launch(
         PAGE=page_size,
         BLOCK_H=tile.heads,
         BLOCK_N=tile.tokens,
-        BLOCK_D=max(16, triton.next_power_of_2(d)),
-        BLOCK_REST=max(16, triton.next_power_of_2(rest)),
+        BLOCK_D=max(16, next_power_of_2(d)),
+        BLOCK_REST=max(16, next_power_of_2(rest)),
         AHEAD=tile.ahead,
         FUSED=tile.fused,
         LSE=lse is not None,
         BLOCK_G=block_g,
-        MERGE_STAGES=max(1, min(8, (32 << 10) // (4 * block_g * triton.next_power_of_2(d)))),
+        MERGE_STAGES=max(1, min(8, (32 << 10) // (4 * block_g * next_power_of_2(d)))),
         LN2=LN2,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -347,8 +348,8 @@ def _launch(
     )
     if tile.fused:
         return out
-    block_d = min(128, triton.next_power_of_2(d))
-    _merge_splits[(rows * heads, triton.cdiv(d, block_d))](
+    block_d = min(128, next_power_of_2(d))
+    _merge_splits[(rows * heads, cdiv(d, block_d))](
         part, part_lse, lengths, out, part_lse if lse is None else lse, room, out.stride(0), out.stride(1),
         HEADS=heads, D=d, LSE=lse is not None, WINDOW=splits.window, TOKENS=cut.tokens, MOST=cut.splits,
         SPARE=cut.spare, BLOCK_S=16, BLOCK_D=block_d, LN2=LN2, num_warps=1, **overlap.options(),

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels.triton import overlap
+from weft.kernels.triton.launch import kernel
 from weft.kernels.triton.splits import row_splits
 
 
@@ -41,7 +42,7 @@ def merge_here(
         tl.store(lse + first_head + in_group, (top + tl.log2(some)) * LN2, mask=real)
 
 
-@triton.jit(do_not_specialize=["room"])
+@kernel(do_not_specialize=["room"])
 def _merge_splits(
     part, part_lse, lengths, out, lse, room, out_row, out_head,
     HEADS: tl.constexpr, D: tl.constexpr, LSE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,

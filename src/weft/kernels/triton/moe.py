@@ -315,8 +315,8 @@ def _sum(parts: Tensor, routing: Routing, out: Tensor, count: int, bias: Tensor 
     rows, width = out.shape
     block = min(1024, next_power_of_2(width))
     _sum_choices[(rows, cdiv(width, block))](
-        parts, routing.expert, routing.weight, parts if bias is None else bias, out, parts.stride(0), out.stride(0),
-        WIDTH=width, K=routing.expert.shape[1], PARTS=count, BIAS=bias is not None, ADD=add, BLOCK=block,
-        num_warps=4, **overlap.options(),
+        parts, routing.expert, routing.weight, parts if bias is None else bias, out,
+        parts.stride(0) if count > 1 else 0, out.stride(0), WIDTH=width, K=routing.expert.shape[1], PARTS=count,
+        BIAS=bias is not None, ADD=add, BLOCK=block, num_warps=4, **overlap.options(),
     )  # fmt: skip
     return out

@@ -26,7 +26,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-@kernel(do_not_specialize=["sequences"])
+@kernel(do_not_specialize=["sequences", "pages_row"])
 def _attend(
     q, keys, values, pages, starts, limits, out, lse, sequences, scale_log2, q_row, q_head, k_slot, k_head, v_slot,
     v_head, pages_row, out_row, out_head,

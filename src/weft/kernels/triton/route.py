@@ -274,7 +274,7 @@ def choose(
     if rows:
         _route[(cdiv(rows, 4),)](
             parts, parts if offset is None else offset, parts if bias is None else bias, live, weight, expert, rows,
-            parts.stride(0), parts.stride(1), rule.scale, PARTS=count, OFFSET=offset is not None,
+            parts.stride(0) if count > 1 else 0, parts.stride(1), rule.scale, PARTS=count, OFFSET=offset is not None,
             DTYPE=LANGUAGE[found.dtype],
             E=experts, K=k, BLOCK_K=next_power_of_2(k), SIGMOID=rule.score == "sigmoid", BIAS=bias is not None,
             GROUPS=groups, TOP_GROUPS=min(groups, rule.top_groups), GROUP_BEST=rule.group_best,

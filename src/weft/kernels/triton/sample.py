@@ -26,6 +26,10 @@ BLOCK, PROGRAMS = 2048, 1056
 H200. Fewer would leave some idle; many more take longer to start than to see that their row has nothing to draw.
 """
 
+LEAST_SHARES = 64
+"""That candidates are compared as, so that few kernels are compiled for all numbers of rows."""
+OF_ROWS = ["temperature", "seed", "position", "min_p"]
+"""Tensors with a number for each row, which may begin anywhere."""
 MOST_TOKENS = 1 << 24
 """Tokens that float32 tells apart: a candidate's number lies beside its score."""
 
@@ -51,7 +55,7 @@ def better(value, token):
     return best, tl.min(tl.where(value == best, token, 2147483647), 0)
 
 
-@kernel
+@kernel(do_not_specialize_on_alignment=OF_ROWS)
 def _row_top(
     logits, min_p, table, live, tops, row_stride, vocabulary, blocks, TABLE: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -72,7 +76,7 @@ def _row_top(
     tl.store(tops + row * tl.num_programs(1) + tl.program_id(1), tl.max(top, 0))
 
 
-@kernel
+@kernel(do_not_specialize_on_alignment=OF_ROWS)
 def _candidates(
     logits, temperature, seed, position, min_p, table, tops, live, found, row_stride, vocabulary, first, blocks,
     MIN_P: tl.constexpr, TABLE: tl.constexpr, SKEW: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
@@ -115,7 +119,7 @@ def _candidates(
     tl.store(to + 1, which.to(tl.float32))
 
 
-@kernel
+@kernel(do_not_specialize=["shares"])
 def _best(found, live, best, shares, SHARES: tl.constexpr):
     overlap.begin()
     row = tl.program_id(0)
@@ -167,7 +171,7 @@ def candidates(
     if not rows:
         return found
     given = temperature if min_p is None else min_p
-    at, padded = live if table is None else table, next_power_of_2(shares)
+    at, padded = live if table is None else table, max(LEAST_SHARES, next_power_of_2(shares))
     options = dict(TABLE=table is not None, BLOCK=BLOCK, num_warps=4, **overlap.options())
     tops = found if min_p is None else temperature.new_empty(rows, shares)
     sizes = logits.stride(0), vocabulary
@@ -185,7 +189,7 @@ def best(found: Tensor, live: Tensor) -> Tensor:
     rows, shares, _ = found.shape
     drawn = found.new_empty(rows, 2)
     if rows:
-        padded = next_power_of_2(shares)
+        padded = max(LEAST_SHARES, next_power_of_2(shares))
         _best[(rows,)](found, live, drawn, shares, SHARES=padded, num_warps=1, **overlap.options())
     return drawn
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 FIELDS = tl.constexpr(4)
 """Of an item: row, first token, the token behind the last one, number of the split in its row + 256 · splits."""
@@ -71,7 +72,7 @@ def row_splits(length, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.cons
     return seen, span, splits
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _order_splits(
     lengths, items, count, ready, rows, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr,
     SPARE: tl.constexpr, BLOCK_R: tl.constexpr, COUNTERS: tl.constexpr,
@@ -110,13 +111,13 @@ def order_splits(lengths: Tensor, tokens: int, window: int | None = None, cut: C
     lengths int32 `[rows]`, the tokens of each row, `tokens` of them at most; window: a row sees its last `window` only.
     """
     rows = lengths.shape[0]
-    room = min(cut.splits, max(1, triton.cdiv(min(tokens, window or tokens), cut.tokens)))
+    room = min(cut.splits, max(1, cdiv(min(tokens, window or tokens), cut.tokens)))
     items, count = lengths.new_empty(rows * room, FIELDS.value), lengths.new_empty(1)
     ready = lengths.new_empty(rows, COUNTERS.value)
     if rows:
         _order_splits[(rows,)](
             lengths, items, count, ready, rows, WINDOW=window or 0, TOKENS=cut.tokens, MOST=cut.splits, SPARE=cut.spare,
-            BLOCK_R=max(32, triton.next_power_of_2(rows)), COUNTERS=COUNTERS.value,
+            BLOCK_R=max(32, next_power_of_2(rows)), COUNTERS=COUNTERS.value,
             num_warps=1 if rows <= 256 else 4, **overlap.options(),
         )  # fmt: skip
     return Splits(items, count, room, window or 0, cut, ready)

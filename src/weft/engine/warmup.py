@@ -1,0 +1,85 @@
+"""Made-up steps that a rank on a GPU runs before it is ready, so that none is held up by the compilation of a kernel.
+
+Triton compiles a kernel anew for other block sizes, and these follow from a step's rows, from how many sequences it has
+and how many of them have one row, and from how many tokens are drawn, by powers of two and limits at such. Steps with
+prompts of every such number, answers among them, meet what steps of requests will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from weft.engine.config import EngineConfig
+from weft.engine.messages import Chunk, GroupRows, Join, Sampling, Step
+from weft.kv.spec import CacheGroup
+
+OTHERS = (1023,)
+"""Numbers of rows beside powers of two and those one above: some tiles are for 1,024 rows and more."""
+
+
+def sizes(most: int) -> list[int]:
+    """Numbers of rows up to `most` that meet what kernels are compiled for."""
+    powers = [1 << i for i in range(most.bit_length())]
+    return sorted({n for n in (*powers, *(n + 1 for n in powers), *OTHERS, most) if n <= most})
+
+
+def warm_steps(
+    config: EngineConfig,
+    groups: Sequence[CacheGroup],
+    longest: int,
+    split: bool = False,
+    merges_from: Callable[[int], int | None] = lambda rows: None,
+) -> list[Step]:
+    """The steps, the same on every rank; they overwrite rows of the table, and pages.
+
+    groups: of the caches. longest: tokens that a sequence may have. split: whether the vocabulary is; then every other
+    step draws from whole rows. merges_from: on top of how many tokens a prompt of so many rows is merged over dcp, as
+    every other step's is; None: of no number.
+    """
+    world, steps = config.attn_dp, []
+    for number, rows in enumerate(sizes(config.max_batch_tokens * world)):
+        odd = number % 2 == 1
+        sampling = Sampling(1.0, 1.0, 0, 1, min_p=0.1 if odd or not split else 0.0)
+        made = []
+        for group in range(world):
+            make = _Rows(config, groups, sampling, [], [], [])
+            count = rows // world + (group < rows % world)
+            answers = min(count // 2, max(0, config.max_running - -(-count // longest)))
+            for _ in range(answers):
+                make.answer(min(1, longest - 1))
+            left = count - answers
+            while left and len(make.joins) < config.max_running:
+                prompt = min(left, longest)
+                merged = (merges_from(prompt) or 0) if odd else 0
+                make.prompt(prompt, merged if merged + prompt <= longest else 0, odd or not answers)
+                left -= prompt
+            made.append(GroupRows(tuple(make.answers), tuple(make.chunks), tuple(make.joins)))
+        steps.append(Step(number, tuple(made)))
+    return steps
+
+
+@dataclass
+class _Rows:
+    """A DP group's rows of a step as they are made."""
+
+    config: EngineConfig
+    groups: Sequence[CacheGroup]
+    sampling: Sampling
+    joins: list[Join]
+    answers: list[int]
+    chunks: list[Chunk]
+
+    def answer(self, context: int) -> None:
+        """Of a sequence that had so many tokens."""
+        self.answers.append(self._join(context, 1))
+
+    def prompt(self, count: int, context: int, draws: bool) -> None:
+        """So many tokens on top of the context."""
+        self.chunks.append(Chunk(self._join(context, count), (0,) * count, draws))
+
+    def _join(self, context: int, count: int) -> int:
+        row, pages = len(self.joins), -(-(context + count) // self.config.deal.span)
+        tables = [(-1, -1) if g.rule.state else tuple((row + i) % g.size for i in range(pages)) for g in self.groups]
+        self.joins.append(Join(row, row, context, tuple(tables), self.sampling))
+        return row

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +29,9 @@ from weft.models.decoder import Decoder
 from weft.place.plan import Counts, Plan
 from weft.place.spec import Mesh, Rows
 from weft.stream import Stream
+
+if TYPE_CHECKING:
+    from weft.kernels.triton.step import Parts
 
 
 def capacities(most: int) -> list[int]:
@@ -58,8 +63,6 @@ class DecodeGraphs:
     ):
         self._model, self._mesh, self._rank, self._plan = model, mesh, rank, plan
         self._transports, self._caches, self._rules, self._page_size = transports, caches, rules, page_size
-        from weft.kernels.triton.step import parts  # a CPU need not have Triton
-
         self._vocabulary = vocabulary
         self._device, self._rows = model.embed.weight.device, rows
         most = len(rows.length)
@@ -67,9 +70,8 @@ class DecodeGraphs:
         self._answers = torch.zeros(most, dtype=torch.int32, device=self._device)  # which rows of the table take part
         self._copied: tuple[int, ...] = ()  # what that holds
         self._tokens = torch.zeros(most, dtype=torch.int32, device=self._device)
-        # What is the same in every step is made here, outside of the graphs.
+        # What is the same in every step is made once, outside of the graphs.
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=self._device)
-        self._parts = parts(rows.widths, [rule.state for rule in rules], self._device)
         self._counts: dict[int, CapturedRows] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
@@ -118,6 +120,12 @@ class DecodeGraphs:
         graph, logits = self._graphs[capacity]
         graph.replay()
         return logits[:n], self._tokens[:n]
+
+    @cached_property
+    def _parts(self) -> Parts:
+        from weft.kernels.triton.step import parts  # a CPU need not have Triton
+
+        return parts(self._rows.widths, [rule.state for rule in self._rules], self._device)
 
     def _step(self, capacity: int, counts: CapturedRows) -> Tensor:
         from weft.kernels.triton.sample import best, candidates

@@ -25,14 +25,15 @@ from weft.kernels.triton.route import Routing, pairs_of
 class Tile(NamedTuple):
     """How a product is cut: columns and depth of a block, warps, and stages of the pipeline of loads.
 
-    early: whether programs of the second product ask for their weights while the first still runs.
+    early: what programs of the second product do while the first still runs: nothing, ask for their weights (1), or
+    load them, all at once (2).
     """
 
     columns: int
     depth: int
     warps: int
     stages: int
-    early: bool = False
+    early: int = 0
 
 
 @kernel(do_not_specialize=["pairs"])
@@ -110,24 +111,36 @@ def _down(
     pair, expert = pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M, CACHE=".cg")
     real = (pair < pairs) & (expert >= 0)
     share = tl.load(route_weight + pair, mask=real, other=0.0, cache_modifier=".cg")
-    if EARLY:
-        count = tl.where(expert >= 0, tl.minimum(WIDTH - first, BLOCK_N) * INNER, 0)
-        overlap.prefetch_run(weight + (expert.to(tl.int64) * WIDTH + first) * INNER, count)
-    overlap.begin()
-    if expert < 0:
-        return
     column = first + tl.arange(0, BLOCK_N)
     wanted = column < WIDTH
     depth = tl.arange(0, BLOCK_K)
-    inner += tl.where(real, pair, 0).to(tl.int64)[:, None] * INNER + depth[None, :]
     weight += expert.to(tl.int64) * (WIDTH * INNER)
+    if EARLY == 1:
+        count = tl.where(expert >= 0, tl.minimum(WIDTH - first, BLOCK_N) * INNER, 0)
+        overlap.prefetch_run(weight + first * INNER, count)
     weight += tl.where(wanted, column, 0)[None, :] * INNER + depth[:, None]
+    held_weight: tl.tuple = ()
+    if EARLY == 2:
+        for k in tl.static_range(0, INNER, BLOCK_K):
+            inside = (depth < INNER - k)[:, None] & (expert >= 0)
+            held_weight += (tl.load(weight + k, mask=inside, other=0.0, cache_modifier=".cg"),)
+    overlap.begin()
+    if expert < 0:
+        return
+    inner += tl.where(real, pair, 0).to(tl.int64)[:, None] * INNER + depth[None, :]
     if UNIT:
         RUNS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
         inner_scale += tl.where(real, pair, 0).to(tl.int64) * RUNS
         scale += (expert * ((WIDTH + UNIT - 1) // UNIT) + tl.where(wanted, column, 0) // UNIT) * RUNS
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k in range(0, INNER, BLOCK_K):
+    if EARLY == 2:
+        held_rows: tl.tuple = ()
+        for k in tl.static_range(0, INNER, BLOCK_K):
+            known = real[:, None] & (depth < INNER - k)[None, :]
+            held_rows += (tl.load(inner + k, mask=known, other=0.0),)
+        for i in tl.static_range(len(held_weight)):
+            acc = tl.dot(held_rows[i], held_weight[i], acc, input_precision="ieee")
+    for k in range(0, INNER if EARLY < 2 else 0, BLOCK_K):
         if INNER % BLOCK_K == 0:
             held = real[:, None]
             b = tl.load(weight + k)

@@ -6,8 +6,9 @@ A tile must serve every number of rows and every length, since a row's bits must
 in several cases, and tiles are ordered by the mean of their times over each case's best. A case is a CUDA graph of many
 layers, each with a cache and weights of its own, so that they come from memory: a kernel that reads as many bytes as
 the queries', keys' and values' weights, a short one that stores a token, and attention; what the graph takes without
-attention is taken off. Searches one thing after the other: blocks first, then how much is asked for ahead, then splits
-and programs. Prints each step's best, and one JSON object last.
+attention is taken off. Processes of their own compile every tile first and compare it with its twin; those that fail
+are named and left out. Searches one thing after the other: how splits are read and merged, then blocks, then splits and
+programs. Prints each step's best, and one JSON object last.
 """
 
 from __future__ import annotations
@@ -18,18 +19,16 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
-from gpu_kernels import DEVICE, HEAD_DIM, HEADS, KV_HEADS, PAGE, PAGES, graph_us, normal, write_json
+from gpu_kernels import DEVICE, HEAD_DIM, HEADS, KV_HEADS, PAGE, PAGES, error, graph_us, normal, write_json
 from weft.kernels.triton import decode_attention as attention
-from weft.kernels.triton import overlap
+from weft.kernels.triton import overlap, plain
 from weft.kernels.triton.decode_attention import Tile
 from weft.kernels.triton.splits import CUT, Cut, order_splits
 
@@ -43,11 +42,11 @@ BLOCK = 8192
 
 
 class Variant(NamedTuple):
-    """What is timed. early: attention may start while the product still runs, not only the kernel after it."""
+    """What is timed. runs: a program reads splits of a row that follow one another without a pause."""
 
     tile: Tile
     cut: Cut = CUT
-    early: bool = True
+    runs: bool = True
 
 
 @triton.jit
@@ -58,9 +57,7 @@ def _read_weights(weight, out, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _store_token(new, cache, slots, row_elements, slot_elements, EARLY: tl.constexpr, BLOCK: tl.constexpr):
-    if EARLY:
-        gdc_launch_dependents()
+def _store_token(new, cache, slots, row_elements, slot_elements, BLOCK: tl.constexpr):
     overlap.begin()
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
@@ -86,9 +83,9 @@ class Case:
         self.q = normal(rows, HEADS, dim)
         self.weights = normal(self.layers, WEIGHTS)
         self.sums = torch.empty(WEIGHTS // BLOCK, device=DEVICE)
-        self.before: dict[bool, float] = {}
+        self.before: float | None = None
 
-    def calls(self, variant: Variant | None, early: bool) -> list[Callable[[], Any]]:
+    def calls(self, variant: Variant | None) -> list[Callable[[], Any]]:
         """A call for each layer; the first also orders the splits."""
         splits = []
 
@@ -96,13 +93,14 @@ class Case:
             _read_weights[(len(self.sums),)](self.weights[at], self.sums, BLOCK, **overlap.options())
             size = self.new.shape[1]
             _store_token[(len(self.q),)](
-                self.new, self.cache[at, 0], self.slots, size, size, early, triton.next_power_of_2(size),
+                self.new, self.cache[at, 0], self.slots, size, size, triton.next_power_of_2(size),
                 num_warps=1, **overlap.options(),
             )  # fmt: skip
             if variant is None:
                 return
             if at == 0:
-                splits[:] = [order_splits(self.lengths, PAGES * PAGE, cut=variant.cut)]
+                at_once = variant.tile.programs // (1 if self.latent else KV_HEADS) if variant.runs else 1 << 20
+                splits[:] = [order_splits(self.lengths, PAGES * PAGE, None, at_once, variant.cut)]
             where: tuple[Any, ...] = (self.pages, self.lengths, PAGE, 0.07)
             options: dict[str, Any] = {"tile": variant.tile, "splits": splits[0]}
             if self.latent:
@@ -114,36 +112,42 @@ class Case:
 
     def us(self, variant: Variant) -> float:
         """Microseconds that a layer's attention adds."""
-        if variant.early not in self.before:
-            self.before[variant.early] = graph_us(self.calls(None, variant.early), 9)
-        return graph_us(self.calls(variant, variant.early), 9) - self.before[variant.early]
+        if self.before is None:
+            self.before = graph_us(self.calls(None), 9)
+        return graph_us(self.calls(variant), 9) - self.before
 
 
 def blocks(latent: bool) -> Iterable[Tile]:
     """How a tile may be cut."""
-    warps = (4, 8) if latent else (1, 2, 4, 8)
     tokens = (16, 32, 64) if latent else (32, 64, 128)
     row = 2 * (576 if latent else 2 * HEAD_DIM)  # bytes of a token's key and value in a stage
-    for n, w, stages in itertools.product(tokens, warps, (2, 3, 4)):
-        if n * row * (stages - 1) <= (150 if latent else 100) << 10 and 16 <= n * 16 // w <= 1024:
-            yield Tile(16, n, w, stages, 528, 64)
+    for warps, n, stages in itertools.product((4, 8) if latent else (4, 2, 8), tokens, (3, 2, 4)):
+        if n * row * (stages - 1) <= (150 if latent else 100) << 10 and 16 <= n * 16 // warps <= 1024:
+            yield Tile(16, n, warps, stages, 264 if latent else 528)
 
 
-def compile_all(latent: bool, tiles: list[Tile]) -> None:
-    """Fills Triton's cache, in a process of its own."""
-    case = small_case(latent)
-    for tile in tiles:
+def faults(latent: bool, tiles: list[Tile]) -> list[tuple[Tile, str]]:
+    """Compiles, in a process of its own, and compares with the twin; gives the tiles that are wrong."""
+    lengths = torch.tensor([1030, 0, 700, 129, 5, 1024], dtype=torch.int32, device=DEVICE)
+    pages = torch.randperm(6 * 65, device=DEVICE).view(6, 65).int()
+    heads, dim = (1, 576) if latent else (KV_HEADS, HEAD_DIM)
+    keys, values, q = normal(6 * 65 * PAGE, heads, dim), normal(6 * 65 * PAGE, heads, dim), normal(6, HEADS, dim)
+    values = keys[..., :512] if latent else values
+    wide = (x.double() for x in (q, keys, values))
+    wanted = plain.decode_attention(*wide, pages, lengths, PAGE, 0.07)[0]
+    found = []
+    for tile, programs, fused in itertools.product(tiles, (tiles[0].programs, 5), (False, True)):
+        cut = tile._replace(programs=programs, fused=fused)
         try:
-            for call in case.calls(Variant(tile), True)[:1]:
-                call()
-        except triton.runtime.errors.OutOfResources:
-            pass
-
-
-@cache
-def small_case(latent: bool) -> Case:
-    """Of a process that compiles."""
-    return Case(latent, 2, 64, layers=1)
+            if latent:
+                out = attention.latent_decode_attention(q, keys, 512, pages, lengths, PAGE, 0.07, tile=cut)
+            else:
+                out = attention.decode_attention(q, keys, values, pages, lengths, PAGE, 0.07, tile=cut)
+            if not (wrong := error(out, wanted)) < 1e-2:
+                found.append((tile, f"error {wrong} by {programs} programs, fused {fused}"))
+        except (RuntimeError, triton.runtime.errors.OutOfResources) as fault:
+            found.append((tile, f"{str(fault).splitlines()[0]}, {programs} programs, fused {fused}"))
+    return found
 
 
 class Search:
@@ -154,20 +158,24 @@ class Search:
         wanted = LATENT_CASES if latent else CASES
         self.cases = [Case(latent, *case, layers=3 if case[0] * case[1] > 100_000 else 16) for case in wanted]
         self.times: dict[Variant, list[float]] = {}
+        self.tried: set[Tile] = set()
+        self.faulty: set[Tile] = set()
 
     def run(self, variants: Iterable[Variant]) -> None:
         """Compiles side by side, then times."""
         new = [v for v in dict.fromkeys(variants) if v not in self.times]
-        tiles = list(dict.fromkeys(v.tile._replace(programs=528) for v in new))
-        n = self.processes
-        list(self.pool.map(compile_all, [self.latent] * n, [tiles[i::n] for i in range(n)]))
+        tiles = list(dict.fromkeys(v.tile._replace(programs=0, fused=False) for v in new))
+        tiles = [tile._replace(programs=528) for tile in tiles if tile not in self.tried]
+        self.tried |= {tile._replace(programs=0) for tile in tiles}
+        work = [tiles[i :: self.processes] for i in range(min(self.processes, len(tiles)))]
+        for tile, why in itertools.chain(*self.pool.map(faults, [self.latent] * len(work), work)):
+            print("fault:", *tile, why, flush=True)
+            self.faulty.add(tile._replace(programs=0))
+        new = [v for v in new if v.tile._replace(programs=0, fused=False) not in self.faulty]
         for variant in new:
             if time.monotonic() > self.until:
                 return print(f"no time for {len(new)} more", flush=True)
-            try:
-                self.times[variant] = [case.us(variant) for case in self.cases]
-            except triton.runtime.errors.OutOfResources:
-                print("too large:", variant)
+            self.times[variant] = [case.us(variant) for case in self.cases]
 
     def best(self, count: int) -> list[Variant]:
         """Those of the least mean of times over each case's best."""
@@ -180,34 +188,32 @@ class Search:
     def show(self, name: str, count: int = 6) -> None:
         print(name, flush=True)
         for v in self.best(count):
-            how = "early" if v.early else "late"
-            print("  ", *v.tile, "|", *v.cut, how, round(self.score(v), 3), [round(us, 2) for us in self.times[v]])
+            print("  ", *v.tile, "|", *v.cut, v.runs, round(self.score(v), 3), [round(us, 2) for us in self.times[v]])
 
 
 def search(latent: bool, pool: ProcessPoolExecutor, processes: int, until: float) -> dict[str, Any]:
     """One thing after the other."""
     found = Search(latent, pool, processes, until)
     shipped = attention.tile_of(512 if latent else HEAD_DIM, HEADS // KV_HEADS)
-    plain = Variant(shipped._replace(ahead=0), early=False)
-    found.run([plain, plain._replace(cut=Cut(128, 64, 0)), Variant(shipped, early=False), Variant(shipped)])
-    found.run([Variant(shipped._replace(fused=True)), Variant(shipped._replace(fused=True), early=False)])
-    found.show("shipped, without early loads or longer last splits")
-    found.run(map(Variant, blocks(latent)))
+    fused = shipped._replace(fused=True)
+    found.run([Variant(tile, CUT, runs) for tile in (shipped, fused) for runs in (False, True)])
+    found.run([Variant(shipped, Cut(128, 64, 0), False)])
+    found.show("reads and merges")
+    first = found.best(1)[0]
+    found.run([first._replace(tile=tile._replace(fused=first.tile.fused)) for tile in blocks(latent)])
     found.show("blocks")
     for v in found.best(2):
-        ahead = (0, 32, 128)
-        found.run(v._replace(tile=v.tile._replace(ahead=n), early=early) for n in ahead for early in (False, True))
-    found.show("ahead")
-    for v in found.best(2):
-        programs = [132 * n for n in ((1, 2, 4) if latent else (2, 3, 4, 6, 8))]
-        cuts = [Cut(tokens, 64, spare) for tokens in (64, 128, 256) for spare in (0, 1, 2)]
+        programs = [132 * n for n in ((1, 2, 4) if latent else (1, 2, 3, 4, 6))]
+        cuts = [Cut(tokens, 64, spare) for tokens in (64, 128, 256) for spare in (0, 2) if tokens >= v.tile.tokens]
         found.run([v._replace(tile=v.tile._replace(programs=n)) for n in programs])
+        cuts += [Cut(tokens, 32, 2) for tokens in (64, 128) if tokens >= v.tile.tokens]
         found.run([v._replace(cut=cut) for cut in cuts])
+        found.run([v._replace(runs=not v.runs), v._replace(tile=v.tile._replace(fused=not v.tile.fused))])
     found.show("programs, splits", 12)
     return {
         "before_us": [case.before for case in found.cases],
-        "shipped": [list(found.times[Variant(shipped)])],
-        "times": [(*v.tile, *v.cut, v.early, [round(us, 2) for us in times]) for v, times in found.times.items()],
+        "shipped_us": found.times[Variant(shipped)],
+        "times": [(*v.tile, *v.cut, v.runs, [round(us, 2) for us in times]) for v, times in found.times.items()],
     }
 
 

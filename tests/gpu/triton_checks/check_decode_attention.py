@@ -102,9 +102,9 @@ def check_the_last_program_of_a_row_merges_it(seed: int, device: torch.device) -
     cache, pages, length = paged(LONG_AND_SHORT, 4, 48, torch.float16, device)
     keys, values = cache[:, :2], cache[:, 2:]
     q = torch.randn(len(LONG_AND_SHORT), 6, 48, device=device).half()
-    splits = order_splits(length, pages.shape[1] * PAGE)
     wanted, wanted_lse = plain.decode_attention(q.double(), keys.double(), values.double(), pages, length, PAGE, 0.3)
-    for programs in (528, 3):
+    for programs, at_once in (528, 264), (3, 264), (3, 2):
+        splits = order_splits(length, pages.shape[1] * PAGE, None, at_once)
         tile = kernels.tile_of(48, 3)._replace(programs=programs, fused=True)
         lse = torch.full((len(q), 6), float("nan"), device=device)
         out = torch.full((len(q), 6, 48), float("nan"), dtype=q.dtype, device=device)

@@ -20,7 +20,8 @@ def splits_of(length: int, window: int | None, cut: Cut) -> list[tuple[int, int]
     return [(a, b) for a, b in zip(borders, [*borders[1:], length], strict=True)]
 
 
-@pytest.mark.parametrize("spare", [0, 1, 2])
+@pytest.mark.parametrize("at_once", [1, 7, 1000])
+@pytest.mark.parametrize("spare", [0, 2])
 @pytest.mark.parametrize("window", [None, 13])
 @pytest.mark.parametrize(
     "lengths",
@@ -28,20 +29,23 @@ def splits_of(length: int, window: int | None, cut: Cut) -> list[tuple[int, int]
     ids=str,
 )
 def check_items_are_the_splits_longest_first(
-    lengths: tuple[int, ...], window: int | None, spare: int, device: torch.device
+    lengths: tuple[int, ...], window: int | None, spare: int, at_once: int, device: torch.device
 ) -> None:
     cut = CUT._replace(spare=spare)
-    wanted = [
-        (row, start, end, split)
-        for row, length in enumerate(lengths)
-        for split, (start, end) in enumerate(splits_of(length, window, cut))
-    ]
-    wanted.sort(key=lambda item: item[1] - item[2])  # stable
-    found = order_splits(torch.tensor(lengths, dtype=torch.int32, device=device), 200, window, cut)
-    items = [(row, start, end, split % 256) for row, start, end, split in found.items[: found.total.item()].tolist()]
-    assert [end - start for _, start, end, _ in items] == [end - start for _, start, end, _ in wanted]
+    splits = [splits_of(length, window, cut) for length in lengths]
+    run = max(1, -(-sum(map(len, splits)) // at_once))
+    wanted = []
+    for row, each in enumerate(splits):
+        for first in range(0, len(each), run):
+            own = each[first : first + run]
+            wanted.append((row, own[0][0], own[-1][1], first, len(each), len(own)))
+    found = order_splits(torch.tensor(lengths, dtype=torch.int32, device=device), 200, window, at_once, cut)
+    *items, spans = zip(*(item[:7] for item in found.items[: found.total.item()].tolist()), strict=True)
+    items = list(zip(*items, strict=True))
     assert sorted(items) == sorted(wanted)
-    parts = [sum(row == other for other, *_ in items) for row, *_ in items]
-    assert [split // 256 for *_, split in found.items[: found.total.item()].tolist()] == parts
-    assert not found.ready.any()
+    sizes = [end - start for _, start, end, *_ in items]
+    assert sizes == sorted(sizes, reverse=True)
+    for (row, *_), span in zip(items, spans, strict=True):
+        assert span == cut.tokens if len(splits[row]) < 2 else splits[row][0][1] - splits[row][0][0]
     assert len(wanted) <= len(found.items) == len(lengths) * found.room
+    assert not found.ready.any()

@@ -24,16 +24,13 @@ LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 
 class Tile(NamedTuple):
-    """How the first kernel is cut: heads and tokens of a block, warps, stages of the pipeline of loads, programs; and
-    how many tokens of its first item each program asks for before the kernel before has ended, a power of two.
-    """
+    """How the first kernel is cut: heads and tokens of a block, warps, stages of the pipeline of loads, programs."""
 
     heads: int
     tokens: int
     warps: int
     stages: int
     programs: int
-    ahead: int
     fused: bool = False
 
 
@@ -44,37 +41,7 @@ def _slots(pages, token, end, PAGE: tl.constexpr):
     return page.to(tl.int64) * PAGE + token % PAGE
 
 
-@triton.jit
-def _prefetch_first(
-    keys, values, pages, items, count, rows, width, slots, k_slot, k_head, v_slot, v_head, pages_row,
-    BLOCKS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, DIM: tl.constexpr, LATENT: tl.constexpr, PAGE: tl.constexpr,
-    AHEAD: tl.constexpr,
-):  # fmt: skip
-    """Asks for the first AHEAD tokens of the program's first item, before the kernel before has ended.
-
-    Items and page tables were written at the step's beginning. Should they not have been yet, what they say is kept
-    inside the caches: it only says what is asked for, and is read anew when it counts.
-    """
-    place = tl.program_id(0)
-    if (place < tl.load(count, cache_modifier=".cg") * BLOCKS) & (place % HEAD_BLOCKS == 0):
-        item = items + place // BLOCKS * FIELDS
-        row = tl.minimum(tl.maximum(tl.load(item, cache_modifier=".cg"), 0), rows - 1)
-        start = tl.minimum(tl.maximum(tl.load(item + 1, cache_modifier=".cg"), 0), width * PAGE)
-        end = tl.minimum(tl.load(item + 2, cache_modifier=".cg"), width * PAGE)
-        token = start + tl.arange(0, AHEAD)
-        page_at = pages + row.to(tl.int64) * pages_row + token // PAGE
-        page = tl.load(page_at, mask=token < end, other=0, cache_modifier=".cg")
-        slot = tl.minimum(tl.maximum(page.to(tl.int64) * PAGE + token % PAGE, 0), slots - 1)[:, None]
-        kv_head = place % BLOCKS // HEAD_BLOCKS
-        STEP: tl.constexpr = overlap.LINE * 8 // keys.dtype.element_ty.primitive_bitwidth
-        at = tl.arange(0, triton.next_power_of_2((DIM + STEP - 1) // STEP))[None, :] * STEP
-        wanted = (token < end)[:, None] & (at < DIM)
-        overlap.prefetch(keys + slot * k_slot + kv_head * k_head + at, wanted)
-        if not LATENT:
-            overlap.prefetch(values + slot * v_slot + kv_head * v_head + at, wanted)
-
-
-@kernel(do_not_specialize=["room", "rows", "width", "slots", "pages_row"])
+@kernel(do_not_specialize=["room", "pages_row"])
 def _attend_splits(
     q,
     keys,
@@ -88,9 +55,6 @@ def _attend_splits(
     out,
     lse,
     room,
-    rows,
-    width,
-    slots,
     scale_log2,
     q_row,
     q_head,
@@ -111,7 +75,6 @@ def _attend_splits(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-    AHEAD: tl.constexpr,
     FUSED: tl.constexpr,
     LSE: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -120,25 +83,22 @@ def _attend_splits(
 ):
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     BLOCKS: tl.constexpr = (HEADS // GROUP) * HEAD_BLOCKS
-    if AHEAD > 0:
-        _prefetch_first(
-            keys, values, pages, items, count, rows, width, slots, k_slot, k_head, v_slot, v_head, pages_row,
-            BLOCKS, HEAD_BLOCKS, D + REST, LATENT, PAGE, AHEAD,
-        )  # fmt: skip
     overlap.begin()
     d = tl.arange(0, BLOCK_D)
     r = tl.arange(0, BLOCK_REST)
     work, programs, program = tl.load(count) * BLOCKS, tl.num_programs(0), tl.program_id(0)
     back = programs - 1 - 2 * program
     turns = work // programs
-    for turn in range(0, turns + (program + turns % 2 * back < work % programs).to(tl.int32)):
+    for turn in range(turns + (program + turns % 2 * back < work % programs).to(tl.int32)):
         # Items come longest first. Each turn goes through the programs the other way round, to even out their sums.
         place = turn * programs + program + turn % 2 * back
         block = place % BLOCKS
         item = items + place // BLOCKS * FIELDS
         row, start = tl.load(item), tl.load(item + 1)
         end, split = tl.load(item + 2), tl.load(item + 3)
-        splits, split = split // 256, split % 256
+        splits, own, span = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+        last = split + own - 1
+        split_end = tl.where(own > 1, start + span, end)
         kv_head = block // HEAD_BLOCKS
         in_group = (block % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
         head = kv_head * GROUP + in_group
@@ -179,18 +139,23 @@ def _attend_splits(
             total = total * keep + tl.sum(p, 1)
             acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
             top = new_top
-        at_part = (row.to(tl.int64) * HEADS + head) * room + split
-        some = tl.where(total > 0, total, 1.0)  # an empty row's only split has no token
-        tl.store(part + at_part[:, None] * D + d[None, :], acc / some[:, None], mask=real)
-        tl.store(part_lse + at_part, top + tl.log2(some), mask=in_group < GROUP)
+            if first + BLOCK_N >= split_end:
+                at_part = (row.to(tl.int64) * HEADS + head) * room + split
+                tl.store(part + at_part[:, None] * D + d[None, :], acc / total[:, None], mask=real)
+                tl.store(part_lse + at_part, top + tl.log2(total), mask=in_group < GROUP)
+                split += 1
+                split_end = tl.where(split == last, end, split_end + span)
+                top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+                total = tl.zeros([BLOCK_H], tl.float32)
+                acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
         if FUSED:
             tl.debug_barrier()  # all threads have stored before one says so
             counter = ready + row * COUNTERS + block
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+            if tl.atomic_add(counter, own, sem="acq_rel", scope="gpu") == splits - own:
                 tl.store(counter, 0)  # for the next layer
                 merge_here(
                     part, part_lse, out + row.to(tl.int64) * out_row, lse + row * HEADS, row.to(tl.int64) * HEADS,
-                    kv_head * GROUP, (block % HEAD_BLOCKS) * BLOCK_H, splits, room, out_head,
+                    kv_head * GROUP, (block % HEAD_BLOCKS) * BLOCK_H, tl.where(end > start, splits, 0), room, out_head,
                     GROUP, D, LSE, BLOCK_G, MERGE_STAGES, BLOCK_D, LN2,
                 )  # fmt: skip
 
@@ -199,10 +164,15 @@ def tile_of(head_dim: int, group: int) -> Tile:
     """The first kernel's tile: by the model's shape alone, so that a row has the same bits at every capacity."""
     heads = min(64, max(16, next_power_of_2(group)))
     if head_dim <= 128:
-        return Tile(heads, 32, 4, 3, 132 * 4, 64)
+        return Tile(heads, 32, 4, 3, 132 * 4)
     if head_dim <= 256:
-        return Tile(min(heads, 32), 32, 4, 3, 132 * 3, 32)
-    return Tile(16, 32, 4, 3, 264, 32)
+        return Tile(min(heads, 32), 32, 4, 3, 132 * 3)
+    return Tile(16, 32, 4, 3, 264)
+
+
+def at_once(head_dim: int, kv_heads: int) -> int:
+    """How many items of a row's splits (`splits.order_splits`) programs take in one turn, all of its heads together."""
+    return max(1, tile_of(head_dim, 1).programs // kv_heads)
 
 
 def decode_attention(
@@ -290,16 +260,18 @@ def _launch(
         return out
     group = heads // kv_heads
     tile = tile_of(d, group) if tile is None else tile
-    if splits is None:
-        splits = order_splits(lengths, pages.shape[1] * page_size, window)
-    if splits.window != (window or 0) or len(splits.items) != rows * splits.room:
-        raise ValueError(f"splits are of {len(splits.items)} items, window {splits.window}: of other rows than q's")
-    room, cut = splits.room, splits.cut
-    part = q.new_empty(rows, heads, room, d, dtype=torch.float32)
-    part_lse = q.new_empty(rows, heads, room, dtype=torch.float32)
     blocks, block_g = kv_heads * cdiv(group, tile.heads), min(tile.heads, next_power_of_2(group))
     if blocks > COUNTERS.value:
         raise ValueError(f"{kv_heads} key-value heads in {blocks} blocks; {COUNTERS.value} is the most")
+    if splits is None:
+        splits = order_splits(lengths, pages.shape[1] * page_size, window, max(1, tile.programs // blocks))
+    if splits.window != (window or 0) or len(splits.items) != rows * splits.room:
+        raise ValueError(f"splits are of {len(splits.items)} items, window {splits.window}: of other rows than q's")
+    room, cut = splits.room, splits.cut
+    if cut.tokens % tile.tokens:
+        raise ValueError(f"a split of {cut.tokens} tokens is no whole number of blocks of {tile.tokens}")
+    part = q.new_empty(rows, heads, room, d, dtype=torch.float32)
+    part_lse = q.new_empty(rows, heads, room, dtype=torch.float32)
     _attend_splits[(min(tile.programs, rows * blocks * room),)](
         q,
         keys,
@@ -313,9 +285,6 @@ def _launch(
         out,
         part_lse if lse is None else lse,
         room,
-        rows,
-        pages.shape[1],
-        keys.shape[0],
         scale * LOG2E,
         q.stride(0),
         q.stride(1),
@@ -336,7 +305,6 @@ def _launch(
         BLOCK_N=tile.tokens,
         BLOCK_D=max(16, next_power_of_2(d)),
         BLOCK_REST=max(16, next_power_of_2(rest)),
-        AHEAD=tile.ahead,
         FUSED=tile.fused,
         LSE=lse is not None,
         BLOCK_G=block_g,

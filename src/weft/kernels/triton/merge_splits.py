@@ -51,7 +51,8 @@ def _merge_splits(
     overlap.begin()
     row = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
-    _, _, splits = row_splits(tl.load(lengths + row), WINDOW, TOKENS, MOST, SPARE)
+    seen, _, splits = row_splits(tl.load(lengths + row), WINDOW, TOKENS, MOST, SPARE)
+    splits = tl.where(seen > 0, splits, 0)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     at = (row.to(tl.int64) * HEADS + head) * room
     every = tl.arange(0, MOST)

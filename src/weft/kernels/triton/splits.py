@@ -18,8 +18,10 @@ from torch import Tensor
 from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
-FIELDS = tl.constexpr(4)
-"""Of an item: row, first token, the token behind the last one, number of the split in its row + 256 · splits."""
+FIELDS = tl.constexpr(8)
+"""Of an item: row, first token, the token behind the last one, number of its first split in the row, splits of the row,
+splits of the item, tokens of a split.
+"""
 COUNTERS = tl.constexpr(128)
 """Of a row: one for each block of heads that a program takes at once."""
 
@@ -41,7 +43,9 @@ CUT = Cut(128, 64, 2)
 
 
 class Splits(NamedTuple):
-    """items int32 `[capacity, 4]`, of which the first `total` (int32 `[1]`) are there; room: splits of a row at most;
+    """What programs take in turns: some splits of a row each.
+
+    items int32 `[capacity, FIELDS]`, of which the first `total` (int32 `[1]`) are there; room: splits of a row at most;
     window: how many of a row's last tokens it sees, 0 for all. ready int32 `[rows, COUNTERS]`: how many of a row's
     splits are attended to, of each block of heads; zeros before and after each layer's attention.
     """
@@ -72,52 +76,62 @@ def row_splits(length, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.cons
     return seen, span, splits
 
 
-@kernel(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows", "at_once"])
 def _order_splits(
-    lengths, items, count, ready, rows, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr,
+    lengths, items, total, ready, rows, at_once, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr,
     SPARE: tl.constexpr, BLOCK_R: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
-    """A program finds the places of one row's splits: all but the last are alike and follow one another."""
+    """A program finds the places of one row's items: all but the last are alike and follow one another."""
     overlap.begin()
     row, every = tl.program_id(0), tl.arange(0, BLOCK_R)
     length = tl.load(lengths + row)
     every_length = tl.load(lengths + every, mask=every < rows, other=0)
     every_seen, every_span, every_splits = row_splits(every_length, WINDOW, TOKENS, MOST, SPARE)
-    every_last = every_seen - (every_splits - 1) * every_span
-    every_others = every_splits - 1
+    run = tl.maximum(tl.cdiv(tl.sum(tl.where(every < rows, every_splits, 0), 0), at_once), 1)  # splits of an item
+    every_others = tl.cdiv(every_splits, run) - 1
+    every_last = every_seen - every_others * every_span * run
     if row == 0:
-        tl.store(count, tl.sum(tl.where(every < rows, every_splits, 0), 0))
+        tl.store(total, tl.sum(tl.where(every < rows, every_others + 1, 0), 0))
     tl.store(ready + row * COUNTERS + tl.arange(0, COUNTERS), 0)
     seen, span, splits = row_splits(length, WINDOW, TOKENS, MOST, SPARE)
-    last = seen - (splits - 1) * span
+    others = tl.cdiv(splits, run) - 1
+    last = seen - others * span * run
     longer = (every_span > span) | ((every_span == span) & (every < row))
-    others_at = tl.sum(tl.where(longer, every_others, 0), 0) + tl.sum((every_last > span).to(tl.int32), 0)
+    others_at = tl.sum(tl.where(longer, every_others, 0), 0) + tl.sum((every_last > span * run).to(tl.int32), 0)
     longer = (every_last > last) | ((every_last == last) & (every < row))
-    last_at = tl.sum(tl.where(every_span >= last, every_others, 0), 0) + tl.sum(longer.to(tl.int32), 0)
-    split = tl.arange(0, MOST)
-    is_last = split == splits - 1
-    start = length - seen + split * span
-    to = items + tl.where(is_last, last_at, others_at + split) * FIELDS
-    real = split < splits
+    last_at = tl.sum(tl.where(every_span * run >= last, every_others, 0), 0) + tl.sum(longer.to(tl.int32), 0)
+    item = tl.arange(0, MOST)
+    is_last = item == others
+    start = length - seen + item * span * run
+    to = items + tl.where(is_last, last_at, others_at + item) * FIELDS
+    real = item <= others
     tl.store(to, row, mask=real)
     tl.store(to + 1, start, mask=real)
-    tl.store(to + 2, tl.where(is_last, length, start + span), mask=real)
-    tl.store(to + 3, split + 256 * splits, mask=real)
+    tl.store(to + 2, tl.where(is_last, length, start + span * run), mask=real)
+    tl.store(to + 3, item * run, mask=real)
+    tl.store(to + 4, splits, mask=real)
+    tl.store(to + 5, tl.where(is_last, splits - others * run, run), mask=real)
+    tl.store(to + 6, span, mask=real)
 
 
-def order_splits(lengths: Tensor, tokens: int, window: int | None = None, cut: Cut = CUT) -> Splits:
-    """The splits of a step's rows, longest first; those of equal length by row and split.
+def order_splits(
+    lengths: Tensor, tokens: int, window: int | None = None, at_once: int = 264, cut: Cut = CUT
+) -> Splits:
+    """The splits of a step's rows, longest items first; those of equal length by row and split.
+
+    at_once: how many items programs take in one turn. Where there are more splits, an item is of several that follow
+    one another, which a program reads without a pause.
 
     lengths int32 `[rows]`, the tokens of each row, `tokens` of them at most; window: a row sees its last `window` only.
     """
     rows = lengths.shape[0]
     room = min(cut.splits, max(1, cdiv(min(tokens, window or tokens), cut.tokens)))
-    items, count = lengths.new_empty(rows * room, FIELDS.value), lengths.new_empty(1)
+    items, total = lengths.new_empty(rows * room, FIELDS.value), lengths.new_empty(1)
     ready = lengths.new_empty(rows, COUNTERS.value)
     if rows:
         _order_splits[(rows,)](
-            lengths, items, count, ready, rows, WINDOW=window or 0, TOKENS=cut.tokens, MOST=cut.splits, SPARE=cut.spare,
-            BLOCK_R=max(32, next_power_of_2(rows)), COUNTERS=COUNTERS.value,
+            lengths, items, total, ready, rows, at_once, WINDOW=window or 0, TOKENS=cut.tokens, MOST=cut.splits,
+            SPARE=cut.spare, BLOCK_R=max(32, next_power_of_2(rows)), COUNTERS=COUNTERS.value,
             num_warps=1 if rows <= 256 else 4, **overlap.options(),
         )  # fmt: skip
-    return Splits(items, count, room, window or 0, cut, ready)
+    return Splits(items, total, room, window or 0, cut, ready)

@@ -220,8 +220,9 @@ def multiply_in_parts(rows: int, outputs: int, width: int) -> None:
 
 def norm_and_turn(rows: int) -> None:
     cache, angle, slots, weight = empty(1000, 2, 128), empty(rows, 64), empty(rows, dtype=INT), empty(128)
+    qkv = empty(rows, 20 * 128) if rows > 64 else dense.linear_parts(empty(rows, 2048), empty(20 * 128, 2048))
     norm_rope_cache.norm_rope_cache(
-        empty(rows, 20 * 128), 16, angle, angle, slots, cache, cache, q_weight=weight, k_weight=weight, eps=1e-6
+        qkv, 16, angle, angle, slots, cache, cache, q_weight=weight, k_weight=weight, eps=1e-6
     )
 
 

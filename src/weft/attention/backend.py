@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.attention.batch import Batch, PageTables
+from weft.kernels.parts import Parts
 from weft.kv.cache import KVCache
 
 
@@ -150,10 +151,10 @@ class Backend(Protocol):
         ...
 
     def project(
-        self, layer: int, qkv: Tensor, heads: HeadSplit, *, scale: float, lse: bool = False
+        self, layer: int, qkv: Tensor | Parts, heads: HeadSplit, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The same from queries, keys and values side by side, `[T, features]`, which are still to be split, normalised
-        and turned as `heads` says: what one kernel can do on the way into the cache.
+        """The same from queries, keys and values side by side, `[T, features]` or its parts, which are still to be
+        added up, split, normalised and turned as `heads` says: what one kernel can do on the way into the cache.
         """
         ...
 

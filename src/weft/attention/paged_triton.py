@@ -11,6 +11,7 @@ from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
 from weft.attention.batch import Batch, PageTables
 from weft.attention.sdpa import SDPA
 from weft.dcp.group import ContextGroup
+from weft.kernels.parts import Parts
 from weft.kernels.triton.decode_attention import at_once, decode_attention, latent_decode_attention
 from weft.kernels.triton.norm_rope_cache import latent_rope_cache, norm_rope_cache
 from weft.kernels.triton.prefill_attention import prefill_attention
@@ -47,7 +48,7 @@ class PagedTriton(SDPA):
         self._splits = order_splits(lengths, tokens, self.cache.window, at_once(width, kv_heads))
 
     def project(
-        self, layer: int, qkv: Tensor, heads: HeadSplit, *, scale: float, lse: bool = False
+        self, layer: int, qkv: Tensor | Parts, heads: HeadSplit, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.project`."""
         cos, sin = heads.turn.cos[:, 0], heads.turn.sin[:, 0]

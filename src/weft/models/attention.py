@@ -10,6 +10,7 @@ from torch import Tensor
 from weft.attention.backend import HeadSplit
 from weft.attention.caches import Caches
 from weft.hidden import Hidden
+from weft.kernels.parts import Parts
 from weft.kernels.rows import gate_heads
 from weft.kv.spec import PagedKV, Window
 from weft.models.decoder import on_group_rows
@@ -99,11 +100,13 @@ class Attention(Layer):
         norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
         heads = HeadSplit(self.sizes, self.dim, rotary, norms, self.gathered)
 
-        def attend(product: Tensor) -> Tensor:
-            qkv, gate = product.tensor_split([sum(self.sizes)], dim=-1)
+        def attend(qkv: Tensor | Parts, gate: Tensor | None = None) -> Tensor:
             out, lse = caches.project(self, qkv, heads, scale=self.scale, lse=self.sinks is not None)
-            if gate.shape[-1] or self.sinks is not None:
-                out = gate_heads(out, gate if gate.shape[-1] else None, lse, self.sinks)
+            if gate is not None or self.sinks is not None:
+                out = gate_heads(out, gate, lse, self.sinks)
             return out.flatten(1)
 
-        return self.out(self.qkv(x).elementwise(attend, self.path))
+        if len(self.qkv.sizes) == len(self.sizes):
+            return self.out(self.qkv.feed(x, attend, self.path))
+        parts = [sum(self.sizes), sum(self.qkv.sizes[3:])]
+        return self.out(self.qkv(x).elementwise(lambda both: attend(*both.split(parts, dim=-1)), self.path))

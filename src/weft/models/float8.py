@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from weft.hidden import Quantising
 from weft.kernels import float8 as plain
 from weft.kernels.float8 import Rows, Weight
+from weft.kernels.parts import Parts
 from weft.models.source import Source
 from weft.place.spec import LayoutError
 
@@ -74,3 +75,15 @@ def product(
     elif x.shape[0]:
         out.copy_(plain.linear(rows, weight))
     return out if bias is None else out.add_(bias)
+
+
+def product_or_parts(
+    x: Tensor, weight: Tensor | Weight, quantised: Quantising | None = None, bias: Tensor | None = None
+) -> Tensor | Parts:
+    """The same, for what adds up its parts itself where a GPU makes it in parts."""
+    if x.is_cuda and not isinstance(weight, Weight):
+        from weft.kernels.triton import dense
+
+        if dense.takes(x, weight):
+            return dense.linear_parts(x, weight, bias, tile=dense.tile_of(x.shape[0], *weight.shape))
+    return product(x, weight, None, quantised, bias)

@@ -23,8 +23,9 @@ from torch.nn import functional as F
 
 from weft.hidden import Hidden, Quantising
 from weft.kernels.float8 import FLOAT8, Weight
+from weft.kernels.parts import Parts
 from weft.kernels.rows import embed, rms_norm
-from weft.models.float8 import product, unit_of
+from weft.models.float8 import product, product_or_parts, unit_of
 from weft.models.source import LessOne, Source, View
 from weft.place.experts import Forms
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
@@ -185,12 +186,22 @@ class ColumnLinear(Layer):
             self.products.append((name, slice(start, total)))
 
     def forward(self, x: Hidden) -> Hidden:
-        value = x.require_complete(self.path)
+        value, placement = x.require_complete(self.path), self._placement(x)
+        return Hidden(self._product(value, x.quantised), placement, x.mesh, self.path)
+
+    def feed(self, x: Hidden, function: Callable[[Tensor | Parts], Tensor], origin: str) -> Hidden:
+        """`self(x).elementwise(function, origin)`, where the function adds up the product's parts if it gets them."""
+        value, placement = x.require_complete(self.path), self._placement(x)
+        if len(self.products) > 1:
+            return Hidden(function(self._product(value, x.quantised)), placement, x.mesh, origin)
+        made = product_or_parts(value, self.declared("weight"), x.quantised, self.bias)
+        return Hidden(function(made), placement, x.mesh, origin)
+
+    def _placement(self, x: Hidden) -> Placement:
         try:
-            placement = x.mesh.placement(x.placement.rows, split=self.over)
+            return x.mesh.placement(x.placement.rows, split=self.over)
         except PlacementError as error:
             raise PlacementError(f"{self.path} reads {x.origin} {x.placement}: {error}") from None
-        return Hidden(self._product(value, x.quantised), placement, x.mesh, self.path)
 
     def _product(self, x: Tensor, quantised: Quantising | None) -> Tensor:
         if len(self.products) == 1:

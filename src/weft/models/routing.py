@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from weft.hidden import Hidden
+from weft.kernels.parts import Parts
 from weft.models.layers import Builder, Linear
 from weft.models.source import Source
-
-if TYPE_CHECKING:
-    from weft.kernels.triton.dense import Parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from torch import Tensor
 from triton import knobs
 
 from weft.hidden import Hidden
+from weft.kernels.parts import Parts
 from weft.kernels.triton import moe, plain
 from weft.kernels.triton import route as kernels
-from weft.kernels.triton.dense import Parts
 from weft.models.layers import Builder
 from weft.models.moe import SparseMoE
 from weft.models.routing import Router, Routing

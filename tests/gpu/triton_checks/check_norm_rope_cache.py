@@ -9,6 +9,7 @@ import torch
 
 from weft.attention.backend import LatentSplit
 from weft.kernels import float8
+from weft.kernels.parts import Parts
 from weft.kernels.plain import gate_heads as gate_heads_of_torch
 from weft.kernels.plain import gated
 from weft.kernels.triton import gate_heads, plain, rms_norm
@@ -39,6 +40,26 @@ def check_norm_rope_cache(interleaved: bool, norm: bool, turned: int, seed: int,
     assert torch.allclose(cache.double(), wanted_cache, rtol=1e-5, atol=1e-5, equal_nan=True)
     untouched = [slot for slot in range(8) if slot not in slots.tolist()]
     assert cache[:, untouched].isnan().all() and not cache[:, [6, 0, 3]].isnan().any()
+
+
+@pytest.mark.parametrize("turned, biased", [(8, True), (24, False)])
+def check_a_product_that_comes_in_parts(turned: int, biased: bool, device: torch.device) -> None:
+    """Added in their order, then to the bias, and rounded before anything else is done."""
+    torch.manual_seed(turned)
+    rows, heads, kv_heads, dim, dtype = 3, 3, 2, 24, torch.float16
+    values = torch.randn(4, rows, (heads + 2 * kv_heads) * dim, device=device)
+    bias = torch.randn(values.shape[2], device=device).to(dtype) * 30 if biased else None
+    product = Parts(values, bias, dtype)
+    slots, weight = torch.tensor([2, -1, 0], device=device).int(), torch.randn(dim, device=device)
+    angle = torch.rand(rows, turned // 2, device=device) * 9
+    given = (heads, angle.cos(), angle.sin(), slots)
+    caches = torch.full((2, 2, 4, kv_heads, dim), NAN, device=device, dtype=dtype)
+    more = dict(q_weight=weight, k_weight=weight, eps=1e-3) if biased else {}
+    found = [
+        kernels.norm_rope_cache(x, *given, *c, **more) for x, c in zip((product, product.whole()), caches, strict=True)
+    ]
+    assert found[0].dtype == dtype and torch.equal(found[0], found[1])
+    assert torch.equal(caches[0].nan_to_num(7.0), caches[1].nan_to_num(7.0)) and caches[0, :, 2].isfinite().all()
 
 
 def check_many_rows(device: torch.device) -> None:

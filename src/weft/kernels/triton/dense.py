@@ -13,9 +13,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.parts import Parts
 from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
@@ -42,15 +44,18 @@ class Tile(NamedTuple):
     warps: int
 
 
-class Parts(NamedTuple):
-    """A product whose depth was cut: float32 `[parts, T, N]`, to be added in their order, and then to bias `[N]`.
+@triton.jit
+def load_parts(at, part, bias, mask, PARTS: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr):
+    """Elements of a product of so many parts (see `Parts`), in float32; those that are masked mean nothing.
 
-    dtype: to which the sum is then rounded.
+    at: pointers into the first; bias: pointers, of the same shape.
     """
-
-    values: Tensor
-    bias: Tensor | None
-    dtype: torch.dtype
+    value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, PARTS):
+        value += tl.load(at + i * part, mask=mask, other=0.0)
+    if BIAS:
+        value += tl.load(bias, mask=mask, other=0.0).to(tl.float32)
+    return value.to(DTYPE).to(tl.float32)
 
 
 @kernel(do_not_specialize=["rows", "outputs"])
@@ -98,11 +103,8 @@ def _add_gemm_parts(
     overlap.begin()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(PARTS):
-        total += tl.load(parts + i * part + row * OUTPUTS + column, mask=column < OUTPUTS, other=0.0)
-    if BIAS:
-        total += tl.load(bias + column, mask=column < OUTPUTS, other=0.0).to(tl.float32)
+    at = parts + row * OUTPUTS + column
+    total = load_parts(at, part, bias + column, column < OUTPUTS, PARTS, BIAS, tl.float32)
     tl.store(out + row * out_row + column, total.to(out.dtype.element_ty), mask=column < OUTPUTS)
 
 

@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.parts import Parts, in_parts
 from weft.kernels.triton import overlap
+from weft.kernels.triton.dense import load_parts
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
@@ -28,35 +30,37 @@ def _pair(i, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @kernel(do_not_specialize=["rows"])
 def _norm_rope_cache(
-    qkv, q_weight, k_weight, cos, sin, slots, q_out, keys, values,
-    rows, qkv_row, angle_row, q_row, q_head, k_slot, k_head, v_slot, v_head, eps,
+    qkv, bias, q_weight, k_weight, cos, sin, slots, q_out, keys, values,
+    rows, part, qkv_row, angle_row, q_row, q_head, k_slot, k_head, v_slot, v_head, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr,
     INTERLEAVED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     real = row < rows
     head = tl.program_id(1)
     at = qkv + row.to(tl.int64) * qkv_row + head * D
+    bias += head * D
+    dtype: tl.constexpr = q_out.dtype.element_ty
     slot = tl.load(slots + row, mask=real, other=-1).to(tl.int64)
     if head >= HEADS:
         real = slot >= 0  # keys and values of a row without a slot go nowhere
     if head >= HEADS + KV_HEADS:
         d = tl.arange(0, BLOCK_D)[None, :]
-        v = tl.load(at + d, mask=real & (d < D))
+        v = load_parts(at + d, part, bias + d, real & (d < D), PARTS, BIAS, dtype).to(dtype)
         tl.store(values + slot * v_slot + (head - HEADS - KV_HEADS) * v_head + d, v, mask=real & (d < D))
         return
     i = tl.arange(0, BLOCK_PAIRS)[None, :]
     paired = real & (i < TURNED // 2)
     left_at, right_at = _pair(i, TURNED, INTERLEAVED)
     rest_at = TURNED + tl.arange(0, BLOCK_REST)[None, :]
-    left = tl.load(at + left_at, mask=paired, other=0.0).to(tl.float32)
-    right = tl.load(at + right_at, mask=paired, other=0.0).to(tl.float32)
+    left = load_parts(at + left_at, part, bias + left_at, paired, PARTS, BIAS, dtype)
+    right = load_parts(at + right_at, part, bias + right_at, paired, PARTS, BIAS, dtype)
     c = tl.load(cos + row * angle_row + i, mask=paired, other=0.0).to(tl.float32)
     s = tl.load(sin + row * angle_row + i, mask=paired, other=0.0).to(tl.float32)
     if TURNED < D:
-        rest = tl.load(at + rest_at, mask=real & (rest_at < D), other=0.0).to(tl.float32)
+        rest = load_parts(at + rest_at, part, bias + rest_at, real & (rest_at < D), PARTS, BIAS, dtype)
     if NORM:
         square = tl.sum(left * left + right * right, 1, keep_dims=True)
         if TURNED < D:
@@ -73,7 +77,6 @@ def _norm_rope_cache(
     to = keys + slot * k_slot + (head - HEADS) * k_head
     if head < HEADS:
         to = q_out + row.to(tl.int64) * q_row + head * q_head
-    dtype = q_out.dtype.element_ty
     tl.store(to + left_at, (left * c - right * s).to(dtype), mask=paired)
     tl.store(to + right_at, (right * c + left * s).to(dtype), mask=paired)
     if TURNED < D:
@@ -81,7 +84,7 @@ def _norm_rope_cache(
 
 
 def norm_rope_cache(
-    qkv: Tensor,
+    qkv: Tensor | Parts,
     heads: int,
     cos: Tensor,
     sin: Tensor,
@@ -97,36 +100,39 @@ def norm_rope_cache(
 ) -> Tensor:
     """Turns queries and keys, stores keys and values at the rows' slots; gives the queries `[T, heads, D]`.
 
-    qkv `[T, (heads + 2 · kv_heads) · D]`: queries, keys, values side by side, heads one after the other.
+    qkv `[T, (heads + 2 · kv_heads) · D]`: queries, keys, values side by side, heads one after the other; its parts are
+    added here.
     cos, sin `[T, turned / 2]`, where a head's first `turned` elements are turned: element i with element
     i + turned / 2, or, interleaved, element 2i with 2i + 1. slots int32 or int64 `[T]`; −1 stores nothing.
     keys, values `[slots, kv_heads, D]`, of qkv's dtype. q_weight, k_weight `[D]`: each head's query and key are first
     divided by √(mean of squares + eps) and multiplied by it; both or neither.
     Raises ValueError where shapes or dtypes do not fit together.
     """
-    rows, (_, kv_heads, d) = qkv.shape[0], keys.shape
+    (parts, bias, dtype), (_, kv_heads, d) = in_parts(qkv), keys.shape
+    count, rows, features = parts.shape
     turned = 2 * cos.shape[-1]
-    if qkv.shape[1] != (heads + 2 * kv_heads) * d or turned > d or values.shape != keys.shape:
-        raise ValueError(f"qkv is {list(qkv.shape)} for {heads} heads, keys {list(keys.shape)}, cos {list(cos.shape)}")
+    if features != (heads + 2 * kv_heads) * d or turned > d or values.shape != keys.shape:
+        raise ValueError(f"qkv is {[rows, features]} for {heads} heads, keys {list(keys.shape)}, cos {list(cos.shape)}")
     if cos.shape != (rows, turned // 2) or sin.shape != cos.shape or sin.stride() != cos.stride():
         raise ValueError(f"cos is {list(cos.shape)}, sin {list(sin.shape)}; they must be alike, a row for each of qkv")
     if (q_weight is None) != (k_weight is None):
         raise ValueError("queries and keys are both normalised, or neither is")
-    if not qkv.dtype == keys.dtype == values.dtype:
-        raise ValueError(f"qkv is {qkv.dtype}, keys {keys.dtype}, values {values.dtype}; they must be alike")
-    if not all(t.stride(-1) == 1 for t in (qkv, cos, keys, values)):
+    if not dtype == keys.dtype == values.dtype:
+        raise ValueError(f"qkv is {dtype}, keys {keys.dtype}, values {values.dtype}; they must be alike")
+    if not all(t.stride(-1) == 1 for t in (parts, cos, keys, values)):
         raise ValueError("the last dimensions must be contiguous")
-    out = qkv.new_empty(rows, heads, d) if q_out is None else q_out
+    out = parts.new_empty(rows, heads, d, dtype=dtype) if q_out is None else q_out
     if rows:
         block_t = 1 if rows < 256 else 8
         _norm_rope_cache[(cdiv(rows, block_t), heads + 2 * kv_heads)](
-            qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos, sin, slots, out,
-            keys, values, rows, qkv.stride(0), cos.stride(0), out.stride(0), out.stride(1), keys.stride(0),
-            keys.stride(1), values.stride(0), values.stride(1), eps, HEADS=heads, KV_HEADS=kv_heads, D=d, TURNED=turned,
+            parts, parts if bias is None else bias, parts if q_weight is None else q_weight,
+            parts if k_weight is None else k_weight, cos, sin, slots, out, keys, values, rows, parts.stride(0),
+            parts.stride(1), cos.stride(0), out.stride(0), out.stride(1), keys.stride(0), keys.stride(1),
+            values.stride(0), values.stride(1), eps, HEADS=heads, KV_HEADS=kv_heads, D=d, TURNED=turned,
             NORM=q_weight is not None, INTERLEAVED=interleaved, BLOCK_T=block_t,
-            BLOCK_PAIRS=max(1, next_power_of_2(turned // 2)),
-            BLOCK_REST=max(1, next_power_of_2(d - turned)), BLOCK_D=next_power_of_2(d),
-            num_warps=1 if block_t == 1 else 4, **overlap.options(),
+            BLOCK_PAIRS=max(1, next_power_of_2(turned // 2)), BLOCK_REST=max(1, next_power_of_2(d - turned)),
+            BLOCK_D=next_power_of_2(d), PARTS=count, BIAS=bias is not None, num_warps=1 if block_t == 1 else 4,
+            **overlap.options(),
         )  # fmt: skip
     return out
 

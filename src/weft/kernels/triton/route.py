@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.parts import Parts, in_parts
 from weft.kernels.triton import overlap
-from weft.kernels.triton.dense import LANGUAGE, Parts
+from weft.kernels.triton.dense import LANGUAGE, load_parts
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 CHUNKS = 128, 2048
@@ -137,12 +138,8 @@ def _route(
     here = row < tl.minimum(tl.load(live), rows)
     known = here[:, None] & wanted[None, :]
     logits += row.to(tl.int64)[:, None] * row_stride + e[None, :]
-    x = tl.load(logits, mask=known, other=float("-inf")).to(tl.float32)
-    for i in tl.static_range(1, PARTS):
-        x += tl.load(logits + i * part, mask=known, other=0.0)
-    if OFFSET:
-        x += tl.load(offset + e, mask=wanted, other=0.0).to(tl.float32)[None, :]
-    x = x.to(DTYPE).to(tl.float32)
+    x = load_parts(logits, part, offset + e[None, :], known, PARTS, OFFSET, DTYPE)
+    x = tl.where(known, x, float("-inf"))
     x = tl.where(here[:, None] | (c > 0)[None, :], x, 0.0)  # a row that is not live must not make a NaN
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-x))
@@ -263,7 +260,7 @@ def choose(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(weight float32 `[T, k]`, expert int32 `[T, k]`): as `route` chooses."""
-    found = logits if isinstance(logits, Parts) else Parts(logits[None], None, logits.dtype)
+    found = in_parts(logits)
     parts, offset = found.values, found.bias
     (count, rows, experts), k = parts.shape, rule.k
     weight = parts.new_empty(rows, k, dtype=torch.float32)

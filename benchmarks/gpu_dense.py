@@ -6,7 +6,7 @@
 The first fills Triton's cache by several processes, the second times. Each product follows a kernel that writes its
 rows, as in a decode step, so that it may start while that one still runs: one that copies them at once, and one that
 takes as long as an exchange between GPUs. The router's product is timed together with the kernel of routing, which adds
-its parts. Times are those of CUDA graphs over weights that take turns, more than the L2 cache holds (see
+its parts; that of queries, keys and values also alone, as attention adds its parts. Times are those of CUDA graphs over weights that take turns, more than the L2 cache holds (see
 gpu_kernels.py), less those of the kernels before alone. Prints for each shape torch's time, what is shipped and the
 best five cuts, behind either kernel, and one JSON object last.
 """
@@ -29,12 +29,14 @@ from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
 from gpu_kernels import BF16, DEVICE, EXPERTS, RULE, error, graph_us, ints, normal, write_json
+from weft.kernels.parts import Parts
 from weft.kernels.triton import dense, overlap, route
 from weft.kernels.triton.dense import Tile
 from weft.kernels.triton.launch import kernel
 
 SHAPES = {
     "qkv": (2560, 2048),
+    "qkv in parts": (2560, 2048),
     "out": (2048, 2048),
     "router": (EXPERTS, 2048),
     "latents": (1024, 4096),
@@ -98,6 +100,8 @@ class Case:
     def ours(self, tile: Tile | None) -> Callable[[Tensor, Tensor], Any]:
         if self.name == "router":
             return lambda x, w: self._route(dense.linear_parts(x, w, tile=tile))
+        if self.name == "qkv in parts":
+            return lambda x, w: dense.linear_parts(x, w, tile=tile or dense.tile_of(len(x), *w.shape))
         return lambda x, w: dense.linear(x, w, self.out, tile=tile)
 
     def torchs(self, x: Tensor, weight: Tensor) -> Any:
@@ -105,7 +109,7 @@ class Case:
             return self._route(F.linear(x, weight))
         return torch.mm(x, weight.t(), out=self.out)
 
-    def _route(self, logits: Tensor | dense.Parts) -> Tensor:
+    def _route(self, logits: Tensor | Parts) -> Tensor:
         return route.choose(logits, RULE, self.live)[0]
 
 

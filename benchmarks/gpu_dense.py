@@ -6,9 +6,10 @@
 The first fills Triton's cache by several processes, the second times. Each product follows a kernel that writes its
 rows, as in a decode step, so that it may start while that one still runs: one that copies them at once, and one that
 takes as long as an exchange between GPUs. The router's product is timed together with the kernel of routing, which adds
-its parts; that of queries, keys and values also alone, as attention adds its parts. Times are those of CUDA graphs over weights that take turns, more than the L2 cache holds (see
-gpu_kernels.py), less those of the kernels before alone. Prints for each shape torch's time, what is shipped and the
-best five cuts, behind either kernel, and one JSON object last.
+its parts; that of queries, keys and values also alone, as attention adds its parts. Times are those of CUDA graphs over
+weights that take turns, more than the L2 cache holds (see gpu_kernels.py), less those of the kernels before alone.
+Prints for each shape torch's time, what is shipped and the best five cuts, behind either kernel, and one JSON object
+last.
 """
 
 from __future__ import annotations

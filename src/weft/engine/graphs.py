@@ -9,6 +9,7 @@ that are to be kept for others. Which graph is replayed follows from the counts 
 
 from __future__ import annotations
 
+import bisect
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -74,6 +75,7 @@ class DecodeGraphs:
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=self._device)
         self._counts: dict[int, CapturedRows] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._drawn: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # what `replay` gives, by capacity and rows
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -100,10 +102,9 @@ class DecodeGraphs:
 
     def capacity_of(self, counts: Counts) -> int:
         """Of the graph that serves them."""
-        return next(c for c in self.capacities if c >= max(counts))
+        return self.capacities[bisect.bisect_left(self.capacities, max(counts))]
 
-    @torch.inference_mode()
-    def replay(self, answers: Sequence[int], counts: Counts) -> tuple[Tensor, Tensor]:
+    def replay(self, answers: tuple[int, ...], counts: Counts) -> tuple[Tensor, Tensor]:
         """(logits `[rows of this group, vocabulary]` as the model gives them, the tokens drawn from them, int32).
 
         Logits are of this rank's share where the vocabulary is split. min_p is then left out of the draw, which would
@@ -113,13 +114,15 @@ class DecodeGraphs:
         for transport in self._transports.values():
             transport.check()
         capacity, n = self.capacity_of(counts), len(answers)
-        if self._copied[:n] != tuple(answers):
+        if self._copied[:n] != answers:
             self._answers[:n].copy_(on_device(answers, torch.int32, self._device))
-            self._copied = tuple(answers)
+            self._copied = answers
         self._counts[capacity].fill(counts)
         graph, logits = self._graphs[capacity]
         graph.replay()
-        return logits[:n], self._tokens[:n]
+        if (drawn := self._drawn.get((capacity, n))) is None:
+            drawn = self._drawn[capacity, n] = logits[:n], self._tokens[:n]
+        return drawn
 
     @cached_property
     def _parts(self) -> Parts:

@@ -43,6 +43,8 @@ class RowTable:
         self.rows: dict[int, Row] = {}
         self.cut: set[int] = set()
         """Rows whose draws leave out the tail by top_k or top_p, which takes a sort."""
+        self.floored: set[int] = set()
+        """Rows whose draws leave out the tail by min_p."""
         self.last_token = torch.full((most,), NO_TOKEN, dtype=torch.int32, device=device)
 
     def apply(self, news: GroupRows) -> None:
@@ -51,6 +53,7 @@ class RowTable:
             self.rows[join.row] = Row(join.request, join.context, [list(table) for table in join.tables], join.sampling)
             self.last_token[join.row].fill_(NO_TOKEN)
             (self.cut.add if cuts(join.sampling) else self.cut.discard)(join.row)
+            (self.floored.add if join.sampling.min_p > 0 else self.floored.discard)(join.row)
         for entry in news.entries:
             row = self.rows[entry.row]
             table = row.tables[entry.group]
@@ -92,8 +95,8 @@ class RowTable:
         """Whether a step needs whole rows of logits where the vocabulary is split: not where every row takes the best
         token, or draws by temperature alone.
         """
-        cut = any(row in self.cut or self.rows[row].sampling.min_p > 0 for row in news.draws)
-        return cut or bool(news.adjust) or any(chunk.score for chunk in news.chunks)
+        cut = self.cut | self.floored
+        return not cut.isdisjoint(news.draws) or bool(news.adjust) or any(chunk.score for chunk in news.chunks)
 
     def draw(self, news: GroupRows, logits: Tensor, split: SplitVocabulary | None = None) -> Tensor:
         """The step's tokens, int32, from logits `[S, vocabulary]` of `GroupRows.draws`: the rows' last from now on.
@@ -117,9 +120,8 @@ class RowTable:
         """Which of a step's answers ask for more than a graph draws by, or for logprobs: the same on every rank of a
         group. split: it draws from a split vocabulary, where min_p is more.
         """
-        asked = {row for row, _ in news.adjust} | self.cut
-        more = {row for row in news.answers if self.rows[row].sampling.min_p > 0} if split else set()
-        return [at for at, row in enumerate(news.answers) if row in asked or row in more]
+        more = self.cut.union((row for row, _ in news.adjust), self.floored if split else ())
+        return [at for at, row in enumerate(news.answers) if row in more] if more else []
 
     def draw_again(
         self, news: GroupRows, again: Sequence[int], logits: Tensor, tokens: Tensor, whole: Callable[[Tensor], Tensor]

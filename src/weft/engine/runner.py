@@ -270,7 +270,7 @@ class ModelRunner:
         """Whether a graph was captured for steps of so many answers in each DP group."""
         return self._graphs is not None and self._graphs.fits(counts)
 
-    def replay(self, answers: Sequence[int], counts: Counts) -> tuple[Tensor, Tensor]:
+    def replay(self, answers: tuple[int, ...], counts: Counts) -> tuple[Tensor, Tensor]:
         """Logits, and the tokens drawn from them, by the graph: see `DecodeGraphs.replay`. Few steps look at logits
         beyond the draw, and then at few rows: `whole` makes of these what `forward` gives.
         """

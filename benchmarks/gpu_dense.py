@@ -69,6 +69,7 @@ def tiles_for(name: str, rows: int) -> list[Tile]:
     width = SHAPES[name][1]
     cuts = [(64, 4, 512, 8), (64, 4, 512, 4), (64, 4, 256, 8), (64, 3, 256, 8), (64, 2, 512, 8), (64, 2, 256, 4)]
     cuts += [(64, 8, 256, 8), (64, 8, 256, 4), (64, 8, 512, 8), (128, 8, 256, 8), (128, 4, 512, 8), (128, 4, 256, 8)]
+    cuts += [(128, 6, 128, 8), (64, 3, 256, 4)] if rows > 16 else []
     if name == "router":
         cuts = [(64, 8, 256, 4), (64, 8, 256, 8), (64, 4, 512, 4), (64, 4, 512, 8), (64, 16, 128, 4), (128, 8, 256, 8)]
     held = [Tile(columns, min(parts, -(-width // block)), block, warps) for columns, parts, block, warps in cuts]

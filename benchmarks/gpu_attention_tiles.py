@@ -161,17 +161,17 @@ class Search:
         self.tried: set[Tile] = set()
         self.faulty: set[Tile] = set()
 
-    def run(self, variants: Iterable[Variant]) -> None:
-        """Compiles side by side, then times."""
+    def run(self, variants: Iterable[Variant], untimed: Iterable[Tile] = ()) -> None:
+        """Compiles and compares side by side, then times. untimed: tiles that are only compared."""
         new = [v for v in dict.fromkeys(variants) if v not in self.times]
-        tiles = list(dict.fromkeys(v.tile._replace(programs=0, fused=False) for v in new))
-        tiles = [tile._replace(programs=528) for tile in tiles if tile not in self.tried]
-        self.tried |= {tile._replace(programs=0) for tile in tiles}
-        work = [tiles[i :: self.processes] for i in range(min(self.processes, len(tiles)))]
+        tiles = {tile._replace(programs=528, fused=False): None for tile in (*(v.tile for v in new), *untimed)}
+        untried = [tile for tile in tiles if tile not in self.tried]
+        self.tried.update(untried)
+        work = [untried[i :: self.processes] for i in range(min(self.processes, len(untried)))]
         for tile, why in itertools.chain(*self.pool.map(faults, [self.latent] * len(work), work)):
             print("fault:", *tile, why, flush=True)
-            self.faulty.add(tile._replace(programs=0))
-        new = [v for v in new if v.tile._replace(programs=0, fused=False) not in self.faulty]
+            self.faulty.add(tile)
+        new = [v for v in new if v.tile._replace(programs=528, fused=False) not in self.faulty]
         for variant in new:
             if time.monotonic() > self.until:
                 return print(f"no time for {len(new)} more", flush=True)
@@ -210,6 +210,8 @@ def search(latent: bool, pool: ProcessPoolExecutor, processes: int, until: float
         found.run([v._replace(cut=cut) for cut in cuts])
         found.run([v._replace(runs=not v.runs), v._replace(tile=v.tile._replace(fused=not v.tile.fused))])
     found.show("programs, splits", 12)
+    if not latent:
+        found.run([], [Tile(16, n, 1, stages, 528) for n, stages in itertools.product((32, 64), (2, 3, 4))])
     return {
         "before_us": [case.before for case in found.cases],
         "shipped_us": found.times[Variant(shipped)],

@@ -261,6 +261,8 @@ class Stream:
         self._index = 0
         self._deltas = _Deltas()
         self._residual: Tensor | None = None
+        self._asked: dict[Takes, tuple[Placement, ...]] = {}
+        self._all_live: dict[Rows, Tensor] = {}
 
     def add(self, delta: Hidden) -> None:
         """Adds a block's output to the stream; its debt is settled by the next read."""
@@ -275,7 +277,9 @@ class Stream:
         """The normalised residual with everything added so far, complete, on the asked rows: of several, the plan's."""
         reads = self._plan.reads
         read_plan = reads[self._index] if self._index < len(reads) else None
-        targets = _targets(self.mesh, rows)
+        targets = self._asked.get(rows)
+        if targets is None:
+            targets = self._asked[rows] = _targets(self.mesh, rows)
         traced = read_plan.read if read_plan else None
         if traced is None or traced.site != norm.path or traced.target not in targets:
             expected = f"{traced.site} to read {traced.target}" if traced else "the end"
@@ -287,7 +291,7 @@ class Stream:
         assert read_plan is not None
         self._index += 1
         (value, quantised), target = self._walk(read_plan.steps, traced, norm), traced.target
-        live, dispatch = self._rows.live(target.rows), self._dispatch(read_plan, value.is_cuda)
+        live, dispatch = self._live(target.rows, value), self._dispatch(read_plan, value.is_cuda)
         return Hidden(value, target, self.mesh, norm.path, live, dispatch, quantising(value, quantised))
 
     def finish(self) -> None:
@@ -346,11 +350,20 @@ class Stream:
         self._residual = residual
         return normed, rows
 
+    def _live(self, rows: Rows, value: Tensor) -> Tensor | None:
+        """As `Hidden.live`; on a GPU always, where kernels ask for it in every layer."""
+        live = self._rows.live(rows)
+        if live is None and value.is_cuda:
+            live = self._all_live.get(rows)
+            if live is None:
+                live = self._all_live[rows] = torch.full((1,), len(value), dtype=torch.int32, device=value.device)
+        return live
+
     def _dispatch(self, read_plan: ReadPlan, on_gpu: bool) -> Dispatching | None:
         """What takes the rows of a read to their experts, by the plan's transports; None where they stay."""
-        steps = {step.operand: step for step in read_plan.inside if step.op == "exchange"}
-        if not steps:
+        if not read_plan.inside:
             return None
+        steps = {step.operand: step for step in read_plan.inside if step.op == "exchange"}
         if self._rows.idle:
             return no_rows
         site, world = read_plan.read.site, tuple(range(self.mesh.world))

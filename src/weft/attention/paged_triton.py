@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
+from weft.attention.backend import Absorbed, HeadSplit, LatentSplit, Turn
 from weft.attention.batch import Batch, PageTables
 from weft.attention.sdpa import SDPA
 from weft.dcp.group import ContextGroup
@@ -21,6 +21,8 @@ from weft.kv.spec import Latent
 
 class PagedTriton(SDPA):
     """A `weft.attention.backend.Backend` on a GPU; steps of one row a sequence can be captured in a CUDA graph."""
+
+    _turn: Turn | None = None
 
     def plan(self, batch: Batch, tables: PageTables) -> None:
         """See `Backend.plan`."""
@@ -51,25 +53,32 @@ class PagedTriton(SDPA):
         self, layer: int, qkv: Tensor | Parts, heads: HeadSplit, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.project`."""
-        cos, sin = heads.turn.cos[:, 0], heads.turn.sin[:, 0]
-        half = cos.shape[-1] // 2
-        if heads.turn.interleaved:
-            cos, sin = cos[:, ::2].contiguous(), sin[:, ::2].contiguous()
+        cos, sin = self._angles(heads.turn)
+        keys, values = self.cache.layers[layer]
         q_norm, k_norm = heads.norms or (None, None)
         q = norm_rope_cache(
             qkv,
             heads.sizes[0] // heads.dim,
-            cos[:, :half],
-            sin[:, :half],
+            cos,
+            sin,
             self._stored,
-            self.cache.keys[layer],
-            self.cache.values[layer],
+            keys,
+            values,
             q_weight=None if q_norm is None else q_norm.weight,
             k_weight=None if k_norm is None else k_norm.weight,
             eps=0.0 if q_norm is None else q_norm.eps,
             interleaved=heads.turn.interleaved,
         )
         return self._attend(layer, q, scale, lse, None, heads.gathered)
+
+    def _angles(self, turn: Turn) -> tuple[Tensor, Tensor]:
+        """cos and sin `[T, dim / 2]` of what turns two elements by one angle: worked out once for a step's layers."""
+        if self._turn is not turn:
+            self._turn, half = turn, turn.cos.shape[-1] // 2
+            at = slice(0, None, 2) if turn.interleaved else slice(half)
+            cos, sin = turn.cos[:, 0, at], turn.sin[:, 0, at]
+            self._cos_sin = (cos.contiguous(), sin.contiguous()) if turn.interleaved else (cos, sin)
+        return self._cos_sin
 
     def project_latent(
         self, layer: int, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
@@ -103,5 +112,5 @@ class PagedTriton(SDPA):
         if isinstance(cache.spec, Latent):
             width, splits = cache.spec.value_width, self._splits
             return latent_decode_attention(q, cache.keys[layer], width, *where, lse=sums, splits=splits), sums
-        keys, values, window = cache.keys[layer], cache.values[layer], cache.window
+        (keys, values), window = cache.layers[layer], cache.window
         return decode_attention(q, keys, values, *where, window=window, lse=sums, splits=self._splits), sums

@@ -38,7 +38,8 @@ class SDPA:
         self._stored = tables.slots if group is None else group.slots(tables.slots)
         self._prefills: list[tuple[int, int, Tensor, Tensor]] = []  # first row, rows, where what they see lies, mask
         self._write: Tensor | None = None  # where rows are stored, which only layers that do not `project` ask for
-        self._single: Tensor | None = None  # the rows of the sequences that have one; None: all rows
+        self._single: Tensor | slice | None = None  # the rows of the sequences that have one; None: all rows
+        self._singles = 0
         self._gathered: tuple[Tensor, tuple[int, ...]] | None = None  # of prompts: slots here, tokens of each rank
         self._prefill: Prefill | None = None  # chosen by the first layer, which knows how wide queries are
         return batch.lengths if group is None else group.lengths(batch.lengths)
@@ -65,7 +66,11 @@ class SDPA:
             if self._group is not None:
                 longest = self._group.deal.most(longest)
             if len(rows) < first:
-                self._single = torch.tensor(rows, dtype=torch.int64, device=device)
+                self._singles = len(rows)
+                if rows == [*range(len(rows))]:  # as the engine has them
+                    self._single = slice(len(rows))
+                else:
+                    self._single = torch.tensor(rows, dtype=torch.int64, device=device)
                 at = torch.tensor(sequences, dtype=torch.int64, device=device)
                 pages, lengths = pages[at], lengths[at]
             pages = pages[:, : -(-longest // page_size)]
@@ -197,7 +202,7 @@ class SDPA:
         self._attend_prompts(query, *self._at_hand(layer), scale, out, sums)
         if own is not None:
             out = own.output(out)
-        if len(self._single):
+        if self._singles:
             out[self._single], total = self._merge_single(layer, q[self._single], scale, lse, absorbed, gathered)
             if sums is not None and total is not None:
                 sums[self._single] = total
@@ -220,7 +225,7 @@ class SDPA:
 
     def _at_hand(self, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and values that prompts look into."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys, values = self.cache.layers[layer]
         if self._group is None or self._gathered is None:
             return keys, values
         slots, sizes = self._gathered
@@ -269,7 +274,7 @@ class SDPA:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         out, sums = q.new_empty(*q.shape[:2], values.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
         self._attend_prompts(q, keys, values, scale, out, sums)
-        if self._single is not None and len(self._single):
+        if self._single is not None and self._singles:
             one, total = self._attend_single(layer, q[self._single], scale, True)
             assert total is not None
             out[self._single], sums[self._single] = one, total

@@ -177,7 +177,7 @@ class PeerTransport(NamedCalls):
         return torch.cuda.device(self.device)
 
     def _stream(self) -> int:
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
+        return torch._C._cuda_getCurrentRawStream(self.device.index)  # torch.cuda.current_stream makes objects of it
 
     def _synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

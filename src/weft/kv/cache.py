@@ -13,7 +13,7 @@ class KVCache:
 
     A slot is page · page_size + offset. Behind the `num_pages` that are handed out lies one page more, which takes
     the rows that are to be stored nowhere, on devices where leaving them out would need the host. The values of a
-    latent cache are a part of its keys.
+    latent cache are a part of its keys. layers: of each layer both, `[slots, heads, dim]`.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class KVCache:
         else:
             self.keys = torch.zeros(layers, slots, spec.heads, spec.dim, dtype=dtype, device=device)
             self.values = torch.zeros_like(self.keys)
+        self.layers = [*zip(self.keys, self.values, strict=True)]
 
     @property
     def window(self) -> int | None:

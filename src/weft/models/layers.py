@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +102,10 @@ class Layer(nn.Module):
         self.sources: dict[str, list[Source]] = {}
         self.units: dict[str, tuple[int, int]] = {}
 
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """`forward`, without what torch looks for around it, as layers have no hooks."""
+        return self.forward(*args, **options)
+
     def declare(self, b: Builder, name: str, shape: tuple[int, ...], sources: list[Source]) -> None:
         """An unfilled weight; with its scales in FP8, where that is asked for of all sources. Raises LayoutError."""
         self.sources[name] = sources
@@ -115,8 +119,8 @@ class Layer(nn.Module):
 
     def declared(self, name: str) -> Tensor | Weight:
         """The weight, as `weft.models.float8.product` takes it."""
-        weight, unit = self.get_parameter(name), self.units.get(name)
-        return weight if unit is None else Weight(weight, self.get_parameter(f"{name}_scales"), unit)
+        weight, unit = getattr(self, name), self.units.get(name)
+        return weight if unit is None else Weight(weight, getattr(self, f"{name}_scales"), unit)
 
 
 class Linear(Layer):

@@ -182,6 +182,17 @@ class Mesh:
 
     def placement(self, rows: Rows, owes: str | None = None, split: str | None = None) -> Placement:
         """The normalised placement. Raises PlacementError where ranks that would be summed hold different tokens."""
+        found = self._placements.get((rows, owes, split))
+        if found is None:
+            found = self._placements[rows, owes, split] = self._placement(rows, owes, split)
+        return found
+
+    @cached_property
+    def _placements(self) -> dict[tuple[Rows, str | None, str | None], Placement]:
+        """Those that were asked for, as every block of every step asks for the same."""
+        return {}
+
+    def _placement(self, rows: Rows, owes: str | None, split: str | None) -> Placement:
         owes, split = self.canonical(owes), self.canonical(split)
         if rows is Rows.WORLD and self.attn_dp == 1:
             rows = Rows.GROUP

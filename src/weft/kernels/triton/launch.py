@@ -38,7 +38,8 @@ class Kernel(JITFunction):
         super().__init__(function, **how)
         self._known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
         self._tensors = 0
-        self._numbers: list[str] = []  # what is looked at of each: "value", "size" or nothing
+        self._values: list[int] = []  # which arguments are whole numbers whose value counts,
+        self._sizes: list[int] = []  # and of which only the size does
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -55,10 +56,8 @@ class Kernel(JITFunction):
             *constants.values(),
             *[x.dtype for x in tensors],
             *[address % 16 == 0 for address in addresses],
-            *[
-                0 if what == "none" else n >> 31 if what == "size" else n if n < 16 else 16 + n % 16 + (n >> 31 << 5)
-                for n, what in zip(numbers, self._numbers, strict=True)
-            ],
+            *[n if n < 16 else 16 + n % 16 + (n >> 31 << 5) for n in map(args.__getitem__, self._values)],
+            *[args[i] >> 31 for i in self._sizes],
         )
         known = self._known.get(key)
         if known is None:
@@ -73,10 +72,9 @@ class Kernel(JITFunction):
     def _look(self, args: tuple[Any, ...]) -> None:
         """What is what among the arguments: the same in every launch."""
         self._tensors = sum(hasattr(x, "data_ptr") for x in args)
-        numbers = zip(args, self.params, strict=False)
-        self._numbers = [
-            "none" if isinstance(n, float) else "size" if p.do_not_specialize else "value" for n, p in numbers
-        ][self._tensors :]
+        whole = [i for i in range(self._tensors, len(args)) if not isinstance(args[i], float)]
+        self._values = [i for i in whole if not self.params[i].do_not_specialize]
+        self._sizes = [i for i in whole if self.params[i].do_not_specialize]
 
 
 def kernel(function: Callable[..., Any] | None = None, **how: Any) -> Any:

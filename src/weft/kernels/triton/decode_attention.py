@@ -145,9 +145,7 @@ def _attend_splits(
                 tl.store(part_lse + at_part, top + tl.log2(total), mask=in_group < GROUP)
                 split += 1
                 split_end = tl.where(split == last, end, split_end + span)
-                top = tl.full([BLOCK_H], float("-inf"), tl.float32)
-                total = tl.zeros([BLOCK_H], tl.float32)
-                acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+                top = tl.full([BLOCK_H], float("-inf"), tl.float32)  # what was summed up counts 0 from here on
         if FUSED:
             tl.debug_barrier()  # all threads have stored before one says so
             counter = ready + row * COUNTERS + block

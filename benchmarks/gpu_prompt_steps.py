@@ -1,0 +1,127 @@
+"""What a step with a prompt takes on one GPU: the host's CPU time beside the time that the GPU is busy.
+
+    python benchmarks/gpu_prompt_steps.py --num-layers 16 --out prompt_steps.json
+
+Each step reads one prompt of so many tokens, or its rest beside `--answers` sequences that draw their next token; it is
+run as the engine's ranks run it, without exchanges. CPU time is of the thread that runs steps, until all is queued, the
+median over steps; busy is the union of all kernels' and copies' times in torch's profiler, in the mean. Where the first
+is longer, the GPU waits for its host. Prints a line of JSON a case, with both also a layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from weft.assets import preset_dir
+from weft.bench.host import describe_host
+from weft.engine.config import EngineConfig
+from weft.engine.messages import Chunk, GroupRows, Join, Sampling, Step
+from weft.engine.transports import cost_model, open_transports
+from weft.engine.worker import Worker
+
+GREEDY = Sampling(0.0, 1.0, 0, 1)
+
+
+def step_of(config: EngineConfig, tokens: int, answers: int, context: int = 256) -> Step:
+    """A prompt's rows behind answers of sequences that have some context."""
+    pages = config.num_pages
+    joins, first = [], 0
+    for row in range(answers + 1):
+        have = context if row < answers else 0
+        need = -(-(have + (1 if row < answers else tokens - answers)) // config.page_size)
+        joins.append(Join(row, row, have, (tuple((first + i) % pages for i in range(need)),), GREEDY))
+        first += need
+    chunk = Chunk(answers, (7,) * (tokens - answers), True)
+    return Step(1, (GroupRows(tuple(range(answers)), (chunk,), tuple(joins)),))
+
+
+def busy_ms(events: Any) -> float:
+    """The union of the GPU's times in a trace."""
+    total = end = 0.0
+    for begin, stop in sorted((e.time_range.start, e.time_range.end) for e in events):
+        total += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    return total / 1e3
+
+
+def measure(worker: Worker, step: Step, steps: int) -> dict[str, float]:
+    """Milliseconds a step."""
+    on_gpu, cpu, wall = worker.on_gpu, [], []
+
+    def run() -> None:
+        worker.step(step)
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    for _ in range(3):
+        run()
+    for _ in range(steps):
+        began, at = time.thread_time(), time.perf_counter()
+        worker.step(step)
+        cpu.append(time.thread_time() - began)
+        if on_gpu:
+            torch.cuda.synchronize()
+        wall.append(time.perf_counter() - at)
+    found = {"cpu_ms": 1e3 * statistics.median(cpu), "wall_ms": 1e3 * statistics.median(wall)}
+    if on_gpu:
+        with profile(activities=[ProfilerActivity.CUDA]) as watched:
+            for _ in range(4):
+                run()
+        on_device = [e for e in watched.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        found["busy_ms"] = busy_ms(on_device) / 4
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="qwen3-30b-a3b")
+    parser.add_argument("--num-layers", type=int, default=16)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 2048])
+    parser.add_argument("--answers", type=int, nargs="+", default=[0, 16])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    config = EngineConfig(
+        model=preset_dir(asked.preset),
+        load_format="dummy",
+        num_layers=asked.num_layers,
+        device=asked.device,
+        max_running=max(asked.answers) + 1,
+        max_batch_tokens=max(asked.tokens),
+        max_model_len=max(*asked.tokens, 1024),
+        kv_tokens=max(asked.tokens) + 512 * (max(asked.answers) + 1),
+        cuda_graphs=False,
+    )
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        transports = open_transports(config, 0, Path(directory))
+        worker = Worker(config, transports, cost_model(config), lambda message: None)
+        for tokens in asked.tokens:
+            for answers in asked.answers:
+                found = measure(worker, step_of(config, tokens, answers), asked.steps)
+                a_layer = {
+                    f"{name.removesuffix('_ms')}_us_a_layer": 1e3 * x / asked.num_layers for name, x in found.items()
+                }
+                rows.append(
+                    {"tokens": tokens, "answers": answers} | {k: round(v, 3) for k, v in (found | a_layer).items()}
+                )
+                print(json.dumps(rows[-1]), flush=True)
+        for transport in transports:
+            transport.close()
+    if asked.out:
+        head = {"host": describe_host(), "arguments": {k: str(v) for k, v in vars(asked).items()}}
+        asked.out.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -24,6 +24,7 @@ from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from weft.kernels.float8 import FLOAT8, Weight, unfilled  # noqa: E402
+from weft.kernels.parts import Parts  # noqa: E402
 from weft.kernels.plain import packed_shards  # noqa: E402
 from weft.kernels.triton import (  # noqa: E402
     decode_attention,
@@ -220,7 +221,9 @@ def multiply_in_parts(rows: int, outputs: int, width: int) -> None:
 
 def norm_and_turn(rows: int) -> None:
     cache, angle, slots, weight = empty(1000, 2, 128), empty(rows, 64), empty(rows, dtype=INT), empty(128)
-    qkv = empty(rows, 20 * 128) if rows > 64 else dense.linear_parts(empty(rows, 2048), empty(20 * 128, 2048))
+    qkv: torch.Tensor | Parts = empty(rows, 20 * 128)
+    if tile := dense.tile_of(rows, 20 * 128, 2048, added_next=True):
+        qkv = dense.linear_parts(empty(rows, 2048), empty(20 * 128, 2048), tile=tile)
     norm_rope_cache.norm_rope_cache(
         qkv, 16, angle, angle, slots, cache, cache, q_weight=weight, k_weight=weight, eps=1e-6
     )
@@ -314,7 +317,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "FP8 product, 64 rows": (lambda: multiply_float8(64, 576, 7168), ("QGMMA", "LDGSTS")),
     "FP8 product, 4096 rows": (lambda: multiply_float8(4096, 7168, 2048), ("QGMMA", "LDGSTS")),
     "FP8 product, cut blocks": (lambda: multiply_float8(64, 320, 1408, (64, 64)), ("QGMMA", "LDGSTS")),
-    "product, 1 row": (lambda: multiply(1, 2560, 2048), ("HGMMA",)),
+    "product, 1 row": (lambda: multiply(1, 5120, 2048), ("HGMMA",)),
     "product, 16 rows, deep": (lambda: multiply(16, 576, 7168), ("HGMMA",)),
     "product, 64 rows, deep": (lambda: multiply(64, 1024, 4096), ("HGMMA",)),
     "parts of a deep product": (lambda: multiply_in_parts(64, 256, 7168), ("HGMMA",)),

@@ -102,6 +102,9 @@ def check_which_products_are_taken(device: torch.device) -> None:
         for rows in (1, 16):
             assert dense.tile_of(rows, outputs, width) is not None, (rows, outputs, width)
         assert dense.tile_of(65, outputs, width) is None
+    assert dense.tile_of(1, 5120, 2048) == dense.tile_of(4, 5120, 2048) == Tile(128, 8, 256, 8)
+    assert dense.tile_of(5, 5120, 2048) is None  # five hundred programs
+    assert dense.tile_of(64, 2560, 2048) is None and dense.tile_of(64, 2560, 2048, True) == Tile(128, 4, 512, 8)
     for rows in (1, 16, 17, 64):
         assert dense.tile_of(rows, 151_936, 2048) is None and dense.tile_of(rows, 75_968, 2048) is None
     x, weight = (torch.zeros(n, 64, device=device, dtype=torch.bfloat16) for n in (2, 32))

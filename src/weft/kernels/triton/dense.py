@@ -2,10 +2,10 @@
 
 Such a product takes as long as reading its weight. As no kernel writes weights, each program loads its tile of one into
 shared memory before it waits for the kernel before (see `overlap`; past L1, as all that is read so early), and then
-only its columns of x. A tile has 64 of the weight's rows, which are the first operand of tensor cores, and a part of
-the depth: with fewer of them every multiprocessor would have a tile of whole depth, but all would read all of x, which
-took longer. The parts are added in their order by another kernel. Nothing is added atomically, so the bits are the same
-at every run, and those of a row depend on no other row.
+only its columns of x. A tile has 64 of the weight's rows or more, which are the first operand of tensor cores, and a
+part of the depth: with fewer of them every multiprocessor would have a tile of whole depth, but all would read all of
+x, which took longer. The parts are added in their order by what comes next, or by a kernel for that. Nothing is added
+atomically, so the bits are the same at every run, and those of a row depend on no other row.
 """
 
 from __future__ import annotations
@@ -120,15 +120,23 @@ def add_parts(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def tile_of(rows: int, outputs: int, width: int) -> Tile | None:
-    """The tile of a product, or None where a library is to be preferred: for many rows, or a large weight."""
-    block = 512 if width > 1024 else 256 if width > 128 else 128
-    depth = cdiv(width, block * MOST_PARTS) * block
-    parts = cdiv(width, depth)
-    held = 2 * depth * (64 + _rows_of_block(rows))
-    if rows > MOST_ROWS or cdiv(outputs, 64) * parts > SHARED_BYTES // held * MULTIPROCESSORS:
-        return None
-    return Tile(64, parts, block, 8 if rows <= 16 else 4)
+def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> Tile | None:
+    """The tile of a product, or None where a library is to be preferred: for many rows, or a large weight.
+
+    added_next: what comes next adds the parts. Tiles are those of `benchmarks/gpu_dense.py`, on an H200.
+    """
+    cuts = [(64, 512 if width > 1024 else 256 if width > 128 else 128, 4)]
+    if rows <= 4:
+        cuts.append((128, 256, 8))
+    if rows > 32 and added_next:
+        cuts.append((128, 512, 8))
+    for columns, block, warps in cuts:
+        depth = cdiv(width, block * MOST_PARTS) * block
+        parts = cdiv(width, depth)
+        held = 2 * depth * (columns + _rows_of_block(rows))
+        if rows <= MOST_ROWS and cdiv(outputs, columns) * parts <= SHARED_BYTES // held * MULTIPROCESSORS:
+            return Tile(columns, parts, block, warps)
+    return None
 
 
 def _rows_of_block(rows: int) -> int:

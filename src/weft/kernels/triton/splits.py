@@ -114,9 +114,7 @@ def _order_splits(
     tl.store(to + 6, span, mask=real)
 
 
-def order_splits(
-    lengths: Tensor, tokens: int, window: int | None = None, at_once: int = 264, cut: Cut = CUT
-) -> Splits:
+def order_splits(lengths: Tensor, tokens: int, window: int | None = None, at_once: int = 264, cut: Cut = CUT) -> Splits:
     """The splits of a step's rows, longest items first; those of equal length by row and split.
 
     at_once: how many items programs take in one turn. Where there are more splits, an item is of several that follow

@@ -84,6 +84,7 @@ def product_or_parts(
     if x.is_cuda and not isinstance(weight, Weight):
         from weft.kernels.triton import dense
 
-        if dense.takes_parts(x, weight) and (tile := dense.tile_of(x.shape[0], *weight.shape, added_next=True)):
+        (rows, width), outputs = x.shape, weight.shape[0]
+        if dense.takes_parts(x, weight) and (tile := dense.tile_of(rows, outputs, width, added_next=True)):
             return dense.linear_parts(x, weight, bias, tile=tile)
     return product(x, weight, None, quantised, bias)

@@ -21,8 +21,8 @@ def test_the_kernels_compile(tmp_path: Path) -> None:
     command = [str(NVCC), *flags, f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
     folder, cubin = shutil.copytree(CSRC / "cuda", tmp_path / "cuda"), tmp_path / "peer.cubin"
     source = folder / "peer.cu"
-    # Of the numbers of ranks that a kernel is made for one, and one type of rows that are no whole units: the others are
-    # the same text, which takes long to compile; g++ does so for test_emulated.py.
+    # Of the numbers of ranks that a kernel is made for one, and of the types of rows that are no whole units one: the
+    # others are the same text, which takes long to compile; g++ does so for test_emulated.py.
     text, left_out = re.subn(r"\b(kernel_of<T, true|merge<T), (2|kMaxRanks)>", r"\1, 4>", source.read_text())
     assert left_out == 4
     text, left_out = re.subn(r"\bkernel_of<T, false", "kernel_of<__half, false", text)

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,10 @@ PTX = {
     "LDGSTS": r"\bcp\.async\.c[ag]\.shared\.global\b",
 }
 """What becomes an instruction, one of each: taking machine code apart takes long."""
+ASKS = r"\b((ld|st|atom|red)(\.\w+)*\.global\S*|cp\.async\S*|prefetch\S*)"
+"""In PTX, whatever has to do with memory of all programs."""
+MAY_COME_EARLY = r"ld(\.\w+)*\.global(\.\w+)*\.cg\.|prefetch|cp\.async\.bulk\.prefetch\."
+"""Of these, prefetches and loads past L1."""
 TOUCHES = r"\b(LDG(?!\S*\.STRONG\.GPU)|LD|ST|STG|LDGSTS|UBLKCP|UTMALDG|UTMASTG|ATOM|ATOMG|RED|REDG)\b.*"
 """Touches memory of all programs: but for prefetches (CCTL, UBLKPF) and loads past L1."""
 
@@ -64,7 +69,7 @@ TOUCHES = r"\b(LDG(?!\S*\.STRONG\.GPU)|LD|ST|STG|LDGSTS|UBLKCP|UTMALDG|UTMASTG|A
 @dataclass
 class Compiled:
     """A kernel's machine code. stack: bytes of local memory, which is where registers are spilled to; overlaps: whether
-    it is launched while the kernel before may still run; code: taken apart, of a kernel that waits for the one before.
+    it is launched while the kernel before may still run.
     """
 
     name: str
@@ -74,7 +79,12 @@ class Compiled:
     stack: int
     overlaps: bool
     ptx: str
-    code: str
+    binary: bytes
+
+    @cached_property
+    def code(self) -> str:
+        """The machine code taken apart, which takes half a second."""
+        return _tool(self.binary, "nvdisasm", "-c")
 
 
 class NoGpu:
@@ -110,19 +120,19 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Compiled]]:
     yield found
 
 
-def _read(name: str, kernel: Any) -> Compiled:
+def _tool(binary: bytes, *command: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+        file.write(binary)
         file.flush()
+        return subprocess.run([TOOLS / command[0], *command[1:], file.name], capture_output=True, text=True).stdout
 
-        def tool(*command: str) -> str:
-            return subprocess.run([TOOLS / command[0], *command[1:], file.name], capture_output=True, text=True).stdout
 
-        usage, ptx = tool("cuobjdump", "-res-usage"), kernel.asm["ptx"]
-        code = tool("nvdisasm", "-c") if "griddepcontrol.wait" in ptx else ""
+def _read(name: str, kernel: Any) -> Compiled:
+    usage = _tool(kernel.asm["cubin"], "cuobjdump", "-res-usage")
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     overlaps, threads = kernel.metadata.launch_pdl, 32 * kernel.metadata.num_warps
-    return Compiled(name, kernel.metadata.shared, threads, registers, stack, overlaps, ptx, code)
+    shared, asm = kernel.metadata.shared, kernel.asm
+    return Compiled(name, shared, threads, registers, stack, overlaps, asm["ptx"], asm["cubin"])
 
 
 def waits_first(code: str) -> bool:
@@ -134,6 +144,14 @@ def waits_first(code: str) -> bool:
     assert not wait or not early, f"memory is touched before the wait: {early}"
     assert not wait or re.search(TOUCHES, after), "a kernel touches memory"
     return bool(wait)
+
+
+def early(kernel: Compiled) -> list[str]:
+    """What a kernel that waits for the one before does before that with memory of all programs, as its PTX has it."""
+    before, wait, _ = kernel.ptx.partition("griddepcontrol.wait")
+    found = [match[0] for match in re.finditer(ASKS, before)] if wait else []
+    assert all(re.match(MAY_COME_EARLY, each) for each in found), f"{kernel.name}: memory is touched before the wait"
+    return found
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -342,15 +360,28 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def taken_apart() -> set[tuple[str, bool]]:
+    """Kernels whose machine code was looked at: by name, and whether they ask for anything before they wait."""
+    return set()
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_kernels_compile_for_hopper(case: tuple[Callable[[], None], tuple[str, ...]], compiled: list[Compiled]) -> None:
+def test_kernels_compile_for_hopper(
+    case: tuple[Callable[[], None], tuple[str, ...]], compiled: list[Compiled], taken_apart: set[tuple[str, bool]]
+) -> None:
+    """Of the forms of a kernel one is taken apart; of all the PTX shows what comes before the wait."""
     launch, instructions = case
     launch()
     for kernel in compiled:
         assert kernel.shared <= SHARED_BYTES, f"{kernel.name}: {kernel.shared} bytes of shared memory"
         assert kernel.registers * kernel.threads <= REGISTERS, f"{kernel.name}: {kernel.registers} registers a thread"
         assert kernel.stack == 0, f"{kernel.name} spills {kernel.stack} bytes of registers"
-        assert kernel.overlaps == waits_first(kernel.code), f"{kernel.name}: begin and options go together"
+        waits, form = "griddepcontrol.wait" in kernel.ptx, (kernel.name, bool(early(kernel)))
+        assert kernel.overlaps == waits, f"{kernel.name}: begin and options go together"
+        if waits and form not in taken_apart:
+            assert waits_first(kernel.code)
+            taken_apart.add(form)
     for instruction in instructions:
         assert any(re.search(PTX[instruction], kernel.ptx) for kernel in compiled), f"no {instruction}"
 
@@ -371,7 +402,9 @@ def test_only_prefetches_and_loads_past_l1_may_come_before_the_wait(compiled: li
     before = past_l1.code.partition("ACQBULK")[0]
     assert len(re.findall(r"\bCCTL\.E\.PF2\b", before)) == 512 // past_l1.threads  # a line to each
     assert re.search(r"\bUBLKPF\b", before)
-    assert waits_first(past_l1.code)
+    assert waits_first(past_l1.code) and len(set(early(past_l1))) == 3  # a load, lines, a run
+    with pytest.raises(AssertionError, match="before the wait"):
+        early(through_l1)
     with pytest.raises(AssertionError, match=r"before the wait: .*LDG"):
         waits_first(through_l1.code)
 

@@ -286,10 +286,7 @@ class Engine:
         self._stopping = True
 
     def _take_in(self) -> None:
-        """Runs what callers have asked for, and ends what is overdue, between the sending of two steps.
-
-        Commands come before requests: a cancel does not wait behind newcomers.
-        """
+        """Between two steps: runs what callers asked for, a cancel before newcomers, and ends what is overdue."""
         for command in self._intake.commands():
             command()
         for answer in self._intake.newcomers(NEWCOMERS_PER_STEP):

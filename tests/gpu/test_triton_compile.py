@@ -336,7 +336,6 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "FP8 product, 4096 rows": (lambda: multiply_float8(4096, 7168, 2048), ("QGMMA", "LDGSTS")),
     "FP8 product, cut blocks": (lambda: multiply_float8(64, 320, 1408, (64, 64)), ("QGMMA", "LDGSTS")),
     "product, 1 row": (lambda: multiply(1, 5120, 2048), ("HGMMA",)),
-    "product, 16 rows, deep": (lambda: multiply(16, 576, 7168), ("HGMMA",)),
     "product, 64 rows, deep": (lambda: multiply(64, 1024, 4096), ("HGMMA",)),
     "parts of a deep product": (lambda: multiply_in_parts(64, 256, 7168), ("HGMMA",)),
     "norm, rotary, cache": (lambda: norm_and_turn(64), ()),

@@ -5,8 +5,7 @@
 128 experts, 8 chosen at random, hidden 2048: half of them here with inner 768 (ep2), or all with 384 (tp2). A CUDA
 graph holds several layers, each with weights and routing of its own, so that weights come from memory and each kernel
 starts while the one before ends, as in a decode step. Every tile that fits in shared memory is compiled by several
-processes into Triton's cache. Then come, in microseconds a layer: what ships; the same with the routing before it, and
-with weights of the first product asked for while it sorts; with weights of the second asked for, or loaded, early;
+processes into Triton's cache. Then come, in microseconds a layer: what ships, and the same with the routing before it;
 tiles of the second product, then of the first with the best of these. As ceilings a kernel that does nothing but read
 as many bytes, and a copy of half as many. Prints a line for each number of tokens, and one JSON object last.
 """
@@ -26,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_kernels import BF16, CHOSEN, DEVICE, EXPERTS, HIDDEN, RULE, SPLITS, error, graph_us, ints, normal, write_json
+from gpu_kernels import BF16, CHOSEN, DEVICE, EXPERTS, HIDDEN, RULE, SPLITS, graph_us, ints, normal, write_json
 from weft.kernels.triton import moe, overlap, route
 from weft.kernels.triton.moe import Tile
 
@@ -35,7 +34,6 @@ SHARED = 227 << 10
 
 
 LAYERS = 8
-EARLY = ((32, 128, 4), (64, 128, 4), (64, 128, 8))
 
 
 def tiles_for(rows: int, product: str) -> list[Tile]:
@@ -53,14 +51,9 @@ def tiles_for(rows: int, product: str) -> list[Tile]:
     return [t for t, size in zip(tiles, held, strict=True) if size <= SHARED]
 
 
-def early_for(rows: int) -> list[Tile]:
-    """Tiles of the second product whose programs do something while the first still runs."""
-    return [shipped_of(rows, "down")._replace(early=1), *(Tile(*cut, 3, 2) for cut in EARLY)]
-
-
-def shipped_of(rows: int, product: str) -> Tile:
+def shipped_of(split: str, rows: int, product: str) -> Tile:
     """What ships for the product."""
-    return moe.up_tile_of(rows) if product == "up" else moe.down_tile_of(rows)
+    return moe.up_tile_of(rows, BF16.itemsize) if product == "up" else moe.down_tile_of(rows, SPLITS[split][1])
 
 
 @triton.jit
@@ -87,33 +80,21 @@ class Case:
         live, tile_rows = ints(rows), moe.tile_rows_of(rows)
         self.x = [normal(rows, HIDDEN) for _ in range(LAYERS)]
         self.logits = [normal(rows, EXPERTS) for _ in range(LAYERS)]
-        self.route = lambda i, ahead=None: route.route(self.logits[i], RULE, live, tile_rows, 0, held, ahead=ahead)
+        self.route = lambda i: route.route(self.logits[i], RULE, live, tile_rows, 0, held)
         self.routings = [self.route(i) for i in range(LAYERS)]
         self.out = torch.empty(rows, HIDDEN, device=DEVICE, dtype=BF16)
         self.hit = statistics.mean((r.expert.unique() >= 0).sum().item() for r in self.routings)
         self.bytes = int(self.hit * 3 * inner * HIDDEN * 2)
         self.turns = 4 if rows <= 16 else 2
 
-    def us(
-        self,
-        up: Tile | None = None,
-        down: Tile | None = None,
-        routed: bool = False,
-        ahead: tuple[int, int] | None = None,
-    ) -> float:
-        """Microseconds a layer; routed: with the routing, which asks for depth and tiles of the first product."""
+    def us(self, up: Tile | None = None, down: Tile | None = None, routed: bool = False) -> float:
+        """Microseconds a layer; routed: with the routing."""
 
         def call(i: int) -> None:
-            asked = route.Ahead(self.gate_up[i], ahead) if ahead else None
-            routing = self.route(i, asked) if routed else self.routings[i]
+            routing = self.route(i) if routed else self.routings[i]
             moe.experts(self.x[i], routing, self.gate_up[i], self.down[i], self.out, up, down)
 
         return round(graph_us([lambda i=i: call(i) for i in range(LAYERS)] * self.turns, 9), 2)
-
-    def sum(self, down: Tile | None = None) -> Tensor:
-        """Of the first layer."""
-        out = torch.full_like(self.out, float("nan"))
-        return moe.experts(self.x[0], self.routings[0], self.gate_up[0], self.down[0], out, None, down)
 
     def ceilings(self) -> dict[str, float]:
         """Microseconds to read as many bytes as the experts that are hit have, and to copy half as many."""
@@ -144,19 +125,13 @@ def compile_tiles(work: list[tuple[str, int, Tile, Tile]]) -> None:
         moe.experts(x, routing, gate_up, down_weight, torch.empty_like(x), up, down)
 
 
-def measure(case: Case, rows: int, sweep: bool) -> dict[str, Any]:
+def measure(case: Case, split: str, rows: int) -> dict[str, Any]:
     """All figures of one number of tokens."""
-    best = {"up": shipped_of(rows, "up"), "down": shipped_of(rows, "down")}
-    wrong = max(error(case.sum(tile), case.sum()) for tile in early_for(rows))
-    assert wrong < 1e-2, f"weights that are loaded early give another sum: {wrong}"
     found: dict[str, Any] = {"hit": case.hit, "bytes": case.bytes, **case.ceilings()}
     found["shipped_us"], found["routed_us"] = case.us(), case.us(routed=True)
-    found["early"] = sorted((case.us(down=tile), *tile) for tile in early_for(rows))
-    if rows * CHOSEN * 4 > EXPERTS:  # pairs are sorted
-        found["ahead"] = [(case.us(routed=True, ahead=experts), experts) for experts in (1, 2, 3)]
-    for product in ("down", "up") if sweep else ():
-        tiles = tiles_for(rows, product)
-        times = sorted((case.us(*(best | {product: tile}).values()), tile) for tile in tiles)
+    best = {product: shipped_of(split, rows, product) for product in ("up", "down")}
+    for product in ("down", "up"):
+        times = sorted((case.us(*(best | {product: tile}).values()), tile) for tile in tiles_for(rows, product))
         found[f"{product}_tiles"] = [(us, *tile) for us, tile in times[:6]]
         best[product] = times[0][1]
     found["best"], found["best_us"] = best, case.us(best["up"], best["down"])
@@ -169,18 +144,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 4096])
     parser.add_argument("--splits", nargs="+", default=list(SPLITS), choices=list(SPLITS))
-    parser.add_argument(
-        "--no-sweep", action="store_true", help="only whether weights are asked for early, no other tiles"
-    )
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     work = set()
     for split, rows in itertools.product(args.splits, args.rows):
-        ups, downs = ([] if args.no_sweep else tiles_for(rows, product) for product in ("up", "down"))
-        downs = [*early_for(rows), *downs]
-        own = {"up": shipped_of(rows, "up"), "down": shipped_of(rows, "down")}
+        ups, downs = (tiles_for(rows, product) for product in ("up", "down"))
+        own = {product: shipped_of(split, rows, product) for product in ("up", "down")}
         pairs = itertools.zip_longest(ups, downs)
         work |= {(split, rows, up or own["up"], down or own["down"]) for up, down in pairs}
     each = sorted(work, key=str)
@@ -192,7 +163,7 @@ def main() -> None:
         held, inner = SPLITS[split]
         weights = torch.stack([normal(held * 3 * inner * HIDDEN, scale=0.02) for _ in range(LAYERS)])
         for rows in args.rows:
-            row = {"split": split, "rows": rows, **measure(Case(split, rows, weights), rows, not args.no_sweep)}
+            row = {"split": split, "rows": rows, **measure(Case(split, rows, weights), split, rows)}
             found.append(row)
             print(row, flush=True)
     write_json({"gpu": torch.cuda.get_device_name(), "layers": found}, args.out)

@@ -60,10 +60,10 @@ PTX = {
 """What becomes an instruction, one of each: taking machine code apart takes long."""
 ASKS = r"\b((ld|st|atom|red)(\.\w+)*\.global\S*|cp\.async\S*|prefetch\S*)"
 """In PTX, whatever has to do with memory of all programs."""
-MAY_COME_EARLY = r"ld(\.\w+)*\.global(\.\w+)*\.cg\.|prefetch|cp\.async\.bulk\.prefetch\."
-"""Of these, prefetches and loads past L1."""
+MAY_COME_EARLY = r"ld(\.\w+)*\.global(\.\w+)*\.cg\."
+"""Of these, loads past L1."""
 TOUCHES = r"\b(LDG(?!\S*\.STRONG\.GPU)|LD|ST|STG|LDGSTS|UBLKCP|UTMALDG|UTMASTG|ATOM|ATOMG|RED|REDG)\b.*"
-"""Touches memory of all programs: but for prefetches (CCTL, UBLKPF) and loads past L1."""
+"""Touches memory of all programs: but for loads past L1."""
 
 
 @dataclass
@@ -136,8 +136,8 @@ def _read(name: str, kernel: Any) -> Compiled:
 
 
 def waits_first(code: str) -> bool:
-    """Whether a kernel waits for the one before (`overlap.begin`), which it then does before it touches memory: only
-    prefetches may come earlier, and loads past L1 of where they ask (`overlap.prefetch`).
+    """Whether a kernel waits for the one before (`overlap.begin`), which it then does before it touches memory, but for
+    loads past L1.
     """
     before, wait, after = code.partition("ACQBULK")
     early = re.search(TOUCHES, before)
@@ -185,8 +185,7 @@ def attend_prompts(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
 def route_rows(rows: int) -> None:
     live, tile_rows = empty(1, dtype=INT), moe.tile_rows_of(rows)
     logits = dense.linear_parts(empty(rows, 2048), empty(128, 2048), empty(128)) if rows <= 64 else empty(rows, 128)
-    ahead = route.Ahead(empty(64, 1536, 2048), 2)
-    route.route(logits, Routing(8, renormalise=True), live, tile_rows, 64, 64, ahead=ahead)
+    route.route(logits, Routing(8, renormalise=True), live, tile_rows, 64, 64)
 
 
 def routed(rows: int, held: int, tile_rows: int) -> route.Routing:
@@ -196,11 +195,21 @@ def routed(rows: int, held: int, tile_rows: int) -> route.Routing:
     return route.Routing(empty(rows, 8, dtype=FLOAT), empty(rows, 8, dtype=INT), tile_rows, *order)
 
 
-def mix_experts(rows: int, held: int = 64, inner: int = 768, width: int = 2048, biased: bool = False) -> None:
+def mix_experts(
+    rows: int,
+    held: int = 64,
+    inner: int = 768,
+    width: int = 2048,
+    biased: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    def new(*shape: int) -> torch.Tensor:
+        return empty(*shape, dtype=dtype or torch.bfloat16)
+
     routing = routed(rows, held, moe.tile_rows_of(rows))
-    gate_up, down = empty(held, 2 * inner, width), empty(held, width, inner)
-    more = dict(limit=7.0, alpha=1.702, gate_up_bias=empty(held, 2 * inner), down_bias=empty(held, width))
-    moe.experts(empty(rows, width), routing, gate_up, down, empty(rows, width), **more if biased else {})
+    gate_up, down = new(held, 2 * inner, width), new(held, width, inner)
+    more = dict(limit=7.0, alpha=1.702, gate_up_bias=new(held, 2 * inner), down_bias=new(held, width))
+    moe.experts(new(rows, width), routing, gate_up, down, new(rows, width), **more if biased else {})
 
 
 def route_in_groups(rows: int) -> None:
@@ -321,6 +330,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "prompts, wide heads": (lambda: attend_prompts(16, 2, 256, 256), ("HGMMA", "LDGSTS")),
     "prompts, latents": (lambda: attend_prompts(128, 1, 576, 512), ("HGMMA",)),
     "experts, 1 row": (lambda: mix_experts(1), ("HMMA", "LDGSTS")),
+    "experts in float32": (lambda: mix_experts(1, 128, 384, dtype=FLOAT), ("LDGSTS",)),
     "experts, 64 rows": (lambda: mix_experts(64), ("HMMA", "LDGSTS")),
     "experts, 256 rows": (lambda: mix_experts(256), ("HGMMA", "LDGSTS")),
     "experts, 128 rows": (lambda: mix_experts(128), ("HMMA", "LDGSTS")),
@@ -386,22 +396,17 @@ def test_kernels_compile_for_hopper(
 
 
 @triton.jit
-def _ask_early(weight, expert, out, CACHE: tl.constexpr):
+def _read_early(weight, expert, out, CACHE: tl.constexpr):
     mine = tl.load(expert + tl.program_id(0), cache_modifier=CACHE)
-    overlap.prefetch(weight + mine * 128 + 64 * tl.arange(0, 512), tl.arange(0, 512) < 500)
-    overlap.prefetch_run(weight + mine * (60 * 768), 60 * 768)
     overlap.begin()
-    tl.store(out + tl.program_id(0), tl.load(weight + tl.load(expert + tl.program_id(0))))
+    tl.store(out + tl.program_id(0), tl.load(weight + mine))
 
 
-def test_only_prefetches_and_loads_past_l1_may_come_before_the_wait(compiled: list[Compiled]) -> None:
+def test_only_loads_past_l1_may_come_before_the_wait(compiled: list[Compiled]) -> None:
     for cache in (".cg", ""):
-        _ask_early[(8,)](empty(1000), empty(8, dtype=INT), empty(8), CACHE=cache, **overlap.options())
+        _read_early[(8,)](empty(1000), empty(8, dtype=INT), empty(8), CACHE=cache, **overlap.options())
     past_l1, through_l1 = compiled
-    before = past_l1.code.partition("ACQBULK")[0]
-    assert len(re.findall(r"\bCCTL\.E\.PF2\b", before)) == 512 // past_l1.threads  # a line to each
-    assert re.search(r"\bUBLKPF\b", before)
-    assert waits_first(past_l1.code) and len(set(early(past_l1))) == 3  # a load, lines, a run
+    assert waits_first(past_l1.code) and len(early(past_l1)) == 1
     with pytest.raises(AssertionError, match="before the wait"):
         early(through_l1)
     with pytest.raises(AssertionError, match=r"before the wait: .*LDG"):

@@ -4,8 +4,9 @@ up: silu(x · gateᵀ) · (x · upᵀ) of every pair, both products in one pass 
 projection times the pair's weight, `[T, k, width]`; sum: over a token's pairs in the order of its choices. Nothing is
 added atomically, so the bits are the same on every run. Products accumulate in float32; between the kernels values
 have x's dtype. Gate and up rows of a weight lie as checkpoints have them, one block after the other: a program reads a
-tile of each, so no weight is permuted. (Tried and slower by 11 µs for one row on an H200: one kernel that goes through
-a token's pairs in turn for the last two.)
+tile of each, so no weight is permuted. (Tried on an H200 and slower: for one row by 11 µs, one
+kernel that goes through a token's pairs in turn for the last two; and to read a product's weights while what comes
+before it still runs, docs/gpu-engine.md.)
 """
 
 from __future__ import annotations
@@ -23,17 +24,12 @@ from weft.kernels.triton.route import Routing, pairs_of
 
 
 class Tile(NamedTuple):
-    """How a product is cut: columns and depth of a block, warps, and stages of the pipeline of loads.
-
-    early: what programs of the second product do while the first still runs: nothing, ask for their weights (1), or
-    load them, all at once (2).
-    """
+    """How a product is cut: columns and depth of a block, warps, and stages of the pipeline of loads."""
 
     columns: int
     depth: int
     warps: int
     stages: int
-    early: int = 0
 
 
 @kernel(do_not_specialize=["pairs"])
@@ -103,7 +99,7 @@ def _up(
 def _down(
     inner, inner_scale, weight, scale, bias, route_weight, order, tile_expert, out, pairs,
     WIDTH: tl.constexpr, INNER: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     COLUMN_BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     tile, first = tl.program_id(0) // COLUMN_BLOCKS, tl.program_id(0) % COLUMN_BLOCKS * BLOCK_N
@@ -111,36 +107,21 @@ def _down(
     pair, expert = pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M, CACHE=".cg")
     real = (pair < pairs) & (expert >= 0)
     share = tl.load(route_weight + pair, mask=real, other=0.0, cache_modifier=".cg")
-    column = first + tl.arange(0, BLOCK_N)
-    wanted = column < WIDTH
-    depth = tl.arange(0, BLOCK_K)
-    weight += expert.to(tl.int64) * (WIDTH * INNER)
-    if EARLY == 1:
-        count = tl.where(expert >= 0, tl.minimum(WIDTH - first, BLOCK_N) * INNER, 0)
-        overlap.prefetch_run(weight + first * INNER, count)
-    weight += tl.where(wanted, column, 0)[None, :] * INNER + depth[:, None]
-    held_weight: tl.tuple = ()
-    if EARLY == 2:
-        for k in tl.static_range(0, INNER, BLOCK_K):
-            inside = (depth < INNER - k)[:, None] & (expert >= 0)
-            held_weight += (tl.load(weight + k, mask=inside, other=0.0, cache_modifier=".cg"),)
     overlap.begin()
     if expert < 0:
         return
+    column = first + tl.arange(0, BLOCK_N)
+    wanted = column < WIDTH
+    depth = tl.arange(0, BLOCK_K)
     inner += tl.where(real, pair, 0).to(tl.int64)[:, None] * INNER + depth[None, :]
+    weight += expert.to(tl.int64) * (WIDTH * INNER)
+    weight += tl.where(wanted, column, 0)[None, :] * INNER + depth[:, None]
     if UNIT:
         RUNS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
         inner_scale += tl.where(real, pair, 0).to(tl.int64) * RUNS
         scale += (expert * ((WIDTH + UNIT - 1) // UNIT) + tl.where(wanted, column, 0) // UNIT) * RUNS
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if EARLY == 2:
-        held_rows: tl.tuple = ()
-        for k in tl.static_range(0, INNER, BLOCK_K):
-            known = real[:, None] & (depth < INNER - k)[None, :]
-            held_rows += (tl.load(inner + k, mask=known, other=0.0),)
-        for i in tl.static_range(len(held_weight)):
-            acc = tl.dot(held_rows[i], held_weight[i], acc, input_precision="ieee")
-    for k in range(0, INNER if EARLY < 2 else 0, BLOCK_K):
+    for k in range(0, INNER, BLOCK_K):
         if INNER % BLOCK_K == 0:
             held = real[:, None]
             b = tl.load(weight + k)
@@ -203,23 +184,25 @@ def tile_rows_of(rows: int, float8: bool = False) -> int:
     return 16 if rows <= 64 else 32 if rows <= 128 else 64 if rows < 1024 or float8 else 128
 
 
-def up_tile_of(rows: int) -> Tile:
+def up_tile_of(rows: int, itemsize: int) -> Tile:
     """The tile of the first product, whose columns are of gate and of up: twice as many are read."""
+    if rows == 1:
+        return Tile(32, 512 // itemsize, 4, 4)
     if rows <= 4:
-        return Tile(32, 256, 4, 4)
+        return Tile(32, 128, 4, 4)
     if rows <= 128:
-        return Tile(32, 256, 4, 3)
+        return Tile(32, 512 // itemsize, 4, 3)
     if rows < 1024:
         return Tile(64, 64, 4, 3)
     return Tile(128, 64, 8, 4)
 
 
-def down_tile_of(rows: int) -> Tile:
-    """The tile of the second product."""
+def down_tile_of(rows: int, inner: int) -> Tile:
+    """The tile of the second product, whose depth is `inner`: of few rows, a program reads about 100 kB of weights."""
     if rows <= 4:
-        return Tile(64, 128, 4, 4)
+        return Tile(64, 128, 4, 6 if rows == 1 else 4)
     if rows <= 128:
-        return Tile(64, 128, 4, 3)
+        return Tile(128 if inner <= 512 else 64, 128, 4, 3)
     if rows < 1024:
         return Tile(128, 64, 4, 3)
     return Tile(256, 64, 8, 4)
@@ -304,7 +287,7 @@ def experts(
         down_tile = down_tile._replace(depth=down_unit[1])
     hidden = out.new_empty(pairs, inner) if hidden is None else hidden
     order, tile_expert, tiles = routing.tiles()
-    cut = up_tile or up_tile_of(rows)
+    cut = up_tile or up_tile_of(rows, up.itemsize)
     _up[(tiles * cdiv(inner, cut.columns),)](
         given, x_scale, up, up_scale, up if gate_up_bias is None else gate_up_bias, order, tile_expert, hidden,
         hidden_scale, pairs, given.stride(0), WIDTH=width, INNER=inner, K=k, SORTED=routing.order is not None,
@@ -312,13 +295,13 @@ def experts(
         BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
         **overlap.options(),
     )  # fmt: skip
-    cut = down_tile or down_tile_of(rows)
+    cut = down_tile or down_tile_of(rows, inner)
     each = out.new_empty(1, pairs, width)
     _down[(tiles * cdiv(width, cut.columns),)](
         hidden, hidden_scale, last, down_scale, last if down_bias is None else down_bias, routing.weight, order,
         tile_expert, each, pairs, WIDTH=width, INNER=inner, SORTED=routing.order is not None,
         BIAS=down_bias is not None, UNIT=down_unit[0], BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns,
-        BLOCK_K=cut.depth, EARLY=cut.early, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
+        BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
     return _sum(each, routing, out, 0, None, add)
 

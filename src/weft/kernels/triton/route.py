@@ -75,20 +75,6 @@ class Routing(NamedTuple):
         return order, tile_expert, tile_expert.numel()
 
 
-class Ahead(NamedTuple):
-    """What the kernel behind the sorting reads first, so that it is asked for already while pairs are sorted.
-
-    weight: `[held, …]`, contiguous; experts: of so many, the first that any pair is of, all of it.
-    """
-
-    weight: Tensor
-    experts: int
-
-
-AHEAD_PARTS = 16
-"""Programs that ask for an expert's weights, a part each."""
-
-
 @triton.jit
 def _allow_groups(
     ranked, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
@@ -191,14 +177,12 @@ def _count_chunks(expert, counts, pairs, BLOCK_HELD: tl.constexpr, CHUNK: tl.con
 
 @kernel(do_not_specialize=["pairs", "tiles"])
 def _sort_pairs(
-    expert, counts, order, tile_expert, ahead, pairs, tiles, HELD: tl.constexpr, BLOCK_HELD: tl.constexpr,
+    expert, counts, order, tile_expert, pairs, tiles, HELD: tl.constexpr, BLOCK_HELD: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_TILES: tl.constexpr,
-    EXPERTS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """EXPERTS: 0 where nothing is asked for; else there is one chunk, and programs behind the first do only this."""
     overlap.begin()
     me, chunk = tl.program_id(0), tl.program_id(1)
-    i = (0 if EXPERTS > 0 else chunk) * CHUNK + tl.arange(0, CHUNK)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
     e = tl.arange(0, BLOCK_HELD)
     found = tl.load(expert + i, mask=i < pairs, other=-1)
     before = 0  # pairs of this expert in the chunks before
@@ -211,15 +195,6 @@ def _sort_pairs(
         )
         count = tl.sum(all_counts, 0)
         before = tl.sum(tl.sum(tl.where((c < chunk)[:, None] & (e == me)[None, :], all_counts, 0), 1), 0)
-    if EXPERTS > 0:
-        hit = (count > 0).to(tl.int32)
-        if chunk > 0:
-            RUN: tl.constexpr = (SIZE + PARTS * 64 - 1) // (PARTS * 64) * 64
-            first = (chunk - 1) * RUN
-            wanted = (tl.sum(tl.where(e < me, hit, 0), 0) < EXPERTS) & (tl.sum(tl.where(e == me, hit, 0), 0) > 0)
-            run = tl.where(wanted, tl.minimum(SIZE - first, RUN), 0)
-            overlap.prefetch_run(ahead + me.to(tl.int64) * SIZE + first, run)
-            return
     padded = (count + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     start = tl.sum(tl.where(e < me, padded, 0), 0)
     end = start + tl.sum(tl.where(e == me, padded, 0), 0)
@@ -290,7 +265,6 @@ def route(
     first: int = 0,
     held: int | None = None,
     bias: Tensor | None = None,
-    ahead: Ahead | None = None,
 ) -> Routing:
     """The experts of each token by a rule over logits `[T, E]`, in float32. bias: `[E]`, as the rule takes it.
 
@@ -298,8 +272,7 @@ def route(
 
     Equal scores go to the lower expert, or group. A rule that renormalises makes a token's k weights sum to one, those
     of experts held elsewhere included. live: int32 `[1]`, the tokens that are real; those after them choose nothing,
-    and their logits are not read. first, held: the experts that are here; all where held is None. ahead: what is asked
-    for where pairs are sorted.
+    and their logits are not read. first, held: the experts that are here; all where held is None.
     Raises ValueError where shapes do not fit together.
     """
     experts = (logits.values if isinstance(logits, Parts) else logits).shape[-1]
@@ -307,14 +280,14 @@ def route(
     weight, expert = choose(logits, rule, live, first, held, bias)
     if expert.numel() * 4 <= experts:
         return Routing(weight, expert, tile_rows, None, None)
-    return sort_pairs(weight, expert, held, tile_rows, ahead)
+    return sort_pairs(weight, expert, held, tile_rows)
 
 
-def sort_pairs(weight: Tensor, expert: Tensor, held: int, tile_rows: int, ahead: Ahead | None = None) -> Routing:
+def sort_pairs(weight: Tensor, expert: Tensor, held: int, tile_rows: int) -> Routing:
     """The routing of tokens whose experts are chosen already: weight float32 and expert int32 `[T, k]`.
 
     expert is counted from the first that is here; outside `[0, held)` it must be −1. There are as many tiles as any
-    choice of experts can need. ahead: is asked for where pairs are few enough for one chunk.
+    choice of experts can need.
     """
     pairs = expert.numel()
     tiles = (pairs + min(held, pairs) * (tile_rows - 1)) // tile_rows
@@ -327,13 +300,9 @@ def sort_pairs(weight: Tensor, expert: Tensor, held: int, tile_rows: int, ahead:
             _count_chunks[(chunks,)](
                 expert, counts, pairs, BLOCK_HELD=block_held, CHUNK=chunk, num_warps=warps, **overlap.options()
             )
-        grid, first, asked = (held, chunks), counts, {"EXPERTS": 0, "SIZE": 0}
-        if ahead is not None and chunks == 1:
-            grid, first = (held, 1 + AHEAD_PARTS), ahead.weight
-            asked = {"EXPERTS": ahead.experts, "SIZE": first.numel() // held}
-        _sort_pairs[grid](
-            expert, counts, order, tile_expert, first, pairs, tiles, HELD=held, BLOCK_HELD=block_held, CHUNK=chunk,
-            BLOCK_CHUNKS=next_power_of_2(chunks), BLOCK_M=tile_rows, BLOCK_TILES=256, PARTS=AHEAD_PARTS,
-            num_warps=warps, **asked, **overlap.options(),
+        _sort_pairs[(held, chunks)](
+            expert, counts, order, tile_expert, pairs, tiles, HELD=held, BLOCK_HELD=block_held, CHUNK=chunk,
+            BLOCK_CHUNKS=next_power_of_2(chunks), BLOCK_M=tile_rows, BLOCK_TILES=256, num_warps=warps,
+            **overlap.options(),
         )  # fmt: skip
     return Routing(weight, expert, tile_rows, order, tile_expert)

@@ -17,10 +17,11 @@ from typing import Any, Literal, TypeVar
 
 from weft.engine.answer import Answer, OnOutput, prepare
 from weft.engine.config import EngineConfig, EngineError, QueueFull
-from weft.engine.executor import Executor, make_executor
+from weft.engine.executor import Executor
 from weft.engine.faults import FaultWindow, one_line
 from weft.engine.intake import Intake
 from weft.engine.language import Language
+from weft.engine.launch import make_executor
 from weft.engine.messages import Step
 from weft.engine.request import FinishReason, Output, SamplingParams, Sequence
 from weft.engine.results import EngineStats, GenerationResult, gather, step_stats

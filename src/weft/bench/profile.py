@@ -28,6 +28,8 @@ from weft.place.spec import Mesh
 
 SKIPPED = 2
 """Steps at a window's beginning that are not counted: ranks leave the start of their profilers at different times."""
+SPARE_TOKENS = 512
+"""By so many are answers longer where there is room: many steps are run while a profiler starts on a busy machine."""
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 KINDS = {
     "collectives": r"^weft collective |exchange<|weft::merge<|^nccl",
@@ -271,11 +273,11 @@ class Found:
 
 
 def answer_length(steps: int, chunks: int) -> int:
-    """Tokens that each sequence may have in `run`, so that none ends before both windows are over.
+    """The least tokens that each answer of `run` must have, so that none ends before both windows are over.
 
-    chunks: steps in which prompts are read, while the first sequences answer already.
+    chunks: steps in which prompts are read, while the first sequences answer already. See SPARE_TOKENS.
     """
-    return 3 * (steps + SKIPPED) + chunks + 64
+    return 3 * (steps + SKIPPED) + chunks
 
 
 def watch_now(engine: Engine, steps: int, folder: Path) -> Found:

@@ -13,8 +13,6 @@ from weft.cli.command import Layout, ModelDir, UserError, engine_config, start_e
 from weft.place.show import columns, size_text
 
 MOST_KERNELS = 12
-SPARE_TOKENS = 448
-"""So much longer may answers be: on a busy machine many steps are run while a profiler starts."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Command:
     def run(self) -> int:
         """Prints tables. Raises UserError, LayoutError, ModelError, EngineError."""
         from weft.bench.host import describe_host
-        from weft.bench.profile import answer_length, run
+        from weft.bench.profile import SPARE_TOKENS, answer_length, run
         from weft.bench.profile_picture import draw
 
         for name in ("batch", "context", "steps", "max_batch_tokens"):

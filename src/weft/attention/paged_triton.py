@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,13 +105,21 @@ class PagedTriton(SDPA):
         where = (self._prompt_pages, self._starts, self._limits, self._prompt_page_size)
         prefill_attention(q, keys, values, *where, scale, out, window=self.cache.window, lse=sums)
 
-    def _attend_single(self, layer: int, q: Tensor, scale: float, lse: bool) -> tuple[Tensor, Tensor | None]:
-        cache, sums = self.cache, None
+    def _attend_answers(
+        self, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None, gathered: bool, out: Tensor
+    ) -> Tensor | None:
+        if self._group is None and absorbed is None and isinstance(self._single, slice):
+            return self._attend_single(layer, q, scale, lse, out[self._single])[1]  # where its rows lie
+        return super()._attend_answers(layer, q, scale, lse, absorbed, gathered, out)
+
+    def _attend_single(
+        self, layer: int, q: Tensor, scale: float, lse: bool, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        (keys, values), cache, sums = self.cache.layers[layer], self.cache, None
         if lse:
             sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         where = (self._pages, self._lengths, cache.page_size, scale)
+        more: dict[str, Any] = dict(out=out, lse=sums, splits=self._splits)
         if isinstance(cache.spec, Latent):
-            width, splits = cache.spec.value_width, self._splits
-            return latent_decode_attention(q, cache.keys[layer], width, *where, lse=sums, splits=splits), sums
-        (keys, values), window = cache.layers[layer], cache.window
-        return decode_attention(q, keys, values, *where, window=window, lse=sums, splits=self._splits), sums
+            return latent_decode_attention(q, keys, cache.spec.value_width, *where, **more), sums
+        return decode_attention(q, keys, values, *where, window=cache.window, **more), sums

@@ -133,7 +133,7 @@ class Output(Struct, frozen=True, gc=False):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """A request in a scheduler.
 

@@ -5,21 +5,34 @@ row; a rank runs the steps that the controller sent, with graphs that do nothing
 launches and what listeners do are left out. Both are the CPU time of one thread, the least over rounds, as all else
 that the machine does only adds to it. Prints a line of JSON for each number of sequences.
 
-    python benchmarks/step_cpu.py --sequences 1 16 64 256
+    python benchmarks/step_cpu.py --sequences 1 16 64 256 --pause-ms 2
+
+--pause-ms: both sleep so long before each step, as they do while a GPU runs; caches are cold then, and a step takes two
+or three times as long as without.
+
+    git worktree add ../before COMMIT
+    python benchmarks/step_cpu.py --trees ../before/src src --runs 4 --json step_cpu.json
+
+runs two source trees in turn, so that a machine that changes its mind does so for both, and writes what each run gave.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from weft.bench.host import describe_host
 from weft.comm.reference import ReferenceWorld
 from weft.comm.rows import PaddedRows
 from weft.engine import engine as engine_module
@@ -43,13 +56,13 @@ TOKEN = 70
 class InstantRanks(Executor):
     """Ranks that answer with the same token for every row. rounds, own: CPU seconds of a step, and of their part."""
 
-    def __init__(self, config: EngineConfig, rounds: int):
+    def __init__(self, config: EngineConfig, rounds: int, pause_s: float):
         super().__init__(config)
         self.groups = (CacheGroup(Rule(), config.num_pages),)
         self.sent: list[bytes] = []
         self.rounds: list[float] = []
         self.own: list[float] = []
-        self._most, self._steps, self._began = rounds, 0, 0.0
+        self._most, self._pause_s, self._steps, self._began = rounds, pause_s, 0, 0.0
         self.done = threading.Event()
 
     def start(self, progress: Any = None, poll: Callable[[], None] = lambda: None) -> None:
@@ -74,6 +87,7 @@ class InstantRanks(Executor):
             if len(self.rounds) == self._most:
                 self.done.set()
         self._answers += self._answers_to(message)
+        time.sleep(self._pause_s)
 
     def _answers_to(self, message: Step) -> list[bytes]:
         answers = []
@@ -85,7 +99,7 @@ class InstantRanks(Executor):
             answers.append(encode(Result(rank, ran, tokens if leads else ())))
         return answers
 
-    def _receive(self) -> Any:
+    def _receive(self, *_: float) -> Any:
         return decode_from_rank(self._answers.pop(0))
 
     def _launch(self, poll: Any) -> None: ...
@@ -94,12 +108,12 @@ class InstantRanks(Executor):
     def _dead(self, *, killed: bool = False) -> None: ...
 
 
-def controller(config: EngineConfig, sequences: int, rounds: int) -> tuple[float, list[bytes]]:
+def controller(config: EngineConfig, sequences: int, rounds: int, pause_s: float) -> tuple[float, list[bytes]]:
     """Seconds a step, and the first messages that were sent."""
     made: list[InstantRanks] = []
 
     def make(given: EngineConfig) -> InstantRanks:
-        made.append(InstantRanks(given, rounds))
+        made.append(InstantRanks(given, rounds, pause_s))
         return made[0]
 
     engine_module.make_executor = make  # type: ignore[assignment]
@@ -124,7 +138,7 @@ def no_capture(graphs: DecodeGraphs, progress: Any = None) -> None:
         graphs._graphs[capacity] = (NoGraph(), logits)  # type: ignore[assignment]
 
 
-def rank(config: EngineConfig, sequences: int, messages: list[bytes]) -> float:
+def rank(config: EngineConfig, sequences: int, messages: list[bytes], pause_s: float) -> float:
     """Seconds a step, of the first thread alone."""
     DecodeGraphs.capture = no_capture  # type: ignore[method-assign]
     runner_module.exchange_times = lambda *_: {}  # type: ignore[assignment]
@@ -135,6 +149,7 @@ def rank(config: EngineConfig, sequences: int, messages: list[bytes]) -> float:
     worker.table.last_token.fill_(TOKEN)
     times: list[float] = []
     for message in messages:
+        time.sleep(pause_s)
         began = time.thread_time()
         step = decode_to_rank(message)
         assert isinstance(step, Step)
@@ -152,18 +167,43 @@ def rank(config: EngineConfig, sequences: int, messages: list[bytes]) -> float:
     return min(statistics.mean(times[i : i + ROUND]) for i in range(0, len(times) - ROUND + 1, ROUND))
 
 
+def compare(asked: argparse.Namespace) -> None:
+    """Runs both trees in turn, prints the ratios of their least figures, and writes all runs."""
+    command = [sys.executable, __file__, "--rounds", str(asked.rounds), "--world", str(asked.world), "--sequences"]
+    command += [*map(str, asked.sequences), "--pause-ms", str(asked.pause_ms)]
+    runs: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
+    for _ in range(asked.runs):
+        for name, tree in zip(runs, asked.trees, strict=True):
+            where = os.environ | {"PYTHONPATH": str(tree.resolve())}
+            done = subprocess.run(command, env=where, stdout=subprocess.PIPE, text=True, check=True)
+            runs[name] += map(json.loads, done.stdout.splitlines())
+    for sequences in asked.sequences:
+        for what in ("controller_us", "rank_us"):
+            before, after = (min(r[what] for r in of if r["sequences"] == sequences) for of in runs.values())
+            print(f"{sequences:4} sequences, {what:14}{before:8.1f}{after:8.1f}{before / after:7.2f}")
+    if asked.json:
+        about = {"what": "benchmarks/step_cpu.py", "host": describe_host(), "pause_ms": asked.pause_ms}
+        asked.json.write_text(json.dumps(about | runs) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--world", type=int, default=2, help="ranks of the controller, attn_tp")
+    parser.add_argument("--pause-ms", type=float, default=0.0)
+    parser.add_argument("--trees", type=Path, nargs=2, help="source trees, before and after a change")
+    parser.add_argument("--runs", type=int, default=4, help="of each tree")
+    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    if asked.trees:
+        return compare(asked)
     torch.set_num_threads(1)
     for sequences in asked.sequences:
         shape = dict(max_running=sequences, max_model_len=1024, max_batch_tokens=8192, kv_tokens=sequences * 1088)
         together = EngineConfig(executor="thread", attn_tp=asked.world, ep=asked.world, **shape)
-        taken, messages = controller(together, sequences, asked.rounds)
-        of_rank = rank(EngineConfig(executor="thread", **shape), sequences, messages)
+        taken, messages = controller(together, sequences, asked.rounds, asked.pause_ms / 1e3)
+        of_rank = rank(EngineConfig(executor="thread", **shape), sequences, messages, asked.pause_ms / 1e3)
         line = dict(sequences=sequences, controller_us=round(1e6 * taken, 1), rank_us=round(1e6 * of_rank, 1))
         print(json.dumps(line | {"bytes": statistics.median(map(len, messages))}), flush=True)
 

@@ -1,4 +1,4 @@
-"""The best tiles of decode attention on this GPU: what `decode_attention.tile_of` and `splits.CUT` are filled from.
+"""The best tiles of decode attention on this GPU: what `decode_attention.tile_of` and `cut_of` are filled from.
 
     python benchmarks/gpu_attention_tiles.py --out benchmarks/results/gpu_attention_tiles.json
 
@@ -7,8 +7,8 @@ in several cases, and tiles are ordered by the mean of their times over each cas
 layers, each with a cache and weights of its own, so that they come from memory: a kernel that reads as many bytes as
 the queries', keys' and values' weights, a short one that stores a token, and attention; what the graph takes without
 attention is taken off. Processes of their own compile every tile first and compare it with its twin; those that fail
-are named and left out. Searches one thing after the other: how splits are read and merged, then blocks, then splits and
-programs. Prints each step's best, and one JSON object last.
+are named and left out. Searches one thing after the
+other: blocks, then splits and programs. Prints each step's best, and one JSON object last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gpu_kernels import DEVICE, HEAD_DIM, HEADS, KV_HEADS, PAGE, PAGES, error, g
 from weft.kernels.triton import decode_attention as attention
 from weft.kernels.triton import overlap, plain
 from weft.kernels.triton.decode_attention import Tile
-from weft.kernels.triton.splits import CUT, Cut, order_splits
+from weft.kernels.triton.splits import Cut, order_splits
 
 CASES = ((1, 1024), (16, 1024), (64, 1024), (64, 8192))
 LATENT_CASES = ((1, 1024), (16, 1024), (64, 1024), (16, 8192))
@@ -42,11 +42,10 @@ BLOCK = 8192
 
 
 class Variant(NamedTuple):
-    """What is timed. runs: a program reads splits of a row that follow one another without a pause."""
+    """What is timed."""
 
     tile: Tile
-    cut: Cut = CUT
-    runs: bool = True
+    cut: Cut
 
 
 @triton.jit
@@ -99,7 +98,8 @@ class Case:
             if variant is None:
                 return
             if at == 0:
-                at_once = variant.tile.programs // (1 if self.latent else KV_HEADS) if variant.runs else 1 << 20
+                blocks = 1 if self.latent else KV_HEADS
+                at_once = variant.tile.programs // blocks if variant.tile.runs else None
                 splits[:] = [order_splits(self.lengths, PAGES * PAGE, None, at_once, variant.cut)]
             where: tuple[Any, ...] = (self.pages, self.lengths, PAGE, 0.07)
             options: dict[str, Any] = {"tile": variant.tile, "splits": splits[0]}
@@ -119,11 +119,11 @@ class Case:
 
 def blocks(latent: bool) -> Iterable[Tile]:
     """How a tile may be cut."""
-    tokens = (16, 32, 64) if latent else (32, 64, 128)
+    tokens = (16, 32, 64) if latent else (32, 64)
     row = 2 * (576 if latent else 2 * HEAD_DIM)  # bytes of a token's key and value in a stage
     for warps, n, stages in itertools.product((4, 8) if latent else (4, 2, 8), tokens, (3, 2, 4)):
         if n * row * (stages - 1) <= (150 if latent else 100) << 10 and 16 <= n * 16 // warps <= 1024:
-            yield Tile(16, n, warps, stages, 264 if latent else 528)
+            yield Tile(16, n, warps, stages, 264 if latent else 528, not latent)
 
 
 def faults(latent: bool, tiles: list[Tile]) -> list[tuple[Tile, str]]:
@@ -136,17 +136,17 @@ def faults(latent: bool, tiles: list[Tile]) -> list[tuple[Tile, str]]:
     wide = (x.double() for x in (q, keys, values))
     wanted = plain.decode_attention(*wide, pages, lengths, PAGE, 0.07)[0]
     found = []
-    for tile, programs, fused in itertools.product(tiles, (tiles[0].programs, 5), (False, True)):
-        cut = tile._replace(programs=programs, fused=fused)
+    for tile, programs in itertools.product(tiles, (528, 5)):
+        cut = tile._replace(programs=programs)
         try:
             if latent:
                 out = attention.latent_decode_attention(q, keys, 512, pages, lengths, PAGE, 0.07, tile=cut)
             else:
                 out = attention.decode_attention(q, keys, values, pages, lengths, PAGE, 0.07, tile=cut)
             if not (wrong := error(out, wanted)) < 1e-2:
-                found.append((tile, f"error {wrong} by {programs} programs, fused {fused}"))
+                found.append((tile, f"error {wrong} by {programs} programs"))
         except (RuntimeError, triton.runtime.errors.OutOfResources) as fault:
-            found.append((tile, f"{str(fault).splitlines()[0]}, {programs} programs, fused {fused}"))
+            found.append((tile, f"{str(fault).splitlines()[0]}, {programs} programs"))
     return found
 
 
@@ -161,17 +161,17 @@ class Search:
         self.tried: set[Tile] = set()
         self.faulty: set[Tile] = set()
 
-    def run(self, variants: Iterable[Variant], untimed: Iterable[Tile] = ()) -> None:
-        """Compiles and compares side by side, then times. untimed: tiles that are only compared."""
+    def run(self, variants: Iterable[Variant]) -> None:
+        """Compiles and compares side by side, then times."""
         new = [v for v in dict.fromkeys(variants) if v not in self.times]
-        tiles = {tile._replace(programs=528, fused=False): None for tile in (*(v.tile for v in new), *untimed)}
+        tiles = dict.fromkeys(v.tile._replace(programs=528) for v in new)
         untried = [tile for tile in tiles if tile not in self.tried]
         self.tried.update(untried)
         work = [untried[i :: self.processes] for i in range(min(self.processes, len(untried)))]
         for tile, why in itertools.chain(*self.pool.map(faults, [self.latent] * len(work), work)):
             print("fault:", *tile, why, flush=True)
             self.faulty.add(tile)
-        new = [v for v in new if v.tile._replace(programs=528, fused=False) not in self.faulty]
+        new = [v for v in new if v.tile._replace(programs=528) not in self.faulty]
         for variant in new:
             if time.monotonic() > self.until:
                 return print(f"no time for {len(new)} more", flush=True)
@@ -188,34 +188,27 @@ class Search:
     def show(self, name: str, count: int = 6) -> None:
         print(name, flush=True)
         for v in self.best(count):
-            print("  ", *v.tile, "|", *v.cut, v.runs, round(self.score(v), 3), [round(us, 2) for us in self.times[v]])
+            print("  ", *v.tile, "|", *v.cut, round(self.score(v), 3), [round(us, 2) for us in self.times[v]])
 
 
 def search(latent: bool, pool: ProcessPoolExecutor, processes: int, until: float) -> dict[str, Any]:
     """One thing after the other."""
     found = Search(latent, pool, processes, until)
     shipped = attention.tile_of(512 if latent else HEAD_DIM, HEADS // KV_HEADS)
-    fused = shipped._replace(fused=True)
-    found.run([Variant(tile, CUT, runs) for tile in (shipped, fused) for runs in (False, True)])
-    found.run([Variant(shipped, Cut(128, 64, 0), False)])
-    found.show("reads and merges")
-    first = found.best(1)[0]
-    found.run([first._replace(tile=tile._replace(fused=first.tile.fused)) for tile in blocks(latent)])
+    cut = attention.cut_of(512 if latent else HEAD_DIM)
+    found.run([Variant(tile, cut) for tile in (shipped, shipped._replace(runs=not shipped.runs), *blocks(latent))])
     found.show("blocks")
     for v in found.best(2):
         programs = [132 * n for n in ((1, 2, 4) if latent else (1, 2, 3, 4, 6))]
-        cuts = [Cut(tokens, 64, spare) for tokens in (64, 128, 256) for spare in (0, 2) if tokens >= v.tile.tokens]
+        cuts = [Cut(tokens, 64, spare) for tokens in (64, 128, 256) for spare in (0, 2)]
+        cuts += [Cut(tokens, 32, 2) for tokens in (64, 128)]
         found.run([v._replace(tile=v.tile._replace(programs=n)) for n in programs])
-        cuts += [Cut(tokens, 32, 2) for tokens in (64, 128) if tokens >= v.tile.tokens]
         found.run([v._replace(cut=cut) for cut in cuts])
-        found.run([v._replace(runs=not v.runs), v._replace(tile=v.tile._replace(fused=not v.tile.fused))])
     found.show("programs, splits", 12)
-    if not latent:
-        found.run([], [Tile(16, n, 1, stages, 528) for n, stages in itertools.product((32, 64), (2, 3, 4))])
     return {
         "before_us": [case.before for case in found.cases],
-        "shipped_us": found.times[Variant(shipped)],
-        "times": [(*v.tile, *v.cut, v.runs, [round(us, 2) for us in times]) for v, times in found.times.items()],
+        "shipped_us": found.times[Variant(shipped, cut)],
+        "times": [(*v.tile, *v.cut, [round(us, 2) for us in times]) for v, times in found.times.items()],
     }
 
 

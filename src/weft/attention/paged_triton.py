@@ -13,10 +13,9 @@ from weft.attention.batch import Batch, PageTables
 from weft.attention.sdpa import SDPA
 from weft.dcp.group import ContextGroup
 from weft.kernels.parts import Parts
-from weft.kernels.triton.decode_attention import at_once, decode_attention, latent_decode_attention
+from weft.kernels.triton.decode_attention import decode_attention, latent_decode_attention, splits_of
 from weft.kernels.triton.norm_rope_cache import latent_rope_cache, norm_rope_cache
 from weft.kernels.triton.prefill_attention import prefill_attention
-from weft.kernels.triton.splits import order_splits
 from weft.kv.spec import Latent
 
 
@@ -48,7 +47,7 @@ class PagedTriton(SDPA):
     def _plan_single(self, pages: Tensor, lengths: Tensor) -> None:
         self._pages, self._lengths = pages, lengths
         tokens, (kv_heads, width) = pages.shape[1] * self.cache.page_size, self.cache.values.shape[-2:]
-        self._splits = order_splits(lengths, tokens, self.cache.window, at_once(width, kv_heads))
+        self._splits = splits_of(lengths, tokens, self.cache.window, width, kv_heads)
 
     def project(
         self, layer: int, qkv: Tensor | Parts, heads: HeadSplit, *, scale: float, lse: bool = False

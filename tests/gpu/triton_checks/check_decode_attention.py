@@ -98,25 +98,27 @@ def check_a_row_has_the_same_bits_in_any_company_and_order(device: torch.device)
     assert torch.equal(fewer, together[order])
 
 
-def check_the_last_program_of_a_row_merges_it(seed: int, device: torch.device) -> None:
+def check_items_of_several_splits(seed: int, device: torch.device) -> None:
     cache, pages, length = paged(LONG_AND_SHORT, 4, 48, torch.float16, device)
     keys, values = cache[:, :2], cache[:, 2:]
     q = torch.randn(len(LONG_AND_SHORT), 6, 48, device=device).half()
     wanted, wanted_lse = plain.decode_attention(q.double(), keys.double(), values.double(), pages, length, PAGE, 0.3)
-    for programs, at_once in (528, 264), (3, 264), (3, 2):
-        splits = order_splits(length, pages.shape[1] * PAGE, None, at_once)
-        tile = kernels.tile_of(48, 3)._replace(programs=programs, fused=True)
+    outs = []
+    for programs, at_once in (528, 264), (3, 264), (3, 2), (528, None):
+        splits = order_splits(length, pages.shape[1] * PAGE, None, at_once, kernels.cut_of(48))
+        tile = kernels.tile_of(48, 3)._replace(programs=programs, runs=at_once is not None)
         lse = torch.full((len(q), 6), float("nan"), device=device)
         out = torch.full((len(q), 6, 48), float("nan"), dtype=q.dtype, device=device)
         kernels.decode_attention(q, keys, values, pages, length, PAGE, 0.3, out=out, lse=lse, splits=splits, tile=tile)
         assert close(out, wanted, 2e-3) and (out[1] == 0).all()
         assert torch.allclose(lse.double(), wanted_lse, rtol=1e-5, atol=2e-3)
-        assert not splits.ready.any(), "the next layer counts from 0"
+        outs.append(out)
+    assert all(torch.equal(out, outs[0]) for out in outs), "how splits are shared out changes no bits"
 
 
 def check_a_longer_row_has_longer_splits(device: torch.device) -> None:
-    # Beyond 64 × 128 tokens a split has 256: the second half of each must not be left out.
-    cache, pages, length = paged((8200,), 2, 16, torch.float32, device)
+    # Beyond 64 × 64 tokens a split has 128: the second half of each must not be left out.
+    cache, pages, length = paged((4200,), 2, 16, torch.float32, device)
     q = torch.randn(1, 1, 16, device=device)
     found = kernels.decode_attention(q, cache[:, :1], cache[:, 1:], pages, length, PAGE, 0.2)
     wide = cache.double()
@@ -127,7 +129,7 @@ def check_layers_share_the_order_of_a_step(device: torch.device) -> None:
     cache, pages, length = paged((40, 3), 2, 16, torch.float32, device)
     q = torch.randn(2, 1, 16, device=device)
     keys, values = cache[:, :1], cache[:, 1:]
-    splits = order_splits(length, pages.shape[1] * PAGE)
+    splits = kernels.splits_of(length, pages.shape[1] * PAGE, None, 16, 1)
     for layer in (keys, values):
         alone = kernels.decode_attention(q, layer, values, pages, length, PAGE, 0.2)
         assert torch.equal(kernels.decode_attention(q, layer, values, pages, length, PAGE, 0.2, splits=splits), alone)
@@ -135,6 +137,9 @@ def check_layers_share_the_order_of_a_step(device: torch.device) -> None:
         kernels.decode_attention(q[:1], keys, values, pages[:1], length[:1], PAGE, 0.2, splits=splits)
     with pytest.raises(ValueError, match="of other rows"):
         kernels.decode_attention(q, keys, values, pages, length, PAGE, 0.2, splits=splits, window=8)
+    with pytest.raises(ValueError, match="one by one"):
+        tile = kernels.tile_of(16, 1)._replace(runs=False)
+        kernels.decode_attention(q, keys, values, pages, length, PAGE, 0.2, splits=splits, tile=tile)
 
 
 def check_what_does_not_fit_is_refused(device: torch.device) -> None:

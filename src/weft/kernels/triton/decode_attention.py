@@ -17,21 +17,23 @@ from torch import Tensor
 
 from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
-from weft.kernels.triton.merge_splits import _merge_splits, merge_here
-from weft.kernels.triton.splits import COUNTERS, FIELDS, Splits, order_splits
+from weft.kernels.triton.merge_splits import _merge_splits
+from weft.kernels.triton.splits import FIELDS, Cut, Splits, order_splits
 
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 
 class Tile(NamedTuple):
-    """How the first kernel is cut: heads and tokens of a block, warps, stages of the pipeline of loads, programs."""
+    """How the first kernel is cut: heads and tokens of a block, warps, stages of the pipeline of loads, programs; and
+    whether a program reads splits of a row that follow one another without a pause, which takes more shared memory.
+    """
 
     heads: int
     tokens: int
     warps: int
     stages: int
     programs: int
-    fused: bool = False
+    runs: bool
 
 
 @triton.jit
@@ -39,6 +41,14 @@ def _slots(pages, token, end, PAGE: tl.constexpr):
     """Slots of a row's tokens by its page table; those from `end` on are not looked up."""
     page = tl.load(pages + token // PAGE, mask=token < end, other=0)
     return page.to(tl.int64) * PAGE + token % PAGE
+
+
+@triton.jit
+def _store_split(part, part_lse, at, d, in_group, top, total, acc, GROUP: tl.constexpr, D: tl.constexpr):
+    """A split's output, and its log-sum-exp to base 2."""
+    real = in_group < GROUP
+    tl.store(part + at[:, None] * D + d[None, :], acc / total[:, None], mask=real[:, None] & (d < D)[None, :])
+    tl.store(part_lse + at, top + tl.log2(total), mask=real)
 
 
 @kernel(do_not_specialize=["room", "pages_row"])
@@ -49,11 +59,8 @@ def _attend_splits(
     pages,
     items,
     count,
-    ready,
     part,
     part_lse,
-    out,
-    lse,
     room,
     scale_log2,
     q_row,
@@ -63,23 +70,17 @@ def _attend_splits(
     v_slot,
     v_head,
     pages_row,
-    out_row,
-    out_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     REST: tl.constexpr,
     LATENT: tl.constexpr,
+    RUNS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-    FUSED: tl.constexpr,
-    LSE: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    MERGE_STAGES: tl.constexpr,
-    LN2: tl.constexpr,
 ):
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     BLOCKS: tl.constexpr = (HEADS // GROUP) * HEAD_BLOCKS
@@ -96,7 +97,7 @@ def _attend_splits(
         item = items + place // BLOCKS * FIELDS
         row, start = tl.load(item), tl.load(item + 1)
         end, split = tl.load(item + 2), tl.load(item + 3)
-        splits, own, span = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+        own, span = tl.load(item + 4), tl.load(item + 5)
         last = split + own - 1
         split_end = tl.where(own > 1, start + span, end)
         kv_head = block // HEAD_BLOCKS
@@ -111,7 +112,7 @@ def _attend_splits(
         k_at = keys + kv_head * k_head
         v_at = values + kv_head * v_head
         top = tl.full([BLOCK_H], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_H], tl.float32)
+        weight = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)  # summed up over tokens only where a split ends
         acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
         # The slots of a turn are looked up in the turn before, so that loads of keys need not wait for the page table.
         slot = _slots(row_pages, start + tl.arange(0, BLOCK_N), end, PAGE)
@@ -136,41 +137,53 @@ def _attend_splits(
             new_top = tl.maximum(top, tl.max(score, 1))
             keep = tl.exp2(top - new_top)
             p = tl.exp2(score - new_top[:, None])
-            total = total * keep + tl.sum(p, 1)
+            weight = weight * keep[:, None] + p
             acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
             top = new_top
-            if first + BLOCK_N >= split_end:
-                at_part = (row.to(tl.int64) * HEADS + head) * room + split
-                tl.store(part + at_part[:, None] * D + d[None, :], acc / total[:, None], mask=real)
-                tl.store(part_lse + at_part, top + tl.log2(total), mask=in_group < GROUP)
-                split += 1
-                split_end = tl.where(split == last, end, split_end + span)
-                top = tl.full([BLOCK_H], float("-inf"), tl.float32)  # what was summed up counts 0 from here on
-        if FUSED:
-            tl.debug_barrier()  # all threads have stored before one says so
-            counter = ready + row * COUNTERS + block
-            if tl.atomic_add(counter, own, sem="acq_rel", scope="gpu") == splits - own:
-                tl.store(counter, 0)  # for the next layer
-                merge_here(
-                    part, part_lse, out + row.to(tl.int64) * out_row, lse + row * HEADS, row.to(tl.int64) * HEADS,
-                    kv_head * GROUP, (block % HEAD_BLOCKS) * BLOCK_H, tl.where(end > start, splits, 0), room, out_head,
-                    GROUP, D, LSE, BLOCK_G, MERGE_STAGES, BLOCK_D, LN2,
-                )  # fmt: skip
+            if RUNS:
+                ended = first + BLOCK_N >= split_end
+                if ended:
+                    at = (row.to(tl.int64) * HEADS + head) * room + split
+                    _store_split(part, part_lse, at, d, in_group, top, tl.sum(weight, 1), acc, GROUP, D)
+                    split += 1
+                    split_end = tl.where(split == last, end, split_end + span)
+                    top = tl.full([BLOCK_H], float("-inf"), tl.float32)  # what was summed up counts 0 from here on
+        if not RUNS:
+            at = (row.to(tl.int64) * HEADS + head) * room + split
+            total = tl.where(end > start, tl.sum(weight, 1), 1.0)
+            _store_split(part, part_lse, at, d, in_group, top, total, acc, GROUP, D)
 
 
 def tile_of(head_dim: int, group: int) -> Tile:
     """The first kernel's tile: by the model's shape alone, so that a row has the same bits at every capacity."""
     heads = min(64, max(16, next_power_of_2(group)))
     if head_dim <= 128:
-        return Tile(heads, 32, 4, 3, 132 * 4)
+        return Tile(heads, 32, 4, 3, 132 * 4, True)
     if head_dim <= 256:
-        return Tile(min(heads, 32), 32, 4, 3, 132 * 3)
-    return Tile(16, 32, 4, 3, 264)
+        return Tile(min(heads, 32), 32, 4, 3, 132 * 3, False)
+    return Tile(16, 32, 4, 3, 264, False)
 
 
-def at_once(head_dim: int, kv_heads: int) -> int:
-    """How many items of a row's splits (`splits.order_splits`) programs take in one turn, all of its heads together."""
-    return max(1, tile_of(head_dim, 1).programs // kv_heads)
+def cut_of(head_dim: int) -> Cut:
+    """How rows are cut into splits: by the model's shape alone, too.
+
+    By `benchmarks/gpu_attention_tiles.py` on an H200, for heads of 128: splits of 128 tokens take 5 % less with 64 rows
+    of 1,024 tokens, and 22 % more with one. At most 32 of a row take 5 % less with 64 rows of 8,192 tokens, but would
+    keep half of a GPU idle with one.
+    """
+    return Cut(64 if head_dim <= 128 else 128, 64, 2)
+
+
+def splits_of(
+    lengths: Tensor, tokens: int, window: int | None, head_dim: int, blocks: int, tile: Tile | None = None
+) -> Splits:
+    """The splits of a step's rows, for all layers whose heads are alike.
+
+    lengths, tokens, window: see `order_splits`. blocks: of heads, one for each key-value head at least.
+    """
+    tile = tile_of(head_dim, 1) if tile is None else tile
+    at_once = max(1, tile.programs // blocks) if tile.runs else None
+    return order_splits(lengths, tokens, window, at_once, cut_of(head_dim))
 
 
 def decode_attention(
@@ -195,7 +208,7 @@ def decode_attention(
     the row's own token included. Last dimensions are contiguous; heads is a multiple of kv_heads.
     window: a row sees its last `window` tokens only; what the page table says of those before is not read.
     lse: float32 `[rows, heads]`, filled with the natural log-sum-exp of the scaled scores.
-    splits: of these lengths and this window by `order_splits`, where several layers share them.
+    splits: of these lengths and this window by `splits_of`, where several layers share them.
     A row of length 0 gets output 0 and lse −inf, and neither its page table nor its slots are read.
     Raises ValueError where shapes or dtypes do not fit together.
     """
@@ -258,14 +271,14 @@ def _launch(
         return out
     group = heads // kv_heads
     tile = tile_of(d, group) if tile is None else tile
-    blocks, block_g = kv_heads * cdiv(group, tile.heads), min(tile.heads, next_power_of_2(group))
-    if blocks > COUNTERS.value:
-        raise ValueError(f"{kv_heads} key-value heads in {blocks} blocks; {COUNTERS.value} is the most")
+    blocks = kv_heads * cdiv(group, tile.heads)
     if splits is None:
-        splits = order_splits(lengths, pages.shape[1] * page_size, window, max(1, tile.programs // blocks))
+        splits = splits_of(lengths, pages.shape[1] * page_size, window, d, blocks, tile)
     if splits.window != (window or 0) or len(splits.items) != rows * splits.room:
         raise ValueError(f"splits are of {len(splits.items)} items, window {splits.window}: of other rows than q's")
     room, cut = splits.room, splits.cut
+    if splits.runs and not tile.runs:
+        raise ValueError("the tile takes splits one by one: order them with at_once=None")
     if cut.tokens % tile.tokens:
         raise ValueError(f"a split of {cut.tokens} tokens is no whole number of blocks of {tile.tokens}")
     part = q.new_empty(rows, heads, room, d, dtype=torch.float32)
@@ -277,11 +290,8 @@ def _launch(
         pages,
         splits.items,
         splits.total,
-        splits.ready,
         part,
         part_lse,
-        out,
-        part_lse if lse is None else lse,
         room,
         scale * LOG2E,
         q.stride(0),
@@ -291,29 +301,21 @@ def _launch(
         values.stride(0),
         values.stride(1),
         pages.stride(0),
-        out.stride(0),
-        out.stride(1),
         HEADS=heads,
         GROUP=group,
         D=d,
         REST=rest,
         LATENT=keys is values,
+        RUNS=tile.runs,
         PAGE=page_size,
         BLOCK_H=tile.heads,
         BLOCK_N=tile.tokens,
         BLOCK_D=max(16, next_power_of_2(d)),
         BLOCK_REST=max(16, next_power_of_2(rest)),
-        FUSED=tile.fused,
-        LSE=lse is not None,
-        BLOCK_G=block_g,
-        MERGE_STAGES=max(1, min(8, (32 << 10) // (4 * block_g * next_power_of_2(d)))),
-        LN2=LN2,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **overlap.options(),
     )
-    if tile.fused:
-        return out
     block_d = min(128, next_power_of_2(d))
     _merge_splits[(rows * heads, cdiv(d, block_d))](
         part, part_lse, lengths, out, part_lse if lse is None else lse, room, out.stride(0), out.stride(1),

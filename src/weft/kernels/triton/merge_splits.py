@@ -1,45 +1,12 @@
-"""The merge of decode attention's splits: in their order, so that a row's bits do not depend on who came last."""
+"""The merge of decode attention's splits, in their order."""
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import kernel
 from weft.kernels.triton.splits import row_splits
-
-
-@triton.jit
-def merge_here(
-    part, part_lse, out, lse, before, first_head, first, splits, room, out_head,
-    GROUP: tl.constexpr, D: tl.constexpr, LSE: tl.constexpr, BLOCK_G: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_D: tl.constexpr, LN2: tl.constexpr,
-):  # fmt: skip
-    """Merges the splits of a block of a row's heads in their order; what others stored is read past L1."""
-    in_group = first + tl.arange(0, BLOCK_G)
-    real = in_group < GROUP
-    d = tl.arange(0, BLOCK_D)
-    at = (before + first_head + in_group) * room
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    merged = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for s in tl.range(0, splits, num_stages=STAGES):
-        each = tl.load(part_lse + at + s, mask=real, other=float("-inf"), cache_modifier=".cg")
-        x_at = part + (at + s)[:, None] * D + d[None, :]
-        x = tl.load(x_at, mask=real[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, each)
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        keep = tl.exp2(top - base)
-        weight = tl.exp2(each - base)
-        total = total * keep + weight
-        merged = merged * keep[:, None] + x * weight[:, None]
-        top = new_top
-    some = tl.where(total > 0, total, 1.0)
-    to = out + (first_head + in_group)[:, None] * out_head + d[None, :]
-    tl.store(to, (merged / some[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
-    if LSE:
-        tl.store(lse + first_head + in_group, (top + tl.log2(some)) * LN2, mask=real)
 
 
 @kernel(do_not_specialize=["room"])

@@ -19,11 +19,9 @@ from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 FIELDS = tl.constexpr(8)
-"""Of an item: row, first token, the token behind the last one, number of its first split in the row, splits of the row,
-splits of the item, tokens of a split.
+"""Of an item: row, first token, the token behind the last one, number of its first split in the row, splits of the
+item, tokens of a split.
 """
-COUNTERS = tl.constexpr(128)
-"""Of a row: one for each block of heads that a program takes at once."""
 
 
 class Cut(NamedTuple):
@@ -38,24 +36,19 @@ class Cut(NamedTuple):
     spare: int
 
 
-CUT = Cut(128, 64, 2)
-"""More splits: a longer merge. A split costs as much as half as many tokens before it reads the first one."""
-
-
 class Splits(NamedTuple):
     """What programs take in turns: some splits of a row each.
 
     items int32 `[capacity, FIELDS]`, of which the first `total` (int32 `[1]`) are there; room: splits of a row at most;
-    window: how many of a row's last tokens it sees, 0 for all. ready int32 `[rows, COUNTERS]`: how many of a row's
-    splits are attended to, of each block of heads; zeros before and after each layer's attention.
+    window: how many of a row's last tokens it sees, 0 for all; runs: whether an item may be of several splits.
     """
 
     items: Tensor
     total: Tensor
     room: int
     window: int
+    runs: bool
     cut: Cut
-    ready: Tensor
 
 
 @triton.jit
@@ -78,8 +71,8 @@ def row_splits(length, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.cons
 
 @kernel(do_not_specialize=["rows", "at_once"])
 def _order_splits(
-    lengths, items, total, ready, rows, at_once, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr,
-    SPARE: tl.constexpr, BLOCK_R: tl.constexpr, COUNTERS: tl.constexpr,
+    lengths, items, total, rows, at_once, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr,
+    SPARE: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """A program finds the places of one row's items: all but the last are alike and follow one another."""
     overlap.begin()
@@ -92,7 +85,6 @@ def _order_splits(
     every_last = every_seen - every_others * every_span * run
     if row == 0:
         tl.store(total, tl.sum(tl.where(every < rows, every_others + 1, 0), 0))
-    tl.store(ready + row * COUNTERS + tl.arange(0, COUNTERS), 0)
     seen, span, splits = row_splits(length, WINDOW, TOKENS, MOST, SPARE)
     others = tl.cdiv(splits, run) - 1
     last = seen - others * span * run
@@ -109,27 +101,25 @@ def _order_splits(
     tl.store(to + 1, start, mask=real)
     tl.store(to + 2, tl.where(is_last, length, start + span * run), mask=real)
     tl.store(to + 3, item * run, mask=real)
-    tl.store(to + 4, splits, mask=real)
-    tl.store(to + 5, tl.where(is_last, splits - others * run, run), mask=real)
-    tl.store(to + 6, span, mask=real)
+    tl.store(to + 4, tl.where(is_last, splits - others * run, run), mask=real)
+    tl.store(to + 5, span, mask=real)
 
 
-def order_splits(lengths: Tensor, tokens: int, window: int | None = None, at_once: int = 264, cut: Cut = CUT) -> Splits:
+def order_splits(lengths: Tensor, tokens: int, window: int | None, at_once: int | None, cut: Cut) -> Splits:
     """The splits of a step's rows, longest items first; those of equal length by row and split.
 
     at_once: how many items programs take in one turn. Where there are more splits, an item is of several that follow
-    one another, which a program reads without a pause.
+    one another, which a program reads without a pause. None: each split is an item.
 
     lengths int32 `[rows]`, the tokens of each row, `tokens` of them at most; window: a row sees its last `window` only.
     """
     rows = lengths.shape[0]
     room = min(cut.splits, max(1, cdiv(min(tokens, window or tokens), cut.tokens)))
     items, total = lengths.new_empty(rows * room, FIELDS.value), lengths.new_empty(1)
-    ready = lengths.new_empty(rows, COUNTERS.value)
     if rows:
         _order_splits[(rows,)](
-            lengths, items, total, ready, rows, at_once, WINDOW=window or 0, TOKENS=cut.tokens, MOST=cut.splits,
-            SPARE=cut.spare, BLOCK_R=max(32, next_power_of_2(rows)), COUNTERS=COUNTERS.value,
+            lengths, items, total, rows, at_once or rows * room, WINDOW=window or 0, TOKENS=cut.tokens, MOST=cut.splits,
+            SPARE=cut.spare, BLOCK_R=max(32, next_power_of_2(rows)),
             num_warps=1 if rows <= 256 else 4, **overlap.options(),
         )  # fmt: skip
-    return Splits(items, total, room, window or 0, cut, ready)
+    return Splits(items, total, room, window or 0, at_once is not None, cut)

@@ -112,7 +112,8 @@ def _attend_splits(
         k_at = keys + kv_head * k_head
         v_at = values + kv_head * v_head
         top = tl.full([BLOCK_H], float("-inf"), tl.float32)
-        weight = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)  # summed up over tokens only where a split ends
+        # Weights are summed up over tokens only where a split ends, if registers allow.
+        weight = tl.zeros([BLOCK_H, BLOCK_N if RUNS else 1], tl.float32)
         acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
         # The slots of a turn are looked up in the turn before, so that loads of keys need not wait for the page table.
         slot = _slots(row_pages, start + tl.arange(0, BLOCK_N), end, PAGE)
@@ -137,7 +138,7 @@ def _attend_splits(
             new_top = tl.maximum(top, tl.max(score, 1))
             keep = tl.exp2(top - new_top)
             p = tl.exp2(score - new_top[:, None])
-            weight = weight * keep[:, None] + p
+            weight = weight * keep[:, None] + (p if RUNS else tl.sum(p, 1, keep_dims=True))
             acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
             top = new_top
             if RUNS:

@@ -8,9 +8,10 @@ from typing import Any
 
 from weft.models.config import Fields
 from weft.models.decoder import DecoderConfig, DecoderLayer
+from weft.models.expert_sources import Stored
 from weft.models.layers import Builder, Layer
 from weft.models.mlp import FeedForward, GatedMLP
-from weft.models.moe import SparseMoE, Stored
+from weft.models.moe import SparseMoE
 from weft.models.routing import Routing
 
 

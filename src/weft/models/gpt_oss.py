@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from weft.models.attention import Attention, Heads
 from weft.models.config import Fields, ModelError, common_fields
 from weft.models.decoder import DecoderConfig, DecoderLayer
+from weft.models.expert_sources import Stored
 from weft.models.layers import Builder
-from weft.models.moe import SparseMoE, Stored
+from weft.models.moe import SparseMoE
 from weft.models.routing import Routing
 
 FULL, SLIDING = "full_attention", "sliding_attention"

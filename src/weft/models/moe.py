@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,33 +14,16 @@ from weft.hidden import Hidden, Quantising
 from weft.kernels.float8 import Weight
 from weft.kernels.rows import gated
 from weft.kernels.triton import plain
+from weft.models.expert_sources import MOSTLY, Form, Stored, expert_sources, gate_up_biases
 from weft.models.float8 import as_taken
 from weft.models.layers import Builder, Layer, Linear
 from weft.models.mlp import FeedForward, GatedMLP, WholeMLP
 from weft.models.routing import Router, Routing
-from weft.models.source import Fused, Source, Stacked, Transposed
+from weft.models.source import Source
 from weft.place.spec import LayoutError, PlacementError, Rows
 
 if TYPE_CHECKING:
     from weft.kernels.triton.route import Routing as PairRouting
-
-Form = Literal["each", "stacked", "fused", "turns", "plain turns"]
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Where checkpoints keep the weights of a mixture of experts, behind its path.
-
-    bias: of the router; left out, `e_score_correction_bias` behind it. form: of the experts' weights, a tensor for each
-    expert and projection ("each"), one for each projection of all experts ("stacked"), these with gate and up in one
-    ("fused"), or with gate and up taking turns, transposed ("turns") or not ("plain turns").
-    """
-
-    router: str = "gate"
-    bias: str = ""
-    experts: str = "experts"
-    form: Form = "each"
-    shared: str = "shared_expert"
 
 
 class Experts(Layer):
@@ -81,7 +64,7 @@ class Experts(Layer):
             )
         self.first, self.workspace, self.limit, self.alpha = mine.start, b.workspace, limit, alpha
         self.experts = experts
-        found, held = _expert_sources(path, form, experts, width, inner, mine, cut), mine.stop - mine.start
+        found, held = expert_sources(path, form, experts, width, inner, mine, cut), mine.stop - mine.start
         if b.float8 is not None and not all(b.float8(s.name) for part in found.values() for s in part):
             b = replace(b, float8=None)
         self.declare(b, "gate_up", (held, 2 * size, width), found["gate_up"])
@@ -89,7 +72,7 @@ class Experts(Layer):
         self.gate_up_bias = self.down_bias = None
         if bias:
             self.gate_up_bias = b.empty(mine.stop - mine.start, 2 * size)
-            self.sources["gate_up_bias"] = _gate_up_biases(path, experts, inner, mine, cut)
+            self.sources["gate_up_bias"] = gate_up_biases(path, experts, inner, mine, cut)
             if cut.start == 0:
                 self.down_bias = b.empty(mine.stop - mine.start, width)
                 self.sources["down_bias"] = [Source(f"{path}.down_proj_bias", (experts, width), (mine,))]
@@ -189,56 +172,6 @@ def _live(x: Hidden) -> Tensor:
     return x.live if x.live is not None else torch.full((1,), rows, dtype=torch.int32, device=device)
 
 
-def _expert_sources(
-    path: str, form: str, experts: int, width: int, inner: int, mine: slice, cut: slice
-) -> dict[str, list[Source]]:
-    """Of the experts `mine` and of their inner features `cut`: `gate_up`, gate's rows first, and `down`."""
-    size = cut.stop - cut.start
-    gate, up, every = slice(0, size), slice(size, 2 * size), slice(None)
-    if form == "each":
-        shape, sources = (inner, width), dict[str, list[Source]](gate_up=[], down=[])
-        for i, e in enumerate(range(mine.start, mine.stop)):
-            name = f"{path}.{e}"
-            sources["gate_up"] += [
-                Source(f"{name}.gate_proj.weight", shape, (cut,), (i, gate)),
-                Source(f"{name}.up_proj.weight", shape, (cut,), (i, up)),
-            ]
-            sources["down"].append(Source(f"{name}.down_proj.weight", (width, inner), (every, cut), (i,)))
-        return sources
-    if form in ("turns", "plain turns"):
-        transposed = (Transposed(),) if form == "turns" else ()
-        sources = dict(gate_up=[], down=[])
-        for i, e in enumerate(range(mine.start, mine.stop)):
-            last = (*transposed, Stacked(e, experts))
-            for turn, rows_at in enumerate((gate, up)):
-                views = (Fused(turn, 2 * inner, 2), *last)
-                source = Source(f"{path}.gate_up_proj", (inner, width), (cut,), (i, rows_at), views)
-                sources["gate_up"].append(source)
-            sources["down"].append(Source(f"{path}.down_proj", (width, inner), (every, cut), (i,), last))
-        return sources
-    end, fused = (".weight", False) if form == "stacked" else ("", True)
-    rows, gate_name, up_name = (2 * inner, "gate_up", "gate_up") if fused else (inner, "gate", "up")
-    below = slice(inner + cut.start, inner + cut.stop) if fused else cut
-    return {
-        "gate_up": [
-            Source(f"{path}.{gate_name}_proj{end}", (experts, rows, width), (mine, cut), (every, gate)),
-            Source(f"{path}.{up_name}_proj{end}", (experts, rows, width), (mine, below), (every, up)),
-        ],
-        "down": [Source(f"{path}.down_proj{end}", (experts, width, inner), (mine, every, cut))],
-    }
-
-
-def _gate_up_biases(path: str, experts: int, inner: int, mine: slice, cut: slice) -> list[Source]:
-    """Gate's and up's take turns."""
-    size, sources = cut.stop - cut.start, []
-    for i, e in enumerate(range(mine.start, mine.stop)):
-        for turn in (0, 1):
-            views = (Fused(turn, 2 * inner, 2), Stacked(e, experts))
-            at = (i, slice(turn * size, (turn + 1) * size))
-            sources.append(Source(f"{path}.gate_up_proj_bias", (inner,), (cut,), at, views))
-    return sources
-
-
 def routed(
     x: Tensor,
     probability: Tensor,
@@ -294,7 +227,7 @@ class SparseMoE(FeedForward):
         routing: Routing,
         shared: int = 0,
         shared_gate: bool = True,
-        stored: Stored = Stored(),
+        stored: Stored = MOSTLY,
         limit: float | None = None,
         shared_limit: float | None = None,
         alpha: float | None = None,

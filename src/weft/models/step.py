@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 from weft.models.attention import Attention, HeadNorms, Heads
 from weft.models.config import Fields, ModelError, common_fields, rope_of
 from weft.models.decoder import DecoderConfig, DecoderLayer
+from weft.models.expert_sources import Stored
 from weft.models.layers import Builder
 from weft.models.mlp import FeedForward, GatedMLP
-from weft.models.moe import SparseMoE, Stored
+from weft.models.moe import SparseMoE
 from weft.models.rotary import Rope
 from weft.models.routing import Routing
 

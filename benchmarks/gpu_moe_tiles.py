@@ -53,7 +53,8 @@ def tiles_for(rows: int, product: str) -> list[Tile]:
 
 def shipped_of(split: str, rows: int, product: str) -> Tile:
     """What ships for the product."""
-    return moe.up_tile_of(rows, BF16.itemsize) if product == "up" else moe.down_tile_of(rows, SPLITS[split][1])
+    size = BF16.itemsize
+    return moe.up_tile_of(rows, size) if product == "up" else moe.down_tile_of(rows, SPLITS[split][1], size)
 
 
 @triton.jit

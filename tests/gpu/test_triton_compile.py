@@ -331,6 +331,8 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "prompts, latents": (lambda: attend_prompts(128, 1, 576, 512), ("HGMMA",)),
     "experts, 1 row": (lambda: mix_experts(1), ("HMMA", "LDGSTS")),
     "experts in float32": (lambda: mix_experts(1, 128, 384, dtype=FLOAT), ("LDGSTS",)),
+    "experts in float32, 256 rows": (lambda: mix_experts(256, 8, 384, 512, dtype=FLOAT), ("LDGSTS",)),
+    "experts in float32, 4096 rows": (lambda: mix_experts(4096, 8, 384, 512, dtype=FLOAT), ("LDGSTS",)),
     "experts, 64 rows": (lambda: mix_experts(64), ("HMMA", "LDGSTS")),
     "experts, 256 rows": (lambda: mix_experts(256), ("HGMMA", "LDGSTS")),
     "experts, 128 rows": (lambda: mix_experts(128), ("HMMA", "LDGSTS")),

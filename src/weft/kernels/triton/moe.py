@@ -193,19 +193,19 @@ def up_tile_of(rows: int, itemsize: int) -> Tile:
     if rows <= 128:
         return Tile(32, 512 // itemsize, 4, 3)
     if rows < 1024:
-        return Tile(64, 64, 4, 3)
-    return Tile(128, 64, 8, 4)
+        return Tile(64, 128 // itemsize, 4, 3)
+    return Tile(128, 128 // itemsize, 8, 4)
 
 
-def down_tile_of(rows: int, inner: int) -> Tile:
+def down_tile_of(rows: int, inner: int, itemsize: int) -> Tile:
     """The tile of the second product, whose depth is `inner`: of few rows, a program reads about 100 kB of weights."""
     if rows <= 4:
         return Tile(64, 128, 4, 6 if rows == 1 else 4)
     if rows <= 128:
-        return Tile(128 if inner <= 512 else 64, 128, 4, 3)
+        return Tile(128 if inner * itemsize <= 1024 else 64, 128, 4, 3)
     if rows < 1024:
-        return Tile(128, 64, 4, 3)
-    return Tile(256, 64, 8, 4)
+        return Tile(256 // itemsize, 128 // itemsize, 4, 3)
+    return Tile(512 // itemsize, 128 // itemsize, 8, 4)
 
 
 def float8_tiles_of(rows: int) -> tuple[Tile, Tile]:
@@ -295,7 +295,7 @@ def experts(
         BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
         **overlap.options(),
     )  # fmt: skip
-    cut = down_tile or down_tile_of(rows, inner)
+    cut = down_tile or down_tile_of(rows, inner, last.itemsize)
     each = out.new_empty(1, pairs, width)
     _down[(tiles * cdiv(width, cut.columns),)](
         hidden, hidden_scale, last, down_scale, last if down_bias is None else down_bias, routing.weight, order,

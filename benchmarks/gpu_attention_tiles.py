@@ -207,7 +207,7 @@ def search(latent: bool, pool: ProcessPoolExecutor, processes: int, until: float
     found.show("programs, splits", 12)
     return {
         "before_us": [case.before for case in found.cases],
-        "shipped_us": found.times[Variant(shipped, cut)],
+        "shipped_us": found.times.get(Variant(shipped, cut)),
         "times": [(*v.tile, *v.cut, [round(us, 2) for us in times]) for v, times in found.times.items()],
     }
 

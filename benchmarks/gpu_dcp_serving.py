@@ -33,8 +33,8 @@ from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, dtype_of
 from weft.engine.engine import Engine
+from weft.engine.planning import dealt_of
 from weft.engine.request import Output, SamplingParams
-from weft.engine.runner import dealt_of
 from weft.engine.transports import cost_model
 from weft.place.cost import Offer
 from weft.place.dcp import Dealt

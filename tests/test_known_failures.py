@@ -20,9 +20,10 @@ from weft.attention.batch import Batch
 from weft.attention.caches import Caches
 from weft.comm.rows import StepRows
 from weft.comm.transport import CommError, Transport
-from weft.engine import runner as runner_module
+from weft.engine import planning
 from weft.engine.batch import SeqRows, build_batch
-from weft.engine.runner import ModelRunner, trace
+from weft.engine.planning import trace
+from weft.engine.runner import ModelRunner
 from weft.hidden import Hidden
 from weft.kv.spec import CacheGroup, Rule
 from weft.models.config import ModelConfig
@@ -80,7 +81,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, breaker: Callable[[Decoder], None], 
         breaker(model)
         return model
 
-    monkeypatch.setattr(runner_module, "build_model", build_broken)
+    monkeypatch.setattr(planning, "build_model", build_broken)
     trace(config(), mesh, torch.float32)
 
 
@@ -134,7 +135,7 @@ def test_a_dense_layer_in_a_sparse_model_that_reduces_by_itself(monkeypatch: pyt
         forward = dense.forward
         dense.forward = lambda x: settled(forward(x))
 
-    monkeypatch.setattr(runner_module, "build_model", lambda *a: (m := build_model(*a), breaker(m))[0])
+    monkeypatch.setattr(planning, "build_model", lambda *a: (m := build_model(*a), breaker(m))[0])
     chain = trace(config(), MESH, torch.float32)
     planner = Planner(MESH, chain, [Offer("any", EVERY, frozenset(), PRESETS["cpu-gloo"])])
     after_dense = next(r for r in planner.plan((4, 4)).reads if r.read.site == "model.layers.2.input_layernorm")

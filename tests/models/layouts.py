@@ -22,7 +22,8 @@ from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
 from weft.comm.transport import Transport
 from weft.engine.batch import SeqRows, build_batch
-from weft.engine.runner import ModelRunner, plan_model
+from weft.engine.planning import plan_model
+from weft.engine.runner import ModelRunner
 from weft.hidden import Hidden
 from weft.kv.spec import CacheGroup, rule
 from weft.models.layers import Builder, Layer

@@ -22,8 +22,8 @@ from weft import stream
 from weft.assets import preset_dir
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.planning import trace
 from weft.engine.request import SamplingParams
-from weft.engine.runner import trace
 from weft.engine.startup import float8_products
 from weft.kernels import float8, rows
 from weft.kernels.float8 import FLOAT8, Rows, Weight, dequantise

@@ -19,7 +19,7 @@ from weft.comm.peer import PeerTransport
 from weft.comm.reference import ReferenceTransport
 from weft.comm.shm import ShmTransport
 from weft.comm.transport import offer_of
-from weft.engine.runner import dealt_of, plan_model, split_steps
+from weft.engine.planning import dealt_of, plan_model, split_steps
 from weft.models.load import build_model, float8_says
 from weft.models.registry import load_config, registry
 from weft.place.cost import costs

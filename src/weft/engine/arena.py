@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.dcp.group import trace_group
 from weft.engine.config import EngineConfig
-from weft.engine.runner import trace
+from weft.engine.planning import trace
 from weft.models.config import ModelConfig
 from weft.place.experts import listed_bytes
 from weft.place.plan import Chain, bucket

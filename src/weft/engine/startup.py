@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, dtype_of, on_gpus
-from weft.engine.runner import dealt_of, plan_model, split_steps
+from weft.engine.planning import dealt_of, plan_model, split_steps
 from weft.engine.transports import cost_model
 from weft.models.checkpoint import tensor_files
 from weft.models.config import ModelConfig, ModelError

@@ -16,7 +16,7 @@ from weft.comm.transport import Transport
 from weft.engine.arena import arena_need, available_bytes, check_memory, gathered_logits, sent_bytes
 from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, device_of, dtype_of, on_gpus
-from weft.engine.runner import dealt_of, trace
+from weft.engine.planning import dealt_of, trace
 from weft.place.cost import Costs, costs, host_table, read_tuning
 from weft.place.plan import bucket
 

@@ -21,17 +21,21 @@ settings.load_profile("weft")
 
 LONGEST = (
     "gpu/test_emulated.py",
-    "gpu/test_triton.py",
     "e2e/test_commands.py",
+    "gpu/test_triton_compile.py",
+    "gpu/test_triton.py",
     "models/test_logits.py",
     "models/test_every_layout.py",
-    "e2e/test_layouts.py",
-    "gpu/test_triton_compile.py",
     "comm/test_shm_protocol.py",
+    "comm/test_shm.py",
+    "e2e/test_layouts.py",
+    "e2e/test_serve.py",
+    "e2e/test_chaos.py",
+    "e2e/test_measuring.py",
     "engine/test_faults.py",
+    "server/test_tools.py",
     "dcp/test_product.py",
     "gpu/test_merge_emulated.py",
-    "e2e/test_chaos.py",
     "gpu/test_compile.py",
 )
 """Files that are begun first, so that no worker is left alone with one of them at the end."""

@@ -213,6 +213,8 @@ def test_no_kernel_is_compiled_while_requests_are_served(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of ragged lengths come one after the other and many at once, with answers among them."""
+    if "latents" in name and dtype != "float32":
+        pytest.skip("the plugin's model is of float32 alone")
     from triton import knobs  # a CPU need not have it
 
     shape = dict(max_running=40, page_size=4, kv_tokens=8192, max_batch_tokens=1100, dtype=dtype, plugins=(PLUGIN,))

@@ -54,7 +54,7 @@ class PagedTriton(SDPA):
     ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.project`."""
         cos, sin = self._angles(heads.turn)
-        keys, values = self.cache.layers[layer]
+        keys, values = self.cache.of_layer(layer)
         q_norm, k_norm = heads.norms or (None, None)
         q = norm_rope_cache(
             qkv,
@@ -114,7 +114,7 @@ class PagedTriton(SDPA):
     def _attend_single(
         self, layer: int, q: Tensor, scale: float, lse: bool, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        (keys, values), cache, sums = self.cache.layers[layer], self.cache, None
+        (keys, values), cache, sums = self.cache.of_layer(layer), self.cache, None
         if lse:
             sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         where = (self._pages, self._lengths, cache.page_size, scale)

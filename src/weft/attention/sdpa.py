@@ -232,7 +232,7 @@ class SDPA:
 
     def _at_hand(self, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and values that prompts look into."""
-        keys, values = self.cache.layers[layer]
+        keys, values = self.cache.of_layer(layer)
         if self._group is None or self._gathered is None:
             return keys, values
         slots, sizes = self._gathered

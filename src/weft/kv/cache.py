@@ -13,7 +13,7 @@ class KVCache:
 
     A slot is page · page_size + offset. Behind the `num_pages` that are handed out lies one page more, which takes
     the rows that are to be stored nowhere, on devices where leaving them out would need the host. The values of a
-    latent cache are a part of its keys. layers: of each layer both, `[slots, heads, dim]`.
+    latent cache are a part of its keys.
     """
 
     def __init__(
@@ -33,7 +33,10 @@ class KVCache:
         else:
             self.keys = torch.zeros(layers, slots, spec.heads, spec.dim, dtype=dtype, device=device)
             self.values = torch.zeros_like(self.keys)
-        self.layers = [*zip(self.keys, self.values, strict=True)]
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Its keys and values, `[slots, heads, dim]` each."""
+        return self.keys[layer], self.values[layer]
 
     @property
     def window(self) -> int | None:

@@ -14,7 +14,7 @@ from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
-@kernel
+@kernel(do_not_specialize_on_alignment=["before", "after"])
 def _convolve(
     product, before, after, conv, tails, mixed, product_row, tail_slot, features,
     KEPT: tl.constexpr, BLOCK_KEPT: tl.constexpr, BLOCK_F: tl.constexpr,
@@ -41,7 +41,7 @@ def _convolve(
         tl.store(tails + to * tail_slot + f * KEPT + KEPT - 1, new, mask=f < features)
 
 
-@kernel
+@kernel(do_not_specialize_on_alignment=["before", "after"])
 def _delta_rule(
     mixed, product, before, after, decay, bias, weight, states, out, product_row, state_slot, out_row, eps,
     K: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr,

@@ -55,6 +55,7 @@ class Kernel(JITFunction):
             *constants,
             *constants.values(),
             *[x.dtype for x in tensors],
+            *[x.is_cuda for x in tensors],  # Triton refuses others, and the driver would read from anywhere
             *[address % 16 == 0 for address in addresses],
             *[n if n < 16 else 16 + n % 16 + (n >> 31 << 5) for n in map(args.__getitem__, self._values)],
             *[args[i] >> 31 for i in self._sizes],

@@ -26,7 +26,7 @@ from weft.place.spec import Mesh
 SOURCE = Path(__file__).parent / "emulated"
 WAIT_S = 240.0
 """For ranks that come soon unless something is wrong; a busy machine may take long."""
-FLAGS = ("-std=c++17", "-Og", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")  # longjmp goes from stack to stack
+FLAGS = ("-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")  # longjmp goes from stack to stack
 
 
 @cache

@@ -70,3 +70,28 @@ def test_of_answers(way: str, calls: int, max_bytes: int | None, tmp_path: Path)
         assert inside == (model.num_layers * calls if rows else 0), "queries, and what merges; nothing of an idle group"
 
     run_world(mesh.world, rank_main)
+
+
+def test_of_a_split_vocabulary(tmp_path: Path) -> None:
+    """The embedding's sum is among the stream's; the gather of best tokens comes last, in a group that has rows."""
+    mesh, counts = Mesh(2, 2, 4, 1), (3, 0)
+    small_model("deepseek_v2", 4, tmp_path)
+    model = replace(load_config(tmp_path, registry(())), split_vocabulary=True)
+
+    def rank_main(transport: ReferenceTransport) -> None:
+        asked = Asked(transport, None)
+        runner = ModelRunner(
+            load_model(tmp_path, model, mesh, asked.rank), mesh, asked.rank, [asked], [CacheGroup(Rule(), 16)], PAGE
+        )
+        rows = counts[mesh.group_of(asked.rank)]
+        batch = build_batch([5] * rows, [SeqRows(1, 2, [[at]], 1) for at in range(rows)], PAGE, [Rule()])
+        best = runner.forward(batch, counts, whole=False).max(-1)
+        assert runner.vocabulary is not None
+        runner.vocabulary.best(best.values, best.indices)
+        moves = runner.moves(counts, False)
+        for (_, what, *_), (kind, *_) in zip(moves, asked.calls, strict=True):
+            assert kind in what
+        if rows:
+            assert moves[-1] == ("head", "all_gatherv best tokens · reference", "attn_tp", asked.calls[-1][2])
+
+    run_world(mesh.world, rank_main)

@@ -32,8 +32,8 @@ class Gathering(Protocol):
 class Gatherer:
     """All-gathers rows over a group by the transport that is quickest for their size.
 
-    transports: by name; offers: what they cost. Rows that a transport cannot take at once go in several calls. tally:
-    counts what is called; what is counted is a range in torch's profiler too.
+    transports: by name; offers: what they cost. Rows that a transport cannot take at once go in several calls, each a
+    range in torch's profiler. tally: counts what is called.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Gatherer:
 
     def _gather(self, plan: GatherPlan, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         transport, kind, rows = self._transports[plan.transport], exchange.all_gatherv(len(self._group)), plan.rows
-        call = transport.exchange if self._tally is None else partial(in_a_range, transport)
+        call = partial(in_a_range, transport)
         if rows >= max(sizes):
             return call(x, kind, self._group, sizes)
         out = x.new_empty(sum(sizes), x.shape[1])

@@ -191,7 +191,8 @@ class ModelRunner:
 
     def moves(self, counts: Counts, captured: bool) -> list[tuple[str, str, str, int]]:
         """The collectives of a step without prompts, in order: the read that each serves, its step, its group's name,
-        and the bytes that the busiest rank receives. captured: where a graph is replayed; none where there is no graph.
+        and the bytes that the busiest rank receives; where the vocabulary is split, of rows that take their best token.
+        captured: where a graph is replayed; none where there is no graph.
         """
         if captured and not self.captured(counts):
             return []
@@ -203,7 +204,7 @@ class ModelRunner:
         for at, read in enumerate(plan.reads):
             found += [(r.site, str(s), e.group or "", int(received(e, counts))) for r, s, e in read.moves()]
             found += [("attention", f"{k} dcp · {by}", "dcp", size) for n, k, by, size in dealt if n == at + 1]
-        return found
+        return found if self.vocabulary is None else found + self.vocabulary.moves(room)
 
     def merges_from(self, rows: int) -> int | None:
         """On top of how many cached tokens a prompt's next `rows` are merged over dcp; None: of no number."""

@@ -12,7 +12,9 @@ from weft.comm.transport import Transport
 from weft.dcp.group import Gatherer
 from weft.models.layers import vocabulary_share
 from weft.place.cost import Offer
+from weft.place.merge import plan_gather
 from weft.place.spec import LayoutError, Mesh
+from weft.place.vocabulary import BEST_BYTES
 
 MOST_TOKENS = 1 << 24
 """Tokens that float32 tells apart: a row's best token travels beside its score."""
@@ -39,7 +41,15 @@ class SplitVocabulary:
         self.size, self.share = vocabulary, vocabulary_share(mesh, rank, vocabulary)
         shares = [vocabulary_share(mesh, peer, vocabulary) for peer in group]
         self._sizes = [share.stop - share.start for share in shares]
-        self._gather = Gatherer(group, transports, offers)
+        self._gather, self._offers = Gatherer(group, transports, offers), offers
+
+    def moves(self, rows: int) -> list[tuple[str, str, str, int]]:
+        """The gather of so many rows' best tokens, as `ModelRunner.moves` names what a step exchanges."""
+        if not rows:
+            return []
+        ranks, size = len(self._sizes), rows * BEST_BYTES
+        by = plan_gather(size, ranks, 1, self._offers).transport
+        return [("head", f"all_gatherv best tokens · {by}", "attn_tp", size * (ranks - 1))]
 
     def whole(self, logits: Tensor) -> Tensor:
         """`[S, vocabulary]` of this rank's `[S, own]`."""

@@ -175,6 +175,18 @@ def test_bad_input_ends_in_one_line(arguments: list[str], text: str) -> None:
     assert text in err and err.count("\n") == 1 and err.startswith("weft: ")
 
 
+def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(name: str) -> NoReturn:
+        raise ModuleNotFoundError(name="opentelemetry.trace")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("weft.cli.main.importlib.import_module", gone)
+        found = [weft_here(*command.split()) for command in ("serve", "bench serving", "generate")]
+    what = ["'weft[serve]'", "'weft[bench]'", "opentelemetry"]
+    assert [code for code, *_ in found] == [2, 2, 2]
+    assert [err.split("the package ")[1] for *_, err in found] == [f"opentelemetry; pip install {x}\n" for x in what]
+
+
 def test_the_bar_moves_while_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """It swings as long as nothing can be counted, and then fills."""
     totals: list[float | None] = []

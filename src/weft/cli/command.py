@@ -30,6 +30,9 @@ COMMANDS = {
     "demo": "serve the embedded model on 4 ranks and ask it word problems",
 }
 
+EXTRAS = {"serve": "serve", "bench serving": "bench", "profile": "bench"}
+"""The extra with the packages that a command imports beside those that Weft always brings."""
+
 ModelDir = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_DIR]")]
 
 

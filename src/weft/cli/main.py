@@ -7,7 +7,7 @@ import os
 import sys
 
 from weft import __version__
-from weft.cli.command import COMMANDS, UserError, parse
+from weft.cli.command import COMMANDS, EXTRAS, UserError, parse
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,7 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         package = (error.name or "weft").split(".")[0]
         if package == "weft":
             raise
-        print(f"weft: {name} needs the package {package}; pip install {package}", file=sys.stderr)
+        what = f"'weft[{EXTRAS[name]}]'" if name in EXTRAS else package
+        print(f"weft: {name} needs the package {package}; pip install {what}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # who reads the output has left, as `head` does; Python must not flush into it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -76,7 +76,7 @@ class Command:
     """replicate: each of them makes the queries of all, where they would gather them."""
     experts: Literal["auto", "gather", "dispatch"] = "auto"
     """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back; auto: on CPUs
-    whichever costs less, and from where dispatch pays; on GPUs gather, as dispatch has not run there yet."""
+    whichever costs less, and from where dispatch pays; on GPUs gather."""
     split_vocabulary: bool = False
     """Embedding and head are split over ATTN_TP: also says what decode steps save by it."""
     tokens: str = "1,64,4096"
@@ -87,7 +87,8 @@ class Command:
     """h200x4 (measured on four H200s), cpu, cpu-gloo, cpu-shm, h100-nvlink, h200-nvlink, gb200-nvl72, pcie-gen5, or a
     table FILE.json of weft tune. auto: cpu for shm and gloo, h200x4 for peer and nccl to 8 ranks, else h200-nvlink."""
     max_bytes: int = peer.MAX_BYTES
-    """What transport peer is built with: bytes of the largest tensor that a call takes or gives."""
+    """What transport peer is built with: bytes of the largest tensor that a call takes or gives. The engine builds it
+    with what its largest step needs: for plans of thousands of tokens, give more than is the default."""
     json: bool = False
     """Print one JSON list instead, a plan for each number of tokens, every layer spelled out."""
 

@@ -123,6 +123,29 @@ def test_compiles_once_for_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ran) == 1 and len(Launcher.seen) == 4
 
 
+class OnGpu(torch.Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+def test_a_tensor_of_a_cpu_is_left_to_triton_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch like it was met before, with tensors of a GPU: the driver would read the CPU's memory from there."""
+    monkeypatch.setattr(driver, "_active", NoGpu())
+    monkeypatch.setattr(Launcher, "seen", [], raising=False)
+    kernel, ran = Kernel(_add, do_not_specialize=["rows"]), []
+    monkeypatch.setattr(kernel, "run", lambda *a, run=kernel.run, **how: ran.append(a) or run(*a, **how))
+    here = torch.empty(64)
+    there = here.as_subclass(OnGpu)
+    for x, out in ((there, there), (there, there), (there, here), (here, there)):
+        kernel[(1,)](x, out, 5, 16, 0.5, BLOCK=32, TWICE=None)
+    assert [[type(tensor) for tensor in args[:2]] for args in ran] == [
+        [OnGpu, OnGpu],
+        [OnGpu, torch.Tensor],
+        [torch.Tensor, OnGpu],
+    ]
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 127, 128, 129, 1 << 20])
 def test_host_arithmetic(n: int) -> None:
     assert next_power_of_2(n) == triton.next_power_of_2(n) and next_power_of_2(0) == triton.next_power_of_2(0) == 0

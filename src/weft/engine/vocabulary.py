@@ -14,10 +14,7 @@ from weft.models.layers import vocabulary_share
 from weft.place.cost import Offer
 from weft.place.merge import plan_gather
 from weft.place.spec import LayoutError, Mesh
-from weft.place.vocabulary import BEST_BYTES
-
-MOST_TOKENS = 1 << 24
-"""Tokens that float32 tells apart: a row's best token travels beside its score."""
+from weft.place.vocabulary import BEST_BYTES, MOST_TOKENS
 
 
 class SplitVocabulary:

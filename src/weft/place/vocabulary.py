@@ -17,6 +17,8 @@ from weft.place.show import columns, size_text
 
 BEST_BYTES, LOGIT_BYTES = 8, 4
 """Of a token and its score; of a logit."""
+MOST_TOKENS = 1 << 24
+"""Tokens that float32 tells apart: a row's best token travels beside its score."""
 SMALL_KERNELS = 1
 """That a split adds to a decode step on a GPU: what finds the best of a rank's tokens, for the gather of all ranks'."""
 

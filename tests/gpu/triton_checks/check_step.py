@@ -7,7 +7,7 @@ import torch
 
 from weft.kernels.triton import plain
 from weft.kernels.triton import step as kernels
-from weft.kernels.triton.sample import MOST_TOKENS
+from weft.place.vocabulary import MOST_TOKENS
 
 PAGE = 8
 GROUPS = {

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
+from weft.place.vocabulary import MOST_TOKENS
 
 BLOCK, PROGRAMS = 2048, 1056
 """Tokens that a program looks at at once, and how many programs there are about: eight for each multiprocessor of an
@@ -30,8 +31,6 @@ LEAST_SHARES = 64
 """That candidates are compared as, so that few kernels are compiled for all numbers of rows."""
 OF_ROWS = ["temperature", "seed", "position", "min_p"]
 """Tensors with a number for each row, which may begin anywhere."""
-MOST_TOKENS = 1 << 24
-"""Tokens that float32 tells apart: a candidate's number lies beside its score."""
 
 
 @triton.jit

@@ -126,6 +126,11 @@ def multiply(
     tl.store(to, found, mask=real[:, None] & wanted[None, :])
 
 
+def runs_of_program(run: int, runs: int) -> int:
+    """How many of a row's runs, of so many columns each, a program quantises: about 1,024 columns."""
+    return min(max(1, 1024 // run), next_power_of_2(runs))
+
+
 class Tile(NamedTuple):
     """How a product is cut: rows and columns of a block, parts of the depth, warps, and stages of the pipeline."""
 
@@ -187,7 +192,7 @@ def quantise(x: Tensor, run: int) -> Rows:
     values = x.new_empty(rows, width, dtype=FLOAT8)
     scales = x.new_empty(rows, cdiv(width, run), dtype=torch.float32)
     if rows:
-        runs = min(max(1, 1024 // run), next_power_of_2(scales.shape[1]))
+        runs = runs_of_program(run, scales.shape[1])
         _quantise[(rows, cdiv(scales.shape[1], runs))](
             x,
             values,

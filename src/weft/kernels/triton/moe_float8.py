@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.kernels.float8 import Rows, Weight
 from weft.kernels.triton import float8, overlap
-from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
+from weft.kernels.triton.launch import cdiv, kernel
 from weft.kernels.triton.rms_norm import activated
 from weft.kernels.triton.route import Routing
 
@@ -73,7 +73,7 @@ def parts_of_pairs(
     inner, run = down.values.shape[2], down.unit[1]
     parts = _parts(x, routing, gate_up, routing.expert.shape[1], up_tile)
     hidden = Rows(x.values.new_empty(parts.shape[1], inner), x.scales.new_empty(parts.shape[1], cdiv(inner, run)), run)
-    runs = min(max(1, 1024 // run), next_power_of_2(hidden.scales.shape[1]))
+    runs = float8.runs_of_program(run, hidden.scales.shape[1])
     _gate_parts[(parts.shape[1], cdiv(hidden.scales.shape[1], runs))](
         parts, parts if gate_up_bias is None else gate_up_bias, routing.expert, hidden.values, hidden.scales,
         parts.stride(0), INNER=inner, PARTS=parts.shape[0], BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha,

@@ -65,6 +65,7 @@ class RowTable:
         """Empties every row."""
         self.rows.clear()
         self.cut.clear()
+        self.floored.clear()
         self.last_token.fill_(NO_TOKEN)
 
     def batch(self, news: GroupRows) -> Batch:

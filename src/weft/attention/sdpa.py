@@ -278,10 +278,10 @@ class SDPA:
 
     def _attend_here(self, layer: int, scale: float, q: Tensor) -> tuple[Tensor, Tensor]:
         """Of all sequences, over the tokens that lie here."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys, values = self.cache.of_layer(layer)
         out, sums = q.new_empty(*q.shape[:2], values.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
         self._attend_prompts(q, keys, values, scale, out, sums)
-        if self._single is not None and self._singles:
+        if self._singles:
             one, total = self._attend_single(layer, q[self._single], scale, True)
             assert total is not None
             out[self._single], sums[self._single] = one, total

@@ -78,7 +78,7 @@ class Answer:
             raise sequence.fault
         if sequence.max_tokens == 0:
             return self._output("", reason="length")
-        so_far = len(sequence.tokens) - sequence.prompt_tokens
+        so_far = sequence.drawn
         enough = so_far >= params.min_tokens
         if enough and token in sequence.end_ids:
             text = self.text.push(token, check_stop=False)[0] if params.keep_stop else ""
@@ -117,7 +117,7 @@ class Answer:
         error: str | None = None,
     ) -> Output:
         s = self.sequence
-        so_far = len(s.tokens) - s.prompt_tokens
+        so_far = s.drawn
         return Output(
             text=text,
             token_ids=() if token is None else (token,),

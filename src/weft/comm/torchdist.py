@@ -123,11 +123,11 @@ class TorchDistTransport(NamedCalls):
         if kind == "all_reduce":
             return self._all_reduced(x, group)
         if kind == "reduce_scatterv":
-            out, runs = x.new_empty((sizes[place], *x.shape[1:])), list(x.split(sizes))
+            out = x.new_empty((sizes[place], *x.shape[1:]))
             if equal:
                 self._call(kind, group, lambda g: dist.reduce_scatter_tensor(out, x, group=g))
             else:
-                self._call(kind, group, lambda g: dist.reduce_scatter(out, runs, group=g))
+                self._call(kind, group, lambda g: dist.reduce_scatter(out, list(x.split(sizes)), group=g))
         elif kind == "all_gatherv":
             out = x.new_empty((sum(sizes), *x.shape[1:]))
             if equal:

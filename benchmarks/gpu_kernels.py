@@ -325,7 +325,7 @@ def time_step(report: Report, rows: int) -> None:
 
     def ends() -> None:
         step.step_in(which, live, *state, pages, parts, PAGE)
-        step.step_out(which, live, drawn, *state, tokens)
+        step.step_out(which, live, live, drawn, which, *state, tokens)
 
     report.add("step_in + step_out", f"{rows} rows", graph_us([ends] * 10), None, rows * 80, 2)
 

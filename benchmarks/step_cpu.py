@@ -40,10 +40,9 @@ from weft.engine import runner as runner_module
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.executor import Executor
-from weft.engine.graphs import DecodeGraphs
+from weft.engine.graphs import StepGraphs
 from weft.engine.messages import Ran, Result, Step, decode_from_rank, decode_to_rank, encode
 from weft.engine.request import Output, SamplingParams
-from weft.engine.rows import DeviceRows
 from weft.engine.worker import Worker
 from weft.kv.spec import CacheGroup, Rule
 from weft.place.cost import costs
@@ -131,21 +130,21 @@ class NoGraph:
     def replay(self) -> None: ...
 
 
-def no_capture(graphs: DecodeGraphs, progress: Any = None) -> None:
-    for capacity in graphs.capacities:
-        graphs._counts[capacity] = PaddedRows(graphs._mesh, graphs._rank, capacity, graphs._device)
-        logits = torch.zeros(capacity, graphs._model.config.vocab_size)
-        graphs._graphs[capacity] = (NoGraph(), logits)  # type: ignore[assignment]
+def no_capture(graphs: StepGraphs, progress: Any = None) -> None:
+    for shape in graphs.shapes:
+        graphs._counts[shape.rows] = PaddedRows(graphs._mesh, graphs._rank, shape.rows, graphs._device)
+        logits = torch.zeros(shape.draws, graphs._model.config.vocab_size)
+        graphs._graphs[shape] = (NoGraph(), logits)  # type: ignore[assignment]
 
 
 def rank(config: EngineConfig, sequences: int, messages: list[bytes], pause_s: float) -> float:
     """Seconds a step, of the first thread alone."""
-    DecodeGraphs.capture = no_capture  # type: ignore[method-assign]
+    StepGraphs.capture = no_capture  # type: ignore[method-assign]
     runner_module.exchange_times = lambda *_: {}  # type: ignore[assignment]
     world = ReferenceWorld(config.mesh.world)
     worker = Worker(config, [world.transports()[0]], costs("cpu"), lambda message: None)
-    worker.device_rows = DeviceRows(worker.table, -(-config.max_model_len // config.page_size))
-    worker.runner.capture(worker.device_rows)
+    worker.capture(config.max_model_len)
+    assert worker.device_rows is not None
     worker.table.last_token.fill_(TOKEN)
     times: list[float] = []
     for message in messages:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention.oracle import NAN, check, make_case, padded
+from attention.oracle import NAN, check, make_case, padded, roomy
 from weft.attention.sdpa import SDPA
 from weft.engine.batch import SeqRows, build_batch
 from weft.kv.cache import KVCache, StateCache
@@ -36,6 +36,15 @@ def test_rows_see_what_they_should(step: str, spec: PagedKV | Window | Latent) -
 def test_padding_rows_write_nothing_and_see_nothing(capacity: int, spec: PagedKV | Window | Latent) -> None:
     case = padded(make_case(STEPS["decode"], seed=capacity, spec=spec), capacity)
     check(SDPA(case.cache), case, STEPS["decode"])
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_prompts_in_tensors_with_room_for_more(spec: PagedKV | Window | Latent) -> None:
+    for seed, spans in enumerate(([(1, 12), (1, 0), (6, 2), (9, 0)], [(5, 3)], [(1, 7), (1, 2)])):
+        rows = sum(n for n, _ in spans)
+        for more in (0, 3):
+            case = roomy(make_case(spans, seed=seed, spec=spec), rows + 2 * more, len(spans) + more)
+            check(SDPA(case.cache), case, spans)
 
 
 def test_no_rows_at_all() -> None:

@@ -42,8 +42,9 @@ def trace(steps: list[list[tuple[str, float, float]]], graph: bool, base_ns: int
     return {"traceEvents": list(reversed(events)), "baseTimeNanoseconds": base_ns}
 
 
-def about(rank: int, steps: int, eager: list[Any], captured: list[Any]) -> dict[str, Any]:
-    return {"rank": rank, "steps": [[n + 5, [3]] for n in range(steps)], "moves": {"[3]": [eager, captured]}}
+def about(rank: int, steps: int, *moves: list[Any]) -> dict[str, Any]:
+    """Steps of one kind, the last of those that are told."""
+    return {"rank": rank, "steps": [[n + 5, len(moves) - 1] for n in range(steps)], "moves": moves}
 
 
 def late(kernels: list[tuple[str, float, float]], by: float, first: int = 0) -> list[tuple[str, float, float]]:
@@ -57,8 +58,7 @@ MOVES = [["site.0", "all_reduce", "world", 4096], ["site.1", "all_gatherv", "wor
 @pytest.mark.parametrize("graph", [False, True])
 def test_kernels_belong_to_the_step_that_launched_them(graph: bool) -> None:
     steps = [late(STEP, 1000.0 * n + 1500.0) for n in range(5)]  # the GPU is more than a step behind
-    eager, captured = ([["s", "other plan", "world", 1]] * 2, MOVES) if graph else (MOVES, [])
-    events = read_rank(trace(steps, graph), about(0, 5, eager, captured), PAIR)
+    events = read_rank(trace(steps, graph), about(0, 5, [["s", "other plan", "world", 1]] * 2, MOVES), PAIR)
     assert [e.step for e in events] == [n for n in (7, 8, 9) for _ in STEP]  # not the first two
     assert [e.kind for e in events[:4]] == ["dense products", "collectives", "experts", "collectives"]
     assert [(e.what, e.moved, e.ranks) for e in events[:4] if e.kind == "collectives"] == [
@@ -72,16 +72,16 @@ def test_a_kernel_begins_when_the_one_before_on_its_stream_has_ended() -> None:
     early = [("_up", 0.0, 100.0), ("_down", 40.0, 130.0), ("_sum_choices", 90.0, 120.0)]
     steps = [late(early, 1000.0 * n) for n in range(4)]
     found = trace(steps, True)
-    events = read_rank(found, about(0, 4, [], []), PAIR)[:3]
+    events = read_rank(found, about(0, 4, []), PAIR)[:3]
     assert [(e.begin - 1e15 - 2000, e.end - 1e15 - 2000) for e in events] == [(0, 100), (100, 130), (120, 120)]
     for event in found["traceEvents"]:
         event.get("args", {})["stream"] = event["name"]  # side by side on streams of their own
-    assert [e.begin - 1e15 - 2000 for e in read_rank(found, about(0, 4, [], []), PAIR)[:3]] == [0, 40, 90]
+    assert [e.begin - 1e15 - 2000 for e in read_rank(found, about(0, 4, []), PAIR)[:3]] == [0, 40, 90]
 
 
 def test_exchanges_that_the_plan_does_not_name_keep_their_kernels() -> None:
     steps = [late(STEP, 1000.0 * n) for n in range(4)]
-    events = read_rank(trace(steps, False), about(0, 4, MOVES[:1], []), PAIR)
+    events = read_rank(trace(steps, False), about(0, 4, MOVES[:1]), PAIR)
     assert [e.what for e in events if e.kind == "collectives"] == ["exchange", "ncclDevKernel_AllReduce"] * 2
 
 
@@ -93,7 +93,7 @@ def test_clocks_are_set_by_the_ends_of_exchanges() -> None:
         if rank == 1:
             name, begin, end = steps[4][1]
             steps[4][1] = (name, begin - 20, end + 5)
-        ranks.append(read_rank(trace(steps, True), about(rank, 9, [], MOVES), PAIR))
+        ranks.append(read_rank(trace(steps, True), about(rank, 9, MOVES), PAIR))
     assert clock_shifts(ranks) == pytest.approx([0.0, -333.0])
 
 
@@ -104,7 +104,7 @@ def test_clocks_of_groups_that_meet_only_through_others() -> None:
     for rank in range(4):
         steps = [late(STEP, 1000.0 * n + wrong[rank]) for n in range(6)]
         moves = [["s", "all_reduce", "attn_tp", 1], ["s", "all_gatherv", "attn_dp", 1]]
-        ranks.append(read_rank(trace(steps, True), about(rank, 6, [], moves), mesh))
+        ranks.append(read_rank(trace(steps, True), about(rank, 6, moves), mesh))
     assert clock_shifts(ranks) == pytest.approx([-w for w in wrong])
 
 

@@ -278,7 +278,7 @@ def ends(capacity: int) -> None:
     parts = step.parts([2560, 2, 2560], [False, True, False], torch.device("meta"))
     step.step_in(rows, live, state, state, empty(256, 5122, dtype=INT), parts, 16)
     for ranks, shares in ((1, 75), (2, 1)):
-        step.step_out(rows, live, empty(ranks, capacity, shares, 2, dtype=FLOAT), state, state, state)
+        step.step_out(rows, live, live, empty(ranks, capacity, shares, 2, dtype=FLOAT), rows, state, state, state)
 
 
 def begin_layers(rows: int) -> None:

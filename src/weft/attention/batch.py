@@ -36,18 +36,20 @@ class Batch:
     """A step of one DP group: T rows in B sequences, S of which are sampled. Zero rows are a legal batch.
 
     tokens, positions: int64 `[T]`; the rows of a sequence follow one another.
-    starts: int32 `[B + 1]`; the rows of sequence i are starts[i] … starts[i + 1] − 1.
-    lengths: int32 `[B]`, the tokens of a sequence up to its last row in this step. 0: a padding sequence, which has one
-    row, sees nothing and attends to zeros.
+    starts: int32 `[B + 1]`; the rows of sequence i are starts[i] … starts[i + 1] − 1. None where every sequence has one
+    row, and spans is None.
+    lengths: int32 `[B]`, the tokens of a sequence up to its last row in this step. 0: a padding sequence. Without
+    starts it has one row, which sees nothing and attends to zeros; with them it has none.
     tables: of each group of the model's caches.
     sample_rows: int64 `[S]`, or a run of the T rows.
-    spans: (rows, context) of each sequence, context being its tokens before this step; None where every sequence has
-    one row and only the tensors know more, as inside a CUDA graph, whose tensors have the shape of its capacity.
+    spans: (rows, context) of each sequence, context being its tokens before this step. None where only the tensors
+    know, as inside a CUDA graph, whose tensors have the shape of its capacity: then sequences of one row come first,
+    and of rows that are no sequence's nothing is stored, and nothing that is computed is read.
     """
 
     tokens: Tensor
     positions: Tensor
-    starts: Tensor
+    starts: Tensor | None
     lengths: Tensor
     tables: tuple[PageTables | StateSlots, ...]
     sample_rows: Tensor | slice

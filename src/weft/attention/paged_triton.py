@@ -20,16 +20,25 @@ from weft.kv.spec import Latent
 
 
 class PagedTriton(SDPA):
-    """A `weft.attention.backend.Backend` on a GPU; steps of one row a sequence can be captured in a CUDA graph."""
+    """A `weft.attention.backend.Backend` on a GPU, which CUDA graphs may capture: with one row a sequence, and where
+    tokens are not dealt out, with prompts too.
+    """
 
     _turn: Turn | None = None
 
     def plan(self, batch: Batch, tables: PageTables) -> None:
         """See `Backend.plan`."""
-        if batch.spans is not None and any(rows > 1 for rows, _ in batch.spans):
-            self._starts, self._limits = batch.starts, (batch.positions + 1).int()
+        starts, lengths = batch.starts, batch.lengths
+        if starts is None or (batch.spans is not None and all(rows == 1 for rows, _ in batch.spans)):
+            return self._plan_single(tables.pages, self._begin_plan(batch, tables))
+        self._starts, self._limits = starts, (batch.positions + 1).int()
+        if batch.spans is not None:
             return super().plan(batch, tables)
-        self._plan_single(tables.pages, self._begin_plan(batch, tables))
+        # Which sequences have one row, only the device knows: they come first, and the others count as empty here.
+        self._begin_plan(batch, tables)
+        self._single, self._singles = slice(len(lengths)), len(lengths)
+        self._prompt_pages, self._prompt_page_size = tables.pages, self.cache.page_size
+        self._plan_single(tables.pages, lengths.where(starts.diff() == 1, 0))
 
     def _plan_prompts(
         self, pages: Tensor, prompts: list[tuple[int, int, int, int]], group: ContextGroup | None
@@ -88,7 +97,7 @@ class PagedTriton(SDPA):
         table = turn.cos[:, 0], turn.sin[:, 0]
         cache, keys = self.cache.keys[layer], absorbed.keys
         store = partial(latent_rope_cache, q, kv, *table, self._stored, cache, norm.weight, norm.eps)
-        if keys is None or self._single is not None or (self._group is not None and not parts.gathered):
+        if keys is None or (self._group is not None and not (self._single is None and parts.gathered)):
             store(interleaved=turn.interleaved)
         else:  # both parts of what attends are written side by side, where a concatenation would copy them
             n, width = keys.shape[1:]
@@ -104,18 +113,26 @@ class PagedTriton(SDPA):
         where = (self._prompt_pages, self._starts, self._limits, self._prompt_page_size)
         prefill_attention(q, keys, values, *where, scale, out, window=self.cache.window, lse=sums)
 
-    def _attend_answers(
-        self, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None, gathered: bool, out: Tensor
-    ) -> Tensor | None:
-        if self._group is None and absorbed is None and isinstance(self._single, slice):
-            return self._attend_single(layer, q, scale, lse, out[self._single])[1]  # where its rows lie
-        return super()._attend_answers(layer, q, scale, lse, absorbed, gathered, out)
+    def _attend(
+        self, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None, gathered: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        single = self._single
+        if self._group is not None or not isinstance(single, slice):
+            return super()._attend(layer, q, scale, lse, absorbed, gathered)
+        query = q if absorbed is None else absorbed.query(q)
+        out = q.new_empty(*query.shape[:2], self.cache.values.shape[-1])
+        sums = q.new_empty(query.shape[:2], dtype=torch.float32) if lse else None
+        # In a graph any sequence may be of one row or of several: rows of the latter are zeros before they are written.
+        if self._singles:
+            self._attend_single(layer, query[single], scale, lse, out[single], None if sums is None else sums[single])
+        self._attend_prompts(query, *self.cache.of_layer(layer), scale, out, sums)
+        return out if absorbed is None else absorbed.output(out), sums
 
     def _attend_single(
-        self, layer: int, q: Tensor, scale: float, lse: bool, out: Tensor | None = None
+        self, layer: int, q: Tensor, scale: float, lse: bool, out: Tensor | None = None, sums: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        (keys, values), cache, sums = self.cache.of_layer(layer), self.cache, None
-        if lse:
+        (keys, values), cache = self.cache.of_layer(layer), self.cache
+        if lse and sums is None:
             sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         where = (self._pages, self._lengths, cache.page_size, scale)
         more: dict[str, Any] = dict(out=out, lse=sums, splits=self._splits)

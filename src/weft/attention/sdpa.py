@@ -48,10 +48,14 @@ class SDPA:
         """See `Backend.plan`."""
         device, page_size = tables.slots.device, self.cache.page_size
         pages, lengths = tables.pages, self._begin_plan(batch, tables)
-        if batch.spans is not None:
+        spans = batch.spans
+        if spans is None and batch.starts is not None:
+            counts = batch.starts.diff().tolist()
+            spans = tuple((n, length - n) for n, length in zip(counts, batch.lengths.tolist(), strict=True))
+        if spans is not None:
             sequences, rows, longest, first = [], [], 0, 0
             prompts: list[tuple[int, int, int, int]] = []
-            for sequence, (count, context) in enumerate(batch.spans):
+            for sequence, (count, context) in enumerate(spans):
                 if count == 1:
                     sequences.append(sequence)
                     rows.append(first)
@@ -65,7 +69,7 @@ class SDPA:
                     self._plan_prompts(pages, prompts, None)
             if self._group is not None:
                 longest = self._group.deal.most(longest)
-            if len(rows) < first:
+            if len(rows) < len(batch.tokens):
                 self._singles = len(rows)
                 if rows == [*range(len(rows))]:  # as the engine has them
                     self._single = slice(len(rows))

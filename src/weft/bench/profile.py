@@ -87,7 +87,6 @@ def read_rank(trace: dict[str, Any], about: dict[str, Any], mesh: Mesh) -> list[
         for e in events
         if e.get("cat", "").startswith("cuda_") and "args" in e and "correlation" in e["args"]
     }
-    replayed: set[int] = set()
     found: list[Event] = []
     ended: dict[Any, float] = defaultdict(float)  # by stream
 
@@ -108,8 +107,6 @@ def read_rank(trace: dict[str, Any], about: dict[str, Any], mesh: Mesh) -> list[
             if launch is None:
                 continue
             add(event, launch["ts"])
-            if "GraphLaunch" in launch["name"] and found:
-                replayed.add(found[-1].step)
     else:
         thread, covered = marks[0][1]["tid"] if marks else None, 0.0
         for event in sorted((e for e in events if e.get("tid") == thread), key=lambda e: (e["ts"], -e["dur"])):
@@ -118,8 +115,7 @@ def read_rank(trace: dict[str, Any], about: dict[str, Any], mesh: Mesh) -> list[
             if event.get("cat") == "cpu_op" or event["name"].startswith(COLLECTIVE):
                 add(event, event["ts"])
                 covered = event["ts"] + event["dur"]
-    counts = {number: json.dumps(rows) for number, rows in about["steps"]}
-    moves = {number: about["moves"][counts[number]][number in replayed] for number in counts}
+    moves = {number: about["moves"][kind] for number, kind in about["steps"]}
     return _name_collectives(found, moves, mesh, about["rank"])
 
 

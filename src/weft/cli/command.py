@@ -84,7 +84,7 @@ class Layout:
     float8: Literal["auto", "on", "off"] = "auto"
     """Whether weights that a checkpoint has in FP8 stay so, and their products are in FP8; auto: on GPUs."""
     cuda_graphs: bool = True
-    """Whether decode steps on GPUs are captured."""
+    """Whether steps on GPUs are captured."""
     cpu_bind: str | None = None
     """Cores of each rank, such as 0-3|4-7, or auto to deal them out; left out, ranks are not bound."""
 

@@ -71,8 +71,9 @@ class EngineConfig:
     are dequantised when they are loaded (`weft.models.float8`); auto: on for GPUs.
     experts: the form in which mixtures of experts take rows (`weft.place.experts`): gather, dispatch (on GPUs over
     peer alone), or auto: on CPUs whichever costs less, step by step. Where a step dispatches, shared experts are whole.
-    device: cuda (a GPU a rank), cpu, or auto: GPUs where there are as many as ranks. cuda_graphs: steps in which every
-    sequence has one row replay a captured graph.
+    device: cuda (a GPU a rank), cpu, or auto: GPUs where there are as many as ranks. cuda_graphs: steps replay captured
+    graphs, but for those with prompts of some models (`weft.engine.inputs.captures_prompts`), or whose own logprobs are
+    wanted.
     transport: of processes: shm (shared memory) and gloo on CPUs, peer (peer memory) and nccl on GPUs, or auto: both,
     chosen edge by edge by cost. nccl_window is for comparisons of times alone: by its graphs, results have been seen
     wrong (`weft.comm.nccl_window`). cost: the cost model (`weft.place.cost.costs`); auto: this host's table where

@@ -93,6 +93,12 @@ def on_device(
     return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
 
 
+def fill(to: Tensor, values: Sequence[int]) -> None:
+    """to[:len(values)] = values, for a graph that reads `to`: queued as all work is, and the host does not wait."""
+    # Pinned memory that torch keeps until the copy has ended.
+    to[: len(values)].copy_(torch.tensor(values, dtype=to.dtype, pin_memory=to.is_cuda), non_blocking=True)
+
+
 def to_host(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
     """Begins copies to the host: the result waits for them, on any thread, but not for what is begun later."""
     if not tensors[0].is_cuda:

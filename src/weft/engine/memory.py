@@ -18,7 +18,7 @@ from weft.attention.batch import Batch
 from weft.comm.transport import Transport
 from weft.engine.batch import SeqRows, build_batch
 from weft.engine.config import EngineConfig
-from weft.engine.graphs import capacities
+from weft.engine.inputs import answer_capacities, captures_prompts
 from weft.engine.runner import ModelRunner
 from weft.kv.spec import CacheGroup, Latent, Recurrent, Rule, Spec, Window, cache_groups, rule
 from weft.models.config import ModelConfig
@@ -35,7 +35,7 @@ MakeRunner = Callable[[Sequence[CacheGroup]], ModelRunner]
 @dataclass(frozen=True)
 class Memory:
     """Of one rank's GPU, in bytes, with its weights but without its cache. steps: what an eager step takes beyond;
-    graphs: what all graphs of decode steps keep."""
+    graphs: what all graphs keep."""
 
     total: int
     free: int
@@ -151,14 +151,17 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
         runner.forward(batch, (sum(rows),) * config.attn_dp)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    # Graphs share one pool, as large as the largest needs; but each keeps its logits.
+    # Graphs share one pool, as large as the largest needs: with prompts it attends as a step of answers does, too. Each
+    # of answers keeps its logits, those with prompts have one place for theirs.
+    prompts = captures_prompts(runner.rules, config.mesh)
     kept = len(range(model.vocab_size)[runner.vocabulary.share]) if runner.vocabulary else model.vocab_size
-    logits = sum(capacities(config.max_running)) * kept * runner.model.embed.weight.element_size()
+    draws = sum(answer_capacities(config.max_running)) + config.max_running * prompts
+    graphs = peaks[-1] + max(peaks) * prompts + draws * kept * runner.model.embed.weight.element_size()
     del runner, batch
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    return Memory(total, free, max(peaks), (peaks[-1] + logits) if config.cuda_graphs else 0)
+    return Memory(total, free, max(peaks), graphs if config.cuda_graphs else 0)
 
 
 def sized(

@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.engine.config import EngineError
+from weft.engine.inputs import Shape
 from weft.engine.messages import Profiled, StartProfile, StopProfile
 from weft.place.plan import Counts
 
@@ -58,7 +59,7 @@ class RankProfile:
     def start(self, message: StartProfile) -> Profiled:
         """Watches the steps to come; the profiler runs when this returns, so that no step waits for its start."""
         self._wanted, self._folder = message.steps, Path(message.folder) if message.folder else None
-        self._steps: list[tuple[int, Counts]] = []
+        self._steps: list[tuple[int, Counts, Shape | None]] = []
         self._done = Profiled(self._runner.rank, 0, 0.0, 0.0, 0.0)
         if self._folder is not None:
             on_gpu = self._runner.model.embed.weight.device.type == "cuda"
@@ -67,8 +68,10 @@ class RankProfile:
             self._runner.timed_every = 1  # so that each exchange has its range
         return self._done
 
-    def begin(self, number: int, counts: Counts) -> None:
-        """A step begins, with so many rows in each DP group; the one before has ended."""
+    def begin(self, number: int, counts: Counts, shape: Shape | None) -> None:
+        """A step begins, with so many rows in each DP group, and by a graph of this shape, if any; the one before has
+        ended.
+        """
         if not self._wanted:
             return
         if not self._steps:
@@ -76,7 +79,7 @@ class RankProfile:
         if len(self._steps) == self._wanted:
             self._end()
             return
-        self._steps.append((number, counts))
+        self._steps.append((number, counts, shape))
         if self._profiler is not None:
             self._close_range()
             self._range = record_function(f"{STEP}{number}")
@@ -89,11 +92,9 @@ class RankProfile:
         if self._profiler is not None and self._folder is not None:
             file = self._folder / f"rank-{self._runner.rank}.json"
             self._profiler.export_chrome_trace(str(file))
-            moves = {
-                json.dumps(counts): [self._runner.moves(counts, captured) for captured in (False, True)]
-                for counts in {counts for _, counts in self._steps}
-            }
-            about = {"rank": self._runner.rank, "steps": self._steps, "moves": moves}
+            kinds = list({(counts, shape) for _, counts, shape in self._steps})
+            steps = [(number, kinds.index((counts, shape))) for number, counts, shape in self._steps]
+            about = {"rank": self._runner.rank, "steps": steps, "moves": [self._runner.moves(*kind) for kind in kinds]}
             file.with_suffix(".steps.json").write_text(json.dumps(about))
             self._profiler = None
         return self._done

@@ -118,19 +118,20 @@ class RowTable:
         return tokens
 
     def asking(self, news: GroupRows, split: bool) -> list[int]:
-        """Which of a step's answers ask for more than a graph draws by, or for logprobs: the same on every rank of a
+        """Which of a step's draws ask for more than a graph draws by, or for logprobs: the same on every rank of a
         group. split: it draws from a split vocabulary, where min_p is more.
         """
         more = self.cut.union((row for row, _ in news.adjust), self.floored if split else ())
-        return [at for at, row in enumerate(news.answers) if row in more] if more else []
+        return [at for at, row in enumerate(news.draws) if row in more] if more else []
 
     def draw_again(
         self, news: GroupRows, again: Sequence[int], logits: Tensor, tokens: Tensor, whole: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Of tokens that a graph drew from logits, draws those of the answers `again` anew, in place. whole: makes
+        """Of tokens that a graph drew from logits, draws those of the draws `again` anew, in place. whole: makes
         rows of logits float32, and of all the vocabulary; gives what it made of theirs.
         """
-        rows = [news.answers[at] for at in again]
+        draws = news.draws
+        rows = [draws[at] for at in again]
         put = on_device([again, rows], torch.int64, self.device)
         logits = whole(logits.index_select(0, put[0]))
         drawn = self._sample(rows, logits, dict(news.adjust))

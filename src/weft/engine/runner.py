@@ -19,7 +19,9 @@ from weft.dcp.group import context_group
 from weft.dcp.interleave import Interleave
 from weft.dcp.merge import Tally
 from weft.engine.exchange_times import exchange_times
-from weft.engine.graphs import DecodeGraphs
+from weft.engine.graphs import StepGraphs
+from weft.engine.inputs import AnswerInputs, Inputs, PromptInputs, Shape, captures_prompts
+from weft.engine.messages import GroupRows
 from weft.engine.planning import dealt_of, plan_model
 from weft.engine.rows import DeviceRows
 from weft.engine.vocabulary import SplitVocabulary
@@ -86,12 +88,12 @@ class ModelRunner:
             self.caches = Caches(layers, groups, deal.span, weight.dtype, device, PagedTriton, dealt)
         else:
             self.caches = Caches(layers, groups, deal.span, weight.dtype, device, group=dealt)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._graph_planner = self.planner
         self._stats, self._naive_stats, self._times = Stats(), Stats(), StepTimes(weight.device)
         self._checksums: dict[tuple[Counts, bool], int] = {}
         self._steps: Counter[Counts] = Counter()  # walked since the totals were last worked out
-        self._replays: Counter[Counts] = Counter()  # the same of graphs
+        self._replays: Counter[tuple[Counts, Shape]] = Counter()  # the same of graphs
         self._alone: dict[Counts, dict[StepKey, float]] = {}  # seconds of the exchanges of graphs with so much room
         self._walks = 0
 
@@ -124,27 +126,31 @@ class ModelRunner:
             self._count()
         return logits
 
-    def plan_checksum(self, counts: Counts, captured: bool = False) -> int:
+    def plan_checksum(self, counts: Counts, shape: Shape | None = None) -> int:
         """CRC-32 of the steps by which rows of these counts go: ranks that disagree run different collectives.
 
-        captured: when a graph is replayed for them.
+        shape: of the graph that is replayed for them.
         """
-        plan = self._captured_plan(counts) if captured else self.planner.plan(counts)
-        key = (plan.counts, captured)
+        plan = self.planner.plan(counts) if shape is None else self._captured_plan(shape)
+        key = (plan.counts, shape is not None)
         if key not in self._checksums:
             text = "|".join(f"{read.site} {step}" for read, step, _ in plan.moves())
             self._checksums[key] = zlib.crc32(text.encode())
         return self._checksums[key]
 
-    def capture(self, rows: DeviceRows, progress: Callable[[int, int], None] | None = None) -> None:
-        """Captures graphs for steps of up to as many answers of each DP group as there are rows. Collective; on GPUs
-        only. progress(done, of).
+    def capture(self, rows: DeviceRows, most_rows: int, progress: Callable[[int, int], None] | None = None) -> None:
+        """Captures graphs for steps of up to as many answers of each DP group as there are sequences, and where
+        `captures_prompts` says so, for steps of up to `most_rows` with prompts. Collective; on GPUs only.
+        progress(done, of).
         """
         # Plans of graphs hold only what reads counts on the device, where there is such a transport.
         able = {name: t for name, t in self.transports.items() if t.takes_live_sizes} or self.transports
         offers = [offer for offer in self.planner.offers if offer.transport in able]
         planner = Planner(self.mesh, self.planner.chain, offers, self.planner.choice)
-        self._graphs = DecodeGraphs(
+        inputs: list[Inputs] = [AnswerInputs(rows, self.rules, self._page_size)]
+        if captures_prompts(self.rules, self.mesh):
+            inputs.append(PromptInputs(rows, self._page_size, most_rows))
+        self._graphs = StepGraphs(
             self.model,
             self.mesh,
             self.rank,
@@ -152,17 +158,15 @@ class ModelRunner:
             able,
             self.caches,
             rows,
-            self.rules,
-            self._page_size,
+            inputs,
             self._split(able, offers),
         )
         self._graph_planner = planner
         self._graphs.capture(progress)
         self._tally.steps.clear()
-        for capacity in self._graphs.capacities:
-            room = (capacity,) * self.mesh.attn_dp
+        for room in sorted({self._room(shape) for shape in self._graphs.shapes}):
             weight = self.model.embed.weight
-            full = captured_rows(able.values(), self.mesh, self.rank, capacity, weight.device)
+            full = captured_rows(able.values(), self.mesh, self.rank, room[0], weight.device)
             full.fill(room)
             for plan in (planner.plan(room), planner.naive(room)):
                 self._alone.setdefault(room, {}).update(exchange_times(plan, able, full, weight))
@@ -172,39 +176,37 @@ class ModelRunner:
         for transport in self.transports.values():
             transport.check()
 
-    def captured(self, counts: Counts) -> bool:
-        """Whether a graph was captured for steps of so many answers in each DP group."""
-        return self._graphs is not None and self._graphs.fits(counts)
+    def shape_of(self, groups: Sequence[GroupRows], counts: Counts) -> Shape | None:
+        """Of the graph that serves a step; None where it runs eagerly: see `StepGraphs.shape_of`."""
+        return None if self._graphs is None else self._graphs.shape_of(groups, counts)
 
-    def replay(self, answers: tuple[int, ...], counts: Counts) -> tuple[Tensor, Tensor]:
-        """Logits, and the tokens drawn from them, by the graph: see `DecodeGraphs.replay`. Few steps look at logits
+    def replay(self, shape: Shape, news: GroupRows, counts: Counts) -> tuple[Tensor, Tensor]:
+        """Logits, and the tokens drawn from them, by the graph: see `StepGraphs.replay`. Few steps look at logits
         beyond the draw, and then at few rows: `whole` makes of these what `forward` gives.
         """
         assert self._graphs is not None
-        self._replays[counts] += 1
-        return self._graphs.replay(answers, counts)
+        self._replays[counts, shape] += 1
+        return self._graphs.replay(shape, news, counts)
 
     def whole(self, logits: Tensor) -> Tensor:
         """Rows of logits as float32, of the whole vocabulary. Where it is split all ranks of a group must call."""
         logits = logits.float()
         return logits if self.vocabulary is None else self.vocabulary.whole(logits)
 
-    def moves(self, counts: Counts, captured: bool) -> list[tuple[str, str, str, int]]:
-        """The collectives of a step without prompts, in order: the read that each serves, its step, its group's name,
-        and the bytes that the busiest rank receives; where the vocabulary is split, of rows that take their best token.
-        captured: where a graph is replayed; none where there is no graph.
+    def moves(self, counts: Counts, shape: Shape | None) -> list[tuple[str, str, str, int]]:
+        """The collectives of a step, in order: the read that each serves, its step, its group's name, and the bytes
+        that the busiest rank receives; where the vocabulary is split, of rows that take their best token, and without
+        a graph, of a step without prompts. shape: of the graph that is replayed, if any.
         """
-        if captured and not self.captured(counts):
-            return []
-        plan = self._captured_plan(counts) if captured else self.planner.plan(counts)
+        plan = self.planner.plan(counts) if shape is None else self._captured_plan(shape)
         received, rows = self.planner.bytes_received, counts[self.mesh.group_of(self.rank)]
-        room = self._room(counts)[0] if captured else rows
+        room, draws = (rows, rows) if shape is None else (shape.rows, shape.draws)
         dealt = () if self._dealt is None else self._dealt.moves(room, rows, self.planner.offers, self._way)
         found: list[tuple[str, str, str, int]] = []
         for at, read in enumerate(plan.reads):
             found += [(r.site, str(s), e.group or "", int(received(e, counts))) for r, s, e in read.moves()]
             found += [("attention", f"{k} dcp · {by}", "dcp", size) for n, k, by, size in dealt if n == at + 1]
-        return found if self.vocabulary is None else found + self.vocabulary.moves(room)
+        return found if self.vocabulary is None else found + self.vocabulary.moves(draws)
 
     def merges_from(self, rows: int) -> int | None:
         """On top of how many cached tokens a prompt's next `rows` are merged over dcp; None: of no number."""
@@ -246,8 +248,8 @@ class ModelRunner:
             self._stats.record(self.planner, self.planner.plan(counts), counts, walks)
             self._naive_stats.record(self.planner, self.planner.naive(counts), counts, walks)
         self._steps.clear()
-        for counts, walks in self._replays.items():
-            room = self._room(counts)
+        for (counts, shape), walks in self._replays.items():
+            room = self._room(shape)
             alone, planner = self._alone[room], self._graph_planner
             self._stats.record(planner, planner.plan(room), counts, walks, alone)
             self._naive_stats.record(planner, planner.naive(room), counts, walks, alone)
@@ -269,13 +271,12 @@ class ModelRunner:
     def _dealt(self) -> Dealt | None:
         return dealt_of(self.model.config, self.mesh, self.model.embed.weight.dtype)
 
-    def _room(self, counts: Counts) -> Counts:
-        """What the graph has room for that serves these counts."""
-        assert self._graphs is not None
-        return (self._graphs.capacity_of(counts),) * self.mesh.attn_dp
+    def _room(self, shape: Shape) -> Counts:
+        """Rows of each DP group that a graph has room for."""
+        return (shape.rows,) * self.mesh.attn_dp
 
-    def _captured_plan(self, counts: Counts) -> Plan:
-        return self._graph_planner.plan(self._room(counts))
+    def _captured_plan(self, shape: Shape) -> Plan:
+        return self._graph_planner.plan(self._room(shape))
 
     def plan_text(self, tokens_per_group: int) -> str:
         """The plan for so many tokens in each DP group, beside the naive one."""

@@ -101,16 +101,20 @@ class Worker:
         self.table = RowTable(config.max_running, self.runner.rules, config.deal.span, device)
         self.device_rows: DeviceRows | None = None
         tokens = min(config.max_model_len or model_config.max_position, config.cached_tokens)
-        if self.on_gpu and config.cuda_graphs:
-            self.device_rows = DeviceRows(self.table, -(-tokens // config.deal.span))
-            self.runner.capture(
-                self.device_rows, lambda done, total: send(Progress(self.rank, done, total, "capturing graphs"))
-            )
         if self.on_gpu:
             self.warm_up(tokens, lambda done, total: send(Progress(self.rank, done, total, "compiling kernels")))
+        if self.on_gpu and config.cuda_graphs:
+            self.capture(tokens, lambda done, total: send(Progress(self.rank, done, total, "capturing graphs")))
+
+    def capture(self, longest: int, progress: Callable[[int, int], None] | None = None) -> None:
+        """Captures the graphs of steps. Collective. longest: tokens of a sequence."""
+        self.device_rows = DeviceRows(self.table, -(-longest // self.config.deal.span))
+        self.runner.capture(self.device_rows, self.config.max_batch_tokens, progress)
 
     def warm_up(self, longest: int, progress: Callable[[int, int], None]) -> None:
-        """Runs the steps of `warm_steps`, and leaves no trace of them. Collective. longest: tokens of a sequence."""
+        """Runs the steps of `warm_steps`, eagerly, and leaves no trace of them: before graphs are captured. Collective.
+        longest: tokens of a sequence.
+        """
         split = self.runner.vocabulary is not None
         steps = warm_steps(self.config, self.groups, longest, split, self.runner.merges_from)
         for done, step in enumerate(steps):
@@ -130,17 +134,17 @@ class Worker:
         """
         group = self.mesh.group_of(self.rank)
         rows, counts, leads = step.groups[group], step.counts, self.rank == self.mesh.leader(group)
-        self.profile.begin(step.number, counts)
+        shape = self.runner.shape_of(step.groups, counts)
+        self.profile.begin(step.number, counts, shape)
         self.table.apply(rows)
         if copies := [join.copy for join in rows.joins if join.copy]:
             self.runner.caches.copy(on_device(copies, torch.int64, self.table.device))
         if self.device_rows:
             self.device_rows.apply(rows)
-        captured = not any(g.chunks for g in step.groups) and self.runner.captured(counts)
         split = self.runner.vocabulary is not None
         looked: list[int] | None = None
-        if captured:
-            sampled, tokens = self.runner.replay(rows.answers, counts)
+        if shape is not None:
+            sampled, tokens = self.runner.replay(shape, rows, counts)
             self.table.advance(rows)
             if looked := self.table.asking(rows, split):
                 sampled = self.table.draw_again(rows, looked, sampled, tokens, self.runner.whole)
@@ -156,7 +160,7 @@ class Worker:
             outcome.score(sampled)
             outcome.look(rows_of_draws(rows, sampled), looked)
         outcome.copy()
-        plan = self.runner.plan_checksum(counts, captured)
+        plan = self.runner.plan_checksum(counts, shape)
         scored_from = [self.table.rows[c.row].length - len(c.tokens) + 1 for c in rows.chunks if c.score]
 
         def finish() -> Result:

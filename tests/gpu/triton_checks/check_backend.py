@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.oracle import Case, check, make_case, padded
+from attention.oracle import Case, check, make_case, padded, roomy
 from dcp.dealt import run_dealt
 from weft.attention.backend import Absorbed, LatentSplit
 from weft.attention.paged_triton import PagedTriton
@@ -60,6 +60,16 @@ def check_steps_with_prompts(spec: PagedKV | Window | Latent, device: torch.devi
     for seed, spans in enumerate(([(1, 12), (6, 2), (1, 0), (9, 0)], [(1, 12), (1, 0), (6, 2)], [(5, 3)])):
         case = on(device, make_case(spans, seed=seed, spec=spec))
         check(PagedTriton(case.cache), case, spans)
+
+
+@pytest.mark.parametrize("spec", [PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8)], ids=str)
+def check_steps_with_prompts_in_graphs(spec: PagedKV | Window | Latent, device: torch.device) -> None:
+    """Answers, chunks of a row and of several, padding behind; one kind missing, or all; no room to spare."""
+    ragged: list[list[tuple[int, int]]] = [[(1, 12), (1, 0), (6, 2), (9, 0)], [(5, 3)], [(1, 7), (1, 2)]]
+    for seed, (spans, room) in enumerate(zip(ragged, ((25, 6), (7, 2), (4, 4)), strict=True)):
+        for rows, sequences in (room, (sum(n for n, _ in spans), len(spans))):
+            case = on(device, roomy(make_case(spans, seed=seed, spec=spec), rows, sequences))
+            check(PagedTriton(case.cache), case, spans)
 
 
 class OneAtATime(PagedTriton):

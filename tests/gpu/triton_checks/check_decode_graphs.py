@@ -25,10 +25,11 @@ from engine.test_hybrids import SIZES
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
 from weft.comm.rows import EqualRows, PaddedRows
-from weft.engine import runner, sampler
+from weft.engine import inputs, runner, sampler
 from weft.engine.config import EngineError
 from weft.engine.engine import Engine
-from weft.engine.graphs import DecodeGraphs
+from weft.engine.graphs import StepGraphs
+from weft.engine.inputs import Shape
 from weft.engine.request import SamplingParams
 from weft.engine.rows import DeviceRows
 from weft.engine.vocabulary import SplitVocabulary
@@ -44,29 +45,29 @@ CUT = replace(SEEDED, top_k=9, top_p=0.9, logprobs=1)
 
 @dataclass
 class Repeated:
-    graphs: DecodeGraphs
-    capacity: int
+    graphs: StepGraphs
+    shape: Shape
     logits: torch.Tensor
-    seen: list[int]
+    seen: list[Shape]
 
     def replay(self) -> None:
-        self.seen.append(self.capacity)
-        self.logits.copy_(self.graphs._step(self.capacity, self.graphs._counts[self.capacity]))
+        self.seen.append(self.shape)
+        self.logits.copy_(self.graphs._step(self.shape, self.graphs._counts[self.shape.rows]))
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every rank has graphs that are none, and draws as GPUs do; gives the capacities that were replayed."""
-    seen: list[int] = []
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
+    """Every rank has graphs that are none, and draws as GPUs do; gives the shapes that were replayed."""
+    seen: list[Shape] = []
 
-    def capture(graphs: DecodeGraphs, progress: Any = None) -> None:
-        for capacity in graphs.capacities:
+    def capture(graphs: StepGraphs, progress: Any = None) -> None:
+        for shape in graphs.shapes:
             rows = EqualRows if graphs._mesh.attn_dp > 1 else PaddedRows
-            graphs._counts[capacity] = rows(graphs._mesh, graphs._rank, capacity, graphs._device)
+            graphs._counts[shape.rows] = rows(graphs._mesh, graphs._rank, shape.rows, graphs._device)
             vocabulary = range(graphs._model.config.vocab_size)
             own = vocabulary[graphs._vocabulary.share] if graphs._vocabulary else vocabulary
-            logits = torch.full((capacity, len(own)), float("nan"))
-            graphs._graphs[capacity] = (Repeated(graphs, capacity, logits, seen), logits)
+            logits = torch.full((shape.draws, len(own)), float("nan"))
+            graphs._graphs[shape] = (Repeated(graphs, shape, logits, seen), logits)
 
     make = Worker.__init__
 
@@ -81,14 +82,19 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 layer.in_place = True  # as on GPUs
         for states in (states for _, kept in worker.runner.caches.states for states in kept.states):
             states[:, :-2] = float("nan")  # what no sequence has left there, and not where every sequence begins
-        worker.runner.capture(worker.device_rows)
+        worker.runner.capture(worker.device_rows, worker.config.max_batch_tokens)
 
+    monkeypatch.setattr(inputs, "prompt_capacities", lambda most: sorted({min(4, most), most}))
     monkeypatch.setattr(runner, "exchange_times", lambda *_: {})  # events and graphs of their own
     monkeypatch.setattr(sampler, "_draw", sampler._draw_on_gpu)
     monkeypatch.setattr(sampler, "_best_of_share", sampler._best_on_gpu)
-    monkeypatch.setattr(DecodeGraphs, "capture", capture)
+    monkeypatch.setattr(StepGraphs, "capture", capture)
     monkeypatch.setattr(Worker, "__init__", made)
     return seen
+
+
+def rows_of_answers(shapes: list[Shape]) -> set[int]:
+    return {shape.rows for shape in shapes if not shape.prompts}
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +109,11 @@ def expected(model: Path) -> list[tuple[int, ...]]:
         return [r.token_ids for r in engine.generate(FEW, PLAIN)]
 
 
-def check_answers_of_replayed_steps(model: Path, captured: list[int], expected: list[tuple[int, ...]]) -> None:
+def check_answers_of_replayed_steps(model: Path, captured: list[Shape], expected: list[tuple[int, ...]]) -> None:
     """Alone and in company, of many lengths, with preemption as pages are few, beside rows that draw at random."""
     with Engine(config(model, kv_tokens=24, max_batch_tokens=8)) as engine:
         assert [r.token_ids for r in generate_together(engine, FEW, PLAIN)] == expected
-        assert len(set(captured)) > 1, "of several capacities"
+        assert len(rows_of_answers(captured)) > 1 and any(shape.prompts for shape in captured)
         for params in (SEEDED, CUT):
             [alone] = engine.generate(FEW[:1], params)
             crowd = generate_together(engine, FEW, params)
@@ -131,7 +137,7 @@ FAMILIES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def check_caches_of_every_kind(family: str, captured: list[int], tmp_path: Path) -> None:
+def check_caches_of_every_kind(family: str, captured: list[Shape], tmp_path: Path) -> None:
     """Prompts are cut at pages' borders, where states are kept for others; the second time they go on from there."""
     FAMILIES[family](tmp_path)
     byte_tokenizer(tmp_path)
@@ -145,7 +151,8 @@ def check_caches_of_every_kind(family: str, captured: list[int], tmp_path: Path)
         assert [r.token_ids for r in cold] == [r.token_ids for r in warm] == expected
         assert sum(r.cached_tokens for r in warm) > sum(r.cached_tokens for r in cold)
         assert engine.generate(asked[:1], params)[0].token_ids == expected[0]
-        assert {1, 4} <= set(captured), "of several capacities"
+        assert {1, 4} <= rows_of_answers(captured), "of several capacities"
+        assert any(shape.prompts for shape in captured) == (family == "windows and sinks"), "prompts of states are not"
         assert engine.stats().failures == 0
         engine.check_idle()
 
@@ -163,7 +170,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("ranks")
-def check_tokens_that_are_dealt_out(captured: list[int], tmp_path: Path) -> None:
+def check_tokens_that_are_dealt_out(captured: list[Shape], tmp_path: Path) -> None:
     """Decode context parallelism: the table's pages stand for a page of either rank; attention makes them its own."""
     small_model("deepseek_v2", 2, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=2)
     byte_tokenizer(tmp_path)
@@ -172,14 +179,14 @@ def check_tokens_that_are_dealt_out(captured: list[int], tmp_path: Path) -> None
     assert not captured
     with Engine(config(tmp_path, attn_tp=2, moe_tp=2, dcp=2, dcp_interleave=2)) as engine:
         assert [r.token_ids for r in engine.generate(FEW, PLAIN)] == expected
-        assert len(set(captured)) > 1, "of several capacities"
+        assert len(rows_of_answers(captured)) > 1 and not any(shape.prompts for shape in captured)
         assert engine.stats().failures == 0
         engine.check_idle()
 
 
 @pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize("layout", [dict(attn_dp=2, ep=2), dict(attn_dp=2, attn_tp=2, ep=4)], ids=["2x1", "2x2"])
-def check_groups_that_exchange_equal_rows(layout: dict[str, int], captured: list[int], tmp_path: Path) -> None:
+def check_groups_that_exchange_equal_rows(layout: dict[str, int], captured: list[Shape], tmp_path: Path) -> None:
     """By a transport that takes no counts on the device: groups with other numbers of rows, and with none."""
     small_model("qwen3_moe", 4, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=1)
     byte_tokenizer(tmp_path)
@@ -188,12 +195,12 @@ def check_groups_that_exchange_equal_rows(layout: dict[str, int], captured: list
     with Engine(config(tmp_path, **layout)) as engine:
         assert [r.token_ids for r in engine.generate(FEW[:3], PLAIN)] == expected
         assert engine.generate(FEW[2:3], PLAIN)[0].token_ids == expected[2]
-        assert {1, 2} <= set(captured) and engine.stats().failures == 0
+        assert {1, 2} <= rows_of_answers(captured) and any(s.prompts for s in captured) and engine.stats().failures == 0
         engine.check_idle()
 
 
 @pytest.mark.usefixtures("ranks")
-def check_a_vocabulary_that_is_split(captured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_a_vocabulary_that_is_split(captured: list[Shape], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are those of one rank: greedy and by temperature, for which no logits travel, and with all else asked, for
     which those of the rows that ask do.
     """
@@ -230,7 +237,7 @@ def check_a_vocabulary_that_is_split(captured: list[int], tmp_path: Path, monkey
         engine.check_idle()
 
 
-def check_a_stale_last_token_is_seen(model: Path, captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def check_a_stale_last_token_is_seen(model: Path, captured: list[Shape], monkeypatch: pytest.MonkeyPatch) -> None:
     lose_last_tokens(monkeypatch)
     found = "was stepped without a last token"
     with Engine(config(model, max_restarts=0)) as engine, pytest.raises(EngineError, match=found):

@@ -52,8 +52,11 @@ def check_inputs(
 
 
 @pytest.mark.parametrize("ranks, shares", [(1, 1), (1, 7), (3, 1), (2, 5)])
-@pytest.mark.parametrize("capacity, count", [(6, 6), (6, 4), (1, 1), (3, 0)])
-def check_draws_go_into_the_state(capacity: int, count: int, ranks: int, shares: int, device: torch.device) -> None:
+@pytest.mark.parametrize("capacity, count, answers", [(6, 6, 6), (6, 4, 2), (1, 1, 0), (3, 0, 0), (5, 4, 4)])
+def check_draws_go_into_the_state(
+    capacity: int, count: int, answers: int, ranks: int, shares: int, device: torch.device
+) -> None:
+    """Of answers, and of prompts behind them, for which none was drawn before."""
     torch.manual_seed(capacity + ranks)
     requests = capacity + 5
     last = torch.randint(-9, 99, (requests,), device=device).int().clamp(min=-1)
@@ -61,20 +64,24 @@ def check_draws_go_into_the_state(capacity: int, count: int, ranks: int, shares:
     rows = torch.randperm(requests, device=device)[:capacity].int()
     rows[count:] = -(1 << 24)
     last[rows[:1].clamp(min=0).long()] = 3
-    live = torch.tensor([count], dtype=torch.int32, device=device)
+    last[rows[answers:count].long()] = -1
+    last[rows[1:answers:2].long()] = -1
+    lengths = torch.randint(0, 99, (capacity,), device=device).int()
+    live, first = (torch.tensor([n], dtype=torch.int32, device=device) for n in (count, answers))
     score = torch.randint(0, 3, (ranks, capacity, shares), device=device).float()  # some are equal
     token = (MOST_TOKENS - 1 - torch.randperm(score.numel(), device=device)).view(score.shape).float()
     score[:, -1] = float("-inf")
     drawn = torch.stack((score, token), dim=-1)
     drawn[:, count:] = float("nan")
     states = [[x.clone() for x in (last, length, torch.full((capacity + 2,), -9).int().to(device))] for _ in range(2)]
-    kernels.step_out(rows, live, drawn, *states[0])
-    plain.step_out(rows, count, drawn, *states[1])
+    kernels.step_out(rows, live, first, drawn, lengths, *states[0])
+    plain.step_out(rows, count, answers, drawn, lengths, *states[1])
     for ours, theirs in zip(*states, strict=True):
         assert torch.equal(ours, theirs)
     tokens = states[0][2]
     assert (tokens[capacity:] == -9).all() and (tokens[count:capacity] == -1).all()
-    assert count == 0 or tokens[0] >= 0
+    drawn_of = tokens[:count] >= 0
+    assert drawn_of[:1].all() and not drawn_of[1:answers:2].any() and drawn_of[answers:].all()
 
 
 def check_what_does_not_fit_is_refused(device: torch.device) -> None:
@@ -85,4 +92,4 @@ def check_what_does_not_fit_is_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="not rows of int32"):
         kernels.step_in(one, one, one, one, torch.zeros(1, 6, dtype=torch.int32, device=device)[:, ::2], parts, PAGE)
     with pytest.raises(ValueError, match="drawn"):
-        kernels.step_out(one, one, torch.zeros(1, 2, 1, 2, device=device), one, one, one)
+        kernels.step_out(one, one, one, torch.zeros(1, 2, 1, 2, device=device), one, one, one, one)

@@ -301,11 +301,14 @@ def step_in(
     return tokens, positions, lengths.int(), found, slots
 
 
-def step_out(rows: Tensor, live: int, drawn: Tensor, last_token: Tensor, length: Tensor, tokens: Tensor) -> None:
+def step_out(
+    rows: Tensor, live: int, answers: int, drawn: Tensor, lengths: Tensor, last_token: Tensor, length: Tensor,
+    tokens: Tensor,
+) -> None:  # fmt: skip
     """Updates the state and the tokens in place."""
     tokens[: len(rows)] = -1
     for i, row in enumerate(rows[:live].tolist()):
         found = drawn[:, i].reshape(-1, 2)
         best = found[found[:, 0] == found[:, 0].max(), 1].min().int()
-        last_token[row] = tokens[i] = torch.where(last_token[row] < 0, -1, best)
-        length[row] += 1
+        last_token[row] = tokens[i] = torch.where((last_token[row] < 0) & (i < answers), -1, best)
+        length[row] = lengths[i]

@@ -1,4 +1,4 @@
-"""The ends of a decode step that runs without the host: its inputs from the requests' state, and the state's update.
+"""The ends of a step that runs without the host: a decode step's inputs from the requests' state, and its update.
 
 The state lies on the device by request row: `last_token`, `length` (tokens in the caches) and `entries`, the tables of
 all groups of caches side by side. A step takes the rows that `rows` names, which hold any order; those from `live` on
@@ -79,7 +79,9 @@ def _step_in(
 
 
 @kernel(do_not_specialize=["capacity"])
-def _step_out(rows, live, drawn, last_token, length, tokens, capacity, each, every, BLOCK: tl.constexpr):
+def _step_out(
+    rows, live, answers, drawn, lengths, last_token, length, tokens, capacity, each, every, BLOCK: tl.constexpr,
+):  # fmt: skip
     overlap.begin()
     i = tl.program_id(0)
     row = tl.load(rows + i)
@@ -91,9 +93,9 @@ def _step_out(rows, live, drawn, last_token, length, tokens, capacity, each, eve
     value = tl.load(at, mask=c < every, other=float("-inf"))
     token = tl.load(at + 1, mask=c < every, other=0.0).to(tl.int32)
     _, best = better(value, tl.where(c < every, token, 2147483647))
-    best = tl.where(tl.load(last_token + row) < 0, -1, best)
+    best = tl.where((i < tl.load(answers)) & (tl.load(last_token + row) < 0), -1, best)
     tl.store(last_token + row, best)
-    tl.store(length + row, tl.load(length + row) + 1)
+    tl.store(length + row, tl.load(lengths + i))
     tl.store(tokens + i, best)
 
 
@@ -147,19 +149,29 @@ def step_in(
     return out
 
 
-def step_out(rows: Tensor, live: Tensor, drawn: Tensor, last_token: Tensor, length: Tensor, tokens: Tensor) -> None:
-    """Draws the best of the tokens of `sample.candidates`, and takes it into the state; tokens int32 `[≥ capacity]` get
-    what was drawn, for the host, −1 for rows that are not live.
+def step_out(
+    rows: Tensor,
+    live: Tensor,
+    answers: Tensor,
+    drawn: Tensor,
+    lengths: Tensor,
+    last_token: Tensor,
+    length: Tensor,
+    tokens: Tensor,
+) -> None:
+    """Draws the best of the tokens of `sample.candidates`, and takes it into the state, as it takes the new lengths
+    (int32 `[capacity]`); tokens int32 `[≥ capacity]` get what was drawn, for the host, −1 for rows that are not live.
 
-    drawn: float32 `[ranks, capacity, each, 2]`, contiguous, scores and tokens. A row without a last token (−1) draws
-    none, so that the fault is seen by whoever looks at the tokens. A row of the state appears at most once among the
-    live `rows`. Raises ValueError where shapes do not fit together.
+    drawn: float32 `[ranks, capacity, each, 2]`, contiguous, scores and tokens. Of the first `answers` (int32 `[1]`) a
+    row without a last token (−1) draws none, so that the fault is seen by whoever looks at the tokens. A row of the
+    state appears at most once among the live `rows`. Raises ValueError where shapes do not fit together.
     """
     capacity, (ranks, count, each, two) = rows.shape[0], drawn.shape
-    if tokens.shape[0] < capacity or count != capacity or two != 2 or not drawn.is_contiguous():
+    fits = tokens.shape[0] >= capacity and count == capacity == lengths.shape[0]
+    if not fits or two != 2 or not drawn.is_contiguous():
         raise ValueError(f"rows are {list(rows.shape)}, drawn {list(drawn.shape)}, tokens {list(tokens.shape)}")
     if capacity:
         _step_out[(capacity,)](
-            rows, live, drawn, last_token, length, tokens, capacity, each, ranks * each,
+            rows, live, answers, drawn, lengths, last_token, length, tokens, capacity, each, ranks * each,
             BLOCK=next_power_of_2(ranks * each), num_warps=1, **overlap.options(),
         )  # fmt: skip

@@ -1,0 +1,189 @@
+"""What CUDA graphs read of a step, and how it gets to the device: of steps of answers alone, and of those with prompts.
+
+Of a row of the table its last token, length, page tables and states' slots lie on the device already
+(`weft.engine.rows.DeviceRows`). So the host copies no more than which rows take part, and the tokens of prompts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from weft.attention.batch import Batch, PageTables, StateSlots
+from weft.engine.device import fill
+from weft.engine.messages import GroupRows
+from weft.engine.rows import DeviceRows
+from weft.kv.spec import Rule
+from weft.place.spec import Mesh
+
+if TYPE_CHECKING:
+    from weft.kernels.triton.step import Parts
+
+
+class Shape(NamedTuple):
+    """What a graph has room for in each DP group. draws: tokens that are drawn. prompts: whether it takes sequences of
+    several rows; otherwise each has one, from which a token is drawn.
+    """
+
+    rows: int
+    draws: int
+    prompts: bool
+
+
+class Draws(NamedTuple):
+    """From which of a step's sequences tokens are drawn; tensors have a graph's room for them.
+
+    rows int32 `[draws]`: of the table, of which the first `live` (int32 `[1]`) count. answers: int32 `[1]`, how many of
+    these go on from their last token. lengths int32 `[draws]`: their tokens, those of this step included.
+    """
+
+    rows: Tensor
+    live: Tensor
+    answers: Tensor
+    lengths: Tensor
+
+
+class Inputs(Protocol):
+    """Of one kind of steps. shapes: of the graphs that serve them, in ascending order."""
+
+    shapes: Sequence[Shape]
+
+    def put(self, news: GroupRows) -> int:
+        """Queues the copies that a replay waits for; gives the number of draws."""
+        ...
+
+    def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, Draws]:
+        """What a graph's model is given; host code that a capture runs once. live: int32 `[1]`, rows of the step."""
+        ...
+
+
+def answer_capacities(most: int) -> list[int]:
+    """Rows of a DP group that graphs of answers are captured for: powers of two to 64, then steps of 64, the last being
+    `most`."""
+    small = [1 << i for i in range(7)]
+    return sorted({min(c, most) for c in [*small, *range(128, most + 64, 64)]})
+
+
+def prompt_capacities(most: int) -> list[int]:
+    """The same of graphs with prompts. Few rows take about as long as a few more, since weights have to be read; from
+    512 on less than a quarter of a graph's rows is padding."""
+    found = [64, 128, 256, 384]
+    while found[-1] < most:
+        octave = 512 << (len(found) - 4) // 4
+        found += [octave * quarters // 4 for quarters in (4, 5, 6, 7)]
+    return sorted({min(c, most) for c in found})
+
+
+def captures_prompts(rules: Sequence[Rule], mesh: Mesh) -> bool:
+    """Whether steps with prompts have graphs: not where layers keep recurrent states, as the host loops over prompts,
+    nor where tokens are dealt out over dcp, as what is exchanged then follows from how long prompts are.
+    """
+    return mesh.dcp == 1 and not any(rule.state for rule in rules)
+
+
+class AnswerInputs:
+    """Of steps of answers alone: a row each, which runs the last token. Only which rows take part is copied, and that
+    where it has changed.
+
+    rules, page_size: of the caches.
+    """
+
+    def __init__(self, rows: DeviceRows, rules: Sequence[Rule], page_size: int):
+        most = len(rows.length)
+        self.shapes: Sequence[Shape] = [Shape(n, n, False) for n in answer_capacities(most)]
+        self._rows, self._rules, self._page_size = rows, rules, page_size
+        self._answers = torch.zeros_like(rows.length)
+        self._copied: tuple[int, ...] = ()  # what that holds
+
+    def put(self, news: GroupRows) -> int:
+        """See `Inputs.put`."""
+        answers = news.answers
+        if self._copied[: len(answers)] != answers:
+            fill(self._answers, answers)
+            self._copied = answers
+        return len(answers)
+
+    def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, Draws]:
+        """See `Inputs.batch`. Padding rows have length 0, and are stored nowhere."""
+        from weft.kernels.triton.step import step_in  # a CPU need not have Triton
+
+        rows, answers = self._rows, self._answers[: shape.rows]
+        inputs = step_in(answers, live, rows.last_token, rows.length, rows.entries, self._parts, self._page_size)
+        tables: list[PageTables | StateSlots] = []
+        for rule, pages, slots in zip(self._rules, inputs.entries.split(rows.widths, 1), inputs.slots, strict=True):
+            tables.append(StateSlots(*slots) if rule.state else PageTables(pages, slots[0]))
+        batch = Batch(inputs.tokens, inputs.positions, None, inputs.lengths, tuple(tables), slice(None), None)
+        return batch, Draws(answers, live, live, inputs.lengths)
+
+    @cached_property
+    def _parts(self) -> Parts:
+        from weft.kernels.triton.step import parts
+
+        return parts(self._rows.widths, [rule.state for rule in self._rules], self._answers.device)
+
+
+class PromptInputs:
+    """Of steps in which some sequences run the next tokens of their prompts, up to `most_rows` rows in all.
+
+    Where each row lies and what it sees follows on the device from the sequences' lengths and tables, by torch's
+    operators: a microsecond or two each, beside a step of milliseconds. Sequences of one row, answers or not, come
+    first: sequence i has row i.
+    """
+
+    def __init__(self, rows: DeviceRows, page_size: int, most_rows: int):
+        most, device = len(rows.length), rows.length.device
+        self.shapes: Sequence[Shape] = [Shape(n, min(n, most), True) for n in prompt_capacities(most_rows)]
+        self._rows, self._page_size = rows, page_size
+        self._room = -(-(most + 1) // 4) * 4  # whole units of 16 bytes, as kernels like their tensors to begin
+        # Side by side, so that a step has one copy: rows of the table, starts, which of the sequences draw, (answers,
+        # draws), tokens.
+        self._copied = torch.zeros(3 * self._room + 4 + most_rows, dtype=torch.int32, device=device)
+        *lists, numbers, self._tokens = self._copied.split([self._room] * 3 + [4, most_rows])
+        self._sequences, self._starts, self._draws = lists
+        self._answers, self._drawn = numbers[:1], numbers[1:2]
+        self._places = torch.arange(most_rows, dtype=torch.int32, device=device)
+
+    def put(self, news: GroupRows) -> int:
+        """See `Inputs.put`."""
+        answers, chunks = len(news.answers), sorted(news.chunks, key=lambda chunk: len(chunk.tokens) > 1)
+        rows = [*news.answers, *(chunk.row for chunk in chunks)]
+        starts = [*range(answers), *itertools.accumulate((len(chunk.tokens) for chunk in chunks), initial=answers)]
+        place = {row: at for at, row in enumerate(rows)}
+        draws = [place[row] for row in news.draws]
+        filled = [*rows, *[0] * (self._room - len(rows)), *starts, *[starts[-1]] * (self._room - len(starts))]
+        filled += [*draws, *[0] * (self._room - len(draws)), answers, len(draws), 0, 0, *[0] * answers]
+        for chunk in chunks:
+            filled += chunk.tokens
+        fill(self._copied, filled)
+        return len(draws)
+
+    def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, Draws]:
+        """See `Inputs.batch`. A padding sequence has no rows, a padding row no sequence: it is stored nowhere."""
+        state, most, page_size = self._rows, shape.draws, self._page_size
+        rows, starts, draws = self._sequences[:most], self._starts[: most + 1], self._draws[:most]
+        count, before = starts.diff(), state.length.index_select(0, rows)
+        lengths = (before + count).where(count > 0, 0)
+        at = self._places[: shape.rows]
+        real = at < live
+        sequence = torch.searchsorted(starts[1:], at, right=True).clamp(max=most - 1)
+        row = rows.index_select(0, sequence)
+        positions = (at + (before - starts[:-1]).index_select(0, sequence)).where(real, 0)
+        last = state.last_token.index_select(0, row).clamp(min=0)
+        tokens = self._tokens[: shape.rows].where(sequence >= self._answers, last).where(real, 0)
+        tables, width, begin = [], state.entries.shape[1], 0
+        for each in state.widths:
+            entry = row.long() * width + begin + positions // page_size
+            page = state.entries.view(-1).index_select(0, entry).long()
+            slots = (page * page_size + positions % page_size).where(real & (page >= 0), -1)
+            tables.append(PageTables(state.entries[:, begin : begin + each].index_select(0, rows), slots))
+            begin += each
+        state.length.index_add_(0, rows, count)  # of those too that draw nothing yet
+        sampled = (starts[1:].index_select(0, draws).long() - 1).clamp(min=0)
+        batch = Batch(tokens.long(), positions.long(), starts, lengths, tuple(tables), sampled, None)
+        drawing = Draws(rows.index_select(0, draws), self._drawn, self._answers, lengths.index_select(0, draws))
+        return batch, drawing

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from weft.bench.tune import evened
 from weft.place.cost import PRESETS, Offer, costs, host_table, read_tuning
 from weft.place.plan import Chain, Plan, Planner, Read
 from weft.place.spec import LayoutError, Mesh, Rows
@@ -171,3 +172,8 @@ def test_a_plan_goes_by_the_table(tmp_path: Path) -> None:
     kinds = {us: [s.edge.kind for r in p.reads for s in r.steps if s.op == "move"] for us, p in made.items()}
     assert kinds[5.0] == kinds[7.0] == [ALL_REDUCE] and kinds[9e6] == [REDUCE_SCATTERV, ALL_GATHERV]
     assert made[5.0].us != pytest.approx(plan("cpu-shm").us)
+
+
+def test_an_outlier_among_measured_epilogues_is_evened_out() -> None:
+    points = [(1, 0.8), (2, 0.7), (4, 9.0), (8, 0.9), (16, 1.0)]
+    assert evened(points) == [(1, 0.75), (2, 0.8), (4, 0.9), (8, 1.0), (16, 0.95)]

@@ -13,7 +13,7 @@ import torch
 from weft.bench.collectives import DTYPES, MIXED
 from weft.bench.cuda import Case, World, graph_us, peer_us
 from weft.bench.ranks import Report
-from weft.bench.tune import edges_to_price, merges_to_price
+from weft.bench.tune import edges_to_price, evened, merges_to_price
 from weft.comm.peer_launch import NEVER, PeerTuning, Split, spared_by_two_shot
 from weft.comm.rows import StepRows
 from weft.comm.transport import Epilogue, Transport
@@ -120,4 +120,5 @@ def _price_locals(here: World, sizes: list[int]) -> dict[str, list[tuple[int, fl
         size = rows * ROW_BYTES
         points["local"].append((3 * size, round(graph_us([partial(torch.add, a, b)]), 2)))
         points["epilogue"].append((4 * size, round(max(0.1, fused - plain), 2)))
+    points["epilogue"] = evened(points["epilogue"])
     return points

@@ -164,10 +164,10 @@ world = cache(World)
 
 
 class Prices:
-    """What steps take, with `tokens` in each DP group."""
+    """What steps take, with `tokens` in each DP group. slices_copy: the rows of a slice are copied."""
 
-    def __init__(self, mesh: Mesh, chain: Chain, machines: list[Machine], tokens: int):
-        self.machines, self.tokens, self.tp = machines, tokens, mesh.attn_tp
+    def __init__(self, mesh: Mesh, chain: Chain, machines: list[Machine], tokens: int, slices_copy: bool):
+        self.machines, self.tokens, self.tp, self.slices_copy = machines, tokens, mesh.attn_tp, slices_copy
         self.row_bytes = chain.width * chain.element_bytes
 
     def tensor(self, value: Value) -> int:
@@ -184,7 +184,7 @@ class Prices:
     def hop(self, hop: Hop, by: Machine, finish: bool = False) -> float:
         """A step by a machine; infinite where it cannot. Finish reads delta and residual, writes residual and norm."""
         if hop.kind == "slice":
-            return math.inf if finish else 0.0
+            return math.inf if finish else self.slice(hop)
         if hop.kind not in by.kinds or (finish and not (by.fused and "reduce" in hop.kind)):
             return math.inf
         if finish and by.norm_room is not None and self.row_bytes > by.norm_room:
@@ -195,17 +195,31 @@ class Prices:
         us = by.call_us + by.doubling_us * math.log2(hop.ranks) + moved / by.bytes_us
         return us + (4 * self.tensor(hop.dst) / by.local_bytes_us if finish else 0.0)
 
+    def slice(self, hop: Hop) -> float:
+        """A view takes nothing, a copy reads its rows and writes them."""
+        return self.local(2, hop.dst) if self.slices_copy else 0.0
+
+    def norm(self, value: Value, added: bool) -> float:
+        """Reads and writes the residual; right after an addition to it, one kernel does both: it reads two tensors,
+        writes two, and the addition alone was paid.
+        """
+        return self.local(4, value) - self.local(3, value) if added else self.local(2, value)
+
     def best(self, hop: Hop, finish: bool = False) -> float:
-        return 0.0 if hop.kind == "slice" and not finish else min(self.hop(hop, m, finish) for m in self.machines)
+        return min(self.hop(hop, m, finish) for m in self.machines)
 
 
 @dataclass(frozen=True)
 class State:
-    """Inside a read: the residual (None before the first delta), deltas not yet added, the normalised value."""
+    """Inside a read: the residual (None before the first delta), deltas not yet added, the normalised value.
+
+    added: the last step was an addition to the residual.
+    """
 
     residual: Value | None
     pending: tuple[Value, ...]
     normed: Value | None = None
+    added: bool = False
 
 
 def following(state: State, w: World, prices: Prices) -> Iterator[tuple[float, State]]:
@@ -224,30 +238,33 @@ def following(state: State, w: World, prices: Prices) -> Iterator[tuple[float, S
         if delta in others:
             yield prices.local(3, delta), State(residual, others)
         if delta.owes == w.alone and residual in (None, delta):
-            yield (0.0 if residual is None else prices.local(3, delta)), State(delta, others)
+            if residual is None:
+                yield 0.0, State(delta, others)
+            else:
+                yield prices.local(3, delta), State(delta, others, added=True)
     if residual is not None:
         for hop in w.hops[residual]:
             yield prices.best(hop), State(hop.dst, pending)
         if not pending:
-            yield prices.local(2, residual), State(residual, (), residual)
+            yield prices.norm(residual, state.added), State(residual, (), residual)
 
 
-def least(mesh: Mesh, chain: Chain, machines: list[Machine], tokens: int) -> float:
+def least(mesh: Mesh, chain: Chain, machines: list[Machine], tokens: int, slices_copy: bool) -> float:
     """The least time of all plans; infinite where there is none. Goes through the states in order of their time."""
-    w, prices = world(mesh), Prices(mesh, chain, machines, tokens)
+    w, prices = world(mesh), Prices(mesh, chain, machines, tokens, slices_copy)
     ends: dict[Value | None, float] = {None: 0.0}
     for read in chain.reads:
         before, ends = ends, {}
         target, tie = w.value(read.target), itertools.count()
         for residual, us in before.items():
             heap = [(us, next(tie), State(residual, tuple(w.value(d) for d in read.deltas)))]
-            seen: set[tuple[Value | None, frozenset[tuple[Value, int]], Value | None]] = set()
+            seen: set[tuple[Value | None, frozenset[tuple[Value, int]], Value | None, bool]] = set()
             while heap:
                 us, _, state = heapq.heappop(heap)
                 same = frozenset((v, state.pending.count(v)) for v in state.pending)
-                if (state.residual, same, state.normed) in seen:
+                if (known := (state.residual, same, state.normed, state.added)) in seen:
                     continue
-                seen.add((state.residual, same, state.normed))
+                seen.add(known)
                 if state.normed == target:
                     ends[state.residual] = min(us, ends.get(state.residual, math.inf))
                 for more, after in following(state, w, prices):
@@ -256,10 +273,10 @@ def least(mesh: Mesh, chain: Chain, machines: list[Machine], tokens: int) -> flo
     return min(ends.values(), default=math.inf)
 
 
-def price(plan: Plan, machines: list[Machine]) -> float:
+def price(plan: Plan, machines: list[Machine], slices_copy: bool = False) -> float:
     """What a plan takes, step by step, by whom it names. Fails where a step is not legal."""
     w = world(plan.mesh)
-    prices = Prices(plan.mesh, plan.chain, machines, plan.counts[0])
+    prices = Prices(plan.mesh, plan.chain, machines, plan.counts[0], slices_copy)
     by_name = {m.name: m for m in machines}
     residual: Value | None = None
     us = 0.0
@@ -271,8 +288,9 @@ def price(plan: Plan, machines: list[Machine]) -> float:
         return found
 
     for read_plan in plan.reads:
-        pending, normed = [w.value(d) for d in read_plan.read.deltas], None
+        pending, normed, added = [w.value(d) for d in read_plan.read.deltas], None, False
         for step in read_plan.steps:
+            after_sum, added = added, False
             if step.op in ("move", "finish"):
                 taken, finish = hop(step), step.op == "finish"
                 slices = taken.kind == "slice"
@@ -291,7 +309,7 @@ def price(plan: Plan, machines: list[Machine]) -> float:
                     pending[step.operand] = taken.dst
             elif step.op == "norm":
                 assert residual is not None and not pending
-                us, normed = us + prices.local(2, residual), residual
+                us, normed = us + prices.norm(residual, after_sum), residual
             else:
                 delta = pending.pop(step.operand)
                 if step.op == "merge":
@@ -299,7 +317,7 @@ def price(plan: Plan, machines: list[Machine]) -> float:
                     us += prices.local(3, delta)
                 else:
                     assert delta.owes == w.alone and residual in (None, delta)
-                    us += prices.local(3, delta) if residual else 0.0
+                    us, added = us + (prices.local(3, delta) if residual else 0.0), residual is not None
                     residual = delta
         assert normed == w.value(read_plan.read.target) and not pending
     return us

@@ -29,7 +29,7 @@ FIXED = settings(
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-Problem = tuple[Mesh, Chain, list[Machine], int]
+Problem = tuple[Mesh, Chain, list[Machine], int, bool]
 
 
 def placements(mesh: Mesh) -> list[Placement]:
@@ -60,7 +60,9 @@ def machines(draw: st.DrawFn, name: str) -> Machine:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """A mesh, a chain of 1 or 2 reads of up to 3 deltas, equal ones too, a transport or two, a bucket of tokens."""
+    """A mesh, a chain of 1 or 2 reads of up to 3 deltas, equal ones too, a transport or two, a bucket of tokens, and
+    whether slices copy.
+    """
     mesh = draw(st.sampled_from(layouts(6)))
     legal = placements(mesh)
     complete = [p for p in legal if p.owes is None]
@@ -71,21 +73,22 @@ def problems(draw: st.DrawFn) -> Problem:
             deltas[0] = draw(st.sampled_from(complete))
         reads.append(Read(f"layers.{i}.norm", draw(st.sampled_from(complete)), tuple(deltas)))
     offered = [draw(machines(name)) for name in draw(st.sampled_from([["one"], ["one", "two"]]))]
-    return mesh, Chain(tuple(reads), WIDTH, ELEMENT_BYTES), offered, draw(st.sampled_from([1, 2, 8, 64]))
+    chain, tokens = Chain(tuple(reads), WIDTH, ELEMENT_BYTES), draw(st.sampled_from([1, 2, 8, 64]))
+    return mesh, chain, offered, tokens, draw(st.booleans())
 
 
 def check(problem: Problem) -> None:
     """The plan is legal, takes what it says, and nothing takes less; what is refused cannot be."""
-    mesh, chain, offered, tokens = problem
-    best = least(mesh, chain, offered, tokens)
-    planner = Planner(mesh, chain, [m.offer() for m in offered])
+    mesh, chain, offered, tokens, slices_copy = problem
+    best = least(mesh, chain, offered, tokens, slices_copy)
+    planner = Planner(mesh, chain, [m.offer() for m in offered], slices_copy=slices_copy)
     try:
         plan = planner.plan((tokens,) * mesh.attn_dp)
     except (LayoutError, PlacementError):
         assert best == math.inf
         return
     assert plan.us == pytest.approx(best)
-    assert price(plan, offered) == pytest.approx(plan.us)
+    assert price(plan, offered, slices_copy) == pytest.approx(plan.us)
 
 
 @given(problems())
@@ -138,8 +141,8 @@ def room_for_the_source_only(m: pytest.MonkeyPatch) -> None:
 def rows_of_any_width_are_normalised(m: pytest.MonkeyPatch) -> None:
     true = Planner.__init__
 
-    def init(self: Planner, mesh: Mesh, chain: Chain, offers: list[Offer]) -> None:
-        true(self, mesh, chain, [replace(o, max_normed_bytes=None) for o in offers])
+    def init(self: Planner, mesh: Mesh, chain: Chain, offers: list[Offer], **how: Any) -> None:
+        true(self, mesh, chain, [replace(o, max_normed_bytes=None) for o in offers], **how)
 
     m.setattr(Planner, "__init__", init)
 
@@ -154,7 +157,19 @@ def bytes_of_the_first_rank(m: pytest.MonkeyPatch) -> None:
     m.setattr(Planner, "_most_bytes", lambda self, rows, counts: true(self, rows, counts) // self.mesh.attn_dp)
 
 
+def slices_are_always_views(m: pytest.MonkeyPatch) -> None:
+    true = Planner._price
+    m.setattr(Planner, "_price", lambda self, e, counts: true(self, e, counts) if e.moves else (0.0, "local"))
+
+
+def a_norm_after_a_sum_costs_as_any(m: pytest.MonkeyPatch) -> None:
+    true = Planner._norm
+    m.setattr(Planner, "_norm", lambda self, rows, counts, added: true(self, rows, counts, False))
+
+
 PLANTED = [
+    slices_are_always_views,
+    a_norm_after_a_sum_costs_as_any,
     free_epilogues,
     no_epilogue_priced,
     another_offers_local_steps,
@@ -197,4 +212,4 @@ def test_four_deltas_as_cheap_as_can_be(mesh: Mesh) -> None:
     legal, machine = placements(mesh), Machine("one", ALL, True, 2.0, 0.5, 1e2, 4.0, 50.0)
     for deltas in ((legal[-1],) * 4, tuple((legal * 2)[:4])):
         chain = Chain((Read("embed", legal[0], (legal[0],)), Read("norm", legal[0], deltas)), WIDTH, ELEMENT_BYTES)
-        check((mesh, chain, [machine], 64))
+        check((mesh, chain, [machine], 64, True))

@@ -120,7 +120,7 @@ class Command:
         forms: Forms = "gather" if gpus and self.experts == "auto" else self.experts
         replicates, split = self.dcp_query == "replicate", self.split_vocabulary
         config = replace(config, replicate_queries=replicates, experts=forms, split_vocabulary=split, float8=gpus)
-        planner = plan_model(config, mesh, config.dtype, offers)
+        planner = plan_model(config, mesh, config.dtype, offers, slices_copy=gpus)  # where steps are captured
         every = [(n,) * mesh.attn_dp for n in tokens]
         shared = dealt_of(config, mesh, config.dtype)
         both = forms_of(mesh, planner.chain, offers)

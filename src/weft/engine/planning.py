@@ -76,10 +76,15 @@ def check_heads(config: ModelConfig, mesh: Mesh, caches: Iterable[Spec]) -> None
 
 
 def plan_model(
-    config: ModelConfig, mesh: Mesh, dtype: torch.dtype, offers: Sequence[Offer], choice: Choice = "cheapest"
+    config: ModelConfig,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    offers: Sequence[Offer],
+    choice: Choice = "cheapest",
+    slices_copy: bool = False,
 ) -> Planner:
-    """The planner of a model on a mesh. Raises LayoutError, PlacementError."""
-    return Planner(mesh, trace(config, mesh, dtype), offers, choice)
+    """The planner of a model on a mesh, as `Planner`. Raises LayoutError, PlacementError."""
+    return Planner(mesh, trace(config, mesh, dtype), offers, choice, slices_copy)
 
 
 def dealt_of(config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> Dealt | None:

@@ -146,7 +146,8 @@ class ModelRunner:
         # Plans of graphs hold only what reads counts on the device, where there is such a transport.
         able = {name: t for name, t in self.transports.items() if t.takes_live_sizes} or self.transports
         offers = [offer for offer in self.planner.offers if offer.transport in able]
-        planner = Planner(self.mesh, self.planner.chain, offers, self.planner.choice)
+        on_device = all(t.takes_live_sizes for t in able.values())  # and so where the rows of a group begin
+        planner = Planner(self.mesh, self.planner.chain, offers, self.planner.choice, slices_copy=on_device)
         inputs: list[Inputs] = [AnswerInputs(rows, self.rules, self._page_size)]
         if captures_prompts(self.rules, self.mesh):
             inputs.append(PromptInputs(rows, self._page_size, most_rows))

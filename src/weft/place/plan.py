@@ -110,12 +110,17 @@ class Planner:
     """Plans a chain on a mesh with the edges that transports offer; each edge goes to the cheapest that has it.
 
     Slices need no offer; local steps cost what the first offer says. Plans are cached by `bucket`. choice: naive makes
-    the naive plan the one to follow, for whoever compares the two. Raises PlacementError, naming the block, where no
-    legal steps lead to what a block asks for; LayoutError where a step's tensors are larger than any transport carries.
+    the naive plan the one to follow, for whoever compares the two. slices_copy: a slice copies its rows, as in a CUDA
+    graph, where the host does not know at which row it begins; otherwise it is a view, and free. Raises PlacementError,
+    naming the block, where no legal steps lead to what a block asks for; LayoutError where a step's tensors are larger
+    than any transport carries.
     """
 
-    def __init__(self, mesh: Mesh, chain: Chain, offers: Sequence[Offer], choice: Choice = "cheapest"):
+    def __init__(
+        self, mesh: Mesh, chain: Chain, offers: Sequence[Offer], choice: Choice = "cheapest", slices_copy: bool = False
+    ):
         self.mesh, self.chain, self.offers, self.choice = mesh, chain, tuple(offers), choice
+        self._slices_copy = slices_copy
         kinds = frozenset().union(*(o.kinds for o in offers))
         self._home = {rows: mesh.placement(rows) for rows in Rows}
         every = [*self._home.values(), *(d for reads in chain.forms for read in reads for d in read.deltas)]
@@ -152,9 +157,10 @@ class Planner:
             for i, delta in enumerate(read.deltas):
                 steps += self._route(i, delta, home, counts)
             for i in range(len(read.deltas)):
-                us = self._local_us(home.rows, 3, counts) if index or i else 0.0
+                us = self._add_us(home.rows, counts) if index or i else 0.0
                 steps.append(Step("absorb", 0, rows=home.rows, us=us))
-            steps += [self._norm(home.rows, counts), *self._route(NORMED, home, read.target, counts)]
+            added = len(read.deltas) > (0 if index else 1)
+            steps += [self._norm(home.rows, counts, added), *self._route(NORMED, home, read.target, counts)]
             inside = self._inside(read.dispatch, counts)
             us = sum(s.us for s in (*steps, *inside))
             reads.append(ReadPlan(read, tuple(steps), home.rows, us, inside))
@@ -183,7 +189,7 @@ class Planner:
     def _price(self, edge: Edge, counts: Counts) -> tuple[float, str]:
         """µs, and the transport that takes so long; infinite where none has room."""
         if not edge.moves:
-            return 0.0, "local"
+            return (self._local_us(edge.dst.rows, 2, counts) if self._slices_copy else 0.0), "local"
         size, moved = self.mesh.size(edge.group), self.bytes_received(edge, counts)
         times = []
         for offer in self._able(edge, counts):
@@ -234,8 +240,15 @@ class Planner:
         us, transport = self._price(edge, counts)
         return Step("move", operand, edge, us=us, transport=transport)
 
-    def _norm(self, rows: Rows, counts: Counts) -> Step:
-        return Step("norm", rows=rows, us=self._local_us(rows, 2, counts))
+    def _add_us(self, rows: Rows, counts: Counts) -> float:
+        return self._local_us(rows, 3, counts)
+
+    def _norm(self, rows: Rows, counts: Counts, added: bool) -> Step:
+        """added: right after an addition to the residual, which one kernel then does together with the norm."""
+        us = self._local_us(rows, 2, counts)
+        if added:
+            us = min(us, max(0.0, self._local_us(rows, 4, counts) - self._add_us(rows, counts)))
+        return Step("norm", rows=rows, us=us)
 
     def _dispatch_steps(self, dispatch: Dispatch | None, counts: Counts) -> tuple[Step, ...]:
         """What a block does beside its own work to send rows to experts and get them back."""
@@ -265,10 +278,12 @@ class Planner:
                 if edge.dst.owes is None and (best := self._price_finish(edge, counts)):
                     step = Step("finish", 0, edge, rows=edge.dst.rows, us=best[0], transport=best[1])
                     found.append((number[edge.dst], step))
-        adds = [(at.rows, self._local_us(at.rows, 3, counts)) for at in self._placements]
+        adds = [(at.rows, self._add_us(at.rows, counts)) for at in self._placements]
         merge, absorb = (tuple(Step(op, 0, rows=rows, us=us) for rows, us in adds) for op in ("merge", "absorb"))
-        norm = tuple(self._norm(at.rows, counts) for at in self._placements)
-        return Graph(self._placements, tuple(map(tuple, moves)), tuple(map(tuple, finishes)), merge, absorb, norm)
+        norm, added = (tuple(self._norm(at.rows, counts, a) for at in self._placements) for a in (False, True))
+        return Graph(
+            self._placements, tuple(map(tuple, moves)), tuple(map(tuple, finishes)), merge, absorb, norm, added
+        )
 
     def _find_sums(self, deltas: tuple[Placement, ...], counts: Counts) -> Sums:
         return Sums([self._placements.index(delta) for delta in deltas], self._graph(counts))

@@ -28,7 +28,7 @@ class Graph:
     """Every step that may be taken, priced; placements go by their number.
 
     moves, finishes: by the number that they start from, each with the number where it ends. merge, absorb, norm: on
-    each placement's rows.
+    each placement's rows; norm_of_sum: right after an absorb.
     """
 
     placements: tuple[Placement, ...]
@@ -37,6 +37,7 @@ class Graph:
     merge: tuple[Step, ...]
     absorb: tuple[Step, ...]
     norm: tuple[Step, ...]
+    norm_of_sum: tuple[Step, ...]
 
 
 class Way(NamedTuple):
@@ -70,6 +71,15 @@ def _improve(ways: Ways, at: int, step: Step, *after: Way) -> None:
     found = ways.get(at)
     if found is None or us < found.us or (us == found.us and length < found.length):
         ways[at] = Way(us, length, step, after)
+
+
+def _cost(way: Way) -> tuple[float, int]:
+    return way.us, way.length
+
+
+def _better(one: Ways, other: Ways) -> Ways:
+    """Of two ways to a value the better, in each placement."""
+    return {at: min((ways[at] for ways in (one, other) if at in ways), key=_cost) for at in one | other}
 
 
 def _spread(begin: Ways, graph: Graph) -> Ways:
@@ -124,22 +134,25 @@ class Sums:
         graph = self.graph
         taken: dict[Deltas, Ways] = {}  # the residual, once it has taken up a set of deltas
         for chosen, parts in self.parts.items():
-            found: Ways = {}
+            begun: Ways = {}
             if residual is not None and not parts:
-                found[residual] = Way(0.0, 0)
+                begun[residual] = Way(0.0, 0)
             if residual is None and parts:
                 for at, delta in self.ways[chosen].items():
                     if graph.placements[at].owes is None:
-                        _improve(found, at, replace(graph.absorb[at], us=0.0), delta)
+                        _improve(begun, at, replace(graph.absorb[at], us=0.0), delta)
+            added: Ways = {}
             for part, before in parts:
                 deltas = self.ways[part]
                 for at, kept in taken[before].items():
                     if at in deltas:
-                        _improve(found, at, graph.absorb[at], kept, deltas[at])
-            taken[chosen] = _spread(found, graph)
+                        _improve(added, at, graph.absorb[at], kept, deltas[at])
+            taken[chosen] = _spread(_better(begun, added), graph)
         normed: Ways = {}
         for at, kept in taken[self.all].items():
             _improve(normed, at, graph.norm[at], kept)
+        for at, kept in added.items():  # of all deltas, which come last
+            _improve(normed, at, graph.norm_of_sum[at], kept)
         for part, before in self.parts[self.all]:
             for src, delta in self.ways[part].items():
                 for at, step in graph.finishes[src]:

@@ -182,9 +182,16 @@ def attend_prompts(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
     )
 
 
+def parts_of(rows: int, outputs: int, width: int, bias: torch.Tensor | None = None) -> torch.Tensor | Parts:
+    """A product that comes in parts, where it does."""
+    x, weight = empty(rows, width), empty(outputs, width)
+    tile = dense.tile_for(x, weight, added_next=True)
+    return dense.linear_parts(x, weight, tile, bias) if tile else empty(rows, outputs)
+
+
 def route_rows(rows: int) -> None:
     live, tile_rows = empty(1, dtype=INT), moe.tile_rows_of(rows)
-    logits = dense.linear_parts(empty(rows, 2048), empty(128, 2048), empty(128)) if rows <= 64 else empty(rows, 128)
+    logits = parts_of(rows, 128, 2048, empty(128))
     route.route(logits, Routing(8, renormalise=True), live, tile_rows, 64, 64)
 
 
@@ -238,19 +245,14 @@ def multiply_float8(rows: int, outputs: int, width: int, unit: tuple[int, int] =
     float8.linear(empty(rows, width), in_float8(outputs, width, unit=unit), empty(rows, outputs))
 
 
-def multiply(rows: int, outputs: int, width: int) -> None:
-    dense.linear(empty(rows, width), empty(outputs, width), None, empty(outputs))
-
-
-def multiply_in_parts(rows: int, outputs: int, width: int) -> None:
-    dense.linear_parts(empty(rows, width), empty(outputs, width))
+def multiply(rows: int, outputs: int, width: int, tile: dense.Tile | None = None) -> None:
+    x, weight = empty(rows, width), empty(outputs, width)
+    dense.linear(x, weight, tile or dense.tile_for(x, weight), None, empty(outputs))
 
 
 def norm_and_turn(rows: int) -> None:
     cache, angle, slots, weight = empty(1000, 2, 128), empty(rows, 64), empty(rows, dtype=INT), empty(128)
-    qkv: torch.Tensor | Parts = empty(rows, 20 * 128)
-    if tile := dense.tile_of(rows, 20 * 128, 2048, added_next=True):
-        qkv = dense.linear_parts(empty(rows, 2048), empty(20 * 128, 2048), tile=tile)
+    qkv = parts_of(rows, 20 * 128, 2048)
     norm_rope_cache.norm_rope_cache(
         qkv, 16, angle, angle, slots, cache, cache, q_weight=weight, k_weight=weight, eps=1e-6
     )
@@ -348,8 +350,9 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "FP8 product, 4096 rows": (lambda: multiply_float8(4096, 7168, 2048), ("QGMMA", "LDGSTS")),
     "FP8 product, cut blocks": (lambda: multiply_float8(64, 320, 1408, (64, 64)), ("QGMMA", "LDGSTS")),
     "product, 1 row": (lambda: multiply(1, 5120, 2048), ("HGMMA",)),
+    "product of whole depth": (lambda: multiply(16, 2048, 1408, dense.Tile(32, 1, 128, 8, 8)), ("HMMA",)),
     "product, 64 rows, deep": (lambda: multiply(64, 1024, 4096), ("HGMMA",)),
-    "parts of a deep product": (lambda: multiply_in_parts(64, 256, 7168), ("HGMMA",)),
+    "parts of a deep product": (lambda: parts_of(64, 256, 7168), ("HGMMA",)),
     "norm, rotary, cache": (lambda: norm_and_turn(64), ()),
     "norm, rotary, cache, many rows": (lambda: norm_and_turn(4096), ()),
     "latents, rotary, cache": (lambda: norm_latents(64, 128), ()),
@@ -424,3 +427,11 @@ def test_products_of_few_rows_read_their_weights_before_the_wait(
     before, _, after = kernel.code.partition("ACQBULK")
     early = re.findall(r"\bLDG\.E\.128\.STRONG\.GPU\b", before)
     assert len(early) * 16 * kernel.threads == 2 * held and not re.search(r"\bLDG\S*\.STRONG\.GPU\b", after)
+
+
+def test_weights_of_whole_depth_are_in_tensor_cores_registers_before_the_wait(compiled: list[Compiled]) -> None:
+    for rows in (1, 16):
+        multiply(rows, 2048, 2048, dense.Tile(16, 1, 256, 8, 8))
+        before, _, after = compiled[-1].code.partition("ACQBULK")
+        assert len(re.findall(r"\bLDSM\S*\.M88\.4\b", before)) * 512 * 8 == 2 * 16 * 2048
+        assert not re.search(r"\bHMMA\b", before) and not re.search(r"\bLDG\S*\.STRONG\.GPU\b", after)

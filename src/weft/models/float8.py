@@ -61,8 +61,8 @@ def product(
         if x.is_cuda:
             from weft.kernels.triton import dense  # GPUs only: a CPU need not have Triton
 
-            if dense.takes(x, weight):
-                return dense.linear(x, weight, out, bias)
+            if tile := dense.tile_for(x, weight):
+                return dense.linear(x, weight, tile, out, bias)
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
@@ -84,7 +84,6 @@ def product_or_parts(
     if x.is_cuda and not isinstance(weight, Weight):
         from weft.kernels.triton import dense
 
-        (rows, width), outputs = x.shape, weight.shape[0]
-        if dense.takes_parts(x, weight) and (tile := dense.tile_of(rows, outputs, width, added_next=True)):
-            return dense.linear_parts(x, weight, bias, tile=tile)
+        if tile := dense.tile_for(x, weight, added_next=True):
+            return dense.linear_parts(x, weight, tile, bias)
     return product(x, weight, None, quantised, bias)

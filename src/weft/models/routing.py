@@ -82,9 +82,10 @@ class Router(Linear):
         from weft.kernels.triton import dense
 
         value = x.require_complete(self.path)
-        if not dense.takes_parts(value, self.weight):
+        tile = dense.tile_for(value, self.weight, added_next=True)
+        if tile is None:
             return self.logits(x)
-        return dense.linear_parts(value, self.weight, self.offset, torch.float32 if self.routing.wide else None)
+        return dense.linear_parts(value, self.weight, tile, self.offset, torch.float32 if self.routing.wide else None)
 
     def choose(self, x: Hidden) -> tuple[Tensor, Tensor]:
         """(weight `[T, k]` in x's dtype, expert int64 `[T, k]`)."""

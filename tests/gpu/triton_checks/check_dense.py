@@ -27,10 +27,16 @@ def inside(rows: int, columns: int, device: torch.device, dtype: torch.dtype, sk
     return whole[1:-1, 8:-8]
 
 
+def tile_for(x: Tensor, weight: Tensor, added_next: bool = False) -> Tile:
+    tile = dense.tile_for(x, weight, added_next)
+    assert tile is not None
+    return tile
+
+
 def assert_product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None) -> Tensor:
     """Of float32 sums, and that what is around them stays as it was; returns them."""
     whole = torch.full((len(x) + 1, len(weight) + 16), NAN, device=x.device)
-    out = dense.linear(x, weight, whole[:-1, 8:-8], bias, tile)
+    out = dense.linear(x, weight, tile or tile_for(x, weight), whole[:-1, 8:-8], bias)
     wanted = x.double() @ weight.double().mT
     size = x.double().abs() @ weight.double().abs().mT  # what rounding of the sums goes by
     if bias is not None:
@@ -50,6 +56,10 @@ def assert_product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | 
     (2, 48, 640, Tile(32, 3, 128, 4)),  # the last part has less to do
     (16, 16, 384, Tile(16, 2, 128, 8)),
     (5, 70, 300, Tile(64, 1, 128, 4)),
+    (1, 32, 512, Tile(16, 1, 64, 4, 8)),  # slices of the whole depth,
+    (9, 40, 200, Tile(16, 1, 16, 4, 4)),  # of which the last have less to do
+    (16, 40, 384, Tile(32, 1, 32, 4, 4)),
+    (64, 24, 300, Tile(16, 1, 64, 2, 2)),  # and rows in turn
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES)
 def check_products(
@@ -61,7 +71,10 @@ def check_products(
     assert_product(x, weight, bias, tile)
 
 
-@pytest.mark.parametrize("rows, tile", [(4, None), (33, None), (4, Tile(16, 2, 128, 4))])
+@pytest.mark.parametrize(
+    "rows, tile",
+    [(4, None), (33, None), (4, Tile(16, 2, 128, 4)), (4, Tile(16, 1, 64, 4, 8)), (33, Tile(16, 1, 64, 4, 4))],
+)
 def check_a_row_depends_on_no_other(rows: int, tile: Tile | None, device: torch.device) -> None:
     torch.manual_seed(1)
     x, weight = inside(rows, 512, device, DTYPES[0]), inside(40, 512, device, DTYPES[0])
@@ -69,25 +82,24 @@ def check_a_row_depends_on_no_other(rows: int, tile: Tile | None, device: torch.
     for alone in (0, rows - 1):
         others = torch.full_like(x, NAN)
         others[alone] = x[alone]
-        again = dense.linear(others, weight, torch.full_like(out, NAN), None, tile)
+        again = dense.linear(others, weight, tile or tile_for(x, weight), torch.full_like(out, NAN))
         assert torch.equal(again[alone], out[alone]) and again.isnan().all(1).sum() == rows - 1
 
 
 def check_rounded_once(device: torch.device) -> None:
-    """To x's dtype, after the bias, with one part or several."""
+    """To x's dtype, after the bias, with one part or several, or slices."""
     torch.manual_seed(2)
     x, weight = (torch.randn(n, 512, device=device).to(DTYPES[0]) for n in (3, 32))
     bias = 100 * torch.randn(32, device=device).to(DTYPES[0])
-    for parts in (1, 4):
-        tile = Tile(16, parts, 128, 4)
-        exact = dense.linear(x, weight, x.new_empty(3, 32, dtype=torch.float32), bias, tile)
-        assert torch.equal(dense.linear(x, weight, None, bias, tile), exact.to(DTYPES[0]))
+    for tile in (Tile(16, 1, 128, 4), Tile(16, 4, 128, 4), Tile(16, 1, 128, 4, 4)):
+        exact = dense.linear(x, weight, tile, x.new_empty(3, 32, dtype=torch.float32), bias)
+        assert torch.equal(dense.linear(x, weight, tile, None, bias), exact.to(DTYPES[0]))
 
 
 def check_parts_are_left_to_others(device: torch.device) -> None:
     torch.manual_seed(3)
     x, weight = (torch.randn(n, 640, device=device).to(DTYPES[0]) for n in (5, 20))
-    found = dense.linear_parts(x, weight, None, torch.float32)
+    found = dense.linear_parts(x, weight, tile_for(x, weight, added_next=True), None, torch.float32)
     assert found.values.shape == (3, 5, 20) and found.bias is None and found.dtype == torch.float32
     for i, part in enumerate(found.values.double()):
         of = slice(256 * i, 256 * (i + 1))
@@ -107,16 +119,20 @@ def check_which_products_are_taken(device: torch.device) -> None:
     assert dense.tile_of(64, 2560, 2048) is None and dense.tile_of(64, 2560, 2048, True) == Tile(128, 4, 512, 8)
     for rows in (1, 16, 17, 64):
         assert dense.tile_of(rows, 151_936, 2048) is None and dense.tile_of(rows, 75_968, 2048) is None
+    for rows in (1, 64):  # a router's, whatever its depth
+        assert dense.tile_of(rows, 128, 2048, True) == Tile(64, 8, 256, 4)
+        assert dense.tile_of(rows, 256, 7168, True) == Tile(64, 14, 512, 4)
     x, weight = (torch.zeros(n, 64, device=device, dtype=torch.bfloat16) for n in (2, 32))
-    assert dense.takes(x, weight) and dense.takes(x.half(), weight.half())
-    assert not dense.takes(x.float(), weight.float()) and not dense.takes(x.float(), weight)
-    assert not dense.takes(x[:0], weight) and not dense.takes(weight.t()[:2, :32], weight[:, :32])
+    assert dense.tile_for(x, weight) and dense.tile_for(x.half(), weight.half())
+    refused = (x.float(), weight.float()), (x.float(), weight), (x[:0], weight), (weight.t()[:2, :32], weight[:, :32])
+    assert not any(dense.tile_for(*tensors) for tensors in refused)
 
 
 def check_refuses(device: torch.device) -> None:
     x, weight = (torch.zeros(n, 64, device=device, dtype=torch.bfloat16) for n in (2, 32))
-    for args in ((x[:, :32], weight), (x.half(), weight), (x[:0], weight), (x, weight, None, weight[:, 0])):
+    tile, bias = Tile(64, 1, 128, 4), weight[:, 0]
+    for tensors in ((x[:, :32], weight), (x.half(), weight), (x[:0], weight), (x, weight, bias)):
         with pytest.raises(ValueError, match="x is"):
-            dense.linear(*args)
+            dense.linear_parts(*tensors[:2], tile, *tensors[2:])
     with pytest.raises(ValueError, match="out"):
-        dense.linear(x, weight, x)
+        dense.linear(x, weight, tile, x)

@@ -1,11 +1,15 @@
 """x Wᵀ of few rows, as decode steps have them, in 2-byte floats.
 
-Such a product takes as long as reading its weight. As no kernel writes weights, each program loads its tile of one into
-shared memory before it waits for the kernel before (see `overlap`; past L1, as all that is read so early), and then
-only its columns of x. A tile has 64 of the weight's rows or more, which are the first operand of tensor cores, and a
-part of the depth: with fewer of them every multiprocessor would have a tile of whole depth, but all would read all of
-x, which took longer. The parts are added in their order by what comes next, or by a kernel for that. Nothing is added
-atomically, so the bits are the same at every run, and those of a row depend on no other row.
+Such a product takes as long as reading its weight. As no kernel writes weights, each program loads its tile of one
+before it waits for the kernel before (see `overlap`; past L1, as all that is read so early), and then only its columns
+of x. There are two ways to cut a weight so that every multiprocessor has a tile:
+
+- Tiles of 64 rows or more and a part of the depth. The parts are added in their order by what comes next, or by a
+  kernel for that.
+- Tiles of fewer rows and the whole depth, which is dealt out over the program's warps in slices, whose sums it adds.
+  This spares that kernel, but every program reads all of x.
+
+Nothing is added atomically, so the bits are the same at every run, and those of a row depend on no other row.
 """
 
 from __future__ import annotations
@@ -29,19 +33,23 @@ SHARED_BYTES = 227 << 10
 """What the programs of a multiprocessor can have together. All programs are to be on the GPU at once."""
 MOST_PARTS = 8
 """Parts of the depth, since their sum reads them all."""
+FEW_OUTPUTS = 512
+"""As routers have."""
 LANGUAGE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Tile(NamedTuple):
-    """How a product is cut: the weight's rows of a tile, parts of the depth, depth of a block, and warps.
+    """How a product is cut: the weight's rows of a tile, parts of the depth, depth of a block, warps, and slices.
 
-    block: a power of two; a program has so many blocks of it as its part of the depth needs.
+    block: a power of two; a program has so many blocks of it as its part of the depth needs, or each slice does.
+    slices: of the whole depth, a power of two and a multiple of the warps; 1: none.
     """
 
     columns: int
     parts: int
     block: int
     warps: int
+    slices: int = 1
 
 
 @triton.jit
@@ -96,6 +104,53 @@ def _gemm_few_rows(
     tl.store(to, acc.to(out.dtype.element_ty), mask=wanted[:, None] & real[None, :])
 
 
+@kernel(do_not_specialize=["rows", "outputs"])
+def _gemm_whole_depth(
+    x, weight, bias, out, rows, outputs, x_row, weight_row, out_row,
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # All programs read the same rows at once, so each begins at another one.
+    row = (tl.arange(0, BLOCK_T) + tl.program_id(0)) % BLOCK_T
+    wanted = column < outputs
+    depth = tl.arange(0, SLICES)[:, None, None] * (BLOCKS * BLOCK_K) + tl.arange(0, BLOCK_K)[None, None, :]
+    weight += tl.where(wanted, column, 0).to(tl.int64)[None, :, None] * weight_row + depth
+    x += row.to(tl.int64)[None, :, None] * x_row + depth
+    out += row.to(tl.int64)[None, :] * out_row + column[:, None]
+    WHOLE: tl.constexpr = WIDTH % (SLICES * BLOCKS * BLOCK_K) == 0
+    weights = ()
+    for i in tl.static_range(BLOCKS):
+        if WHOLE:
+            b = tl.load(weight + i * BLOCK_K, cache_modifier=".cg")
+        else:
+            inside = (depth < WIDTH - i * BLOCK_K) & (column >= 0)[None, :, None]
+            b = tl.load(weight + i * BLOCK_K, mask=inside, other=0.0, cache_modifier=".cg")
+        weights += (b,)  # type: ignore[assignment]
+    first = 0
+    # The compiler brings the weights into tensor cores' registers before this loop, so before the wait.
+    while first < rows:
+        overlap.begin()
+        real = row < rows - first
+        x_at, out_at = x + tl.cast(first, tl.int64) * x_row, out + tl.cast(first, tl.int64) * out_row
+        values = ()
+        for i in tl.static_range(BLOCKS):
+            held = real[None, :, None] & (depth >= 0)
+            if not WHOLE:
+                held &= depth < WIDTH - i * BLOCK_K
+            values += (tl.load(x_at + i * BLOCK_K, mask=held, other=0.0),)  # type: ignore[assignment]
+        acc = tl.zeros([SLICES, BLOCK_N, BLOCK_T], tl.float32)
+        for i in tl.static_range(BLOCKS):
+            acc = tl.dot(weights[i], tl.permute(values[i], (0, 2, 1)), acc)
+        # Pairs of slices come together in a thread, the rest in a warp: a sum over warps would meet twice.
+        left, right = tl.split(tl.reshape(tl.permute(acc, (1, 2, 0)), (BLOCK_N, BLOCK_T, SLICES // 2, 2)))
+        total = tl.sum(left + right, 2)
+        if BIAS:
+            total += tl.load(bias + column, mask=wanted, other=0.0).to(tl.float32)[:, None]
+        tl.store(out_at, total.to(out.dtype.element_ty), mask=wanted[:, None] & real[None, :])
+        first += BLOCK_T
+
+
 @kernel
 def _add_gemm_parts(
     parts, bias, out, part, out_row, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
@@ -120,11 +175,23 @@ def add_parts(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> Tile | None:
-    """The tile of a product, or None where a library is to be preferred: for many rows, or a large weight.
+def tile_for(x: Tensor, weight: Tensor, added_next: bool = False) -> Tile | None:
+    """The tile of x Wᵀ, or None where a library is to be preferred: in other dtypes, of many rows, of a large weight.
 
-    added_next: what comes next adds the parts. Tiles are those of `benchmarks/gpu_dense.py`, on an H200.
+    added_next: what comes next adds the parts, if there are.
     """
+    (rows, width), outputs = x.shape, weight.shape[0]
+    like = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+    return tile_of(rows, outputs, width, added_next) if like and rows and _is_dense(x, weight) else None
+
+
+def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> Tile | None:
+    """The same by sizes alone. Tiles are those of `benchmarks/gpu_dense.py`, on an H200."""
+    if rows > MOST_ROWS:
+        return None
+    if added_next and outputs <= FEW_OUTPUTS:  # which have few tiles: every block is a part
+        block = 256 if width <= 256 * MOST_PARTS else 512
+        return Tile(64, cdiv(width, block), block, 4)
     cuts = [(64, 512 if width > 1024 else 256 if width > 128 else 128, 4)]
     if rows <= 4:
         cuts.append((128, 256, 8))
@@ -133,48 +200,38 @@ def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> Ti
     for columns, block, warps in cuts:
         depth = cdiv(width, block * MOST_PARTS) * block
         parts = cdiv(width, depth)
-        held = 2 * depth * (columns + _rows_of_block(rows))
-        if rows <= MOST_ROWS and cdiv(outputs, columns) * parts <= SHARED_BYTES // held * MULTIPROCESSORS:
-            return Tile(columns, parts, block, warps)
+        tile = Tile(columns, parts, block, warps)
+        held = 2 * depth * (columns + rows_of_block(rows, tile))
+        if cdiv(outputs, columns) * parts <= SHARED_BYTES // held * MULTIPROCESSORS:
+            return tile
     return None
 
 
-def _rows_of_block(rows: int) -> int:
+def rows_of_block(rows: int, tile: Tile) -> int:
+    """How many rows a program takes at once, which are all but with slices."""
+    if tile.slices > 1:
+        return 8 if rows <= 8 else 16
     return max(16, next_power_of_2(rows))
-
-
-def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` is for such a product: of few rows in a 2-byte dtype, with a weight that is not too large."""
-    return takes_parts(x, weight) and tile_of(x.shape[0], *weight.shape) is not None
-
-
-def takes_parts(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear_parts` is: for a weight of any size."""
-    like = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    return like and 0 < x.shape[0] <= MOST_ROWS and _is_dense(x, weight)
 
 
 def _is_dense(*tensors: Tensor) -> bool:
     return all(t.dim() == 2 and t.stride(1) == 1 for t in tensors)
 
 
-def linear(
-    x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None, tile: Tile | None = None
-) -> Tensor:
+def linear(x: Tensor, weight: Tensor, tile: Tile, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + bias, summed in float32 and rounded once; fills and returns out `[T, N]`, which is made where it is None.
 
     x `[T, K]`, of which there is a row; weight `[N, K]`, of the same dtype; bias `[N]`. Rows of all are contiguous.
-    tile: another than `tile_of`. Raises ValueError where shapes do not fit together, or the product is left to a
-    library.
+    Raises ValueError where shapes do not fit together.
     """
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
     _check(x, weight, bias)
-    tile = tile or tile_of(x.shape[0], *weight.shape)
-    if tile is None or out.shape != (x.shape[0], weight.shape[0]) or out.stride(1) != 1:
+    if out.shape != (x.shape[0], weight.shape[0]) or out.stride(1) != 1:
         raise ValueError(f"x is {list(x.shape)}, the weight {list(weight.shape)}, out {list(out.shape)}")
     parts = _parts_of(weight.shape[1], tile)
     if parts == 1:
-        _multiply(x, weight, bias, out, tile)
+        multiply = _multiply if tile.slices == 1 else _multiply_whole_depth
+        multiply(x, weight, bias, out, tile)
         return out
     values = out.new_empty(parts, *out.shape, dtype=torch.float32)
     _multiply(x, weight, None, values, tile)
@@ -182,16 +239,11 @@ def linear(
 
 
 def linear_parts(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, tile: Tile | None = None
+    x: Tensor, weight: Tensor, tile: Tile, bias: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Parts:
-    """The same with its sum left to what comes next, which rounds it to dtype, x's where that is None.
-
-    For few outputs, which few programs would compute at their whole depth.
-    """
+    """The same with its sum left to what comes next, which rounds it to dtype, x's where that is None."""
     _check(x, weight, bias)
     outputs, width = weight.shape
-    block = 256 if width <= 256 * MOST_PARTS else 512
-    tile = tile or Tile(64, cdiv(width, block), block, 4)
     values = x.new_empty(_parts_of(width, tile), x.shape[0], outputs, dtype=torch.float32)
     _multiply(x, weight, None, values, tile)
     return Parts(values, bias, dtype or x.dtype)
@@ -223,7 +275,17 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile:
     (outputs, width), rows = weight.shape, x.shape[0]
     _gemm_few_rows[(cdiv(outputs, tile.columns), _parts_of(width, tile))](
         x, weight, x if bias is None else bias, out, rows, outputs, x.stride(0), weight.stride(0), out.stride(-2),
-        out.stride(0), WIDTH=width, BIAS=bias is not None, BLOCK_T=_rows_of_block(rows),
+        out.stride(0), WIDTH=width, BIAS=bias is not None, BLOCK_T=rows_of_block(rows, tile),
         BLOCK_N=tile.columns, BLOCK_K=tile.block, BLOCKS=_blocks_of(width, tile), num_warps=tile.warps,
+        **overlap.options(),
+    )  # fmt: skip
+
+
+def _multiply_whole_depth(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> None:
+    (outputs, width), rows = weight.shape, x.shape[0]
+    _gemm_whole_depth[(cdiv(outputs, tile.columns),)](
+        x, weight, x if bias is None else bias, out, rows, outputs, x.stride(0), weight.stride(0), out.stride(0),
+        WIDTH=width, BIAS=bias is not None, BLOCK_T=rows_of_block(rows, tile), BLOCK_N=tile.columns,
+        BLOCK_K=tile.block, BLOCKS=cdiv(width, tile.slices * tile.block), SLICES=tile.slices, num_warps=tile.warps,
         **overlap.options(),
     )  # fmt: skip

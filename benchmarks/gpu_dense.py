@@ -4,12 +4,12 @@
     python benchmarks/gpu_dense.py --out benchmarks/results/gpu_dense.json
 
 The first fills Triton's cache by several processes, the second times. Each product follows a kernel that writes its
-rows, as in a decode step, so that it may start while that one still runs: one that copies them at once, and one that
-takes as long as an exchange between GPUs. The router's product is timed together with the kernel of routing, which adds
-its parts; that of queries, keys and values also alone, as attention adds its parts. Times are those of CUDA graphs over
-weights that take turns, more than the L2 cache holds (see gpu_kernels.py), less those of the kernels before alone.
-Prints for each shape torch's time, what is shipped and the best five cuts, behind either kernel, and one JSON object
-last.
+rows, as in a decode step, so that it may start while that one still runs: one that copies them at once, one that takes
+as long as attention's merge, and one that takes as long as an exchange between GPUs. The router's product is timed
+together with the kernel of routing, and that of queries, keys and values with the kernel that turns them, as both add
+parts where there are. Times are those of CUDA graphs over weights that take turns, more than the L2 cache holds (see
+gpu_kernels.py), less those of the kernels before alone. Prints for each shape torch's time, what is shipped and the
+best five cuts, and one JSON object last. --rows and --only take some of the rows and shapes.
 """
 
 from __future__ import annotations
@@ -29,26 +29,44 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
-from gpu_kernels import BF16, DEVICE, EXPERTS, RULE, error, graph_us, ints, normal, write_json
+from gpu_kernels import (
+    BF16,
+    DEVICE,
+    EXPERTS,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    RULE,
+    error,
+    graph_us,
+    ints,
+    normal,
+    write_json,
+)
 from weft.kernels.parts import Parts
-from weft.kernels.triton import dense, overlap, route
+from weft.kernels.triton import dense, norm_rope_cache, overlap, route
 from weft.kernels.triton.dense import Tile
 from weft.kernels.triton.launch import kernel
 
 SHAPES = {
-    "qkv": (2560, 2048),
-    "qkv in parts": (2560, 2048),
     "out": (2048, 2048),
+    "qkv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, 2048),
     "router": (EXPERTS, 2048),
+    "out, 1 rank": (2048, 4096),
+    "out, 4 ranks": (2048, 1024),
+    "out of hidden 4096": (4096, 1024),
+    "out of hidden 4096, deep": (4096, 2048),
     "latents": (1024, 4096),
     "shared experts": (2048, 768),
     "wide": (6144, 2048),
 }
 """(outputs, inputs) of Qwen3-30B-A3B's products on two ranks, and of others."""
-ROWS = (1, 16, 32, 64)
+ADDED_NEXT = {"qkv", "router"}
+"""Of these the next kernel adds the parts."""
+ROWS = (1, 8, 16, 32, 64)
 BYTES = 160 << 20
 """Of weights that take turns: several times the L2 cache."""
-TURNS = {"at once": 0, "as long as an exchange": 1500}
+TURNS = {"at once": 0, "as long as a merge": 350, "as long as an exchange": 1500}
 """Of a loop that the kernel before the product goes through."""
 
 
@@ -65,16 +83,22 @@ def _copy_late(x, out, turns, WIDTH: tl.constexpr):
 
 
 def tiles_for(name: str, rows: int) -> list[Tile]:
-    """Tiles worth trying."""
-    width = SHAPES[name][1]
-    cuts = [(64, 4, 512, 8), (64, 4, 512, 4), (64, 4, 256, 8), (64, 3, 256, 8), (64, 2, 512, 8), (64, 2, 256, 4)]
-    cuts += [(64, 8, 256, 8), (64, 8, 256, 4), (64, 8, 512, 8), (128, 8, 256, 8), (128, 4, 512, 8), (128, 4, 256, 8)]
-    cuts += [(128, 6, 128, 8), (64, 3, 256, 4)] if rows > 16 else []
-    if name == "router":
-        cuts = [(64, 8, 256, 4), (64, 8, 256, 8), (64, 4, 512, 4), (64, 4, 512, 8), (64, 16, 128, 4), (128, 8, 256, 8)]
-    held = [Tile(columns, min(parts, -(-width // block)), block, warps) for columns, parts, block, warps in cuts]
-    most = 113 << 10  # elements in shared memory
-    return [t for t in dict.fromkeys(held) if (t.columns + max(16, rows)) * -(-width // t.parts) <= most]
+    """Tiles worth trying: of parts of the depth those that were among the best, of slices of it all that fit."""
+    outputs, width = SHAPES[name]
+    cuts = [(64, 4, 512, 4), (64, 8, 256, 4), (128, 8, 256, 8), (128, 4, 512, 8)]
+    parted = [Tile(columns, min(parts, -(-width // block)), block, warps) for columns, parts, block, warps in cuts]
+    found = [t for t in parted if (t.columns + max(16, rows)) * -(-width // t.parts) <= 113 << 10]
+    if rows > 32 or name == "router":
+        return list(dict.fromkeys(found))
+    runs = [(256, 4, 4), (256, 8, 8), (128, 8, 8), (128, 8, 16), (64, 8, 8), (32, 8, 8)]
+    for columns, (block, warps, slices) in itertools.product((16, 32, 64), runs):
+        depth = block * slices
+        idle = -(-width // depth) * depth / width - 1
+        registers = width * (columns + (8 if rows <= 8 else 16)) // (64 * warps)  # a thread's, of weights and x
+        most = columns * dense.MULTIPROCESSORS * (192 // registers)  # outputs of programs that are on the GPU at once
+        if idle <= 1 / 3 and outputs <= most <= 8 * outputs and (block > 64 or width / depth <= 4):
+            found.append(Tile(columns, 1, block, warps, slices))
+    return list(dict.fromkeys(found))
 
 
 class Case:
@@ -86,6 +110,9 @@ class Case:
         self.weights = [normal(outputs, width, scale=width**-0.5) for _ in range(turns)]
         self.x, self.live = normal(rows, 4096), ints(rows)
         self.out = torch.empty(rows, outputs, device=DEVICE, dtype=BF16)
+        self.shipped = dense.tile_for(self.x[:, :width], self.weights[0], added_next=name in ADDED_NEXT)
+        self.slots, self.norm = ints(*range(rows)), normal(HEAD_DIM)
+        self.angle, self.cache = normal(rows, HEAD_DIM // 2), normal(2, rows, KV_HEADS, HEAD_DIM)
 
     def before(self, turns: int) -> Tensor:
         """x, by the kernel before."""
@@ -99,23 +126,33 @@ class Case:
             return graph_us([lambda: self.before(turns)] * len(self.weights), replays)
         return graph_us([lambda w=w: product(self.before(turns), w) for w in self.weights], replays)
 
-    def ours(self, tile: Tile | None) -> Callable[[Tensor, Tensor], Any]:
-        if self.name == "router":
-            return lambda x, w: self._route(dense.linear_parts(x, w, tile=tile))
-        if self.name == "qkv in parts":
-            return lambda x, w: dense.linear_parts(x, w, tile=tile or dense.tile_of(len(x), *w.shape, added_next=True))
-        return lambda x, w: dense.linear(x, w, self.out, tile=tile)
+    def ours(self, tile: Tile) -> Callable[[Tensor, Tensor], Any]:
+        if self.name in ADDED_NEXT and tile.slices == 1:
+            return lambda x, w: self._next(dense.linear_parts(x, w, tile))
+        return lambda x, w: self._next(dense.linear(x, w, tile, self.out))
 
     def torchs(self, x: Tensor, weight: Tensor) -> Any:
+        return self._next(F.linear(x, weight) if self.name == "router" else torch.mm(x, weight.t(), out=self.out))
+
+    def wrong(self) -> float:
+        """The largest error of any tile that gives a whole product."""
+        x, weight = self.before(0), self.weights[0]
+        wanted, found = x.double() @ weight.double().t(), 0.0
+        for tile in tiles_for(self.name, len(x)):
+            with suppress(OutOfResources):
+                found = max(found, error(dense.linear(x, weight, tile), wanted))
+        return found
+
+    def _next(self, product: Tensor | Parts) -> Any:
         if self.name == "router":
-            return self._route(F.linear(x, weight))
-        return torch.mm(x, weight.t(), out=self.out)
+            return route.choose(product, RULE, self.live)[0]
+        if self.name != "qkv":
+            return product
+        more = {"q_weight": self.norm, "k_weight": self.norm, "eps": 1e-6}
+        return norm_rope_cache.norm_rope_cache(product, HEADS, self.angle, self.angle, self.slots, *self.cache, **more)
 
-    def _route(self, logits: Tensor | Parts) -> Tensor:
-        return route.choose(logits, RULE, self.live)[0]
 
-
-def compile_all(work: list[tuple[str, int, Tile | None]]) -> None:
+def compile_all(work: list[tuple[str, int, Tile]]) -> None:
     """Fills Triton's cache, in a process of its own."""
     cases: dict[tuple[str, int], Case] = {}
     for name, rows, tile in work:
@@ -126,17 +163,15 @@ def compile_all(work: list[tuple[str, int, Tile | None]]) -> None:
 
 def time_case(name: str, rows: int, before: str) -> dict[str, Any]:
     """torch's product, what is shipped, and all tiles."""
-    case, turns, shape = Case(name, rows), TURNS[before], SHAPES[name]
+    case, turns = Case(name, rows), TURNS[before]
     alone = case.us(None, turns, 15)
     found: dict[str, Any] = {"case": name, "rows": rows, "before": before, "before_us": round(alone, 2)}
     found["torch_us"] = round(case.us(case.torchs, turns, 15) - alone, 2)
-    shipped = name == "router" or dense.tile_of(rows, *shape, added_next=name == "qkv in parts")
-    if shipped:
-        found["shipped_us"] = round(case.us(case.ours(None), turns, 15) - alone, 2)
-        found["shipped"] = shipped
-        x, weight = case.before(0), case.weights[0]
-        if name not in ("router", "qkv in parts"):
-            found["error"] = round(error(dense.linear(x, weight), x.double() @ weight.double().t()), 5)
+    if case.shipped:
+        found["shipped_us"] = round(case.us(case.ours(case.shipped), turns, 15) - alone, 2)
+        found["shipped"] = case.shipped
+    if before == "at once" and name not in ADDED_NEXT:
+        found["error"] = round(case.wrong(), 5)
     times: list[tuple[float, Tile]] = []
     for tile in tiles_for(name, rows):
         with suppress(OutOfResources):
@@ -150,22 +185,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--only", nargs="+", default=list(SHAPES), metavar="SHAPE", choices=list(SHAPES))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.compile:
-        same = {}  # a kernel is of a depth and a block of rows, whatever the outputs
-        for name, rows in itertools.product(SHAPES, ROWS):
-            for tile in (None, *tiles_for(name, rows)):
-                if tile is not None or name == "router" or dense.tile_of(rows, *SHAPES[name], name == "qkv in parts"):
-                    same.setdefault((name == "router" or SHAPES[name][1], max(16, rows), tile), (name, rows, tile))
+        same = {}  # a kernel is of a depth, a block of rows and a tile, whatever the outputs
+        for name, rows in itertools.product(args.only, args.rows):
+            outputs, width = SHAPES[name]
+            shipped = dense.tile_of(rows, outputs, width, name in ADDED_NEXT)
+            for tile in {*tiles_for(name, rows), *([shipped] if shipped else [])}:
+                same.setdefault(
+                    (name in ADDED_NEXT and tile.slices == 1, width, max(8, rows), tile), (name, rows, tile)
+                )
         work = list(same.values())
         with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
             list(pool.map(compile_all, [work[i :: args.processes] for i in range(args.processes)]))
         print(f"{len(work)} compiled", flush=True)
         return
     found: list[dict[str, Any]] = []
-    for name, rows, before in itertools.product(SHAPES, ROWS, TURNS):
+    for name, rows, before in itertools.product(args.only, args.rows, TURNS):
         found.append(time_case(name, rows, before))
         print({**found[-1], "best": found[-1]["best"][:5]}, flush=True)
         torch.cuda.empty_cache()

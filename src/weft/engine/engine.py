@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import random
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from weft.engine.answer import Answer, OnOutput, prepare
+from weft.engine.answers import Answers
 from weft.engine.config import EngineConfig, EngineError, QueueFull
 from weft.engine.executor import Executor
 from weft.engine.faults import FaultWindow, one_line
@@ -23,7 +23,7 @@ from weft.engine.intake import Intake
 from weft.engine.language import Language
 from weft.engine.launch import make_executor
 from weft.engine.messages import Step
-from weft.engine.request import FinishReason, Output, SamplingParams, Sequence
+from weft.engine.request import SamplingParams, Sequence
 from weft.engine.results import EngineStats, GenerationResult, gather, step_stats
 from weft.engine.scheduler import Scheduled, Scheduler, make_schedulers
 from weft.engine.startup import check_plans, context_tokens, load_tokenizer, read_model, settled
@@ -70,12 +70,10 @@ class Engine:
         self._ids, self._seeds = itertools.count(1), random.Random(config.seed)
         self._intake = Intake(config.max_waiting + config.max_running * config.attn_dp)
         self._number = threading.Lock()  # requests are numbered in the order in which they are handed over
-        self._answers: dict[int, Answer] = {}
-        self._deadlines: list[tuple[float, int]] = []  # a heap; entries of requests that have ended stay until due
-        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = self._timeouts = 0
-        self._untold: deque[tuple[Answer, Output]] = deque()
+        self._answers = Answers(self._intake)
+        self._steps = 0
         self._closing, self._ended = threading.Event(), threading.Event()
-        self._draining, self._stopping, self._queue_seconds = False, False, 0.0
+        self._draining = self._stopping = False
         self._phase = "serving"
         self._thread = threading.Thread(target=self._loop, name="weft-engine", daemon=True)
         self._thread.start()
@@ -133,7 +131,7 @@ class Engine:
 
     def cancel(self, request: int) -> None:
         """Ends a request before the next step; its pages are free at once. No harm where it has ended already."""
-        self._intake.put(lambda: self._abort(request))
+        self._intake.put(lambda: self._answers.cancel(request))
 
     def generate(self, prompts: Seq[Seq[int]], params: SamplingParams) -> list[GenerationResult]:
         """Answers prompts, however many, and waits for all. Raises as `submit`, and EngineError where one ends with
@@ -160,15 +158,15 @@ class Engine:
             waiting=self._intake.here - running,
             kv_used=tuple(s.used_pages for s in self._schedulers),
             kv_total=tuple(s.caches.total for s in self._schedulers),
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            generated_tokens=self._generated_tokens,
+            prompt_tokens=self._answers.prompt_tokens,
+            cached_tokens=self._answers.cached_tokens,
+            generated_tokens=self._answers.generated_tokens,
             preemptions=sum(s.preemptions for s in self._schedulers),
             stalls=sum(s.stalls for s in self._schedulers),
             steps=self._steps,
             rejected=self._intake.refused,
-            timeouts=self._timeouts,
-            queue_seconds=self._queue_seconds,
+            timeouts=self._answers.timeouts,
+            queue_seconds=self._answers.queue_seconds,
             failures=self._faults.total,
         )
 
@@ -264,7 +262,7 @@ class Engine:
         A request's next token depends on these and its seed alone, so it goes on as if nothing had been. Whatever was
         under way is forgotten: a step counts only once its results have been taken. Raises where it fails too often.
         """
-        self._tell()
+        self._answers.tell()
         while not self._closing.is_set():
             pause = self._faults.add(one_line(error))
             log.error("%s; in %g s ranks start anew, %d requests wait", one_line(error), pause, len(self._answers))
@@ -272,7 +270,7 @@ class Engine:
             # All ranks: the others may wait in a collective that never ends, or hold a device that has faulted.
             self._schedulers = make_schedulers(self.config, self._executor.groups)
             self._under_way.clear()
-            for answer in sorted(self._answers.values(), key=lambda a: a.sequence.admitted is None):
+            for answer in sorted(self._answers, key=lambda a: a.sequence.admitted is None):
                 answer.sequence.forget_pages()
                 self._place(answer)
             try:
@@ -291,12 +289,9 @@ class Engine:
         for command in self._intake.commands():
             command()
         for answer in self._intake.newcomers(NEWCOMERS_PER_STEP):
-            self._begin(answer)
-        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
-            due = self._answers.get(heapq.heappop(self._deadlines)[1])
-            if due is not None:
-                self._timeouts += 1
-                self._end(due, "timeout", "the request was not answered in its time")
+            self._place(answer)
+            self._answers.begin(answer)
+        self._answers.end_overdue()
 
     def _take_in_or_stop(self) -> None:
         self._take_in()
@@ -306,27 +301,18 @@ class Engine:
     def _leave(self) -> None:
         """Ends every request and runs what came until the end, so that everyone hears of it; then takes no more."""
         self._stopping = True
-        self._tell()
+        self._answers.tell()
         if self.error is None:
             self._phase = "stopped"
         self._intake.refuse(self.error or "the engine is closed")
-        reason: FinishReason = "error" if self.error else "abort"
         why = self.error or "the engine was stopped before the answer had ended"
-        for answer in list(self._answers.values()):
-            self._end(answer, reason, why)
+        self._answers.end_all("error" if self.error else "abort", why)
         while not self._intake.close():
             for command in self._intake.commands():
                 command()
             for answer in self._intake.newcomers(NEWCOMERS_PER_STEP):
-                self._emit(answer, answer.end(reason, why))
+                self._answers.end(answer, "error" if self.error else "abort", why)
         self._ended.set()
-
-    def _begin(self, answer: Answer) -> None:
-        self._place(answer)
-        self._answers[(sequence := answer.sequence).request] = answer
-        self._prompt_tokens += sequence.prompt_tokens
-        if sequence.deadline is not None:
-            heapq.heappush(self._deadlines, (sequence.deadline, sequence.request))
 
     def _place(self, answer: Answer) -> None:
         answer.scheduler = self._choose_group(answer.sequence)
@@ -339,12 +325,6 @@ class Engine:
             key=lambda s: (s.queued_tokens + len(sequence.tokens) - s.cached_tokens(sequence.tokens), len(s.running)),
         )
 
-    def _abort(self, request: int) -> None:
-        if (newcomer := self._intake.withdraw(request)) is not None:
-            self._emit(newcomer, newcomer.end("abort"))
-        elif request in self._answers:
-            self._end(self._answers[request], "abort")
-
     def _step(self) -> None:
         """Sends the next step, if there is any, then waits for the one before; without overlap it waits for each."""
         scheduled = [scheduler.schedule() for scheduler in self._schedulers]
@@ -353,47 +333,11 @@ class Engine:
             self._steps += 1
             self._executor.send(step)
             self._under_way.append(scheduled)
-        self._tell()
+        self._answers.tell()
         if self._under_way and not (sent and self.config.overlap and len(self._under_way) == 1):
-            self._take_results()
-
-    def _take_results(self) -> None:
-        """Waits for the oldest step under way, and gives its tokens to whom they belong."""
-        results = self._executor.collect()
-        self._faults.worked()
-        for scheduled, result in zip(self._under_way.popleft(), results, strict=True):
-            for sequence, scored in scheduled.scored(result):
-                self._answers[sequence.request].score(scored)
-            for sequence, token, known in scheduled.drawn(result):
-                output = (answer := self._answers[sequence.request]).accept(token, known)
-                if output.completion_tokens <= 1:
-                    self._cached_tokens += output.cached_tokens
-                    self._queue_seconds += output.queue_s
-                self._generated_tokens += sequence.max_tokens > 0
-                if output.finish_reason is not None:
-                    self._forget(answer)
-                self._untold.append((answer, output))
-        if not self._answers:
-            self._tell()
-
-    def _tell(self) -> None:
-        """Gives listeners what came of the last step: mostly while the ranks run the next."""
-        while self._untold:
-            answer, output = self._untold.popleft()
-            self._emit(answer, output)
-
-    def _end(self, answer: Answer, reason: FinishReason, error: str | None = None) -> None:
-        self._tell()
-        self._forget(answer)
-        self._emit(answer, answer.end(reason, error))
-
-    def _forget(self, answer: Answer) -> None:
-        del self._answers[answer.sequence.request]
-        if answer.scheduler is not None and not self._stopping:  # at the end a scheduler may be in any state
-            answer.scheduler.finish(answer.sequence)
-
-    def _emit(self, answer: Answer, output: Output) -> None:
-        if answer.tell(output):
-            self._intake.ended()
-            if answer.sequence.request in self._answers:  # it has failed; steps under way may still draw for it
-                self.cancel(answer.sequence.request)
+            results = self._executor.collect()
+            self._faults.worked()
+            for of_group, result in zip(self._under_way.popleft(), results, strict=True):
+                self._answers.take(of_group, result)
+            if not self._answers:
+                self._answers.tell()

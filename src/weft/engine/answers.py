@@ -1,0 +1,99 @@
+"""The answers that are being made: what steps draw is given to them, and their listeners hear of it until they end."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+
+from weft.engine.answer import Answer
+from weft.engine.intake import Intake
+from weft.engine.messages import Result
+from weft.engine.request import FinishReason, Output
+from weft.engine.scheduler import Scheduled
+
+
+class Answers:
+    """Of all requests between `begin` and their end; on the engine's thread. intake: is told of every end.
+
+    The counts are totals so far, as in `weft.engine.results.EngineStats`; they may be read on any thread.
+    """
+
+    def __init__(self, intake: Intake):
+        self._intake = intake
+        self._open: dict[int, Answer] = {}
+        self._deadlines: list[tuple[float, int]] = []  # a heap; entries of requests that have ended stay until due
+        self._untold: deque[tuple[Answer, Output]] = deque()
+        self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.timeouts = 0
+        self.queue_seconds = 0.0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Answer]:
+        return iter(self._open.values())
+
+    def begin(self, answer: Answer) -> None:
+        """A request that has a place in a scheduler."""
+        self._open[(sequence := answer.sequence).request] = answer
+        self.prompt_tokens += sequence.prompt_tokens
+        if sequence.deadline is not None:
+            heapq.heappush(self._deadlines, (sequence.deadline, sequence.request))
+
+    def take(self, scheduled: Scheduled, result: Result) -> None:
+        """Gives what a step drew and scored to whom it belongs. Listeners hear of it from `tell`."""
+        for sequence, scored in scheduled.scored(result):
+            self._open[sequence.request].score(scored)
+        for sequence, token, known in scheduled.drawn(result):
+            output = (answer := self._open[sequence.request]).accept(token, known)
+            if output.completion_tokens <= 1:
+                self.cached_tokens += output.cached_tokens
+                self.queue_seconds += output.queue_s
+            self.generated_tokens += sequence.max_tokens > 0
+            if output.finish_reason is not None:
+                self._forget(answer)
+            self._untold.append((answer, output))
+
+    def tell(self) -> None:
+        """Gives listeners what came of the last step: mostly while the ranks run the next."""
+        while self._untold:
+            answer, output = self._untold.popleft()
+            self._emit(answer, output)
+
+    def cancel(self, request: int) -> None:
+        """Ends a request, also one that has not begun. No harm where it has ended already."""
+        if (answer := self._intake.withdraw(request) or self._open.get(request)) is not None:
+            self.end(answer, "abort")
+
+    def end_overdue(self) -> None:
+        """Ends those whose deadline has passed."""
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            due = self._open.get(heapq.heappop(self._deadlines)[1])
+            if due is not None:
+                self.timeouts += 1
+                self.end(due, "timeout", "the request was not answered in its time")
+
+    def end_all(self, reason: FinishReason, error: str) -> None:
+        """Ends every one, and leaves the schedulers alone, which may be in any state when the engine ends."""
+        for answer in list(self):
+            answer.scheduler = None
+            self.end(answer, reason, error)
+
+    def end(self, answer: Answer, reason: FinishReason, error: str | None = None) -> None:
+        """Ends one before its time, also one that has not begun."""
+        self.tell()
+        self._forget(answer)
+        self._emit(answer, answer.end(reason, error))
+
+    def _forget(self, answer: Answer) -> None:
+        self._open.pop(answer.sequence.request, None)
+        if answer.scheduler is not None:
+            answer.scheduler.finish(answer.sequence)
+
+    def _emit(self, answer: Answer, output: Output) -> None:
+        if answer.tell(output):
+            self._intake.ended()
+            if answer.sequence.request in self._open:  # it has failed; steps under way may still draw for it
+                self._intake.put(partial(self.cancel, answer.sequence.request))

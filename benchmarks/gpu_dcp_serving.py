@@ -30,11 +30,12 @@ from gpu_decode import decode, layout
 from weft.assets import preset_dir
 from weft.bench.host import describe_host
 from weft.comm.transport import offer_of
+from weft.engine.answer import Answer
 from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, dtype_of
 from weft.engine.engine import Engine
 from weft.engine.planning import dealt_of
-from weft.engine.request import Output, SamplingParams
+from weft.engine.request import SamplingParams
 from weft.engine.transports import cost_model
 from weft.place.cost import Offer
 from weft.place.dcp import Dealt
@@ -54,8 +55,9 @@ def serve(engine: Engine, clients: int, requests: int, prompt: int, answer: int,
         asked = time.perf_counter()
         waits = True
 
-        def on_output(output: Output) -> None:
+        def on_output(answer: Answer) -> None:
             nonlocal waits
+            output = answer.take()
             if waits and output.token_ids:
                 waits = False
                 first.append(time.perf_counter() - asked)

@@ -40,9 +40,11 @@ import torch
 from weft.assets import preset_dir
 from weft.bench.host import describe_host
 from weft.cli.command import stop_on_sigterm
+from weft.engine.answer import Answer
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.request import Output, SamplingParams
+from weft.engine.request import SamplingParams
+from weft.engine.results import whole
 
 WAIT_S = 120.0
 CARRIERS = ("auto", "peer", "nccl", "nccl_window", "naive")
@@ -63,13 +65,14 @@ def answer(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float
     most = min(5000, engine.model_config.vocab_size)
     prompts = torch.randint(10, most, (batch, context), generator=generator).tolist()
     times: list[list[float]] = [[] for _ in prompts]
-    answers: Answers = [[] for _ in prompts]
+    ended: dict[int, Answer] = {}
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
     def listener(at: int) -> Any:
-        def listen(output: Output) -> None:
+        def listen(answer: Answer) -> None:
+            if answer.end is not None:
+                ended[at] = answer
             times[at].append(time.perf_counter())
-            answers[at].extend(output.token_ids)
 
         return listen
 
@@ -80,7 +83,7 @@ def answer(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float
             raise RuntimeError(f"the engine has ended: {engine.error}")
     if any(len(t) < tokens for t in times):
         raise RuntimeError(f"{batch} sequences were not answered in {WAIT_S:.0f} s")
-    return began, times, answers
+    return began, times, [list(whole(ended[at]).token_ids) for at in range(batch)]
 
 
 def decode(engine: Engine, batch: int, context: int, tokens: int) -> tuple[dict[str, float], Answers]:

@@ -88,7 +88,7 @@ def ask_engine(engine: Engine) -> float:
     """Seconds that an engine takes for the same completion without a server."""
     came = threading.Event()
     began = time.perf_counter()
-    engine.submit(PROMPT, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), lambda output: came.set())
+    engine.submit(PROMPT, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), lambda answer: came.set())
     came.wait()
     return time.perf_counter() - began
 

@@ -14,9 +14,10 @@ from support import small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from weft.engine.answer import Answer, OnOutput
 from weft.engine.engine import Engine, Request
 from weft.engine.messages import Step
-from weft.engine.request import Output, SamplingParams
+from weft.engine.request import SamplingParams
 from weft.engine.results import GenerationResult, gather
 from weft.engine.rows import NO_TOKEN
 from weft.engine.worker import Worker
@@ -69,7 +70,7 @@ def generate_together(
     asked: list[Request] = []
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
 
-    def submit(prompt: Sequence[int], listen: Callable[[Output], None]) -> None:
+    def submit(prompt: Sequence[int], listen: OnOutput) -> None:
         asked.append((prompt, each[len(asked)], listen))
         if len(asked) == len(prompts):
             engine.submit_all(asked)
@@ -86,8 +87,9 @@ def answers_of_some(
     ids: list[int] = []
     known = threading.Event()  # a listener may hear of a request before its submitter knows the number
 
-    def listen(at: int) -> Callable[[Output], None]:
-        def on_output(output: Output) -> None:
+    def listen(at: int) -> OnOutput:
+        def on_output(answer: Answer) -> None:
+            output = answer.take()
             answers[at].extend(output.token_ids)
             if output.finish_reason:
                 ended.put((at, output.finish_reason))

@@ -189,9 +189,7 @@ class Driver:
     ) -> Sequence:
         """Queues a request. options: of its SamplingParams."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0, **options)
-        sequence = Sequence(
-            request, list(prompt), len(prompt), params, 0, max_tokens, end_ids, on_output=lambda output: None
-        )
+        sequence = Sequence(request, list(prompt), len(prompt), params, 0, max_tokens, end_ids)
         self.scheduler.add(sequence)
         self.live[request] = sequence
         return sequence

@@ -19,6 +19,7 @@ import pytest
 from engine.conftest import WAIT_S
 from engine.fake import FakeDevice, Parts
 from engine.fake import answer as expected_answer
+from weft.engine.answer import Answer, OnOutput
 from weft.engine.config import EngineConfig, EngineError
 from weft.engine.engine import Engine
 from weft.engine.executor import Executor
@@ -127,11 +128,11 @@ class Client:
         self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.at: list[int] = []
 
-    def listen(self, at: int) -> Callable[[Output], None]:
+    def listen(self, at: int) -> OnOutput:
         self.outputs[at] = []
 
-        def on_output(output: Output) -> None:
-            self.outputs[at].append(output)
+        def on_output(answer: Answer) -> None:
+            self.outputs[at].append(output := answer.take())
             if output.finish_reason:
                 self.ended.put(at)
 

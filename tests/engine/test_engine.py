@@ -165,10 +165,10 @@ def test_bad_requests_are_refused_with_one_line(model_dir: Path) -> None:
             ([1] * 250, GREEDY, "250 tokens and max_tokens=12 exceed the context of 256"),
         ]:
             with pytest.raises(ValueError, match=text):
-                engine.submit(prompt, params, lambda output: None)
+                engine.submit(prompt, params, lambda answer: None)
         assert engine.generate([[1, 2]], GREEDY)[0].finish_reason == "length"
     with pytest.raises(EngineError, match="takes no new requests"):
-        engine.submit([1], GREEDY, lambda output: None)
+        engine.submit([1], GREEDY, lambda answer: None)
     for bad in (dict(max_tokens=-1), dict(temperature=-1), dict(top_p=0), dict(stop=("",)), dict(min_tokens=20)):
         with pytest.raises(ValueError):
             SamplingParams(**bad)
@@ -176,7 +176,7 @@ def test_bad_requests_are_refused_with_one_line(model_dir: Path) -> None:
 
 def test_a_listener_that_fails_does_not_end_the_others(model_dir: Path, expected: Any) -> None:
     with Engine(config(model_dir)) as engine:
-        engine.submit(prompts()[1], GREEDY, lambda output: 1 / 0)
+        engine.submit(prompts()[1], GREEDY, lambda answer: 1 / 0)
         assert engine.generate(prompts()[:1], GREEDY)[0].token_ids == expected[0]
         engine.check_idle()
 

@@ -18,6 +18,7 @@ import pytest
 
 from engine.conftest import WAIT_S
 from engine.test_engine import GREEDY, config, prompts
+from weft.engine.answer import Answer, OnOutput
 from weft.engine.config import EngineConfig, EngineError, QueueFull
 from weft.engine.engine import Engine
 from weft.engine.executor import Executor
@@ -55,9 +56,9 @@ def test_killed_ranks_are_replaced_and_every_request_goes_on(model_dir: Path) ->
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         begun, killed = threading.Event(), threading.Event()
 
-        def listen(at: int) -> Callable[[Output], None]:
-            def on_output(output: Output) -> None:  # on the engine's thread: no answer ends before the rank
-                answers[at].append(output)
+        def listen(at: int) -> OnOutput:
+            def on_output(answer: Answer) -> None:  # on the engine's thread: no answer ends before the rank
+                answers[at].append(output := answer.take())
                 begun.set()
                 killed.wait(WAIT_S)
                 if output.finish_reason:
@@ -237,7 +238,8 @@ def test_a_fault_ends_every_request_also_those_that_come_at_the_same_moment(
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
     accepted, several = [], threading.Event()
 
-    def on_output(output: Output) -> None:
+    def on_output(answer: Answer) -> None:
+        output = answer.take()
         if output.finish_reason:
             ended.put(output.finish_reason)
 

@@ -32,13 +32,14 @@ SCHEMA = {
 
 def answer(params: SamplingParams, seed: int, language: Language = LANGUAGE) -> tuple[str, str | None]:
     """Text and finish reason, where every logit is random."""
-    made = prepare([5], params, lambda output: None, seed, 400, language)
+    made = prepare([5], params, print, seed, 400, language)
     generator, text = torch.Generator().manual_seed(seed), ""
     while True:
         logits = torch.randn(1, language.vocabulary, generator=generator)
         s = made.sequence
         token = sample(logits, [sampling(s)], [len(s.tokens)], {0: adjust(s)}).item()
-        output = made.accept(token)
+        made.accept(token)
+        output = made.take()
         text += output.text
         if output.finish_reason:
             return text, output.finish_reason
@@ -123,7 +124,7 @@ def test_what_stays_in_the_text(keep: bool) -> None:
     tokens = [*LANGUAGE.tokenizer.encode("a stop b", add_special_tokens=False), 1, 2]
     params = SamplingParams(max_tokens=None, stop=("zzz",), keep_special=keep, keep_stop=keep)
     made = prepare([5], params, print, 0, 400, LANGUAGE)
-    outputs = [made.accept(token) for token in tokens]
+    outputs = [made.take() for token in tokens if made.accept(token)]
     text = "".join(o.text for o in outputs)
     assert outputs[-1].finish_reason == "stop" and text == ("a stop b<|im_start|><|im_end|>" if keep else "a stop b")
     for params, wanted in (
@@ -136,7 +137,8 @@ def test_what_stays_in_the_text(keep: bool) -> None:
     ):
         made, text = prepare([5], params, print, 0, 400, LANGUAGE), ""
         for token in tokens:
-            output = made.accept(token)
+            made.accept(token)
+            output = made.take()
             text += output.text
             if output.finish_reason:
                 break

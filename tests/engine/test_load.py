@@ -27,7 +27,7 @@ def world(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def sequence(request: int, client: str = "", rows: int = 2) -> Sequence:
-    return Sequence(request, [1] * rows, rows, GREEDY, 0, 2, frozenset(), lambda output: None, client=client)
+    return Sequence(request, [1] * rows, rows, GREEDY, 0, 2, frozenset(), client=client)
 
 
 def test_what_a_newcomer_costs_does_not_grow_with_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,14 +93,14 @@ def test_a_full_queue_refuses_at_once_and_all_or_none(world: World) -> None:
         for _ in range(4):
             client.ask([1, 2], 2)
         with pytest.raises(QueueFull, match="4 requests wait or run already") as full:
-            engine.submit_all([([5], GREEDY, lambda output: None)] * 2)
+            engine.submit_all([([5], GREEDY, lambda answer: None)] * 2)
         assert full.value.retry_after_s >= 1
         client.ask([1, 2], 2)
         with pytest.raises(QueueFull):
             client.ask([1, 2], 2)
         assert engine.stats().rejected == 3 and engine.stats().running + engine.stats().waiting == 5
         with pytest.raises(ValueError, match=r"257 answers are asked for at once \(prompts × n\); at most 256"):
-            engine.submit_all([([5], GREEDY, lambda output: None)] * 257)
+            engine.submit_all([([5], GREEDY, lambda answer: None)] * 257)
         world.go.set()
         for at in client.wait(5):
             client.check_whole(at, 2)

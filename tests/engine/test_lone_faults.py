@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import pytest
 from engine.conftest import WAIT_S
 from engine.fake import answer
 from engine.stub import Client, World
+from weft.engine.answer import Answer, OnOutput
 from weft.engine.engine import Engine
 from weft.engine.grammar import Grammar
-from weft.engine.request import Output, SamplingParams
+from weft.engine.request import SamplingParams
 from weft.engine.text import TextStream
 
 PROMPT, LENGTH = [1, 2], 5
@@ -43,15 +43,15 @@ def on_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -
     monkeypatch.setattr(owner, name, broken)
 
 
-def breaking_listener(listen: Callable[[Output], None], call: int) -> Callable[[Output], None]:
+def breaking_listener(listen: OnOutput, call: int) -> OnOutput:
     """Fails at that increment, and hears those after it."""
     calls = [0]
 
-    def on_output(output: Output) -> None:
+    def on_output(answer: Answer) -> None:
         calls[0] += 1
         if calls[0] == call:
             raise RuntimeError("a fault of this answer alone")
-        listen(output)
+        listen(answer)
 
     return on_output
 
@@ -106,8 +106,8 @@ def test_a_listener_that_always_fails_is_let_go(world: World) -> None:
     with world.engine() as engine:
         client, calls = Client(engine), []
 
-        def fail(output: Output) -> None:
-            calls.append(output)
+        def fail(answer: Answer) -> None:
+            calls.append(answer.take())
             raise RuntimeError("never")
 
         engine.submit([9, 9], SamplingParams(max_tokens=40, ignore_eos=True), fail)

@@ -166,7 +166,8 @@ def test_rows_that_need_their_token_sit_out_beside_rows_that_do_not(model_dir: P
             results[at], event = [], threading.Event()
             done.append(event)
 
-            def listen(output: Any, at: int = at, event: threading.Event = event) -> None:
+            def listen(answer: Any, at: int = at, event: threading.Event = event) -> None:
+                output = answer.take()
                 results[at].extend(output.token_ids)
                 if output.finish_reason:
                     event.set()

@@ -41,9 +41,7 @@ PAGE = 4
 
 
 def sequence(request: int, tokens: list[int], answer: int) -> Sequence:
-    return Sequence(
-        request, list(tokens), len(tokens), SamplingParams(max_tokens=answer), 0, answer, frozenset(), lambda o: None
-    )
+    return Sequence(request, list(tokens), len(tokens), SamplingParams(max_tokens=answer), 0, answer, frozenset())
 
 
 def test_prompts_share_pages_and_the_oldest_prefix_is_evicted_first() -> None:

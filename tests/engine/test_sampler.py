@@ -124,7 +124,7 @@ def test_what_a_sequence_asks_of_its_next_draw() -> None:
         bad_words=((9,), (7, 8), (7, 7, 6)),
         min_tokens=4,
     )
-    sequence = Sequence(1, [5, 6], 2, params, 0, 16, frozenset({2}), on_output=lambda output: None)
+    sequence = Sequence(1, [5, 6], 2, params, 0, 16, frozenset({2}))
     assert adjust(sequence).banned == (2, 9) and adjust(sequence).added == ((7, 2.0), (4, 1.0))
     sequence.tokens += [7, 7, 4]
     how = adjust(sequence)
@@ -137,7 +137,7 @@ def test_what_a_sequence_asks_of_its_next_draw() -> None:
 def test_the_end_is_banned_for_as_long_as_tokens_are_pending() -> None:
     for params, after in ((dict(), None), (dict(logprobs=1), ())):
         params = SamplingParams(max_tokens=9, min_tokens=3, **params)
-        sequence = Sequence(1, [5, 6, 7], 2, params, 0, 16, frozenset({2}), on_output=lambda output: None, pending=1)
+        sequence = Sequence(1, [5, 6, 7], 2, params, 0, 16, frozenset({2}), pending=1)
         assert adjust(sequence).banned == (2,)
         sequence.pending = 2
         asked = adjust(sequence)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.conftest import WAIT_S
+from weft.engine.answer import OnOutput
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.request import Output, SamplingParams
@@ -15,8 +16,12 @@ from weft.engine.request import Output, SamplingParams
 
 def scores(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[list[float]]:
     """Of each prompt; all are asked for at once."""
+
+    def listen(own: list[Output]) -> OnOutput:
+        return lambda answer: own.append(answer.take())
+
     outputs: dict[int, list[Output]] = {i: [] for i in range(len(prompts))}
-    engine.submit_all([(prompt, params, outputs[i].append) for i, prompt in enumerate(prompts)])
+    engine.submit_all([(prompt, params, listen(own)) for prompt, own in zip(prompts, outputs.values(), strict=True)])
     assert engine.drain(WAIT_S) == 0
     for own in outputs.values():
         assert own[-1].finish_reason == "length" and all(not o.prompt_logprobs for o in own[1:])

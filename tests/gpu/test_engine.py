@@ -182,7 +182,7 @@ def test_decode_steps_wait_for_nothing(tmp_path: Path) -> None:
     hows = [GREEDY, SamplingParams(temperature=2.0, min_p=0.1), SamplingParams(temperature=2.0, top_p=0.9, top_k=40)]
     for request, params in enumerate(hows):
         prompt = [5 + request] * (7 + request)
-        scheduler.add(Sequence(request, prompt, len(prompt), params, 3, 60, frozenset(), lambda output: None))
+        scheduler.add(Sequence(request, prompt, len(prompt), params, 3, 60, frozenset()))
     under_way: deque[tuple[Scheduled, Finish]] = deque()
 
     def step(number: int) -> None:
@@ -236,8 +236,8 @@ def test_no_kernel_is_compiled_while_requests_are_served(
         for _ in range(arrivals[number // 4] if number % 4 == 0 and number // 4 < len(arrivals) else 0):
             params = SamplingParams(temperature=2.0, min_p=draws.choice([0.0, 0.1]), top_k=draws.choice([0, 0, 9]))
             prompt = [draws.randrange(1, 250) for _ in range(lengths.pop())]
-            count, nobody = draws.randrange(1, 30), lambda output: None
-            scheduler.add(Sequence(len(lengths), prompt, len(prompt), params, 3, count, frozenset(), nobody))
+            count = draws.randrange(1, 30)
+            scheduler.add(Sequence(len(lengths), prompt, len(prompt), params, 3, count, frozenset()))
         scheduled = scheduler.schedule()
         if not scheduled.rows.count:
             if not lengths:

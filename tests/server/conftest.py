@@ -50,7 +50,7 @@ class QuietEngine:
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
         self.language = Language(tokenizer, Path("nowhere"), 257, (0,))
-        self.listeners: dict[int, Callable[[Output], None]] = {}
+        self.listeners: dict[int, Callable[[Any], None]] = {}
         self.cancelled: list[int] = []
         self.asked: list[tuple[str, float | None]] = []
         self.full = False
@@ -68,7 +68,7 @@ class QuietEngine:
         """As the engine's thread would, once the request is there."""
         while request not in self.listeners:
             time.sleep(0.01)
-        self.listeners[request](output)
+        self.listeners[request](SimpleNamespace(take=lambda: output))
 
     def cancel(self, request: int) -> None:
         self.cancelled.append(request)

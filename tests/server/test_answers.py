@@ -41,9 +41,9 @@ def test_a_waiting_request_sets_no_timer(monkeypatch: pytest.MonkeyPatch) -> Non
         for _ in range(20):
             await asyncio.sleep(0)
         assert not timers, "a request that waits polls"
-        engine.listeners[0](output("a"))
-        engine.listeners[1](output("b", "stop"))
-        engine.listeners[0](output("c", "stop"))
+        engine.say(output("a"), 0)
+        engine.say(output("b", "stop"), 1)
+        engine.say(output("c", "stop"), 0)
         assert await task == ["a", "b", "c"] and not engine.cancelled
 
     asyncio.run(main())
@@ -53,7 +53,7 @@ def test_a_client_that_leaves_wakes_its_request() -> None:
     async def main() -> None:
         engine, gone = QuietEngine(), asyncio.Event()
         task = await waiting(engine, gone, 2)
-        engine.listeners[0](output("a", "stop"))
+        engine.say(output("a", "stop"), 0)
         await asyncio.sleep(0)
         gone.set()
         assert await task == ["a"] and engine.cancelled == [1]

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from weft.comm.transport import COLLECTIVE
+from weft.engine.answer import OnOutput
 from weft.engine.engine import Engine
 from weft.engine.profiling import STEP, Window, merge_traces, watch
-from weft.engine.request import Output, SamplingParams
+from weft.engine.request import SamplingParams
 from weft.place.spec import Mesh
 
 SKIPPED = 2
@@ -310,11 +311,8 @@ def run(engine: Engine, batch: int, context: int, steps: int, tokens: int, folde
     begun: set[int] = set()
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
-    def listener(at: int) -> Callable[[Output], None]:
-        def listen(output: Output) -> None:
-            begun.add(at)
-
-        return listen
+    def listener(at: int) -> OnOutput:
+        return lambda answer: begun.add(at)
 
     requests = [engine.submit(prompt, params, listener(at)) for at, prompt in enumerate(prompts)]
     try:

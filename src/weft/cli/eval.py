@@ -73,14 +73,14 @@ class Command:
         from rich.progress import Progress
 
         from weft.engine.config import EngineError
+        from weft.engine.results import whole
 
         texts, ended = [""] * len(chats), queue.SimpleQueue[Any]()
 
         def listen(at: int) -> Any:
-            def on_output(output: Any) -> None:
-                texts[at] += output.text
-                if output.finish_reason:
-                    ended.put(output)
+            def on_output(answer: Any) -> None:
+                if answer.end is not None:
+                    ended.put((at, answer))
 
             return on_output
 
@@ -93,6 +93,8 @@ class Command:
         console = Console(file=sys.stderr)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             for _ in bar.track(range(len(chats)), description="answering"):
-                if ended.get().finish_reason == "error":
+                at, answer = ended.get()
+                if (result := whole(answer)).finish_reason == "error":
                     raise EngineError(engine.error or "the engine failed")
+                texts[at] = result.text
         return texts

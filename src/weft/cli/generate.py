@@ -81,10 +81,10 @@ class Command:
 
         if len(self.prompt) > 1:
             print(f"> {text}")
-        outputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        engine.submit(prompt, params, outputs.put)
+        news: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        engine.submit(prompt, params, news.put)
         while True:
-            output = outputs.get()
+            output = news.get().take()
             sys.stdout.write(output.text)
             sys.stdout.flush()
             if output.finish_reason == "error":

@@ -1,12 +1,13 @@
-"""One answer as it grows: from drawn tokens to the increments that its listener gets."""
+"""One answer as it grows: drawn tokens are added on the engine's thread; increments are made where they are taken."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weft.engine.language import Language
 from weft.engine.messages import Logprobs, Scored
@@ -15,40 +16,52 @@ from weft.engine.sampling import bits
 from weft.engine.scheduler import Scheduler
 from weft.engine.text import TextStream
 
-OnOutput = Callable[[Output], None]
+OnOutput = Callable[["Answer"], None]
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How an answer ends. at: which increment is the last, from 0. token: whether it brings one; spoken: whether that
+    is a part of the text. fault: what failed. The rest as in `Output`."""
+
+    at: int
+    reason: FinishReason | None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    fault: Exception | None = None
+    token: bool = True
+    spoken: bool = True
+
+
+NOT_YET = End(-1, None)
+"""Of an increment that is not the last."""
 
 
 @dataclass(eq=False, slots=True)
 class Answer:
-    """A request that runs or waits. eos: tokens that end the text without being named as its stop reason.
+    """A request that runs or waits, and what has come of it.
 
-    scheduler: of the DP group that it was given to; None until then. name: in the log. over: its listener has heard the
-    last increment.
+    The engine's thread adds tokens, sets the `end` and calls the listener, once for each increment. `take` makes the
+    increments, one after the other, wherever they are wanted. eos: tokens that end the text without being named as its
+    stop reason. scheduler: of the DP group that it was given to; None until then. name: in the log. end: None while it
+    goes on. over: the last increment was taken.
     """
 
     sequence: Sequence
+    on_output: OnOutput
     text: TextStream
     eos: frozenset[int]
     scheduler: Scheduler | None = None
     name: str = ""
+    end: End | None = None
     over: bool = False
+    _told: bool = field(default=False, init=False)  # its listener, of the end
+    _taken: int = field(default=0, init=False)
+    _known: deque[Logprobs] = field(default_factory=deque, init=False)  # of tokens that were not taken yet
+    _pieces: deque[str] = field(default_factory=deque, init=False)  # their text, where stop strings are looked for
 
-    def tell(self, output: Output) -> bool:
-        """Gives its listener an increment; True where it is the last. Nothing once it is over.
-
-        Whatever fails in hearing it is a fault of this answer alone, which ends with an error.
-        """
-        if self.over:
-            return False
-        try:
-            self.sequence.on_output(output)
-        except Exception as error:
-            output = self._failed(error)
-            with contextlib.suppress(Exception):
-                self.sequence.on_output(output)
-        self.over = output.finish_reason is not None
-        return self.over
+    # --- on the engine's thread -------------------------------------------------------------------------------
 
     def score(self, scored: Scored) -> None:
         """Takes logprobs of the prompt; those of a step that is run anew are the same again."""
@@ -60,77 +73,108 @@ class Answer:
         except Exception as error:
             s.fault = error
 
-    def accept(self, token: int, known: Logprobs | None = None) -> Output:
-        """Takes one drawn token, and gives the increment that comes of it: with a finish_reason where the answer ends.
+    def accept(self, token: int, known: Logprobs | None = None) -> int:
+        """Takes one drawn token, after which the answer may have an end; gives how many it has.
 
-        Whatever fails in making it is a fault of this answer alone. known: the token's logprobs, where asked for.
+        Whatever fails is a fault of this answer alone, which ends. known: the token's logprobs, where asked for.
         """
-        try:
-            if self.sequence.max_tokens > 0:
-                self.sequence.tokens.append(token)
-            return self._increment(token, known)
-        except Exception as error:
-            return self._failed(error)
-
-    def _increment(self, token: int, known: Logprobs | None) -> Output:
-        sequence, params = self.sequence, self.sequence.params
-        if sequence.fault:
-            raise sequence.fault
-        if sequence.max_tokens == 0:
-            return self._output("", reason="length")
-        so_far = sequence.drawn
-        enough = so_far >= params.min_tokens
-        if enough and token in sequence.end_ids:
-            text = self.text.push(token, check_stop=False)[0] if params.keep_stop else ""
-            text += self.text.flush()
-            return self._output(text, token, known, "stop", None if token in self.eos else token)
-        text, stop = self.text.push(token, check_stop=enough)
-        if stop is not None:
-            return self._output(text, token, known, "stop", stop)
-        try:
-            if sequence.grammar and sequence.grammar.accept(token):
-                return self._output(text + self.text.flush(), token, known, "stop")
-        except ValueError as error:
-            return self._output(text, token, known, "error", error=str(error))
-        if so_far >= sequence.max_tokens:
-            return self._output(text + self.text.flush(), token, known, "length")
-        return self._output(text, token, known)
-
-    def end(self, reason: FinishReason, error: str | None = None) -> Output:
-        """The last increment of an answer that ends without another token."""
-        try:
-            return self._output(self.text.flush(), reason=reason, error=error)
-        except Exception as fault:
-            return self._failed(fault)
-
-    def _failed(self, error: Exception) -> Output:
-        log.error("request %s ends with an error", self.name or self.sequence.request, exc_info=error)
-        return self._output("", reason="error", error=f"internal error: {type(error).__name__}")
-
-    def _output(
-        self,
-        text: str,
-        token: int | None = None,
-        known: Logprobs | None = None,
-        reason: FinishReason | None = None,
-        stop_reason: str | int | None = None,
-        error: str | None = None,
-    ) -> Output:
         s = self.sequence
-        so_far = s.drawn
+        at = s.drawn
+        try:
+            if s.max_tokens > 0:
+                s.tokens.append(token)
+            if known is not None:
+                self._known.append(known)
+            self.end = self._end_with(token, at)
+        except Exception as error:
+            self.end = End(at, "error", fault=error)
+        return s.drawn
+
+    def _end_with(self, token: int, at: int) -> End | None:
+        """The end that a token brings, its number from 0; None where the answer goes on."""
+        s, params = self.sequence, self.sequence.params
+        if s.fault:
+            raise s.fault
+        if s.max_tokens == 0:
+            return End(at, "length", token=False)
+        enough = at + 1 >= params.min_tokens
+        if enough and token in s.end_ids:
+            return End(at, "stop", None if token in self.eos else token, spoken=params.keep_stop)
+        if self.text.stops:
+            piece, stop = self.text.push(token, check_stop=enough)
+            self._pieces.append(piece)
+            if stop is not None:
+                return End(at, "stop", stop)
+        try:
+            if s.grammar and s.grammar.accept(token):
+                return End(at, "stop")
+        except ValueError as error:
+            return End(at, "error", error=str(error))
+        return End(at, "length") if at + 1 >= s.max_tokens else None
+
+    def cut(self, reason: FinishReason, error: str | None = None) -> None:
+        """Ends it without another token."""
+        self.end = End(self.sequence.drawn, reason, error=error, token=False)
+
+    def tell(self) -> bool:
+        """Calls the listener for an increment; True where that is the last. Nothing after the last.
+
+        Whatever fails in it is a fault of this answer alone.
+        """
+        if self._told:
+            return False
+        try:
+            if not self.over:  # else it could not be made, and who took it knows
+                self.on_output(self)
+        except Exception as error:
+            self.end, self.over = End(self._taken, "error", fault=error), False
+            with contextlib.suppress(Exception):
+                self.on_output(self)
+            if not self.over:
+                self.take()
+        self._told = self.end is not None
+        return self._told
+
+    # --- where the listener wants it, on one thread at a time -------------------------------------------------
+
+    def take(self) -> Output:
+        """The next increment, to be taken once for each call of the listener.
+
+        Whatever fails in making it is a fault of this answer alone, which ends with it.
+        """
+        s, at, end = self.sequence, self._taken, self.end or NOT_YET
+        last = end if end.at == at else NOT_YET
+        try:
+            if last.fault is not None:
+                raise last.fault
+            tokens = tuple(s.tokens[(first := s.prompt_tokens + at) : first + last.token])
+            text = self._text(tokens, last)
+            logprobs = tuple(TokenLogprob(token, *self._known.popleft()) for token in tokens if self._known)
+        except Exception as error:
+            log.error("request %s ends with an error", self.name or s.request, exc_info=error)
+            s.fault = error  # where it still runs, it ends with its next token
+            tokens, text, logprobs = (), "", ()
+            last = End(at, "error", error=f"internal error: {type(error).__name__}")
+        self._taken, self.over = at + 1, last.reason is not None
         return Output(
             text=text,
-            token_ids=() if token is None else (token,),
-            logprobs=() if token is None or known is None else (TokenLogprob(token, *known),),
-            finish_reason=reason,
-            stop_reason=stop_reason,
+            token_ids=tokens,
+            logprobs=logprobs,
+            finish_reason=last.reason,
+            stop_reason=last.stop_reason,
             prompt_tokens=s.prompt_tokens,
             cached_tokens=s.cached or 0,
-            completion_tokens=so_far,
-            error=error,
+            completion_tokens=at + len(tokens),
+            error=last.error,
             queue_s=s.queue_s,
-            prompt_logprobs=tuple(s.scores) if so_far <= 1 and error is None else (),
+            prompt_logprobs=tuple(s.scores) if at == 0 and last.error is None else (),
         )
+
+    def _text(self, tokens: tuple[int, ...], last: End) -> str:
+        text = ""
+        if tokens and last.spoken:
+            text = self._pieces.popleft() if self._pieces else self.text.push(tokens[0], check_stop=False)[0]
+        return text + self.text.flush() if last.reason else text
 
 
 def prepare(
@@ -176,9 +220,9 @@ def prepare(
         seed=seed if params.seed is None else params.seed & (2**62 - 1),
         max_tokens=most if params.max_tokens is None else params.max_tokens,
         end_ids=ends,
-        on_output=on_output,
         allowed=bits(allowed, vocabulary) if allowed else b"",
         grammar=None if params.grammar is None else language.grammars.start(params.grammar),
     )
     keep = params.keep_stop, params.keep_special
-    return Answer(sequence, TextStream(language.detokenizer, params.stop, *keep, params.stop_after), language.ends)
+    text = TextStream(language.detokenizer, params.stop, *keep, params.stop_after)
+    return Answer(sequence, on_output, text, language.ends)

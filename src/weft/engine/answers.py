@@ -11,7 +11,7 @@ from functools import partial
 from weft.engine.answer import Answer
 from weft.engine.intake import Intake
 from weft.engine.messages import Result
-from weft.engine.request import FinishReason, Output
+from weft.engine.request import FinishReason
 from weft.engine.scheduler import Scheduled
 
 
@@ -25,7 +25,7 @@ class Answers:
         self._intake = intake
         self._open: dict[int, Answer] = {}
         self._deadlines: list[tuple[float, int]] = []  # a heap; entries of requests that have ended stay until due
-        self._untold: deque[tuple[Answer, Output]] = deque()
+        self._untold: deque[Answer] = deque()
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.timeouts = 0
         self.queue_seconds = 0.0
 
@@ -46,21 +46,23 @@ class Answers:
         """Gives what a step drew and scored to whom it belongs. Listeners hear of it from `tell`."""
         for sequence, scored in scheduled.scored(result):
             self._open[sequence.request].score(scored)
+        generated = 0
         for sequence, token, known in scheduled.drawn(result):
-            output = (answer := self._open[sequence.request]).accept(token, known)
-            if output.completion_tokens <= 1:
-                self.cached_tokens += output.cached_tokens
-                self.queue_seconds += output.queue_s
-            self.generated_tokens += sequence.max_tokens > 0
-            if output.finish_reason is not None:
+            answer = self._open[sequence.request]
+            count = answer.accept(token, known)
+            generated += count > 0
+            if count <= 1:
+                self.cached_tokens += sequence.cached or 0
+                self.queue_seconds += sequence.queue_s
+            if answer.end is not None:
                 self._forget(answer)
-            self._untold.append((answer, output))
+            self._untold.append(answer)
+        self.generated_tokens += generated
 
     def tell(self) -> None:
-        """Gives listeners what came of the last step: mostly while the ranks run the next."""
+        """Gives listeners word of what came of the last step: mostly while the ranks run the next."""
         while self._untold:
-            answer, output = self._untold.popleft()
-            self._emit(answer, output)
+            self._tell(self._untold.popleft())
 
     def cancel(self, request: int) -> None:
         """Ends a request, also one that has not begun. No harm where it has ended already."""
@@ -85,15 +87,16 @@ class Answers:
         """Ends one before its time, also one that has not begun."""
         self.tell()
         self._forget(answer)
-        self._emit(answer, answer.end(reason, error))
+        answer.cut(reason, error)
+        self._tell(answer)
 
     def _forget(self, answer: Answer) -> None:
         self._open.pop(answer.sequence.request, None)
         if answer.scheduler is not None:
             answer.scheduler.finish(answer.sequence)
 
-    def _emit(self, answer: Answer, output: Output) -> None:
-        if answer.tell(output):
+    def _tell(self, answer: Answer) -> None:
+        if answer.tell():
             self._intake.ended()
             if answer.sequence.request in self._open:  # it has failed; steps under way may still draw for it
                 self._intake.put(partial(self.cancel, answer.sequence.request))

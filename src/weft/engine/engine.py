@@ -108,8 +108,9 @@ class Engine:
     ) -> list[int]:
         """Queues requests, all or none, and returns their ids.
 
-        on_output is called on the engine's thread, last with a finish_reason. client: whoever asks; waiting clients
-        take turns. timeout_s: until the whole answer; what has not ended by then ends with "timeout". name: in the log.
+        on_output is called with the answer, on the engine's thread, once for each increment, which `Answer.take` then
+        gives on any thread; the last has a finish_reason. client: whoever asks; waiting clients take turns. timeout_s:
+        until the whole answer; what has not ended by then ends with "timeout". name: in the log.
 
         Raises ValueError for a prompt that is empty, too long or holds unknown tokens, and for more requests than
         max_choices; QueueFull where too many wait already; EngineError when not healthy.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -157,7 +156,6 @@ class Sequence:
     seed: int
     max_tokens: int
     end_ids: frozenset[int]
-    on_output: Callable[[Output], None]
     computed: int = 0
     pending: int = 0
     row: int = -1

@@ -6,8 +6,9 @@ import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from weft.engine.answer import Answer, OnOutput
 from weft.engine.messages import Stat
-from weft.engine.request import FinishReason, Output, TokenLogprob
+from weft.engine.request import FinishReason, TokenLogprob
 from weft.stream import StepStat
 
 
@@ -49,29 +50,29 @@ class GenerationResult:
 
 
 def gather(
-    prompts: Sequence[Sequence[int]], submit: Callable[[Sequence[int], Callable[[Output], None]], None]
+    prompts: Sequence[Sequence[int]], submit: Callable[[Sequence[int], OnOutput], None]
 ) -> list[GenerationResult]:
     """Submits each prompt with a listener, and waits for all answers."""
-    outputs: list[list[Output]] = [[] for _ in prompts]
-    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
 
-    def listener(at: int) -> Callable[[Output], None]:
-        def listen(output: Output) -> None:
-            outputs[at].append(output)
-            if output.finish_reason:
-                ended.put(at)
+    def listener(at: int) -> OnOutput:
+        def listen(answer: Answer) -> None:
+            if answer.end is not None:
+                ended.put((at, answer))
 
         return listen
 
     for at, prompt in enumerate(prompts):
         submit(prompt, listener(at))
-    for _ in prompts:
-        ended.get()
-    return [whole(o) for o in outputs]
+    answers = dict(ended.get() for _ in prompts)
+    return [whole(answers[at]) for at in range(len(prompts))]
 
 
-def whole(outputs: Sequence[Output]) -> GenerationResult:
-    """An answer from all its increments."""
+def whole(answer: Answer) -> GenerationResult:
+    """One that has ended, of which nothing was taken yet."""
+    outputs = []
+    while not answer.over:
+        outputs.append(answer.take())
     reason = outputs[-1].finish_reason
     assert reason is not None
     return GenerationResult(

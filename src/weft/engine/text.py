@@ -59,7 +59,7 @@ class TextStream:
     ):
         self._shared, self._skip = detokenizer, not keep_special
         self._texts = detokenizer.texts[self._skip]
-        self._stop = dict.fromkeys(stop, keep_stop) | dict.fromkeys(stop_after, True)  # whether it stays in the text
+        self.stops = dict.fromkeys(stop, keep_stop) | dict.fromkeys(stop_after, True)  # whether it stays in the text
         self._decoder = DecodeStream(skip_special_tokens=self._skip)
         self._ids: list[int] = []  # whose text is not all handed out, and how much of it is
         self._decoded = 0
@@ -68,15 +68,16 @@ class TextStream:
     def push(self, token: int, check_stop: bool = True) -> tuple[str, str | None]:
         """(newly final text, the stop string that ended it or None)."""
         piece = self._decode(token)
-        if not self._stop:  # then nothing is ever held
+        if not self.stops:  # then nothing is ever held
             return piece, None
         self._held += piece
         if not check_stop:
             return self._release(len(self._held)), None
-        found = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
+        found = [(at, s) for s in self.stops if (at := self._held.find(s)) >= 0]
         if found:
             at, stop = min(found)
-            text, self._held = self._held[: at + len(stop) * self._stop[stop]], ""
+            text, self._held = self._held[: at + len(stop) * self.stops[stop]], ""
+            self._ids, self._decoded = [], 0  # nothing follows, not even what is left to flush
             return text, stop
         return self._release(len(self._held) - self._undecided()), None
 
@@ -122,8 +123,8 @@ class TextStream:
 
     def _undecided(self) -> int:
         """Length of the longest end that begins a stop string."""
-        longest = max((len(s) for s in self._stop), default=1) - 1
+        longest = max((len(s) for s in self.stops), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
-            if any(s.startswith(self._held[-length:]) for s in self._stop):
+            if any(s.startswith(self._held[-length:]) for s in self.stops):
                 return length
         return 0

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
+from weft.engine.answer import Answer, OnOutput
 from weft.engine.config import EngineError, QueueFull
 from weft.engine.engine import Engine
 from weft.engine.request import Output, SamplingParams, TokenLogprob
@@ -23,9 +25,9 @@ RETRY_S = 5
 """When to try again what a server that leaves refuses: by then another may have its place."""
 
 OUTCOMES = {400: "refused", 429: "queue_full", 504: "timeout"}
-Increments = asyncio.Queue["tuple[int, Output] | ApiError | None"]
-"""Of one request: (choice, increment), or why it ends; None where its client is gone."""
-Job = tuple[Sequence[int], SamplingParams, Callable[[Output], None]]
+Increments = asyncio.Queue["tuple[int, Answer] | ApiError | None"]
+"""Of one request: (choice, of which an increment has come), or why it ends; None where its client is gone."""
+Job = tuple[Sequence[int], SamplingParams, OnOutput]
 
 
 @dataclass
@@ -69,7 +71,7 @@ class Intake:
         self.engine, self.metrics, self.timeout_s = engine, metrics, timeout_s
         self.closed = False
         self._live: set[Increments] = set()
-        self._arrived: deque[tuple[Increments, int, Output]] = deque()
+        self._arrived: deque[tuple[Increments, int, Answer]] = deque()
         self._woken = False
 
     @property
@@ -105,13 +107,13 @@ class Intake:
         increments: Increments = asyncio.Queue()
         record = Record(self.metrics, request, prompts)
 
-        def listen(choice: int) -> Callable[[Output], None]:
-            return lambda output: self._arrive(loop, (increments, choice, output))
-
         async def watch() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
             increments.put_nowait(None)
+
+        def listen(choice: int) -> OnOutput:
+            return partial(self._arrive, loop, increments, choice)
 
         jobs = [(prompt, how, listen(i)) for i, (prompt, how) in enumerate(zip(prompts, params, strict=True))]
         running: dict[int, int] = {}
@@ -122,7 +124,7 @@ class Intake:
             while running and (increment := await increments.get()):
                 if isinstance(increment, ApiError):
                     raise increment
-                choice, output = increment
+                choice, output = increment[0], increment[1].take()
                 record.increment(choice, output)
                 if output.finish_reason in ("error", "timeout"):
                     ended = 503 if self.engine.state == "failed" else 500  # by a fault of this answer alone
@@ -141,9 +143,9 @@ class Intake:
             for request_id in running.values():
                 self.engine.cancel(request_id)
 
-    def _arrive(self, loop: asyncio.AbstractEventLoop, arrival: tuple[Increments, int, Output]) -> None:
+    def _arrive(self, loop: asyncio.AbstractEventLoop, increments: Increments, choice: int, answer: Answer) -> None:
         """On the engine's thread. What comes of a step wakes the loop once, not once for each stream."""
-        self._arrived.append(arrival)
+        self._arrived.append((increments, choice, answer))
         if not self._woken:
             self._woken = True
             with contextlib.suppress(RuntimeError):  # the loop has ended, and all who waited
@@ -152,8 +154,8 @@ class Intake:
     def _deliver(self) -> None:
         self._woken = False  # first: what arrives from now on wakes the loop anew
         while self._arrived:
-            increments, choice, output = self._arrived.popleft()
-            increments.put_nowait((choice, output))
+            increments, choice, answer = self._arrived.popleft()
+            increments.put_nowait((choice, answer))
 
     def _submit(self, jobs: Sequence[Job], client: str, name: str) -> list[int]:
         try:

@@ -3,9 +3,10 @@
     python benchmarks/gpu_prompt_steps.py --num-layers 16 --out prompt_steps.json
 
 Each step reads one prompt of so many tokens, or its rest beside `--answers` sequences that draw their next token; it is
-run as the engine's ranks run it, without exchanges. CPU time is of the thread that runs steps, until all is queued, the
-median over steps; busy is the union of all kernels' and copies' times in torch's profiler, in the mean. Where the first
-is longer, the GPU waits for its host. Prints a line of JSON a case, with both also a layer.
+run as the engine's ranks run it, without exchanges: first eagerly, then, with the same weights, by CUDA graphs. CPU
+time is of the thread that runs steps, until all is queued, the median over steps; wall is until the GPU has done it;
+busy is the union of all kernels' and copies' times in torch's profiler, in the mean. Where the first is longer, the GPU
+waits for its host. Prints a line of JSON a case, with all also a layer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from weft.engine.messages import Chunk, GroupRows, Join, Sampling, Step
 from weft.engine.transports import cost_model, open_transports
 from weft.engine.worker import Worker
 
-GREEDY = Sampling(0.0, 1.0, 0, 1)
+GREEDY, GIB = Sampling(0.0, 1.0, 0, 1), 1 << 30
 
 
 def step_of(config: EngineConfig, tokens: int, answers: int, context: int = 256) -> Step:
@@ -102,20 +103,33 @@ def main() -> None:
         kv_tokens=max(asked.tokens) + 512 * (max(asked.answers) + 1),
         cuda_graphs=False,
     )
-    rows = []
-    with tempfile.TemporaryDirectory() as directory:
-        transports = open_transports(config, 0, Path(directory))
-        worker = Worker(config, transports, cost_model(config), lambda message: None)
+    rows: list[dict[str, Any]] = []
+
+    def cases(how: str) -> None:
         for tokens in asked.tokens:
             for answers in asked.answers:
                 found = measure(worker, step_of(config, tokens, answers), asked.steps)
                 a_layer = {
                     f"{name.removesuffix('_ms')}_us_a_layer": 1e3 * x / asked.num_layers for name, x in found.items()
                 }
-                rows.append(
-                    {"tokens": tokens, "answers": answers} | {k: round(v, 3) for k, v in (found | a_layer).items()}
-                )
+                figures = {name: round(x, 3) for name, x in (found | a_layer).items()}
+                rows.append({"how": how, "tokens": tokens, "answers": answers} | figures)
                 print(json.dumps(rows[-1]), flush=True)
+
+    with tempfile.TemporaryDirectory() as directory:
+        transports = open_transports(config, 0, Path(directory))
+        worker = Worker(config, transports, cost_model(config), lambda message: None)
+        cases("eager")
+        if worker.on_gpu:
+            began, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+            worker.capture(config.max_model_len or config.cached_tokens)
+            torch.cuda.synchronize()
+            took = {
+                "capture_s": time.perf_counter() - began,
+                "capture_gib": (free - torch.cuda.mem_get_info()[0]) / GIB,
+            }
+            print(json.dumps({name: round(x, 2) for name, x in took.items()}), flush=True)
+            cases("graph")
         for transport in transports:
             transport.close()
     if asked.out:

@@ -146,7 +146,7 @@ def test_logits_are_those_of_eager_steps(name: str, tmp_path: Path) -> None:
             prompt = [draw.randrange(1, 250) for _ in range(draw.choice([1, 1, 2, 5, 9, 30]))]
             prompt = (shared[: draw.choice([4, 8, 12])] if draw.random() < 0.4 else []) + prompt
             left, most = left - 1, draw.randrange(1, 8)
-            scheduler.add(Sequence(left, prompt, len(prompt), GREEDY, 3, most, frozenset(), lambda output: None))
+            scheduler.add(Sequence(left, prompt, len(prompt), GREEDY, 3, most, frozenset()))
         scheduled = scheduler.schedule()
         news = scheduled.rows
         if not news.count:

@@ -22,12 +22,15 @@ from models.qwen35 import small_qwen35
 from models.stepfun import small_step
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.messages import Step
+from weft.engine.graphs import StepGraphs
+from weft.engine.inputs import Shape
+from weft.engine.messages import GroupRows, Step
 from weft.engine.request import SamplingParams, Sequence
 from weft.engine.scheduler import Scheduled, make_schedulers
 from weft.engine.transports import cost_model, open_transports, untuned
 from weft.engine.worker import Finish, Worker
 from weft.evals import word_problems
+from weft.place.plan import Counts
 from weft.place.spec import LayoutError
 
 GPUS = torch.cuda.device_count()
@@ -104,6 +107,24 @@ def test_tokens_are_those_of_steps_one_by_one(name: str) -> None:
     assert found[2] == found[0]
 
 
+@pytest.mark.parametrize("name", ["1x1", "1x2", "2x1"])
+def test_long_prompts_in_graphs(name: str) -> None:
+    """Of many lengths, up to the model's, beside answers; with graphs, and without."""
+    layout = LAYOUTS[name]
+    if layout.get("attn_dp", 1) * layout.get("attn_tp", 1) > GPUS:
+        pytest.skip(f"this machine has {GPUS} GPUs")
+    draws = random.Random(2)
+    lengths = [1, 2, 63, 64, 65, 130, 300, 511, 700, 900, 33, 500, 1, 250]
+    asked = [[draws.randrange(5, 900) for _ in range(n)] for n in lengths]
+    found = []
+    for graphs in (True, False):
+        config = EngineConfig(dtype="float32", device="cuda", max_running=6, cuda_graphs=graphs, **layout)
+        with Engine(config) as engine:
+            found.append([r.token_ids for r in engine.generate(asked, replace(GREEDY, max_tokens=20))])
+            engine.check_idle()
+    assert found[0] == found[1]
+
+
 @pytest.fixture(scope="module")
 def latent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("latent")
@@ -174,16 +195,27 @@ def test_caches_of_every_kind(family: tuple[Path, list[tuple[int, ...]]], name: 
 
 
 @pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
-def test_decode_steps_wait_for_nothing(tmp_path: Path) -> None:
-    """A rank's steps, begun one ahead of their tokens: torch raises where the host would wait for the device."""
-    config = EngineConfig(device="cuda", max_running=4, page_size=4, kv_tokens=1024, max_model_len=256)
+def test_steps_wait_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's steps, begun one ahead of their tokens, with prompts among them, one of which is cut into chunks: torch
+    raises where the host would wait for the device. All are graphs."""
+    sizes = dict(max_running=6, page_size=4, kv_tokens=1024, max_model_len=256, max_batch_tokens=100)
+    config = EngineConfig(device="cuda", **sizes)
     worker = Worker(config, open_transports(config, 0, tmp_path), cost_model(config), lambda message: None)
     [scheduler] = make_schedulers(config, worker.groups)
     hows = [GREEDY, SamplingParams(temperature=2.0, min_p=0.1), SamplingParams(temperature=2.0, top_p=0.9, top_k=40)]
-    for request, params in enumerate(hows):
-        prompt = [5 + request] * (7 + request)
-        scheduler.add(Sequence(request, prompt, len(prompt), params, 3, 60, frozenset()))
     under_way: deque[tuple[Scheduled, Finish]] = deque()
+    shapes: list[Shape] = []
+    replay = StepGraphs.replay
+
+    def seen(graphs: StepGraphs, shape: Shape, news: GroupRows, counts: Counts) -> tuple[torch.Tensor, torch.Tensor]:
+        shapes.append(shape)
+        return replay(graphs, shape, news, counts)
+
+    monkeypatch.setattr(StepGraphs, "replay", seen)
+
+    def add(request: int, length: int) -> None:
+        prompt, params = [5 + request] * length, hows[request % 3]
+        scheduler.add(Sequence(request, prompt, length, params, 3, 60, frozenset()))
 
     def step(number: int) -> None:
         scheduled = scheduler.schedule()
@@ -193,16 +225,23 @@ def test_decode_steps_wait_for_nothing(tmp_path: Path) -> None:
             for sequence, token, _ in before.drawn(finish()):
                 sequence.tokens.append(token)
 
-    for number in range(4):  # the prompts, and the first of every kernel that is loaded when it is first used
+    for request in range(3):
+        add(request, 7 + request)
+    for number in range(4):  # the first of every kernel that is loaded when it is first used
         step(number)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for number in range(4, 44):
+            for request, length in {7: ((3, 180),), 20: ((4, 1), (5, 40))}.get(number, ()):
+                add(request, length)
             step(number)
-            assert len(under_way[0][0].rows.answers) == 3
+            assert len(under_way[0][0].rows.answers) >= 3
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(len(s.tokens) - s.prompt_tokens == 43 and min(s.tokens) >= 0 for s in scheduler.running)
+    assert len(shapes) == 44 and {100, 64, 6, 4} <= {shape.rows for shape in shapes}
+    assert sum(shape.prompts for shape in shapes) == 4, "the first, two chunks, and two at once"
+    assert [len(s.tokens) - s.prompt_tokens for s in scheduler.running] == [43, 43, 43, 35, 23, 23]
+    assert all(min(s.tokens) >= 0 for s in scheduler.running)
 
 
 SERVED: dict[str, Callable[[Path], Any]] = {"weft": lambda directory: None} | FAMILIES

@@ -90,7 +90,7 @@ def tiles_for(name: str, rows: int) -> list[Tile]:
     found = [t for t in parted if (t.columns + max(16, rows)) * -(-width // t.parts) <= 113 << 10]
     if rows > 32 or name == "router":
         return list(dict.fromkeys(found))
-    runs = [(256, 4, 4), (256, 8, 8), (128, 8, 8), (128, 8, 16), (64, 8, 8), (32, 8, 8)]
+    runs = [(256, 4, 4), (128, 4, 8), (256, 8, 8), (128, 8, 16), (128, 8, 8), (64, 8, 8), (32, 8, 8)]
     for columns, (block, warps, slices) in itertools.product((16, 32, 64), runs):
         depth = block * slices
         idle = -(-width // depth) * depth / width - 1

@@ -431,7 +431,7 @@ def test_products_of_few_rows_read_their_weights_before_the_wait(
 
 def test_weights_of_whole_depth_are_in_tensor_cores_registers_before_the_wait(compiled: list[Compiled]) -> None:
     for rows in (1, 16):
-        multiply(rows, 2048, 2048, dense.Tile(16, 1, 256, 8, 8))
+        multiply(rows, 2048, 2048, dense.Tile(16, 1, 128, 8, 16))
         before, _, after = compiled[-1].code.partition("ACQBULK")
         assert len(re.findall(r"\bLDSM\S*\.M88\.4\b", before)) * 512 * 8 == 2 * 16 * 2048
         assert not re.search(r"\bHMMA\b", before) and not re.search(r"\bLDG\S*\.STRONG\.GPU\b", after)

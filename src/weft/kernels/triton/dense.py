@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     """How a product is cut: the weight's rows of a tile, parts of the depth, depth of a block, warps, and slices.
 
     block: a power of two; a program has so many blocks of it as its part of the depth needs, or each slice does.
-    slices: of the whole depth, a power of two and a multiple of the warps; 1: none.
+    slices: of the whole depth, one for each warp, or a few that a warp multiplies side by side; 1: none.
     """
 
     columns: int
@@ -104,28 +104,37 @@ def _gemm_few_rows(
     tl.store(to, acc.to(out.dtype.element_ty), mask=wanted[:, None] & real[None, :])
 
 
+@triton.jit
+def _by_slice(runs, BESIDE: tl.constexpr):
+    """`[warps, R, beside · K]` as `[beside · warps, R, K]`, which moves nothing from one warp to another."""
+    WARPS: tl.constexpr = runs.shape[0]
+    R: tl.constexpr = runs.shape[1]
+    K: tl.constexpr = runs.shape[2] // BESIDE
+    return tl.reshape(tl.permute(tl.reshape(runs, (WARPS, R, BESIDE, K)), (2, 0, 1, 3)), (BESIDE * WARPS, R, K))
+
+
 @kernel(do_not_specialize=["rows", "outputs"])
 def _gemm_whole_depth(
     x, weight, bias, out, rows, outputs, x_row, weight_row, out_row,
-    WIDTH: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCKS: tl.constexpr, SLICES: tl.constexpr,
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, RUN: tl.constexpr,
+    RUNS: tl.constexpr, WARPS: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # All programs read the same rows at once, so each begins at another one.
     row = (tl.arange(0, BLOCK_T) + tl.program_id(0)) % BLOCK_T
     wanted = column < outputs
-    depth = tl.arange(0, SLICES)[:, None, None] * (BLOCKS * BLOCK_K) + tl.arange(0, BLOCK_K)[None, None, :]
+    depth = tl.arange(0, WARPS)[:, None, None] * (RUNS * RUN) + tl.arange(0, RUN)[None, None, :]
     weight += tl.where(wanted, column, 0).to(tl.int64)[None, :, None] * weight_row + depth
     x += row.to(tl.int64)[None, :, None] * x_row + depth
     out += row.to(tl.int64)[None, :] * out_row + column[:, None]
-    WHOLE: tl.constexpr = WIDTH % (SLICES * BLOCKS * BLOCK_K) == 0
+    WHOLE: tl.constexpr = WIDTH % (WARPS * RUNS * RUN) == 0
     weights = ()
-    for i in tl.static_range(BLOCKS):
+    for i in tl.static_range(RUNS):
         if WHOLE:
-            b = tl.load(weight + i * BLOCK_K, cache_modifier=".cg")
+            b = tl.load(weight + i * RUN, cache_modifier=".cg")
         else:
-            inside = (depth < WIDTH - i * BLOCK_K) & (column >= 0)[None, :, None]
-            b = tl.load(weight + i * BLOCK_K, mask=inside, other=0.0, cache_modifier=".cg")
+            inside = (depth < WIDTH - i * RUN) & (column >= 0)[None, :, None]
+            b = tl.load(weight + i * RUN, mask=inside, other=0.0, cache_modifier=".cg")
         weights += (b,)  # type: ignore[assignment]
     first = 0
     # The compiler brings the weights into tensor cores' registers before this loop, so before the wait.
@@ -134,16 +143,18 @@ def _gemm_whole_depth(
         real = row < rows - first
         x_at, out_at = x + tl.cast(first, tl.int64) * x_row, out + tl.cast(first, tl.int64) * out_row
         values = ()
-        for i in tl.static_range(BLOCKS):
+        for i in tl.static_range(RUNS):
             held = real[None, :, None] & (depth >= 0)
             if not WHOLE:
-                held &= depth < WIDTH - i * BLOCK_K
-            values += (tl.load(x_at + i * BLOCK_K, mask=held, other=0.0),)  # type: ignore[assignment]
-        acc = tl.zeros([SLICES, BLOCK_N, BLOCK_T], tl.float32)
-        for i in tl.static_range(BLOCKS):
-            acc = tl.dot(weights[i], tl.permute(values[i], (0, 2, 1)), acc)
-        # Pairs of slices come together in a thread, the rest in a warp: a sum over warps would meet twice.
-        left, right = tl.split(tl.reshape(tl.permute(acc, (1, 2, 0)), (BLOCK_N, BLOCK_T, SLICES // 2, 2)))
+                held &= depth < WIDTH - i * RUN
+            values += (tl.load(x_at + i * RUN, mask=held, other=0.0),)  # type: ignore[assignment]
+        slices = tl.zeros([BESIDE * WARPS, BLOCK_N, BLOCK_T], tl.float32)
+        for i in tl.static_range(RUNS):
+            by_slice = tl.permute(_by_slice(values[i], BESIDE), (0, 2, 1))
+            slices = tl.dot(_by_slice(weights[i], BESIDE), by_slice, slices)
+        of_warps = tl.sum(tl.reshape(slices, (BESIDE, WARPS, BLOCK_N, BLOCK_T)), 0)
+        # Two warps' sums come together in a thread, the others in its warp: a sum over warps would meet twice.
+        left, right = tl.split(tl.reshape(tl.permute(of_warps, (1, 2, 0)), (BLOCK_N, BLOCK_T, WARPS // 2, 2)))
         total = tl.sum(left + right, 2)
         if BIAS:
             total += tl.load(bias + column, mask=wanted, other=0.0).to(tl.float32)[:, None]
@@ -283,9 +294,10 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile:
 
 def _multiply_whole_depth(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> None:
     (outputs, width), rows = weight.shape, x.shape[0]
+    beside = tile.slices // tile.warps
     _gemm_whole_depth[(cdiv(outputs, tile.columns),)](
         x, weight, x if bias is None else bias, out, rows, outputs, x.stride(0), weight.stride(0), out.stride(0),
         WIDTH=width, BIAS=bias is not None, BLOCK_T=rows_of_block(rows, tile), BLOCK_N=tile.columns,
-        BLOCK_K=tile.block, BLOCKS=cdiv(width, tile.slices * tile.block), SLICES=tile.slices, num_warps=tile.warps,
-        **overlap.options(),
+        RUN=beside * tile.block, RUNS=cdiv(width, tile.slices * tile.block), WARPS=tile.warps, BESIDE=beside,
+        num_warps=tile.warps, **overlap.options(),
     )  # fmt: skip

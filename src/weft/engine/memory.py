@@ -29,6 +29,8 @@ from weft.place.spec import LayoutError
 GIB = 1 << 30
 MOST_PAGES = 1 << 24
 """Numbers up to here are whole in float32, in which ranks tell theirs."""
+MOST_SPLIT = 8192
+"""Tokens of an answer's sequence from which on its attention takes no more memory: it is cut into no more parts."""
 MakeRunner = Callable[[Sequence[CacheGroup]], ModelRunner]
 
 
@@ -101,7 +103,7 @@ def most_of(config: EngineConfig, model: ModelConfig) -> int:
 
 def large_steps(config: EngineConfig, model: ModelConfig) -> list[list[int]]:
     """The rows of each sequence in the steps that take most: one long prompt; many that end, whose logits are wanted;
-    and one row of as many answers as there may be."""
+    and one row of as many answers as there may be, which come on top of many tokens."""
     longest = min(config.max_batch_tokens, most_of(config, model))
     each, more = divmod(config.max_batch_tokens, config.max_running)
     spread = [min(longest, each + (i < more)) for i in range(config.max_running)]
@@ -140,6 +142,7 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
     runner = make(groups)
     device = runner.model.embed.weight.device
     cases, peaks = [(rows, 0) for rows in steps], []
+    cases[-1] = (steps[-1], min(most_of(config, model), MOST_SPLIT) - 1)
     longest = steps[0][0]
     if (context := runner.merges_from(longest) or 0) and context + longest <= most_of(config, model):
         cases.insert(0, ([longest], context))  # with queries and outputs of all heads of a dcp group

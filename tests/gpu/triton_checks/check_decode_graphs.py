@@ -1,4 +1,4 @@
-"""What a CUDA graph of a decode step does, without the graph: the engine's loop over state that lies on the device.
+"""What the CUDA graph of a step does, without the graph: the engine's loop over state that lies on the device.
 
 On a machine without a GPU every replay runs the captured calls once more, so that joins, leaves, new pages, padding
 and draws are those of the real thing; `tests/gpu/test_engine.py` does the same with graphs.
@@ -118,6 +118,10 @@ def check_answers_of_replayed_steps(model: Path, captured: list[Shape], expected
             [alone] = engine.generate(FEW[:1], params)
             crowd = generate_together(engine, FEW, params)
             assert crowd[0].token_ids == alone.token_ids and len(crowd[0].logprobs) == len(alone.logprobs)
+        replayed = len(captured)
+        mixed = generate_together(engine, FEW, [replace(PLAIN, prompt_logprobs=0), *[PLAIN] * (len(FEW) - 1)])
+        assert [r.token_ids for r in mixed] == expected, "steps that score a prompt run eagerly, between graphs"
+        assert 0 < len(captured) - replayed < engine.stats().steps
         assert engine.stats().failures == 0 and engine.stats().preemptions > 0
         engine.check_idle()
 

@@ -88,7 +88,7 @@ def tiles_for(name: str, rows: int) -> list[Tile]:
     cuts = [(64, 4, 512, 4), (64, 8, 256, 4), (128, 8, 256, 8), (128, 4, 512, 8)]
     parted = [Tile(columns, min(parts, -(-width // block)), block, warps) for columns, parts, block, warps in cuts]
     found = [t for t in parted if (t.columns + max(16, rows)) * -(-width // t.parts) <= 113 << 10]
-    if rows > 32 or name == "router":
+    if rows > 32:
         return list(dict.fromkeys(found))
     runs = [(256, 4, 4), (128, 4, 8), (256, 8, 8), (128, 8, 16), (128, 8, 8), (64, 8, 8), (32, 8, 8)]
     for columns, (block, warps, slices) in itertools.product((16, 32, 64), runs):
@@ -96,7 +96,8 @@ def tiles_for(name: str, rows: int) -> list[Tile]:
         idle = -(-width // depth) * depth / width - 1
         registers = width * (columns + (8 if rows <= 8 else 16)) // (64 * warps)  # a thread's, of weights and x
         most = columns * dense.MULTIPROCESSORS * (192 // registers)  # outputs of programs that are on the GPU at once
-        if idle <= 1 / 3 and outputs <= most <= 8 * outputs and (block > 64 or width / depth <= 4):
+        few = most > 8 * outputs and name != "router"
+        if idle <= 1 / 3 and outputs <= most and not few and (block > 64 or width / depth <= 4):
             found.append(Tile(columns, 1, block, warps, slices))
     return list(dict.fromkeys(found))
 

@@ -35,6 +35,8 @@ MOST_PARTS = 8
 """Parts of the depth, since their sum reads them all."""
 FEW_OUTPUTS = 512
 """As routers have."""
+FARTHEST = 1 << 24
+"""Elements from one row to the next, so that 32 bits count those of a tile."""
 LANGUAGE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -121,12 +123,13 @@ def _gemm_whole_depth(
 ):  # fmt: skip
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # All programs read the same rows at once, so each begins at another one.
-    row = (tl.arange(0, BLOCK_T) + tl.program_id(0)) % BLOCK_T
+    row = (tl.arange(0, BLOCK_T) + tl.program_id(0)) & (BLOCK_T - 1)
     wanted = column < outputs
     depth = tl.arange(0, WARPS)[:, None, None] * (RUNS * RUN) + tl.arange(0, RUN)[None, None, :]
-    weight += tl.where(wanted, column, 0).to(tl.int64)[None, :, None] * weight_row + depth
-    x += row.to(tl.int64)[None, :, None] * x_row + depth
-    out += row.to(tl.int64)[None, :] * out_row + column[:, None]
+    weight += (tl.program_id(0) * BLOCK_N).to(tl.int64) * weight_row
+    weight += tl.where(wanted, tl.arange(0, BLOCK_N), 0)[None, :, None] * weight_row + depth
+    x += row[None, :, None] * x_row + depth
+    out += row[None, :] * out_row + column[:, None]
     WHOLE: tl.constexpr = WIDTH % (WARPS * RUNS * RUN) == 0
     weights = ()
     for i in tl.static_range(RUNS):
@@ -226,7 +229,7 @@ def rows_of_block(rows: int, tile: Tile) -> int:
 
 
 def _is_dense(*tensors: Tensor) -> bool:
-    return all(t.dim() == 2 and t.stride(1) == 1 for t in tensors)
+    return all(t.dim() == 2 and t.stride(1) == 1 and t.stride(0) <= FARTHEST for t in tensors)
 
 
 def linear(x: Tensor, weight: Tensor, tile: Tile, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -237,7 +240,7 @@ def linear(x: Tensor, weight: Tensor, tile: Tile, out: Tensor | None = None, bia
     """
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
     _check(x, weight, bias)
-    if out.shape != (x.shape[0], weight.shape[0]) or out.stride(1) != 1:
+    if out.shape != (x.shape[0], weight.shape[0]) or not _is_dense(out):
         raise ValueError(f"x is {list(x.shape)}, the weight {list(weight.shape)}, out {list(out.shape)}")
     parts = _parts_of(weight.shape[1], tile)
     if parts == 1:
@@ -267,7 +270,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if not fits or not _is_dense(x, weight):
         raise ValueError(
             f"x is {x.dtype} {list(x.shape)}, the weight {weight.dtype} {list(weight.shape)}, the bias "
-            f"{None if bias is None else list(bias.shape)}; rows must be contiguous, and one at least"
+            f"{None if bias is None else list(bias.shape)}; rows must be contiguous, not far apart, and one at least"
         )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.fake import VOCABULARY, Driver, answer
 from weft.engine.messages import GroupRows
-from weft.engine.scheduler import Scheduled, Scheduler
+from weft.engine.scheduler import PAGES_AHEAD, Scheduled, Scheduler
 from weft.kv.manager import CacheManager
 from weft.kv.spec import PagedKV, Recurrent, Spec, Window, cache_groups
 
@@ -234,8 +234,8 @@ def test_check_idle_sees_a_leak() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_steps_between_two_pages_are_alike_until_somebody_comes_or_goes(ahead: bool) -> None:
-    """Sequences begin new pages at different steps, and take them together all the same."""
-    driver, rows = make(num_pages=64, page_size=8, ahead=ahead), list[GroupRows]()
+    """Sequences begin new pages at different steps, and take them together: several of each where they are free."""
+    driver, rows = make(num_pages=128, page_size=8, ahead=ahead), list[GroupRows]()
     schedule = driver.scheduler.schedule
 
     def seen() -> Scheduled:
@@ -252,11 +252,23 @@ def test_steps_between_two_pages_are_alike_until_somebody_comes_or_goes(ahead: b
     driver.scheduler.schedule = seen  # type: ignore[method-assign]
     prompts = [[7] * 3, [8] * 6, [9] * 5]
     for request, prompt in enumerate(prompts):
-        driver.add(request, prompt, 40)
-    steps(8)
-    cycle = steps(8)  # one page of each
-    assert [len(step.entries) for step in cycle].count(3) == 1 and sum(len(step.entries) for step in cycle) == 3
-    assert sum(a is b for a, b in pairwise(cycle)) >= 5
+        driver.add(request, prompt, 120)
+    pool, others = driver.scheduler.caches.pools[0], list[int]()
+
+    def leave(free: int) -> None:
+        pool.release(others)
+        others[:] = pool.take(pool.free - free) or []
+
+    for pages, free in ((PAGES_AHEAD, 30), (1, 5)):
+        leave(free)
+        while not steps(1)[-1].entries:
+            pass
+        leave(free)
+        cycle = steps(8 * pages)
+        news = [len(step.entries) for step in cycle]
+        assert news.count(3 * pages) == 1 and sum(news) == 3 * pages
+        assert sum(a is b for a, b in pairwise(cycle)) >= 8 * pages - 3
+    pool.release(others)
     while rows[-1] is not rows[-2] or rows[-1].entries:  # in the midst of steps that are alike
         driver.step()
     driver.add(3, [4], 20)
@@ -264,10 +276,10 @@ def test_steps_between_two_pages_are_alike_until_somebody_comes_or_goes(ahead: b
     while rows[-1] is not rows[-2]:
         driver.step()
     begun = driver.cancel(1)
-    assert [len(step.answers) for step in steps(1)] == [3] and begun == answer(prompts[1], 40)[: len(begun)]
+    assert [len(step.answers) for step in steps(1)] == [3] and begun == answer(prompts[1], 120)[: len(begun)]
     driver.finish_all()
     driver.scheduler.check_idle()
-    assert driver.answers == {0: answer(prompts[0], 40), 2: answer(prompts[2], 40), 3: answer([4], 20)}
+    assert driver.answers == {0: answer(prompts[0], 120), 2: answer(prompts[2], 120), 3: answer([4], 20)}
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -56,10 +56,14 @@ class Answer:
     name: str = ""
     end: End | None = None
     over: bool = False
+    _searched: bool = field(init=False)  # its text, for stop strings
     _told: bool = field(default=False, init=False)  # its listener, of the end
     _taken: int = field(default=0, init=False)
     _known: deque[Logprobs] = field(default_factory=deque, init=False)  # of tokens that were not taken yet
-    _pieces: deque[str] = field(default_factory=deque, init=False)  # their text, where stop strings are looked for
+    _pieces: deque[str] = field(default_factory=deque, init=False)  # their text, where it is searched
+
+    def __post_init__(self) -> None:
+        self._searched = bool(self.text.stops)
 
     # --- on the engine's thread -------------------------------------------------------------------------------
 
@@ -79,7 +83,7 @@ class Answer:
         Whatever fails is a fault of this answer alone, which ends. known: the token's logprobs, where asked for.
         """
         s = self.sequence
-        at = s.drawn
+        at = len(s.tokens) - s.prompt_tokens
         try:
             if s.max_tokens > 0:
                 s.tokens.append(token)
@@ -88,28 +92,28 @@ class Answer:
             self.end = self._end_with(token, at)
         except Exception as error:
             self.end = End(at, "error", fault=error)
-        return s.drawn
+        return at + 1 if s.max_tokens > 0 else 0
 
     def _end_with(self, token: int, at: int) -> End | None:
         """The end that a token brings, its number from 0; None where the answer goes on."""
-        s, params = self.sequence, self.sequence.params
-        if s.fault:
+        s = self.sequence
+        if s.fault is not None:
             raise s.fault
         if s.max_tokens == 0:
             return End(at, "length", token=False)
-        enough = at + 1 >= params.min_tokens
-        if enough and token in s.end_ids:
-            return End(at, "stop", None if token in self.eos else token, spoken=params.keep_stop)
-        if self.text.stops:
-            piece, stop = self.text.push(token, check_stop=enough)
+        if token in s.end_ids and at + 1 >= s.params.min_tokens:
+            return End(at, "stop", None if token in self.eos else token, spoken=s.params.keep_stop)
+        if self._searched:
+            piece, stop = self.text.push(token, check_stop=at + 1 >= s.params.min_tokens)
             self._pieces.append(piece)
             if stop is not None:
                 return End(at, "stop", stop)
-        try:
-            if s.grammar and s.grammar.accept(token):
-                return End(at, "stop")
-        except ValueError as error:
-            return End(at, "error", error=str(error))
+        if s.grammar is not None:
+            try:
+                if s.grammar.accept(token):
+                    return End(at, "stop")
+            except ValueError as error:
+                return End(at, "error", error=str(error))
         return End(at, "length") if at + 1 >= s.max_tokens else None
 
     def cut(self, reason: FinishReason, error: str | None = None) -> None:
@@ -206,7 +210,9 @@ def prepare(
             f"the prompt's {len(tokens)} tokens and max_tokens={params.max_tokens} exceed the context of "
             f"{context} tokens; ask for at most {most}"
         )
-    ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else language.ends)
+    ends = frozenset() if params.ignore_eos else language.ends
+    if params.stop_token_ids:
+        ends |= frozenset(params.stop_token_ids)
     allowed = frozenset(params.allowed_token_ids or ())
     if allowed and not allowed - {w[0] for w in params.bad_words if len(w) == 1} - (
         ends if params.min_tokens else set()

@@ -33,6 +33,8 @@ from weft.engine.waiting import WaitingQueue
 from weft.kv.manager import CacheManager, Holding
 from weft.kv.spec import CacheGroup
 
+PAGES_AHEAD = 4
+"""Pages that a sequence takes at once, at most: taking them for all costs as much as dozens of steps in between."""
 SCORED_COST = 8
 """Rows that one row of a scored prompt counts for: its logits are wanted, which are many times a row's other values."""
 
@@ -181,15 +183,17 @@ class Scheduler:
         return self._same
 
     def _grow_ahead(self) -> None:
-        """Where one takes a page, all get room for as many tokens, so that the steps in between are alike.
+        """Where one takes a page, all get room for as many tokens, so that the steps in between are alike: for more
+        than a page's where so many pages are free.
 
         They take no page that another may need soon, but such as only the prefix tree holds.
         """
         held = sum(len(s.holding.tables[0]) for s in self.running if s.holding)
         if self.waiting or self.caches.gives_back or held + 2 * len(self.running) > self.caches.total:
             return
+        ahead = self.caches.page_size * max(1, min(PAGES_AHEAD, self.caches.free // len(self.running)))
         for sequence, _ in self._step:
-            end = min(sequence.computed + self.caches.page_size, sequence.to_run)
+            end = min(sequence.computed + ahead, sequence.to_run)
             if sequence.holding is not None and end > sequence.holding.room:
                 self.caches.grow(sequence.holding, end, end)
 

@@ -59,6 +59,11 @@ class CacheManager:
         """Pages, or slots where the model has no pages, of the first group."""
         return self.pools[0].total
 
+    @property
+    def free(self) -> int:
+        """Of `total`, how many neither a request nor the prefix tree holds."""
+        return self.pools[0].free
+
     def longest(self, tokens: Sequence[int]) -> int:
         """How many leading tokens of a request would be reused. One at least has to run."""
         return self.tree.longest(tokens[: len(tokens) - 1]) if self.tree else 0
@@ -87,23 +92,21 @@ class CacheManager:
 
         False where there is too little, and then nothing is taken.
         """
-        missing = [0] * len(self.groups)
+        missing = {group: 1 for group in self._states if holding.tables[group][1] == ABSENT}
         for group in self._paged:
             upto = tokens if self.rules[group].window is None else end
-            missing[group] = max(0, -(-upto // self.page_size) - len(holding.tables[group]))
-        for group in self._states:
-            missing[group] = int(holding.tables[group][1] == ABSENT)
-        for group, count in enumerate(missing):
+            if (count := -(-upto // self.page_size) - len(holding.tables[group])) > 0:
+                missing[group] = count
+        for group, count in missing.items():
             if count > (free := self.pools[group].free) and self.tree:
                 self.tree.evict(group, count - free)
-        if any(count > pool.free for count, pool in zip(missing, self.pools, strict=True)):
+        if any(count > self.pools[group].free for group, count in missing.items()):
             return False
-        for group, count in enumerate(missing):
-            if count:
-                taken = self.pools[group].take(count)
-                assert taken is not None
-                table = holding.tables[group]
-                table[len(table) - (1 if self.rules[group].state else 0) :] = taken
+        for group, count in missing.items():
+            taken = self.pools[group].take(count)
+            assert taken is not None
+            table = holding.tables[group]
+            table[len(table) - (1 if self.rules[group].state else 0) :] = taken
         holding.room = min((len(holding.tables[g]) * self.page_size for g in self._paged), default=1 << 62)
         return True
 

@@ -60,7 +60,7 @@ def test_of_answers(way: str, calls: int, max_bytes: int | None, tmp_path: Path)
             [5] * rows, [SeqRows(1, 6 + at, [[2 * at, 2 * at + 1]], 1) for at in range(rows)], 2 * PAGE, [Rule()]
         )
         runner.forward(batch, counts)
-        moves = runner.moves(counts, False)
+        moves = runner.moves(counts, None)
         assert len(moves) == len(asked.calls)
         for (site, what, _, size), (kind, ranks, received) in zip(moves, asked.calls, strict=True):
             assert kind in what
@@ -88,7 +88,7 @@ def test_of_a_split_vocabulary(tmp_path: Path) -> None:
         best = runner.forward(batch, counts, whole=False).max(-1)
         assert runner.vocabulary is not None
         runner.vocabulary.best(best.values, best.indices)
-        moves = runner.moves(counts, False)
+        moves = runner.moves(counts, None)
         for (_, what, *_), (kind, *_) in zip(moves, asked.calls, strict=True):
             assert kind in what
         if rows:

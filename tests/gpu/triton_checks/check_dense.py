@@ -134,5 +134,6 @@ def check_refuses(device: torch.device) -> None:
     for tensors in ((x[:, :32], weight), (x.half(), weight), (x[:0], weight), (x, weight, bias)):
         with pytest.raises(ValueError, match="x is"):
             dense.linear_parts(*tensors[:2], tile, *tensors[2:])
-    with pytest.raises(ValueError, match="out"):
-        dense.linear(x, weight, tile, x)
+    for other, out in ((tile, x), (Tile(64, 1, 64, 4, 4), None)):
+        with pytest.raises(ValueError, match="out"):
+            dense.linear(x, weight, other, out)

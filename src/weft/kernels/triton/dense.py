@@ -44,7 +44,8 @@ class Tile(NamedTuple):
     """How a product is cut: the weight's rows of a tile, parts of the depth, depth of a block, warps, and slices.
 
     block: a power of two; a program has so many blocks of it as its part of the depth needs, or each slice does.
-    slices: of the whole depth, one for each warp, or a few that a warp multiplies side by side; 1: none.
+    slices: of the whole depth, one for each warp, or a few that a warp multiplies side by side; 1: none. With slices
+    there must be as many outputs as a tile has.
     """
 
     columns: int
@@ -117,26 +118,25 @@ def _by_slice(runs, BESIDE: tl.constexpr):
 
 @kernel(do_not_specialize=["rows", "outputs"])
 def _gemm_whole_depth(
-    x, weight, bias, out, rows, outputs, x_row, weight_row, out_row,
-    WIDTH: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, RUN: tl.constexpr,
-    RUNS: tl.constexpr, WARPS: tl.constexpr, BESIDE: tl.constexpr,
+    x, weight, bias, out, rows, outputs, x_row, out_row,
+    WIDTH: tl.constexpr, WEIGHT_ROW: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    RUN: tl.constexpr, RUNS: tl.constexpr, WARPS: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.arange(0, BLOCK_N)
+    start = tl.minimum(tl.program_id(0) * BLOCK_N, outputs - BLOCK_N)  # the last tile may have some of the one before
     # All programs read the same rows at once, so each begins at another one.
     row = (tl.arange(0, BLOCK_T) + tl.program_id(0)) & (BLOCK_T - 1)
-    wanted = column < outputs
     depth = tl.arange(0, WARPS)[:, None, None] * (RUNS * RUN) + tl.arange(0, RUN)[None, None, :]
-    weight += (tl.program_id(0) * BLOCK_N).to(tl.int64) * weight_row
-    weight += tl.where(wanted, tl.arange(0, BLOCK_N), 0)[None, :, None] * weight_row + depth
+    weight += start.to(tl.int64) * WEIGHT_ROW + n[None, :, None] * WEIGHT_ROW + depth
     x += row[None, :, None] * x_row + depth
-    out += row[None, :] * out_row + column[:, None]
+    out += row[None, :] * out_row + start + n[:, None]
     WHOLE: tl.constexpr = WIDTH % (WARPS * RUNS * RUN) == 0
     weights = ()
     for i in tl.static_range(RUNS):
         if WHOLE:
             b = tl.load(weight + i * RUN, cache_modifier=".cg")
         else:
-            inside = (depth < WIDTH - i * RUN) & (column >= 0)[None, :, None]
+            inside = (depth < WIDTH - i * RUN) & (n >= 0)[None, :, None]
             b = tl.load(weight + i * RUN, mask=inside, other=0.0, cache_modifier=".cg")
         weights += (b,)  # type: ignore[assignment]
     first = 0
@@ -160,8 +160,8 @@ def _gemm_whole_depth(
         left, right = tl.split(tl.reshape(tl.permute(of_warps, (1, 2, 0)), (BLOCK_N, BLOCK_T, WARPS // 2, 2)))
         total = tl.sum(left + right, 2)
         if BIAS:
-            total += tl.load(bias + column, mask=wanted, other=0.0).to(tl.float32)[:, None]
-        tl.store(out_at, total.to(out.dtype.element_ty), mask=wanted[:, None] & real[None, :])
+            total += tl.load(bias + start + n).to(tl.float32)[:, None]
+        tl.store(out_at, total.to(out.dtype.element_ty), mask=real[None, :] & (n >= 0)[:, None])
         first += BLOCK_T
 
 
@@ -240,8 +240,9 @@ def linear(x: Tensor, weight: Tensor, tile: Tile, out: Tensor | None = None, bia
     """
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
     _check(x, weight, bias)
-    if out.shape != (x.shape[0], weight.shape[0]) or not _is_dense(out):
-        raise ValueError(f"x is {list(x.shape)}, the weight {list(weight.shape)}, out {list(out.shape)}")
+    few = tile.slices > 1 and weight.shape[0] < tile.columns
+    if out.shape != (x.shape[0], weight.shape[0]) or not _is_dense(out) or few:
+        raise ValueError(f"x is {list(x.shape)}, the weight {list(weight.shape)}, out {list(out.shape)} for {tile}")
     parts = _parts_of(weight.shape[1], tile)
     if parts == 1:
         multiply = _multiply if tile.slices == 1 else _multiply_whole_depth
@@ -299,8 +300,8 @@ def _multiply_whole_depth(x: Tensor, weight: Tensor, bias: Tensor | None, out: T
     (outputs, width), rows = weight.shape, x.shape[0]
     beside = tile.slices // tile.warps
     _gemm_whole_depth[(cdiv(outputs, tile.columns),)](
-        x, weight, x if bias is None else bias, out, rows, outputs, x.stride(0), weight.stride(0), out.stride(0),
-        WIDTH=width, BIAS=bias is not None, BLOCK_T=rows_of_block(rows, tile), BLOCK_N=tile.columns,
+        x, weight, x if bias is None else bias, out, rows, outputs, x.stride(0), out.stride(0), WIDTH=width,
+        WEIGHT_ROW=weight.stride(0), BIAS=bias is not None, BLOCK_T=rows_of_block(rows, tile), BLOCK_N=tile.columns,
         RUN=beside * tile.block, RUNS=cdiv(width, tile.slices * tile.block), WARPS=tile.warps, BESIDE=beside,
         num_warps=tile.warps, **overlap.options(),
     )  # fmt: skip

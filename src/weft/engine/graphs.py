@@ -65,23 +65,25 @@ class StepGraphs:
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Captures every graph, the largest first, so that they share its memory. Collective. progress(done, of)."""
-        pool = torch.cuda.graph_pool_handle()
-        for done, shape in enumerate(reversed(self.shapes)):
-            counts = self._counts.get(shape.rows)
-            if counts is None:
-                carriers = self._transports.values()
-                counts = captured_rows(carriers, self._mesh, self._rank, shape.rows, self._device)
-                self._counts[shape.rows] = counts
-            counts.fill((0,) * self._mesh.attn_dp)
-            self._step(shape, counts)  # compiles what is compiled when first used, which a capture does not allow
+        pool, shapes, groups = torch.cuda.graph_pool_handle(), self.shapes[::-1], self._mesh.attn_dp
+        gc.collect()
+        gc.freeze()  # what lives on is not looked through below
+        for shape in shapes:  # compiles what is compiled when first used, which a capture does not allow
+            if shape.rows not in self._counts:
+                room = self._mesh, self._rank, shape.rows, self._device
+                self._counts[shape.rows] = captured_rows(self._transports.values(), *room)
+                self._counts[shape.rows].fill((0,) * groups)
+            self._step(shape, self._counts[shape.rows])
             torch.cuda.synchronize()
+        for done, shape in enumerate(shapes):
             gc.collect()  # a tensor that is freed in a capture would be lost to it
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                logits = self._step(shape, counts)
+                logits = self._step(shape, self._counts[shape.rows])
             self._graphs[shape] = (graph, logits)
             if progress:
-                progress(done + 1, len(self.shapes))
+                progress(done + 1, len(shapes))
+        gc.unfreeze()
 
     def shape_of(self, groups: Sequence[GroupRows], counts: Counts) -> Shape | None:
         """Of the graph that serves a step of these DP groups, whose rows are counts; None where there is none: for more

@@ -7,8 +7,9 @@ and draws are those of the real thing; `tests/gpu/test_engine.py` does the same 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from engine.test_families import PLUGIN, small_hybrid
 from engine.test_hybrids import SIZES
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
-from weft.comm.rows import EqualRows, PaddedRows
-from weft.engine import inputs, runner, sampler
+from weft.comm.rows import CapturedRows, EqualRows, PaddedRows
+from weft.engine import graphs, inputs, runner, sampler
 from weft.engine.config import EngineError
 from weft.engine.engine import Engine
 from weft.engine.graphs import StepGraphs
@@ -35,6 +36,7 @@ from weft.engine.rows import DeviceRows
 from weft.engine.vocabulary import SplitVocabulary
 from weft.engine.worker import Worker
 from weft.models.deltanet import GatedDeltaNet
+from weft.place.spec import Mesh
 
 pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="stands in for graphs where there are none")
 FEW = [prompt[:11] for prompt in prompts(4)]
@@ -43,34 +45,51 @@ SEEDED = SamplingParams(max_tokens=5, temperature=3.0, min_p=0.01, seed=5, ignor
 CUT = replace(SEEDED, top_k=9, top_p=0.9, logprobs=1)
 
 
-@dataclass
 class Repeated:
-    graphs: StepGraphs
-    shape: Shape
-    logits: torch.Tensor
+    """In place of a graph: a replay runs the step once more that was run last when this was captured."""
+
     seen: list[Shape]
+    last = threading.local()  # ranks are threads
+
+    @contextmanager
+    def capturing(self, **_: Any) -> Iterator[None]:
+        yield
+        self.graphs, self.shape, self.counts, self.logits = self.last.step
+        self.logits.fill_(float("nan"))
 
     def replay(self) -> None:
         self.seen.append(self.shape)
-        self.logits.copy_(self.graphs._step(self.shape, self.graphs._counts[self.shape.rows]))
+        self.logits.copy_(self.graphs._step(self.shape, self.counts))
 
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
     """Every rank has graphs that are none, and draws as GPUs do; gives the shapes that were replayed."""
     seen: list[Shape] = []
+    step, capture = StepGraphs._step, StepGraphs.capture
 
-    def capture(graphs: StepGraphs, progress: Any = None) -> None:
-        for shape in graphs.shapes:
-            rows = EqualRows if graphs._mesh.attn_dp > 1 else PaddedRows
-            graphs._counts[shape.rows] = rows(graphs._mesh, graphs._rank, shape.rows, graphs._device)
-            vocabulary = range(graphs._model.config.vocab_size)
-            own = vocabulary[graphs._vocabulary.share] if graphs._vocabulary else vocabulary
-            logits = torch.full((shape.draws, len(own)), float("nan"))
-            graphs._graphs[shape] = (Repeated(graphs, shape, logits, seen), logits)
-            graphs._step(shape, graphs._counts[shape.rows])  # as before a capture: of no rows, which leaves no trace
-        assert not graphs._rows.length.any() and (graphs._rows.last_token == -1).all()
+    def stepped(graphs: StepGraphs, shape: Shape, counts: CapturedRows) -> torch.Tensor:
+        logits = step(graphs, shape, counts)
+        Repeated.last.step = graphs, shape, counts, logits
+        return logits
 
+    def captured_in_full(graphs: StepGraphs, *progress: Any) -> None:
+        capture(graphs, *progress)
+        assert graphs._graphs.keys() == set(graphs.shapes)
+        traces = graphs._rows.length.any(), (graphs._rows.last_token != -1).any()
+        assert not any(traces), "steps of no rows leave no trace"
+
+    def rows_of(transports: Any, mesh: Mesh, *room: Any) -> CapturedRows:
+        return EqualRows(mesh, *room) if mesh.attn_dp > 1 else PaddedRows(mesh, *room)
+
+    monkeypatch.setattr(Repeated, "seen", seen, raising=False)
+    monkeypatch.setattr(StepGraphs, "_step", stepped)
+    monkeypatch.setattr(StepGraphs, "capture", captured_in_full)
+    monkeypatch.setattr(graphs, "captured_rows", rows_of)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Repeated)
+    monkeypatch.setattr(torch.cuda, "graph", Repeated.capturing)
+    for name in ("graph_pool_handle", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
     make = Worker.__init__
 
     def made(worker: Worker, *args: Any) -> None:
@@ -90,7 +109,6 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
     monkeypatch.setattr(runner, "exchange_times", lambda *_: {})  # events and graphs of their own
     monkeypatch.setattr(sampler, "_draw", sampler._draw_on_gpu)
     monkeypatch.setattr(sampler, "_best_of_share", sampler._best_on_gpu)
-    monkeypatch.setattr(StepGraphs, "capture", capture)
     monkeypatch.setattr(Worker, "__init__", made)
     return seen
 

@@ -322,10 +322,11 @@ def time_step(report: Report, rows: int) -> None:
     pages, tokens = (torch.zeros(*shape, dtype=torch.int32, device=DEVICE) for shape in ((256, 2560), (256,)))
     live, which = ints(rows), torch.arange(rows, dtype=torch.int32, device=DEVICE)
     parts, drawn = step.parts([2560], [False], DEVICE), torch.zeros(1, rows, 16, 2, device=DEVICE)
+    steps, told = ints(0), torch.zeros(8, rows, dtype=torch.int32, pin_memory=True)
 
     def ends() -> None:
-        step.step_in(which, live, *state, pages, parts, PAGE)
-        step.step_out(which, live, live, drawn, which, *state, tokens)
+        step.step_in(which, live, *state, pages, steps, parts, PAGE)
+        step.step_out(which, live, live, drawn, which, *state, tokens, steps, told)
 
     report.add("step_in + step_out", f"{rows} rows", graph_us([ends] * 10), None, rows * 80, 2)
 

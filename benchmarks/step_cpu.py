@@ -135,6 +135,7 @@ def no_capture(graphs: StepGraphs, progress: Any = None) -> None:
         graphs._counts[shape.rows] = PaddedRows(graphs._mesh, graphs._rank, shape.rows, graphs._device)
         logits = torch.zeros(shape.draws, graphs._model.config.vocab_size)
         graphs._graphs[shape] = (NoGraph(), logits)  # type: ignore[assignment]
+    graphs.told.rows.fill_(TOKEN)
 
 
 def rank(config: EngineConfig, sequences: int, messages: list[bytes], pause_s: float) -> float:

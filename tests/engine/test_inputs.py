@@ -102,7 +102,8 @@ class Ranks:
         drawn = torch.zeros(1, shape.draws, 1, 2)
         drawn[0, :live, 0, 1] = found.argmax(-1).float()
         answers, rows = int(draws.answers), self.rows
-        plain.step_out(draws.rows, live, answers, drawn, draws.lengths, rows.last_token, rows.length, tokens)
+        state = rows.last_token, rows.length, tokens, rows.steps, torch.zeros(2, 8, dtype=torch.int32)
+        plain.step_out(draws.rows, live, answers, drawn, draws.lengths, *state)
         ours.table.advance(news)
         for at, row in ours.table.rows.items():
             assert int(rows.length[at]) == row.length

@@ -278,9 +278,11 @@ def draw(rows: int) -> None:
 def ends(capacity: int) -> None:
     rows, live, state = empty(capacity, dtype=INT), empty(1, dtype=INT), empty(256, dtype=INT)
     parts = step.parts([2560, 2, 2560], [False, True, False], torch.device("meta"))
-    step.step_in(rows, live, state, state, empty(256, 5122, dtype=INT), parts, 16)
+    step.step_in(rows, live, state, state, empty(256, 5122, dtype=INT), live, parts, 16)
+    told = empty(8, 256, dtype=INT)
     for ranks, shares in ((1, 75), (2, 1)):
-        step.step_out(rows, live, live, empty(ranks, capacity, shares, 2, dtype=FLOAT), rows, state, state, state)
+        drawn = empty(ranks, capacity, shares, 2, dtype=FLOAT)
+        step.step_out(rows, live, live, drawn, rows, state, state, state, live, told)
 
 
 def begin_layers(rows: int) -> None:

@@ -21,6 +21,7 @@ from weft.comm.transport import Transport
 from weft.engine.inputs import Inputs, Shape
 from weft.engine.messages import GroupRows
 from weft.engine.rows import DeviceRows
+from weft.engine.told import Told
 from weft.engine.vocabulary import SplitVocabulary
 from weft.models.decoder import Decoder
 from weft.place.plan import Counts, Plan
@@ -58,6 +59,7 @@ class StepGraphs:
         # Of steps with prompts, few of whose logits anybody looks at: one place for all graphs of such.
         self._logits = weight.new_empty(most if True in self._inputs else 0, own)
         self._tokens = torch.zeros(most, dtype=torch.int32, device=self._device)
+        self.told = Told(most, self._device.type == "cuda")
         self._counts: dict[int, CapturedRows] = {}  # by rows
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._drawn: dict[tuple[Shape, int], tuple[Tensor, Tensor]] = {}  # what `replay` gives, by how many are drawn
@@ -84,6 +86,7 @@ class StepGraphs:
             if progress:
                 progress(done + 1, len(shapes))
         gc.unfreeze()
+        self._rows.steps.zero_()  # as none was replayed
 
     def shape_of(self, groups: Sequence[GroupRows], counts: Counts) -> Shape | None:
         """Of the graph that serves a step of these DP groups, whose rows are counts; None where there is none: for more
@@ -112,6 +115,7 @@ class StepGraphs:
         graph.replay()
         if (drawn := self._drawn.get((shape, n))) is None:
             drawn = self._drawn[shape, n] = logits[:n], self._tokens[:n]
+        self.told.next()
         return drawn
 
     def _step(self, shape: Shape, counts: CapturedRows) -> Tensor:
@@ -132,7 +136,6 @@ class StepGraphs:
         else:
             share = candidates(logits, *how, table=draws.rows, first=split.share.start)
             drawn = split.every(best(share, draws.live))[:, :, None]
-        step_out(
-            draws.rows, draws.live, draws.answers, drawn, draws.lengths, rows.last_token, rows.length, self._tokens
-        )
+        state = rows.last_token, rows.length, self._tokens, rows.steps, self.told.rows
+        step_out(draws.rows, draws.live, draws.answers, drawn, draws.lengths, *state)
         return logits

@@ -113,7 +113,8 @@ class AnswerInputs:
         from weft.kernels.triton.step import step_in  # a CPU need not have Triton
 
         rows, answers = self._rows, self._answers[: shape.rows]
-        inputs = step_in(answers, live, rows.last_token, rows.length, rows.entries, self._parts, self._page_size)
+        state = rows.last_token, rows.length, rows.entries, rows.steps
+        inputs = step_in(answers, live, *state, self._parts, self._page_size)
         tables: list[PageTables | StateSlots] = []
         for rule, pages, slots in zip(self._rules, inputs.entries.split(rows.widths, 1), inputs.slots, strict=True):
             tables.append(StateSlots(*slots) if rule.state else PageTables(pages, slots[0]))
@@ -183,6 +184,7 @@ class PromptInputs:
             tables.append(PageTables(state.entries[:, begin : begin + each].index_select(0, rows), slots))
             begin += each
         state.length.index_add_(0, rows, count)  # of those too that draw nothing yet
+        state.steps.add_(1)
         sampled = (starts[1:].index_select(0, draws).long() - 1).clamp(min=0)
         batch = Batch(tokens.long(), positions.long(), starts, lengths, tuple(tables), sampled, None)
         drawing = Draws(rows.index_select(0, draws), self._drawn, self._answers, lengths.index_select(0, draws))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,10 +26,13 @@ def rows_of_draws(rows: GroupRows, logits: Tensor) -> Tensor:
 
 class Outcome:
     """Of one step on one rank. `score` and `look` are only for the rank that tells its group's logprobs; then `copy`
-    begins the copies to the host, and what follows waits for them, on any thread."""
+    begins the copies to the host, and what follows waits for them, on any thread.
 
-    def __init__(self, rows: GroupRows, tokens: Tensor):
-        self._rows, self._tokens = rows, tokens
+    told: waits for the tokens where they need no copy.
+    """
+
+    def __init__(self, rows: GroupRows, tokens: Tensor, told: Callable[[], Tensor] | None = None):
+        self._rows, self._tokens, self._told = rows, tokens, told
         self._found: list[tuple[Tensor, Tensor, Tensor]] = []
         self._counts: list[Sequence[int]] = []
         self._drawn_at: list[int] = []
@@ -64,11 +67,16 @@ class Outcome:
 
     def copy(self) -> None:
         """Begins the copies."""
-        self._wait = to_host([self._tokens, *(tensor for found in self._found for tensor in found)])
+        if self._told is None:
+            copied = to_host([self._tokens])
+            self._told = lambda: copied()[0]
+        if self._found:
+            self._wait = to_host([tensor for found in self._found for tensor in found])
 
     def tokens(self) -> tuple[tuple[int, ...], int]:
         """The tokens, and their checksum. AssertionError where a row had no token to go on from."""
-        drawn = self._wait()[0]
+        assert self._told is not None, "nothing was copied"
+        drawn = self._told()
         tokens = tuple(drawn.tolist())
         if NO_TOKEN in tokens:
             row = self._rows.draws[tokens.index(NO_TOKEN)]
@@ -77,7 +85,9 @@ class Outcome:
 
     def logprobs(self) -> tuple[tuple[Logprobs | None, ...], list[tuple[Logprobs, ...]]]:
         """(of each drawn token, empty where none are asked for; of each scored chunk)."""
-        lists = [tensor.tolist() for tensor in self._wait()[1:]]
+        if not self._found:
+            return (), []
+        lists = [tensor.tolist() for tensor in self._wait()]
         read = []
         for *found, counts in zip(lists[::3], lists[1::3], lists[2::3], self._counts, strict=True):
             each = zip(*found, counts, strict=True)

@@ -152,7 +152,8 @@ class DeviceRows:
     length int32 `[rows]`. entries: the tables of all cache groups side by side, each as wide as `widths` says: int32
     `[rows, max_pages]`, the page table, or `[rows, 2]`, the slots of the state before and after the next step; −1 where
     nothing is, as for windows that have passed.
-    temperature and min_p float32, seed int64 `[rows]`; last_token is the table's.
+    temperature and min_p float32, seed int64 `[rows]`; last_token is the table's. steps: int32 `[1]`, how many graphs
+    ran: each begins by counting itself.
     """
 
     def __init__(self, table: RowTable, max_pages: int):
@@ -164,6 +165,7 @@ class DeviceRows:
         self._begins = [0, *itertools.accumulate(self.widths)]
         self.temperature, self.min_p = torch.zeros(2, most, device=device)
         self.seed = torch.zeros(most, dtype=torch.int64, device=device)
+        self.steps = torch.zeros(1, dtype=torch.int32, device=device)
 
     def apply(self, news: GroupRows) -> None:
         """As `RowTable.apply`; copies are queued on torch's current stream. ValueError for an entry beyond a table."""

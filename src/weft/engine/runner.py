@@ -189,6 +189,11 @@ class ModelRunner:
         self._replays[counts, shape] += 1
         return self._graphs.replay(shape, news, counts)
 
+    def told(self, draws: int) -> Callable[[], Tensor]:
+        """What waits for the tokens that the last replay drew: see `Told.wait`."""
+        assert self._graphs is not None
+        return self._graphs.told.wait(draws)
+
     def whole(self, logits: Tensor) -> Tensor:
         """Rows of logits as float32, of the whole vocabulary. Where it is split all ranks of a group must call."""
         logits = logits.float()

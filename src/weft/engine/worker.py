@@ -155,7 +155,8 @@ class Worker:
             if self.device_rows:
                 self.device_rows.ran(self.table, rows)
             tokens = self.table.draw(rows, rows_of_draws(rows, sampled), None if whole else self.runner.vocabulary)
-        outcome = Outcome(rows, tokens)
+        told = self.runner.told(len(tokens)) if shape is not None and not looked else None
+        outcome = Outcome(rows, tokens, told)
         if leads:
             outcome.score(sampled)
             outcome.look(rows_of_draws(rows, sampled), looked)

@@ -34,12 +34,14 @@ def check_inputs(
     rows = torch.randperm(requests, device=device)[:capacity].int()
     rows[count:] = -(1 << 24)  # no request: must not be looked up
     live = torch.tensor([count], dtype=torch.int32, device=device)
-    wanted = kernels.StepInputs(*plain.step_in(rows, count, last, length, entries, groups, PAGE))
+    steps = torch.tensor([2], dtype=torch.int32, device=device)
+    wanted = kernels.StepInputs(*plain.step_in(rows, count, last, length, entries, steps, groups, PAGE))
+    assert steps == 3
     for most in (1024, 2):
         monkeypatch.setattr(kernels, "ENTRIES", most)
         parts = kernels.parts(widths, [state for _, state in groups], device)
         assert len(parts.each) == sum(1 if state or most > 5 else 3 for _, state in groups)
-        found = kernels.step_in(rows, live, last, length, entries, parts, PAGE)
+        found = kernels.step_in(rows, live, last, length, entries, steps, parts, PAGE)
         for name in ("tokens", "positions", "lengths"):
             assert torch.equal(getattr(found, name), getattr(wanted, name)), name
         known = wanted.entries >= 0
@@ -49,6 +51,7 @@ def check_inputs(
             assert torch.equal(found.slots[group, :used], wanted.slots[group, :used])
             assert state or (found.slots[group, 0, :count] >= 0).all()
             assert (found.slots[group, :used, count:] == -1).all()
+    assert steps == 5
 
 
 @pytest.mark.parametrize("ranks, shares", [(1, 1), (1, 7), (3, 1), (2, 5)])
@@ -73,12 +76,18 @@ def check_draws_go_into_the_state(
     score[:, -1] = float("-inf")
     drawn = torch.stack((score, token), dim=-1)
     drawn[:, count:] = float("nan")
-    states = [[x.clone() for x in (last, length, torch.full((capacity + 2,), -9).int().to(device))] for _ in range(2)]
+    tokens, steps = torch.full((capacity + 2,), -9).int().to(device), torch.tensor([11]).int().to(device)
+    told = torch.full((4, capacity + 1), -9, dtype=torch.int32, pin_memory=device.type == "cuda")
+    given = (last, length, tokens, steps, told)
+    states = [[x.clone() if x.is_cuda or device.type == "cpu" else x.clone().pin_memory() for x in given] for _ in "ab"]
     kernels.step_out(rows, live, first, drawn, lengths, *states[0])
     plain.step_out(rows, count, answers, drawn, lengths, *states[1])
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # for what is written to the host
     for ours, theirs in zip(*states, strict=True):
         assert torch.equal(ours, theirs)
-    tokens = states[0][2]
+    tokens, told = states[0][2], states[0][4]
+    assert torch.equal(told[11 % 4, :count], tokens[:count].cpu()) and (told == -9).sum() == told.numel() - count
     assert (tokens[capacity:] == -9).all() and (tokens[count:capacity] == -1).all()
     drawn_of = tokens[:count] >= 0
     assert drawn_of[:1].all() and not drawn_of[1:answers:2].any() and drawn_of[answers:].all()
@@ -88,8 +97,11 @@ def check_what_does_not_fit_is_refused(device: torch.device) -> None:
     one, table = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((1,), (1, 3)))
     parts = kernels.parts([3], [False], device)
     with pytest.raises(ValueError, match="the same rows"):
-        kernels.step_in(one, one, one, torch.zeros(2, dtype=torch.int32, device=device), table, parts, PAGE)
+        kernels.step_in(one, one, one, torch.zeros(2, dtype=torch.int32, device=device), table, one, parts, PAGE)
     with pytest.raises(ValueError, match="not rows of int32"):
-        kernels.step_in(one, one, one, one, torch.zeros(1, 6, dtype=torch.int32, device=device)[:, ::2], parts, PAGE)
+        halves = torch.zeros(1, 6, dtype=torch.int32, device=device)[:, ::2]
+        kernels.step_in(one, one, one, one, halves, one, parts, PAGE)
     with pytest.raises(ValueError, match="drawn"):
-        kernels.step_out(one, one, one, torch.zeros(1, 2, 1, 2, device=device), one, one, one, one)
+        kernels.step_out(one, one, one, torch.zeros(1, 2, 1, 2, device=device), *[one] * 5, table)
+    with pytest.raises(ValueError, match="drawn"):  # told has no power of two of rows
+        kernels.step_out(one, one, one, torch.zeros(1, 1, 1, 2, device=device), *[one] * 5, table.expand(3, 3))

@@ -276,13 +276,14 @@ def _philox(k0: Tensor, k1: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Ten
 
 
 def step_in(
-    rows: Tensor, live: int, last_token: Tensor, length: Tensor, entries: Tensor, groups: Sequence[tuple[int, bool]],
-    page_size: int,
+    rows: Tensor, live: int, last_token: Tensor, length: Tensor, entries: Tensor, steps: Tensor,
+    groups: Sequence[tuple[int, bool]], page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(tokens, positions, lengths, entries, slots), as `step.StepInputs`; entries that it leaves as they are, and slots
     that mean nothing, are −1. groups: how wide the table of each is, and whether it is of states.
     """
     capacity, begin = len(rows), 0
+    steps += 1
     tokens, positions, lengths = (torch.zeros(capacity, dtype=torch.int64, device=rows.device) for _ in range(3))
     found = torch.full((capacity, entries.shape[1]), -1, dtype=torch.int32, device=rows.device)
     slots = torch.full((len(groups), 2, capacity), -1, dtype=torch.int64, device=rows.device)
@@ -303,12 +304,13 @@ def step_in(
 
 def step_out(
     rows: Tensor, live: int, answers: int, drawn: Tensor, lengths: Tensor, last_token: Tensor, length: Tensor,
-    tokens: Tensor,
+    tokens: Tensor, steps: Tensor, told: Tensor,
 ) -> None:  # fmt: skip
-    """Updates the state and the tokens in place."""
+    """Updates the state and the tokens in place, and the row of `told` that is the step's."""
     tokens[: len(rows)] = -1
     for i, row in enumerate(rows[:live].tolist()):
         found = drawn[:, i].reshape(-1, 2)
         best = found[found[:, 0] == found[:, 0].max(), 1].min().int()
         last_token[row] = tokens[i] = torch.where((last_token[row] < 0) & (i < answers), -1, best)
+        told[steps % len(told), i] = tokens[i]
         length[row] = lengths[i]

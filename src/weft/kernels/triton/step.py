@@ -45,11 +45,13 @@ class StepInputs(NamedTuple):
 
 @kernel(do_not_specialize=["capacity"])
 def _step_in(
-    rows, live, last_token, length, entries, parts, tokens, positions, lengths, found, slots, capacity, entries_row,
-    found_row, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    rows, live, last_token, length, entries, steps, parts, tokens, positions, lengths, found, slots, capacity,
+    entries_row, found_row, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     i = tl.program_id(0)
+    if (i == 0) & (tl.program_id(1) == 0):
+        tl.store(steps, tl.load(steps) + 1)
     part = parts + tl.program_id(1) * 5
     group, state = tl.load(part), tl.load(part + 1)
     begin, width, first = tl.load(part + 2), tl.load(part + 3), tl.load(part + 4)
@@ -80,7 +82,8 @@ def _step_in(
 
 @kernel(do_not_specialize=["capacity"])
 def _step_out(
-    rows, live, answers, drawn, lengths, last_token, length, tokens, capacity, each, every, BLOCK: tl.constexpr,
+    rows, live, answers, drawn, lengths, last_token, length, tokens, steps, told, told_rows, told_row, capacity, each,
+    every, BLOCK: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     i = tl.program_id(0)
@@ -97,6 +100,7 @@ def _step_out(
     tl.store(last_token + row, best)
     tl.store(length + row, tl.load(lengths + i))
     tl.store(tokens + i, best)
+    tl.store(told + (tl.load(steps) & (told_rows - 1)) * told_row + i, best)
 
 
 class Parts(NamedTuple):
@@ -119,13 +123,21 @@ def parts(widths: Sequence[int], states: Sequence[bool], device: torch.device) -
 
 
 def step_in(
-    rows: Tensor, live: Tensor, last_token: Tensor, length: Tensor, entries: Tensor, parts: Parts, page_size: int
+    rows: Tensor,
+    live: Tensor,
+    last_token: Tensor,
+    length: Tensor,
+    entries: Tensor,
+    steps: Tensor,
+    parts: Parts,
+    page_size: int,
 ) -> StepInputs:
     """A decode step's inputs: each row's last token, to be stored and attended from at the row's length.
 
     rows int32 `[capacity]`: the request row of each of the step's rows, of which the first `live` (int32 `[1]`) count.
-    last_token, length int32 `[R]`; entries int32 `[R, width]`, in which the new token has its page. parts: of these
-    tables, by `parts`; page_size: tokens of an entry. Raises ValueError where they do not fit together.
+    last_token, length int32 `[R]`; entries int32 `[R, width]`, in which the new token has its page; steps int32 `[1]`,
+    to which one is added. parts: of these tables, by `parts`; page_size: tokens of an entry. Raises ValueError where
+    they do not fit together.
     """
     capacity, like = rows.shape[0], live.new_empty
     if not last_token.shape == length.shape == entries.shape[:1]:
@@ -142,7 +154,7 @@ def step_in(
     )
     if capacity:
         _step_in[(capacity, len(parts.each))](
-            rows, live, last_token, length, entries, parts.each, *out, capacity, entries.stride(0),
+            rows, live, last_token, length, entries, steps, parts.each, *out, capacity, entries.stride(0),
             out.entries.stride(0), PAGE=page_size, BLOCK=min(ENTRIES, next_power_of_2(entries.shape[1])),
             num_warps=4, **overlap.options(),
         )  # fmt: skip
@@ -158,20 +170,25 @@ def step_out(
     last_token: Tensor,
     length: Tensor,
     tokens: Tensor,
+    steps: Tensor,
+    told: Tensor,
 ) -> None:
     """Draws the best of the tokens of `sample.candidates`, and takes it into the state, as it takes the new lengths
-    (int32 `[capacity]`); tokens int32 `[≥ capacity]` get what was drawn, for the host, −1 for rows that are not live.
+    (int32 `[capacity]`); tokens int32 `[≥ capacity]` get what was drawn, −1 for rows that are not live. The live rows'
+    are also written to one row of told (int32 `[a power of two, ≥ capacity]`, which may be pinned memory of the host):
+    `steps` (int32 `[1]`) modulo the number of its rows.
 
     drawn: float32 `[ranks, capacity, each, 2]`, contiguous, scores and tokens. Of the first `answers` (int32 `[1]`) a
     row without a last token (−1) draws none, so that the fault is seen by whoever looks at the tokens. A row of the
     state appears at most once among the live `rows`. Raises ValueError where shapes do not fit together.
     """
     capacity, (ranks, count, each, two) = rows.shape[0], drawn.shape
-    fits = tokens.shape[0] >= capacity and count == capacity == lengths.shape[0]
-    if not fits or two != 2 or not drawn.is_contiguous():
+    fits = min(tokens.shape[0], told.shape[1]) >= capacity and count == capacity == lengths.shape[0]
+    if not fits or told.shape[0] & (told.shape[0] - 1) or two != 2 or not drawn.is_contiguous():
         raise ValueError(f"rows are {list(rows.shape)}, drawn {list(drawn.shape)}, tokens {list(tokens.shape)}")
     if capacity:
         _step_out[(capacity,)](
-            rows, live, answers, drawn, lengths, last_token, length, tokens, capacity, each, ranks * each,
+            rows, live, answers, drawn, lengths, last_token, length, tokens, steps, told, told.shape[0],
+            told.stride(0), capacity, each, ranks * each,
             BLOCK=next_power_of_2(ranks * each), num_warps=1, **overlap.options(),
         )  # fmt: skip

@@ -1,0 +1,54 @@
+"""Tokens that a graph draws, on their way to the host: its last kernel writes them there.
+
+A copy behind each graph would take the GPU to its copy engine and back before the next graph starts, and the host a
+launch, memory and an event a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from weft.engine.rows import NO_TOKEN
+
+STEPS = 8
+"""Steps whose tokens have a place, a power of two. The controller sends a step once it has the tokens of the one but
+one before: these were read long before they are written over."""
+
+
+class Told:
+    """The places, in turn. rows: int32 `[STEPS, most]`, pinned where kernels run on a GPU; the step that is number n by
+    `DeviceRows.steps` writes row n modulo STEPS.
+    """
+
+    def __init__(self, most: int, on_gpu: bool):
+        self.rows = torch.full((STEPS, most), NO_TOKEN, dtype=torch.int32, pin_memory=on_gpu)
+        # A thread that waits sleeps.
+        self._written = [torch.cuda.Event(blocking=True) for _ in range(STEPS)] if on_gpu else []
+        self._unread = [False] * STEPS
+        self._step = 0
+
+    def next(self) -> None:
+        """A graph was queued: its place is the next in turn."""
+        self._step += 1
+
+    def wait(self, draws: int) -> Callable[[], Tensor]:
+        """What waits, on any thread, for the first tokens of the graph that was queued last, once nothing else is to
+        change them. AssertionError where those that were in its place were not read.
+        """
+        place = self._step % STEPS
+        assert not self._unread[place], f"nobody read the tokens of {STEPS} steps"
+        self._unread[place] = True
+        written, tokens = self._written[place] if self._written else None, self.rows[place, :draws]
+        if written is not None:
+            written.record()
+
+        def read() -> Tensor:
+            if written is not None:
+                written.synchronize()
+            self._unread[place] = False
+            return tokens
+
+        return read

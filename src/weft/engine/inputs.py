@@ -140,13 +140,13 @@ class PromptInputs:
         most, device = len(rows.length), rows.length.device
         self.shapes: Sequence[Shape] = [Shape(n, min(n, most), True) for n in prompt_capacities(most_rows)]
         self._rows, self._page_size = rows, page_size
-        self._room = -(-(most + 1) // 4) * 4  # whole units of 16 bytes, as kernels like their tensors to begin
-        # Side by side, so that a step has one copy: rows of the table, starts, which of the sequences draw, (answers,
-        # draws), tokens.
-        self._copied = torch.zeros(3 * self._room + 4 + most_rows, dtype=torch.int32, device=device)
-        *lists, numbers, self._tokens = self._copied.split([self._room] * 3 + [4, most_rows])
-        self._sequences, self._starts, self._draws = lists
-        self._answers, self._drawn = numbers[:1], numbers[1:2]
+        self._room = -(-(most + 1) // 4) * 4  # whole units of 16 bytes, so that no other kernels are compiled for these
+        # Side by side, so that a step has one copy: rows of the table, starts, which of the sequences draw, how many
+        # are answers, how many draw, tokens.
+        sizes = [self._room] * 3 + [4, 4, most_rows]
+        self._copied = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._sequences, self._starts, self._draws, answers, drawn, self._tokens = self._copied.split(sizes)
+        self._answers, self._drawn = answers[:1], drawn[:1]
         self._places = torch.arange(most_rows, dtype=torch.int32, device=device)
 
     def put(self, news: GroupRows) -> int:
@@ -157,7 +157,7 @@ class PromptInputs:
         place = {row: at for at, row in enumerate(rows)}
         draws = [place[row] for row in news.draws]
         filled = [*rows, *[0] * (self._room - len(rows)), *starts, *[starts[-1]] * (self._room - len(starts))]
-        filled += [*draws, *[0] * (self._room - len(draws)), answers, len(draws), 0, 0, *[0] * answers]
+        filled += [*draws, *[0] * (self._room - len(draws)), answers, 0, 0, 0, len(draws), 0, 0, 0, *[0] * answers]
         for chunk in chunks:
             filled += chunk.tokens
         fill(self._copied, filled)

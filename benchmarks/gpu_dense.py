@@ -5,11 +5,11 @@
 
 The first fills Triton's cache by several processes, the second times. Each product follows a kernel that writes its
 rows, as in a decode step, so that it may start while that one still runs: one that copies them at once, one that takes
-as long as attention's merge, and one that takes as long as an exchange between GPUs. The router's product is timed
-together with the kernel of routing, and that of queries, keys and values with the kernel that turns them, as both add
-parts where there are. Times are those of CUDA graphs over weights that take turns, more than the L2 cache holds (see
-gpu_kernels.py), less those of the kernels before alone. Prints for each shape torch's time, what is shipped and the
-best five cuts, and one JSON object last. --rows and --only take some of the rows and shapes.
+as long as attention's merge and has as many programs, and one that takes as long as an exchange between GPUs. The
+router's product is timed together with the kernel of routing, and that of queries, keys and values with the kernel that
+turns them, as both add parts where there are. Times are those of CUDA graphs over weights that take turns, more than
+the L2 cache holds (see gpu_kernels.py), less those of the kernels before alone. Prints for each shape torch's time,
+what is shipped and the best five cuts, and one JSON object last. --rows and --only take some of the rows and shapes.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ ADDED_NEXT = {"qkv", "router"}
 ROWS = (1, 8, 16, 32, 64)
 BYTES = 160 << 20
 """Of weights that take turns: several times the L2 cache."""
-TURNS = {"at once": 0, "as long as a merge": 350, "as long as an exchange": 1500}
-"""Of a loop that the kernel before the product goes through."""
+BEFORE = {"at once": (0, 1), "as long as a merge": (350, HEADS), "as long as an exchange": (1500, 1)}
+"""Turns of a loop that the kernel before the product goes through, and its programs for a row."""
 
 
 @kernel
 def _copy_late(x, out, turns, WIDTH: tl.constexpr):
-    """A row, to which something is added that is next to nothing and took so many turns."""
+    """A part of a row, to which something is added that is next to nothing and took so many turns."""
     overlap.begin()
     at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     value = tl.load(x + at).to(tl.float32)
@@ -90,15 +90,14 @@ def tiles_for(name: str, rows: int) -> list[Tile]:
     found = [t for t in parted if (t.columns + max(16, rows)) * -(-width // t.parts) <= 113 << 10]
     if rows > 32:
         return list(dict.fromkeys(found))
-    runs = [(256, 4, 4), (128, 4, 8), (256, 8, 8), (128, 8, 16), (128, 8, 8), (64, 8, 8), (32, 8, 8)]
-    for columns, (block, warps, slices) in itertools.product((16, 32, 64), runs):
-        depth = block * slices
+    for columns, (block, warps) in itertools.product((16, 32, 64), ((256, 8), (256, 4), (128, 8), (64, 8))):
+        depth = block * warps
         idle = -(-width // depth) * depth / width - 1
         registers = width * (columns + (8 if rows <= 8 else 16)) // (64 * warps)  # a thread's, of weights and x
         most = columns * dense.MULTIPROCESSORS * (192 // registers)  # outputs of programs that are on the GPU at once
         few = most > 8 * outputs and name != "router"
         if idle <= 1 / 3 and outputs <= most and not few and (block > 64 or width / depth <= 4):
-            found.append(Tile(columns, 1, block, warps, slices))
+            found.append(Tile(columns, 1, block, warps, True))
     return list(dict.fromkeys(found))
 
 
@@ -115,20 +114,22 @@ class Case:
         self.slots, self.norm = ints(*range(rows)), normal(HEAD_DIM)
         self.angle, self.cache = normal(rows, HEAD_DIM // 2), normal(2, rows, KV_HEADS, HEAD_DIM)
 
-    def before(self, turns: int) -> Tensor:
+    def before(self, turns: int, programs: int) -> Tensor:
         """x, by the kernel before."""
         out = torch.empty_like(self.x)
-        _copy_late[(len(out),)](self.x, out, turns, WIDTH=out.shape[1], num_warps=4, **overlap.options())
+        _copy_late[(len(out) * programs,)](
+            self.x, out, turns, WIDTH=out.shape[1] // programs, num_warps=4 if programs == 1 else 1, **overlap.options()
+        )
         return out[:, : SHAPES[self.name][1]]
 
-    def us(self, product: Callable[[Tensor, Tensor], Any] | None, turns: int, replays: int = 7) -> float:
+    def us(self, product: Callable[[Tensor, Tensor], Any] | None, before: str, replays: int = 7) -> float:
         """Microseconds of the product with the kernel before, or of that alone."""
         if product is None:
-            return graph_us([lambda: self.before(turns)] * len(self.weights), replays)
-        return graph_us([lambda w=w: product(self.before(turns), w) for w in self.weights], replays)
+            return graph_us([lambda: self.before(*BEFORE[before])] * len(self.weights), replays)
+        return graph_us([lambda w=w: product(self.before(*BEFORE[before]), w) for w in self.weights], replays)
 
     def ours(self, tile: Tile) -> Callable[[Tensor, Tensor], Any]:
-        if self.name in ADDED_NEXT and tile.slices == 1:
+        if self.name in ADDED_NEXT and not tile.sliced:
             return lambda x, w: self._next(dense.linear_parts(x, w, tile))
         return lambda x, w: self._next(dense.linear(x, w, tile, self.out))
 
@@ -137,7 +138,7 @@ class Case:
 
     def wrong(self) -> float:
         """The largest error of any tile that gives a whole product."""
-        x, weight = self.before(0), self.weights[0]
+        x, weight = self.before(0, 1), self.weights[0]
         wanted, found = x.double() @ weight.double().t(), 0.0
         for tile in tiles_for(self.name, len(x)):
             with suppress(OutOfResources):
@@ -159,24 +160,24 @@ def compile_all(work: list[tuple[str, int, Tile]]) -> None:
     for name, rows, tile in work:
         case = cases.setdefault((name, rows), Case(name, rows, True))
         with suppress(OutOfResources):  # more shared memory than there is
-            case.ours(tile)(case.before(0), case.weights[0])
+            case.ours(tile)(case.before(0, 1), case.weights[0])
 
 
 def time_case(name: str, rows: int, before: str) -> dict[str, Any]:
     """torch's product, what is shipped, and all tiles."""
-    case, turns = Case(name, rows), TURNS[before]
-    alone = case.us(None, turns, 15)
+    case = Case(name, rows)
+    alone = case.us(None, before, 15)
     found: dict[str, Any] = {"case": name, "rows": rows, "before": before, "before_us": round(alone, 2)}
-    found["torch_us"] = round(case.us(case.torchs, turns, 15) - alone, 2)
+    found["torch_us"] = round(case.us(case.torchs, before, 15) - alone, 2)
     if case.shipped:
-        found["shipped_us"] = round(case.us(case.ours(case.shipped), turns, 15) - alone, 2)
+        found["shipped_us"] = round(case.us(case.ours(case.shipped), before, 15) - alone, 2)
         found["shipped"] = case.shipped
     if before == "at once" and name not in ADDED_NEXT:
         found["error"] = round(case.wrong(), 5)
     times: list[tuple[float, Tile]] = []
     for tile in tiles_for(name, rows):
         with suppress(OutOfResources):
-            times.append((case.us(case.ours(tile), turns) - alone, tile))
+            times.append((case.us(case.ours(tile), before) - alone, tile))
     found["best"] = [(round(us, 2), *tile) for us, tile in sorted(times, key=lambda pair: pair[0])]
     return found
 
@@ -197,16 +198,15 @@ def main() -> None:
             outputs, width = SHAPES[name]
             shipped = dense.tile_of(rows, outputs, width, name in ADDED_NEXT)
             for tile in {*tiles_for(name, rows), *([shipped] if shipped else [])}:
-                same.setdefault(
-                    (name in ADDED_NEXT and tile.slices == 1, width, max(8, rows), tile), (name, rows, tile)
-                )
+                left = name in ADDED_NEXT and not tile.sliced  # its sum, to what comes next
+                same.setdefault((left, width, dense.rows_of_block(rows, tile), tile), (name, rows, tile))
         work = list(same.values())
         with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
             list(pool.map(compile_all, [work[i :: args.processes] for i in range(args.processes)]))
         print(f"{len(work)} compiled", flush=True)
         return
     found: list[dict[str, Any]] = []
-    for name, rows, before in itertools.product(args.only, args.rows, TURNS):
+    for name, rows, before in itertools.product(args.only, args.rows, BEFORE):
         found.append(time_case(name, rows, before))
         print({**found[-1], "best": found[-1]["best"][:5]}, flush=True)
         torch.cuda.empty_cache()

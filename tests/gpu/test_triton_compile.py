@@ -245,9 +245,9 @@ def multiply_float8(rows: int, outputs: int, width: int, unit: tuple[int, int] =
     float8.linear(empty(rows, width), in_float8(outputs, width, unit=unit), empty(rows, outputs))
 
 
-def multiply(rows: int, outputs: int, width: int, tile: dense.Tile | None = None) -> None:
+def multiply(rows: int, outputs: int, width: int) -> None:
     x, weight = empty(rows, width), empty(outputs, width)
-    dense.linear(x, weight, tile or dense.tile_for(x, weight), None, empty(outputs))
+    dense.linear(x, weight, dense.tile_for(x, weight), None, empty(outputs))
 
 
 def norm_and_turn(rows: int) -> None:
@@ -352,7 +352,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "FP8 product, 4096 rows": (lambda: multiply_float8(4096, 7168, 2048), ("QGMMA", "LDGSTS")),
     "FP8 product, cut blocks": (lambda: multiply_float8(64, 320, 1408, (64, 64)), ("QGMMA", "LDGSTS")),
     "product, 1 row": (lambda: multiply(1, 5120, 2048), ("HGMMA",)),
-    "product of whole depth": (lambda: multiply(16, 2048, 1408, dense.Tile(32, 1, 128, 8, 8)), ("HMMA",)),
+    "product of whole depth": (lambda: multiply(16, 2880, 512), ("HMMA",)),
     "product, 64 rows, deep": (lambda: multiply(64, 1024, 4096), ("HGMMA",)),
     "parts of a deep product": (lambda: parts_of(64, 256, 7168), ("HGMMA",)),
     "norm, rotary, cache": (lambda: norm_and_turn(64), ()),
@@ -433,7 +433,7 @@ def test_products_of_few_rows_read_their_weights_before_the_wait(
 
 def test_weights_of_whole_depth_are_in_tensor_cores_registers_before_the_wait(compiled: list[Compiled]) -> None:
     for rows in (1, 16):
-        multiply(rows, 2048, 2048, dense.Tile(16, 1, 128, 8, 16))
+        multiply(rows, 2048, 2048)
         before, _, after = compiled[-1].code.partition("ACQBULK")
         assert len(re.findall(r"\bLDSM\S*\.M88\.4\b", before)) * 512 * 8 == 2 * 16 * 2048
         assert not re.search(r"\bHMMA\b", before) and not re.search(r"\bLDG\S*\.STRONG\.GPU\b", after)

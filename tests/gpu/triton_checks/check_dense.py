@@ -49,17 +49,18 @@ def assert_product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | 
 @pytest.mark.parametrize("rows, outputs, width, tile", [
     (1, 64, 256, None),
     (3, 40, 200, None),  # neither outputs nor inputs fill their tiles
-    (16, 24, 2304, None),  # of parts
-    (3, 16, 4224, None),  # of parts of two blocks
+    (16, 24, 2304, Tile(64, 5, 512, 4)),  # of parts
+    (3, 16, 4224, Tile(64, 5, 512, 4)),  # of parts of two blocks
+    (17, 16, 1152, None),
     (17, 96, 520, None),
     (64, 72, 256, None),
     (2, 48, 640, Tile(32, 3, 128, 4)),  # the last part has less to do
     (16, 16, 384, Tile(16, 2, 128, 8)),
     (5, 70, 300, Tile(64, 1, 128, 4)),
-    (1, 32, 512, Tile(16, 1, 64, 4, 8)),  # slices of the whole depth,
-    (9, 40, 200, Tile(16, 1, 16, 4, 4)),  # of which the last have less to do
-    (16, 40, 300, Tile(32, 1, 16, 4, 8)),
-    (64, 24, 300, Tile(16, 1, 64, 2, 2)),  # and rows in turn
+    (1, 32, 512, Tile(16, 1, 64, 4, True)),  # slices of the whole depth,
+    (9, 40, 200, Tile(16, 1, 16, 4, True)),  # of which the last have less to do
+    (16, 40, 300, Tile(32, 1, 32, 4, True)),
+    (64, 24, 300, Tile(16, 1, 64, 2, True)),  # and rows in turn
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES)
 def check_products(
@@ -73,7 +74,7 @@ def check_products(
 
 @pytest.mark.parametrize(
     "rows, tile",
-    [(4, None), (33, None), (4, Tile(16, 2, 128, 4)), (4, Tile(16, 1, 64, 4, 4)), (33, Tile(16, 1, 64, 4, 8))],
+    [(4, None), (33, None), (4, Tile(16, 2, 128, 4)), (4, Tile(16, 1, 64, 8, True)), (33, Tile(16, 1, 64, 4, True))],
 )
 def check_a_row_depends_on_no_other(rows: int, tile: Tile | None, device: torch.device) -> None:
     torch.manual_seed(1)
@@ -91,7 +92,7 @@ def check_rounded_once(device: torch.device) -> None:
     torch.manual_seed(2)
     x, weight = (torch.randn(n, 512, device=device).to(DTYPES[0]) for n in (3, 32))
     bias = 100 * torch.randn(32, device=device).to(DTYPES[0])
-    for tile in (Tile(16, 1, 128, 4), Tile(16, 4, 128, 4), Tile(16, 1, 128, 4, 4)):
+    for tile in (Tile(16, 1, 128, 4), Tile(16, 4, 128, 4), Tile(16, 1, 128, 4, True)):
         exact = dense.linear(x, weight, tile, x.new_empty(3, 32, dtype=torch.float32), bias)
         assert torch.equal(dense.linear(x, weight, tile, None, bias), exact.to(DTYPES[0]))
 
@@ -114,6 +115,12 @@ def check_which_products_are_taken(device: torch.device) -> None:
         for rows in (1, 16):
             assert dense.tile_of(rows, outputs, width) is not None, (rows, outputs, width)
         assert dense.tile_of(65, outputs, width) is None
+    assert dense.tile_of(8, 2048, 2048) == dense.tile_of(16, 2048, 2048) == Tile(16, 1, 256, 8, True)
+    assert dense.tile_of(8, 4096, 2048) == Tile(32, 1, 256, 8, True)  # two programs of half the outputs do not fit
+    assert dense.tile_of(16, 2048, 768) == dense.tile_of(16, 4096, 1024) == Tile(16, 1, 128, 8, True)
+    for sizes in ((17, 2048, 2048), (16, 4096, 2048), (16, 2048, 4096), (8, 8, 2048), (8, 576, 7168)):
+        tile = dense.tile_of(*sizes)
+        assert tile is not None and not tile.sliced, sizes
     assert dense.tile_of(1, 5120, 2048) == dense.tile_of(4, 5120, 2048) == Tile(128, 8, 256, 8)
     assert dense.tile_of(5, 5120, 2048) is None  # five hundred programs
     assert dense.tile_of(64, 2560, 2048) is None and dense.tile_of(64, 2560, 2048, True) == Tile(128, 4, 512, 8)
@@ -134,6 +141,6 @@ def check_refuses(device: torch.device) -> None:
     for tensors in ((x[:, :32], weight), (x.half(), weight), (x[:0], weight), (x, weight, bias)):
         with pytest.raises(ValueError, match="x is"):
             dense.linear_parts(*tensors[:2], tile, *tensors[2:])
-    for other, out in ((tile, x), (Tile(64, 1, 64, 4, 4), None)):
+    for other, out in ((tile, x), (Tile(64, 1, 64, 4, True), None)):
         with pytest.raises(ValueError, match="out"):
             dense.linear(x, weight, other, out)

@@ -41,18 +41,17 @@ LANGUAGE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float1
 
 
 class Tile(NamedTuple):
-    """How a product is cut: the weight's rows of a tile, parts of the depth, depth of a block, warps, and slices.
+    """How a product is cut: the weight's rows of a tile, parts of the depth, depth of a block, and warps.
 
-    block: a power of two; a program has so many blocks of it as its part of the depth needs, or each slice does.
-    slices: of the whole depth, one for each warp, or a few that a warp multiplies side by side; 1: none. With slices
-    there must be as many outputs as a tile has.
+    block: a power of two; a program has so many blocks of it as its part of the depth needs, or each warp's slice.
+    sliced: each warp multiplies a slice of the only part; there must be two warps, and a tile's columns of outputs.
     """
 
     columns: int
     parts: int
     block: int
     warps: int
-    slices: int = 1
+    sliced: bool = False
 
 
 @triton.jit
@@ -107,20 +106,11 @@ def _gemm_few_rows(
     tl.store(to, acc.to(out.dtype.element_ty), mask=wanted[:, None] & real[None, :])
 
 
-@triton.jit
-def _by_slice(runs, BESIDE: tl.constexpr):
-    """`[warps, R, beside · K]` as `[beside · warps, R, K]`, which moves nothing from one warp to another."""
-    WARPS: tl.constexpr = runs.shape[0]
-    R: tl.constexpr = runs.shape[1]
-    K: tl.constexpr = runs.shape[2] // BESIDE
-    return tl.reshape(tl.permute(tl.reshape(runs, (WARPS, R, BESIDE, K)), (2, 0, 1, 3)), (BESIDE * WARPS, R, K))
-
-
 @kernel(do_not_specialize=["rows", "outputs"])
 def _gemm_whole_depth(
     x, weight, bias, out, rows, outputs, x_row, out_row,
     WIDTH: tl.constexpr, WEIGHT_ROW: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    RUN: tl.constexpr, RUNS: tl.constexpr, WARPS: tl.constexpr, BESIDE: tl.constexpr,
+    RUN: tl.constexpr, RUNS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, BLOCK_N)
     start = tl.minimum(tl.program_id(0) * BLOCK_N, outputs - BLOCK_N)  # the last tile may have some of the one before
@@ -151,13 +141,11 @@ def _gemm_whole_depth(
             if not WHOLE:
                 held &= depth < WIDTH - i * RUN
             values += (tl.load(x_at + i * RUN, mask=held, other=0.0),)  # type: ignore[assignment]
-        slices = tl.zeros([BESIDE * WARPS, BLOCK_N, BLOCK_T], tl.float32)
+        slices = tl.zeros([WARPS, BLOCK_N, BLOCK_T], tl.float32)
         for i in tl.static_range(RUNS):
-            by_slice = tl.permute(_by_slice(values[i], BESIDE), (0, 2, 1))
-            slices = tl.dot(_by_slice(weights[i], BESIDE), by_slice, slices)
-        of_warps = tl.sum(tl.reshape(slices, (BESIDE, WARPS, BLOCK_N, BLOCK_T)), 0)
+            slices = tl.dot(weights[i], tl.permute(values[i], (0, 2, 1)), slices)
         # Two warps' sums come together in a thread, the others in its warp: a sum over warps would meet twice.
-        left, right = tl.split(tl.reshape(tl.permute(of_warps, (1, 2, 0)), (BLOCK_N, BLOCK_T, WARPS // 2, 2)))
+        left, right = tl.split(tl.reshape(tl.permute(slices, (1, 2, 0)), (BLOCK_N, BLOCK_T, WARPS // 2, 2)))
         total = tl.sum(left + right, 2)
         if BIAS:
             total += tl.load(bias + start + n).to(tl.float32)[:, None]
@@ -206,6 +194,8 @@ def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> Ti
     if added_next and outputs <= FEW_OUTPUTS:  # which have few tiles: every block is a part
         block = 256 if width <= 256 * MOST_PARTS else 512
         return Tile(64, cdiv(width, block), block, 4)
+    if not added_next and (whole := _whole_depth(rows, outputs, width)):
+        return whole
     cuts = [(64, 512 if width > 1024 else 256 if width > 128 else 128, 4)]
     if rows <= 4:
         cuts.append((128, 256, 8))
@@ -221,9 +211,25 @@ def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> Ti
     return None
 
 
+def _whole_depth(rows: int, outputs: int, width: int) -> Tile | None:
+    """The tile of as few columns as let all programs be on the GPU at once; None where registers do not hold it.
+
+    It takes the place of parts and of the kernel that adds them, up to so many rows that reading all of x takes longer.
+    """
+    block = min((256, 128, 64), key=lambda size: (cdiv(width, 8 * size) * size, -size))
+    depth = cdiv(width, 8 * block) * 8 * block
+    for columns in (16, 32, 64):
+        tile = Tile(columns, 1, block, 8, True)
+        held = 2 * depth * (columns + rows_of_block(rows, tile))
+        programs = MULTIPROCESSORS * (2 if held <= 64 << 10 else 1)
+        if rows <= 16 and held <= (192 if rows <= 8 else 128) << 10 and columns <= outputs <= columns * programs:
+            return tile
+    return None
+
+
 def rows_of_block(rows: int, tile: Tile) -> int:
     """How many rows a program takes at once, which are all but with slices."""
-    if tile.slices > 1:
+    if tile.sliced:
         return 8 if rows <= 8 else 16
     return max(16, next_power_of_2(rows))
 
@@ -240,12 +246,12 @@ def linear(x: Tensor, weight: Tensor, tile: Tile, out: Tensor | None = None, bia
     """
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
     _check(x, weight, bias)
-    few = tile.slices > 1 and weight.shape[0] < tile.columns
+    few = tile.sliced and weight.shape[0] < tile.columns
     if out.shape != (x.shape[0], weight.shape[0]) or not _is_dense(out) or few:
         raise ValueError(f"x is {list(x.shape)}, the weight {list(weight.shape)}, out {list(out.shape)} for {tile}")
     parts = _parts_of(weight.shape[1], tile)
     if parts == 1:
-        multiply = _multiply if tile.slices == 1 else _multiply_whole_depth
+        multiply = _multiply_whole_depth if tile.sliced else _multiply
         multiply(x, weight, bias, out, tile)
         return out
     values = out.new_empty(parts, *out.shape, dtype=torch.float32)
@@ -298,10 +304,9 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile:
 
 def _multiply_whole_depth(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> None:
     (outputs, width), rows = weight.shape, x.shape[0]
-    beside = tile.slices // tile.warps
     _gemm_whole_depth[(cdiv(outputs, tile.columns),)](
         x, weight, x if bias is None else bias, out, rows, outputs, x.stride(0), out.stride(0), WIDTH=width,
         WEIGHT_ROW=weight.stride(0), BIAS=bias is not None, BLOCK_T=rows_of_block(rows, tile), BLOCK_N=tile.columns,
-        RUN=beside * tile.block, RUNS=cdiv(width, tile.slices * tile.block), WARPS=tile.warps, BESIDE=beside,
-        num_warps=tile.warps, **overlap.options(),
+        RUN=tile.block, RUNS=cdiv(width, tile.warps * tile.block), WARPS=tile.warps, num_warps=tile.warps,
+        **overlap.options(),
     )  # fmt: skip

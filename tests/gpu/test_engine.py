@@ -136,10 +136,14 @@ def test_long_prompts_in_graphs(name: str, long_expected: list[tuple[int, ...]])
     assert long_answers(**layout) == long_expected
 
 
+def small_latent(directory: Path) -> None:
+    small_model("deepseek_v2", 4, directory, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=2)
+
+
 @pytest.fixture(scope="module")
 def latent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("latent")
-    small_model("deepseek_v2", 4, directory, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=2)
+    small_latent(directory)
     byte_tokenizer(directory)
     return directory
 
@@ -179,6 +183,7 @@ def test_tokens_dealt_out_give_the_same_answers(
 
 FAMILIES: dict[str, Callable[[Path], Any]] = {
     "latents, windows, states": small_hybrid,
+    "latent keys": small_latent,
     "windows": lambda directory: small_step(directory, seed=3, **SIZES),
     "windows and sinks": lambda directory: small_gpt_oss(directory, seed=3, **SIZES),
     "gated delta rule": lambda directory: small_qwen35(directory, seed=3, **SIZES),

@@ -59,7 +59,7 @@ def measure(worker: Worker, step: Step, steps: int) -> dict[str, float]:
     on_gpu, cpu, wall = worker.on_gpu, [], []
 
     def run() -> None:
-        worker.step(step)
+        worker.step(step)()
         if on_gpu:
             torch.cuda.synchronize()
 
@@ -67,11 +67,12 @@ def measure(worker: Worker, step: Step, steps: int) -> dict[str, float]:
         run()
     for _ in range(steps):
         began, at = time.thread_time(), time.perf_counter()
-        worker.step(step)
+        finish = worker.step(step)
         cpu.append(time.thread_time() - began)
         if on_gpu:
             torch.cuda.synchronize()
         wall.append(time.perf_counter() - at)
+        finish()
     found = {"cpu_ms": 1e3 * statistics.median(cpu), "wall_ms": 1e3 * statistics.median(wall)}
     if on_gpu:
         with profile(activities=[ProfilerActivity.CUDA]) as watched:

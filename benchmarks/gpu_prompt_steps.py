@@ -32,17 +32,23 @@ from weft.engine.worker import Worker
 GREEDY, GIB = Sampling(0.0, 1.0, 0, 1), 1 << 30
 
 
-def step_of(config: EngineConfig, tokens: int, answers: int, context: int = 256) -> Step:
-    """A prompt's rows behind answers of sequences that have some context."""
-    pages = config.num_pages
-    joins, first = [], 0
-    for row in range(answers + 1):
-        have = context if row < answers else 0
-        need = -(-(have + (1 if row < answers else tokens - answers)) // config.page_size)
-        joins.append(Join(row, row, have, (tuple((first + i) % pages for i in range(need)),), GREEDY))
+def steps_of(config: EngineConfig, tokens: int, answers: int, context: int = 256) -> tuple[Step, Step]:
+    """The step after which sequences with some context have a token to go on from; and the one to be measured, with a
+    prompt's rows behind their answers. It may run a hundred times: the answers' sequences grow.
+    """
+    pages, first = config.num_pages, 0
+
+    def join(row: int, have: int, room: int) -> Join:
+        nonlocal first
+        need, begin = -(-room // config.page_size), first
         first += need
+        return Join(row, row, have, (tuple((begin + i) % pages for i in range(need)),), GREEDY)
+
+    joins = tuple(join(row, context, context + 128) for row in range(answers))
+    before = GroupRows(chunks=tuple(Chunk(row, (7,), True) for row in range(answers)), joins=joins)
+    prompt = join(answers, 0, tokens - answers)
     chunk = Chunk(answers, (7,) * (tokens - answers), True)
-    return Step(1, (GroupRows(tuple(range(answers)), (chunk,), tuple(joins)),))
+    return Step(1, (before,)), Step(2, (GroupRows(tuple(range(answers)), (chunk,), (prompt,)),))
 
 
 def busy_ms(events: Any) -> float:
@@ -54,9 +60,11 @@ def busy_ms(events: Any) -> float:
     return total / 1e3
 
 
-def measure(worker: Worker, step: Step, steps: int) -> dict[str, float]:
+def measure(worker: Worker, before: Step, step: Step, steps: int) -> dict[str, float]:
     """Milliseconds a step."""
     on_gpu, cpu, wall = worker.on_gpu, [], []
+    if before.groups[0].count:
+        worker.step(before)()
 
     def run() -> None:
         worker.step(step)()
@@ -109,7 +117,7 @@ def main() -> None:
     def cases(how: str) -> None:
         for tokens in asked.tokens:
             for answers in asked.answers:
-                found = measure(worker, step_of(config, tokens, answers), asked.steps)
+                found = measure(worker, *steps_of(config, tokens, answers), asked.steps)
                 a_layer = {
                     f"{name.removesuffix('_ms')}_us_a_layer": 1e3 * x / asked.num_layers for name, x in found.items()
                 }

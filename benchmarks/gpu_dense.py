@@ -5,11 +5,11 @@
 
 The first fills Triton's cache by several processes, the second times. Each product follows a kernel that writes its
 rows, as in a decode step, so that it may start while that one still runs: one that copies them at once, one that takes
-as long as attention's merge and has as many programs, and one that takes as long as an exchange between GPUs. The
-router's product is timed together with the kernel of routing, and that of queries, keys and values with the kernel that
-turns them, as both add parts where there are. Times are those of CUDA graphs over weights that take turns, more than
-the L2 cache holds (see gpu_kernels.py), less those of the kernels before alone. Prints for each shape torch's time,
-what is shipped and the best five cuts, and one JSON object last. --rows and --only take some of the rows and shapes.
+as long as an exchange between GPUs, and for attention's output attention. The router's product is timed together with
+the kernel of routing, and that of queries, keys and values with the kernel that turns them, as both add parts where
+there are. Times are those of CUDA graphs over weights that take turns, more than the L2 cache holds (see
+gpu_kernels.py), less those of the kernels before alone. Prints for each shape torch's time, what is shipped and the
+best five cuts, and one JSON object last. --rows and --only take some of the rows and shapes.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from gpu_kernels import (
     HEAD_DIM,
     HEADS,
     KV_HEADS,
+    PAGE,
+    PAGES,
     RULE,
     error,
     graph_us,
@@ -44,6 +46,7 @@ from gpu_kernels import (
     write_json,
 )
 from weft.kernels.parts import Parts
+from weft.kernels.triton import decode_attention as attention
 from weft.kernels.triton import dense, norm_rope_cache, overlap, route
 from weft.kernels.triton.dense import Tile
 from weft.kernels.triton.launch import kernel
@@ -66,13 +69,15 @@ ADDED_NEXT = {"qkv", "router"}
 ROWS = (1, 8, 16, 32, 64)
 BYTES = 160 << 20
 """Of weights that take turns: several times the L2 cache."""
-BEFORE = {"at once": (0, 1), "as long as a merge": (350, HEADS), "as long as an exchange": (1500, 1)}
-"""Turns of a loop that the kernel before the product goes through, and its programs for a row."""
+BEFORE = {"at once": 0, "attention": None, "as long as an exchange": 1500}
+"""Turns of a loop that the kernel before the product goes through."""
+CONTEXT = 1030
+"""Tokens that attention goes over."""
 
 
 @kernel
 def _copy_late(x, out, turns, WIDTH: tl.constexpr):
-    """A part of a row, to which something is added that is next to nothing and took so many turns."""
+    """A row, to which something is added that is next to nothing and took so many turns."""
     overlap.begin()
     at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     value = tl.load(x + at).to(tl.float32)
@@ -113,20 +118,26 @@ class Case:
         self.shipped = dense.tile_for(self.x[:, :width], self.weights[0], added_next=name in ADDED_NEXT)
         self.slots, self.norm = ints(*range(rows)), normal(HEAD_DIM)
         self.angle, self.cache = normal(rows, HEAD_DIM // 2), normal(2, rows, KV_HEADS, HEAD_DIM)
+        heads, pages = width // HEAD_DIM, -(-CONTEXT // PAGE)
+        self.q, self.pages = normal(rows, heads, HEAD_DIM), torch.zeros(rows, PAGES, dtype=torch.int32, device=DEVICE)
+        self.pages[:, :pages] = torch.arange(rows * pages, device=DEVICE).view(rows, pages)
+        self.lengths = torch.full((rows,), CONTEXT, dtype=torch.int32, device=DEVICE)
+        self.keys_values = normal(2, rows * pages * PAGE, heads * KV_HEADS // HEADS, HEAD_DIM)
 
-    def before(self, turns: int, programs: int) -> Tensor:
-        """x, by the kernel before."""
+    def before(self, turns: int | None) -> Tensor:
+        """x, by the kernels before."""
+        if turns is None:
+            where = (self.pages, self.lengths, PAGE, HEAD_DIM**-0.5)
+            return attention.decode_attention(self.q, *self.keys_values, *where).flatten(1)
         out = torch.empty_like(self.x)
-        _copy_late[(len(out) * programs,)](
-            self.x, out, turns, WIDTH=out.shape[1] // programs, num_warps=4 if programs == 1 else 1, **overlap.options()
-        )
+        _copy_late[(len(out),)](self.x, out, turns, WIDTH=out.shape[1], num_warps=4, **overlap.options())
         return out[:, : SHAPES[self.name][1]]
 
     def us(self, product: Callable[[Tensor, Tensor], Any] | None, before: str, replays: int = 7) -> float:
         """Microseconds of the product with the kernel before, or of that alone."""
         if product is None:
-            return graph_us([lambda: self.before(*BEFORE[before])] * len(self.weights), replays)
-        return graph_us([lambda w=w: product(self.before(*BEFORE[before]), w) for w in self.weights], replays)
+            return graph_us([lambda: self.before(BEFORE[before])] * len(self.weights), replays)
+        return graph_us([lambda w=w: product(self.before(BEFORE[before]), w) for w in self.weights], replays)
 
     def ours(self, tile: Tile) -> Callable[[Tensor, Tensor], Any]:
         if self.name in ADDED_NEXT and not tile.sliced:
@@ -138,7 +149,7 @@ class Case:
 
     def wrong(self) -> float:
         """The largest error of any tile that gives a whole product."""
-        x, weight = self.before(0, 1), self.weights[0]
+        x, weight = self.before(0), self.weights[0]
         wanted, found = x.double() @ weight.double().t(), 0.0
         for tile in tiles_for(self.name, len(x)):
             with suppress(OutOfResources):
@@ -159,8 +170,10 @@ def compile_all(work: list[tuple[str, int, Tile]]) -> None:
     cases: dict[tuple[str, int], Case] = {}
     for name, rows, tile in work:
         case = cases.setdefault((name, rows), Case(name, rows, True))
+        if name.startswith("out"):
+            case.before(None)
         with suppress(OutOfResources):  # more shared memory than there is
-            case.ours(tile)(case.before(0, 1), case.weights[0])
+            case.ours(tile)(case.before(0), case.weights[0])
 
 
 def time_case(name: str, rows: int, before: str) -> dict[str, Any]:
@@ -207,6 +220,8 @@ def main() -> None:
         return
     found: list[dict[str, Any]] = []
     for name, rows, before in itertools.product(args.only, args.rows, BEFORE):
+        if before == "attention" and not name.startswith("out"):
+            continue
         found.append(time_case(name, rows, before))
         print({**found[-1], "best": found[-1]["best"][:5]}, flush=True)
         torch.cuda.empty_cache()

@@ -138,6 +138,7 @@ struct cudaLaunchConfig_t {
   int numAttrs = 0;
 };
 enum { cudaDevAttrClockRate, cudaDevAttrMultiProcessorCount, cudaHostAllocMapped, cudaIpcMemLazyEnablePeerAccess };
+enum { cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared };
 
 inline const char* cudaGetErrorString(cudaError_t) { return "not emulated"; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
@@ -156,6 +157,7 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel, const cudaLaun
   return cudaSuccess;
 }
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) { return cudaSuccess; }
+inline cudaError_t cudaFuncSetAttribute(const void*, int, int) { return cudaSuccess; }
 template <class T>
 cudaError_t cudaMalloc(T** p, size_t size) {
   *p = static_cast<T*>(std::aligned_alloc(256, (size + 255) / 256 * 256));

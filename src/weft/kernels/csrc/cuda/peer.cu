@@ -77,18 +77,24 @@ Merges merge_for(int ranks) {
   return ranks <= 2 ? merge<T, 2> : ranks <= 4 ? merge<T, 4> : merge<T, kMaxRanks>;
 }
 
-// Loads every kernel now: the first launch may come within a graph's capture, where loading is not allowed.
+// Loads every kernel now: the first launch may come within a graph's capture, where loading is not allowed. Each asks for
+// as much of L1 as can be shared memory, as those of Triton do (launch.py): a multiprocessor runs no two kernels at a
+// time that ask for different shares, so none launched early would find a place beside the one before.
 template <class T>
 void load() {
-  cudaFuncAttributes attributes;
-  for (const int ranks : {2, 4, kMaxRanks})
-    check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(merge_for<T>(ranks))), "load");
+  const auto one = [](auto kernel) {
+    const auto* which = reinterpret_cast<const void*>(kernel);
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, which), "load");
+    check(cudaFuncSetAttribute(which, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+          "load");
+  };
+  for (const int ranks : {2, 4, kMaxRanks}) one(merge_for<T>(ranks));
   for (const int ranks : {2, 4, kMaxRanks})
     for (const bool whole : {false, true})
       for (const Algorithm how : {Algorithm::kCopy, Algorithm::kOneShot, Algorithm::kTwoShot})
         for (const Epilogue then : {Epilogue::kNone, Epilogue::kNorm, Epilogue::kQuantise})
-          check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel_for<T>(whole, ranks, how, then))),
-                "load");
+          one(kernel_for<T>(whole, ranks, how, then));
 }
 
 World& world_of(int64_t handle) { return *reinterpret_cast<World*>(handle); }

@@ -115,9 +115,10 @@ def check_which_products_are_taken(device: torch.device) -> None:
         for rows in (1, 16):
             assert dense.tile_of(rows, outputs, width) is not None, (rows, outputs, width)
         assert dense.tile_of(65, outputs, width) is None
-    assert dense.tile_of(8, 2048, 2048) == dense.tile_of(16, 2048, 2048) == Tile(16, 1, 256, 8, True)
+    assert dense.tile_of(8, 2048, 2048) == Tile(16, 1, 256, 8, True)
+    assert dense.tile_of(16, 2048, 2048) == Tile(16, 1, 64, 8, True)
     assert dense.tile_of(8, 4096, 2048) == Tile(32, 1, 256, 8, True)  # two programs of half the outputs do not fit
-    assert dense.tile_of(16, 2048, 768) == dense.tile_of(16, 4096, 1024) == Tile(16, 1, 128, 8, True)
+    assert dense.tile_of(8, 2048, 768) == dense.tile_of(8, 4096, 1024) == Tile(16, 1, 128, 8, True)
     for sizes in ((17, 2048, 2048), (16, 4096, 2048), (16, 2048, 4096), (8, 8, 2048), (8, 576, 7168)):
         tile = dense.tile_of(*sizes)
         assert tile is not None and not tile.sliced, sizes

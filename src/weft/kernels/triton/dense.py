@@ -216,7 +216,8 @@ def _whole_depth(rows: int, outputs: int, width: int) -> Tile | None:
 
     It takes the place of parts and of the kernel that adds them, up to so many rows that reading all of x takes longer.
     """
-    block = min((256, 128, 64), key=lambda size: (cdiv(width, 8 * size) * size, -size))
+    # Blocks of 256 stay within a warp; small ones leave registers for programs of the next kernel, beside 16 rows.
+    block = min((256, 128, 64) if rows <= 8 else (64,), key=lambda size: (cdiv(width, 8 * size) * size, -size))
     depth = cdiv(width, 8 * block) * 8 * block
     for columns in (16, 32, 64):
         tile = Tile(columns, 1, block, 8, True)

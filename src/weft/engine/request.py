@@ -141,6 +141,7 @@ class Sequence:
     and are in the caches by what `holding` says; the rest are rows still to run. row: of its DP group's table on the
     ranks, while it has a holding; told: what they were told of its tables, empty before they heard of it. answering:
     its next row is the token that was drawn last, which the ranks know.
+    to_run: tokens that have a row if it ends by its length: all but the last, which nothing follows.
     cached: prompt tokens that came from the prefix cache when it was first admitted. allowed, grammar: which tokens may
     come, as a mask and as a grammar; empty and None: all.
     scores: of the prompt's tokens but the first, where they are wanted, as far as they are known. fault: that nobody
@@ -171,6 +172,10 @@ class Sequence:
     arrived: float = field(default_factory=time.monotonic)
     admitted: float | None = None
     deadline: float | None = None
+    to_run: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.to_run = self.prompt_tokens + self.max_tokens - 1
 
     @property
     def left(self) -> int:
@@ -181,11 +186,6 @@ class Sequence:
     def drawn(self) -> int:
         """Tokens drawn so far, without those that are pending."""
         return len(self.tokens) - self.prompt_tokens
-
-    @property
-    def to_run(self) -> int:
-        """Tokens that have a row if it ends by its length: all but the last, which nothing follows."""
-        return self.prompt_tokens + self.max_tokens - 1
 
     @property
     def ending(self) -> bool:

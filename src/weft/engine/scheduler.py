@@ -131,16 +131,16 @@ class Scheduler:
         """The rows of the next step, which counts as run from now on; those of the steps before may still run."""
         if self._repeats and not (self.waiting and len(self.running) < self.max_running):
             return self._repeat()
-        budget, grew = self.max_batch_tokens, False
-        for sequence in [s for s in self.running if s.answering]:  # oldest first, as in all that follows
+        budget, answering = self.max_batch_tokens, [s for s in self.running if s.answering]
+        if any(s.holding is not None and s.computed >= s.holding.room and not s.ending for s in answering):
+            self._grow_ahead(answering)
+        for sequence in answering:  # oldest first, as in all that follows
             if budget and sequence.holding is not None and not sequence.ending:  # else an earlier one took its pages
                 if sequence.stalled:
                     self.stalls += 1
-                elif sequence.computed < sequence.holding.room or (grew := self._grow(sequence, budget)):
+                elif sequence.computed < sequence.holding.room or self._grow(sequence, budget):
                     self._step.append((sequence, 1))
                     budget -= 1
-        if grew:
-            self._grow_ahead()
         for sequence in [s for s in self.running if not s.answering]:
             if budget and sequence.holding is not None and self._grow(sequence, budget):
                 budget -= self._plan_rows(sequence, budget)
@@ -182,8 +182,8 @@ class Scheduler:
             sequence.pending += 1
         return self._same
 
-    def _grow_ahead(self) -> None:
-        """Where one takes a page, all get room for as many tokens, so that the steps in between are alike: for more
+    def _grow_ahead(self, answering: Seq[Sequence]) -> None:
+        """Where one needs a page, all get room for as many tokens, so that the steps in between are alike: for more
         than a page's where so many pages are free.
 
         They take no page that another may need soon, but such as only the prefix tree holds.
@@ -192,10 +192,7 @@ class Scheduler:
         if self.waiting or self.caches.gives_back or held + 2 * len(self.running) > self.caches.total:
             return
         ahead = self.caches.page_size * max(1, min(PAGES_AHEAD, self.caches.free // len(self.running)))
-        for sequence, _ in self._step:
-            end = min(sequence.computed + ahead, sequence.to_run)
-            if sequence.holding is not None and end > sequence.holding.room:
-                self.caches.grow(sequence.holding, end, end)
+        self.caches.grow_all([(s.holding, min(s.computed + ahead, s.to_run)) for s in answering if s.holding])
 
     def _rows_of_step(self) -> Scheduled:
         """What the ranks are told of the step."""

@@ -107,8 +107,23 @@ class CacheManager:
             assert taken is not None
             table = holding.tables[group]
             table[len(table) - (1 if self.rules[group].state else 0) :] = taken
-        holding.room = min((len(holding.tables[g]) * self.page_size for g in self._paged), default=1 << 62)
+        self._note_room(holding)
         return True
+
+    def grow_all(self, ends: Sequence[tuple[Holding, int]]) -> None:
+        """Room for so many tokens of each of several requests, as far as there is any. For caches without `gives_back`."""
+        for group, pool in enumerate(self.pools):
+            missing = [-(-end // self.page_size) - len(holding.tables[group]) for holding, end in ends]
+            if (count := sum(max(0, each) for each in missing) - pool.free) > 0 and self.tree:
+                self.tree.evict(group, count)
+            for (holding, _), count in zip(ends, missing, strict=True):
+                if count > 0:
+                    holding.tables[group] += pool.take(count) or []
+        for holding, _ in ends:
+            self._note_room(holding)
+
+    def _note_room(self, holding: Holding) -> None:
+        holding.room = min((len(holding.tables[g]) * self.page_size for g in self._paged), default=1 << 62)
 
     def rows_to_border(self, computed: int, tokens: int) -> int:
         """How many rows may run before a state has to be kept: at the last page's border before a prompt's last token.

@@ -20,9 +20,11 @@ class PagePool:
 
     def take(self, count: int) -> list[int] | None:
         """`count` free pages, held once; None where there are fewer, and then none is taken."""
-        if count > len(self._free):
+        left = len(self._free) - count
+        if left < 0:
             return None
-        pages = [self._free.pop() for _ in range(count)]
+        pages = self._free[left:][::-1]
+        del self._free[left:]
         for page in pages:
             self._holders[page] = 1
         return pages

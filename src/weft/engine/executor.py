@@ -73,6 +73,7 @@ class Executor(ABC):
             self._launch(poll)
             ready, deadline = 0, time.monotonic() + LOAD_TIMEOUT_S
             while ready < self.mesh.world:
+                poll()
                 message = self._next(deadline, "loading", poll)
                 if isinstance(message, Progress):
                     loaded[message.rank] = message.done / message.total
@@ -167,14 +168,12 @@ class Executor(ABC):
         return message
 
     def _next(self, deadline: float, what: str, poll: Callable[[], None] = lambda: None) -> FromRank:
-        while True:
-            message = self._receive()
-            if isinstance(message, Failure):
-                raise self._cause(message)
+        while (message := self._receive()) is None:
             self._go_on(deadline, what, poll)
-            if message is not None:
-                return message
             self.check()
+        if isinstance(message, Failure):
+            raise self._cause(message)
+        return message
 
     def _go_on(self, deadline: float, what: str, poll: Callable[[], None]) -> None:
         """To be called while waiting. Raises EngineError where there is no use in that any more."""

@@ -56,14 +56,14 @@ class Answer:
     name: str = ""
     end: End | None = None
     over: bool = False
-    _searched: bool = field(init=False)  # its text, for stop strings
+    _looks: bool = field(init=False)  # at every token: it may complete a stop string, or what a grammar asks for
     _told: bool = field(default=False, init=False)  # its listener, of the end
     _taken: int = field(default=0, init=False)
     _known: deque[Logprobs] = field(default_factory=deque, init=False)  # of tokens that were not taken yet
     _pieces: deque[str] = field(default_factory=deque, init=False)  # their text, where it is searched
 
     def __post_init__(self) -> None:
-        self._searched = bool(self.text.stops)
+        self._looks = bool(self.text.stops) or self.sequence.grammar is not None
 
     # --- on the engine's thread -------------------------------------------------------------------------------
 
@@ -89,7 +89,8 @@ class Answer:
                 s.tokens.append(token)
             if known is not None:
                 self._known.append(known)
-            self.end = self._end_with(token, at)
+            if token in s.end_ids or at + 1 >= s.max_tokens or self._looks or s.fault:  # else it goes on
+                self.end = self._end_with(token, at)
         except Exception as error:
             self.end = End(at, "error", fault=error)
         return at + 1 if s.max_tokens > 0 else 0
@@ -103,7 +104,7 @@ class Answer:
             return End(at, "length", token=False)
         if token in s.end_ids and at + 1 >= s.params.min_tokens:
             return End(at, "stop", None if token in self.eos else token, spoken=s.params.keep_stop)
-        if self._searched:
+        if self.text.stops:
             piece, stop = self.text.push(token, check_stop=at + 1 >= s.params.min_tokens)
             self._pieces.append(piece)
             if stop is not None:

@@ -50,13 +50,14 @@ class Scheduled:
     draws: list[tuple[Sequence, Holding]]
     scores: list[tuple[Sequence, Holding]]
 
-    def drawn(self, result: Result) -> Iterator[tuple[Sequence, int, Logprobs | None]]:
+    def drawn(self, result: Result) -> list[tuple[Sequence, int, Logprobs | None]]:
         """Once its tokens have come: what is whose, pending no longer; what is nobody's any more is left out."""
-        logprobs = result.logprobs or [None] * len(result.tokens)
+        drawn, logprobs = [], result.logprobs or [None] * len(result.tokens)
         for (sequence, holding), token, known in zip(self.draws, result.tokens, logprobs, strict=True):
             if sequence.holding is holding:
                 sequence.pending -= 1
-                yield sequence, token, known
+                drawn.append((sequence, token, known))
+        return drawn
 
     def scored(self, result: Result) -> Iterator[tuple[Sequence, Scored]]:
         """Whose the scores are, in the same way."""

@@ -111,7 +111,7 @@ class CacheManager:
         return True
 
     def grow_all(self, ends: Sequence[tuple[Holding, int]]) -> None:
-        """As much room as there is for so many tokens of each of several requests, where nothing is given back early."""
+        """Room for so many tokens of each of several requests, as far as there is any; not with `gives_back`."""
         for group, pool in enumerate(self.pools):
             missing = [-(-end // self.page_size) - len(holding.tables[group]) for holding, end in ends]
             if (count := sum(max(0, each) for each in missing) - pool.free) > 0 and self.tree:

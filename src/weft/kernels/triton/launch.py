@@ -7,8 +7,7 @@ each launch, which takes the host longer than a GPU needs for many a kernel.
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import CDLL, c_void_p
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import triton
@@ -25,22 +24,6 @@ def cdiv(x: int, y: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The least power of two that is at least n, for n of 1 or more; 0 for 0."""
     return 1 << (n - 1).bit_length() if n else 0
-
-
-@cache
-def _cuda() -> CDLL:
-    return CDLL("libcuda.so.1")
-
-
-def share_multiprocessors(function: int) -> None:
-    """Has a kernel of the CUDA driver ask for as much of L1 as can be shared memory, however little it needs.
-
-    A multiprocessor runs no two kernels at a time that ask for different shares, so one that is launched early (see
-    `overlap`) would find no place beside the one before (CUDA C++ Programming Guide, "Shared Memory" of compute
-    capability 7.x: what needs little may ask for more "to encourage concurrent execution with later kernels").
-    """
-    preferred_carveout, percent = 9, 100
-    _cuda().cuFuncSetAttribute(c_void_p(function), preferred_carveout, percent)  # a hint, whatever the driver says
 
 
 class Kernel(JITFunction):
@@ -80,7 +63,6 @@ class Kernel(JITFunction):
         known = self._known.get(key)
         if known is None:
             compiled = self.run(*args, grid=grid, warmup=False, **constants)
-            share_multiprocessors(compiled.function)
             rest = tuple(constants[p.name] for p in self.params[len(args) :])
             self._known[key] = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None), rest
             return

@@ -78,8 +78,8 @@ Merges merge_for(int ranks) {
 }
 
 // Loads every kernel now: the first launch may come within a graph's capture, where loading is not allowed. Each asks for
-// as much of L1 as can be shared memory, as those of Triton do (launch.py): a multiprocessor runs no two kernels at a
-// time that ask for different shares, so none launched early would find a place beside the one before.
+// as much of L1 as can be shared memory, as products do, whose weights lie there before the exchange has ended: a
+// multiprocessor runs no two kernels at a time that ask for different shares.
 template <class T>
 void load() {
   const auto one = [](auto kernel) {

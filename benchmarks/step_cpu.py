@@ -5,6 +5,9 @@ row; a rank runs the steps that the controller sent, with graphs that do nothing
 launches and what listeners do are left out. Both are the CPU time of one thread, the least over rounds, as all else
 that the machine does only adds to it. Prints a line of JSON for each number of sequences.
 
+--take: listeners take every increment at once, so that its making, which a server does on another thread, is in the
+controller's time.
+
     python benchmarks/step_cpu.py --sequences 1 16 64 256 --pause-ms 2
 
 --pause-ms: both sleep so long before each step, as they do while a GPU runs; caches are cold then, and a step takes two
@@ -13,7 +16,8 @@ or three times as long as without.
     git worktree add ../before COMMIT
     python benchmarks/step_cpu.py --trees ../before/src src --runs 4 --json step_cpu.json
 
-runs two source trees in turn, so that a machine that changes its mind does so for both, and writes what each run gave.
+runs two source trees in turn, so that a machine that changes its mind does so for both, prints medians of their runs
+with the ratio, and writes what each run gave.
 """
 
 from __future__ import annotations
@@ -37,18 +41,19 @@ from weft.comm.reference import ReferenceWorld
 from weft.comm.rows import PaddedRows
 from weft.engine import engine as engine_module
 from weft.engine import runner as runner_module
+from weft.engine.answer import Answer
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.executor import Executor
 from weft.engine.graphs import StepGraphs
 from weft.engine.messages import Ran, Result, Step, decode_from_rank, decode_to_rank, encode
-from weft.engine.request import Output, SamplingParams
+from weft.engine.request import SamplingParams
 from weft.engine.worker import Worker
 from weft.kv.spec import CacheGroup, Rule
 from weft.place.cost import costs
 
-ROUND = 100
-"""Steps that are timed together."""
+ROUND = 128
+"""Steps that are timed together: a whole number of times that sequences take pages."""
 TOKEN = 70
 
 
@@ -107,7 +112,9 @@ class InstantRanks(Executor):
     def _dead(self, *, killed: bool = False) -> None: ...
 
 
-def controller(config: EngineConfig, sequences: int, rounds: int, pause_s: float) -> tuple[float, list[bytes]]:
+def controller(
+    config: EngineConfig, sequences: int, rounds: int, pause_s: float, take: bool
+) -> tuple[float, list[bytes]]:
     """Seconds a step, and the first messages that were sent."""
     made: list[InstantRanks] = []
 
@@ -118,7 +125,9 @@ def controller(config: EngineConfig, sequences: int, rounds: int, pause_s: float
     engine_module.make_executor = make  # type: ignore[assignment]
     params = SamplingParams(max_tokens=config.max_model_len - 32, temperature=0.0, ignore_eos=True)
 
-    def listen(output: Output) -> None: ...
+    def listen(answer: Any) -> None:
+        if take and isinstance(answer, Answer):  # trees before 120fa98 give the increment itself
+            answer.take()
 
     with Engine(config) as engine:
         engine.submit_all([([5 + i % 200] * (9 + i % 7), params, listen) for i in range(sequences)])
@@ -169,9 +178,9 @@ def rank(config: EngineConfig, sequences: int, messages: list[bytes], pause_s: f
 
 
 def compare(asked: argparse.Namespace) -> None:
-    """Runs both trees in turn, prints the ratios of their least figures, and writes all runs."""
+    """Runs both trees in turn, prints the medians of their figures, and writes all runs."""
     command = [sys.executable, __file__, "--rounds", str(asked.rounds), "--world", str(asked.world), "--sequences"]
-    command += [*map(str, asked.sequences), "--pause-ms", str(asked.pause_ms)]
+    command += [*map(str, asked.sequences), "--pause-ms", str(asked.pause_ms), *["--take"] * asked.take]
     runs: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
     for _ in range(asked.runs):
         for name, tree in zip(runs, asked.trees, strict=True):
@@ -180,10 +189,16 @@ def compare(asked: argparse.Namespace) -> None:
             runs[name] += map(json.loads, done.stdout.splitlines())
     for sequences in asked.sequences:
         for what in ("controller_us", "rank_us"):
-            before, after = (min(r[what] for r in of if r["sequences"] == sequences) for of in runs.values())
+            of_runs = ([r[what] for r in of if r["sequences"] == sequences] for of in runs.values())
+            before, after = map(statistics.median, of_runs)
             print(f"{sequences:4} sequences, {what:14}{before:8.1f}{after:8.1f}{before / after:7.2f}")
     if asked.json:
-        about = {"what": "benchmarks/step_cpu.py", "host": describe_host(), "pause_ms": asked.pause_ms}
+        about = {
+            "what": "benchmarks/step_cpu.py",
+            "host": describe_host(),
+            "pause_ms": asked.pause_ms,
+            "take": asked.take,
+        }
         asked.json.write_text(json.dumps(about | runs) + "\n")
 
 
@@ -193,6 +208,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--world", type=int, default=2, help="ranks of the controller, attn_tp")
     parser.add_argument("--pause-ms", type=float, default=0.0)
+    parser.add_argument("--take", action="store_true", help="listeners take their increments")
     parser.add_argument("--trees", type=Path, nargs=2, help="source trees, before and after a change")
     parser.add_argument("--runs", type=int, default=4, help="of each tree")
     parser.add_argument("--json", type=Path)
@@ -203,7 +219,7 @@ def main() -> None:
     for sequences in asked.sequences:
         shape = dict(max_running=sequences, max_model_len=1024, max_batch_tokens=8192, kv_tokens=sequences * 1088)
         together = EngineConfig(executor="thread", attn_tp=asked.world, ep=asked.world, **shape)
-        taken, messages = controller(together, sequences, asked.rounds, asked.pause_ms / 1e3)
+        taken, messages = controller(together, sequences, asked.rounds, asked.pause_ms / 1e3, asked.take)
         of_rank = rank(EngineConfig(executor="thread", **shape), sequences, messages, asked.pause_ms / 1e3)
         line = dict(sequences=sequences, controller_us=round(1e6 * taken, 1), rank_us=round(1e6 * of_rank, 1))
         print(json.dumps(line | {"bytes": statistics.median(map(len, messages))}), flush=True)

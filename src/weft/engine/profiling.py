@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from weft.engine.executor import Executor
     from weft.engine.runner import ModelRunner
 
-POLL_S = 0.002
+POLL_S = 0.005
+"""How often is asked whether the steps have run; to count its pages holds the engine's thread up a little."""
 STEP = "weft step "
 """How a step's range in a trace is called, before its number."""
 
@@ -140,7 +141,7 @@ def watch(engine: Engine, steps: int, folder: Path | None = None) -> Window:
 
     first, cpu_before = engine.ask_ranks(begin)
     deadline = time.monotonic() + engine.config.step_timeout_s
-    while engine.stats().steps <= first + steps + 1 and engine.stats().running and time.monotonic() < deadline:
+    while (now := engine.stats()).steps <= first + steps + 1 and now.running and time.monotonic() < deadline:
         time.sleep(POLL_S)
     last, cpu_after, found = engine.ask_ranks(end)
     if (seen := min(rank.steps for rank in found)) < steps:

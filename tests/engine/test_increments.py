@@ -27,7 +27,7 @@ HOWS: dict[str, tuple[dict[str, Any], list[int]]] = {
         {},
         TEXT[: TEXT.index(LANGUAGE.tokenizer.encode("😀", add_special_tokens=False)[-1])],
     ),
-    "end": ({"max_tokens": 99}, [*TEXT, 2]),
+    "end": ({"max_tokens": 99, "keep_special": True}, [*TEXT, 2]),
     "end that is a part of the text": ({"max_tokens": 99, "keep_stop": True, "keep_special": True}, [*TEXT, 2]),
     "end too early": ({"min_tokens": 5}, [2, *TEXT[1:]]),
     "stop token": ({"max_tokens": 99, "stop_token_ids": (9,)}, [*TEXT, 9]),
@@ -76,9 +76,23 @@ def without_wait(output: Output) -> dict[str, Any]:
     return {name: getattr(output, name) for name in output.__struct_fields__ if name != "queue_s"}
 
 
+SAID = LANGUAGE.tokenizer.decode(TEXT)
+TEXTS = {
+    "half a character at the end": SAID[: SAID.index("😀")] + "\ufffd",
+    "end that is a part of the text": SAID + LANGUAGE.tokenizer.decode([2]),
+    "end too early": SAID.removeprefix(LANGUAGE.tokenizer.decode(TEXT[:1])),
+    "stop string": SAID[: SAID.index("sto")],
+    "stop string that stays": SAID[: SAID.index("is h") + 4],
+    "stop string too early": SAID[: SAID.rindex("he")],
+    "nothing drawn": "",
+}
+"""Where the text is not all that was drawn."""
+
+
 @pytest.mark.parametrize("how", HOWS)
 def test_what_is_taken_when_all_has_come(how: str) -> None:
     outputs = taken_at_once(how)
+    assert "".join(output.text for output in outputs) == TEXTS.get(how, SAID)
     answer, tokens = made(how)
     for at, token in enumerate(tokens):
         if answer.end is None:

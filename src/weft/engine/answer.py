@@ -147,14 +147,22 @@ class Answer:
 
         Whatever fails in making it is a fault of this answer alone, which ends with it.
         """
-        s, at, end = self.sequence, self._taken, self.end or NOT_YET
-        last = end if end.at == at else NOT_YET
+        s, at, end = self.sequence, self._taken, self.end
+        last = NOT_YET if end is None or end.at != at else end
+        tokens: tuple[int, ...] = ()
+        logprobs: tuple[TokenLogprob, ...] = ()
+        text = ""
         try:
             if last.fault is not None:
                 raise last.fault
-            tokens = tuple(s.tokens[(first := s.prompt_tokens + at) : first + last.token])
-            text = self._text(tokens, last)
-            logprobs = tuple(TokenLogprob(token, *self._known.popleft()) for token in tokens if self._known)
+            if last.token:
+                tokens = (token := s.tokens[s.prompt_tokens + at],)
+                if self._known:
+                    logprobs = (TokenLogprob(token, *self._known.popleft()),)
+                if last.spoken:
+                    text = self._pieces.popleft() if self._pieces else self.text.push(token, check_stop=False)[0]
+            if last.reason:
+                text += self.text.flush()
         except Exception as error:
             log.error("request %s ends with an error", self.name or s.request, exc_info=error)
             s.fault = error  # where it still runs, it ends with its next token
@@ -174,12 +182,6 @@ class Answer:
             queue_s=s.queue_s,
             prompt_logprobs=tuple(s.scores) if at == 0 and last.error is None else (),
         )
-
-    def _text(self, tokens: tuple[int, ...], last: End) -> str:
-        text = ""
-        if tokens and last.spoken:
-            text = self._pieces.popleft() if self._pieces else self.text.push(tokens[0], check_stop=False)[0]
-        return text + self.text.flush() if last.reason else text
 
 
 def prepare(

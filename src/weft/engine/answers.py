@@ -62,7 +62,8 @@ class Answers:
     def tell(self) -> None:
         """Gives listeners word of what came of the last step: mostly while the ranks run the next."""
         while self._untold:
-            self._tell(self._untold.popleft())
+            if (answer := self._untold.popleft()).tell():
+                self._told(answer)
 
     def cancel(self, request: int) -> None:
         """Ends a request, also one that has not begun. No harm where it has ended already."""
@@ -88,15 +89,16 @@ class Answers:
         self.tell()
         self._forget(answer)
         answer.cut(reason, error)
-        self._tell(answer)
+        if answer.tell():
+            self._told(answer)
 
     def _forget(self, answer: Answer) -> None:
         self._open.pop(answer.sequence.request, None)
         if answer.scheduler is not None:
             answer.scheduler.finish(answer.sequence)
 
-    def _tell(self, answer: Answer) -> None:
-        if answer.tell():
-            self._intake.ended()
-            if answer.sequence.request in self._open:  # it has failed; steps under way may still draw for it
-                self._intake.put(partial(self.cancel, answer.sequence.request))
+    def _told(self, answer: Answer) -> None:
+        """Its listener knows that it has ended."""
+        self._intake.ended()
+        if answer.sequence.request in self._open:  # it has failed; steps under way may still draw for it
+            self._intake.put(partial(self.cancel, answer.sequence.request))

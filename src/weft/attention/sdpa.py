@@ -207,17 +207,11 @@ class SDPA:
         if own is not None:
             out = own.output(out)
         if self._singles:
-            total = self._attend_answers(layer, q[self._single], scale, lse, absorbed, gathered, out)
+            answers = q[self._single]
+            out[self._single], total = self._merge_single(layer, answers, scale, lse, absorbed, gathered)
             if sums is not None and total is not None:
                 sums[self._single] = total
         return out, sums
-
-    def _attend_answers(
-        self, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None, gathered: bool, out: Tensor
-    ) -> Tensor | None:
-        """Of the sequences of one row: fills their rows of out, and gives the log-sum-exps where these are wanted."""
-        out[self._single], total = self._merge_single(layer, q, scale, lse, absorbed, gathered)
-        return total
 
     def _attend_prompts(
         self, q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, sums: Tensor | None

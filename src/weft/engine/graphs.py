@@ -54,8 +54,7 @@ class StepGraphs:
         self._inputs = {kind.shapes[0].prompts: kind for kind in inputs}
         self.shapes = sorted(shape for kind in inputs for shape in kind.shapes)
         weight, most = model.embed.weight, len(rows.length)
-        self._device, tokens = weight.device, range(model.config.vocab_size)
-        own = len(tokens if vocabulary is None else tokens[vocabulary.share])
+        self._device, own = weight.device, len(weight)  # the head is split as the embedding is
         # Of steps with prompts, few of whose logits anybody looks at: one place for all graphs of such.
         self._logits = weight.new_empty(most if True in self._inputs else 0, own)
         self._tokens = torch.zeros(most, dtype=torch.int32, device=self._device)

@@ -140,7 +140,8 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
     pages = max(sum(-(-count // span) for count in rows) for rows in steps)
     groups = groups_of(specs, config, pages)
     runner = make(groups)
-    device = runner.model.embed.weight.device
+    weight = runner.model.embed.weight
+    device = weight.device
     cases, peaks = [(rows, 0) for rows in steps], []
     cases[-1] = (steps[-1], min(most_of(config, model), MOST_SPLIT) - 1)
     longest = steps[0][0]
@@ -157,9 +158,9 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
     # Graphs share one pool, as large as the largest needs: with prompts it attends as a step of answers does, too. Each
     # of answers keeps its logits, those with prompts have one place for theirs.
     prompts = captures_prompts(runner.rules, config.mesh)
-    kept = len(range(model.vocab_size)[runner.vocabulary.share]) if runner.vocabulary else model.vocab_size
     draws = sum(answer_capacities(config.max_running)) + config.max_running * prompts
-    graphs = peaks[-1] + max(peaks) * prompts + draws * kept * runner.model.embed.weight.element_size()
+    logits = len(weight) * weight.element_size()  # of a token: the head is split as the embedding is
+    graphs = peaks[-1] + max(peaks) * prompts + draws * logits
     del runner, batch
     gc.collect()
     torch.cuda.empty_cache()

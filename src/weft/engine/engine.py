@@ -23,7 +23,7 @@ from weft.engine.intake import Intake
 from weft.engine.language import Language
 from weft.engine.launch import make_executor
 from weft.engine.messages import Step
-from weft.engine.request import SamplingParams, Sequence
+from weft.engine.request import FinishReason, SamplingParams, Sequence
 from weft.engine.results import EngineStats, GenerationResult, gather, step_stats
 from weft.engine.scheduler import Scheduled, Scheduler, make_schedulers
 from weft.engine.startup import check_plans, context_tokens, load_tokenizer, read_model, settled
@@ -306,13 +306,14 @@ class Engine:
         if self.error is None:
             self._phase = "stopped"
         self._intake.refuse(self.error or "the engine is closed")
+        reason: FinishReason = "error" if self.error else "abort"
         why = self.error or "the engine was stopped before the answer had ended"
-        self._answers.end_all("error" if self.error else "abort", why)
+        self._answers.end_all(reason, why)
         while not self._intake.close():
             for command in self._intake.commands():
                 command()
             for answer in self._intake.newcomers(NEWCOMERS_PER_STEP):
-                self._answers.end(answer, "error" if self.error else "abort", why)
+                self._answers.end(answer, reason, why)
         self._ended.set()
 
     def _place(self, answer: Answer) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from weft.engine.memory import MOST_SPLIT
+from weft.kernels.triton.decode_attention import cut_of
 from weft.kernels.triton.splits import Cut, order_splits
 
 CUT = Cut(8, 4, 2)
@@ -48,3 +50,10 @@ def check_items_are_the_splits_longest_first(
     for (row, *_), span in zip(items, spans, strict=True):
         assert span == cut.tokens if len(splits[row]) < 2 else splits[row][0][1] - splits[row][0][0]
     assert len(wanted) <= len(found.items) == len(lengths) * found.room
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+def check_no_longer_sequence_has_more_splits(head_dim: int) -> None:
+    """Memory is measured with an answer of MOST_SPLIT tokens: it has as many splits as any."""
+    cut = cut_of(head_dim)
+    assert cut.tokens * cut.splits <= MOST_SPLIT

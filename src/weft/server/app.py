@@ -73,7 +73,7 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
     # Not on a thread: those may all wait for the engine, as below.
     @app.get("/metrics")
     async def prometheus() -> Response:
-        return Response(intake.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(intake.metrics.text(model_name), media_type=CONTENT_TYPE_LATEST)
 
     # What asks the engine's thread waits for its current step, so it must not hold up the event loop.
 

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from weft.engine.engine import Engine
+from weft.server.vllm_metrics import WithVllmNames
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -45,9 +46,9 @@ class Metrics(Collector):
         """A request has ended before the engine heard of it: it has no time that tells anything."""
         self._requests.labels(outcome).inc()
 
-    def text(self) -> bytes:
-        """The exposition format."""
-        return generate_latest(self.registry)
+    def text(self, model_name: str) -> bytes:
+        """The exposition format. model_name: as clients know it."""
+        return generate_latest(WithVllmNames(self.registry, self._engine, model_name))
 
     def collect(self) -> Iterator[Metric]:
         """What the engine knows now. It waits for nothing: a step may hang."""

@@ -1,0 +1,75 @@
+"""Our metrics once more under the names that vLLM has for them, for dashboards and routers that were made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from weft.engine.engine import Engine
+
+NAMES = {
+    "vllm:num_requests_running": "weft_requests_running",
+    "vllm:num_requests_waiting": "weft_requests_waiting",
+    "vllm:kv_cache_usage_perc": "weft_kv_cache_used_ratio",
+    "vllm:num_preemptions": "weft_preemptions",
+    "vllm:prompt_tokens": "weft_prompt_tokens",
+    "vllm:generation_tokens": "weft_generated_tokens",
+    "vllm:prefix_cache_queries": "weft_prompt_tokens",
+    "vllm:prefix_cache_hits": "weft_prefix_cached_tokens",
+    "vllm:request_success": "weft_requests",
+    "vllm:time_to_first_token_seconds": "weft_time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds": "weft_inter_token_latency_seconds",
+    "vllm:time_per_output_token_seconds": "weft_inter_token_latency_seconds",  # its older name
+    "vllm:e2e_request_latency_seconds": "weft_request_seconds",
+    "vllm:request_queue_time_seconds": "weft_request_queue_seconds",
+}
+"""vLLM's name of a family: ours. All have the label `model_name`."""
+REASONS = {"stop": "stop", "length": "length", "error": "error"}
+REASONS |= {"abort": "abort", "timeout": "abort", "client_left": "abort"}
+"""Our outcome of a request: vLLM's `finished_reason`. What was refused has none."""
+
+
+class WithVllmNames(Collector):
+    """Everything of a registry, and then what vLLM has a name for. vLLM's values of a server are of all DP groups."""
+
+    def __init__(self, ours: Collector, engine: Engine, model_name: str):
+        self._ours, self._engine, self._labels = ours, engine, {"model_name": model_name}
+
+    def collect(self) -> Iterator[Metric]:
+        """Each number is read once, so both names have the same."""
+        families = {family.name: family for family in self._ours.collect()}
+        yield from families.values()
+        for name, own in NAMES.items():
+            yield self._renamed(name, families[own])
+        yield self._cache_config()
+
+    def _renamed(self, name: str, own: Metric) -> Metric:
+        made = Metric(name, own.documentation, own.type)
+        if own.name == "weft_requests":
+            counts = dict.fromkeys(REASONS.values(), 0.0)
+            for sample in own.samples:
+                reason = REASONS.get(sample.labels["outcome"])
+                if reason is not None and sample.name.endswith("_total"):
+                    counts[reason] += sample.value
+            for reason, count in counts.items():
+                made.add_sample(f"{name}_total", self._labels | {"finished_reason": reason}, count)
+        elif own.name == "weft_kv_cache_used_ratio":  # groups have caches of one size
+            made.add_sample(name, self._labels, sum(s.value for s in own.samples) / len(own.samples))
+        else:
+            for sample in own.samples:
+                suffix = sample.name.removeprefix(own.name)
+                made.add_sample(name + suffix, sample.labels | self._labels, sample.value)
+        return made
+
+    def _cache_config(self) -> Metric:
+        config = self._engine.config
+        labels = self._labels | {
+            "block_size": str(config.deal.span),
+            "num_gpu_blocks": str(sum(self._engine.stats().kv_total)),
+            "enable_prefix_caching": str(config.prefix_cache),
+        }
+        made = GaugeMetricFamily("vllm:cache_config_info", "Tokens of a page, and pages", labels=list(labels))
+        made.add_metric(list(labels.values()), 1)
+        return made

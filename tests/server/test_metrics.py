@@ -1,0 +1,90 @@
+"""What /metrics exports: vLLM's names beside ours, and every name that the dashboard asks for."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.conftest import Served
+
+DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "weft.json"
+
+
+@pytest.fixture
+def families(served: Served) -> dict[str, Metric]:
+    served.client().completions.create(model="small", prompt="metrics", max_tokens=4, extra_body={"ignore_eos": True})
+    with served.http() as http:
+        return {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
+
+
+def values(family: Metric, suffix: str = "", **labels: str) -> dict[tuple[str, ...], float]:
+    """By the labels that are not given, sorted by their names."""
+    return {
+        tuple(s.labels[name] for name in sorted(s.labels) if name not in labels): s.value
+        for s in family.samples
+        if s.name == family.name + suffix and labels.items() <= s.labels.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        ("num_requests_running", "requests_running"),
+        ("num_requests_waiting", "requests_waiting"),
+        ("num_preemptions", "preemptions"),
+        ("prompt_tokens", "prompt_tokens"),
+        ("generation_tokens", "generated_tokens"),
+        ("prefix_cache_queries", "prompt_tokens"),
+        ("prefix_cache_hits", "prefix_cached_tokens"),
+        ("time_to_first_token_seconds", "time_to_first_token_seconds"),
+        ("inter_token_latency_seconds", "inter_token_latency_seconds"),
+        ("time_per_output_token_seconds", "inter_token_latency_seconds"),
+        ("e2e_request_latency_seconds", "request_seconds"),
+        ("request_queue_time_seconds", "request_queue_seconds"),
+    ],
+)
+def test_both_names_have_the_same_values(families: dict[str, Metric], theirs: str, ours: str) -> None:
+    found, own = families[f"vllm:{theirs}"], families[f"weft_{ours}"]
+    assert found.type == own.type and own.samples
+    for suffix in ("", "_total", "_bucket", "_count", "_sum"):
+        assert values(found, suffix, model_name="small") == values(own, suffix)
+
+
+def test_what_vllm_counts_otherwise(served: Served, families: dict[str, Metric]) -> None:
+    outcomes = values(families["weft_requests"], "_total")
+    reasons = values(families["vllm:request_success"], "_total", model_name="small")
+    assert set(reasons) == {("stop",), ("length",), ("abort",), ("error",)}
+    assert reasons["length",] == outcomes["length",] >= 1
+    aborted = ("abort", "timeout", "client_left")
+    assert reasons["abort",] == sum(outcomes.get((outcome,), 0) for outcome in aborted)
+    used = values(families["weft_kv_cache_used_ratio"])
+    [usage] = values(families["vllm:kv_cache_usage_perc"], model_name="small").values()
+    assert len(used) == 2 and usage == pytest.approx(sum(used.values()) / 2)
+    [config] = families["vllm:cache_config_info"].samples
+    stats = served.engine.stats()
+    assert config.value == 1 and int(config.labels["num_gpu_blocks"]) == sum(stats.kv_total)
+    assert config.labels["block_size"] == "4" and config.labels["model_name"] == "small"
+
+
+def expressions(board: Any) -> list[str]:
+    if isinstance(board, list):
+        return [e for item in board for e in expressions(item)]
+    if isinstance(board, dict):
+        own = [board[key] for key in ("expr", "query") if isinstance(board.get(key), str)]
+        return own + [e for value in board.values() for e in expressions(value)]
+    return []
+
+
+def test_the_dashboard_asks_for_what_is_exported(families: dict[str, Metric]) -> None:
+    exported = {s.name for family in families.values() for s in family.samples}
+    asked = [e for e in expressions(json.loads(DASHBOARD.read_text())) if e != "prometheus"]
+    assert len(asked) > 15
+    for expression in asked:
+        names = set(re.findall(r"\b(?:weft_|vllm:)\w+", expression))
+        assert names and names <= exported, expression

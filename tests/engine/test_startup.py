@@ -100,6 +100,14 @@ def test_a_tokenizer_or_a_chat_template_that_cannot_be_read(changed: Callable[..
     refused(ModelError, "no usable tokenizer", model_dir=broken)
 
 
+def test_no_tokenizer(changed: Callable[..., Path]) -> None:
+    """For a Qwen model transformers makes a tokenizer of no files, which finds no token in any text."""
+    model = changed("config.json")
+    for path in model.glob("*token*"):
+        path.unlink()
+    refused(ModelError, "model has no usable tokenizer: .*; it needs the tokenizer.json", model_dir=model)
+
+
 def test_a_template_that_only_refuses_a_message_is_no_fault(changed: Callable[..., Path]) -> None:
     picky = changed("tokenizer_config.json", chat_template="{{ raise_exception('a system message must come first') }}")
     with pytest.raises(AssertionError, match="ranks were to be started"):

@@ -138,13 +138,9 @@ class Command:
     def _load_tokenizer(self) -> Any:
         if self.tokenizer is None:
             return None
-        from transformers import AutoTokenizer
+        from weft.engine.language import read_tokenizer
 
-        try:
-            return AutoTokenizer.from_pretrained(self.tokenizer)
-        except Exception as error:  # whatever transformers makes of it
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{self.tokenizer} has no usable tokenizer: {why}") from error
+        return read_tokenizer(self.tokenizer)
 
     async def _measure(
         self, workload: Workload, vocabulary: int, tokenizer: Any, limits: dict[str, float]

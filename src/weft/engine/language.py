@@ -7,12 +7,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
+from weft.engine.faults import first_line
 from weft.engine.grammar import Grammars
 from weft.engine.text import Detokenizer
 from weft.models.config import ModelError
 
+ADVICE = "it needs the tokenizer.json and tokenizer_config.json that the model was published with"
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """What generation_config.json may say of requests that do not."""
+
+
+def read_tokenizer(source: Path | str) -> Any:
+    """The transformers tokenizer of a directory, or of a name that transformers knows. Raises ModelError."""
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(source)
+        made = tokenizer.encode("text", add_special_tokens=False)
+    except Exception as error:  # whatever transformers and tokenizers make of a broken file
+        raise ModelError(f"{source} has no usable tokenizer: {first_line(error)}; {ADVICE}") from error
+    if not made:  # for some types, transformers makes an empty one of no files
+        raise ModelError(f"{source} has no usable tokenizer: no tokens come of a text; {ADVICE}")
+    return tokenizer
 
 
 class Language:

@@ -8,11 +8,12 @@ from typing import Any
 
 import jinja2
 import torch
-from transformers import AutoTokenizer
 
 from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, dtype_of, on_gpus
+from weft.engine.faults import first_line
+from weft.engine.language import read_tokenizer
 from weft.engine.planning import dealt_of, plan_model, split_steps
 from weft.engine.transports import cost_model
 from weft.models.checkpoint import tensor_files
@@ -30,7 +31,7 @@ def read_model(config: EngineConfig) -> ModelConfig:
         raise
     except Exception as error:  # whatever comes of values of a wrong type
         raise ModelError(
-            f"{config.model / 'config.json'} cannot be understood: {type(error).__name__}: {_line(error)}"
+            f"{config.model / 'config.json'} cannot be understood: {type(error).__name__}: {first_line(error)}"
         ) from error
     if config.load_format != "dummy":
         tensor_files(config.model)
@@ -39,16 +40,13 @@ def read_model(config: EngineConfig) -> ModelConfig:
 
 def load_tokenizer(config: EngineConfig) -> Any:
     """The tokenizer, whose chat template, if it has one, can be read. Raises ModelError."""
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(config.tokenizer)
-    except Exception as error:  # whatever transformers and tokenizers make of a broken file
-        raise ModelError(f"{config.tokenizer} has no usable tokenizer: {_line(error)}") from error
+    tokenizer = read_tokenizer(config.tokenizer)
     if tokenizer.chat_template:
         try:
             tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
         except jinja2.TemplateSyntaxError as error:
             where = f"{config.tokenizer}, line {error.lineno}"
-            raise ModelError(f"the chat template of {where}, cannot be read: {_line(error)}") from error
+            raise ModelError(f"the chat template of {where}, cannot be read: {first_line(error)}") from error
         except Exception:  # a template may refuse this message, and take others
             return tokenizer
     return tokenizer
@@ -107,7 +105,7 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     except (LayoutError, PlacementError):
         raise
     except Exception as error:  # sizes that torch has no tensor for
-        raise ModelError(f"no model can be built from {config.model / 'config.json'}: {_line(error)}") from error
+        raise ModelError(f"no model can be built from {config.model / 'config.json'}: {first_line(error)}") from error
     if (dealt := dealt_of(model, mesh, dtype_of(config))) is not None:
         dealt.exchange_us(1, offers, config.dcp_exchange)
     rows, dispatches = 1, False
@@ -132,7 +130,3 @@ def _offers(config: EngineConfig) -> list[Offer]:
     """Of the ranks' transports, with room for any tensor."""
     mesh, table = config.mesh, cost_model(config)
     return [offer_of(name, has, mesh, table.of(name, mesh.world), None) for name, has in carriers(config).items()]
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from server.conftest import Served
+from server.test_tools import TEMPLATE, TOOLS
 
 C, H = "/v1/completions", "/v1/chat/completions"
 GREEDY: Any = {"prompt": "abc", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -191,3 +192,31 @@ def test_prompt_logprobs(served: Served) -> None:
     assert broken["choices"][0]["logprobs"]["tokens"] == ["bytes:\\xc3"] * 3
     full = ask(served, C, prompt="a" * 256, max_tokens=0, echo=True, logprobs=0)
     assert full["usage"] == full["usage"] | {"prompt_tokens": 256, "completion_tokens": 0}
+
+
+@pytest.mark.parametrize("path", [C, H])
+@pytest.mark.parametrize("form", [None, {"guided_choice": ["<tool_call>", "<tool_cat>"]}], ids=["text", "held back"])
+def test_token_ids_are_told(served: Served, monkeypatch: pytest.MonkeyPatch, path: str, form: Any) -> None:
+    """In vLLM's places. All of them come in streams too, where a parser holds back the text of some."""
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", TEMPLATE)
+    body = FIXED | {"n": 2, "ignore_eos": False, "return_token_ids": True} | (form or {})
+    body |= {"prompt": "abc"} if path == C else {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+    tokenizer = served.engine.tokenizer
+    prompt = tokenizer.encode("abc" if path == C else "weather;time;user:hi\n")
+    whole = ask(served, path, **body)
+    with served.http() as http:
+        text = http.post(path, json=body | {"stream": True}).text
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    for choice in whole["choices"]:
+        streamed = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert [t for c in streamed for t in c.get("token_ids", ())] == choice["token_ids"]
+        said = choice["text"] if path == C else choice["message"]["content"]
+        assert tokenizer.decode(choice["token_ids"], skip_special_tokens=True) == said
+    assert sum(len(choice["token_ids"]) for choice in whole["choices"]) == whole["usage"]["completion_tokens"]
+    if path == C:
+        assert all(choice["prompt_token_ids"] == prompt for choice in whole["choices"])
+        assert sum("prompt_token_ids" in choice for chunk in chunks for choice in chunk["choices"]) == 2
+    else:
+        assert whole["prompt_token_ids"] == chunks[0]["prompt_token_ids"] == prompt
+        assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
+    assert "token_ids" not in json.dumps(ask(served, path, **body | {"return_token_ids": False}))

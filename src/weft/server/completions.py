@@ -86,16 +86,16 @@ class Service:
             logprobs=body.logprobs,
             prompt_logprobs=max(scored, default=None),
         )
-        echoed = [(p, self.prompts.text(p)) for p in prompts for _ in range(body.n)] if body.echo else []
-        wanted = render.Wanted(body.logprobs, body.prompt_logprobs)
-        return prompts, params, render.Completion(self.engine.language, echoed, wanted)
+        echoed = [text for text in map(self.prompts.text, prompts) for _ in range(body.n)] if body.echo else []
+        wanted = render.Wanted(body.logprobs, body.prompt_logprobs, body.return_token_ids)
+        each = [prompt for prompt in prompts for _ in range(body.n)]
+        return prompts, params, render.Completion(self.engine.language, each, wanted, echoed)
 
     def _chat(self, body: ChatRequest) -> Job:
         self._check(body)
-        params = self.chat_params(body)
-        wanted = render.Wanted(params.logprobs, params.prompt_logprobs)
-        style = render.Chat(self.engine.language, wanted, self.parsers(body))
-        return [self.prompts.of_chat(body)], params, style
+        params, prompt = self.chat_params(body), self.prompts.of_chat(body)
+        wanted = render.Wanted(params.logprobs, params.prompt_logprobs, body.return_token_ids)
+        return [prompt], params, render.Chat(self.engine.language, prompt, wanted, self.parsers(body))
 
     def form(self, body: ChatRequest) -> Form | None:
         """In what form the answer's parts are told apart; None where it is all text."""
@@ -184,7 +184,8 @@ class Service:
 
         def whole() -> Response:
             made = [style.whole(i, c) for i, c in enumerate(choices)]
-            return json_response(head | {"object": style.name, "choices": made, "usage": usage(prompts, choices)})
+            body = {"object": style.name, "choices": made, "usage": usage(prompts, choices)}
+            return json_response(head | style.beside | body)
 
         # Tables of logprobs may take seconds.
         small = sum(len(c.logprobs) + len(c.prompt_logprobs) for c in choices) <= QUICK_LOGPROBS
@@ -203,7 +204,7 @@ class Service:
     ) -> AsyncIterator[bytes]:
         head = head | {"object": style.chunk_name}
         blank = {"usage": None} if options.include_usage else {}
-        increment = first
+        increment, beside = first, style.beside
         try:
             async with aclosing(stream):
                 while increment is not None:
@@ -215,7 +216,8 @@ class Service:
                     if len(output.prompt_logprobs) > QUICK_LOGPROBS:
                         made = await run_in_threadpool(list, made)
                     for choice in made:
-                        yield event(head | {"choices": [choice]} | counts)
+                        yield event(head | beside | {"choices": [choice]} | counts)
+                        beside = {}
                     increment = await anext(stream, None)
             if options.include_usage:
                 yield event(head | {"choices": [], "usage": usage(prompts, choices)})

@@ -113,7 +113,6 @@ class CommonRequest(Body):
         "length_penalty": (1,),
         "modalities": (["text"],),
         "priority": (0,),
-        "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
     }
 
@@ -141,6 +140,7 @@ class CommonRequest(Body):
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    return_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None

@@ -22,6 +22,8 @@ class Style(Protocol):
     id_prefix: str
     name: str
     chunk_name: str
+    beside: dict[str, Any]
+    """What stands beside the choices; in a stream, in its first chunk."""
 
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
         """A finished choice."""
@@ -34,51 +36,52 @@ class Style(Protocol):
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which logprobs go out: alternatives of each token of the answer, and of the prompt; None for none."""
+    """Which logprobs go out: alternatives of each token of the answer, and of the prompt; None for none. tokens: the
+    prompt's and the answer's, as numbers."""
 
     answer: int | None = None
     prompt: int | None = None
+    tokens: bool = False
 
 
 class Completion:
-    """/v1/completions. echoed: prompts that stand before the choices, tokens and text, and have logprobs as they do."""
+    """/v1/completions. prompts: of each choice. echoed: the text of each, where it stands before the choice and has
+    logprobs as that does."""
 
     id_prefix, name, chunk_name = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, language: Language, echoed: Sequence[tuple[Sequence[int], str]], wanted: Wanted):
-        self._language, self._echoed, self._wanted = language, echoed, wanted
+    def __init__(
+        self, language: Language, prompts: Sequence[Sequence[int]], wanted: Wanted, echoed: Sequence[str] = ()
+    ):
+        self._language, self._prompts, self._wanted, self._echoed = language, prompts, wanted, echoed
+        self.beside: dict[str, Any] = {}
         self._offsets: defaultdict[int, int] = defaultdict(int)
         self._characters: defaultdict[int, codecs.IncrementalDecoder] = defaultdict(lambda: UTF8("replace"))
 
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.last is not None
-        return self._body(index, choice.text, choice.logprobs, choice.prompt_logprobs, choice.last, True)
+        return self._body(index, choice, choice.last, True)
 
     def chunks(self, index: int, output: Output, begins: bool) -> Iterator[dict[str, Any]]:
         # A token whose text is not whole yet has its event too, as in vLLM: clients that measure count events.
         if output.token_ids or output.text or output.finish_reason or (begins and self._echoed):
-            yield self._body(index, output.text, output.logprobs, output.prompt_logprobs, output, begins)
+            yield self._body(index, output, output, begins)
 
-    def _body(
-        self,
-        index: int,
-        text: str,
-        logprobs: Sequence[TokenLogprob],
-        prompt: Sequence[TokenLogprob],
-        output: Output,
-        begins: bool,
-    ) -> dict[str, Any]:
-        entries: list[TokenLogprob | int] = list(logprobs)
+    def _body(self, index: int, what: Choice | Output, last: Output, begins: bool) -> dict[str, Any]:
+        text, entries, prompt = what.text, list[TokenLogprob | int](what.logprobs), what.prompt_logprobs
         if begins and self._echoed:
-            tokens, lead = self._echoed[index]
-            text, entries = lead + text, [tokens[0], *prompt, *entries]
+            text, entries = self._echoed[index] + text, [self._prompts[index][0], *prompt, *entries]
         body = {
             "index": index,
             "text": text,
             "logprobs": None if self._wanted.answer is None else self._table(index, entries, self._wanted.answer),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
+            "finish_reason": last.finish_reason,
+            "stop_reason": last.stop_reason,
         }
+        if self._wanted.tokens:
+            body["token_ids"] = what.token_ids
+            if begins:
+                body["prompt_token_ids"] = self._prompts[index]
         if begins and self._wanted.prompt is not None:
             body["prompt_logprobs"] = prompt_table(self._language, prompt, self._wanted.prompt)
         return body
@@ -123,11 +126,19 @@ def prompt_table(language: Language, scores: Sequence[TokenLogprob], most: int) 
 
 
 class Chat:
-    """/v1/chat/completions. parsers: make what tells the parts of an answer apart; None: it is all text."""
+    """/v1/chat/completions. prompt: its tokens. parsers: make what tells the parts of an answer apart; None: it is all
+    text."""
 
     id_prefix, name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, language: Language, wanted: Wanted, parsers: Callable[[], Parser] | None = None):
+    def __init__(
+        self,
+        language: Language,
+        prompt: Sequence[int],
+        wanted: Wanted,
+        parsers: Callable[[], Parser] | None = None,
+    ):
+        self.beside = {"prompt_token_ids": prompt} if wanted.tokens else {}
         self._language, self._wanted, self._new_parser = language, wanted, parsers
         self._parsers: defaultdict[int, Parser] = defaultdict(parsers)
         self._called: Counter[int] = Counter()
@@ -140,7 +151,7 @@ class Chat:
             message["reasoning_content"] = parts.thought
         if parts.calls:
             message |= {"content": parts.text or None, "tool_calls": [call.plain() for call in parts.calls]}
-        body = {"index": index, "message": message} | self._rest(choice.logprobs, choice.last, bool(parts.calls))
+        body = {"index": index, "message": message} | self._rest(choice, choice.last, bool(parts.calls))
         if self._wanted.prompt is not None:
             body["prompt_logprobs"] = prompt_table(self._language, choice.prompt_logprobs, self._wanted.prompt)
         return body
@@ -159,16 +170,14 @@ class Chat:
             calls = enumerate(parts.calls, self._called[index])
             delta["tool_calls"] = [{"index": number} | call.plain() for number, call in calls]
             self._called[index] += len(parts.calls)
-        if delta or output.logprobs or output.finish_reason:
-            yield {"index": index, "delta": delta} | self._rest(output.logprobs, output, self._called[index] > 0)
+        if delta or output.logprobs or output.finish_reason or (self._wanted.tokens and output.token_ids):
+            yield {"index": index, "delta": delta} | self._rest(output, output, self._called[index] > 0)
 
-    def _rest(self, logprobs: Sequence[TokenLogprob], output: Output, called: bool) -> dict[str, Any]:
-        reason = "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
-        return {
-            "logprobs": {"content": [self._token(p) for p in logprobs]} if self._wanted.answer is not None else None,
-            "finish_reason": reason,
-            "stop_reason": output.stop_reason,
-        }
+    def _rest(self, what: Choice | Output, last: Output, called: bool) -> dict[str, Any]:
+        reason = "tool_calls" if called and last.finish_reason == "stop" else last.finish_reason
+        logprobs = {"content": [self._token(p) for p in what.logprobs]} if self._wanted.answer is not None else None
+        rest = {"logprobs": logprobs, "finish_reason": reason, "stop_reason": last.stop_reason}
+        return rest | ({"token_ids": what.token_ids} if self._wanted.tokens else {})
 
     def _token(self, p: TokenLogprob) -> dict[str, Any]:
         return self._entry(p.token_id, p.logprob) | {"top_logprobs": [self._entry(t, value) for t, value in p.top]}

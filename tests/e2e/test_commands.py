@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib
 import json
 import os
 import re
@@ -23,7 +25,8 @@ from rich.progress import Progress, TaskID
 from e2e.here import weft_here
 from weft.assets import embedded_model_dir
 from weft.cli import demo, serve
-from weft.cli.command import UserError, start_engine
+from weft.cli.command import Layout, UserError, start_engine
+from weft.cli.other_engines import ADVICE
 from weft.engine.config import EngineConfig
 from weft.place.spec import Mesh
 
@@ -165,6 +168,15 @@ BAD = [
     (["serve", "--served-model-name="], "served_model_name is empty"),
     (["serve", "--preset", "gpt-oss-20b"], "is a shape without weights; add --load-format dummy"),
     (["generate", "--prompt", "x", "--temperature", "-1"], "temperature is -1"),
+    (["serve", "Qwen/Qwen3-30B-A3B"], "run `hf download Qwen/Qwen3-30B-A3B`"),
+    (["plan", "Qwen/Qwen3-30B-A3B"], "there is no directory Qwen/Qwen3-30B-A3B"),
+    (
+        ["serve", "--tensor-parallel-size", "2"],
+        "in Weft it is --attn-tp",
+    ),
+    (["serve", "-tp=2"], "-tp is an option of vLLM or SGLang; in Weft it is --attn-tp"),
+    (["generate", "--prompt", "x", "--mem_fraction_static=0.8"], "in Weft it is --gpu-memory-fraction"),
+    (["eval", "--model-path", "DIR"], "in Weft it is the first argument"),
 ]
 
 
@@ -173,6 +185,31 @@ def test_bad_input_ends_in_one_line(arguments: list[str], text: str) -> None:
     code, _, err = weft_here(*arguments)
     assert code == 2, err
     assert text in err and err.count("\n") == 1 and err.startswith("weft: ")
+
+
+WITHOUT_TORCH = """
+import sys
+from weft.cli.main import main
+starts = ["serve"], ["generate"], ["eval"], ["profile"], ["chaos"]
+bad = ["/nowhere"], ["--attn-dp", "2", "--ep", "3"], ["--preset", "gpt-oss-20b"], ["--tp", "2"]
+for command in starts:
+    for options in bad:
+        assert main([*command, *options, *["--prompt", "x"] * (command == ["generate"])]) == 2
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+
+
+def test_a_wrong_path_or_layout_is_told_before_torch_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 20 and done.stderr.count("/nowhere has no config.json") == 5
+
+
+def test_no_option_of_ours_is_taken_for_another_engines() -> None:
+    for name in ("serve", "generate", "eval", "profile", "chaos"):
+        command = importlib.import_module(f"weft.cli.{name}").Command
+        ours = {f.name.replace("_", "-") for of in (command, Layout) for f in dataclasses.fields(of)}
+        assert ours & ADVICE.keys() == {"model"}  # which is no option, but the first argument
 
 
 def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

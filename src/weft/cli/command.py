@@ -8,9 +8,14 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
+
+from weft.assets import embedded_model_dir, preset_dir
+from weft.cli.other_engines import hint
+from weft.models.directory import no_model
+from weft.place.spec import LayoutError, Mesh
 
 T = TypeVar("T")
 
@@ -88,6 +93,18 @@ class Layout:
     cpu_bind: str | None = None
     """Cores of each rank, such as 0-3|4-7, or auto to deal them out; left out, ranks are not bound."""
 
+    def check(self, model: Path | None) -> None:
+        """What can be told without torch, of the layout and the model directory beside it. Raises UserError."""
+        if self.preset is not None and self.load_format != "dummy":
+            add = "add --load-format dummy to make some up"
+            raise UserError(f"--preset {self.preset} is a shape without weights; {add}")
+        model_dir(model, self.preset)
+        values = self.values()
+        try:
+            Mesh(*(values[name] for name in ("attn_dp", "attn_tp", "ep", "moe_tp", "dcp")))
+        except LayoutError as error:
+            raise UserError(str(error)) from error
+
     def values(self) -> dict[str, Any]:
         """As EngineConfig takes them."""
         ep = self.attn_dp if self.ep is None else self.ep
@@ -116,9 +133,15 @@ class Layout:
 
 
 def parse(command: type[T], name: str, arguments: list[str]) -> T:
-    """The command from its arguments; its docstring, as written, is the help."""
-    description = inspect.getdoc(command)
-    return tyro.cli(command, prog=f"weft {name}", args=arguments, description=description)
+    """The command from its arguments; its docstring, as written, is the help. Raises UserError for what can be told
+    before its `run` imports torch: options of other engines, and a model or a layout that cannot be."""
+    starts_engine = get_type_hints(command).get("layout") is Layout
+    if starts_engine and (advice := hint(arguments)) is not None:
+        raise UserError(advice)
+    parsed: Any = tyro.cli(command, prog=f"weft {name}", args=arguments, description=inspect.getdoc(command))
+    if starts_engine:
+        parsed.layout.check(parsed.model)
+    return parsed
 
 
 def arguments_of(options: Any) -> list[str]:
@@ -148,9 +171,9 @@ def check_writable(path: Path, option: str) -> None:
 
 def model_dir(model: Path | None, preset: str | None) -> Path:
     """The directory that a command names, in either way; the embedded model's for neither. Raises UserError."""
-    from weft.assets import embedded_model_dir, preset_dir
-
     if preset is None:
+        if model is not None and (why := no_model(model)) is not None:
+            raise UserError(why)
         return model or embedded_model_dir()
     if model is not None:
         raise UserError(f"give {model} or --preset {preset}, not both")
@@ -165,8 +188,6 @@ def engine_config(model: Path | None, layout: Layout, **options: Any) -> Any:
     from weft.engine.config import EngineConfig
 
     values: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
-    if layout.preset is not None and layout.load_format != "dummy":
-        raise UserError(f"--preset {layout.preset} is a shape without weights; add --load-format dummy to make some up")
     try:
         values["model"] = model_dir(model, layout.preset)
         return EngineConfig(**(values | layout.values()))

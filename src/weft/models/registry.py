@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING
 
 from weft.models import deepseek, glm, gpt_oss, qwen, qwen35, step
 from weft.models.config import Fields, ModelConfig, ModelError
+from weft.models.directory import no_model
 
 Registry = Mapping[str, Callable[[Fields], ModelConfig]]
 """For each model type of config.json the reader of its fields. The config that it gives builds the family's model."""
@@ -58,9 +59,9 @@ def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int 
     Raises ModelError for a missing directory, a model type that is not among the families, or a field that the family
     does not understand.
     """
+    if (why := no_model(model_dir)) is not None:
+        raise ModelError(why)
     path = model_dir / "config.json"
-    if not path.is_file():
-        raise ModelError(f"{model_dir} has no config.json; give the directory of a Hugging Face model")
     try:
         values: dict[str, Any] = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:

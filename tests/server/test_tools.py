@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from server.conftest import QuietEngine, Served, output, serve
@@ -229,15 +230,16 @@ SPELLED = {
 NAMES = ["harmony", "xml", "glm", "hermes", "deepseek", "deepseek-v3.1", "llama"]
 
 
-@pytest.mark.parametrize("marks_are_tokens", [False, True])
+@pytest.mark.parametrize("marks", ["text", "added tokens", "special tokens"])
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)
-def test_a_grammar_takes_what_its_parser_reads(chat_model_dir: Path, form: Form, marks_are_tokens: bool) -> None:
-    """Also where the marks are special tokens, which no text matches."""
+def test_a_grammar_takes_what_its_parser_reads(chat_model_dir: Path, form: Form, marks: str) -> None:
+    """Also where the marks are tokens of their own, special or, as <tool_call> is in Qwen3, not."""
     tokenizer = AutoTokenizer.from_pretrained(chat_model_dir)
-    special = [token for token in form.tokens if token in SPELLED[form]] if marks_are_tokens else []
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
-    grammar = form.grammar([t["function"] for t in TOOLS], several=True, special=special)
-    state = Grammars(tokenizer, len(tokenizer), [0]).start(grammar)
+    tokens = [AddedToken(t, normalized=False) for t in form.tokens if t in SPELLED[form] and marks != "text"]
+    tokenizer.add_tokens(tokens, special_tokens=marks == "special tokens")
+    grammars = Grammars(tokenizer, len(tokenizer), [0])
+    grammar = form.grammar([t["function"] for t in TOOLS], several=True, named=grammars.named)
+    state = grammars.start(grammar)
     for token in tokenizer.encode(SPELLED[form], add_special_tokens=False):
         assert state.mask(b"")[token // 8] >> token % 8 & 1, tokenizer.decode([token])
         state.accept(token)

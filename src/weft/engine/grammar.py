@@ -60,6 +60,13 @@ class Grammars:
         size = max(self._vocabulary, len(self._tokenizer))
         return llguidance.hf.from_tokenizer(self._tokenizer, size, self._ends or None)
 
+    @cached_property
+    def named(self) -> frozenset[str]:
+        """Tokens that only their name in a grammar matches, as no text does: the special ones, and llguidance takes
+        every added token between < and > for one."""
+        added = self._tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
+        return frozenset(token.content for number, token in added if self.tokens.is_special_token(number))
+
     def start(self, grammar: str) -> Grammar:
         """At its beginning. ValueError for a grammar that is none, or too large; compiling may take a second."""
         return Grammar(self._compiled(grammar).deep_copy())

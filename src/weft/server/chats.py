@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 
 from jinja2 import TemplateError
 from pydantic import BeforeValidator, Field
 
+from weft.engine.grammar import Grammars
 from weft.server.errors import ApiError
 from weft.server.forms import Form, form_of
 from weft.server.protocol import Body, CommonRequest, Text, not_too_many
@@ -165,8 +165,8 @@ class ChatRequest(CommonRequest):
         if self.must_call and not self.tools:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
 
-    def calls_grammar(self, form: Form | None, special: Collection[str]) -> str | None:
-        """Of answers that must be calls, in this form; None where they need not. special: tokens that are no text."""
+    def calls_grammar(self, form: Form | None, grammars: Grammars) -> str | None:
+        """Of answers that must be calls, in this form; None where they need not. grammars: what compiles it."""
         if not self.must_call or form is None:
             return None
         functions = self.offered
@@ -176,7 +176,7 @@ class ChatRequest(CommonRequest):
             if not functions:
                 raise ApiError(400, f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
         several = self.parallel_tool_calls and self.tool_choice == "required"
-        return form.grammar(functions, several, special)
+        return form.grammar(functions, several, grammars.named)
 
     def prompt(self, tokenizer: Any) -> str:
         """The text that the model goes on from. ApiError 400 for messages that its template refuses."""

@@ -114,7 +114,7 @@ class Service:
         logprobs, form = (body.top_logprobs or 0) if body.logprobs else None, self.form(body)
         params = self._params(
             body,
-            calls=body.calls_grammar(form, self.engine.language.special),
+            calls=body.calls_grammar(form, self.engine.language.grammars),
             max_tokens=most,
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,

@@ -52,20 +52,26 @@ class Form:
     tokens: tuple[str, ...] = ()
     channels: bool = False
 
-    def grammar(self, functions: Functions, several: bool, special: Collection[str] = ()) -> str:
-        """Of answers that are calls of these functions, and nothing else. special: tokens that no text matches."""
-        among = re.compile("|".join(map(re.escape, sorted(set(special) & set(self.tokens)))) or "(?!)")
-
-        def literal(text: str) -> str:
-            parts = [_quoted(part) for part in among.split(text)]
-            for at, token in enumerate(among.findall(text)):
-                parts.insert(2 * at + 1, token)  # Lark of llguidance names a token as it is written
-            return " ".join(part for part in parts if part != '""') or '""'
-
+    def grammar(self, functions: Functions, several: bool, named: Collection[str] = ()) -> str:
+        """Of answers that are calls of these functions, and nothing else. named: tokens; see `Grammars.named`."""
+        literal = literals(set(named) & set(self.tokens))
         calls = "call"
         if several and not self.channels:
             calls += f" ({literal(self.between)} call)~0..{MOST_CALLS - 1}"
         return f"start: {literal(self.head)} {calls} {literal(self.tail)}\n{self.call(functions, literal)}"
+
+
+def literals(named: Collection[str]) -> Literal:
+    """Writes texts in which these tokens are named."""
+    among = re.compile("|".join(map(re.escape, sorted(named))) or "(?!)")
+
+    def literal(text: str) -> str:
+        parts = [_quoted(part) for part in among.split(text)]
+        for at, token in enumerate(among.findall(text)):
+            parts.insert(2 * at + 1, token)  # Lark of llguidance names a token as it is written
+        return " ".join(part for part in parts if part != '""') or '""'
+
+    return literal
 
 
 def form_of(template: str) -> Form | None:

@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from weft import __version__
 from weft.bench.profile import watch_now
-from weft.server import errors, extras
+from weft.server import errors, extras, routed
 from weft.server.answers import Intake
 from weft.server.completions import Service
 from weft.server.errors import ApiError
@@ -51,6 +51,7 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
     app.include_router(service.router())
     app.include_router(Responses(service).router())
     app.include_router(extras.router(engine))
+    app.include_router(routed.router(service))
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")

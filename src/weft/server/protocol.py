@@ -114,6 +114,10 @@ class CommonRequest(Body):
         "modalities": (["text"],),
         "priority": (0,),
         "return_tokens_as_token_ids": (False,),
+        "return_hidden_states": (False,),  # this and the next two are in whatever SGLang's and vLLM's routers send
+        "separate_reasoning": (True,),
+        "stream_reasoning": (True,),
+        "include_reasoning": (True,),
     }
 
     model: str | None = None
@@ -139,6 +143,7 @@ class CommonRequest(Body):
     allowed_token_ids: Tokens | None = None
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
+    no_stop_trim: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
@@ -177,7 +182,7 @@ class CommonRequest(Body):
                 logit_bias=tuple(self.logit_bias.items()),
                 bad_words=tuple(w for word in self.bad_words for w in _spellings(word, language.tokenizer)),
                 allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-                keep_stop=self.include_stop_str_in_output,
+                keep_stop=self.include_stop_str_in_output or self.no_stop_trim,
                 keep_special=not self.skip_special_tokens,
                 **drawing,
                 **more,

@@ -45,6 +45,7 @@ class ResponsesRequest(Body):
         "reasoning": ({},),
         "top_logprobs": (0,),
         "max_tool_calls": (),
+        "priority": (0,),
     }
 
     model: str | None = None
@@ -54,6 +55,9 @@ class ResponsesRequest(Body):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     stream: bool = False
     tools: list[dict[str, Any]] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
@@ -86,6 +90,9 @@ class ResponsesRequest(Body):
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
             "user": self.user,
             "parallel_tool_calls": self.parallel_tool_calls,
         }

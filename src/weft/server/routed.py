@@ -1,0 +1,57 @@
+"""What a router in front of several servers asks each of them: what it serves, how busy it is, whether it generates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+
+from weft import __version__
+from weft.server.completions import Service
+from weft.server.protocol import CompletionRequest
+
+
+def router(service: Service) -> APIRouter:
+    """The routes, in SGLang's shapes, which `sglang-router` and `vllm-router` know; each name and the one before it."""
+    made, engine, config = APIRouter(), service.engine, service.engine.config
+
+    @made.get("/server_info")
+    @made.get("/get_server_info")
+    async def server_info() -> dict[str, Any]:
+        return {
+            "served_model_name": service.model_name,
+            "model_path": str(config.model.resolve()),
+            "tokenizer_path": str(config.tokenizer.resolve()),
+            "version": __version__,
+            "dp_size": 1,  # the engine itself deals requests out to its data-parallel groups
+            "max_running_requests": config.max_running * config.attn_dp,
+            "max_total_num_tokens": config.cached_tokens * config.attn_dp,
+        }
+
+    @made.get("/model_info")
+    @made.get("/get_model_info")
+    async def model_info() -> dict[str, Any]:
+        paths = {"model_path": str(config.model.resolve()), "tokenizer_path": str(config.tokenizer.resolve())}
+        return paths | {"is_generation": True, "max_model_len": engine.max_model_len}
+
+    @made.get("/get_load")
+    async def load() -> list[dict[str, int]]:
+        stats = engine.stats()
+        tokens = sum(stats.kv_used) * config.deal.span
+        here = {"num_reqs": stats.running + stats.waiting, "num_waiting_reqs": stats.waiting, "num_tokens": tokens}
+        return [{"dp_rank": 0} | here]
+
+    @made.get("/health_generate")
+    async def health_generate(request: Request) -> Response:
+        """200 once a token has been generated; else the status that a completion would have."""
+        request.state.small = True
+        answered = await service.complete(CompletionRequest(prompt=[0], max_tokens=1, temperature=0), request)
+        return Response() if answered.status_code == 200 else answered
+
+    @made.post("/flush_cache")
+    async def flush_cache() -> Response:
+        await run_in_threadpool(engine.reset_cache)
+        return Response()
+
+    return made

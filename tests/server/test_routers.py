@@ -22,6 +22,8 @@ SENT = {
     "sglang-router completion": (C, ALWAYS),
     "sglang-router chat": (H, OF_CHATS),
     "sglang-router response": (R, DRAWN | {"store": True, "stream": None}),
+    "sglang-router --dp-aware": (R, DRAWN | {"data_parallel_rank": 0}),
+    "sglang-router --dp-aware, chat": (H, OF_CHATS | {"data_parallel_rank": 0}),
     "vllm-router completion": (C, ALWAYS | {"suffix": "", "best_of": 1}),
     "vllm-router chat": (H, OF_CHATS | {"include_reasoning": True}),
     "vllm-router response": (R, {}),

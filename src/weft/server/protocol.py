@@ -114,10 +114,11 @@ class CommonRequest(Body):
         "modalities": (["text"],),
         "priority": (0,),
         "return_tokens_as_token_ids": (False,),
-        "return_hidden_states": (False,),  # this and the next two are in whatever SGLang's and vLLM's routers send
+        "return_hidden_states": (False,),
         "separate_reasoning": (True,),
         "stream_reasoning": (True,),
         "include_reasoning": (True,),
+        "data_parallel_rank": (0,),  # of the one that `weft.server.routed` tells of
     }
 
     model: str | None = None

@@ -46,6 +46,7 @@ class ResponsesRequest(Body):
         "top_logprobs": (0,),
         "max_tool_calls": (),
         "priority": (0,),
+        "data_parallel_rank": (0,),
     }
 
     model: str | None = None

@@ -46,7 +46,8 @@ def router(service: Service) -> APIRouter:
     async def health_generate(request: Request) -> Response:
         """200 once a token has been generated; else the status that a completion would have."""
         request.state.small = True
-        answered = await service.complete(CompletionRequest(prompt=[0], max_tokens=1, temperature=0), request)
+        asked = CompletionRequest.model_validate({"prompt": [0], "max_tokens": 1, "temperature": 0})
+        answered = await service.complete(asked, request)
         return Response() if answered.status_code == 200 else answered
 
     @made.post("/flush_cache")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.engine.messages import GroupRows, Ran, Result, Scored
-from weft.engine.request import SamplingParams, Sequence, TokenLogprob
+from weft.engine.request import EQUALS, SamplingParams, Sequence, Sharing, TokenLogprob
 from weft.engine.scheduler import Scheduled, Scheduler
 from weft.kv.spec import CacheGroup, Rule
 
@@ -185,11 +185,17 @@ class Driver:
         scheduler._rows_of_step = checked  # type: ignore[method-assign]
 
     def add(
-        self, request: int, prompt: Seq[int], max_tokens: int, end_ids: frozenset[int] = frozenset(), **options: Any
+        self,
+        request: int,
+        prompt: Seq[int],
+        max_tokens: int,
+        end_ids: frozenset[int] = frozenset(),
+        sharing: Sharing = EQUALS,
+        **options: Any,
     ) -> Sequence:
         """Queues a request. options: of its SamplingParams."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0, **options)
-        sequence = Sequence(request, list(prompt), len(prompt), params, 0, max_tokens, end_ids)
+        sequence = Sequence(request, list(prompt), len(prompt), params, 0, max_tokens, end_ids, sharing=sharing)
         self.scheduler.add(sequence)
         self.live[request] = sequence
         return sequence

@@ -24,7 +24,7 @@ from weft.engine.config import EngineConfig, EngineError
 from weft.engine.engine import Engine
 from weft.engine.executor import Executor
 from weft.engine.messages import Ran, Result, Step
-from weft.engine.request import Output, SamplingParams
+from weft.engine.request import Output, SamplingParams, Sharing
 from weft.kv.spec import CacheGroup, Rule
 
 
@@ -143,7 +143,7 @@ class Client:
         at = len(self.outputs)
         self.prompts[at] = prompt
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        self.at.append(self.engine.submit(prompt, params, self.listen(at), client=self.name, **options))
+        self.at.append(self.engine.submit(prompt, params, self.listen(at), sharing=Sharing(self.name), **options))
         return at
 
     def ask_together(self, *asked: tuple[list[int], int]) -> None:

@@ -12,7 +12,7 @@ from engine.fake import Driver
 from engine.stub import Client, World
 from weft.engine.config import QueueFull
 from weft.engine.engine import NEWCOMERS_PER_STEP
-from weft.engine.request import SamplingParams, Sequence
+from weft.engine.request import SamplingParams, Sequence, Sharing
 from weft.engine.scheduler import Scheduled, Scheduler
 from weft.engine.waiting import WaitingQueue
 from weft.kv.manager import CacheManager
@@ -26,8 +26,8 @@ def world(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return World(model_dir, monkeypatch)
 
 
-def sequence(request: int, client: str = "", rows: int = 2) -> Sequence:
-    return Sequence(request, [1] * rows, rows, GREEDY, 0, 2, frozenset(), client=client)
+def sequence(request: int, client: str = "", rows: int = 2, priority: int = 0) -> Sequence:
+    return Sequence(request, [1] * rows, rows, GREEDY, 0, 2, frozenset(), sharing=Sharing(client, priority))
 
 
 def test_what_a_newcomer_costs_does_not_grow_with_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +69,21 @@ def test_clients_take_turns_and_who_gave_way_comes_first() -> None:
     assert not len(waiting) and waiting.rows == 0
     with pytest.raises(KeyError):
         waiting.remove(first)
+
+
+def test_of_each_priority_clients_take_turns_and_who_gave_way_comes_first() -> None:
+    waiting = WaitingQueue()
+    for request, (client, priority) in enumerate([("a", 1), ("a", 0), ("a", 0), ("b", 0), ("b", 1), ("c", -7)]):
+        waiting.add(sequence(request, client, priority=priority))
+    assert [s.request for s in waiting] == [5, 1, 3, 2, 0, 4] and waiting.rows == 12
+    first = [waiting.take() for _ in range(2)]
+    waiting.put_back(low := sequence(6, "b", priority=1))
+    waiting.put_back(first[1])
+    assert [s.request for s in waiting] == [1, 3, 2, 6, 0, 4]
+    for each in (low, first[1]):
+        waiting.remove(each)
+    waiting.remove(waiting.first())
+    assert [waiting.take().request for _ in range(3)] == [2, 0, 4] and not len(waiting) and waiting.rows == 0
 
 
 def test_one_client_with_many_requests_does_not_hold_up_another(world: World) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.fake import VOCABULARY, Driver, answer
 from weft.engine.messages import GroupRows
+from weft.engine.request import Sharing
 from weft.engine.scheduler import PAGES_AHEAD, Scheduled, Scheduler
 from weft.kv.manager import CacheManager
 from weft.kv.spec import PagedKV, Recurrent, Spec, Window, cache_groups
@@ -98,7 +99,8 @@ def test_random_traffic_draws_what_each_request_alone_would(
         end_ids = frozenset(draw.sample(range(VOCABULARY), 3)) if draw.random() < 0.3 else frozenset()
         expected[request] = answer(prompt, max_tokens, end_ids)
         options = draw.choice([{}, {}, READS_ANSWER, SCORED, READS_ANSWER | SCORED])
-        driver.add(request, prompt, max_tokens, end_ids, **options)
+        sharing = Sharing(priority=draw.choice([0, 0, -1, 1]))
+        driver.add(request, prompt, max_tokens, end_ids, sharing, **options)
         for _ in range(draw.randrange(4)):
             if driver.live:
                 driver.step()
@@ -189,6 +191,27 @@ def test_who_gave_way_goes_before_those_who_never_ran() -> None:
     assert [s.request for s in driver.scheduler.waiting] == [2, 3, 4, 5]
     driver.finish_all()
     assert list(driver.answers) == sorted(driver.answers)
+
+
+def test_a_lower_priority_number_goes_first_and_gives_way_last() -> None:
+    """Of equal numbers everything is as without; nobody who runs gives way to one who merely waits."""
+    driver = make(num_pages=6, prefix_cache=False, max_running=3)
+    for request, priority in enumerate((5, -2, 5, 0, -2)):
+        driver.add(request, [request] * 7, 9, sharing=Sharing(priority=priority))
+    driver.step()
+    assert [s.request for s in driver.scheduler.running] == [1, 4, 3]
+    while not driver.scheduler.preemptions:
+        driver.step()
+    assert [s.request for s in driver.scheduler.waiting] == [3, 0, 2]
+    late = driver.add(5, [5] * 7, 9, sharing=Sharing(priority=-3))
+    assert driver.scheduler.waiting.first() is late
+    while late.holding is None:
+        driver.step()
+    assert driver.scheduler.running[0] is late, "it came last, and is the last to give way"
+    driver.finish_all()
+    assert [request for request in driver.answers if request != 5] == [1, 4, 3, 0, 2]
+    assert driver.answers == {request: answer([request] * 7, 9) for request in range(6)}
+    driver.scheduler.check_idle()
 
 
 def test_cancelled_pages_are_free_before_the_next_step() -> None:

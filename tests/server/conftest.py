@@ -21,7 +21,7 @@ from engine.conftest import WAIT_S, byte_tokenizer
 from weft.engine.config import EngineConfig, QueueFull
 from weft.engine.engine import Engine
 from weft.engine.language import Language
-from weft.engine.request import Output
+from weft.engine.request import Output, Sharing
 from weft.server.answers import Intake
 from weft.server.app import create_app
 from weft.server.metrics import Metrics
@@ -52,16 +52,16 @@ class QuietEngine:
         self.language = Language(tokenizer, Path("nowhere"), 257, (0,))
         self.listeners: dict[int, Callable[[Any], None]] = {}
         self.cancelled: list[int] = []
-        self.asked: list[tuple[str, float | None]] = []
+        self.asked: list[tuple[Sharing, float | None]] = []
         self.full = False
         self.config = SimpleNamespace(max_choices=16)
 
-    def submit_all(self, jobs: Any, client: str, timeout_s: float | None, name: str) -> list[int]:
+    def submit_all(self, jobs: Any, sharing: Sharing, timeout_s: float | None, name: str) -> list[int]:
         if self.full:
             raise QueueFull(7, 2.5)
         first = len(self.listeners)
         self.listeners |= {first + i: on_output for i, (_, _, on_output) in enumerate(jobs)}
-        self.asked.append((client, timeout_s))
+        self.asked.append((sharing, timeout_s))
         return list(range(first, first + len(jobs)))
 
     def say(self, output: Output, request: int = 0) -> None:

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.conftest import QuietEngine, Served, output, serve
+from weft.engine.request import Sharing
 
 C, H = "/v1/completions", "/v1/chat/completions"
 
@@ -66,7 +67,27 @@ def test_a_request_whose_time_is_over(quiet: QuietEngine) -> None:
             threading.Thread(target=late).start()
             answer = http.post(C, json={"prompt": "a", "user": "me", "stream": True})
         assert answer.status_code == 200 and "not in time" in [line for line in answer.text.splitlines() if line][-2]
-    assert quiet.asked == [("me", None)]
+    assert quiet.asked == [(Sharing("me"), None)]
+
+
+def test_how_a_request_stands_to_others_reaches_the_engine(quiet: QuietEngine) -> None:
+    bodies: list[tuple[str, Any]] = [
+        (C, {"prompt": "a"}),
+        (H, {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+    ]
+
+    def say() -> None:
+        for request in range(len(bodies)):
+            quiet.say(output("a", "stop"), request)
+
+    for served in serve(quiet):
+        with served.http() as http:
+            threading.Thread(target=say).start()
+            for path, body in bodies:
+                answer = http.post(path, json=body | {"user": "me", "priority": -3})
+                assert answer.status_code == 200, answer.text
+    assert [sharing for sharing, _ in quiet.asked] == [Sharing("me", -3)] * 3
 
 
 def test_cached_tokens_with_several_choices(served: Served) -> None:

@@ -23,7 +23,7 @@ from weft.engine.intake import Intake
 from weft.engine.language import Language
 from weft.engine.launch import make_executor
 from weft.engine.messages import Step
-from weft.engine.request import FinishReason, SamplingParams, Sequence
+from weft.engine.request import EQUALS, FinishReason, SamplingParams, Sequence, Sharing
 from weft.engine.results import EngineStats, GenerationResult, gather, step_stats
 from weft.engine.scheduler import Scheduled, Scheduler, make_schedulers
 from weft.engine.startup import check_plans, context_tokens, load_tokenizer, read_model, settled
@@ -97,20 +97,25 @@ class Engine:
         params: SamplingParams,
         on_output: OnOutput,
         *,
-        client: str = "",
+        sharing: Sharing = EQUALS,
         timeout_s: float | None = None,
     ) -> int:
         """Queues one request and returns its id; see `submit_all`."""
-        return self.submit_all([(prompt, params, on_output)], client=client, timeout_s=timeout_s)[0]
+        return self.submit_all([(prompt, params, on_output)], sharing=sharing, timeout_s=timeout_s)[0]
 
     def submit_all(
-        self, requests: Seq[Request], *, client: str = "", timeout_s: float | None = None, name: str = ""
+        self,
+        requests: Seq[Request],
+        *,
+        sharing: Sharing = EQUALS,
+        timeout_s: float | None = None,
+        name: str = "",
     ) -> list[int]:
         """Queues requests, all or none, and returns their ids.
 
         on_output is called with the answer, on the engine's thread, once for each increment, which `Answer.take` then
-        gives on any thread; the last has a finish_reason. client: whoever asks; waiting clients take turns. timeout_s:
-        until the whole answer; what has not ended by then ends with "timeout". name: in the log.
+        gives on any thread; the last has a finish_reason. timeout_s: until the whole answer; what has not ended by then
+        ends with "timeout". name: in the log.
 
         Raises ValueError for a prompt that is empty, too long or holds unknown tokens, and for more requests than
         max_choices; QueueFull where too many wait already; EngineError when not healthy.
@@ -123,7 +128,7 @@ class Engine:
         for prompt, params, on_output in requests:
             seed = self._seeds.getrandbits(62)
             answers.append(prepare(prompt, params, on_output, seed, context, self.language))
-            answers[-1].name, answers[-1].sequence.client, answers[-1].sequence.deadline = name, client, deadline
+            answers[-1].name, answers[-1].sequence.sharing, answers[-1].sequence.deadline = name, sharing, deadline
         with self._number:
             for answer in answers:
                 answer.sequence.request = next(self._ids)

@@ -99,6 +99,19 @@ class SamplingParams:
         return set(getattr(self, name) or ())
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """How a request shares the engine with others. client: whoever asks; waiting clients take turns. priority: lower
+    numbers go first, and give up their pages last."""
+
+    client: str = ""
+    priority: int = 0
+
+
+EQUALS = Sharing()
+"""Of requests that say nothing of it."""
+
+
 class TokenLogprob(Struct, frozen=True, gc=False):
     """A token, its natural-log probability under the raw logits, and the best alternatives (token, logprob).
 
@@ -146,7 +159,7 @@ class Sequence:
     come, as a mask and as a grammar; empty and None: all.
     scores: of the prompt's tokens but the first, where they are wanted, as far as they are known. fault: that nobody
     foresaw, of this answer alone, which ends with it when its next token comes.
-    client: whose turn it takes in the queue. arrived, admitted, deadline: seconds of `time.monotonic`; admitted is None
+    arrived, admitted, deadline: seconds of `time.monotonic`; admitted is None
     until it first gets a place in the batch, deadline is None where it may take any time.
     """
 
@@ -168,7 +181,7 @@ class Sequence:
     grammar: Grammar | None = None
     scores: list[TokenLogprob] = field(default_factory=list)
     fault: Exception | None = None
-    client: str = ""
+    sharing: Sharing = EQUALS
     arrived: float = field(default_factory=time.monotonic)
     admitted: float | None = None
     deadline: float | None = None

@@ -1,12 +1,13 @@
 """One DP group's scheduler: which rows run in the next step.
 
 Policy, in this order, within `max_batch_tokens` rows a step:
-1. running sequences that need one row (they answer), oldest first;
-2. running sequences that still read their prompt, oldest first, cut to what is left (chunked prefill: Sarathi-Serve,
+1. running sequences that need one row (they answer), in their order: by priority, then oldest first;
+2. running sequences that still read their prompt, in that order, cut to what is left (chunked prefill: Sarathi-Serve,
    arXiv 2403.02310);
-3. waiting ones, clients taking turns (`weft.engine.waiting`), while the whole prompt's pages can be had.
-When a running sequence needs a page and none is to be had, the newest running one gives up its pages and waits again,
-at the head of the queue; it will be computed anew. The oldest always goes on, so nobody starves.
+3. waiting ones, by priority, clients taking turns (`weft.engine.waiting`), while the whole prompt's pages can be had.
+When a running sequence needs a page and none is to be had, the last in that order gives up its pages and waits again,
+at the head of the queue of its priority; it will be computed anew. The first always goes on, so nobody starves for
+others of its priority.
 
 A step may be scheduled while the one before still runs, supposing that every sequence goes on: the token that it is
 about to get counts as `pending`, and its next row is in the step. Where an answer has ended after all, that row was for
@@ -20,6 +21,7 @@ What a sequence holds in the caches is its `holding`; who owns what there, `weft
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -135,7 +137,7 @@ class Scheduler:
         budget, answering = self.max_batch_tokens, [s for s in self.running if s.answering]
         if any(s.holding is not None and s.computed >= s.holding.room and not s.ending for s in answering):
             self._grow_ahead(answering)
-        for sequence in answering:  # oldest first, as in all that follows
+        for sequence in answering:  # in the order of those that run, as in all that follows
             if budget and sequence.holding is not None and not sequence.ending:  # else an earlier one took its pages
                 if sequence.stalled:
                     self.stalls += 1
@@ -288,7 +290,7 @@ class Scheduler:
         if admitted is None:
             return None
         self.waiting.take()
-        self.running.append(sequence)
+        bisect.insort(self.running, sequence, key=lambda s: s.sharing.priority)
         sequence.holding, sequence.computed = admitted
         sequence.row = self._free_rows.pop()
         if sequence.cached is None:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from weft.engine.answer import Answer, OnOutput
 from weft.engine.config import EngineError, QueueFull
 from weft.engine.engine import Engine
-from weft.engine.request import Output, SamplingParams, TokenLogprob
+from weft.engine.request import EQUALS, Output, SamplingParams, Sharing, TokenLogprob
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
 from weft.server.record import Record
@@ -93,13 +93,17 @@ class Intake:
         return ApiError(503, message, code="shutting_down", headers={"Retry-After": str(RETRY_S)})
 
     async def answers(
-        self, request: Request, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], client: str = ""
+        self,
+        request: Request,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        sharing: Sharing = EQUALS,
     ) -> AsyncGenerator[tuple[int, Output], None]:
         """(choice, increment) as they come, until every choice has ended; one choice for each prompt and params.
 
-        client: whoever asks; waiting clients take turns. Cancels what still runs when the client is gone or the caller
-        stops. ApiError: 400 for a prompt that the engine refuses, 429 where too many wait, 500 where the answer cannot
-        be made, 503 where the engine fails or the server leaves, 504 where the request's time is over.
+        Cancels what still runs when the client is gone or the caller stops. ApiError: 400 for a prompt that the engine
+        refuses, 429 where too many wait, 500 where the answer cannot be made, 503 where the engine fails or the server
+        leaves, 504 where the request's time is over.
         """
         if self.closed:
             raise self._leaving()
@@ -120,7 +124,7 @@ class Intake:
         watcher = asyncio.create_task(watch())
         self._live.add(increments)
         try:
-            running |= enumerate(self._submit(jobs, client, record.id))
+            running |= enumerate(self._submit(jobs, sharing, record.id))
             while running and (increment := await increments.get()):
                 if isinstance(increment, ApiError):
                     raise increment
@@ -157,9 +161,9 @@ class Intake:
             increments, choice, answer = self._arrived.popleft()
             increments.put_nowait((choice, answer))
 
-    def _submit(self, jobs: Sequence[Job], client: str, name: str) -> list[int]:
+    def _submit(self, jobs: Sequence[Job], sharing: Sharing, name: str) -> list[int]:
         try:
-            return self.engine.submit_all(jobs, client=client, timeout_s=self.timeout_s, name=name)
+            return self.engine.submit_all(jobs, sharing=sharing, timeout_s=self.timeout_s, name=name)
         except ValueError as error:
             longest = max((len(prompt) + (how.max_tokens or 1) for prompt, how, _ in jobs), default=0)
             code = "context_length_exceeded" if longest > self.engine.max_model_len else None

@@ -15,7 +15,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
 from weft.engine.engine import Engine
-from weft.engine.request import Output, SamplingParams
+from weft.engine.request import Output, SamplingParams, Sharing
 from weft.server import render
 from weft.server.answers import Choice, Intake, usage
 from weft.server.bodies import JsonRoute, work_on
@@ -23,7 +23,7 @@ from weft.server.chats import ChatRequest
 from weft.server.errors import ApiError, unknown_model
 from weft.server.forms import Form, form_of
 from weft.server.prompts import Prompts
-from weft.server.protocol import CommonRequest, CompletionRequest, StreamOptions
+from weft.server.protocol import CommonRequest, CompletionRequest, SharedRequest, StreamOptions
 from weft.server.record import heard
 from weft.server.structure import grammar_of
 from weft.server.tools import Parser, parser
@@ -130,9 +130,9 @@ class Service:
         if asked is not None and asked != self.model_name:
             raise unknown_model(asked, self.model_name)
 
-    def client_of(self, user: str | None, request: Request) -> str:
-        """By what clients are told apart in the queue."""
-        return user or (request.client.host if request.client else "")
+    def sharing(self, body: SharedRequest, request: Request) -> Sharing:
+        """How it shares the engine with others: clients are told apart by `user`, else by their address."""
+        return Sharing(body.user or (request.client.host if request.client else ""), body.priority)
 
     # --- shared -----------------------------------------------------------------------------------------------
 
@@ -168,8 +168,8 @@ class Service:
         each = [replace(params, seed=None if params.seed is None else params.seed + i) for i in range(body.n)]
         jobs = [(prompt, how) for prompt in prompts for how in each]
         head = {"id": f"{style.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model_name}
-        client = self.client_of(body.user, request)
-        stream = self.intake.answers(request, [p for p, _ in jobs], [how for _, how in jobs], client)
+        sharing = self.sharing(body, request)
+        stream = self.intake.answers(request, [p for p, _ in jobs], [how for _, how in jobs], sharing)
         choices = [Choice() for _ in jobs]
         if body.stream:
             # Fetch the first increment before the headers go out: a refusal must still be an HTTP status.

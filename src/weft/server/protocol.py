@@ -99,12 +99,19 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
+class SharedRequest(Body):
+    """What says how a request shares the engine with others (`weft.engine.request.Sharing`)."""
+
+    user: Text | None = None
+    priority: int = 0
+
+
 GRAMMARS = frozenset({"response_format", "structured_outputs", "json_schema", "regex", "ebnf"})
 GRAMMARS |= {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 """Fields that ask for an answer of a grammar."""
 
 
-class CommonRequest(Body):
+class CommonRequest(SharedRequest):
     """What both kinds of completion share: OpenAI's parameters, then vLLM's."""
 
     harmless = HARMLESS
@@ -112,7 +119,6 @@ class CommonRequest(Body):
         "use_beam_search": (False,),
         "length_penalty": (1,),
         "modalities": (["text"],),
-        "priority": (0,),
         "return_tokens_as_token_ids": (False,),
         "return_hidden_states": (False,),
         "separate_reasoning": (True,),
@@ -122,7 +128,6 @@ class CommonRequest(Body):
     }
 
     model: str | None = None
-    user: Text | None = None
     n: int = Field(1, ge=1, le=128)
     temperature: float | None = None
     top_p: float | None = None

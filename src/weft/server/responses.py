@@ -20,7 +20,7 @@ from weft.server.chats import ChatRequest
 from weft.server.completions import Service
 from weft.server.errors import ApiError, field_errors
 from weft.server.forms import Call
-from weft.server.protocol import HARMLESS, Body, Text
+from weft.server.protocol import HARMLESS, SharedRequest, Text
 from weft.server.record import heard
 from weft.server.tools import Parser, Parts
 from weft.server.wire import EventStream
@@ -34,7 +34,7 @@ PARTS: dict[Kind, dict[str, Any]] = {
 PREFIXES: dict[Kind, str] = {"message": "msg", "reasoning": "rs"}
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(SharedRequest):
     """The served fields. Conversations are sent whole: previous_response_id is not supported."""
 
     harmless = HARMLESS
@@ -50,7 +50,6 @@ class ResponsesRequest(Body):
     }
 
     model: str | None = None
-    user: Text | None = None
     input: Text | list[dict[str, Any]]
     instructions: Text | None = None
     max_output_tokens: int | None = None
@@ -159,7 +158,7 @@ class Responses:
     async def _answer(self, body: ResponsesRequest, request: Request) -> Response:
         service = self._service
         prompt, params, parser = await work_on(request, self._chat, body)
-        stream = service.intake.answers(request, [prompt], [params], service.client_of(body.user, request))
+        stream = service.intake.answers(request, [prompt], [params], service.sharing(body, request))
         made = _Made(body, service.model_name, prompt, parser)
         if body.stream:
             first = await anext(stream, None)  # a refusal must still be an HTTP status

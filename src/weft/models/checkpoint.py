@@ -50,9 +50,13 @@ class Checkpoint:
             part = part.float() * self._scales(source.name, shape, take)
         return source.restore(part)
 
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of the name."""
+        return name in self._files
+
     def has_scales(self, name: str) -> bool:
         """Whether a weight is stored in FP8."""
-        return f"{name}_scale_inv" in self._files
+        return self.has(f"{name}_scale_inv")
 
     def read_float8(self, source: Source, unit: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """What a source asks for, as it is stored: float8_e4m3fn, and a float32 scale for each (rows, columns) of unit.

@@ -307,17 +307,32 @@ class Embedding(Layer):
 class Head(Layer):
     """Logits `[rows, vocabulary]` of complete rows, or of the rank's run of the vocabulary where it is split.
 
-    tied: whose weight it uses. It is split as `Embedding` is.
+    tied: whose weight it uses. It is split as `Embedding` is. source: of its own weight, which a checkpoint may have
+    all the same.
     """
 
     def __init__(self, b: Builder, path: str, vocabulary: int, width: int, split: bool, tied: Embedding | None):
         super().__init__(path)
         self.split = split and b.mesh.attn_tp > 1
         self._tied = [] if tied is None else [tied]  # in a list, so that it is not a part of this layer
+        share = vocabulary_share(b.mesh, b.rank, vocabulary) if self.split else slice(0, vocabulary)
+        self.source = Source(f"{path}.weight", (vocabulary, width), (share,))
         if tied is None:
-            share = vocabulary_share(b.mesh, b.rank, vocabulary) if self.split else slice(0, vocabulary)
             self.weight = b.empty(share.stop - share.start, width)
-            self.sources["weight"] = [Source(f"{path}.weight", (vocabulary, width), (share,))]
+            self.sources["weight"] = [self.source]
+
+    @property
+    def tied(self) -> bool:
+        """Whether it uses the embedding's weight."""
+        return bool(self._tied)
+
+    def untie(self, weight: Tensor) -> None:
+        """Uses a weight of its own from now on, if it differs from the embedding's."""
+        other = self._tied[0].weight
+        own = weight.to(other)
+        if not torch.equal(own, other):
+            self._tied.clear()
+            self.weight = nn.Parameter(own, requires_grad=False)
 
     def forward(self, rows: Tensor) -> Tensor:
         weight = self._tied[0].weight if self._tied else self.weight

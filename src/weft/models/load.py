@@ -12,7 +12,7 @@ from weft.kernels.float8 import LARGEST
 from weft.models.checkpoint import Checkpoint
 from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder
-from weft.models.layers import Builder, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
+from weft.models.layers import Builder, Head, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
 from weft.models.source import Source
 from weft.place.spec import Mesh
 
@@ -74,6 +74,11 @@ def load_model(
                 weight.copy_(checkpoint.read(source))
             if progress:
                 progress(done + 1, len(jobs))
+        # A head that the checkpoint has is taken whatever config.json says, as transformers does: fine-tuning may have
+        # left it apart from the embedding.
+        for head in model.modules():
+            if isinstance(head, Head) and head.tied and checkpoint.has(head.source.name):
+                head.untie(checkpoint.read(head.source))
     return model
 
 

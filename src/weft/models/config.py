@@ -55,6 +55,15 @@ class Fields:
             raise ModelError(f"a config of model type {self.family!r} needs a value for {name!r}")
         return value
 
+    def size(self, name: str, default: int | None = None) -> int:
+        """A field that counts something, or the default. Raises ModelError unless it is an integer of 1 or more."""
+        value = self.get(name, default)
+        if value is None:
+            return int(self.need(name))
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelError(f"{name}={value!r} is not an integer of 1 or more, for model type {self.family!r}")
+        return value
+
     def only(self, name: str, *supported: Any) -> None:
         """Reads a field of which some values are supported. A missing field and null are. Raises ModelError."""
         value = self.get(name)
@@ -149,14 +158,18 @@ def common_fields(
     dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
     if not isinstance(dtype, torch.dtype):
         raise ModelError(f"dtype {fields.get('dtype')!r} is none of torch's, such as bfloat16")
-    max_position = fields.need("max_position_embeddings")
+    max_position = fields.size("max_position_embeddings")
+    heads = fields.size("num_attention_heads")
+    kv_heads = fields.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ModelError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
     return dict(
         family=fields.family,
-        vocab_size=fields.need("vocab_size"),
-        hidden_size=fields.need("hidden_size"),
-        num_layers=fields.need("num_hidden_layers"),
-        num_heads=fields.need("num_attention_heads"),
-        num_kv_heads=fields.get("num_key_value_heads", fields.need("num_attention_heads")),
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=fields.size("hidden_size"),
+        num_layers=fields.size("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_position=max_position,
         rms_norm_eps=fields.need("rms_norm_eps") if eps is None else fields.get("rms_norm_eps", eps),
@@ -195,4 +208,6 @@ def rope_of(parameters: Mapping[str, Any], dim: int, max_position: int, interlea
     for name, value in parameters.items():
         if name not in ROPES[kind] and value is not None and (name, value) != ("partial_rotary_factor", 1.0):
             raise ModelError(f"rope type {kind!r}: parameter {name!r} (value {value!r}) is not understood")
+    if dim < 2 or dim % 2:
+        raise ModelError(f"rotary embeddings turn pairs of elements, but {dim} elements of a head are to be turned")
     return Rope(parameters, dim, max_position, interleaved)

@@ -49,13 +49,15 @@ def read(fields: Fields) -> DeepseekConfig:
         fields.get("num_nextn_predict_layers"), fields.get("num_mtp_layers")  # they only draft tokens, and are not run
     else:
         fields.only("norm_topk_prob", False)
+        fields.only("rope_interleave", True)
     fields.only("num_key_value_heads", fields.need("num_attention_heads"))
     nope, rope = fields.need("qk_nope_head_dim"), fields.need("qk_rope_head_dim")
+    interleaved = bool(fields.get("rope_interleave", not v3))  # null is false; a missing one transformers has filled in
     fields.only("qk_head_dim", nope + rope)
     fields.only("head_dim", rope)  # so transformers calls it
     grouped = v3 or fields.get("topk_method", "greedy") != "greedy"
     return DeepseekConfig(
-        **common_fields(fields, nope + rope, rope, interleaved=fields.get("rope_interleave", True)),
+        **common_fields(fields, nope + rope, rope, interleaved=interleaved),
         **first_dense_fields(fields, sigmoid=v3, grouped=grouped),
         q_rank=fields.get("q_lora_rank"),
         kv_rank=fields.need("kv_lora_rank"),

@@ -57,15 +57,16 @@ def first_dense_fields(fields: Fields, sigmoid: bool, grouped: bool = True) -> d
     Raises ModelError.
     """
     inner = fields.need("moe_intermediate_size")
-    groups, top_groups = fields.get("n_group", 1), fields.get("topk_group", 1)
+    groups, top_groups = fields.size("n_group", 1), fields.size("topk_group", 1)
+    experts = fields.size("n_routed_experts")
     return dict(
         intermediate_size=fields.need("intermediate_size"),
         dense_layers=fields.get("first_k_dense_replace", 0),
-        num_experts=fields.need("n_routed_experts"),
+        num_experts=experts,
         moe_intermediate_size=inner,
         shared_size=inner * fields.get("n_shared_experts", 0),
         routing=Routing(
-            fields.need("num_experts_per_tok"),
+            fields.size("num_experts_per_tok"),
             score="sigmoid" if sigmoid else "softmax",
             groups=groups if grouped else 1,
             top_groups=top_groups if grouped else 1,
@@ -74,5 +75,5 @@ def first_dense_fields(fields: Fields, sigmoid: bool, grouped: bool = True) -> d
             renormalise=fields.get("norm_topk_prob", False),
             scale=fields.get("routed_scaling_factor", 1.0),
             wide=True,
-        ),
+        ).among(experts),
     )

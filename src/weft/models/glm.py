@@ -23,9 +23,9 @@ class GlmConfig(FirstDenseConfig):
 def read(fields: Fields) -> GlmConfig:
     """Reads a config of GLM-4.5, GLM-4.5-Air or GLM-4.6. Raises ModelError."""
     fields.get("num_nextn_predict_layers"), fields.get("num_mtp_layers")  # they only draft tokens, and are not run
-    dim = fields.get("head_dim", fields.need("hidden_size") // fields.need("num_attention_heads"))
+    dim = fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
     parameters = dict(fields.need("rope_parameters"))
-    part = parameters.pop("partial_rotary_factor", 0.5)
+    part = parameters.pop("partial_rotary_factor", 1.0)  # a missing one transformers has filled in, null it leaves out
     fields.only("partial_rotary_factor", part)
     rope = rope_of(parameters, int(dim * part), fields.need("max_position_embeddings"))
     common = common_fields(fields, dim, rope=rope)

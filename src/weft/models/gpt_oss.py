@@ -48,13 +48,14 @@ def read(fields: Fields) -> GptOssConfig:
     chosen = fields.need("num_experts_per_tok")
     fields.only("experts_per_token", chosen)
     fields.get("initial_context_length")  # the same as rotary's
-    kinds, window = fields.need("layer_types"), fields.get("sliding_window")
+    kinds = fields.need("layer_types")
     for kind in kinds:
         if kind not in (FULL, SLIDING):
             raise ModelError(
                 f"layer type {kind!r} is not supported for {fields.family!r}; supported: {FULL}, {SLIDING}"
             )
-    common = common_fields(fields, fields.need("head_dim"))
+    window = fields.size("sliding_window") if SLIDING in kinds else fields.get("sliding_window")
+    common = common_fields(fields, fields.size("head_dim"))
     bias = fields.get("attention_bias", True)
     full, sliding = (
         Heads(
@@ -68,12 +69,13 @@ def read(fields: Fields) -> GptOssConfig:
         )
         for size in (None, window)
     )
+    experts = fields.size("num_local_experts")
     return GptOssConfig(
         **common,
         heads=tuple(full if kind == FULL else sliding for kind in kinds),
-        num_experts=fields.need("num_local_experts"),
+        num_experts=experts,
         intermediate_size=fields.need("intermediate_size"),
-        routing=Routing(chosen, renormalise=True, offset=True),
+        routing=Routing(chosen, renormalise=True, offset=True).among(experts),
         limit=float(fields.get("swiglu_limit", 7.0)),
         alpha=float(fields.get("swiglu_alpha", 1.702)),
     )

@@ -62,21 +62,23 @@ def read(fields: Fields) -> QwenConfig:
     qwen3, moe = not fields.family.startswith("qwen2"), fields.family.endswith("_moe")
     bias = bool(fields.get("attention_bias" if qwen3 else "qkv_bias", not qwen3))
     common = common_fields(
-        fields, fields.get("head_dim", fields.need("hidden_size") // fields.need("num_attention_heads"))
+        fields, fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
     )
-    dense = fields.get("mlp_only_layers", ()) if moe else layers
-    every = fields.get("decoder_sparse_step", 1) if moe else 1
+    experts = fields.need("num_local_experts" if qwen3 else "num_experts") if moe else 0
+    dense = fields.get("mlp_only_layers", ()) if moe else ()
+    every = fields.size("decoder_sparse_step", 1) if moe else 1
+    routing = Routing(0)
+    if moe:
+        routing = Routing(fields.need("num_experts_per_tok"), renormalise=fields.get("norm_topk_prob", False))
     return QwenConfig(
         **common,
         bias=bias,
         output_bias=bias and qwen3,
         head_norms=qwen3,
         intermediate_size=fields.need("intermediate_size"),
-        moe_layers=frozenset(i for i in layers if i not in dense and (i + 1) % every == 0),
-        num_experts=fields.need("num_local_experts" if qwen3 else "num_experts") if moe else 0,
+        moe_layers=frozenset(i for i in layers if experts and i not in dense and (i + 1) % every == 0),
+        num_experts=experts,
         moe_intermediate_size=fields.need("moe_intermediate_size") if moe else 0,
         shared_expert_size=0 if qwen3 else fields.need("shared_expert_intermediate_size"),
-        routing=Routing(fields.need("num_experts_per_tok"), renormalise=fields.get("norm_topk_prob", False))
-        if moe
-        else Routing(0),
+        routing=routing.among(experts) if experts else routing,
     )

@@ -57,18 +57,20 @@ def read(whole: Fields) -> Qwen35Config:
     for name in ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
         whole.get(name)
     whole.only("language_model_only", False, True)
-    whole.only("tie_word_embeddings", False)
+    for name in ("tie_word_embeddings", "is_encoder_decoder"):
+        whole.only(name, False)
     text = dict(whole.need("text_config")) | {"model_type": whole.family}
     text.setdefault("quantization_config", whole.get("quantization_config"))
     fields = Fields(text)
     fields.get("mtp_num_hidden_layers"), fields.get("mtp_use_dedicated_embeddings")  # they only draft tokens
     fields.get("intermediate_size")  # of layers without experts, of which there are none
+    fields.only("tie_word_embeddings", False)
     fields.only("mlp_only_layers", [])
     fields.only("decoder_sparse_step", 1)
     for name in ("attn_output_gate", "norm_topk_prob"):
         fields.only(name, True)
     fields.only("mamba_ssm_dtype", "float32")
-    layers, every = range(fields.need("num_hidden_layers")), fields.get("full_attention_interval", 4)
+    layers, every = range(fields.size("num_hidden_layers")), fields.size("full_attention_interval", 4)
     kinds = tuple(fields.get("layer_types", [LINEAR if (i + 1) % every else FULL for i in layers]))
     if len(kinds) != len(layers) or not set(kinds) <= {FULL, LINEAR}:
         raise ModelError(f"layer_types {list(kinds)} are not {len(layers)} of {FULL} and {LINEAR}")
@@ -81,7 +83,7 @@ def read(whole: Fields) -> Qwen35Config:
     common = common_fields(
         fields, dim, rope=rope_of(parameters, int(dim * part), fields.need("max_position_embeddings"))
     )
-    bias = fields.get("attention_bias", False)
+    bias, experts = fields.get("attention_bias", False), fields.size("num_experts")
     config = Qwen35Config(
         **common,
         kinds=kinds,
@@ -101,10 +103,10 @@ def read(whole: Fields) -> Qwen35Config:
             fields.need("linear_value_head_dim"),
             fields.need("linear_conv_kernel_dim"),
         ),
-        num_experts=fields.need("num_experts"),
+        num_experts=experts,
         moe_intermediate_size=fields.need("moe_intermediate_size"),
         shared_size=fields.need("shared_expert_intermediate_size"),
-        routing=Routing(fields.need("num_experts_per_tok"), renormalise=True),
+        routing=Routing(fields.size("num_experts_per_tok"), renormalise=True).among(experts),
     )
     fields.finish()
     return config

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from weft.hidden import Hidden
 from weft.kernels.parts import Parts
+from weft.models.config import ModelError
 from weft.models.layers import Builder, Linear
 from weft.models.source import Source
 
@@ -37,6 +38,22 @@ class Routing:
     scale: float = 1.0
     wide: bool = False
     offset: bool = False
+
+    def among(self, experts: int) -> Routing:
+        """This routing, of so many experts. Raises ModelError where k of them cannot be chosen as it says."""
+        if experts % self.groups or not 1 <= self.top_groups <= self.groups:
+            raise ModelError(
+                f"topk_group={self.top_groups} of n_group={self.groups} cannot be chosen: {experts} experts need equal "
+                "groups, of which 1 or more are chosen"
+            )
+        size = experts // self.groups
+        if self.groups > 1 and size < self.group_best:
+            raise ModelError(f"n_group={self.groups} leaves {size} experts in a group; routing ranks {self.group_best}")
+        if not 1 <= self.k <= self.top_groups * size:
+            raise ModelError(
+                f"num_experts_per_tok={self.k} cannot be chosen: a token may go to 1 … {self.top_groups * size} experts"
+            )
+        return self
 
     def choose(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(weight float32 `[T, k]`, expert int64 `[T, k]`, in no stated order) of logits `[T, E]`; bias: `[E]`."""

@@ -22,7 +22,7 @@ STORED = Stored("moe.gate", "moe.router_bias", "moe", "stacked", "share_expert")
 
 @dataclass(frozen=True)
 class StepConfig(DecoderConfig):
-    """Widths in elements. heads, ropes: for each layer, which of `ropes` it turns by in `rope_of_layer`.
+    """Widths in elements. heads: of each layer; rope_of_layer: which of `ropes` it turns by.
 
     limits, shared_limits: of the gated products of each layer's routed experts, and of its shared expert or MLP
     (`weft.kernels.plain.gated`).
@@ -69,12 +69,15 @@ class StepConfig(DecoderConfig):
 
 
 def read(fields: Fields) -> StepConfig:
-    """Reads a config of Step-3.5-Flash as it is published: lists may go on behind the last layer, for layers that only
-    draft tokens and are not run. Raises ModelError.
+    """Reads a config of Step-3.5-Flash as it is published, or as transformers writes it, which has other names for
+    some fields and values for each kind of layer, not for each layer. Lists may go on behind the last layer, for layers
+    that only draft tokens and are not run. Raises ModelError.
     """
+    written = fields.get("mlp_layer_types") is not None  # by transformers
     fields.only("att_impl_type", "GQA")
     fields.only("moe_router_activation", "sigmoid")
-    fields.need("use_head_wise_attn_gate")
+    if not written:  # published code has no gate where the field is missing, transformers always has it
+        fields.need("use_head_wise_attn_gate")
     for name in (
         "use_head_wise_attn_gate",
         "use_moe",
@@ -82,46 +85,56 @@ def read(fields: Fields) -> StepConfig:
         "use_moe_router_bias",
         "need_fp32_gate",
         "zero_centered",
+        "norm_expert_weight",
     ):
         fields.only(name, True)
     for name in ("sink", "attention_bias", "mlp_bias"):
         fields.only(name, False)
     fields.only("use_rope_layers", [])
-    fields.get("num_nextn_predict_layers"), fields.get("max_seq_len")
-    fields.get("moe_every_n_layer"), fields.get("moe_layer_offset")  # of no effect beside moe_layers_enum
-    layers = range(fields.need("num_hidden_layers"))
+    for name in ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types", "max_seq_len"):
+        fields.get(name)
+    fields.get("moe_every_n_layer"), fields.get("moe_layer_offset")  # of no effect beside the list of layers
+    layers = range(fields.size("num_hidden_layers"))
     kinds = _by_layer(fields, "layer_types", layers)
     for kind in kinds:
         if kind not in (FULL, SLIDING):
             raise ModelError(
                 f"layer type {kind!r} is not supported for {fields.family!r}; supported: {FULL}, {SLIDING}"
             )
-    ropes, rope_of_layer = _ropes(fields, kinds, layers)
-    common = common_fields(fields, fields.need("head_dim"), rope=ropes[rope_of_layer[0]], eps=1e-5)
-    common |= dict(num_kv_heads=fields.need("num_attention_groups"))
-    fields.only("num_key_value_heads", common["num_kv_heads"])
-    full = _heads(fields, common, {}, None)
-    sliding = _heads(fields, common, fields.get("attention_other_setting", {}), fields.get("sliding_window"))
-    named = fields.need("moe_layers_enum")
-    moe_layers = frozenset(int(i) for i in (named.split(",") if isinstance(named, str) else named))
+    turned = tuple(dict.fromkeys(kinds))
+    ropes = tuple((_written_rope if written else _published_rope)(fields, kind, kinds) for kind in turned)
+    groups, experts, chosen = (
+        fields.size(theirs if written else name)
+        for name, theirs in (
+            ("num_attention_groups", "num_key_value_heads"),
+            ("moe_num_experts", "n_routed_experts"),
+            ("moe_top_k", "num_experts_per_tok"),
+        )
+    )
+    fields.only("num_key_value_heads", groups)
+    common = common_fields(fields, fields.size("head_dim"), rope=ropes[0], eps=1e-5) | dict(num_kv_heads=groups)
+    fields.only("query_pre_attn_scalar", common["head_dim"])
+    queries = (_written_sliding_heads if written else _published_sliding_heads)(fields, common, kinds)
+    window = fields.size("sliding_window") if SLIDING in kinds else fields.get("sliding_window")
+    heads = {FULL: _heads(common, common["num_heads"], None), SLIDING: _heads(common, queries, window)}
     return StepConfig(
         **common,
-        heads=tuple(full if kind == FULL else sliding for kind in kinds),
+        heads=tuple(heads[kind] for kind in kinds),
         ropes=ropes,
-        rope_of_layer=rope_of_layer,
+        rope_of_layer=tuple(turned.index(kind) for kind in kinds),
         intermediate_size=fields.need("intermediate_size"),
-        moe_layers=moe_layers & frozenset(layers),
-        num_experts=fields.need("moe_num_experts"),
+        moe_layers=_written_moe_layers(fields, layers) if written else _published_moe_layers(fields, layers),
+        num_experts=experts,
         moe_intermediate_size=fields.need("moe_intermediate_size"),
         shared_size=fields.need("share_expert_dim"),
         routing=Routing(
-            fields.need("moe_top_k"),
+            chosen,
             score="sigmoid",
             bias=True,
-            renormalise=fields.get("norm_expert_weight", True),
+            renormalise=True,
             scale=fields.get("moe_router_scaling_factor", 1.0),
             wide=True,
-        ),
+        ).among(experts),
         limits=_limits(fields, "swiglu_limits", layers),
         shared_limits=_limits(fields, "swiglu_limits_shared", layers),
     )
@@ -140,33 +153,75 @@ def _limits(fields: Fields, name: str, layers: range) -> tuple[float | None, ...
     return tuple(float(limit) if limit else None for limit in _by_layer(fields, name, layers, 0.0))  # 0: none
 
 
-def _ropes(fields: Fields, kinds: Sequence[str], layers: range) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
-    """The different ones, and each layer's number among them."""
+def _published_moe_layers(fields: Fields, layers: range) -> frozenset[int]:
+    named = fields.need("moe_layers_enum")
+    return frozenset(int(i) for i in (named.split(",") if isinstance(named, str) else named)) & frozenset(layers)
+
+
+def _written_moe_layers(fields: Fields, layers: range) -> frozenset[int]:
+    kinds = _by_layer(fields, "mlp_layer_types", layers)
+    if not set(kinds) <= {"sparse", "dense"}:
+        raise ModelError(f"mlp_layer_types {list(kinds)} are not of sparse and dense alone")
+    return frozenset(i for i in layers if kinds[i] == "sparse")
+
+
+def _published_rope(fields: Fields, kind: str, kinds: Sequence[str]) -> Rope:
+    """How layers of a kind turn queries and keys. Raises ModelError where they do not all do so alike."""
+    layers = range(len(kinds))
     bases = _by_layer(fields, "rope_theta", layers)
     parts = _by_layer(fields, "partial_rotary_factors", layers, 1.0)
+    found = dict.fromkeys((base, part) for base, part, of in zip(bases, parts, kinds, strict=True) if of == kind)
+    if len(found) > 1:
+        raise ModelError(f"rope_theta and partial_rotary_factors differ among layers of {kind}: {list(found)}")
     scaling = dict(fields.get("rope_scaling", {}))
-    scaled = fields.need("yarn_only_types") if scaling else fields.get("yarn_only_types", ())
-    dim, longest = fields.need("head_dim"), fields.need("max_position_embeddings")
-    ropes: list[Rope] = []
-    each = []
-    for kind, base, part in zip(kinds, bases, parts, strict=True):
-        parameters = {"rope_type": "default", **(scaling if kind in scaled else {}), "rope_theta": base}
-        rope = rope_of(parameters, int(dim * part), longest)
-        if rope not in ropes:
-            ropes.append(rope)
-        each.append(ropes.index(rope))
-    return tuple(ropes), tuple(each)
+    if scaling:
+        fields.need("yarn_only_types")
+        fields.only("yarn_only_types", [FULL])
+    fields.get("yarn_only_types")
+    [(base, part)] = found
+    return _rope(fields, {"rope_type": "default", **(scaling if kind == FULL else {}), "rope_theta": base}, part)
 
 
-def _heads(fields: Fields, common: dict[str, Any], other: dict[str, Any], window: int | None) -> Heads:
-    """other: what a kind of attention has otherwise. Raises ModelError for what is not understood there."""
-    known = {"attention_type": SLIDING, "head_dim": common["head_dim"], "true_head_dim": common["head_dim"]}
+def _written_rope(fields: Fields, kind: str, kinds: Sequence[str]) -> Rope:
+    fields.get("yarn_only_types")  # a field of the published form, kept beside rope_parameters without effect
+    parameters = dict(fields.need("rope_parameters").get(kind) or {})
+    if "rope_theta" not in parameters:
+        raise ModelError(f"rope_parameters say nothing of {kind} layers")
+    return _rope(fields, parameters, parameters.pop("partial_rotary_factor", 1.0))
+
+
+def _rope(fields: Fields, parameters: dict[str, Any], part: float) -> Rope:
+    return rope_of(parameters, int(fields.size("head_dim") * part), fields.size("max_position_embeddings"))
+
+
+def _published_sliding_heads(fields: Fields, common: dict[str, Any], kinds: Sequence[str]) -> int:
+    """Query heads of layers with windows. Raises ModelError for anything else that those layers have otherwise."""
+    known = {"attention_type": SLIDING, "num_attention_groups": common["num_kv_heads"]}
+    known |= {"head_dim": common["head_dim"], "true_head_dim": common["head_dim"]}
+    other = fields.get("attention_other_setting", {})
     for name, value in other.items():
-        if name not in ("num_attention_heads", "num_attention_groups") and known.get(name) != value:
+        if name != "num_attention_heads" and known.get(name) != value:
             raise ModelError(f"attention_other_setting: {name!r} (value {value!r}) is not supported")
+    return int(other.get("num_attention_heads", common["num_heads"]))
+
+
+def _written_sliding_heads(fields: Fields, common: dict[str, Any], kinds: Sequence[str]) -> int:
+    queries = fields.size("num_sliding_attention_heads", common["num_heads"])
+    given = fields.get("per_layer_config", {})
+    wanted = {i: {"num_attention_heads": queries} for i, kind in enumerate(kinds) if kind == SLIDING}
+    if given and {int(i): values for i, values in given.items() if int(i) < len(kinds)} != wanted:
+        raise ModelError(
+            f"per_layer_config {given} is not supported; supported: num_attention_heads={queries} of {SLIDING} layers"
+        )
+    return queries
+
+
+def _heads(common: dict[str, Any], queries: int, window: int | None) -> Heads:
+    if queries % common["num_kv_heads"]:
+        raise ModelError(f"{queries} query heads are not a multiple of {common['num_kv_heads']} key-value heads")
     return Heads(
-        other.get("num_attention_heads", common["num_heads"]),
-        other.get("num_attention_groups", common["num_kv_heads"]),
+        queries,
+        common["num_kv_heads"],
         common["head_dim"],
         HeadNorms(common["rms_norm_eps"], less_one=True),
         window,

@@ -210,7 +210,7 @@ def test_what_is_refused_in_one_line(stub: Stub) -> None:
 
 
 def test_the_key(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "from-the-environment")
+    monkeypatch.setenv("OPENAI_API_KEY", "from-the-environment\n")
     bench(stub, "--api-key", "named")
     bench(stub)
     assert stub.keys == ["Bearer named", "Bearer from-the-environment"]

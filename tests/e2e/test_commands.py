@@ -29,6 +29,7 @@ from weft.cli.command import Layout, UserError, start_engine
 from weft.cli.other_engines import ADVICE
 from weft.engine.config import EngineConfig
 from weft.place.spec import Mesh
+from weft.server.options import Options
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -164,6 +165,8 @@ BAD = [
     (["serve", "--port", "99999"], "no such port"),
     (["serve", "--request-timeout-s", "0"], "request_timeout_s is 0.0; it must be above 0"),
     (["serve", "--api-key="], "api_key is empty"),
+    (["serve", "--api-key=sécret"], "api_key cannot be sent in an HTTP header"),
+    (["serve", "--api-key=se\ncret"], "api_key cannot be sent in an HTTP header"),
     (["serve", "--cors-origins", "app.example"], "'app.example' in cors_origins is no origin"),
     (["serve", "--served-model-name="], "served_model_name is empty"),
     (["serve", "--preset", "gpt-oss-20b"], "is a shape without weights; add --load-format dummy"),
@@ -203,6 +206,26 @@ def test_a_wrong_path_or_layout_is_told_before_torch_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("\n") == 20 and done.stderr.count("/nowhere has no config.json") == 5
+
+
+def test_an_api_key_is_taken_without_the_newline_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+
+    class Taken(Options):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            asked.append(self.api_key)
+            raise ValueError("started")
+
+    monkeypatch.setattr("weft.server.options.Options", Taken)
+    monkeypatch.setenv("WEFT_API_KEY", "sec ret\r\n")
+    assert weft_here("serve")[2].splitlines()[0] == "the API key is taken without the spaces and newlines around it"
+    weft_here("serve", "--api-key", "\tsecret ")
+    monkeypatch.setenv("WEFT_API_KEY", "")
+    weft_here("serve")
+    assert asked == ["sec ret", "secret", None]
+    monkeypatch.setenv("WEFT_API_KEY", "\n")  # nobody means everybody by this
+    assert "api_key is empty" in weft_here("serve")[2]
 
 
 def test_no_option_of_ours_is_taken_for_another_engines() -> None:

@@ -146,7 +146,7 @@ class Command:
         self, workload: Workload, vocabulary: int, tokenizer: Any, limits: dict[str, float]
     ) -> tuple[dict[str, Any], list[str]]:
         extra: dict[str, Any] = {"temperature": self.temperature} | ({"ignore_eos": True} if self.ignore_eos else {})
-        key = self.api_key or os.environ.get("OPENAI_API_KEY", "")
+        key = (self.api_key or os.environ.get("OPENAI_API_KEY", "")).strip()  # mounted secrets end in a newline
         asks = workload.asks(vocabulary, tokenizer)
         async with Server(self.base_url, key, self.backend, extra) as server:
             model = await self._choose_model(server)

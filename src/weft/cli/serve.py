@@ -85,7 +85,7 @@ class Command:
 
         try:
             options = Options(
-                api_key=os.environ.get("WEFT_API_KEY") or None if self.api_key is None else self.api_key,
+                api_key=self._key(),
                 cors_origins=self.cors_origins,
                 max_body_bytes=self.max_body_mb * 2**20,
                 max_connections=self.max_connections,
@@ -138,6 +138,13 @@ class Command:
             if engine.error is not None:
                 raise EngineError(engine.error)
         return 0
+
+    def _key(self) -> str | None:
+        """What clients must send. A secret that is mounted as a file often ends in a newline, which none can send."""
+        key = os.environ.get("WEFT_API_KEY") or None if self.api_key is None else self.api_key
+        if key is not None and key != key.strip():
+            print("the API key is taken without the spaces and newlines around it", file=sys.stderr)
+        return key and key.strip()
 
     def _profile_folder(self) -> Path | None:
         if self.profile_dir is None:

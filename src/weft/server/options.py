@@ -6,6 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+HEADER_TEXT = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
+"""What every client can send as part of a header, and every server gets as it was sent."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -37,6 +40,8 @@ class Options:
                 raise ValueError(f"{name} is {value}; it must be above 0")
         if self.api_key == "":
             raise ValueError("api_key is empty; give one, or leave it out to let everybody in")
+        if self.api_key is not None and not HEADER_TEXT.fullmatch(self.api_key):
+            raise ValueError("api_key cannot be sent in an HTTP header; use printable ASCII, with no space at its ends")
         for origin in self.cors_origins:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+", origin):
                 raise ValueError(f"{origin!r} in cors_origins is no origin such as https://app.example, nor *")

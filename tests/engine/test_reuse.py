@@ -13,9 +13,10 @@ from engine.fake import VOCABULARY, answer
 from engine.stub import Client, World
 from engine.test_scheduler import STATE, WHOLE, make
 from weft.attention.caches import Caches
+from weft.engine.request import Sharing
 from weft.kv.pages import PagePool
 from weft.kv.prefix import ABSENT, PrefixTree
-from weft.kv.spec import CacheGroup, Latent, PagedKV, Rule, Window
+from weft.kv.spec import CacheGroup, Latent, PagedKV, Rule, Spec, Window
 from weft.kv.spec import rule as kv_rule
 
 PROMPT = list(range(18))
@@ -100,6 +101,26 @@ def test_as_many_tokens_are_reused_as_any_ended_request_has_run(page_size: int) 
     driver.scheduler.check_idle()
     driver.scheduler.forget()
     assert driver.scheduler.caches.pools[0].free == driver.scheduler.caches.total
+
+
+@pytest.mark.parametrize("specs", [[WHOLE], [WHOLE, STATE]])
+def test_prefixes_are_reused_under_the_same_salt_only(specs: list[Spec]) -> None:
+    """Neither pages nor parts of pages nor states of another, whichever came first; and no salt is remembered for
+    longer than its pages."""
+    driver = make(num_pages=64, max_batch_tokens=64, specs=specs)
+    cached = {}
+    for request, salt in enumerate(("a", "", "b", "a", "", "b", "c")):
+        sequence = driver.add(request, PROMPT, 3, sharing=Sharing(cache_salt=salt))
+        assert driver.scheduler.cached_tokens(PROMPT, salt) == cached.get(salt, 0)
+        driver.finish_all()
+        assert sequence.cached == cached.get(salt, 0)
+        cached[salt] = driver.scheduler.cached_tokens(PROMPT, salt)
+        assert cached[salt] >= 16 and driver.answers[request] == answer(PROMPT, 3)
+    tree = driver.scheduler.caches.tree
+    assert tree is not None and set(tree._roots) == {"", "a", "b", "c"}
+    driver.scheduler.forget()
+    driver.scheduler.check_idle()
+    assert not tree._roots and not tree.nodes
 
 
 def test_a_page_that_is_copied_may_be_given_away_in_the_same_step() -> None:

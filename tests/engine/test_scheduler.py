@@ -99,7 +99,7 @@ def test_random_traffic_draws_what_each_request_alone_would(
         end_ids = frozenset(draw.sample(range(VOCABULARY), 3)) if draw.random() < 0.3 else frozenset()
         expected[request] = answer(prompt, max_tokens, end_ids)
         options = draw.choice([{}, {}, READS_ANSWER, SCORED, READS_ANSWER | SCORED])
-        sharing = Sharing(priority=draw.choice([0, 0, -1, 1]))
+        sharing = Sharing(priority=draw.choice([0, 0, -1, 1]), cache_salt=draw.choice(["", "", "salt"]))
         driver.add(request, prompt, max_tokens, end_ids, sharing, **options)
         for _ in range(draw.randrange(4)):
             if driver.live:

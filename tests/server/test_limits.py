@@ -85,9 +85,9 @@ def test_how_a_request_stands_to_others_reaches_the_engine(quiet: QuietEngine) -
         with served.http() as http:
             threading.Thread(target=say).start()
             for path, body in bodies:
-                answer = http.post(path, json=body | {"user": "me", "priority": -3})
+                answer = http.post(path, json=body | {"user": "me", "priority": -3, "cache_salt": "mine"})
                 assert answer.status_code == 200, answer.text
-    assert [sharing for sharing, _ in quiet.asked] == [Sharing("me", -3)] * 3
+    assert [sharing for sharing, _ in quiet.asked] == [Sharing("me", -3, "mine")] * 3
 
 
 def test_cached_tokens_with_several_choices(served: Served) -> None:

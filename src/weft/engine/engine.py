@@ -327,9 +327,10 @@ class Engine:
 
     def _choose_group(self, sequence: Sequence) -> Scheduler:
         """Where the prompt's first token will come soonest: fewest rows queued before it, and its own uncached ones."""
+        tokens, salt = sequence.tokens, sequence.sharing.cache_salt
         return min(
             self._schedulers,
-            key=lambda s: (s.queued_tokens + len(sequence.tokens) - s.cached_tokens(sequence.tokens), len(s.running)),
+            key=lambda s: (s.queued_tokens + len(tokens) - s.cached_tokens(tokens, salt), len(s.running)),
         )
 
     def _step(self) -> None:

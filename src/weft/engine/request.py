@@ -102,10 +102,12 @@ class SamplingParams:
 @dataclass(frozen=True)
 class Sharing:
     """How a request shares the engine with others. client: whoever asks; waiting clients take turns. priority: lower
-    numbers go first, and give up their pages last."""
+    numbers go first, and give up their pages last. cache_salt: prefixes are reused among requests of the same one only.
+    """
 
     client: str = ""
     priority: int = 0
+    cache_salt: str = ""
 
 
 EQUALS = Sharing()

@@ -107,9 +107,9 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def cached_tokens(self, tokens: list[int]) -> int:
-        """How many leading tokens of a prompt are cached here."""
-        return self.caches.longest(tokens)
+    def cached_tokens(self, tokens: list[int], salt: str = "") -> int:
+        """How many leading tokens of a prompt are cached here, under a salt."""
+        return self.caches.longest(tokens, salt)
 
     @property
     def queued_tokens(self) -> int:
@@ -286,7 +286,8 @@ class Scheduler:
         if not self.waiting:
             return None
         sequence = self.waiting.first()
-        admitted = self.caches.admit(sequence.tokens, budget, reuse=not sequence.to_score)
+        salt, reuse = sequence.sharing.cache_salt, not sequence.to_score
+        admitted = self.caches.admit(sequence.tokens, budget, reuse=reuse, salt=salt)
         if admitted is None:
             return None
         self.waiting.take()

@@ -23,12 +23,13 @@ class Holding:
     ABSENT stands for pages that a window has passed, and for the state of a request that begins. Of the two slots the
     first holds the state of now; they are the same one where it is updated in place. copy: (page, page): what the first
     holds is to be copied to the second, before any row of the request's first step is written, or of any other's in it.
-    room: tokens for which `grow` need take nothing more.
+    room: tokens for which `grow` need take nothing more. salt: under which prefixes are reused for it and of it.
     """
 
     tables: list[list[int]]
     copy: tuple[int, int] | None = None
     room: int = 0
+    salt: str = ""
 
 
 class CacheManager:
@@ -64,22 +65,24 @@ class CacheManager:
         """Of `total`, how many neither a request nor the prefix tree holds."""
         return self.pools[0].free
 
-    def longest(self, tokens: Sequence[int]) -> int:
+    def longest(self, tokens: Sequence[int], salt: str = "") -> int:
         """How many leading tokens of a request would be reused. One at least has to run."""
-        return self.tree.longest(tokens[: len(tokens) - 1]) if self.tree else 0
+        return self.tree.longest(tokens[: len(tokens) - 1], salt) if self.tree else 0
 
-    def admit(self, tokens: Sequence[int], rows: int, *, reuse: bool = True) -> tuple[Holding, int] | None:
+    def admit(
+        self, tokens: Sequence[int], rows: int, *, reuse: bool = True, salt: str = ""
+    ) -> tuple[Holding, int] | None:
         """Room for a request and its next `rows` tokens, and how many of its tokens it need not run.
 
         None where there is too little, and then nothing is taken. reuse: whether it may begin with what others
-        computed.
+        computed, under the same salt.
         """
         known = tokens[: len(tokens) - 1] if reuse else []
-        found = self.tree.match(known) if self.tree else Match(0, [[] for _ in self.groups], 0, ABSENT)
+        found = self.tree.match(known, salt) if self.tree else Match(0, [[] for _ in self.groups], 0, ABSENT)
         reused, tables = found.tokens + found.more, found.tables
         for group in self._states:
             tables[group] = [*(tables[group] or [ABSENT]), ABSENT]
-        holding = Holding(tables)
+        holding = Holding(tables, salt=salt)
         if self.grow(holding, len(tokens), min(len(tokens), reused + rows)):
             if found.more:  # room for it may have come of the page itself: it is read before anything is written
                 holding.copy = found.page, tables[0][found.tokens // self.page_size]
@@ -168,7 +171,7 @@ class CacheManager:
                     self.tree.evict(group, 1)
                 table[1:] = self.pools[group].take(1) or table[1:]
             tables[group] = table[:1] if at_border and table[0] != table[1] else []
-        self.tree.insert(tokens, tables, part=ended)
+        self.tree.insert(tokens, tables, part=ended, salt=holding.salt)
 
     def release(self, holding: Holding) -> None:
         """Gives back all that a request holds."""

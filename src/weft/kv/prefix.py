@@ -9,6 +9,9 @@ Where every cache is of whole sequences, a page may also be reused in part: its 
 otherwise after them, or where the page was not filled before its request ended, which makes a leaf with fewer tokens.
 The caller copies such a page.
 
+Requests may name a salt. Each salt has a root of its own, so prefixes are reused under equal salts only; which of them
+are evicted is decided over all.
+
 The tree holds its pages and states; a sequence that matches holds them too. What is shared is never written: a
 sequence writes only past what it matched, and a state is written to another slot than it was read from.
 """
@@ -38,6 +41,8 @@ class _Node:
     order: list[tuple[int, ...]] = field(default_factory=list)
     """The children's keys, sorted: next to any tokens stand those that begin with most of them."""
     used: int = 0
+    salt: str = ""
+    """Of a root; the nodes below are of the same."""
 
 
 class Match(NamedTuple):
@@ -60,7 +65,7 @@ class PrefixTree:
         self._whole = [g for g, r in enumerate(rules) if not r.state and r.window is None]
         self._tails = [g for g in range(len(rules)) if g not in self._whole]
         self._reach = {g: _reach(rules[g], page_size) for g in self._tails}
-        self._root = _Node(None, (), [ABSENT] * len(rules))
+        self._roots: dict[str, _Node] = {}  # of the salts under which something is held
         self._clock, self._order = itertools.count(1), itertools.count()
         self._leaves: list[tuple[int, int, _Node]] = []  # a heap; entries may be out of date
         self._kept: dict[int, dict[_Node, None]] = {g: {} for g in self._tails}  # least recently used first
@@ -68,8 +73,11 @@ class PrefixTree:
         """Pages or slots that the tree holds, of each group."""
         self.nodes = 0
 
-    def _walk(self, tokens: Sequence[int]) -> Iterator[_Node]:
-        node = self._root
+    def _root(self, salt: str) -> _Node:
+        return self._roots.get(salt) or _Node(None, (), [ABSENT] * len(self._rules), salt=salt)
+
+    def _walk(self, root: _Node, tokens: Sequence[int]) -> Iterator[_Node]:
+        node = root
         for start in range(0, len(tokens) - self._page_size + 1, self._page_size):
             child = node.children.get(tuple(tokens[start : start + self._page_size]))
             if child is None:
@@ -77,9 +85,9 @@ class PrefixTree:
             yield child
             node = child
 
-    def _reusable(self, tokens: Sequence[int]) -> list[_Node]:
+    def _reusable(self, root: _Node, tokens: Sequence[int]) -> list[_Node]:
         """The path of the longest prefix that every group can go on from."""
-        path = list(self._walk(tokens))
+        path = list(self._walk(root, tokens))
         while path and any(n.held[g] == ABSENT for g in self._tails for n in path[self._passed(g, len(path)) :]):
             path.pop()
         return path
@@ -88,28 +96,28 @@ class PrefixTree:
         """Of a prefix's pages, how many the tokens behind it need no more: all, where a window is one token."""
         return max(0, pages - self._reach[group])
 
-    def _part(self, path: list[_Node], tokens: Sequence[int]) -> tuple[int, list[_Node]]:
+    def _part(self, root: _Node, path: list[_Node], tokens: Sequence[int]) -> tuple[int, list[_Node]]:
         """How many tokens after a path's are the first ones of another page, and its node, if there is any."""
-        node, size = path[-1] if path else self._root, self._page_size
+        node, size = path[-1] if path else root, self._page_size
         rest = tuple(tokens[len(path) * size : (len(path) + 1) * size])
         at = bisect.bisect(node.order, rest)
         near = [] if self._tails else node.order[max(0, at - 1) : at + 1]
         count, key = max(((_common(key, rest), key) for key in near), default=(0, ()))
         return count, [node.children[key]] if count else []
 
-    def longest(self, tokens: Sequence[int]) -> int:
+    def longest(self, tokens: Sequence[int], salt: str = "") -> int:
         """How many leading tokens can be reused; holds nothing."""
-        path = self._reusable(tokens)
-        return self._page_size * len(path) + self._part(path, tokens)[0]
+        path = self._reusable(root := self._root(salt), tokens)
+        return self._page_size * len(path) + self._part(root, path, tokens)[0]
 
-    def match(self, tokens: Sequence[int]) -> Match:
+    def match(self, tokens: Sequence[int], salt: str = "") -> Match:
         """How many leading tokens can be reused, and what a sequence goes on from, held for the caller.
 
         That is, of each group, its page table, ABSENT where a window has passed; or its state's slot, if any. A page
         that is to be copied is not held: what it holds stays until a step that is scheduled from now on writes to it.
         """
-        path = self._reusable(tokens)
-        more, part = self._part(path, tokens)
+        path = self._reusable(root := self._root(salt), tokens)
+        more, part = self._part(root, path, tokens)
         self._touch(path + part)
         tables = []
         for group, rule in enumerate(self._rules):
@@ -121,13 +129,15 @@ class PrefixTree:
             tables.append(held)
         return Match(self._page_size * len(path), tables, more, part[0].held[0] if part else ABSENT)
 
-    def insert(self, tokens: Sequence[int], tables: Sequence[Sequence[int]], *, part: bool = False) -> None:
+    def insert(
+        self, tokens: Sequence[int], tables: Sequence[Sequence[int]], *, part: bool = False, salt: str = ""
+    ) -> None:
         """Remembers the full pages of a computed prefix; tables as `match` gives them.
 
         A state is that after the last token, and is remembered where that ends a page. Where a prefix is there
         already, its older page stays. part: also the last page, which is not full, and which nobody writes any more.
         """
-        node, path = self._root, []
+        node, path = self._root(salt), []
         end = len(tokens) if part and not self._tails else len(tokens) // self._page_size * self._page_size
         for at in range(-(-end // self._page_size)):
             key = tuple(tokens[at * self._page_size : (at + 1) * self._page_size])
@@ -159,6 +169,8 @@ class PrefixTree:
         child = node.children[key] = _Node(node, key, [ABSENT] * len(self._rules))
         node.order.insert(at, key)
         self.nodes += 1
+        if node.parent is None:
+            self._roots[node.salt] = node
         return child
 
     def _entry(self, group: int, at: int, tokens: Sequence[int], table: Sequence[int]) -> int:
@@ -204,7 +216,7 @@ class PrefixTree:
 
     def _prune(self, node: _Node) -> None:
         """Takes out a leaf that holds nothing, and what it leaves so."""
-        while node is not self._root and not node.children and all(held == ABSENT for held in node.held):
+        while node.parent is not None and not node.children and all(held == ABSENT for held in node.held):
             node = self._remove(node)
 
     def _drop(self, node: _Node, group: int) -> None:
@@ -224,6 +236,8 @@ class PrefixTree:
         del parent.order[bisect.bisect_left(parent.order, node.key)]
         node.parent = None
         self.nodes -= 1
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.salt]
         self._offer(parent)
         return parent
 

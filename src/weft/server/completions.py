@@ -132,7 +132,8 @@ class Service:
 
     def sharing(self, body: SharedRequest, request: Request) -> Sharing:
         """How it shares the engine with others: clients are told apart by `user`, else by their address."""
-        return Sharing(body.user or (request.client.host if request.client else ""), body.priority)
+        client = body.user or (request.client.host if request.client else "")
+        return Sharing(client, body.priority, body.cache_salt)
 
     # --- shared -----------------------------------------------------------------------------------------------
 

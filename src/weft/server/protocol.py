@@ -104,6 +104,7 @@ class SharedRequest(Body):
 
     user: Text | None = None
     priority: int = 0
+    cache_salt: Text = Field("", min_length=1, max_length=1024)
 
 
 GRAMMARS = frozenset({"response_format", "structured_outputs", "json_schema", "regex", "ebnf"})

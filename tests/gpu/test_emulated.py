@@ -11,7 +11,7 @@ import torch
 
 from gpu.emulation import run_emulated
 from gpu.replays import Step, replay
-from gpu.works import SHOTS, everything, fill, refuse, wait_in_vain
+from gpu.works import SHOTS, any_bits, everything, fill, refuse, wait_in_vain
 from weft.comm.peer import PeerTransport
 from weft.comm.peer_launch import NEVER, SPLITS, PeerTuning
 from weft.place.spec import Mesh
@@ -65,6 +65,12 @@ def test_counts_change_from_call_to_call(mesh: Mesh, name: str) -> None:
 @pytest.mark.parametrize(("mesh", "name"), CHANGES, ids=str)
 def test_calls_may_be_as_large_as_max_bytes(mesh: Mesh, name: str) -> None:
     run_emulated(mesh, partial(fill, tunings={name: TUNINGS[name]}), TUNINGS[name], max_bytes=1 << 15)
+
+
+@pytest.mark.parametrize("mesh", [TWO, THREE, FOUR, EIGHT[0]], ids=str)
+def test_what_is_not_summed_arrives_bit_for_bit(mesh: Mesh) -> None:
+    tunings = {name: TUNINGS[name] for name in ("one shot", "one shot, split")}
+    run_emulated(mesh, partial(any_bits, tunings=tunings), TUNINGS["one shot"], max_bytes=1 << 16)
 
 
 def test_a_wait_in_vain_ends() -> None:

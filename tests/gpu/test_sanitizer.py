@@ -14,7 +14,7 @@ import torch
 from comm.oracle import check_calls, check_epilogues
 from gpu.replays import replay
 from gpu.test_peer import GPUS
-from gpu.works import SHOTS
+from gpu.works import SHOTS, any_bits
 from weft.comm.peer import PeerTransport
 from weft.comm.transport import Epilogue
 from weft.place.spec import Mesh
@@ -62,7 +62,7 @@ def main(rank: int, world: int, path: str) -> None:
         check_calls(transport, mesh, (torch.bfloat16,), str(device))
         check_epilogues(transport, mesh, (torch.bfloat16,), str(device), scale=3, widths=(8, 33))
         replay(transport, mesh, device, 3, lambda _, step: step)
-    transport.tuning = SHOTS["one shot"]
+    any_bits(transport, mesh, device, {"one shot": SHOTS["one shot"]})
     wide(transport, mesh, device)
     transport.check()
     transport.close()

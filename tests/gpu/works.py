@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
-from comm.oracle import check_calls, check_edges, check_epilogues, counts_of
+from comm.oracle import check_calls, check_edges, check_epilogues, counts_of, groups_of
 from weft.comm.peer import PeerTransport
 from weft.comm.peer_launch import MAX_NORMED_BYTES, NEVER, PeerTuning, Split
 from weft.comm.transport import CommError, CommTimeout, Epilogue, LiveSizes
-from weft.place.exchange import all_to_allv, reduce_scatterv_all_reduce
+from weft.place.exchange import all_gatherv, all_to_allv, reduce_scatterv_all_reduce
 from weft.place.spec import Mesh
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+ANY_BITS = (
+    (torch.int32, 1),
+    (torch.int32, 36),
+    (torch.int64, 8),
+    (torch.bfloat16, 40),
+    (torch.float32, 7),
+    (torch.uint8, 5),
+    (torch.float8_e4m3fn, 64),
+)
+"""Dtypes and widths of rows that are sent as they are: of whole units and of others."""
 SPLIT = PeerTuning(
     split_one_shot=Split(0, 2, 0, 4, 128),
     split_two_shot=Split(0, 2, 1, 3, 128),
@@ -82,6 +93,48 @@ def fill(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings: di
                 assert torch.equal(got, summed[mine])
             got = transport.all_reduce_all_gatherv(x[mine], group, sizes)
             assert torch.equal(got, of_groups[one])
+
+
+def any_bits(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings: dict[str, PeerTuning]) -> None:
+    """What is not summed arrives bit for bit: rows full of what stands for no data yet, of the escape that is sent in
+    its place, and of words beside them, in every dtype, by counts of the host and of the device. In between are sums.
+    """
+    rank = transport.rank
+    for turn, (tuning, group) in enumerate(itertools.product(tunings.values(), groups_of(mesh, rank))):
+        transport.tuning, n, me = tuning, len(group), group.index(rank)
+        for case, (dtype, width) in enumerate(ANY_BITS):
+            rows = [(turn + case + 3 * r) % 5 * (9 if case % 2 else 1) for r in range(n)]
+            sent = [tricky_bits(sum(rows), width, dtype, 1000 * turn + 10 * case + r) for r in group]
+            what = f"rank {rank} of {group}, {rows} rows of {width} {dtype}"
+            mine, wanted = sent[me][: rows[me]].to(device), torch.cat([x[:k] for x, k in zip(sent, rows, strict=True)])
+            capacity = (max(rows),) * n
+            padded = torch.nn.functional.pad(mine, (0, 0, 0, max(rows) - rows[me]))
+            counts = torch.tensor(rows, dtype=torch.int32, device=device)
+            same_bits(transport.all_gatherv(mine, group, tuple(rows)), wanted, f"all_gatherv, {what}")
+            live = transport.exchange(padded, all_gatherv(n), group, LiveSizes(capacity, counts))
+            same_bits(live[: sum(rows)], wanted, f"all_gatherv by live rows, {what}")
+            matrix = [rows[i:] + rows[:i] for i in range(n)]  # rank i sends matrix[i][j] rows to rank j
+            given = sent[me].to(device)
+            receive = [matrix[i][me] for i in range(n)]
+            wanted = torch.cat([sent[i].split(matrix[i])[me] for i in range(n)])
+            got = transport.all_to_allv(given, group, tuple(matrix[me]), tuple(receive))
+            same_bits(got, wanted, f"all_to_allv, {what}")
+            one = torch.ones(1, 8, device=device)
+            assert transport.all_reduce(one, group).eq(n).all(), what
+
+
+def tricky_bits(rows: int, width: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """`[rows, width]`: of every aligned four bytes, most are all ones or one less."""
+    generator = torch.Generator().manual_seed(seed)
+    size = rows * width * dtype.itemsize
+    words = torch.tensor([-1, -2, -1, -2, 0, 0x7FFFFFFF, 255, -256], dtype=torch.int32)
+    drawn = words[torch.randint(0, len(words), (size // 4 + 1,), generator=generator)]
+    return drawn.view(torch.uint8)[:size].view(dtype).view(rows, width)
+
+
+def same_bits(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    assert got.dtype == wanted.dtype and got.shape == wanted.shape, what
+    assert torch.equal(got.cpu().contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)), what
 
 
 def wait_in_vain(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:

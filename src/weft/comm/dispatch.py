@@ -86,8 +86,7 @@ class DeviceDispatcher:
 
         (rows, width), k, n = x.shape, expert.shape[1], self._mesh.world
         place, sent = kernels.places(expert, n, experts // self._mesh.ep, self._mesh.moe_tp)
-        # Transports move numbers of any kind by their bits, but take floats alone.
-        received = self._carry(COUNTS, sent.view(torch.float32)[:, None], (1,) * n**2).flatten().view(torch.int32)
+        received = self._carry(COUNTS, sent[:, None], (1,) * n**2).flatten()
         packed = x.new_empty(n * rows, width + listed_bytes(k) // x.element_size())
         kernels.pack(x, weight, expert, place, sent, packed)
         there, back = tuple(rows for rows in self._room for _ in range(n)), self._room * n

@@ -61,9 +61,9 @@ class Request(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("group", "direction", "segments", "span", "two_shot", "x", "x_rows", "out")),
-        *((name, c_int64) for name in ("out_rows", "width", "dtype", "device_counts", "residual", "residual_out")),
-        *((name, c_int64) for name in ("weight", "wide_weight", "quantised", "scales", "run", "push", "sum")),
-        *((name, c_int64) for name in ("write", "cluster", "threads", "early", "stream")),
+        *((name, c_int64) for name in ("out_rows", "row_bytes", "width", "dtype", "device_counts", "residual")),
+        *((name, c_int64) for name in ("residual_out", "weight", "wide_weight", "quantised", "scales", "run", "push")),
+        *((name, c_int64) for name in ("sum", "write", "cluster", "threads", "early", "stream")),
         *((name, c_int64 * MAX_RANKS) for name in ("rows", "received")),
         ("eps", c_double),
     )
@@ -121,11 +121,12 @@ class PeerTransport(NamedCalls):
 
     path: where the ranks meet, as for ShmTransport, which carries what the hosts say to each other. device: this
     rank's.
-    max_bytes: of the larger of a call's input and result, however uneven the ranks' shares; twice as much is taken at
-    the start for each rank of each group that this one is in. timeout_s: of a kernel's wait; past it the kernel ends,
-    and `check`, or the next call, raises PeerLost or CommTimeout.
+    max_bytes: of the larger of a call's input and result, however uneven the ranks' shares; a little more than twice as
+    much is taken at the start for each rank of each group that this one is in. timeout_s: of a kernel's wait; past it
+    the kernel ends, and `check`, or the next call, raises PeerLost or CommTimeout.
 
-    Sums take float32, bfloat16 and float16, in rank order and float32, the same bits on every rank.
+    Sums take float32, bfloat16 and float16, in rank order and float32, the same bits on every rank; a NaN may come out
+    as another. What is not summed arrives bit for bit, of whatever dtype.
     """
 
     name = "peer"
@@ -272,8 +273,8 @@ class PeerTransport(NamedCalls):
         """What is the same in every call like this one, and the rows of its result. Raises CommError."""
         place = check_call(self, x, exchange, group, sizes, epilogue)
         direction, n = exchange.direction, len(group)
-        if x.dtype not in DTYPES:
-            raise CommError(f"peer takes {', '.join(map(str, DTYPES))}, not {x.dtype}")
+        if exchange.combine == "sum" and x.dtype not in DTYPES:
+            raise CommError(f"peer sums {', '.join(map(str, DTYPES))}, not {x.dtype}")
         rows, width = result_rows(exchange, sizes, place), x.shape[1:].numel()
         row_bytes = -(-width * x.element_size() // UNIT_BYTES) * UNIT_BYTES  # as they travel
         largest = max(rows, x.shape[0]) * row_bytes
@@ -294,8 +295,9 @@ class PeerTransport(NamedCalls):
             two_shot=two_shot,
             x_rows=x.shape[0],
             out_rows=rows,
+            row_bytes=width * x.element_size(),
             width=width,
-            dtype=DTYPES.index(x.dtype),
+            dtype=DTYPES.index(x.dtype) if exchange.combine == "sum" else 0,
             cluster=launch.cluster,
             threads=launch.threads,
             early=self._tuning.early,

@@ -15,14 +15,23 @@ inline void wait_for_kernel_before() {}
 inline void let_next_kernel_begin() {}
 inline Unit load_polled(const char* p) {
   Unit u;
-  emulated::check_access(p);
+  emulated::check_access(p, sizeof(Unit));
   emulated::yield();
   for (int i = 0; i < 4; ++i) u.w[i] = __atomic_load_n(reinterpret_cast<const uint32_t*>(p) + i, __ATOMIC_ACQUIRE);
   return u;
 }
 inline void store_published(char* p, const Unit& u) {
-  emulated::check_access(p);
+  emulated::check_access(p, sizeof(Unit));
   for (int i = 0; i < 4; ++i) __atomic_store_n(reinterpret_cast<uint32_t*>(p) + i, u.w[i], __ATOMIC_RELEASE);
+}
+inline uint32_t load_polled_mark(const char* p) {
+  emulated::check_access(p, 1);
+  emulated::yield();
+  return __atomic_load_n(reinterpret_cast<const uint8_t*>(p), __ATOMIC_ACQUIRE);
+}
+inline void store_published(char* p, uint8_t mark) {
+  emulated::check_access(p, 1);
+  __atomic_store_n(reinterpret_cast<uint8_t*>(p), mark, __ATOMIC_RELEASE);
 }
 inline uint32_t at_most(uint32_t w, uint32_t most) { return std::min(w, most); }
 inline void sync_cluster() {

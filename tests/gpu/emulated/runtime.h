@@ -15,8 +15,8 @@ inline Memory& memory() {
   static Memory& found = *new Memory;
   return found;
 }
-// Ends the program unless a 16-byte access at p is one of allocated memory, aligned.
-inline void check_access(const char* p) {
+// Ends the program unless an access of so many bytes at p is one of allocated memory, aligned.
+inline void check_access(const char* p, size_t bytes) {
   static thread_local std::map<const char*, size_t> known;
   static thread_local uint64_t changes = 0;
   if (changes != memory().changes) {
@@ -24,8 +24,8 @@ inline void check_access(const char* p) {
     known = memory().sizes, changes = memory().changes;
   }
   auto after = known.upper_bound(p);
-  const bool inside = after != known.begin() && (--after, p + 16 <= after->first + after->second);
-  if (!inside || reinterpret_cast<uintptr_t>(p) % 16) fail("an access beyond every arena, or not aligned");
+  const bool inside = after != known.begin() && (--after, p + bytes <= after->first + after->second);
+  if (!inside || reinterpret_cast<uintptr_t>(p) % bytes) fail("an access beyond every arena, or not aligned");
 }
 
 // OS threads that run blocks: as many as want to run at a time.

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kWorkers + kBookkeepers, N <= 4 ? 2 : 1) excha
   const bool normalises = kNorm && worker && k.has(c.write);
   if constexpr (kNorm)
     if (normalises && !pushes_first) load_first_row(k, row);
-  k.rotation = int64_t(epoch % kRotations) * c.inbox_units * kUnit;
+  k.rotation = int64_t(epoch % kRotations) * c.inbox_units * kUnitAndMark;
   if (pushes) push(k, send);
   if (pushes_first) {
     __syncthreads();

@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kWorkers + kBookkeepers, N <= 4 ? 2 : 1) merge
   team.rows = tokens * c.own_heads;
   begin = team.live(begin);
   typename Team<T, N>::Sent sent = team.load_to_send(begin);
-  team.rotation = int64_t(epoch % kRotations) * c.inbox_units * kUnit;
+  team.rotation = int64_t(epoch % kRotations) * c.inbox_units * kUnitAndMark;
   const uint32_t items = team.rows * c.pieces;
   Piece p = begin;
 #pragma unroll 1

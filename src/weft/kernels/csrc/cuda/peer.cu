@@ -30,7 +30,8 @@ void check(cudaError_t code, const char* what) {
 struct GroupMemory {
   std::vector<int> ranks;
   int me = 0;
-  int64_t offset = 0, bytes = 0;  // of its inboxes, in every rank's arena
+  int64_t offset = 0;        // of its inboxes, in every rank's arena
+  uint32_t inbox_units = 0;  // of one rotation
   char* inbox[kMaxRanks] = {};
   State* state = nullptr;
 };
@@ -146,10 +147,11 @@ int64_t create(int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, Sizes inbox
       g.ranks.push_back(int(r));
     }
     if (g.ranks.size() > kMaxRanks) TVM_FFI_THROW(WeftCallError) << "at most 8 ranks share peer memory";
-    g.offset = bytes, g.bytes = kRotations * ((inboxes[int64_t(w->groups.size())] + kStep - 1) / kStep * kStep);
-    if (g.bytes / (kRotations * int64_t(g.ranks.size())) >> 32)
+    const int64_t units = (inboxes[int64_t(w->groups.size())] + kStep - 1) / kStep * kStep / kUnit;
+    if (units * kUnit / int64_t(g.ranks.size()) >> 32)
       TVM_FFI_THROW(WeftCallError) << "max_bytes must be less than 4 GiB";
-    bytes += g.bytes;
+    g.offset = bytes, g.inbox_units = uint32_t(units);
+    bytes += kRotations * units * kUnitAndMark;
     w->groups.push_back(std::move(g));
   }
   load<float>(), load<__nv_bfloat16>(), load<__half>();
@@ -214,7 +216,8 @@ void clear_error(int64_t handle) { *reinterpret_cast<volatile uint32_t*>(world_o
 //   direction, segments, span   the exchange; rows: of each segment, or in a permute that this rank sends to each rank;
 //                               received: in a permute, from each; device_counts: int32 in device memory, in place of
 //                               `rows`: of each segment, or in a permute what `rows` and then `received` would hold
-//   x_rows, out_rows            that there is room for; width: elements of a row; dtype: see `run`
+//   x_rows, out_rows            that there is room for; row_bytes, width: of a row its bytes and its elements; dtype: see
+//                               `run`, of no matter where nothing is summed
 //   residual … eps              the epilogue, if there is a weight; wide_weight: which is float32 beside a dtype of 16
 //                               bits; quantised, scales and run, if its rows are wanted in eight bits too: scales,
 //                               float32, of each row's runs of so many columns, a power of two up to 128
@@ -223,8 +226,8 @@ void clear_error(int64_t handle) { *reinterpret_cast<volatile uint32_t*>(world_o
 //                               the kernel before this one ends; stream: a cudaStream_t
 #define WEFT_REQUEST(FIELD, FIELDS)                                                                                      \
   FIELD(group) FIELD(direction) FIELD(segments) FIELD(span) FIELD(two_shot) FIELD(x) FIELD(x_rows) FIELD(out)             \
-  FIELD(out_rows) FIELD(width) FIELD(dtype) FIELD(device_counts) FIELD(residual) FIELD(residual_out) FIELD(weight)        \
-  FIELD(wide_weight) FIELD(quantised) FIELD(scales) FIELD(run) FIELD(push) FIELD(sum) FIELD(write) FIELD(cluster)         \
+  FIELD(out_rows) FIELD(row_bytes) FIELD(width) FIELD(dtype) FIELD(device_counts) FIELD(residual) FIELD(residual_out)     \
+  FIELD(weight) FIELD(wide_weight) FIELD(quantised) FIELD(scales) FIELD(run) FIELD(push) FIELD(sum) FIELD(write) FIELD(cluster)         \
   FIELD(threads) FIELD(early) FIELD(stream) FIELDS(rows) FIELDS(received)
 struct Request {
 #define FIELD(name) int64_t name;
@@ -278,10 +281,9 @@ void run(int64_t handle, int64_t request) {
   const Algorithm how = r.two_shot             ? Algorithm::kTwoShot
                         : terms == 1 && !norm ? Algorithm::kCopy
                                               : Algorithm::kOneShot;
-  const int64_t element_bytes = r.dtype == 0 ? 4 : 2;
   const auto at = [](int64_t address) { return reinterpret_cast<char*>(address); };
   c.x = at(r.x), c.out = at(r.out);
-  c.row_bytes = uint32_t(r.width * element_bytes), c.row_units = (c.row_bytes + kUnit - 1) / kUnit;
+  c.row_bytes = uint32_t(r.row_bytes), c.row_units = (c.row_bytes + kUnit - 1) / kUnit;
   if (norm) {
     c.residual = at(r.residual), c.residual_out = at(r.residual_out), c.weight = at(r.weight);
     c.wide_weight = r.wide_weight != 0;
@@ -295,7 +297,7 @@ void run(int64_t handle, int64_t request) {
   }
   c.device_counts = reinterpret_cast<const int32_t*>(r.device_counts);
   for (int i = 0; i < c.n; ++i) c.inbox[i] = g.inbox[i];
-  c.inbox_units = uint32_t(g.bytes / (kRotations * kUnit));
+  c.inbox_units = g.inbox_units;
   c.lane_units[0] = c.inbox_units / c.n, c.lane_units[1] = c.inbox_units / (2 * c.n);
   if (c.device_counts) {
     const int64_t units = std::max(1u, c.row_units), in_a_lane = c.lane_units[r.two_shot != 0] / units;
@@ -360,7 +362,7 @@ void merge_shards(int64_t handle, int64_t request) {
   c.team = 8;
   while (c.team < c.row_units && c.team < kPieceUnits) c.team *= 2;
   for (int i = 0; i < c.n; ++i) c.inbox[i] = g.inbox[i];
-  c.inbox_units = uint32_t(g.bytes / (kRotations * kUnit)), c.lane_units = c.inbox_units / c.n;
+  c.inbox_units = g.inbox_units, c.lane_units = c.inbox_units / c.n;
   c.state = g.state, c.error = w.error_device, c.limit_cycles = w.limit_cycles;
   const int64_t pieces = int64_t(c.tokens) * c.own_heads * c.pieces;
   if (int64_t(c.tokens) * c.own_heads * c.row_units + pieces > c.lane_units)

@@ -43,6 +43,15 @@ __device__ inline void store_published(char* p, const Unit& u) {
                "r"(u.w[3])
                : "memory");
 }
+// The same two for a unit's mark, one byte.
+__device__ inline uint32_t load_polled_mark(const char* p) {
+  uint32_t mark;
+  asm volatile("ld.volatile.global.u8 %0, [%1];" : "=r"(mark) : "l"(p) : "memory");
+  return mark;
+}
+__device__ inline void store_published(char* p, uint8_t mark) {
+  asm volatile("st.volatile.global.u8 [%0], %1;" ::"l"(p), "r"(uint32_t(mark)) : "memory");
+}
 // Of two words the smaller: the compiler would make two instructions of it.
 __device__ inline uint32_t at_most(uint32_t w, uint32_t most) {
   asm("min.u32 %0, %0, %1;" : "+r"(w) : "r"(most));

@@ -1,7 +1,7 @@
 // Sources store their units into the readers' inboxes.
 //
-// Memory order: each unit is stored relaxed at system scope and is its own flag (wait.cuh). Nothing that a thread did
-// before is published with it, and nothing needs to be.
+// Memory order: each unit is stored relaxed at system scope and is its own flag (wait.cuh), and so is each mark. Nothing
+// that a thread did before is published with it, and nothing needs to be.
 #pragma once
 
 #include "wait.cuh"
@@ -70,9 +70,15 @@ __device__ void push(const K& k, Send<K::N>& s) {
 #pragma unroll 1
   for (uint32_t u = k.start(k.c.push); u < most;) {
     const int64_t at = k.lane(k.me, u);
+    bool marks = false;
 #pragma unroll
     for (int i = 0; i < K::N; ++i)
-      if (u < s.units[i]) push_unit(k.c.inbox[i] + at, s.first[i]);
+      if (u < s.units[i]) push_unit(k.c.inbox[i] + at, s.first[i]), marks |= needs_mark(s.first[i]);
+    if (K::kAlgorithm == Algorithm::kCopy && __builtin_expect(marks, false)) {
+#pragma unroll
+      for (int i = 0; i < K::N; ++i)
+        if (u < s.units[i] && needs_mark(s.first[i])) push_mark(k.c.inbox[i] + k.mark(at), s.first[i]);
+    }
     u += by;
     if (u < most) load_to_send(k, u, s);
   }

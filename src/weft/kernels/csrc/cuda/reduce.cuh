@@ -81,7 +81,9 @@ __device__ Unit value(const K& k, bool mine, uint32_t unit) {
   Unit got[1];
   char* place[1] = {place_of_unit(k, uint32_t(rank), u, begin)};
   if (mine && is_own(k, uint32_t(rank))) got[0] = k.load(k.c.x, k.l.from[k.me] + u);
-  await<K::kTogether>(k, got, mine && !is_own(k, uint32_t(rank)), place, [&](int) { return rank; });
+  const bool wanted = mine && !is_own(k, uint32_t(rank));
+  await<K::kTogether>(k, got, wanted, place, [&](int) { return rank; });
+  restore(k, got, wanted, place, [&](int) { return rank; });
   return got[0];
 }
 
@@ -107,6 +109,7 @@ __device__ void write_strips(const K& k) {
       if (at < units[i] && !is_own(k, i)) wanted |= 1u << j;
     }
     await<true>(k, got, wanted, place, [](int j) { return j % N; });
+    restore(k, got, wanted, place, [](int j) { return j % N; });
 #pragma unroll
     for (int j = 0; j < kUnits; ++j)
       if (const uint32_t i = j % N, at = u + j / N * by; at < units[i]) k.store(k.c.out, begin[i] + at, got[j]);

@@ -1,10 +1,10 @@
 // What every thread of a kernel knows of its call, and how it waits for units.
 //
 // Data is its own flag. Every rank owns an inbox for each group, filled with a sentinel; peers store into it; the one
-// thread that wants a 16-byte unit polls it until none of its words is the sentinel, and puts the sentinel back. Two
-// inboxes take turns. That is safe because every call brings every rank a unit from every other, an empty-lane flag where
-// there is no data: a peer stores into an inbox again two calls later, and gets there only by what this rank sent in the
-// call between, a later kernel.
+// thread that wants a 16-byte unit polls it until none of its words is the sentinel, and puts the sentinel back; units.cuh
+// says what becomes of data that holds it. Two inboxes take turns. That is safe because every call brings every rank a
+// unit from every other, an empty-lane flag where there is no data: a peer stores into an inbox again two calls later, and
+// gets there only by what this rank sent in the call between, a later kernel.
 #pragma once
 
 #include "call.h"
@@ -53,6 +53,10 @@ struct Context {
     return rotation + int64_t(of) * lane_bytes + int64_t(u) * kUnit;
   }
   __device__ int64_t sum_place(uint32_t u) const { return lane(uint32_t(c.n), u); }
+  // Where the mark of the unit that lies there lies.
+  __device__ int64_t mark(int64_t unit) const {
+    return rotation + int64_t(c.inbox_units) * kUnit + (unit - rotation) / kUnit;
+  }
 
   __device__ static bool has(Blocks b) { return int(blockIdx.x) >= b.first && int(blockIdx.x) < b.first + b.count; }
   __device__ static uint32_t workers() { return blockDim.x - kBookkeepers; }
@@ -104,6 +108,37 @@ __device__ void await(const K& k, Unit (&got)[P], uint32_t wanted, char* (&place
 #pragma unroll
   for (int i = 0; i < P; ++i)
     if (wanted >> i & 1) *reinterpret_cast<uint4*>(place[i]) = make_uint4(~0u, ~0u, ~0u, ~0u);
+}
+
+// The mark of a unit that has arrived with an escape; empties its place. Memory order: as `await`.
+__device__ __noinline__ inline uint32_t await_mark(char* place, uint32_t* error, int64_t limit, int rank) {
+  int64_t began = 0;
+  for (uint32_t spins = 1;; ++spins) {
+    const uint32_t mark = load_polled_mark(place);
+    if (mark != kNoMark) {
+      *place = char(kNoMark);
+      return mark;
+    }
+    if (spins % 1024 == 0 && (began = wait_on(error, began, limit, rank)) < 0) return 0;
+  }
+}
+
+// Gives what `await` got the bits with which it was sent, where these are to arrive as they were.
+template <class K, int P, class Rank>
+__device__ void restore(const K& k, Unit (&got)[P], uint32_t wanted, char* (&place)[P], Rank rank) {
+  if constexpr (K::kAlgorithm != Algorithm::kCopy) return;
+  bool marks = false;
+#pragma unroll
+  for (int i = 0; i < P; ++i) marks |= (wanted >> i & 1) & has_mark(got[i]);
+  if (__builtin_expect(!marks, true)) return;
+#pragma unroll
+  for (int i = 0; i < P; ++i) {
+    if (!(wanted >> i & 1) || !has_mark(got[i])) continue;
+    char* const inbox = k.c.inbox[k.me];
+    const uint32_t mark = await_mark(inbox + k.mark(place[i] - inbox), k.c.error, k.c.limit_cycles, rank(i));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) got[i].w[j] |= mark >> j & 1;  // the escape, made the sentinel
+  }
 }
 
 // Waits for the flags of those who send nothing to this rank.

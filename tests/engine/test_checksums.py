@@ -1,0 +1,34 @@
+"""The checksum by which ranks tell whether they ran the same step: it is of the plan that was followed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support import small_model
+
+from weft.comm.reference import ReferenceWorld
+from weft.engine.inputs import Shape
+from weft.engine.runner import ModelRunner
+from weft.kv.spec import CacheGroup, Rule
+from weft.models.load import load_model
+from weft.models.registry import load_config
+from weft.place.plan import Choice
+from weft.place.spec import Mesh
+
+
+def test_a_graphs_steps_report_the_plan_that_it_holds(tmp_path: Path) -> None:
+    """It was made by a planner of its own, for all rows that the graph has room for."""
+    small_model("qwen2_moe", 4, tmp_path)
+    mesh = Mesh(2, 2, 2, 2)
+    transport = ReferenceWorld(mesh.world).transports()[0]
+    model = load_model(tmp_path, load_config(tmp_path), mesh, 0, workspace=transport.empty)
+
+    def runner(plan: Choice) -> ModelRunner:
+        return ModelRunner(model, mesh, 0, [transport], [CacheGroup(Rule(), 4)], 4, plan=plan)
+
+    eager, other = runner("cheapest"), runner("naive")
+    eager._graph_planner = other.planner
+    counts, shape = (3, 1), Shape(64, 64, False)
+    replayed, room = eager.plan_checksum(counts, shape), (shape.rows,) * mesh.attn_dp
+    assert replayed == other.plan_checksum(room)
+    assert replayed not in (eager.plan_checksum(counts), eager.plan_checksum(room))

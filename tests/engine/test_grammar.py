@@ -86,6 +86,11 @@ def test_allowed_tokens_narrow_a_grammar() -> None:
         prepare([5], SamplingParams(allowed_token_ids=(2,), min_tokens=2), print, 0, 400, LANGUAGE)
 
 
+def test_a_prompt_that_is_too_long_is_not_looked_at() -> None:
+    with pytest.raises(ValueError, match="the prompt has 1000000000000 tokens; at most 399 fit"):
+        prepare(range(10**12), SamplingParams(), print, 0, 400, LANGUAGE)
+
+
 def test_a_tokenizer_may_have_more_tokens_than_the_model() -> None:
     language = Language(TOKENIZER, embedded_model_dir(), 1000, (2,))
     params = SamplingParams(max_tokens=None, grammar=grammar("regex", "[a-z]{9}"), allowed_token_ids=tuple(range(1000)))

@@ -22,7 +22,8 @@ async def waiting(engine: Any, gone: asyncio.Event, count: int) -> asyncio.Task[
         return {"type": "http.disconnect"}
 
     async def collect() -> list[str]:
-        request: Any = SimpleNamespace(receive=receive, state=SimpleNamespace(), url=SimpleNamespace(path="/"))
+        state, url = SimpleNamespace(small=True), SimpleNamespace(path="/")
+        request: Any = SimpleNamespace(receive=receive, state=state, url=url)
         stream = Intake(engine, Metrics(engine)).answers(request, [[1]] * count, [SamplingParams()] * count)
         return [output.text async for _, output in stream]
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.conftest import Served
+from weft.engine.engine import Engine
 from weft.server import bodies
 from weft.server.prompts import Prompts
 
@@ -23,24 +24,56 @@ JSON = st.recursive(
 )
 
 
-def commas(value: Any) -> int:
-    """Between a value's members, and theirs."""
+def counts(value: Any) -> tuple[int, int, int]:
+    """Commas, lists and objects, and members of objects, of a value and what is in it."""
     if not isinstance(value, list | dict):
-        return 0
+        return 0, 0, 0
     inside = value.values() if isinstance(value, dict) else value
-    return max(len(value) - 1, 0) + sum(map(commas, inside))
+    own = max(len(value) - 1, 0), 1, len(value) if isinstance(value, dict) else 0
+    commas, containers, members = (sum(of) for of in zip(own, *map(counts, inside), strict=True))
+    return commas, containers, members
 
 
-@given(JSON, st.integers(0, 8))
-def test_commas_in_strings_separate_no_values(value: Any, most: int) -> None:
+@given(JSON, st.integers(0, 8), st.integers(0, 8))
+def test_what_stands_in_strings_separates_no_values(value: Any, most: int, most_containers: int) -> None:
+    commas, containers, members = counts(value)
+    exceeds = commas > most or max(containers, members) > most_containers
     for ascii_only in (False, True):
         data = json.dumps(value, ensure_ascii=ascii_only).encode()
-        assert bodies.has_more_values(data, most) == (commas(value) > most)
+        assert bodies.has_more_values(data, most, most_containers) == exceeds
 
 
 def test_what_is_no_json_is_counted_too() -> None:
     for data in (b'"', b'",,', b'"\\', b',,"\\",,', bytes(random.Random(0).choices(b'",\\a', k=200))):
-        assert not bodies.has_more_values(data, 200) and isinstance(bodies.has_more_values(data, 1), bool)
+        assert not bodies.has_more_values(data, 200, 200) and isinstance(bodies.has_more_values(data, 1, 1), bool)
+
+
+@pytest.mark.parametrize(
+    "inside", ['"' + "a" * 70_000, '"' + "\\n" * 40_000, '"\\ud800' + "a" * 70_000 + '"}', "1" * 70_000 + "}"]
+)
+def test_pythons_parser_reads_no_large_body(served: Served, monkeypatch: pytest.MonkeyPatch, inside: str) -> None:
+    """It holds up all threads for as long as it takes."""
+    loads = json.loads
+
+    def small_only(data: Any, **kwargs: Any) -> Any:
+        assert len(data) < bodies.EXPLAINED, "a large body was read by it"
+        return loads(data, **kwargs)
+
+    with served.http() as http:
+        monkeypatch.setattr(json, "loads", small_only)
+        answer = http.post(C, content='{"prompt": ' + inside, headers={"Content-Type": "application/json"})
+        monkeypatch.undo()
+    assert answer.status_code == 400 and "the body is not JSON" in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.parametrize("value", [[[]] * 60, [{}] * 60, {str(i): 0 for i in range(60)}])
+def test_too_many_containers_are_refused_unread(served: Served, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+    monkeypatch.setattr(bodies, "MOST_CONTAINERS", 50)
+    with served.http() as http:
+        assert http.post(C, json={"prompt": "[{:" * 60, "max_tokens": 1}).status_code == 200
+        monkeypatch.setattr(bodies, "msgspec", None)
+        answer = http.post(C, json={"prompt": "a", "metadata": value})
+    assert answer.status_code == 400 and "50 lists and objects" in answer.json()["error"]["message"]
 
 
 def test_too_many_values_are_refused_unread(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,17 +86,17 @@ def test_too_many_values_are_refused_unread(served: Served, monkeypatch: pytest.
     assert answer.status_code == 400 and "more than 50 values" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("where", ["decode", "of_completion"])
+@pytest.mark.parametrize("where", ["decode", "of_completion", "submit_all"])
 def test_a_large_body_does_not_hold_up_others(served: Served, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """While it is read, or made into tokens, another request begins and ends."""
-    owner = bodies if where == "decode" else Prompts
+    """While it is read, made into tokens, or handed to the engine, another request begins and ends."""
+    owner: Any = {"decode": bodies, "of_completion": Prompts, "submit_all": Engine}[where]
     whole, reading, answered = getattr(owner, where), threading.Event(), threading.Event()
 
-    def held(*args: Any) -> Any:
+    def held(*args: Any, **more: Any) -> Any:
         if threading.current_thread() is not here["loop"]:
             reading.set()
             assert answered.wait(60)
-        return whole(*args)
+        return whole(*args, **more)
 
     here: dict[str, Any] = {"loop": None}
     monkeypatch.setattr(owner, where, held)

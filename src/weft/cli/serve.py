@@ -37,8 +37,8 @@ class Command:
     """Clients must send it as a Bearer token; left out, what WEFT_API_KEY holds, as others can read command lines."""
     cors_origins: tuple[str, ...] = ()
     """Web pages that may call the server from a browser, such as https://app.example; * for all."""
-    max_body_mb: int = 32
-    """Largest request, in MiB."""
+    max_body_mb: int = 8
+    """Largest request, in MiB; streams pause while it is parsed."""
     max_connections: int = 4096
     """Connections at once; those without a request give way to newcomers."""
     drain_s: float = 30.0

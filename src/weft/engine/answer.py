@@ -197,22 +197,22 @@ def prepare(
     seed: for a request that brings none. context: tokens that prompt and answer may have together. Raises ValueError
     for a prompt that is empty, too long or holds unknown tokens, and for parameters that no token satisfies.
     """
-    tokens, vocabulary = list(prompt), language.vocabulary
-    if not tokens:
+    if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
+    most = context - len(prompt)
+    if most < (params.max_tokens != 0):  # before each token is looked at: there may be millions
+        raise ValueError(f"the prompt has {len(prompt)} tokens; at most {context - 1} fit with the answer's first")
+    if params.max_tokens is not None and params.max_tokens > most:
+        raise ValueError(
+            f"the prompt's {len(prompt)} tokens and max_tokens={params.max_tokens} exceed the context of "
+            f"{context} tokens; ask for at most {most}"
+        )
+    tokens, vocabulary = list(prompt), language.vocabulary
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         raise ValueError(f"prompt tokens must be between 0 and {vocabulary - 1}")
     for name in ("stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"):
         if any(not 0 <= token < vocabulary for token in params.tokens_of(name)):
             raise ValueError(f"the tokens of {name} must be between 0 and {vocabulary - 1}")
-    most = context - len(tokens)
-    if most < (params.max_tokens != 0):
-        raise ValueError(f"the prompt has {len(tokens)} tokens; at most {context - 1} fit with the answer's first")
-    if params.max_tokens is not None and params.max_tokens > most:
-        raise ValueError(
-            f"the prompt's {len(tokens)} tokens and max_tokens={params.max_tokens} exceed the context of "
-            f"{context} tokens; ask for at most {most}"
-        )
     ends = frozenset() if params.ignore_eos else language.ends
     if params.stop_token_ids:
         ends |= frozenset(params.stop_token_ids)

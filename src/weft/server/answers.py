@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from weft.engine.answer import Answer, OnOutput
@@ -121,10 +122,17 @@ class Intake:
 
         jobs = [(prompt, how, listen(i)) for i, (prompt, how) in enumerate(zip(prompts, params, strict=True))]
         running: dict[int, int] = {}
+
+        def submit() -> None:
+            running.update(enumerate(self._submit(jobs, sharing, record.id)))  # here: nobody may wait for it any more
+
         watcher = asyncio.create_task(watch())
         self._live.add(increments)
         try:
-            running |= enumerate(self._submit(jobs, sharing, record.id))
+            if request.state.small:
+                submit()
+            else:  # the engine looks at each token of each answer
+                await run_in_threadpool(submit)
             while running and (increment := await increments.get()):
                 if isinstance(increment, ApiError):
                     raise increment

@@ -24,7 +24,7 @@ class Options:
 
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 8 * 2**20
     max_connections: int = 4096
     header_timeout_s: float = 10.0
     body_timeout_s: float = 120.0

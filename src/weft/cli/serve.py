@@ -43,6 +43,8 @@ class Command:
     """Connections at once; those without a request give way to newcomers."""
     drain_s: float = 30.0
     """After SIGTERM or Ctrl-C: how long requests that run may go on."""
+    trust_request_chat_template: bool = False
+    """Chats may bring their own chat_template, which is rendered in a sandbox with bounded time and memory."""
     profile_dir: Path | None = None
     """Lets POST /weft/profile?steps=20 watch steps of the ranks, and write their trace to this folder."""
     max_waiting: int = 1024
@@ -91,6 +93,7 @@ class Command:
                 max_connections=self.max_connections,
                 request_timeout_s=self.request_timeout_s,
                 drain_s=self.drain_s,
+                trust_request_chat_template=self.trust_request_chat_template,
                 profile_dir=self._profile_folder(),
             )
         except ValueError as error:

@@ -22,6 +22,7 @@ from weft.server.errors import ApiError
 from weft.server.guard import Guard
 from weft.server.options import Options
 from weft.server.responses import Responses
+from weft.server.templates import Templates
 
 MOST_WATCHED = 1000
 """Steps in one trace, at most: it is written and read as a whole."""
@@ -47,10 +48,11 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
     created = int(time.time())
     card = {"id": model_name, "object": "model", "created": created, "owned_by": "weft"}
     card |= {"max_model_len": engine.max_model_len}
-    service = Service(intake, model_name)
+    templates = Templates() if options.trust_request_chat_template else None
+    service = Service(intake, model_name, templates)
     app.include_router(service.router())
     app.include_router(Responses(service).router())
-    app.include_router(extras.router(engine))
+    app.include_router(extras.router(service))
     app.include_router(routed.router(service))
 
     @app.head("/health", include_in_schema=False)

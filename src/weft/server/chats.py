@@ -12,8 +12,10 @@ from weft.engine.grammar import Grammars
 from weft.server.errors import ApiError
 from weft.server.forms import Form, form_of
 from weft.server.protocol import Body, CommonRequest, Text, not_too_many
+from weft.server.templates import Templates
 
 OUR_ARGUMENTS = {"conversation", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
+OUR_ARGUMENTS |= {"continue_final_message"}
 """Of a chat template: what `chat_template_kwargs` may not set."""
 
 
@@ -130,6 +132,7 @@ class ChatRequest(CommonRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    chat_template: Text | None = Field(None, min_length=1)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -141,7 +144,7 @@ class ChatRequest(CommonRequest):
 
     @property
     def slow(self) -> bool:
-        return self.must_call or super().slow
+        return self.must_call or self.chat_template is not None or super().slow
 
     @property
     def must_call(self) -> bool:
@@ -178,23 +181,31 @@ class ChatRequest(CommonRequest):
         several = self.parallel_tool_calls and self.tool_choice == "required"
         return form.grammar(functions, several, grammars.named)
 
-    def prompt(self, tokenizer: Any) -> str:
-        """The text that the model goes on from. ApiError 400 for messages that its template refuses."""
-        template = tokenizer.chat_template
-        if not template:
+    def template(self, tokenizer: Any) -> str:
+        """Its own chat template, or the model's; empty where there is none."""
+        return self.chat_template or str(tokenizer.chat_template or "")
+
+    def prompt(self, tokenizer: Any, templates: Templates | None) -> str:
+        """The text that the model goes on from. ApiError 400 for messages that the chat template refuses, and for a
+        template of its own. templates: what renders those, where they are taken."""
+        if not (template := self.template(tokenizer)):
             raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
-        if self.offered and form_of(str(template)) is None:
+        if self.chat_template is not None and templates is None:
+            message = "chat_template is not taken here; start weft serve with --trust-request-chat-template"
+            raise ApiError(400, message, param="chat_template")
+        if self.offered and form_of(template) is None:
             raise ApiError(400, "this model's chat template knows no tools; leave them out", param="tools")
-        try:
-            return str(
-                tokenizer.apply_chat_template(
-                    [m.plain() for m in self.messages],
-                    tools=[{"type": "function", "function": f} for f in self.offered] or None,
-                    tokenize=False,
-                    add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
-                    continue_final_message=self.continue_final_message,
-                    **self.chat_template_kwargs,
-                )
+        messages = [m.plain() for m in self.messages]
+        arguments = self.chat_template_kwargs | {
+            "tools": [{"type": "function", "function": f} for f in self.offered] or None,
+            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
+            "continue_final_message": self.continue_final_message,
+        }
+        if self.chat_template is not None and templates is not None:
+            return templates.render(
+                template, {**tokenizer.special_tokens_map, **arguments, "conversations": [messages]}
             )
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
         except (ValueError, TypeError, TemplateError) as error:
             raise ApiError(400, f"the model's chat template refuses the messages: {error}", param="messages") from error

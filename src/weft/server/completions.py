@@ -26,6 +26,7 @@ from weft.server.prompts import Prompts
 from weft.server.protocol import CommonRequest, CompletionRequest, SharedRequest, StreamOptions
 from weft.server.record import heard
 from weft.server.structure import grammar_of
+from weft.server.templates import Templates
 from weft.server.tools import Parser, parser
 from weft.server.wire import EventStream, event, json_response
 
@@ -37,10 +38,11 @@ Job = tuple[list[list[int]], SamplingParams, render.Style]
 
 @dataclass(frozen=True)
 class Service:
-    """Answers both endpoints for one engine and the one model name that it serves."""
+    """Answers both endpoints for one engine and the one model name that it serves. templates: as in `Prompts`."""
 
     intake: Intake
     model_name: str
+    templates: Templates | None = None
 
     @property
     def engine(self) -> Engine:
@@ -50,7 +52,7 @@ class Service:
     @cached_property
     def prompts(self) -> Prompts:
         """What makes tokens of requests."""
-        return Prompts(self.engine)
+        return Prompts(self.engine, self.templates)
 
     def router(self) -> APIRouter:
         """The two routes."""
@@ -99,7 +101,7 @@ class Service:
 
     def form(self, body: ChatRequest) -> Form | None:
         """In what form the answer's parts are told apart; None where it is all text."""
-        form = form_of(str(self.engine.tokenizer.chat_template))
+        form = form_of(body.template(self.engine.tokenizer))
         return form if form and (body.offered or form.channels) else None
 
     def parsers(self, body: ChatRequest) -> Callable[[], Parser] | None:

@@ -8,17 +8,16 @@ from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from weft import __version__
-from weft.engine.engine import Engine
 from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest
-from weft.server.prompts import Prompts
+from weft.server.completions import Service
 from weft.server.protocol import DetokenizeRequest, TokenizeRequest
 from weft.server.wire import json_response
 
 
-def router(engine: Engine) -> APIRouter:
+def router(service: Service) -> APIRouter:
     """The routes, in vLLM's shapes."""
-    made, prompts = APIRouter(route_class=JsonRoute), Prompts(engine)
+    made, engine, prompts = APIRouter(route_class=JsonRoute), service.engine, service.prompts
 
     @made.get("/version")
     async def version() -> dict[str, Any]:

@@ -18,7 +18,8 @@ class Options:
     of a request. max_connections: at once; fewer where the process may not open so many files. header_timeout_s,
     body_timeout_s: for a request to arrive. idle_timeout_s: a kept connection without a request. stall_timeout_s: a
     client that reads nothing of its response. request_timeout_s: until the whole answer; None: it may take any time.
-    drain_s: how long requests may go on after SIGTERM.
+    drain_s: how long requests may go on after SIGTERM. trust_request_chat_template: whether chats may bring their own
+    chat template; else that is refused.
     profile_dir: where `POST /weft/profile` writes; None: it is refused.
     """
 
@@ -32,11 +33,12 @@ class Options:
     stall_timeout_s: float = 120.0
     request_timeout_s: float | None = None
     drain_s: float = 30.0
+    trust_request_chat_template: bool = False
     profile_dir: Path | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and value <= 0 and name != "drain_s":
+            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0 and name != "drain_s":
                 raise ValueError(f"{name} is {value}; it must be above 0")
         if self.api_key == "":
             raise ValueError("api_key is empty; give one, or leave it out to let everybody in")

@@ -11,13 +11,17 @@ from weft.engine.engine import Engine
 from weft.server.chats import ChatRequest
 from weft.server.errors import ApiError
 from weft.server.protocol import CompletionRequest
+from weft.server.templates import Templates
 
 
 class Prompts:
-    """Of one engine. ApiError 400 for what cannot be served. Long texts take a while: not for the event loop."""
+    """Of one engine. ApiError 400 for what cannot be served. Long texts take a while: not for the event loop.
 
-    def __init__(self, engine: Engine):
-        self._engine, self._tokenizer = engine, engine.tokenizer
+    templates: what renders chat templates of requests; None: such a request is refused.
+    """
+
+    def __init__(self, engine: Engine, templates: Templates | None):
+        self._engine, self._tokenizer, self._templates = engine, engine.tokenizer, templates
 
     @cached_property
     def _longest_token(self) -> int:
@@ -42,7 +46,8 @@ class Prompts:
         characters = sum(m.characters for m in body.messages) + sum(len(json.dumps(f)) for f in body.offered)
         self.check_length(characters, "messages")
         return self._cut(
-            self.encode(body.prompt(self._tokenizer), body.add_special_tokens), body.truncate_prompt_tokens
+            self.encode(body.prompt(self._tokenizer, self._templates), body.add_special_tokens),
+            body.truncate_prompt_tokens,
         )
 
     def encode(self, text: str, special: bool) -> list[int]:

@@ -1,0 +1,43 @@
+"""The process that renders chat templates of requests: it may take so much memory, and is killed where it takes too
+long (`weft.server.templates`).
+
+It imports little, so that it is there soon, and talks in JSON: whatever a template does, what comes of it is data.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+MEMORY = 2**28
+"""Bytes that templates may take."""
+MOST_TEXT = 2**24
+"""Characters of a prompt."""
+MOST_ERROR = 500
+"""Characters of an error, which may hold the prompt."""
+
+
+def serve(connection: Connection) -> None:
+    """Says `ready`, then renders until the other end is closed: arguments of `render_jinja_template` to {"text"} or
+    {"error"}."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which lets its requests end
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            asked = json.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            text = render_jinja_template(**asked)[0][0]
+            said = {"text": text} if len(text) <= MOST_TEXT else {"error": f"it makes more than {MOST_TEXT} characters"}
+        except Exception as error:
+            said = {"error": str(error)[:MOST_ERROR] or type(error).__name__}
+        connection.send_bytes(json.dumps(said).encode())

@@ -1,0 +1,79 @@
+"""Chat templates that requests bring: refused by name unless the server takes them, and harmless where it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from server.conftest import Served, serve
+from server.test_tools import TEMPLATE, TOOLS
+from weft.engine.engine import Engine
+
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a b "}]
+
+
+@pytest.fixture(scope="module")
+def trusting(engine: Engine) -> Iterator[Served]:
+    yield from serve(engine, trust_request_chat_template=True)
+
+
+def tokens(served: Served, **body: Any) -> Any:
+    with served.http() as http:
+        answer = http.post("/tokenize", json={"messages": MESSAGES} | body)
+    assert answer.status_code == 200, answer.text
+    return served.engine.tokenizer.decode(answer.json()["tokens"])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_refused_by_name_unless_it_is_asked_for(served: Served, path: str) -> None:
+    with served.http() as http:
+        answer = http.post(path, json={"messages": MESSAGES, "chat_template": "x"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "chat_template"
+    assert "--trust-request-chat-template" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "template, more",
+    [
+        ("{% for m in messages %}\n  {{ m.role }}={{ m | tojson }}\n{% endfor %}{{ eos_token }}", {}),
+        ("{{ mood }}{{ messages[0].content }}", {"chat_template_kwargs": {"mood": "glad "}}),
+        ("{% for m in messages %}{{ m.content }}|{% endfor %}", {"continue_final_message": True}),
+        ("{% if add_generation_prompt %}go{% endif %}", {"add_generation_prompt": False}),
+        (TEMPLATE, {"tools": TOOLS}),
+    ],
+    ids=range(5),
+)
+def test_it_makes_the_prompt_that_the_same_template_of_a_model_makes(
+    trusting: Served, monkeypatch: pytest.MonkeyPatch, template: str, more: Any
+) -> None:
+    brought = tokens(trusting, chat_template=template, **more)
+    monkeypatch.setattr(trusting.engine.tokenizer, "chat_template", template)
+    assert brought == tokens(trusting, **more)
+
+
+def test_it_makes_the_prompt_of_a_chat(trusting: Served) -> None:
+    body = {"messages": MESSAGES, "chat_template": "{{ messages[0].content }}!", "return_token_ids": True}
+    with trusting.http() as http:
+        answer = http.post("/v1/chat/completions", json=body | {"max_tokens": 1}).json()
+    assert trusting.engine.tokenizer.decode(answer["prompt_token_ids"]) == "hi!"
+
+
+@pytest.mark.parametrize(
+    "template, error",
+    [
+        ("{{ messages[", "unexpected"),
+        ("{{ raise_exception('no such role') }}", "no such role"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ 'a' * 20000000 }}", "more than 16777216 characters"),
+        ("{{ ('a' * 10 ** 10) | length }}", "MemoryError"),
+        ("{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", "longer than 2 s"),
+    ],
+    ids=["syntax", "refusal", "escape", "long", "memory", "endless"],
+)
+def test_what_a_template_may_not_do(trusting: Served, template: str, error: str) -> None:
+    with trusting.http() as http:
+        answer = http.post("/tokenize", json={"messages": MESSAGES, "chat_template": template})
+    assert answer.status_code == 400 and error in answer.json()["error"]["message"], answer.text
+    assert tokens(trusting, chat_template="{{ messages[0].content }}") == "hi", "the next one is served"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from support import small_config
 
 from e2e.here import weft_here
 from weft.bench.profile import Event, clock_shifts, kind_of, read_rank, short, summarise, with_waiting
-from weft.engine.profiling import merge_traces
+from weft.engine.messages import Profiled
+from weft.engine.profiling import NotWatched, merge_traces, watch
 from weft.place.spec import Mesh
 
 PAIR = Mesh(1, 2, 2, 1)
@@ -221,10 +223,19 @@ def test_a_real_window(tmp_path: Path) -> None:
     assert {e["pid"] for e in marks} == {0, 1} and len(marks) == 2 * (2 + 2)
 
 
+def test_an_idle_engine_has_no_window() -> None:
+    stats = SimpleNamespace(steps=7, running=0)
+    ranks = SimpleNamespace(ask_all=lambda message, what: [Profiled(0, 0, 0.0, 0.0, 0.0)])
+    config = SimpleNamespace(executor="process", step_timeout_s=60.0)
+    engine: Any = SimpleNamespace(config=config, stats=lambda: stats, ask_ranks=lambda question: question(ranks))
+    with pytest.raises(NotWatched, match="only 0 steps were run while 20 were to be watched; keep requests running"):
+        watch(engine, 20)
+
+
 @pytest.mark.parametrize(
     "words, text",
     [
-        ("--steps 0", "steps is 0; it must be 1 or more"),
+        ("--steps 1", "steps is 1; it must be 2 or more"),
         ("--context 1000", "positions; at most --context "),
         ("--steps 2000", "positions; at most --steps below 2000"),
         ("--output /proc/x", "with --output"),

@@ -33,10 +33,10 @@ def test_a_profile_is_asked_for_at_the_start(served: Served, engine: Engine, tmp
     assert refused.status_code == 400 and "--profile-dir" in refused.json()["error"]["message"]
     for allowed in serve(engine, profile_dir=tmp_path):
         with allowed.http() as http:
-            for steps in (0, 1001):
+            for steps in (1, 1001):
                 assert http.post("/weft/profile", params={"steps": steps}).status_code == 400
             failed = http.post("/weft/profile")  # the ranks of this engine are threads
-            assert failed.status_code == 503 and "profile them as processes" in failed.json()["error"]["message"]
+            assert failed.status_code == 409 and "profile them as processes" in failed.json()["error"]["message"]
 
 
 def test_a_server_under_load_is_watched(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import subprocess
 import sys
@@ -113,6 +114,40 @@ def test_headers_without_end_are_refused(strict: Served) -> None:
         assert received(connection)[:12] in (b"HTTP/1.1 431", b"")  # what is sent on may have reset the connection
 
 
+def test_headers_beyond_the_limit_are_refused_though_they_come_at_once(strict: Served) -> None:
+    for header in (b"X-More: " + b"x" * 2**16, b"X: y\r\n" * 2**14, b"Cookie: a\r\n" * 6000):
+        with strict.socket() as connection:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n\r\n")
+            assert received(connection)[:12] in (b"HTTP/1.1 431", b"")
+    with strict.socket() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-More: " + b"x" * 65000 + b"\r\n\r\n")
+        assert received_until(connection, b"}").startswith(b"HTTP/1.1 200")
+
+
+def error_of(answer: bytes) -> dict[str, Any]:
+    """Of a response that came over a socket, whose end is the end of the connection."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head and b"content-type: application/json" in head, head
+    assert f"content-length: {len(body)}".encode() in head
+    return dict(json.loads(body)["error"])
+
+
+@pytest.mark.parametrize("sent", [b"GET /health FTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"])
+def test_what_is_no_http_is_answered_as_everything_is(strict: Served, sent: bytes) -> None:
+    """The second is how a TLS connection begins."""
+    with strict.socket() as connection:
+        connection.sendall(sent)
+        answer = received(connection)
+    assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert error_of(answer) == {
+        "message": "this is no HTTP/1.1 request that can be read",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
+
+
 def test_half_sent_requests_keep_nobody_out(engine: Engine) -> None:
     for served in serve(engine, max_connections=8, header_timeout_s=1000):
         held = [served.socket() for _ in range(40)]
@@ -163,6 +198,7 @@ def test_connections_with_requests_are_not_given_up() -> None:
             connection, answer = ask()
             stack.enter_context(connection)
             answers.append(answer[:12])
+        assert error_of(answer)["type"] == "server_error" and b"retry-after: 1" in answer
         assert answers == [b"HTTP/1.1 200", b"HTTP/1.1 200", b"HTTP/1.1 503"]
 
 

@@ -153,7 +153,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     (H, HELLO | {"chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs cannot set tokenize"),
     (H, HELLO | {"top_logprobs": 2}, 400, "needs logprobs"),
     (H, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
-    ("/v1/nothing", {}, 404, "Not Found"),
+    ("/v1/nothing", {}, 404, "there is no path /v1/nothing here"),
 ]
 
 
@@ -249,6 +249,24 @@ def test_errors_name_the_parameter_and_the_kind(served: Served) -> None:
         assert error(C, prompt="a" * 250, max_tokens=100)["code"] == "context_length_exceeded"
         assert error(C, prompt=[99999])["code"] is None
         assert error(C, prompt="a", max_tokens=1, min_tokens=2)["param"] == "min_tokens"
+
+
+def test_no_path_leads_to_another_host(served: Served) -> None:
+    """A client that followed would bring its prompt and its key there."""
+    with served.http() as http:
+        for path in (f"{C}/", "/health/", "/v1/models/small/"):
+            answer = http.post(path, json={"prompt": "a"}, headers={"Host": "elsewhere.example"})
+            assert answer.status_code in (404, 405) and "location" not in answer.headers
+        assert http.get(C).status_code == 405 and http.get(C).headers["allow"] == "POST"
+
+
+def test_the_schema_tells_errors_as_they_come(served: Served) -> None:
+    with served.http() as http:
+        schema = http.get("/openapi.json").json()
+    for methods in schema["paths"].values():
+        for operation in methods.values():
+            assert operation["responses"].keys() == {"200", "4XX", "5XX"}
+    assert "HTTPValidationError" not in schema["components"]["schemas"]
 
 
 def test_models_are_found_by_name(served: Served) -> None:

@@ -46,12 +46,13 @@ class Command:
     def run(self) -> int:
         """Prints tables. Raises UserError, LayoutError, ModelError, EngineError."""
         from weft.bench.host import describe_host
-        from weft.bench.profile import SPARE_TOKENS, answer_length, run
+        from weft.bench.profile import LEAST_STEPS, SPARE_TOKENS, answer_length, run
         from weft.bench.profile_picture import draw
 
         for name in ("batch", "context", "steps", "max_batch_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+            least = LEAST_STEPS if name == "steps" else 1
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
         tokens = answer_length(self.steps, -(-self.batch * self.context // self.max_batch_tokens))
         config = engine_config(
             self.model,

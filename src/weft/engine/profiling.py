@@ -33,6 +33,10 @@ STEP = "weft step "
 """How a step's range in a trace is called, before its number."""
 
 
+class NotWatched(EngineError):
+    """An engine that works, of which no window of steps can be had."""
+
+
 @dataclass(frozen=True)
 class Window:
     """What was watched. steps: that every rank ran; seconds: from the first to the end of the last, on rank 0.
@@ -125,11 +129,11 @@ class RankProfile:
 def watch(engine: Engine, steps: int, folder: Path | None = None) -> Window:
     """Watches the next steps of an engine, which requests that run must fill; the caller's thread waits.
 
-    folder: where each rank's trace goes, of torch's profiler; without one only CPU time is counted. Raises EngineError
-    where too few steps follow.
+    folder: where each rank's trace goes, of torch's profiler; without one only CPU time is counted. Raises NotWatched
+    where too few steps follow, and EngineError.
     """
     if engine.config.executor == "thread":
-        raise EngineError("ranks that are threads of one process cannot be told apart; profile them as processes")
+        raise NotWatched("ranks that are threads of one process cannot be told apart; profile them as processes")
 
     def begin(executor: Executor) -> tuple[int, float]:
         executor.ask_all(StartProfile(steps, "" if folder is None else str(folder)), "the profilers")
@@ -145,7 +149,9 @@ def watch(engine: Engine, steps: int, folder: Path | None = None) -> Window:
         time.sleep(POLL_S)
     last, cpu_after, found = engine.ask_ranks(end)
     if (seen := min(rank.steps for rank in found)) < steps:
-        raise EngineError(f"only {seen} steps were run while {steps} were to be watched")
+        raise NotWatched(
+            f"only {seen} steps were run while {steps} were to be watched; keep requests running meanwhile"
+        )
     found.sort(key=lambda rank: rank.rank)
     return Window(
         steps,

@@ -14,7 +14,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from weft import __version__
-from weft.bench.profile import watch_now
+from weft.bench.profile import LEAST_STEPS, watch_now
+from weft.engine.profiling import NotWatched
 from weft.server import errors, extras, routed
 from weft.server.answers import Intake
 from weft.server.completions import Service
@@ -34,7 +35,14 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
     """The OpenAI-compatible application. What asks for its schema needs the key too; pages about it would load code
     from elsewhere, and are left out."""
     engine = intake.engine
-    app = FastAPI(title="Weft", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Weft",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # they would lead to whatever the Host header says
+        responses=errors.RESPONSES,
+    )
     app.add_middleware(Guard, options=options, metrics=intake.metrics)
     if options.cors_origins:  # outermost: a browser asks without the key whether it may ask
         app.add_middleware(
@@ -97,12 +105,15 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
     async def profile(steps: int = 20) -> dict[str, Any]:
         if (folder := options.profile_dir) is None:
             raise ApiError(400, "start weft serve with --profile-dir FOLDER, where the trace goes")
-        if not 1 <= steps <= MOST_WATCHED:
-            raise ApiError(400, f"steps is {steps}; it must be between 1 and {MOST_WATCHED}", param="steps")
+        if not LEAST_STEPS <= steps <= MOST_WATCHED:
+            limits = f"between {LEAST_STEPS} and {MOST_WATCHED}"
+            raise ApiError(400, f"steps is {steps}; it must be {limits}", param="steps")
         if not watching.acquire(blocking=False):
             raise ApiError(409, "steps are being watched already")
         try:
             return (await run_in_threadpool(watch_now, engine, steps, folder)).report
+        except NotWatched as error:
+            raise ApiError(409, str(error)) from error
         finally:
             watching.release()
 

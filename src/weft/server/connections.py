@@ -7,8 +7,9 @@ import os
 import resource
 from typing import Any, ClassVar, Literal
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from weft.server.errors import ApiError
 from weft.server.options import Options
 
 ACCEPTED_AT_ONCE = 16
@@ -17,8 +18,13 @@ SPARE_DESCRIPTORS = 5 * ACCEPTED_AT_ONCE
 """Left free: asyncio takes four turns from accepting a connection to closing the one that gave way to it."""
 MOST_HEADERS = 2**16
 """Bytes of a request's headers."""
-REFUSED = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
-TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+FULL = ApiError(503, "every connection to this server is in use; try again", headers={"Retry-After": "1"})
+NO_HTTP = ApiError(400, "this is no HTTP/1.1 request that can be read")
+TOO_LONG = ApiError(431, f"the headers of a request are larger than {MOST_HEADERS} bytes, the limit here")
+
+
+class TooLong(Exception):
+    """Raised in a callback of the parser, which stops there."""
 
 
 class Connection(HttpToolsProtocol):
@@ -32,7 +38,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._awaited: Literal["headers", "body"] | None = None
-        self._headers = 0
+        self._headers = self._unfinished = 0
         self._timer: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._since = self.loop.time()
@@ -48,7 +54,7 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > self.most:
             others = [c for c in self.connections if isinstance(c, Connection) and c is not self and not c.has_request]
             if not others:
-                transport.write(REFUSED)
+                self._refuse(FULL)
             leaver = min(others, key=lambda c: c._since, default=self)
             leaver.connections.discard(leaver)  # what leaves does not count, though it hears of it a moment later
             leaver.transport.close()
@@ -62,10 +68,25 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_request()
-        self._headers = self._headers + len(data) if self._awaited == "headers" else 0
-        if self._headers > MOST_HEADERS:
-            self.transport.write(TOO_LONG)
-            self.transport.close()
+        # The parser tells of a header once it is whole.
+        self._unfinished = self._unfinished + len(data) if self._awaited == "headers" else 0
+        if self._unfinished > MOST_HEADERS:
+            self._refuse(TOO_LONG)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._headers = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value) + len(b": \r\n"))
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(TOO_LONG if self._headers > MOST_HEADERS else NO_HTTP)
 
     def on_response_complete(self) -> None:
         self._since = self.loop.time()
@@ -79,6 +100,22 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()
+
+    def _count(self, size: int) -> None:
+        self._headers += size
+        if self._headers > MOST_HEADERS:
+            raise TooLong
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answers what no application hears of, and closes. In the middle of another response it only closes."""
+        if self.transport.is_closing():
+            return
+        if not (self.has_request and self.cycle.response_started):
+            response = error.response()
+            lines = [b"%b: %b" % header for header in (*response.raw_headers, (b"connection", b"close"))]
+            status = STATUS_LINE[error.status]  # with its end of line
+            self.transport.write(status + b"\r\n".join([*lines, b"", bytes(response.body)]))
+        self.transport.close()
 
     def _watch_request(self) -> None:
         """One timer for the headers, then one for the body; none while a whole request is here."""

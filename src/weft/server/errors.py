@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from weft.engine.config import EngineError
+
+
+class ErrorDetail(BaseModel):
+    """param: the parameter at fault."""
+
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """What every error is answered with."""
+
+    error: ErrorDetail
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "What the client can put right", "model": ErrorBody},
+    "5XX": {"description": "What it cannot", "model": ErrorBody},
+}
+"""Of every path, in the schema."""
 
 
 class ApiError(Exception):
@@ -62,7 +85,10 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        return ApiError(error.status_code, str(error.detail)).response()
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"there is no path {request.url.path} here; GET /openapi.json names those that there are"
+        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
 
 def field_errors(problems: Sequence[Any], body: Any) -> ApiError:

@@ -201,13 +201,13 @@ def test_special_tokens_are_kept_for_the_parser_alone(quiet: QuietEngine) -> Non
     quiet.tokenizer.chat_template = "<tool_call>"
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS})
     plain = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}]})
-    assert not service.chat_params(body).keep_special
+    assert not service.chat_job(body).params.keep_special
     quiet.tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "<|end|>"]})
     del quiet.language.special
-    assert service.chat_params(body).keep_special and not service.chat_params(plain).keep_special
-    found = service.parsers(body)
+    assert service.chat_job(body).params.keep_special and not service.chat_job(plain).params.keep_special
+    found = service.chat_job(body).parsers
     assert found is not None and found().push(f"a<|end|>{CALL}", last=True).text == "a"
-    shown = service.parsers(body.model_copy(update={"skip_special_tokens": False}))
+    shown = service.chat_job(body.model_copy(update={"skip_special_tokens": False})).parsers
     assert shown is not None and shown().push("a<|end|>", last=True).text == "a<|end|>"
 
 

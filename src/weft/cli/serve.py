@@ -57,6 +57,9 @@ class Command:
     """Failures of ranks within ten minutes after which they are started anew; one more ends the server."""
     log_format: Literal["text", "json"] = "text"
     """Of the log on stderr."""
+    reasoning_parser: Literal["auto", "think", "off"] = "auto"
+    """Gives what a model writes between <think> and </think> as reasoning_content: auto, where its chat template or
+    tokenizer knows these; think, for any model; off, for none: it stays in the text."""
     served_model_name: str | None = None
     """The model's name for clients; left out, its directory's name."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -94,6 +97,7 @@ class Command:
                 request_timeout_s=self.request_timeout_s,
                 drain_s=self.drain_s,
                 trust_request_chat_template=self.trust_request_chat_template,
+                reasoning_parser=self.reasoning_parser,
                 profile_dir=self._profile_folder(),
             )
         except ValueError as error:

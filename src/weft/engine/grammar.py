@@ -22,6 +22,12 @@ def grammar(kind: Kind, what: Any) -> str:
     return str(llguidance.grammar_from(kind, text))
 
 
+def followed(lead: str, grammar: str) -> str:
+    """A grammar that begins otherwise. lead: Lark, in which `@answer` stands for the grammar."""
+    inner = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    return json.dumps({"grammars": [{"lark_grammar": lead}, inner[0] | {"name": "answer"}, *inner[1:]]})
+
+
 class Grammar:
     """How far one answer has come in its grammar."""
 

@@ -111,5 +111,5 @@ def has_more_values(data: bytes, most: int, most_containers: int) -> bool:
 
     if not exceeds(data):
         return False
-    unescaped = data.replace(rb"\\", b"").replace(rb'\"', b"")  # the quotes that are left begin and end strings
+    unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")  # the quotes that are left begin and end strings
     return exceeds(b"".join(unescaped.split(b'"')[::2]))

@@ -75,7 +75,10 @@ class Message(Body):
         for name in ("name", "tool_call_id"):
             if getattr(self, name) is not None:
                 message[name] = getattr(self, name)
-        return message | (self.model_extra or {})
+        further = self.model_extra or {}
+        if "reasoning" in further:  # vLLM's newer name; templates have the older one
+            further = {"reasoning_content": further["reasoning"]} | further
+        return message | further
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         try:
@@ -134,6 +137,8 @@ class ChatRequest(CommonRequest):
     add_special_tokens: bool = False
     chat_template: Text | None = Field(None, min_length=1)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
 
     @property
     def offered(self) -> list[dict[str, Any]]:

@@ -7,8 +7,8 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
@@ -22,11 +22,13 @@ from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest
 from weft.server.errors import ApiError, unknown_model
 from weft.server.forms import Form, form_of
+from weft.server.options import ReasoningParser
 from weft.server.prompts import Prompts
 from weft.server.protocol import CommonRequest, CompletionRequest, SharedRequest, StreamOptions
 from weft.server.record import heard
 from weft.server.structure import grammar_of
 from weft.server.templates import Templates
+from weft.server.thoughts import BEGIN, END, Start, ThoughtParser, Unspoken, after_thought, start_of
 from weft.server.tools import Parser, parser
 from weft.server.wire import EventStream, event, json_response
 
@@ -36,13 +38,30 @@ Job = tuple[list[list[int]], SamplingParams, render.Style]
 """Prompts, how to answer each, and how answers look."""
 
 
+class PartsOf(NamedTuple):
+    """What the parts of a chat's answer are told apart by. form: of calls; start: of a thought; None: has none."""
+
+    form: Form | None
+    start: Start | None
+
+
+class ChatJob(NamedTuple):
+    """A chat for the engine. parsers: make what tells the parts of an answer apart; None: it is all text."""
+
+    prompt: list[int]
+    params: SamplingParams
+    parsers: Callable[[], Parser] | None
+
+
 @dataclass(frozen=True)
 class Service:
-    """Answers both endpoints for one engine and the one model name that it serves. templates: as in `Prompts`."""
+    """Answers both endpoints for one engine and the one model name that it serves. templates: as in `Prompts`;
+    reasoning_parser: as in `Options`."""
 
     intake: Intake
     model_name: str
     templates: Templates | None = None
+    reasoning_parser: ReasoningParser = "auto"
 
     @property
     def engine(self) -> Engine:
@@ -95,35 +114,68 @@ class Service:
 
     def _chat(self, body: ChatRequest) -> Job:
         self._check(body)
-        params, prompt = self.chat_params(body), self.prompts.of_chat(body)
-        wanted = render.Wanted(params.logprobs, params.prompt_logprobs, body.return_token_ids)
-        return [prompt], params, render.Chat(self.engine.language, prompt, wanted, self.parsers(body))
+        job = self.chat_job(body)
+        wanted = render.Wanted(job.params.logprobs, job.params.prompt_logprobs, body.return_token_ids)
+        return [job.prompt], job.params, render.Chat(self.engine.language, job.prompt, wanted, job.parsers)
 
-    def form(self, body: ChatRequest) -> Form | None:
-        """In what form the answer's parts are told apart; None where it is all text."""
-        form = form_of(body.template(self.engine.tokenizer))
-        return form if form and (body.offered or form.channels) else None
+    def chat_job(self, body: ChatRequest) -> ChatJob:
+        """What answers a chat. ApiError 400."""
+        text = self.prompts.chat_text(body)
+        parts = self._parts(body, text)
+        return ChatJob(
+            self.prompts.of_chat_text(text, body), self._chat_params(body, parts), self._parsers(body, parts)
+        )
 
-    def parsers(self, body: ChatRequest) -> Callable[[], Parser] | None:
+    def _parts(self, body: ChatRequest, prompt: str) -> PartsOf:
+        template = body.template(self.engine.tokenizer)
+        form = form_of(template)
+        if form and form.channels:
+            if not body.separate_reasoning:
+                message = "separate_reasoning must be true: what this model answers has a channel for it"
+                raise ApiError(400, message, param="separate_reasoning")
+            return PartsOf(form, None)
+        begun = body.messages[-1].text if body.continue_final_message else ""
+        start = start_of(prompt, begun) if self._thinks(template) and body.separate_reasoning else None
+        return PartsOf(form if body.offered else None, start)
+
+    def _thinks(self, template: str) -> bool:
+        """Whether the model's thoughts are told apart from text."""
+        if self.reasoning_parser != "auto":
+            return self.reasoning_parser == "think"
+        return BEGIN in template or END in template or END in self._added
+
+    @cached_property
+    def _added(self) -> frozenset[str]:
+        return frozenset(self.engine.tokenizer.get_added_vocab())
+
+    def _parsers(self, body: ChatRequest, parts: PartsOf) -> Callable[[], Parser] | None:
         """What makes a parser for each answer; None where it is all text."""
-        form = self.form(body)
+        form, start = parts
         hidden = self.engine.language.special if body.skip_special_tokens else ()
-        return partial(parser, form, body.offered, hidden) if form else None
 
-    def chat_params(self, body: ChatRequest) -> SamplingParams:
-        """How to answer a chat. ApiError 400."""
+        def made() -> Parser:
+            found = parser(form, body.offered, hidden)
+            if start:
+                found = ThoughtParser(found, start, hidden)
+            return found if body.include_reasoning else Unspoken(found)
+
+        return made if form or start else None
+
+    def _chat_params(self, body: ChatRequest, parts: PartsOf) -> SamplingParams:
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        logprobs, form = (body.top_logprobs or 0) if body.logprobs else None, self.form(body)
+        logprobs, form = (body.top_logprobs or 0) if body.logprobs else None, parts.form
         params = self._params(
             body,
             calls=body.calls_grammar(form, self.engine.language.grammars),
+            start=parts.start,
             max_tokens=most,
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
         )
         if form and form.end and not body.parallel_tool_calls:
             params = replace(params, stop_after=(form.end,))
-        if form and not self.engine.language.special.isdisjoint(form.tokens):
+        marks = (form.tokens if form else ()) + ((BEGIN, END) if parts.start else ())
+        if not self.engine.language.special.isdisjoint(marks):
             params = replace(params, keep_special=True)  # the parser finds the parts by them
         return params
 
@@ -145,14 +197,18 @@ class Service:
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
         body.refuse_unsupported()
 
-    def _params(self, body: CommonRequest, *, calls: str | None = None, **more: Any) -> SamplingParams:
-        """calls: the grammar of an answer that must be calls."""
+    def _params(
+        self, body: CommonRequest, *, calls: str | None = None, start: Start | None = None, **more: Any
+    ) -> SamplingParams:
+        """calls: the grammar of an answer that must be calls. start: where the answer has a thought."""
         grammar = grammar_of(body)
         if grammar and calls:
             raise ApiError(
                 400, "tool_choice and response_format ask for two grammars; ask for one", param="tool_choice"
             )
         grammar = grammar or calls
+        if grammar and start:
+            grammar = after_thought(grammar, start, self.engine.language.grammars.named)
         if grammar:
             try:
                 self.engine.language.grammars.start(grammar)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+ReasoningParser = Literal["auto", "think", "off"]
+"""Thoughts between <think> tags are split off where the chat template or the tokenizer knows them, always, or never."""
 
 HEADER_TEXT = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 """What every client can send as part of a header, and every server gets as it was sent."""
@@ -19,7 +23,7 @@ class Options:
     body_timeout_s: for a request to arrive. idle_timeout_s: a kept connection without a request. stall_timeout_s: a
     client that reads nothing of its response. request_timeout_s: until the whole answer; None: it may take any time.
     drain_s: how long requests may go on after SIGTERM. trust_request_chat_template: whether chats may bring their own
-    chat template; else that is refused.
+    chat template; else that is refused. reasoning_parser: whose thoughts are told apart from text.
     profile_dir: where `POST /weft/profile` writes; None: it is refused.
     """
 
@@ -34,6 +38,7 @@ class Options:
     request_timeout_s: float | None = None
     drain_s: float = 30.0
     trust_request_chat_template: bool = False
+    reasoning_parser: ReasoningParser = "auto"
     profile_dir: Path | None = None
 
     def __post_init__(self) -> None:

@@ -42,13 +42,18 @@ class Prompts:
 
     def of_chat(self, body: ChatRequest) -> list[int]:
         """The tokens of its messages and tools, through the chat template."""
+        return self.of_chat_text(self.chat_text(body), body)
+
+    def of_chat_text(self, text: str, body: ChatRequest) -> list[int]:
+        """The tokens of what `chat_text` gave."""
+        return self._cut(self.encode(text, body.add_special_tokens), body.truncate_prompt_tokens)
+
+    def chat_text(self, body: ChatRequest) -> str:
+        """What the chat template makes of its messages and tools."""
         self.check_choices(body.n)
         characters = sum(m.characters for m in body.messages) + sum(len(json.dumps(f)) for f in body.offered)
         self.check_length(characters, "messages")
-        return self._cut(
-            self.encode(body.prompt(self._tokenizer, self._templates), body.add_special_tokens),
-            body.truncate_prompt_tokens,
-        )
+        return body.prompt(self._tokenizer, self._templates)
 
     def encode(self, text: str, special: bool) -> list[int]:
         """A text's tokens; special: with those that the tokenizer puts around it."""

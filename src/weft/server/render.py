@@ -125,6 +125,11 @@ def prompt_table(language: Language, scores: Sequence[TokenLogprob], most: int) 
     ]
 
 
+def _reasoning(thought: str) -> dict[str, str]:
+    """By the name that most clients know, and by vLLM's newer one."""
+    return {"reasoning_content": thought, "reasoning": thought}
+
+
 class Chat:
     """/v1/chat/completions. prompt: its tokens. parsers: make what tells the parts of an answer apart; None: it is all
     text."""
@@ -148,7 +153,7 @@ class Chat:
         parts = self._new_parser().push(choice.text, last=True) if self._new_parser else Parts(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": parts.text}
         if parts.thought:
-            message["reasoning_content"] = parts.thought
+            message |= _reasoning(parts.thought)
         if parts.calls:
             message |= {"content": parts.text or None, "tool_calls": [call.plain() for call in parts.calls]}
         body = {"index": index, "message": message} | self._rest(choice, choice.last, bool(parts.calls))
@@ -165,7 +170,7 @@ class Chat:
             parts = self._parsers[index].push(output.text, last=output.finish_reason is not None)
         delta: dict[str, Any] = {"content": parts.text} if parts.text else {}
         if parts.thought:
-            delta["reasoning_content"] = parts.thought
+            delta |= _reasoning(parts.thought)
         if parts.calls:
             calls = enumerate(parts.calls, self._called[index])
             delta["tool_calls"] = [{"index": number} | call.plain() for number, call in calls]

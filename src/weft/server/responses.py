@@ -13,11 +13,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, ValidationError
 
-from weft.engine.request import SamplingParams
 from weft.server.answers import Choice, usage
 from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest
-from weft.server.completions import Service
+from weft.server.completions import ChatJob, Service
 from weft.server.errors import ApiError, field_errors
 from weft.server.forms import Call
 from weft.server.protocol import HARMLESS, SharedRequest, Text
@@ -148,18 +147,17 @@ class Responses:
 
         return made
 
-    def _chat(self, body: ResponsesRequest) -> tuple[list[int], SamplingParams, Parser | None]:
-        """Of the same as a chat: the prompt, how to answer, and what tells calls from text."""
-        chat, service = body.chat(), self._service
-        service.check_model(body.model)
-        parsers = service.parsers(chat)
-        return service.prompts.of_chat(chat), service.chat_params(chat), parsers() if parsers else None
+    def _chat(self, body: ResponsesRequest) -> ChatJob:
+        """The same as a chat."""
+        chat = body.chat()
+        self._service.check_model(body.model)
+        return self._service.chat_job(chat)
 
     async def _answer(self, body: ResponsesRequest, request: Request) -> Response:
         service = self._service
-        prompt, params, parser = await work_on(request, self._chat, body)
+        prompt, params, parsers = await work_on(request, self._chat, body)
         stream = service.intake.answers(request, [prompt], [params], service.sharing(body, request))
-        made = _Made(body, service.model_name, prompt, parser)
+        made = _Made(body, service.model_name, prompt, parsers() if parsers else None)
         if body.stream:
             first = await anext(stream, None)  # a refusal must still be an HTTP status
 

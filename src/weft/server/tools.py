@@ -29,11 +29,29 @@ class Parser(Protocol):
         ...
 
 
-def parser(form: Form, functions: Functions = (), hidden: Collection[str] = ()) -> Parser:
-    """For one answer in this form. hidden: special tokens, which no client sees; each comes in one piece."""
+def parser(form: Form | None, functions: Functions = (), hidden: Collection[str] = ()) -> Parser:
+    """For one answer in this form; None: it is all text. hidden: special tokens, which no client sees; each comes in
+    one piece."""
+    if form is None:
+        return TextParser(hidden)
     if form.channels:
         return ChannelParser(form, functions)
     return TaggedParser(form, functions, hidden) if form.begin else BareParser(form, functions)
+
+
+def any_of(tokens: Collection[str]) -> re.Pattern[str]:
+    """Matches each of these, and nothing where there are none."""
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+class TextParser:
+    """There are no parts."""
+
+    def __init__(self, hidden: Collection[str] = ()):
+        self._hidden = any_of(hidden)
+
+    def push(self, text: str, last: bool) -> Parts:
+        return Parts(self._hidden.sub("", text))
 
 
 class TaggedParser:
@@ -41,7 +59,7 @@ class TaggedParser:
 
     def __init__(self, form: Form, functions: Functions, hidden: Collection[str] = ()):
         self._form, self._functions = form, functions
-        self._hidden = re.compile("|".join(map(re.escape, hidden)) or "(?!)")
+        self._hidden = any_of(hidden)
         self._held = ""
         self._after_call = False
 

@@ -1,0 +1,182 @@
+"""Thoughts between <think> tags: apart from the text and the calls, whole and streamed, and before any grammar."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from server.conftest import QuietEngine, Served, output, serve
+from server.test_tools import CALL, TOOLS
+from weft.engine.grammar import Grammars, grammar
+from weft.server.answers import Intake
+from weft.server.chats import ChatRequest
+from weft.server.completions import Service
+from weft.server.forms import FORMS
+from weft.server.metrics import Metrics
+from weft.server.options import ReasoningParser
+from weft.server.thoughts import Start, ThoughtParser, after_thought, start_of
+from weft.server.tools import Parts, parser
+
+HERMES = next(form for form in FORMS if form.marks == ("<tool_call>",))
+THOUGHT = "<think>\nHm, a<b.\n\nSo </thin\n</think>\n\n"
+SPLIT = "Hm, a<b.\n\nSo </thin"
+OPENS = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}{{ m.content }}\n{% endfor %}<think>\n"
+MAY_THINK = OPENS.removesuffix("<think>\n") + "{# <think></think> #}"
+HELLO: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    "start, answer, wanted",
+    [
+        ("free", f"{THOUGHT}Yes.\n", ("Yes.\n", SPLIT, 0)),
+        ("inside", f"{THOUGHT}Yes.", ("Yes.", SPLIT, 0)),
+        ("inside", THOUGHT.removeprefix("<think>\n") + "Yes.", ("Yes.", SPLIT, 0)),
+        ("free", f"\n{THOUGHT}{CALL}", ("", SPLIT, 1)),
+        ("free", "<think>\n\n</think>\n\nYes.", ("Yes.", "", 0)),
+        ("free", f"<think>{CALL}</think>{CALL}", ("", CALL, 1)),
+        ("free", "Yes. <think>no</think>", ("Yes. <think>no</think>", "", 0)),
+        ("free", " <thin", (" <thin", "", 0)),
+        ("free", "<think>\nHm", ("", "Hm", 0)),
+        ("inside", "Hm</th", ("", "Hm</th", 0)),
+        ("inside", "</think>", ("", "", 0)),
+        ("inside", "", ("", "", 0)),
+        ("free", "", ("", "", 0)),
+    ],
+    ids=range(13),
+)
+def test_thoughts_however_they_are_cut(start: Start, answer: str, wanted: Any) -> None:
+    for seed in range(30):
+        cuts = sorted(random.Random(seed).choices(range(len(answer) + 1), k=seed))
+        pieces = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
+        for split in (pieces, [*answer, ""]):
+            found, parts = ThoughtParser(parser(HERMES), start), Parts()
+            for at, piece in enumerate(split):
+                parts += found.push(piece, last=at == len(split) - 1)
+            assert (parts.text, parts.thought, len(parts.calls)) == wanted
+
+
+def test_where_an_answer_begins() -> None:
+    assert start_of("user: hi\nassistant: <think>\n") == "inside"
+    assert start_of("user: what is <think>?\nassistant:") == "free"
+    assert start_of("assistant: <think>\n\n</think>\n\n") is None
+    assert start_of("assistant:<think>Hm", "<think>Hm") == "inside"
+    assert start_of("assistant:<think>Hm</think>Y", "<think>Hm</think>Y") is None
+
+
+def service(quiet: QuietEngine, how: ReasoningParser = "auto") -> Service:
+    return Service(Intake(quiet, Metrics(quiet)), "small", reasoning_parser=how)  # type: ignore[arg-type]
+
+
+def parts(of: Service, answer: str, **more: Any) -> Parts:
+    made = of.chat_job(ChatRequest.model_validate({"messages": HELLO} | more)).parsers
+    return made().push(answer, last=True) if made else Parts(answer)
+
+
+def test_who_thinks(quiet: QuietEngine) -> None:
+    """By template or tokenizer, unless the option says it; and clients may have it unsaid or unsplit."""
+    assert parts(service(quiet), THOUGHT + "Yes.").text == THOUGHT + "Yes."
+    assert parts(service(quiet, "think"), THOUGHT + "Yes.") == Parts("Yes.", thought=SPLIT)
+    quiet.tokenizer.add_tokens([AddedToken("</think>")])
+    assert parts(service(quiet), THOUGHT + "Yes.") == Parts("Yes.", thought=SPLIT)
+    quiet.tokenizer.chat_template = OPENS
+    assert parts(service(quiet), "Hm</think>Yes.") == Parts("Yes.", thought="Hm")
+    assert parts(service(quiet), "Hm</think>Yes.", include_reasoning=False) == Parts("Yes.")
+    assert parts(service(quiet), "Hm</think>Yes.", separate_reasoning=False) == Parts("Hm</think>Yes.")
+    assert parts(service(quiet, "off"), "Hm</think>Yes.") == Parts("Hm</think>Yes.")
+
+
+def test_marks_that_are_special_tokens_are_seen_by_the_parser_alone(quiet: QuietEngine) -> None:
+    quiet.tokenizer.chat_template = MAY_THINK
+    body = ChatRequest.model_validate({"messages": HELLO})
+    assert not service(quiet).chat_job(body).params.keep_special
+    quiet.tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<|x|>"]})
+    del quiet.language.special
+    assert service(quiet).chat_job(body).params.keep_special
+    assert parts(service(quiet), "<think>H<|x|>m</think>Y<|x|>es.") == Parts("Yes.", thought="Hm")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_of_a_chat(quiet: QuietEngine, stream: bool) -> None:
+    """Of a template that opens the thought; what a client sends back reaches the template."""
+    quiet.tokenizer.chat_template = OPENS
+    pieces = ["H", "m\n</", "think>", "\nYes."]
+
+    def say() -> None:
+        for piece in pieces:
+            quiet.say(output(piece))
+        quiet.say(output("", "stop"))
+
+    for served in serve(quiet):
+        threading.Thread(target=say).start()
+        found: Any = served.client().chat.completions.create(model="small", messages=HELLO, stream=stream)
+        said = [c.choices[0].delta for c in found] if stream else [found.choices[0].message]
+        assert "".join(part.content or "" for part in said) == "Yes."
+        for name in ("reasoning_content", "reasoning"):
+            assert "".join(getattr(part, name, None) or "" for part in said) == "Hm"
+    for name in ("reasoning_content", "reasoning"):
+        asked = ChatRequest.model_validate({"messages": [{"role": "assistant", "content": "Yes.", name: "Hm"}]})
+        assert asked.prompt(quiet.tokenizer, None) == "assistant:HmYes.\n<think>"
+
+
+SCHEMA: Any = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
+SCHEMA |= {"additionalProperties": False}
+
+
+@pytest.mark.parametrize("marks", ["text", "added tokens", "special tokens"])
+@pytest.mark.parametrize("kind", ["json", "calls"])
+@pytest.mark.parametrize("start", ["inside", "free"])
+def test_a_grammar_begins_after_the_thought(chat_model_dir: Path, marks: str, kind: str, start: Start) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(chat_model_dir)
+    tokens = [AddedToken(t, normalized=False) for t in ("<think>", "</think>", "<tool_call>") if marks != "text"]
+    tokenizer.add_tokens(tokens, special_tokens=marks == "special tokens")
+    grammars = Grammars(tokenizer, len(tokenizer), [0])
+    inner, answer = grammar("json", SCHEMA), '{"n":true}'
+    if kind == "calls":
+        inner = HERMES.grammar([t["function"] for t in TOOLS], several=False, named=grammars.named)
+        answer = '<tool_call>\n{"name":"time","arguments":{"city":"Bern"}}\n</tool_call>'
+    made = after_thought(inner, start, grammars.named)
+
+    def accepted(text: str) -> str:
+        """What the grammar takes of it, and a point where it may end there."""
+        state, ids = grammars.start(made), tokenizer.encode(text, add_special_tokens=False)
+        for at, token in enumerate(ids):
+            if not state.mask(b"")[token // 8] >> token % 8 & 1:
+                return str(tokenizer.decode(ids[:at]))
+            state.accept(token)
+        return text + "." if state.mask(b"")[0] & 1 else text
+
+    thought = "<think>" * (start == "free") + 'Hm\n{"n": <b\n</think>'
+    for between in ("", "\n\n"):
+        assert accepted(thought + between + answer) == thought + between + answer + "."
+    assert accepted(thought + "Yes") == thought
+    assert accepted(thought.removesuffix("</think>")) == thought.removesuffix("</think>")
+    if start == "free":
+        assert accepted(answer) == answer + "." and accepted("x") == ""
+    else:
+        assert accepted('x{"n":true}') == 'x{"n":true}', "all text is thought until that ends"
+
+
+def test_an_answer_that_follows_a_grammar_thinks_before(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freely, here until its length; but not where the prompt has closed the thought."""
+    body: Any = {"model": "small", "messages": HELLO, "max_tokens": 60, "temperature": 0}
+    body |= {"extra_body": {"guided_choice": ["yes", "no"]}}
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", OPENS)
+    cut = served.client().chat.completions.create(**body).choices[0]
+    assert (cut.finish_reason, cut.message.content) == ("length", "") and cut.message.reasoning_content
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", OPENS + "</think>")
+    whole = served.client().chat.completions.create(**body).choices[0]
+    assert whole.message.content in ("yes", "no")
+
+
+def test_bad_input(quiet: QuietEngine) -> None:
+    quiet.tokenizer.chat_template = "<|start|>assistant<|channel|>"
+    for served in serve(quiet):
+        with served.http() as http:
+            answer = http.post("/v1/chat/completions", json={"messages": HELLO, "separate_reasoning": False})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "separate_reasoning"

@@ -94,6 +94,7 @@ def test_stop_strings_end_the_text(served: Served) -> None:
 
 C, H = "/v1/completions", "/v1/chat/completions"
 HELLO = {"model": "small", "messages": MESSAGES}
+FORM = {"type": "json_schema", "json_schema": {"schema": {}}}
 BAD: list[tuple[str, Any, int, str]] = [
     (C, "{", 400, "JSON"),
     (C, [], 400, "the body must be a JSON object"),

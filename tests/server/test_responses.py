@@ -119,6 +119,16 @@ def test_what_was_thought_is_an_item_of_its_own(quiet: QuietEngine, answer: str,
         assert asked.messages[-1].plain()["reasoning_content"] == "Hm."
 
 
+def test_what_is_asked_comes_back(served: Served) -> None:
+    asked: Any = {"metadata": {"run": "7"}, "text": {"verbosity": "medium", "format": {"type": "text"}}}
+    with served.http() as http:
+        answer = http.post("/v1/responses", json={"input": "a", "max_output_tokens": 1} | asked).json()
+        assert {name: answer[name] for name in asked} == asked
+        null = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": None}]}
+        body = {"input": [null, {"role": "user", "content": "a"}], "max_output_tokens": 1}
+        assert http.post("/v1/responses", json=body).status_code == 200
+
+
 @pytest.mark.parametrize(
     "body, text",
     [
@@ -126,13 +136,28 @@ def test_what_was_thought_is_an_item_of_its_own(quiet: QuietEngine, answer: str,
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id is not supported"),
         ({"input": "a", "background": True}, "background is not supported"),
         ({"input": [{"type": "image"}]}, "input of type 'image' is not supported"),
+        ({"input": [{"type": ["message"]}]}, "input of type ['message'] is not supported"),
+        ({"input": "a", "text": {"verbosity": "low"}}, "text.verbosity is not supported"),
+        ({"input": "a", "text": {"style": "terse"}}, "text.style is not supported"),
+        ({"input": "a", "text": {"format": "json"}}, "text.format: Input should be a valid dict"),
+        ({"input": "a", "text": {"format": {"type": "json_schema", "schema": {}, "x": 1}}}, "text.format.x is not"),
+        ({"input": "a", "text": {"format": {"type": "text", "schema": {}}}}, "schema is not supported"),
+        ({"input": [{"role": "user", "content": "a", "tone": "kind"}]}, "input.0.tone is not supported"),
+        ({"input": [{"role": "u", "content": [{"type": "input_text", "text": "a", "x": 1}]}]}, "input.0.content.0.x"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "namespace": "n"}]}, "input.0.namespace is"),
+        ({"input": [{"type": "function_call_output", "output": "a"}]}, "input.0.call_id: Field required"),
+        ({"input": [{"type": "reasoning", "content": [{"text": 5}]}]}, "input.0.content.0.text: Input should be"),
+        ({"input": [{"type": "reasoning", "content": "thought"}]}, "input.0.content: Input should be a valid list"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.0.encrypted_content is not supported"),
+        ({"input": "a", "metadata": {"a": 1}}, "metadata.a: Input should be a valid string"),
+        ({"input": "a", "tools": FLAT, "tool_choice": {"type": "custom", "name": "time"}}, "tool_choice"),
         ({"input": []}, "messages"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice needs tools"),
         ({"input": "a", "max_output_tokens": -1}, "max_tokens is -1"),
         ({"input": "a", "model": "other"}, "not served here"),
     ],
-    ids=range(9),
+    ids=range(24),
 )
 def test_bad_input(served: Served, body: Any, text: str) -> None:
     with served.http() as http:

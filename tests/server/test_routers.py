@@ -38,9 +38,9 @@ def test_what_routers_add_is_taken(served: Served, path: str, added: Any) -> Non
         assert answer.json()["usage"]["total_tokens"] > 4
 
 
-@pytest.mark.parametrize("field", ["return_hidden_states", "stream_reasoning"])
+@pytest.mark.parametrize("field", ["return_hidden_states", "stream_reasoning", "data_parallel_rank"])
 def test_what_they_add_is_refused_where_it_asks_for_something(served: Served, field: str) -> None:
-    asking = not OF_CHATS[field]
+    asking = not (OF_CHATS | {"data_parallel_rank": 0})[field]
     with served.http() as http:
         answer = http.post(H, json=ASKED[H] | {field: asking})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == field

@@ -91,11 +91,13 @@ def install(app: FastAPI) -> None:
         return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
 
-def field_errors(problems: Sequence[Any], body: Any) -> ApiError:
-    """What is wrong with the first field that is wrong, of pydantic's problems with a body."""
+def field_errors(problems: Sequence[Any], body: Any, place: str = "") -> ApiError:
+    """What is wrong with the first field that is wrong, of pydantic's problems with a body, or with the object at this
+    place of it, which ends in a dot."""
     # A field of several types has a problem for each type, named at the end of its place; the client's field is before.
     field = _field(problems[0], body)
     ways = [p["msg"] for p in problems if _field(p, body) == field]
+    field = place + field
     return ApiError(400, f"{field}: {' or '.join(dict.fromkeys(ways))}", param=field)
 
 

@@ -99,6 +99,22 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
+class JsonSchema(Body):
+    """Its name and description change nothing; it is followed whether strict or not."""
+
+    name: Text | None = None
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """type: text, json_object or json_schema."""
+
+    type: Text
+    json_schema: JsonSchema | None = None
+
+
 class SharedRequest(Body):
     """What says how a request shares the engine with others (`weft.engine.request.Sharing`)."""
 
@@ -139,7 +155,7 @@ class CommonRequest(SharedRequest):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Annotated[dict[int, float], BeforeValidator(not_too_many)] = {}
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -213,13 +229,14 @@ class CompletionRequest(CommonRequest):
     max_tokens: int = 16
     logprobs: int | None = None
     echo: bool = False
-    best_of: int = 1
+    best_of: int | None = None
     add_special_tokens: bool = True
 
     def refuse_unsupported(self, place: str = "") -> None:
         super().refuse_unsupported(place)
-        if self.best_of > self.n:
-            message = f"best_of={self.best_of} above n={self.n} is not supported; leave it out"
+        if self.best_of not in (None, self.n):
+            side = "above" if self.best_of > self.n else "below"
+            message = f"best_of={self.best_of} {side} n={self.n} is not supported; leave it out"
             raise ApiError(400, message, param="best_of")
 
 

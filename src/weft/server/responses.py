@@ -19,7 +19,8 @@ from weft.server.chats import ChatRequest
 from weft.server.completions import ChatJob, Service
 from weft.server.errors import ApiError, field_errors
 from weft.server.forms import Call
-from weft.server.protocol import HARMLESS, SharedRequest, Text
+from weft.server.items import messages_of
+from weft.server.protocol import HARMLESS, Body, JsonSchema, SharedRequest, Text
 from weft.server.record import heard
 from weft.server.tools import Parser, Parts
 from weft.server.wire import EventStream
@@ -33,10 +34,24 @@ PARTS: dict[Kind, dict[str, Any]] = {
 PREFIXES: dict[Kind, str] = {"message": "msg", "reasoning": "rs"}
 
 
+class TextFormat(JsonSchema):
+    """As `weft.server.protocol.ResponseFormat`, but that what it says of a schema stands beside its type."""
+
+    type: Text
+
+
+class TextConfig(Body):
+    """verbosity: no model here knows any, so only the one that models know without it is taken."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+
+    format: TextFormat | None = None
+
+
 class ResponsesRequest(SharedRequest):
     """The served fields. Conversations are sent whole: previous_response_id is not supported."""
 
-    harmless = HARMLESS
+    harmless = HARMLESS - {"metadata"}
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "truncation": ("disabled",),
         "include": ([],),
@@ -44,7 +59,6 @@ class ResponsesRequest(SharedRequest):
         "reasoning": ({},),
         "top_logprobs": (0,),
         "max_tool_calls": (),
-        "priority": (0,),
         "data_parallel_rank": (0,),
     }
 
@@ -61,29 +75,19 @@ class ResponsesRequest(SharedRequest):
     tools: list[dict[str, Any]] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
-    text: dict[str, Any] = Field(default_factory=dict)
+    text: TextConfig = Field(default_factory=TextConfig)
+    metadata: dict[str, Text] = Field(default_factory=dict)
 
     @property
     def slow(self) -> bool:
-        return bool(self.text) or self.tool_choice not in ("none", "auto")
+        return self.text.format is not None or self.tool_choice not in ("none", "auto")
 
     def chat(self) -> ChatRequest:
         """The same as a chat. ApiError 400."""
         self.refuse_unsupported()
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        thought = ""
-        for item in items:
-            if item.get("type") == "reasoning":
-                thought += "".join(part.get("text", "") for part in item.get("content") or [] if isinstance(part, dict))
-                continue
-            message = _message(item)
-            if thought and message["role"] == "assistant":  # the chat template may use it
-                message, thought = message | {"reasoning_content": thought}, ""
-            if "tool_calls" in message and messages and "tool_calls" in messages[-1]:
-                messages[-1]["tool_calls"] += message["tool_calls"]  # calls at once are one message
-            else:
-                messages.append(message)
+        asked = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        messages += messages_of(asked)
         body: dict[str, Any] = {
             "messages": messages,
             "max_tokens": self.max_output_tokens,
@@ -97,38 +101,22 @@ class ResponsesRequest(SharedRequest):
         }
         if self.tools:
             body["tools"] = [{"type": t.get("type"), "function": {**t, "type": None}} for t in self.tools]
-            named = None if isinstance(self.tool_choice, str) else {**self.tool_choice, "type": None}
-            body["tool_choice"] = {"type": "function", "function": named} if named else self.tool_choice
+            body["tool_choice"] = self.tool_choice
+            if isinstance(self.tool_choice, dict):
+                named = {**self.tool_choice, "type": None}
+                body["tool_choice"] = {"type": self.tool_choice.get("type"), "function": named}
         elif self.tool_choice not in ("none", "auto"):
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-        form = self.text.get("format") or {"type": "text"}
-        body["response_format"] = {"type": "json_schema", "json_schema": form} if "schema" in form else form
+        if self.text.format is not None:
+            form = self.text.format.model_dump(by_alias=True, exclude_unset=True)
+            kind = form.pop("type")
+            body["response_format"] = {"type": kind} | ({"json_schema": form} if kind == "json_schema" else form)
         try:
             chat = ChatRequest.model_validate(body)
         except ValidationError as error:
             raise field_errors(error.errors(), body) from error
         chat.refuse_unsupported()
         return chat
-
-
-def _message(item: dict[str, Any]) -> dict[str, Any]:
-    kind = item.get("type", "message")
-    if kind == "message":
-        content = item.get("content")
-        if isinstance(content, list):
-            content = [p | {"type": "text"} if _is_text(p) else p for p in content]
-        role = item.get("role")
-        return {"role": "system" if role == "developer" else role, "content": content}
-    if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        return {"role": "assistant", "tool_calls": [{"id": item.get("call_id"), "function": function}]}
-    if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-    raise ApiError(400, f"input of type {kind!r} is not supported", param="input")
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text")
 
 
 class Responses:
@@ -220,12 +208,12 @@ class _Made:
             "previous_response_id": None,
             "store": False,
             "temperature": asked.temperature,
-            "text": asked.text or {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}} | asked.text.model_dump(exclude_unset=True),
             "tool_choice": asked.tool_choice,
             "tools": asked.tools,
             "top_p": asked.top_p,
             "truncation": "disabled",
-            "metadata": {},
+            "metadata": asked.metadata,
             "usage": None
             if status
             else {

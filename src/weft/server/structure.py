@@ -6,7 +6,7 @@ from typing import Any
 
 from weft.engine.grammar import Kind, grammar
 from weft.server.errors import ApiError
-from weft.server.protocol import CommonRequest
+from weft.server.protocol import CommonRequest, ResponseFormat
 
 ANY_OBJECT = {"type": "object"}
 NAMES: dict[str, Kind] = {
@@ -24,7 +24,8 @@ NAMES: dict[str, Kind] = {
 def grammar_of(body: CommonRequest) -> str | None:
     """As `SamplingParams.grammar` takes it; None where the answer is free. ApiError 400."""
     wanted = [(name, kind, getattr(body, name)) for name, kind in NAMES.items() if getattr(body, name) is not None]
-    wanted += _response_format(body.response_format or {"type": "text"})
+    if body.response_format is not None:
+        wanted += _response_format(body.response_format)
     if (structured := body.structured_outputs) is not None:
         named: tuple[tuple[Kind, Any], ...] = (
             ("json", structured.json_),
@@ -48,18 +49,16 @@ def grammar_of(body: CommonRequest) -> str | None:
         raise ApiError(400, f"{name}: {str(error).splitlines()[0]}", param=name) from error
 
 
-def _response_format(form: dict[str, Any]) -> list[tuple[str, Kind, Any]]:
-    kind = form.get("type")
-    if kind == "text":
-        return []
-    if kind == "json_object":
-        return [("response_format", "json", ANY_OBJECT)]
-    if kind == "json_schema":
-        schema = form.get("json_schema")
-        schema = schema.get("schema") if isinstance(schema, dict) else None
-        if not isinstance(schema, dict):
+def _response_format(form: ResponseFormat) -> list[tuple[str, Kind, Any]]:
+    if form.type == "json_schema":
+        if form.json_schema is None or form.json_schema.schema_ is None:
             message = 'response_format needs a schema: {"type": "json_schema", "json_schema": {"schema": {…}}}'
             raise ApiError(400, message, param="response_format")
-        return [("response_format", "json", schema)]
-    message = f"response_format {kind!r} is not supported; use text, json_object or json_schema"
-    raise ApiError(400, message, param="response_format")
+        return [("response_format", "json", form.json_schema.schema_)]
+    if form.type not in ("text", "json_object"):
+        message = f"response_format {form.type!r} is not supported; use text, json_object or json_schema"
+        raise ApiError(400, message, param="response_format")
+    if form.json_schema is not None:
+        message = f"response_format.json_schema says nothing to the type {form.type}; use the type json_schema"
+        raise ApiError(400, message, param="response_format.json_schema")
+    return [("response_format", "json", ANY_OBJECT)] if form.type == "json_object" else []

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from server.conftest import Served
 from server.test_tools import TEMPLATE, TOOLS
+from weft.assets import embedded_model_dir
+from weft.server.prompts import Prompts
+from weft.server.protocol import CompletionRequest
 
 C, H = "/v1/completions", "/v1/chat/completions"
 GREEDY: Any = {"prompt": "abc", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -80,6 +86,47 @@ def test_prompts_are_cut_to_their_end(served: Served) -> None:
     assert ask(served, **GREEDY, truncate_prompt_tokens=2)["choices"][0]["text"] == whole["choices"][0]["text"]
     long = ask(served, **GREEDY | {"prompt": "a" * 300, "max_tokens": 1}, truncate_prompt_tokens=-1)
     assert long["usage"]["prompt_tokens"] == 255
+
+
+def test_long_prompts_are_cut_to_their_end_and_no_more_of_them_is_encoded(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+
+    def encode(self: Any, text: str, special: bool, plain: Any = Prompts.encode) -> list[int]:
+        encoded.append(text)
+        return list(plain(self, text, special))
+
+    monkeypatch.setattr(Prompts, "encode", encode)
+    whole = ask(served, **GREEDY | {"prompt": "bc"})["choices"][0]["text"]
+    for prompt in ("a" * 2_000_000 + "bc", ["a" * 2_000_000 + "bc"]):
+        cut = ask(served, **GREEDY | {"prompt": prompt}, truncate_prompt_tokens=2)
+        assert cut["choices"][0]["text"] == whole and cut["usage"]["prompt_tokens"] == 2
+    with served.http() as http:
+        messages = [{"role": "user", "content": "a" * 2_000_000}]
+        for path, body in ((H, {"max_tokens": 1}), ("/tokenize", {})):
+            answer = http.post(path, json=body | {"messages": messages, "truncate_prompt_tokens": 12})
+            assert answer.status_code == 200, answer.text
+            assert (answer.json().get("count") or answer.json()["usage"]["prompt_tokens"]) == 12
+    assert max(map(len, encoded)) < 1000
+    for most in (256, 10**9):
+        with served.http() as http:
+            refused = http.post(C, json={"prompt": "a" * 2_000_000, "truncate_prompt_tokens": most})
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_the_last_tokens_of_a_text_are_those_of_its_end() -> None:
+    """Of a tokenizer with merges, of which those across the cut differ."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model_dir())
+    config = SimpleNamespace(max_choices=1)
+    engine: Any = SimpleNamespace(tokenizer=tokenizer, max_model_len=200, config=config)
+    prompts, draw = Prompts(engine, None), random.Random(0)
+    words = ["Tom", "has", "3", "apples,", "", "how", "many\n", "Tomasz", "now?", "über", "10000", "17 more;"]
+    for _ in range(5):
+        text = " ".join(draw.choices(words, k=3000))
+        for kept in (1, 7, 199):
+            body = CompletionRequest(prompt=text, truncate_prompt_tokens=kept)
+            assert prompts.of_completion(body) == [tokenizer.encode(text)[-kept:]]
 
 
 def test_counts_in_every_chunk(served: Served) -> None:

@@ -10,8 +10,11 @@ from typing import Any
 from weft.engine.engine import Engine
 from weft.server.chats import ChatRequest
 from weft.server.errors import ApiError
-from weft.server.protocol import CompletionRequest
+from weft.server.protocol import CommonRequest, CompletionRequest
 from weft.server.templates import Templates
+
+SPARE_TOKENS = 64
+"""By which a text that is cut to its last tokens is longer than those when it is encoded."""
 
 
 class Prompts:
@@ -36,9 +39,10 @@ class Prompts:
         if not prompt:
             raise ApiError(400, "the prompt is empty", param="prompt")
         self.check_choices(len(prompt) * body.n)
-        self.check_length(sum(len(p) for p in prompt if isinstance(p, str)), "prompt", len(prompt))
-        tokens = [self.encode(p, body.add_special_tokens) if isinstance(p, str) else p for p in prompt]
-        return [self._cut(t, body.truncate_prompt_tokens) for t in tokens]
+        kept, special = self._kept(body), body.add_special_tokens
+        if kept is None:
+            self.check_length(sum(len(p) for p in prompt if isinstance(p, str)), "prompt", len(prompt))
+        return [self._tokens(p, kept, special) for p in prompt]
 
     def of_chat(self, body: ChatRequest) -> list[int]:
         """The tokens of its messages and tools, through the chat template."""
@@ -46,13 +50,14 @@ class Prompts:
 
     def of_chat_text(self, text: str, body: ChatRequest) -> list[int]:
         """The tokens of what `chat_text` gave."""
-        return self._cut(self.encode(text, body.add_special_tokens), body.truncate_prompt_tokens)
+        return self._tokens(text, self._kept(body), body.add_special_tokens)
 
     def chat_text(self, body: ChatRequest) -> str:
         """What the chat template makes of its messages and tools."""
         self.check_choices(body.n)
-        characters = sum(m.characters for m in body.messages) + sum(len(json.dumps(f)) for f in body.offered)
-        self.check_length(characters, "messages")
+        if self._kept(body) is None:
+            characters = sum(m.characters for m in body.messages) + sum(len(json.dumps(f)) for f in body.offered)
+            self.check_length(characters, "messages")
         return body.prompt(self._tokenizer, self._templates)
 
     def encode(self, text: str, special: bool) -> list[int]:
@@ -78,8 +83,18 @@ class Prompts:
             message = f"{characters} characters cannot fit into the context of {self._engine.max_model_len} tokens"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
-    def _cut(self, tokens: list[int], most: int | None) -> list[int]:
-        """The last tokens; -1: as many as the context holds beside one of the answer."""
-        if most is None:
-            return tokens
-        return tokens[-(self._engine.max_model_len - 1 if most == -1 else max(most, 1)) :]
+    def _kept(self, body: CommonRequest) -> int | None:
+        """How many of a prompt's tokens are kept, its last; None: all. -1 keeps what fits beside one of the answer."""
+        longest, most = self._engine.max_model_len - 1, body.truncate_prompt_tokens
+        if most is None or most > longest:
+            return None  # what is longer than the context is refused as ever
+        return longest if most == -1 else max(most, 1)
+
+    def _tokens(self, prompt: str | list[int], kept: int | None, special: bool) -> list[int]:
+        """A prompt's tokens, of which so many are kept. Of a text only an end is encoded that holds more tokens than
+        those: where it is cut its tokens differ, and no further than the spare ones.
+        """
+        if isinstance(prompt, str):
+            begin = 0 if kept is None else -(kept + SPARE_TOKENS) * self._longest_token
+            prompt = self.encode(prompt[begin:], special)
+        return prompt if kept is None else prompt[-kept:]

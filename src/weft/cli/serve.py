@@ -41,6 +41,9 @@ class Command:
     """Largest request, in MiB; streams pause while it is parsed."""
     max_connections: int = 4096
     """Connections at once; those without a request give way to newcomers."""
+    any_whitespace: bool = False
+    """JSON of structured outputs and tools may hold whitespace wherever JSON allows it, and some models then write blanks
+    until max_tokens; left out, one space may follow a comma or a colon."""
     drain_s: float = 30.0
     """After SIGTERM or Ctrl-C: how long requests that run may go on."""
     trust_request_chat_template: bool = False
@@ -95,6 +98,7 @@ class Command:
                 max_body_bytes=self.max_body_mb * 2**20,
                 max_connections=self.max_connections,
                 request_timeout_s=self.request_timeout_s,
+                any_whitespace=self.any_whitespace,
                 drain_s=self.drain_s,
                 trust_request_chat_template=self.trust_request_chat_template,
                 reasoning_parser=self.reasoning_parser,

@@ -11,15 +11,35 @@ import llguidance
 import llguidance.hf
 
 Kind = Literal["json", "regex", "choice", "grammar"]
+SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
+"""Of JSON, as regular expressions. Where any whitespace may come, some models write nothing else until the length."""
 
 
-def grammar(kind: Kind, what: Any) -> str:
+def grammar(kind: Kind, what: Any, *, any_whitespace: bool = False) -> str:
     """As `SamplingParams.grammar` takes it. ValueError for what is not of its kind.
 
-    json: a schema (json-schema.org). regex: matches the whole text. choice: a list of texts. grammar: Lark or GBNF.
+    json: a schema (json-schema.org), or its text; any_whitespace as in `schema_text`. regex: matches the whole text.
+    choice: a list of texts. grammar: Lark or GBNF.
     """
-    text = what if isinstance(what, str) and kind != "choice" else json.dumps(what)
-    return str(llguidance.grammar_from(kind, text))
+    try:
+        if kind == "json":
+            what = schema_text(json.loads(what) if isinstance(what, str) else what, any_whitespace=any_whitespace)
+        elif kind == "choice":
+            what = json.dumps(what)
+        return str(llguidance.grammar_from(kind, what))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def schema_text(schema: Any, *, any_whitespace: bool = False) -> str:
+    """A JSON schema as grammars embed it. any_whitespace: it may stand wherever JSON allows it, without end; else one
+    space may follow a comma or a colon. What the schema's own "x-guidance" says comes first.
+    """
+    schema = {} if schema is True else schema
+    own = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
+    if isinstance(own, dict) and not any_whitespace:
+        schema = schema | {"x-guidance": SEPARATORS | own}
+    return json.dumps(schema)
 
 
 def followed(lead: str, grammar: str) -> str:

@@ -57,7 +57,7 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
     card = {"id": model_name, "object": "model", "created": created, "owned_by": "weft"}
     card |= {"max_model_len": engine.max_model_len}
     templates = Templates() if options.trust_request_chat_template else None
-    service = Service(intake, model_name, templates, options.reasoning_parser)
+    service = Service(intake, model_name, templates, options.reasoning_parser, options.any_whitespace)
     app.include_router(service.router())
     app.include_router(Responses(service).router())
     app.include_router(extras.router(service))

@@ -173,8 +173,9 @@ class ChatRequest(CommonRequest):
         if self.must_call and not self.tools:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
 
-    def calls_grammar(self, form: Form | None, grammars: Grammars) -> str | None:
-        """Of answers that must be calls, in this form; None where they need not. grammars: what compiles it."""
+    def calls_grammar(self, form: Form | None, grammars: Grammars, *, any_whitespace: bool = False) -> str | None:
+        """Of answers that must be calls, in this form; None where they need not. grammars: what compiles it.
+        any_whitespace: in JSON, as in `weft.engine.grammar.schema_text`."""
         if not self.must_call or form is None:
             return None
         functions = self.offered
@@ -184,7 +185,7 @@ class ChatRequest(CommonRequest):
             if not functions:
                 raise ApiError(400, f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
         several = self.parallel_tool_calls and self.tool_choice == "required"
-        return form.grammar(functions, several, grammars.named)
+        return form.grammar(functions, several, grammars.named, any_whitespace=any_whitespace)
 
     def template(self, tokenizer: Any) -> str:
         """Its own chat template, or the model's; empty where there is none."""

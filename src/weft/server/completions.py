@@ -56,12 +56,13 @@ class ChatJob(NamedTuple):
 @dataclass(frozen=True)
 class Service:
     """Answers both endpoints for one engine and the one model name that it serves. templates: as in `Prompts`;
-    reasoning_parser: as in `Options`."""
+    reasoning_parser, any_whitespace: as in `Options`."""
 
     intake: Intake
     model_name: str
     templates: Templates | None = None
     reasoning_parser: ReasoningParser = "auto"
+    any_whitespace: bool = False
 
     @property
     def engine(self) -> Engine:
@@ -166,7 +167,7 @@ class Service:
         logprobs, form = (body.top_logprobs or 0) if body.logprobs else None, parts.form
         params = self._params(
             body,
-            calls=body.calls_grammar(form, self.engine.language.grammars),
+            calls=body.calls_grammar(form, self.engine.language.grammars, any_whitespace=self.any_whitespace),
             start=parts.start,
             max_tokens=most,
             logprobs=logprobs,
@@ -201,7 +202,7 @@ class Service:
         self, body: CommonRequest, *, calls: str | None = None, start: Start | None = None, **more: Any
     ) -> SamplingParams:
         """calls: the grammar of an answer that must be calls. start: where the answer has a thought."""
-        grammar = grammar_of(body)
+        grammar = grammar_of(body, any_whitespace=self.any_whitespace)
         if grammar and calls:
             raise ApiError(
                 400, "tool_choice and response_format ask for two grammars; ask for one", param="tool_choice"

@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from weft.engine.grammar import schema_text
+
 MOST_CALLS = 16
 """Calls in one answer that must be calls."""
 Functions = Sequence[dict[str, Any]]
 """The functions that may be called: `name`, and `parameters`, a JSON schema."""
 Literal = Callable[[str], str]
 """A text as Lark writes it."""
+Schema = Callable[[Any], str]
+"""A JSON schema as `%json` of Lark takes it."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +40,15 @@ class Form:
     """How a model writes calls. marks: what all stands in a chat template that asks for this form.
 
     begin, end: calls stand between; without them, a call is the whole answer. read(text, functions): the calls; none
-    where it is no call. call(functions, literal): Lark rules, of which `call` is one call. head, between, tail: around
-    the calls of an answer that must be calls. tokens: what stands in an answer and may be special tokens, which are
-    then no text. channels: every answer has parts for several readers, with calls or without (`weft.server.harmony`).
+    where it is no call. call(functions, literal, schema): Lark rules, of which `call` is one call. head, between, tail:
+    around the calls of an answer that must be calls. tokens: what stands in an answer and may be special tokens, which
+    are then no text. channels: every answer has parts for several readers, with calls or without
+    (`weft.server.harmony`).
     """
 
     marks: tuple[str, ...]
     read: Callable[[str, Functions], list[Call]]
-    call: Callable[[Functions, Literal], str]
+    call: Callable[[Functions, Literal, Schema], str]
     begin: str = ""
     end: str = ""
     head: str = ""
@@ -52,13 +57,17 @@ class Form:
     tokens: tuple[str, ...] = ()
     channels: bool = False
 
-    def grammar(self, functions: Functions, several: bool, named: Collection[str] = ()) -> str:
-        """Of answers that are calls of these functions, and nothing else. named: tokens; see `Grammars.named`."""
+    def grammar(
+        self, functions: Functions, several: bool, named: Collection[str] = (), *, any_whitespace: bool = False
+    ) -> str:
+        """Of answers that are calls of these functions, and nothing else. named: tokens; see `Grammars.named`.
+        any_whitespace: in JSON, as in `weft.engine.grammar.schema_text`."""
         literal = literals(set(named) & set(self.tokens))
         calls = "call"
         if several and not self.channels:
             calls += f" ({literal(self.between)} call)~0..{MOST_CALLS - 1}"
-        return f"start: {literal(self.head)} {calls} {literal(self.tail)}\n{self.call(functions, literal)}"
+        call = self.call(functions, literal, partial(schema_text, any_whitespace=any_whitespace))
+        return f"start: {literal(self.head)} {calls} {literal(self.tail)}\n{call}"
 
 
 def literals(named: Collection[str]) -> Literal:
@@ -99,7 +108,7 @@ def _read_json(body: str, functions: Functions) -> list[Call]:
         return []
 
 
-def _calls_schema(functions: Functions, arguments: str) -> str:
+def _calls_schema(functions: Functions, arguments: str) -> dict[str, Any]:
     """JSON schema of an object with a function's name, and its arguments under this name."""
     each = [
         {
@@ -110,12 +119,12 @@ def _calls_schema(functions: Functions, arguments: str) -> str:
         }
         for function in functions
     ]
-    return json.dumps(each[0] if len(each) == 1 else {"anyOf": each})
+    return each[0] if len(each) == 1 else {"anyOf": each}
 
 
-def _json_call(functions: Functions, literal: Literal) -> str:
+def _json_call(functions: Functions, literal: Literal, schema: Schema) -> str:
     around = literal("<tool_call>\n"), literal("\n</tool_call>")
-    return f"call: {around[0]} body {around[1]}\nbody: %json {_calls_schema(functions, 'arguments')}\n"
+    return f"call: {around[0]} body {around[1]}\nbody: %json {schema(_calls_schema(functions, 'arguments'))}\n"
 
 
 # Llama 3.1 to 3.3: {"name": …, "parameters": {…}}, several with ; between, as the whole answer
@@ -136,8 +145,8 @@ def _read_bare(text: str, functions: Functions) -> list[Call]:
     return calls
 
 
-def _bare_call(functions: Functions, literal: Literal) -> str:
-    return f"call: %json {_calls_schema(functions, 'parameters')}\n"
+def _bare_call(functions: Functions, literal: Literal, schema: Schema) -> str:
+    return f"call: %json {schema(_calls_schema(functions, 'parameters'))}\n"
 
 
 # Qwen3-Coder, Qwen3.5, Step-3.5: <tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>
@@ -172,15 +181,20 @@ def _read_xml(body: str, functions: Functions) -> list[Call]:
     return [] if found is None else [_call_of(found[1].strip(), PARAMETER.findall(found[2]), functions)]
 
 
-def _xml_call(functions: Functions, literal: Literal) -> str:
+def _xml_call(functions: Functions, literal: Literal, schema: Schema) -> str:
     around = literal("<tool_call>\n"), literal("</function>\n</tool_call>")
     parameter = literal("<parameter="), literal(">\n"), literal("\n</parameter>\n")
     names = [literal(f"<function={f['name']}>\n") for f in functions]
-    return _tagged_call(functions, literal, names, around, parameter)
+    return _tagged_call(functions, literal, schema, names, around, parameter)
 
 
 def _tagged_call(
-    functions: Functions, literal: Literal, names: Sequence[str], around: tuple[str, str], parameter: tuple[str, ...]
+    functions: Functions,
+    literal: Literal,
+    schema: Schema,
+    names: Sequence[str],
+    around: tuple[str, str],
+    parameter: tuple[str, ...],
 ) -> str:
     """Rules of a call whose parameters each stand in tags, in the schema's order; text holds no <, which would end it.
 
@@ -188,17 +202,17 @@ def _tagged_call(
     """
     rules = [f"call: {around[0]} ({' | '.join(f'function{i}' for i in range(len(functions)))}) {around[1]}"]
     for i, (named, function) in enumerate(zip(names, functions, strict=True)):
-        schema, parts = _schema(function), [named]
-        for j, (key, kind) in enumerate((schema.get("properties") or {}).items()):
+        parameters, parts = _schema(function), [named]
+        for j, (key, kind) in enumerate((parameters.get("properties") or {}).items()):
             value = f"function{i}_{j}"
-            parts.append(value if key in schema.get("required", ()) else f"{value}?")
+            parts.append(value if key in parameters.get("required", ()) else f"{value}?")
             rules.append(f"{value}: {parameter[0]} {literal(key)} {parameter[1]} {value}_value {parameter[2]}")
             if _is_text(kind) and "enum" in (kind or {}):
                 body = " | ".join(literal(str(choice)) for choice in kind["enum"])
             elif _is_text(kind):
                 body = f"/[^<]{{0,{most}}}/" if (most := (kind or {}).get("maxLength")) else "/[^<]*/"
             else:
-                body = f"%json {json.dumps(kind)}"
+                body = f"%json {schema(kind)}"
             rules.append(f"{value}_value: {body}")
         rules.append(f"function{i}: {' '.join(parts)}")
     return "\n".join(rules) + "\n"
@@ -215,13 +229,13 @@ def _read_glm(body: str, functions: Functions) -> list[Call]:
     return [_call_of(name, [(k.strip(), v) for k, v in ARGUMENT.findall(body)], functions)] if name and known else []
 
 
-def _glm_call(functions: Functions, literal: Literal) -> str:
+def _glm_call(functions: Functions, literal: Literal, schema: Schema) -> str:
     line = ' "\\n"? '  # GLM-4.5 breaks lines, GLM-4.7 does not
     around = literal("<tool_call>"), literal("</tool_call>")
     between = literal("</arg_key>") + line + literal("<arg_value>")
     names = [literal(f["name"]) + line for f in functions]
     return _tagged_call(
-        functions, literal, names, around, (literal("<arg_key>"), between, literal("</arg_value>") + line)
+        functions, literal, schema, names, around, (literal("<arg_key>"), between, literal("</arg_value>") + line)
     )
 
 
@@ -243,21 +257,22 @@ def _read_deepseek(body: str, functions: Functions) -> list[Call]:
     return calls
 
 
-def _deepseek_call(before: str, between: str, after: str) -> Callable[[Functions, Literal], str]:
-    return lambda functions, literal: _headed_call(
+def _deepseek_call(before: str, between: str, after: str) -> Callable[[Functions, Literal, Schema], str]:
+    return lambda functions, literal, schema: _headed_call(
         functions,
         literal,
+        schema,
         lambda name: f"<｜tool▁call▁begin｜>{before}{name}{between}",
         after + "<｜tool▁call▁end｜>",
     )
 
 
-def _headed_call(functions: Functions, literal: Literal, head: Callable[[str], str], tail: str) -> str:
+def _headed_call(functions: Functions, literal: Literal, schema: Schema, head: Callable[[str], str], tail: str) -> str:
     """Rules of a call that is JSON of its arguments, after a head with the function's name."""
     rules = [f"call: {' | '.join(f'function{i}' for i in range(len(functions)))}"]
     for i, function in enumerate(functions):
         rules.append(f"function{i}: {literal(head(function['name']))} arguments{i} {literal(tail)}")
-        rules.append(f"arguments{i}: %json {json.dumps(_schema(function))}")
+        rules.append(f"arguments{i}: %json {schema(_schema(function))}")
     return "\n".join(rules) + "\n"
 
 
@@ -272,11 +287,11 @@ def _read_arguments(body: str, functions: Functions) -> list[Call]:
         return []
 
 
-def _harmony_call(functions: Functions, literal: Literal) -> str:
+def _harmony_call(functions: Functions, literal: Literal, schema: Schema) -> str:
     def head(name: str) -> str:
         return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
 
-    return _headed_call(functions, literal, head, "")
+    return _headed_call(functions, literal, schema, head, "")
 
 
 _MANY = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")

@@ -24,7 +24,8 @@ class Options:
     client that reads nothing of its response. request_timeout_s: until the whole answer; None: it may take any time.
     drain_s: how long requests may go on after SIGTERM. trust_request_chat_template: whether chats may bring their own
     chat template; else that is refused. reasoning_parser: whose thoughts are told apart from text.
-    profile_dir: where `POST /weft/profile` writes; None: it is refused.
+    any_whitespace: in JSON of structured outputs, wherever JSON allows it, without end; else a space after a comma or
+    a colon at most. profile_dir: where `POST /weft/profile` writes; None: it is refused.
     """
 
     api_key: str | None = None
@@ -39,6 +40,7 @@ class Options:
     drain_s: float = 30.0
     trust_request_chat_template: bool = False
     reasoning_parser: ReasoningParser = "auto"
+    any_whitespace: bool = False
     profile_dir: Path | None = None
 
     def __post_init__(self) -> None:

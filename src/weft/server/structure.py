@@ -21,8 +21,9 @@ NAMES: dict[str, Kind] = {
 """vLLM's older names and SGLang's."""
 
 
-def grammar_of(body: CommonRequest) -> str | None:
-    """As `SamplingParams.grammar` takes it; None where the answer is free. ApiError 400."""
+def grammar_of(body: CommonRequest, *, any_whitespace: bool = False) -> str | None:
+    """As `SamplingParams.grammar` takes it; None where the answer is free. ApiError 400. any_whitespace: in JSON, as in
+    `weft.engine.grammar.schema_text`."""
     wanted = [(name, kind, getattr(body, name)) for name, kind in NAMES.items() if getattr(body, name) is not None]
     if body.response_format is not None:
         wanted += _response_format(body.response_format)
@@ -44,7 +45,7 @@ def grammar_of(body: CommonRequest) -> str | None:
     if what == []:
         raise ApiError(400, f"{name} has no choice; give one or more", param=name)
     try:
-        return grammar(kind, what)
+        return grammar(kind, what, any_whitespace=any_whitespace)
     except ValueError as error:
         raise ApiError(400, f"{name}: {str(error).splitlines()[0]}", param=name) from error
 

@@ -42,8 +42,8 @@ class Command:
     max_connections: int = 4096
     """Connections at once; those without a request give way to newcomers."""
     any_whitespace: bool = False
-    """JSON of structured outputs and tools may hold whitespace wherever JSON allows it, and some models then write blanks
-    until max_tokens; left out, one space may follow a comma or a colon."""
+    """JSON of structured outputs and tools may hold whitespace wherever JSON allows it; some models then write blanks
+    until max_tokens. Left out, one space may follow a comma or a colon."""
     drain_s: float = 30.0
     """After SIGTERM or Ctrl-C: how long requests that run may go on."""
     trust_request_chat_template: bool = False

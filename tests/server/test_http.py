@@ -95,6 +95,7 @@ def test_stop_strings_end_the_text(served: Served) -> None:
 C, H = "/v1/completions", "/v1/chat/completions"
 HELLO = {"model": "small", "messages": MESSAGES}
 FORM = {"type": "json_schema", "json_schema": {"schema": {}}}
+IMAGE = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "data:image/png,x"}}]
 BAD: list[tuple[str, Any, int, str]] = [
     (C, "{", 400, "JSON"),
     (C, [], 400, "the body must be a JSON object"),
@@ -153,7 +154,18 @@ BAD: list[tuple[str, Any, int, str]] = [
     (C, {"prompt": "a", "truncate_prompt_tokens": -2}, 400, "truncate_prompt_tokens"),
     (H, HELLO | {"chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs cannot set tokenize"),
     (H, HELLO | {"top_logprobs": 2}, 400, "needs logprobs"),
-    (H, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+    (
+        H,
+        {"messages": [{"role": "user", "content": IMAGE}]},
+        400,
+        "a part of type 'image_url' cannot be read: this serv",
+    ),
+    (
+        "/tokenize",
+        {"messages": [{"role": "user", "content": IMAGE}]},
+        400,
+        "messages.0.content: Value error, a part of",
+    ),
     ("/v1/nothing", {}, 404, "there is no path /v1/nothing here"),
 ]
 

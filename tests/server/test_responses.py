@@ -136,6 +136,7 @@ def test_what_is_asked_comes_back(served: Served) -> None:
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id is not supported"),
         ({"input": "a", "background": True}, "background is not supported"),
         ({"input": [{"type": "image"}]}, "input of type 'image' is not supported"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "type 'input_image' cannot be read"),
         ({"input": [{"type": ["message"]}]}, "input of type ['message'] is not supported"),
         ({"input": "a", "text": {"verbosity": "low"}}, "text.verbosity is not supported"),
         ({"input": "a", "text": {"style": "terse"}}, "text.style is not supported"),
@@ -157,7 +158,7 @@ def test_what_is_asked_comes_back(served: Served) -> None:
         ({"input": "a", "max_output_tokens": -1}, "max_tokens is -1"),
         ({"input": "a", "model": "other"}, "not served here"),
     ],
-    ids=range(24),
+    ids=range(25),
 )
 def test_bad_input(served: Served, body: Any, text: str) -> None:
     with served.http() as http:

@@ -19,6 +19,10 @@ OUR_ARGUMENTS |= {"continue_final_message"}
 """Of a chat template: what `chat_template_kwargs` may not set."""
 
 
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+"""Types of parts that are text, in chats and responses."""
+
+
 class TextPart(Body):
     """A part of a message; text is all that Weft reads."""
 
@@ -26,6 +30,15 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: Text
+
+
+def only_text(content: Any) -> Any:
+    """Before parts are checked one by one: of an image, what it lacks of a text says little. Raises ValueError."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in TEXT_PARTS:
+            raise ValueError(f"a part of type {kind!r} cannot be read: this server takes text alone; leave it out")
+    return content
 
 
 class CalledFunction(Body):
@@ -51,7 +64,9 @@ class Message(Body):
     open = True
 
     role: Text
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)] | None, BeforeValidator(only_text)] = (
+        None
+    )
     name: Text | None = None
     tool_calls: list[ToolCall] = Field(default_factory=list)
     tool_call_id: Text | None = None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
-from weft.server.chats import TextPart
+from weft.server.chats import TextPart, only_text
 from weft.server.errors import ApiError, field_errors
 from weft.server.protocol import Body, Text
 
@@ -24,10 +24,13 @@ class InputText(TextPart):
     type: Literal["input_text", "output_text", "text"]  # type: ignore[assignment]
 
 
+TextOrParts = Annotated[Text | list[InputText], BeforeValidator(only_text)]
+
+
 class InputMessage(Item):
     type: Literal["message"] = "message"
     role: Text
-    content: Text | list[InputText]
+    content: TextOrParts
 
 
 class FunctionCall(Item):
@@ -42,7 +45,7 @@ class FunctionCall(Item):
 class FunctionCallOutput(Item):
     type: Literal["function_call_output"]
     call_id: Text
-    output: Text | list[InputText]
+    output: TextOrParts
 
 
 class ReasoningText(Body):

@@ -23,6 +23,7 @@ from transformers import (
 
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
 from weft.comm.transport import CommError
+from weft.place.spec import Mesh, Rows
 
 T = TypeVar("T")
 BASIC = frozenset(("all_reduce", "reduce_scatterv", "all_gatherv"))
@@ -65,6 +66,11 @@ def run_world(world: int | ReferenceWorld, rank_main: Callable[[ReferenceTranspo
     if errors:
         raise next((e for e in errors if not isinstance(e, CommError)), errors[0])
     return [results[r] for r in range(len(threads))]
+
+
+def held(whole: torch.Tensor, mesh: Mesh, rows: Rows, rank: int, counts: tuple[int, ...]) -> torch.Tensor:
+    """Of a tensor of all tokens, those that a rank holds."""
+    return torch.cat([whole[start:stop] for start, stop in mesh.row_runs(rows, rank, counts)])
 
 
 def small_config(family: str, parts: int, **changes: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 
 import torch
+from support import held
 from torch import Tensor
 
 from weft.comm.rows import StepRows
@@ -176,14 +177,14 @@ def check_edges(
             continue
         edges += 1
         whole, part = whole_and_part(mesh, rank, edge.src.owes, sum(counts), edges, device)
-        start, stop = mesh.row_range(edge.src.rows, rank, counts)
-        got = StepRows(mesh, rank, counts).carry(edge, part[start:stop].to(dtype), transport)
-        start, stop = mesh.row_range(edge.dst.rows, rank, counts)
-        assert got.shape == (stop - start, EDGE_WIDTH), f"rank {rank}: {edge}"
+        given = held(part, mesh, edge.src.rows, rank, counts).to(dtype)
+        got = StepRows(mesh, rank, counts).carry(edge, given, transport)
+        wanted = held(whole, mesh, edge.dst.rows, rank, counts)
+        assert got.shape == wanted.shape, f"rank {rank}: {edge}"
         # What the edge left unsummed is settled here, so that the whole can be seen.
         if edge.dst.owes:
             got = transport.all_reduce(got.contiguous(), mesh.peers(edge.dst.owes, rank))
         if got.numel():
-            error = (got.double() - whole[start:stop]).abs().max()
+            error = (got.double() - wanted).abs().max()
             assert error <= TOLERANCE[dtype] * 1000, f"rank {rank}: {edge}: {error:.1e}"
     return edges

@@ -209,7 +209,7 @@ def test_what_has_no_room_goes_in_several_calls_and_what_has_no_way_is_refused()
 
 
 def test_a_way_that_is_asked_for_need_not_have_been_measured() -> None:
-    measured = {("all_gatherv", 2): ((1.0, 5.0),), ("reduce_scatterv", 2): ((1.0, 5.0),)}
+    measured = {("all_gatherv", 2, 1): ((1.0, 5.0),), ("reduce_scatterv", 2, 1): ((1.0, 5.0),)}
     table = Table("table", measured, ((1.0, 1.0),), ((1.0, 1.0),))
     offer = Offer("peer", ALL, frozenset(), table)
     merge = Merge(64, 128, 2)

@@ -17,7 +17,7 @@ from weft.comm.reference import ReferenceWorld
 from weft.comm.rows import EqualRows, PaddedRows, captured_rows
 from weft.comm.transport import CommError
 from weft.place.edges import legal_edges
-from weft.place.spec import Mesh, Rows
+from weft.place.spec import NAMED_ROWS, Mesh, Rows
 
 MESHES = [Mesh(2, 2, 2, 2), Mesh(2, 1, 2, 1), Mesh(1, 2, 1, 2)]
 SMALL = PeerTuning(blocks=2, threads=32, wide_blocks=3, wide_threads=64, norm_blocks=4, early=0)
@@ -54,7 +54,7 @@ def test_counts_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ValueError, match="do not fit a capacity"):
             rows.fill(counts)
     rows.fill((4, 1))
-    assert [int(rows.live(kind)) for kind in Rows] == [4, 4, 5]
+    assert [int(rows.live(kind)) for kind in NAMED_ROWS] == [4, 4, 5]
 
 
 def test_a_transport_that_takes_no_counts_on_the_device_says_so() -> None:
@@ -79,4 +79,5 @@ def test_groups_exchange_equal_rows_over_a_transport_that_takes_no_counts() -> N
         rows.fill((5, 0))
     alone = captured_rows([transport], Mesh(1, 2, 1, 2), 1, 4, cpu)
     alone.fill((3,))
-    assert [int(alone.live(kind)) for kind in Rows] == [2, 3, 3], "where there is one group, its count is the world's"
+    live = [int(alone.live(kind)) for kind in NAMED_ROWS]
+    assert live == [2, 3, 3], "where there is one group, its count is the world's"

@@ -12,9 +12,9 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
-from weft.place.cost import AlphaBeta, Offer
+from weft.place.cost import AlphaBeta, Network, Offer
 from weft.place.plan import Chain, Plan
 from weft.place.spec import Mesh, Placement
 from weft.place.step import NORMED, RESIDUAL, Step
@@ -38,7 +38,8 @@ class Machine:
     """A transport and what it costs: µs a call and a doubling of the group, bytes/µs; the same of local work.
 
     fused: whether a summing edge takes residual add and norm along. room: bytes of a tensor, if limited; norm_room: of
-    a row that is normalised along.
+    a row that is normalised along; hosts_room: hosts of a group. network: what the first three are over hosts, where
+    the doublings are those of a host's ranks.
     """
 
     name: str
@@ -51,6 +52,8 @@ class Machine:
     local_bytes_us: float
     room: int | None = None
     norm_room: int | None = None
+    hosts_room: int | None = None
+    network: tuple[float, float, float] | None = None
 
     def offer(self) -> Offer:
         """The same as the planner takes it."""
@@ -61,20 +64,25 @@ class Machine:
             self.bytes_us / 1e3,
             self.local_us,
             self.local_bytes_us / 1e3,
+            Network(self.network[0], self.network[1], self.network[2] / 1e3) if self.network else None,
         )
         fused = frozenset(k for k in self.kinds if "reduce" in k) if self.fused else frozenset()
-        return Offer(self.name, self.kinds, fused, cost, self.room, self.norm_room)
+        return Offer(self.name, self.kinds, fused, cost, self.room, self.norm_room, max_hosts=self.hosts_room)
 
 
 @dataclass(frozen=True)
 class Hop:
-    """A legal step of one value. received: shares' worth of rows that a rank must receive; 0 ranks: a slice."""
+    """A legal step of one value. received: shares' worth of rows that a rank must receive; 0 ranks: a slice. hosts:
+    that the ranks are on. copied: what is received, or sent, lies in another order than that of the ranks.
+    """
 
     kind: str
     ranks: int
     received: float
     src: Value
     dst: Value
+    hosts: int = 1
+    copied: bool = False
 
 
 class World:
@@ -82,7 +90,7 @@ class World:
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.ranks = mesh, range(mesh.world)
-        tp, moe_tp = mesh.attn_tp, mesh.moe_tp
+        tp, moe_tp, hosts = mesh.attn_tp, mesh.moe_tp, mesh.hosts
         self.blocks: dict[str, Blocks] = {
             "world": tuple(0 for r in self.ranks),
             "attn_tp": tuple(r - r % tp for r in self.ranks),
@@ -91,54 +99,124 @@ class World:
             "ep": tuple(r % moe_tp for r in self.ranks),
         }
         self.alone: Blocks = tuple(self.ranks)
-        self.rows: dict[str, tuple[Shares, ...]] = {
-            "OWN": tuple(1 << r for r in self.ranks),
-            "GROUP": tuple(sum(1 << p for p in self.members(self.blocks["attn_tp"], r)) for r in self.ranks),
-            "WORLD": tuple((1 << mesh.world) - 1 for r in self.ranks),
-        }
-        values = {Value(held, owes) for held in self.rows.values() for owes in (self.alone, *self.blocks.values())}
+        run, on_host = max(tp, moe_tp), mesh.world // hosts
+        if run % tp or run % moe_tp or on_host % run:  # hosts take runs of ranks in turn, if these fit
+            run = on_host
+        self.host = [r // run % hosts for r in self.ranks]
+        if hosts > 1:  # every cut of the ranks that follows from these
+            self.blocks["host"] = tuple(self.host.index(h) for h in self.host)
+            self.blocks["rail"] = tuple(r - self.host[r] * run for r in self.ranks)
+            every = set(self.blocks.values())
+            while more := {f(a, b) for a in every for b in every for f in (self.meet, self.join)} - every:
+                every |= more
+            of_rows, self.groups = every | {self.alone}, every - {self.alone}
+        else:
+            of_rows = {self.alone, self.blocks["attn_tp"], self.blocks["world"]}
+            self.groups = set(self.blocks.values()) - {self.alone}
+        self.rows = {tuple(sum(1 << p for p in self.members(b, r)) for r in self.ranks) for b in of_rows}
+        values = {Value(held, owes) for held in self.rows for owes in (self.alone, *self.groups)}
         self.values = [v for v in values if self.can_be_summed(v)]
         self.hops = {v: list(self.hops_from(v)) for v in self.values}
 
     def members(self, blocks: Blocks, rank: int) -> list[int]:
         return [r for r in self.ranks if blocks[r] == blocks[rank]]
 
+    def meet(self, a: Blocks, b: Blocks) -> Blocks:
+        """The ranks that are together in both."""
+        return tuple(min(set(self.members(a, r)) & set(self.members(b, r))) for r in self.ranks)
+
+    def join(self, a: Blocks, b: Blocks) -> Blocks:
+        """The ranks that are together in either, and so on."""
+        found = list(a)
+        for _ in self.ranks:
+            found = [min(found[p] for q in (a, b) for p in self.members(q, r)) for r in self.ranks]
+        return tuple(found)
+
     def can_be_summed(self, value: Value) -> bool:
         """Ranks that will be summed hold the same rows."""
         return all(value.held[r] == value.held[value.owes[r]] for r in self.ranks)
 
+    def cut(self, name: str | None) -> Blocks:
+        """A cut by the package's name of a group."""
+        if name is None:
+            return self.alone
+        if name in self.blocks:
+            return self.blocks[name]
+        return tuple(self.mesh.peers(name, r)[0] for r in self.ranks)
+
     def value(self, placement: Placement) -> Value:
-        return Value(self.rows[placement.rows.name], self.blocks[placement.owes] if placement.owes else self.alone)
+        over = self.cut(placement.rows.over)
+        return Value(tuple(sum(1 << p for p in self.members(over, r)) for r in self.ranks), self.cut(placement.owes))
 
     def hops_from(self, value: Value) -> Iterator[Hop]:
         """Every legal step, by the table of edges in the documentation."""
         have = value.held[0].bit_count()
-        wider = {held for held in self.rows.values() if held[0].bit_count() > have}
-        fewer = {held for held in self.rows.values() if held[0].bit_count() < have}
-        if value.owes != self.alone:
-            n = len(self.members(value.owes, 0))
-            yield Hop("all_reduce", n, 2 * have * (n - 1) / n, value, Value(value.held, self.alone))
+        wider = {held for held in self.rows if held[0].bit_count() > have}
+        fewer = {f for f in self.rows if f != value.held and all(f[r] & ~value.held[r] == 0 for r in self.ranks)}
         for held in fewer:
             if self.can_be_summed(Value(held, value.owes)):
                 yield Hop("slice", 0, 0, value, Value(held, value.owes))
-        for over in {b for b in self.blocks.values() if b != self.alone}:
-            n = len(self.members(over, 0))
+        for over in self.groups:
+            n, hosts = len(self.members(over, 0)), self.hosts(over)
+            for rest in self.left_over(value.owes, over):
+                if value.owes != self.alone:
+                    yield Hop("all_reduce", n, 2 * have * (n - 1) / n, value, Value(value.held, rest), hosts)
             for held in wider:
                 after = Value(held, value.owes)
                 if self.joins(value.held, held, over) and self.can_be_summed(after):
-                    yield Hop("all_gatherv", n, held[0].bit_count() - have, value, after)
+                    copied = self.copied(value.held, over, 1)
+                    yield Hop("all_gatherv", n, held[0].bit_count() - have, value, after, hosts, copied)
             for held in fewer:
                 if self.joins(held, value.held, over):
                     for rest in self.left_over(value.owes, over):
                         if self.can_be_summed(after := Value(held, rest)):
-                            yield Hop("reduce_scatterv", n, held[0].bit_count() * (n - 1), value, after)
-        dp, tp, world = self.mesh.attn_dp, self.mesh.attn_tp, self.mesh.world
-        if dp > 1 and tp > 1:
-            everything, group = self.rows["WORLD"], self.rows["GROUP"]
-            if value == Value(group, self.blocks["attn_tp"]):
-                yield Hop("all_reduce+all_gatherv", world, tp - 1 + world - 1, value, Value(everything, self.alone))
-            if value == Value(everything, self.blocks["world"]):
-                yield Hop("reduce_scatterv+all_reduce", world, world - 1 + tp - 1, value, Value(group, self.alone))
+                            received, copied = held[0].bit_count() * (n - 1), self.copied(held, over, 1)
+                            yield Hop("reduce_scatterv", n, received, value, after, hosts, copied)
+        for inner, outer, both in self.fusible:
+            n, span, hosts = len(self.members(both, 0)), len(self.members(inner, 0)), self.hosts(both)
+            for held in wider if value.owes == inner else ():
+                if self.joins(value.held, held, outer):
+                    received = (have / span) * (span - 1) + held[0].bit_count() - have / span
+                    copied, after = self.copied(value.held, both, span), Value(held, self.alone)
+                    yield Hop("all_reduce+all_gatherv", n, received, value, after, hosts, copied)
+            for held in fewer if value.owes == both else ():
+                if self.joins(held, value.held, outer) and self.can_be_summed(Value(held, inner)):
+                    share = held[0].bit_count() / span
+                    received, copied = share * (n - 1) + held[0].bit_count() - share, self.copied(held, both, span)
+                    yield Hop("reduce_scatterv+all_reduce", n, received, value, Value(held, self.alone), hosts, copied)
+
+    @cached_property
+    def fusible(self) -> list[tuple[Blocks, Blocks, Blocks]]:
+        """(inner, outer, both): each block of both is made of neighbouring blocks of inner, over which outer goes."""
+
+        def fits(inner: Blocks, outer: Blocks, both: Blocks) -> bool:
+            span = len(self.members(inner, 0))
+            for r in self.ranks:
+                ranks = self.members(both, r)
+                if len(ranks) % span:
+                    return False
+                runs = [ranks[i : i + span] for i in range(0, len(ranks), span)]
+                places = list(map(list, zip(*runs, strict=True)))
+                if any(run != self.members(inner, run[0]) for run in runs):
+                    return False
+                if any(place != self.members(outer, rank) for place in places for rank in place):
+                    return False
+            return True
+
+        every = itertools.product(self.groups, repeat=3)
+        return [(inner, outer, both) for inner, outer, both in every if inner != both and fits(inner, outer, both)]
+
+    def hosts(self, over: Blocks) -> int:
+        return max(len({self.host[p] for p in self.members(over, r)}) for r in self.ranks)
+
+    def copied(self, held: tuple[Shares, ...], over: Blocks, span: int) -> bool:
+        """Whether the shares of a group's segments, one after the other, are out of order."""
+        for r in self.ranks:
+            firsts = self.members(over, r)[::span]
+            shares = [bit for first in firsts for bit in self.ranks if held[first] >> bit & 1]
+            if shares != sorted(shares):
+                return True
+        return False
 
     def joins(self, few: tuple[Shares, ...], many: tuple[Shares, ...], over: Blocks) -> bool:
         """Whether the rows of each block's ranks, which differ, make up the rows that each of them has then."""
@@ -157,7 +235,7 @@ class World:
                 for r in self.ranks
             )
 
-        return {rest for rest in (self.alone, *self.blocks.values()) if completes(rest)}
+        return {rest for rest in (self.alone, *self.groups) if completes(rest)}
 
 
 world = cache(World)
@@ -172,9 +250,8 @@ class Prices:
 
     def tensor(self, value: Value) -> int:
         """Bytes of the largest rank's tensor; where a group's tokens do not divide, its first ranks have one more."""
-        shares = value.held[0].bit_count()
-        rows = shares // self.tp * self.tokens if shares >= self.tp else -(-self.tokens // self.tp)
-        return rows * self.row_bytes
+        held, ranks = value.held[0], range(value.held[0].bit_length())
+        return sum(-(-(self.tokens - r % self.tp) // self.tp) for r in ranks if held >> r & 1) * self.row_bytes
 
     def local(self, tensors: int, value: Value) -> float:
         """A kernel of a rank's own that goes over so many tensors. The first machine says what that takes."""
@@ -191,8 +268,16 @@ class Prices:
             return math.inf
         if by.room is not None and max(self.tensor(hop.src), self.tensor(hop.dst)) > by.room:
             return math.inf
+        if by.hosts_room is not None and hop.hosts > by.hosts_room:
+            return math.inf
+        if hop.hosts > 1 and by.network is None:
+            return math.inf
+        call_us, doubling_us, bytes_us = by.call_us, by.doubling_us, by.bytes_us
+        if hop.hosts > 1 and by.network is not None:
+            call_us, doubling_us, bytes_us = by.network
         moved = hop.received * self.tokens / self.tp * self.row_bytes
-        us = by.call_us + by.doubling_us * math.log2(hop.ranks) + moved / by.bytes_us
+        us = call_us + doubling_us * math.log2(hop.ranks / hop.hosts) + moved / bytes_us
+        us += max(self.local(2, hop.src), self.local(2, hop.dst)) if hop.copied else 0.0
         return us + (4 * self.tensor(hop.dst) / by.local_bytes_us if finish else 0.0)
 
     def slice(self, hop: Hop) -> float:
@@ -284,7 +369,8 @@ def price(plan: Plan, machines: list[Machine], slices_copy: bool = False) -> flo
     def hop(step: Step) -> Hop:
         assert step.edge is not None
         ends = (w.value(step.edge.src), w.value(step.edge.dst))
-        [found] = [h for h in w.hops[ends[0]] if (h.kind, h.dst) == (step.edge.kind, ends[1])]
+        ranks = plan.mesh.size(step.edge.group) if step.edge.moves else 0
+        [found] = [h for h in w.hops[ends[0]] if (h.kind, h.ranks, h.dst) == (step.edge.kind, ranks, ends[1])]
         return found
 
     for read_plan in plan.reads:

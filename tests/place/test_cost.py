@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,8 +67,25 @@ def test_what_was_not_measured_is_named(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match=r"table\.json has no times of torchdist/gloo, only of shm; .*weft tune"):
         found.of("torchdist/gloo", 2)
     assert found.of("reference", 1) == found.of("shm", 1), "a rank alone exchanges nothing"
-    with pytest.raises(LayoutError, match=r"table\.json has no times of broadcast; .*weft tune"):
-        found.of("shm", 2).collective_us("broadcast", 2, 100)
+    assert found.of("shm", 2).collective_us("broadcast", 2, 100) == math.inf, "so no plan takes it"
+    assert found.of("shm", 2).collective_us(ALL_REDUCE, 2, 100, hosts=2) == math.inf
+
+
+def test_kinds_that_one_world_lacks_are_taken_from_another(tmp_path: Path) -> None:
+    rows = [row(100, 1, ranks=2, world=2), row(100, 3, ranks=4, world=4, kind="all_to_allv")]
+    found = costs(write(tmp_path, table(*rows))).of("shm", 2)
+    assert found.collective_us("all_to_allv", 2, 100) == 3 and found.collective_us(ALL_REDUCE, 2, 100) == 1
+
+
+def test_hosts_are_priced_by_the_network_or_by_what_was_measured(tmp_path: Path) -> None:
+    rows = [row(100, 1), row(100, 50, ranks=4) | {"hosts": 2}]
+    network = {"us": 20.0, "hop_us": 5.0, "gb_s": 1e-3}
+    measured = costs(write(tmp_path, table(*rows) | {"network": network})).of("shm", 2)
+    assert measured.collective_us(ALL_REDUCE, 2, 100) == 1
+    assert measured.collective_us(ALL_REDUCE, 4, 100, hosts=2) == 50
+    assert measured.collective_us("all_gatherv", 8, 100, hosts=2) == 20 + 5 * 2 + 100
+    preset = costs("h200-nvlink").of("torchdist/nccl", 16)
+    assert preset.collective_us(ALL_REDUCE, 2, 0, hosts=2) == 20 > preset.collective_us(ALL_REDUCE, 2, 0)
 
 
 NO_TABLES = {

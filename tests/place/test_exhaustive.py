@@ -16,7 +16,7 @@ from place.exhaustive import Machine, least, price, world
 from weft.place.cost import AlphaBeta, Offer
 from weft.place.edges import legal_edges
 from weft.place.plan import Chain, Planner, Read
-from weft.place.spec import GROUP_NAMES, LayoutError, Mesh, Placement, PlacementError, Rows, layouts
+from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows, layouts
 
 WIDTH, ELEMENT_BYTES = 6, 8
 ROW_BYTES = WIDTH * ELEMENT_BYTES
@@ -29,12 +29,22 @@ FIXED = settings(
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
+OVER_HOSTS = (
+    Mesh(2, 1, 2, 1, hosts=2),
+    Mesh(1, 2, 2, 1, hosts=2),
+    Mesh(2, 2, 2, 2, hosts=2),
+    Mesh(4, 1, 2, 2, hosts=2),
+    Mesh(1, 4, 4, 1, hosts=2),
+    Mesh(2, 2, 1, 4, hosts=4),
+    Mesh(3, 2, 6, 1, hosts=3),
+    Mesh(6, 1, 2, 3, hosts=2),
+)
 Problem = tuple[Mesh, Chain, list[Machine], int, bool]
 
 
 def placements(mesh: Mesh) -> list[Placement]:
     found = {}
-    for rows, owes in itertools.product(Rows, (None, *GROUP_NAMES)):
+    for rows, owes in itertools.product(mesh.row_kinds, (None, *mesh.communicating)):
         try:
             found[mesh.placement(rows, owes)] = None
         except PlacementError:
@@ -55,15 +65,17 @@ def machines(draw: st.DrawFn, name: str) -> Machine:
         local_bytes_us=draw(st.floats(1, 1e4)),
         room=draw(st.sampled_from([None, None, 64, 256, 1024, 4096])),
         norm_room=draw(st.sampled_from([None, None, ROW_BYTES, ROW_BYTES - 1])),
+        hosts_room=draw(st.sampled_from([None, None, 1])),
+        network=draw(st.none() | st.tuples(st.floats(0.1, 300), st.floats(0, 50), st.floats(1, 1e4))),
     )
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
+def problems(draw: st.DrawFn, meshes: tuple[Mesh, ...]) -> Problem:
     """A mesh, a chain of 1 or 2 reads of up to 3 deltas, equal ones too, a transport or two, a bucket of tokens, and
     whether slices copy.
     """
-    mesh = draw(st.sampled_from(layouts(6)))
+    mesh = draw(st.sampled_from(meshes))
     legal = placements(mesh)
     complete = [p for p in legal if p.owes is None]
     reads = []
@@ -91,13 +103,16 @@ def check(problem: Problem) -> None:
     assert price(plan, offered, slices_copy) == pytest.approx(plan.us)
 
 
-@given(problems())
-@settings(max_examples=150, deadline=None)
+@given(problems(layouts(6)) | problems(OVER_HOSTS))
+@settings(max_examples=200, deadline=None)
 def test_no_plan_is_cheaper(problem: Problem) -> None:
     check(problem)
 
 
-@pytest.mark.parametrize("mesh", layouts(6), ids=str)
+EIGHT_OVER_HOSTS = (Mesh(4, 2, 8, 1, hosts=2), Mesh(2, 4, 4, 2, hosts=2), Mesh(2, 4, 2, 4, hosts=4))
+
+
+@pytest.mark.parametrize("mesh", [*layouts(6), *OVER_HOSTS, *EIGHT_OVER_HOSTS], ids=str)
 def test_the_legal_steps_are_those_of_the_algebra(mesh: Mesh) -> None:
     w = world(mesh)
     theirs = {(e.kind, w.value(e.src), w.value(e.dst)) for edges in legal_edges(mesh).values() for e in edges}
@@ -157,6 +172,14 @@ def bytes_of_the_first_rank(m: pytest.MonkeyPatch) -> None:
     m.setattr(Planner, "_most_bytes", lambda self, rows, counts: true(self, rows, counts) // self.mesh.attn_dp)
 
 
+def hosts_are_no_further_apart(m: pytest.MonkeyPatch) -> None:
+    m.setattr(Mesh, "hosts_of", lambda self, group: 1)
+
+
+def rows_are_reordered_for_nothing(m: pytest.MonkeyPatch) -> None:
+    m.setattr(Planner, "_reorder_us", lambda self, edge, tokens: 0.0)
+
+
 def slices_are_always_views(m: pytest.MonkeyPatch) -> None:
     true = Planner._price
     m.setattr(Planner, "_price", lambda self, e, counts: true(self, e, counts) if e.moves else (0.0, "local"))
@@ -182,11 +205,14 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+OF_HOSTS = [hosts_are_no_further_apart, rows_are_reordered_for_nothing]
+
+
+@pytest.mark.parametrize("plant", [*PLANTED, *OF_HOSTS], ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
 
-    @given(problems())
+    @given(problems(OVER_HOSTS if plant in OF_HOSTS else layouts(6)))
     @settings(FIXED, max_examples=5000)  # it ends with the first that is found
     def some_problem(problem: Problem) -> None:
         check(problem)

@@ -136,7 +136,7 @@ def test_what_is_shown_fits_the_terminal() -> None:
 def test_an_exchange_without_times_is_not_chosen_unless_asked_for() -> None:
     mesh = Mesh(4, 1, 4, 1)
     points = ((1.0, 5.0), (1e6, 100.0))
-    table = Table("table", {(kind, 4): points for kind in EVERY}, points, points)
+    table = Table("table", {(kind, 4, 1): points for kind in EVERY}, points, points)
     chain = decoder(mesh, 2)
     for offers in ([offer(table)], [offer(kinds=EVERY)]):
         assert not any(r.inside for r in Planner(mesh, chain, offers).plan((4096,) * 4).reads)

@@ -56,6 +56,7 @@ class Command:
       weft plan DIR --layout 2x2 --transport shm torchdist/gloo
       weft plan DIR --layout 4x4 --transport torchdist/nccl --cost h100-nvlink
       weft plan --preset deepseek-v2-lite --layout 1x4,4x1 --dcp 4
+      weft plan --preset deepseek-v3 --layout 16x1 --hosts 2       inside a host by peer, across hosts by nccl
       weft plan --layout 4x1 --transport shm --tokens 1,256   experts by gather or by dispatch, whichever costs less
       weft plan --preset qwen3-235b-a22b --layout 1x4,4x1 --split-vocabulary
       weft plan DIR --layout 2x4,8x1 --transport reference --json
@@ -70,6 +71,8 @@ class Command:
     """Python modules or .py files that add model families; they run, so name only what you trust."""
     layout: str = "2x2"
     """ATTN_DPxATTN_TP,EPxMOE_TP; with the second half left out it is the same as the first."""
+    hosts: int = 1
+    """Hosts that the ranks are on, as many on each; groups of ranks then exchange inside hosts, across them, or both."""
     dcp: int = 1
     """Ranks of ATTN_TP that deal out a group's cached tokens among them: also says from which length on that pays."""
     dcp_query: Literal["gather", "replicate"] = "gather"
@@ -95,12 +98,13 @@ class Command:
     def run(self) -> int:
         """Prints the plans. Raises LayoutError, ModelError, PlacementError with one line."""
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        mesh, tokens = parse_layout(self.layout, self.dcp), parse_tokens(self.tokens)
-        names: tuple[str, ...] = self.transport or ON_GPUS[mesh.world > peer.MAX_RANKS :]
+        mesh, tokens = parse_layout(self.layout, self.dcp, self.hosts), parse_tokens(self.tokens)
+        on_host = mesh.world // mesh.hosts
+        names: tuple[str, ...] = self.transport or ON_GPUS[on_host > peer.MAX_RANKS :]
         for name in names:
-            if mesh.world > (most := MOST_RANKS.get(name, mesh.world)):
-                raise LayoutError(f"{name} takes at most {most} ranks, of one host; this layout has {mesh.world}")
-        model = costs(self._cost(names, mesh.world))
+            if on_host > (most := MOST_RANKS.get(name, on_host)):
+                raise LayoutError(f"{name} takes at most {most} ranks, of one host; this layout has {on_host} on each")
+        model = costs(self._cost(names, on_host))
         offers = [
             offer_of(
                 name,
@@ -108,6 +112,7 @@ class Command:
                 mesh,
                 model.of(name, mesh.world),
                 *((self.max_bytes, peer.MAX_NORMED_BYTES) if name == "peer" else (None, None)),
+                max_hosts=1 if name in MOST_RANKS else None,
             )
             for name in names
         ]
@@ -154,13 +159,13 @@ class Command:
         return "h200x4" if set(names) <= set(ON_GPUS) and world <= peer.MAX_RANKS else "h200-nvlink"
 
 
-def parse_layout(text: str, dcp: int = 1) -> Mesh:
-    """`2x2,4x1` → Mesh(2, 2, 4, 1, dcp). Raises LayoutError."""
+def parse_layout(text: str, dcp: int = 1, hosts: int = 1) -> Mesh:
+    """`2x2,4x1` → Mesh(2, 2, 4, 1, dcp, hosts). Raises LayoutError."""
     match = re.fullmatch(r"(\d+)x(\d+)(?:,(\d+)x(\d+))?", text.replace(" ", ""))
     if match is None:
         raise LayoutError(f"layout {text!r} is not ATTN_DPxATTN_TP,EPxMOE_TP, such as 2x2,4x1")
     dp, tp, ep, moe_tp = match.groups()
-    return Mesh(int(dp), int(tp), int(ep or dp), int(moe_tp or tp), dcp)
+    return Mesh(int(dp), int(tp), int(ep or dp), int(moe_tp or tp), dcp, hosts)
 
 
 def parse_tokens(text: str) -> list[int]:

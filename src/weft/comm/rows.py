@@ -8,6 +8,7 @@ memory, all groups exchange their whole capacity: `EqualRows`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from weft.comm.transport import CommError, Epilogue, LiveSizes, Sizes, Transport
 from weft.place.edges import Edge
 from weft.place.plan import Counts
-from weft.place.spec import Mesh, Rows
+from weft.place.spec import NAMED_ROWS, Mesh, Rows
 
 
 class StepRows:
@@ -29,6 +30,7 @@ class StepRows:
         self.mesh, self.rank, self.capacity = mesh, rank, counts
         self.idle = sum(counts) == 0
         self._sizes: dict[Edge, Sizes] = {}
+        self._orders: dict[Edge, Tensor] = {}
 
     def room(self, rows: Rows) -> int:
         """Rows of a tensor."""
@@ -47,15 +49,43 @@ class StepRows:
 
     def slice(self, x: Tensor, src: Rows, dst: Rows) -> Tensor:
         """Of x, which holds src rows, the dst rows."""
-        (start, stop), (base, _) = (self.mesh.row_range(rows, self.rank, self.capacity) for rows in (dst, src))
-        return x[start - base : stop - base]
+        if src in NAMED_ROWS and dst in NAMED_ROWS:
+            (start, stop), (base, _) = (self.mesh.row_range(rows, self.rank, self.capacity) for rows in (dst, src))
+            return x[start - base : stop - base]
+        places = self._runs(src)
+        return torch.cat([x[places[p].start : places[p].stop] for p in self.mesh.peers(dst.over, self.rank)])
 
     def carry(self, edge: Edge, x: Tensor, transport: Transport, epilogue: Epilogue | None = None) -> Tensor:
         """Takes x `[rows, width]` along an edge. Raises CommError, PlacementError."""
         if edge.exchange is None:
             return self.slice(x, edge.src.rows, edge.dst.rows)
         group = self.mesh.peers(edge.group, self.rank)
-        return transport.exchange(x, edge.exchange, group, self.sizes(edge), epilogue)
+        if not edge.reorders(self.mesh):
+            return transport.exchange(x, edge.exchange, group, self.sizes(edge), epilogue)
+        order = self._segment_order(edge, x.device)
+        if edge.exchange.direction == "scatter":
+            return transport.exchange(x.index_select(0, order), edge.exchange, group, self.sizes(edge), epilogue)
+        given = transport.exchange(x, edge.exchange, group, self.sizes(edge), epilogue)
+        return torch.empty_like(given).index_copy_(-2, order, given)
+
+    def _runs(self, rows: Rows) -> dict[int, range]:
+        """Where the OWN rows of each rank lie in a tensor of these rows."""
+        found, at = {}, 0
+        for peer in self.mesh.peers(rows.over, self.rank):
+            count = self.mesh.row_count(Rows.OWN, peer, self.capacity)
+            found[peer], at = range(at, at + count), at + count
+        return found
+
+    def _segment_order(self, edge: Edge, device: torch.device) -> Tensor:
+        """int64: of the rows of all segments, one after the other, the places in rank order."""
+        found = self._orders.get(edge)
+        if found is None:
+            joined = max(edge.src.rows, edge.dst.rows, key=lambda rows: self.mesh.extent(self.mesh.gathered(rows)))
+            places, firsts = self._runs(joined), edge.segments(self.mesh, self.rank)
+            held = (peer for first in firsts for peer in self.mesh.peers(edge.segment_rows.over, first))
+            order = [place for peer in held for place in places[peer]]
+            found = self._orders[edge] = torch.tensor(order, dtype=torch.int64, device=device)
+        return found
 
 
 class PaddedRows(StepRows):
@@ -67,15 +97,17 @@ class PaddedRows(StepRows):
 
     def __init__(self, mesh: Mesh, rank: int, capacity: int, device: torch.device):
         super().__init__(mesh, rank, (capacity,) * mesh.attn_dp)
+        if mesh.hosts > 1:
+            raise CommError("row counts in device memory are of the ranks of one host")
         self.idle = False
         # Which rows of a tensor are a smaller tensor's: behind the live ones, any.
-        cuts = {(src, dst): self.room(dst) for src in Rows for dst in Rows if dst < src}
-        lengths = [mesh.attn_dp, mesh.world, *(1 for _ in Rows), *cuts.values()]
+        cuts = {(src, dst): self.room(dst) for dst, src in itertools.combinations(NAMED_ROWS, 2)}
+        lengths = [mesh.attn_dp, mesh.world, *(1 for _ in NAMED_ROWS), *cuts.values()]
         self._device = torch.zeros(sum(lengths), dtype=torch.int32, device=device)
         by_group, by_rank, *rest = self._device.split(lengths)
         self._by_group, self._by_rank = by_group, by_rank
-        self._live = dict(zip(Rows, rest, strict=False))
-        self._indices = dict(zip(cuts, rest[len(Rows) :], strict=True))
+        self._live = dict(zip(NAMED_ROWS, rest, strict=False))
+        self._indices = dict(zip(cuts, rest[len(NAMED_ROWS) :], strict=True))
         self._counts: Counts | None = None
         self._live_sizes: dict[Edge, LiveSizes] = {}
 
@@ -89,7 +121,7 @@ class PaddedRows(StepRows):
         if counts == self._counts:
             return
         filled = [*counts, *(mesh.row_count(Rows.OWN, r, counts) for r in range(mesh.world))]
-        filled += [mesh.row_count(rows, rank, counts) for rows in Rows]
+        filled += [mesh.row_count(rows, rank, counts) for rows in NAMED_ROWS]
         for (src, dst), index in self._indices.items():
             start = mesh.row_range(dst, rank, counts)[0] - mesh.row_range(src, rank, counts)[0]
             last = max(self.room(src) - 1, 0)
@@ -123,7 +155,7 @@ class PaddedRows(StepRows):
         assert exchange is not None
         rows = edge.dst.rows if exchange.direction == "scatter" else edge.src.rows
         ranks = self.mesh.peers(edge.group, self.rank)[:: exchange.span]
-        own = rows is Rows.OWN
+        own = rows == Rows.OWN
         places = ranks if own else [self.mesh.group_of(r) for r in ranks]
         first, last = places[0], places[-1] + 1
         assert list(places) == list(range(first, last)), "segments of live rows are neighbours"
@@ -149,7 +181,7 @@ class EqualRows(StepRows):
             rows: self._of_group
             if mesh.row_range(rows, rank, self.capacity) == group
             else torch.full((1,), self.room(rows), dtype=torch.int32, device=device)
-            for rows in Rows
+            for rows in NAMED_ROWS
         }
         self._filled: int | None = None
 

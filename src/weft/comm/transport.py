@@ -279,6 +279,7 @@ def offer_of(
     cost: Cost,
     max_bytes: int | None,
     max_normed_bytes: int | None = None,
+    max_hosts: int | None = None,
 ) -> Offer:
     """What the transport `name` offers the planner: those of the mesh's edges, and of the exchanges by which attention
     over shards is merged and rows are sent to experts, that it carries (`Transport.offers`).
@@ -286,4 +287,4 @@ def offer_of(
     exchanges = {e.exchange for found in legal_edges(mesh).values() for e in found if e.exchange is not None}
     exchanges |= merge_exchanges(mesh.dcp) | expert_exchanges(mesh)
     kinds, epilogues = (frozenset(e.kind for e in exchanges if offers(e, epilogue)) for epilogue in (False, True))
-    return Offer(name, kinds, epilogues, cost, max_bytes, max_normed_bytes)
+    return Offer(name, kinds, epilogues, cost, max_bytes, max_normed_bytes, max_hosts=max_hosts)

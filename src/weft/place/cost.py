@@ -22,12 +22,16 @@ T = TypeVar("T")
 
 
 class Cost(Protocol):
-    """Predicted times in microseconds; `bytes_moved` is what the busiest rank receives."""
+    """Predicted times in microseconds; `bytes_moved` is what the busiest rank receives.
+
+    A collective of `ranks` ranks on so many `hosts`, as many on each, takes infinitely long where nothing says how
+    long: a plan never takes it.
+    """
 
     @property
     def name(self) -> str: ...
 
-    def collective_us(self, kind: str, group_size: int, bytes_moved: float) -> float: ...
+    def collective_us(self, kind: str, ranks: int, bytes_moved: float, hosts: int = 1) -> float: ...
 
     def local_us(self, bytes_touched: float) -> float: ...
 
@@ -39,7 +43,7 @@ class Offer:
     """What a transport can do, and at what cost.
 
     epilogues: the kinds that take residual add and norm. max_bytes: of a call's largest tensor; max_normed_bytes: of a
-    row that an epilogue takes; None: any.
+    row that an epilogue takes; max_ranks, max_hosts: of a group that it serves; None: any.
     """
 
     transport: str
@@ -48,6 +52,28 @@ class Offer:
     cost: Cost
     max_bytes: int | None = None
     max_normed_bytes: int | None = None
+    max_ranks: int | None = None
+    max_hosts: int | None = None
+
+    def serves(self, ranks: int, hosts: int) -> bool:
+        """Whether it carries exchanges of groups of so many ranks on so many hosts."""
+        few_ranks = self.max_ranks is None or ranks <= self.max_ranks
+        return few_ranks and (self.max_hosts is None or hosts <= self.max_hosts)
+
+
+@dataclass(frozen=True)
+class Network:
+    """What joins hosts. us: latency of a collective of one rank of each host; hop_us: what each doubling of the ranks
+    of a host adds; gb_s: what a rank receives over it. All the bytes of such a collective are taken to cross it.
+    """
+
+    us: float
+    hop_us: float
+    gb_s: float
+
+    def collective_us(self, ranks: int, bytes_moved: float, hosts: int) -> float:
+        """Time of one collective over hosts."""
+        return self.us + self.hop_us * math.log2(ranks / hosts) + bytes_moved / (self.gb_s * 1e3)
 
 
 @dataclass(frozen=True)
@@ -55,6 +81,7 @@ class AlphaBeta:
     """alpha_us: latency of any collective; hop_us: what each doubling of the group adds; gb_s: what a rank receives.
 
     launch_us, mem_gb_s: latency and memory traffic of a local elementwise kernel. GB/s are 10⁹ bytes a second.
+    network: between hosts, if it is known.
     """
 
     name: str
@@ -63,10 +90,13 @@ class AlphaBeta:
     gb_s: float
     launch_us: float
     mem_gb_s: float
+    network: Network | None = None
 
-    def collective_us(self, kind: str, group_size: int, bytes_moved: float) -> float:
+    def collective_us(self, kind: str, ranks: int, bytes_moved: float, hosts: int = 1) -> float:
         """Time of one collective. A fused edge is one launch, so it pays alpha once."""
-        return self.alpha_us + self.hop_us * math.log2(group_size) + bytes_moved / (self.gb_s * 1e3)
+        if hosts > 1:
+            return math.inf if self.network is None else self.network.collective_us(ranks, bytes_moved, hosts)
+        return self.alpha_us + self.hop_us * math.log2(ranks) + bytes_moved / (self.gb_s * 1e3)
 
     def local_us(self, bytes_touched: float) -> float:
         """Time of one local elementwise kernel."""
@@ -79,25 +109,29 @@ class AlphaBeta:
 
 @dataclass(frozen=True)
 class Table:
-    """A transport's measured times: us by (kind, group size) as points (bytes moved, µs), ascending.
+    """A transport's measured times: us by (kind, ranks, hosts) as points (bytes moved, µs), ascending.
 
-    local, epilogue: the same for local kernels and epilogues. Between points, times are interpolated on logarithmic
-    axes; below the first they are its, beyond the last they grow with the bytes. A group size that was not measured
-    takes the next larger one's, and beyond the largest its times in proportion.
+    local, epilogue: the same for local kernels and epilogues. network: for collectives over hosts that were not
+    measured. Between points, times are interpolated on logarithmic axes; below the first they are its, beyond the last
+    they grow with the bytes. A number of ranks that was not measured takes the next larger one's times, and beyond the
+    largest its times in proportion.
     """
 
     name: str
-    us: dict[tuple[str, int], tuple[tuple[float, float], ...]]
+    us: dict[tuple[str, int, int], tuple[tuple[float, float], ...]]
     local: tuple[tuple[float, float], ...]
     epilogue: tuple[tuple[float, float], ...]
+    network: Network | None = None
 
-    def collective_us(self, kind: str, group_size: int, bytes_moved: float) -> float:
-        """Measured time of one collective. Raises LayoutError where the kind was not measured."""
-        sizes = sorted(n for k, n in self.us if k == kind)
+    def collective_us(self, kind: str, ranks: int, bytes_moved: float, hosts: int = 1) -> float:
+        """Measured time of one collective; infinite where the kind was not measured."""
+        sizes = sorted(n for k, n, over in self.us if k == kind and over == hosts)
         if not sizes:
-            raise LayoutError(f"{self.name} has no times of {kind}; measure them: weft tune")
-        size = next((n for n in sizes if n >= group_size), sizes[-1])
-        return _interpolate(self.us[kind, size], bytes_moved) * max(1.0, group_size / size)
+            if hosts == 1 or self.network is None:
+                return math.inf
+            return self.network.collective_us(ranks, bytes_moved, hosts)
+        size = next((n for n in sizes if n >= ranks), sizes[-1])
+        return _interpolate(self.us[kind, size, hosts], bytes_moved) * max(1.0, ranks / size)
 
     def local_us(self, bytes_touched: float) -> float:
         """Measured time of one local elementwise kernel."""
@@ -150,14 +184,18 @@ def read_table(path: Path, name: str = "") -> Costs:
     try:
         table = json.loads(path.read_text())
         local, epilogue = _points(table["local"]), _points(table["epilogue"])
+        network = Network(**table["network"]) if "network" in table else None
         by_transport: dict[str, dict[int, Cost]] = {}
         for transport, rows in table["transports"].items():
             for world in {row["world"] for row in rows}:
-                us: dict[tuple[str, int], list[tuple[float, float]]] = {}
-                for row in (r for r in rows if r["world"] == world):
-                    us.setdefault((row["kind"], row["ranks"]), []).append((float(row["bytes"]), float(row["us"])))
+                us: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+                here = [r for r in rows if r["world"] == world]
+                kinds = {r["kind"] for r in here}  # others as they were measured in other worlds
+                for row in (*here, *(r for r in rows if r["kind"] not in kinds)):
+                    key = row["kind"], row["ranks"], row.get("hosts", 1)
+                    us.setdefault(key, []).append((float(row["bytes"]), float(row["us"])))
                 points = {key: _points(found) for key, found in us.items()}
-                by_transport.setdefault(transport, {})[world] = Table(name, points, local, epilogue)
+                by_transport.setdefault(transport, {})[world] = Table(name, points, local, epilogue, network)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise LayoutError(f"{path} is no table of weft tune: {type(error).__name__}: {error}") from error
     return Costs(name, by_transport)
@@ -194,15 +232,19 @@ def host_table(gpus: bool = False) -> Path:
     return Path(cache) / "weft" / f"tune-{socket.gethostname()}{'-gpu' * gpus}.json"
 
 
+INFINIBAND = Network(us=20.0, hop_us=5.0, gb_s=46.0)
+"""A 400 Gb/s port for each GPU, of which collectives reach 46 GB/s; latencies are assumed, not measured."""
+ETHERNET = Network(us=300.0, hop_us=300.0, gb_s=1.0)
+
 PRESETS: dict[str, AlphaBeta] = {
     p.name: p
     for p in (
-        AlphaBeta("cpu-gloo", alpha_us=300.0, hop_us=300.0, gb_s=1.0, launch_us=4.0, mem_gb_s=8.0),
-        AlphaBeta("cpu-shm", alpha_us=1.5, hop_us=0.5, gb_s=12.0, launch_us=4.0, mem_gb_s=8.0),
-        AlphaBeta("h100-nvlink", alpha_us=10.5, hop_us=0.5, gb_s=368.0, launch_us=2.0, mem_gb_s=2700.0),
-        AlphaBeta("h200-nvlink", alpha_us=10.5, hop_us=0.5, gb_s=368.0, launch_us=2.0, mem_gb_s=4000.0),
-        AlphaBeta("gb200-nvl72", alpha_us=10.5, hop_us=0.4, gb_s=720.0, launch_us=2.0, mem_gb_s=6500.0),
-        AlphaBeta("pcie-gen5", alpha_us=15.0, hop_us=4.0, gb_s=45.0, launch_us=2.0, mem_gb_s=1500.0),
+        AlphaBeta("cpu-gloo", alpha_us=300.0, hop_us=300.0, gb_s=1.0, launch_us=4.0, mem_gb_s=8.0, network=ETHERNET),
+        AlphaBeta("cpu-shm", alpha_us=1.5, hop_us=0.5, gb_s=12.0, launch_us=4.0, mem_gb_s=8.0, network=ETHERNET),
+        AlphaBeta("h100-nvlink", 10.5, hop_us=0.5, gb_s=368.0, launch_us=2.0, mem_gb_s=2700.0, network=INFINIBAND),
+        AlphaBeta("h200-nvlink", 10.5, hop_us=0.5, gb_s=368.0, launch_us=2.0, mem_gb_s=4000.0, network=INFINIBAND),
+        AlphaBeta("gb200-nvl72", 10.5, hop_us=0.4, gb_s=720.0, launch_us=2.0, mem_gb_s=6500.0, network=INFINIBAND),
+        AlphaBeta("pcie-gen5", 15.0, hop_us=4.0, gb_s=45.0, launch_us=2.0, mem_gb_s=1500.0, network=INFINIBAND),
     )
 }
 

@@ -4,27 +4,34 @@ An edge is data: two placements, and the exchange that leads from one to the oth
 planner chooses it; a model never sees it. Adding an optimisation is adding an edge here, its exchange in
 `weft.place.exchange` where that is new, and a kernel in a transport where a fused one pays.
 
+With rows gathered over the axes R, a sum owed over D ⊆ R, and any groups S, A and B that may communicate:
+
 | kind | from | to |
 |---|---|---|
-| slice | more rows | fewer rows; free |
-| all_reduce | owes sum over G | owes nothing |
-| reduce_scatterv | owes a sum that G divides | fewer rows; what is left of the sum |
-| all_gatherv | fewer rows | more rows, same debt |
-| all_reduce+all_gatherv | GROUP, owes sum over attn_tp | WORLD, complete: one kernel where attention is DP and TP |
-| reduce_scatterv+all_reduce | WORLD, owes sum over world | GROUP, complete: its mirror |
+| slice | R, owes D | R − S, owes D, where S and D are disjoint; moves nothing |
+| all_reduce over S ⊆ D | R, owes D | R, owes D − S |
+| reduce_scatterv over S ⊆ D | R, owes D | R − S, owes D − S |
+| all_gatherv over S | R, owes D | R + S, owes D, where S and R are disjoint |
+| all_reduce+all_gatherv over A + B | R, owes A | R + B, complete: a sum inside each part, gathered over all |
+| reduce_scatterv+all_reduce over A + B | R + B, owes A + B | R, complete: its mirror |
+
+Fused edges need neighbours to be summed: every axis of A lies below those of B. On one host these are all steps by
+which rows of groups with a name are reached: OWN, GROUP and WORLD. Over several hosts R and S are any sets of axes, so
+that plans may exchange inside a host first and across hosts then, or the other way round.
 
 Inside a mixture of experts, all_to_allv takes OWN rows to the ranks of their experts, and back (`weft.place.experts`).
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 from weft.place import exchange
 from weft.place.exchange import Exchange
-from weft.place.spec import GROUP_NAMES, Mesh, Placement, PlacementError, Rows
+from weft.place.spec import Mesh, Placement, PlacementError, Rows
 
 SLICE = "slice"
 
@@ -69,12 +76,32 @@ class Edge:
         """Whether terms are added, so that residual add and norm can follow in the same call."""
         return self.exchange is not None and self.exchange.combine == "sum"
 
+    @property
+    def segment_rows(self) -> Rows:
+        """The rows of a segment of the exchange: what a rank puts into a gather, and gets from a scatter."""
+        assert self.exchange is not None
+        return self.dst.rows if self.exchange.direction == "scatter" else self.src.rows
+
+    def segments(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """Of each segment of the exchange a rank that holds it."""
+        assert self.exchange is not None
+        return mesh.peers(self.group, rank)[:: self.exchange.span]
+
     def sizes(self, mesh: Mesh, rank: int, counts: tuple[int, ...]) -> tuple[int, ...]:
         """Rows of each segment of the exchange, for `counts` tokens in each DP group."""
-        assert self.exchange is not None
-        rows = self.dst.rows if self.exchange.direction == "scatter" else self.src.rows
-        firsts = mesh.peers(self.group, rank)[:: self.exchange.span]
-        return tuple(mesh.row_count(rows, first, counts) for first in firsts)
+        return tuple(mesh.row_count(self.segment_rows, first, counts) for first in self.segments(mesh, rank))
+
+    def reorders(self, mesh: Mesh) -> bool:
+        """Whether the segments of the exchange, one after the other, are not in rank order: their rows are then copied
+        into it after a gather, and out of it before a scatter.
+        """
+        if self.exchange is None or self.exchange.segments == 1 or self.load is not None:
+            return False
+        segment, joined = mesh.gathered(self.segment_rows), mesh.axes(self.group)
+        if joined is None:
+            return False
+        joined &= ~segment
+        return joined & -joined < segment  # the lowest axis that is joined lies below one that a segment has
 
     def __str__(self) -> str:
         over = f" over {self.group}" if self.group else ""
@@ -91,54 +118,63 @@ def _placement(mesh: Mesh, rows: Rows, owes: str | None) -> Placement | None:
 @cache
 def legal_edges(mesh: Mesh) -> dict[Placement, tuple[Edge, ...]]:
     """Every legal edge of the mesh, by the placement it starts from."""
-    # Which group joins the rows of one kind into the rows of the next: gathers walk it up, scatters walk it down.
-    joins = [(Rows.OWN, Rows.GROUP, "attn_tp"), (Rows.GROUP, Rows.WORLD, "attn_dp"), (Rows.OWN, Rows.WORLD, "world")]
-    # Hidden states owe no sum over dcp: its ranks hold the same heads' outputs over parts of the keys (weft.dcp.merge).
-    debts = [None, *sorted({g for n in GROUP_NAMES if n != "dcp" and (g := mesh.canonical(n))})]
+    kinds = {mesh.gathered(rows): rows for rows in mesh.row_kinds}
+    groups = {name: mesh.axes(name) for name in mesh.communicating}
     found: dict[Placement, dict[Edge, None]] = {}
 
     def edge(step: Exchange | None, group: str | None, src: Placement | None, dst: Placement | None) -> None:
         if src and dst and src != dst:
             found.setdefault(src, {})[Edge(step, group, src, dst)] = None
 
-    for owes in debts:
-        if owes:
-            for rows in Rows:
-                sum_all = exchange.all_reduce(mesh.size(owes))
-                edge(sum_all, owes, _placement(mesh, rows, owes), _placement(mesh, rows, None))
-        for few, many, name in joins:
-            less, more = _placement(mesh, few, owes), _placement(mesh, many, owes)
-            edge(None, None, more, less)
-            group = mesh.canonical(name)
-            if group is None:
-                continue
-            edge(exchange.all_gatherv(mesh.size(group)), group, less, more)
+    for (gathered, rows), owes in itertools.product(kinds.items(), (None, *groups)):
+        src = _placement(mesh, rows, owes)
+        if src is None:
+            continue
+        for fewer, fewer_rows in kinds.items():
+            if fewer & ~gathered == 0:
+                edge(None, None, src, _placement(mesh, fewer_rows, owes))
+        for group, axes in groups.items():
+            ranks = mesh.size(group)
             if owes:
                 legal, rest = mesh.left_after(owes, group)
                 if legal:
-                    edge(exchange.reduce_scatterv(mesh.size(group)), group, more, _placement(mesh, few, rest))
-    if mesh.attn_dp > 1 and mesh.attn_tp > 1:
-        groups, ranks = mesh.attn_dp, mesh.attn_tp
-        group_owing, world_owing = mesh.placement(Rows.GROUP, "attn_tp"), mesh.placement(Rows.WORLD, "world")
-        edge(exchange.all_reduce_all_gatherv(groups, ranks), "world", group_owing, mesh.placement(Rows.WORLD))
-        edge(exchange.reduce_scatterv_all_reduce(groups, ranks), "world", world_owing, mesh.placement(Rows.GROUP))
+                    edge(exchange.all_reduce(ranks), group, src, _placement(mesh, rows, rest))
+                    if axes is not None and (fewer_kind := kinds.get(gathered & ~axes)) and not axes & ~gathered:
+                        edge(exchange.reduce_scatterv(ranks), group, src, _placement(mesh, fewer_kind, rest))
+            if axes is not None and not axes & gathered and (more_kind := kinds.get(gathered | axes)):
+                edge(exchange.all_gatherv(ranks), group, src, _placement(mesh, more_kind, owes))
+    of_axes = {name: axes for name, axes in groups.items() if axes is not None}
+    for (inner, a), (outer, b) in itertools.product(of_axes.items(), of_axes.items()):
+        both = mesh.named(a | b)
+        if both not in groups or a >= (b & -b):
+            continue
+        parts, ranks = mesh.size(outer), mesh.size(inner)
+        for gathered, rows in kinds.items():
+            more_kind = kinds.get(gathered | b) if not gathered & b else None
+            if more_kind is None:
+                continue
+            few, many = mesh.placement(rows), mesh.placement(more_kind)
+            src, owing = _placement(mesh, rows, inner), _placement(mesh, more_kind, both)
+            edge(exchange.all_reduce_all_gatherv(parts, ranks), both, src, many)
+            edge(exchange.reduce_scatterv_all_reduce(parts, ranks), both, owing, few)
     return {src: tuple(edges) for src, edges in found.items()}
 
 
 def rows_received(edge: Edge, mesh: Mesh, rank: int, counts: tuple[int, ...]) -> float:
     """Rows' worth of data that a rank must receive for an edge (`weft.place.exchange.rows_received`).
 
-    OWN rows count as an even share of the group's, so that one edge never seems to move more than the two that it
-    replaces.
+    A rank's rows count as an even share of its DP group's, so that one edge never seems to move more than the two that
+    it replaces.
     """
     if edge.exchange is None:
         return 0.0
-    rows = edge.dst.rows if edge.exchange.direction == "scatter" else edge.src.rows
-    group = mesh.peers(edge.group, rank)
-    sizes: tuple[float, ...] = edge.sizes(mesh, rank, counts)
-    if rows is Rows.OWN:
-        sizes = tuple(counts[mesh.group_of(r)] / mesh.attn_tp for r in group[:: edge.exchange.span])
-    return exchange.rows_received(edge.exchange, sizes, group.index(rank))
+    rows, sizes = edge.segment_rows, tuple[float, ...]()
+    if rows in (Rows.GROUP, Rows.WORLD):
+        sizes = edge.sizes(mesh, rank, counts)
+    else:
+        shares = {first: mesh.peers(rows.over, first) for first in edge.segments(mesh, rank)}
+        sizes = tuple(sum(counts[mesh.group_of(r)] for r in held) / mesh.attn_tp for held in shares.values())
+    return exchange.rows_received(edge.exchange, sizes, mesh.peers(edge.group, rank).index(rank))
 
 
 def bytes_received(edge: Edge, mesh: Mesh, rank: int, counts: tuple[int, ...], row_bytes: int) -> float:

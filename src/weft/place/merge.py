@@ -90,10 +90,7 @@ def merge_plans(merge: Merge, ranks: int, tokens: int, offers: Sequence[Offer]) 
         for way, (kinds, local) in _calls(merge, ranks, each, offers[0].cost.local_us).items():
             if not offer.kinds.issuperset(kind for kind, _ in kinds):
                 continue
-            try:
-                us = local + sum(offer.cost.collective_us(kind, ranks, moved) for kind, moved in kinds)
-            except LayoutError:  # not measured
-                us = math.inf
+            us = local + sum(offer.cost.collective_us(kind, ranks, moved) for kind, moved in kinds)
             moved = sum(moved for _, moved in kinds) * tokens / each
             found.append(MergePlan(way, offer.transport, us * calls, int(moved), each))
     return sorted(found, key=lambda plan: plan.us)
@@ -167,12 +164,9 @@ def plan_gather(row_bytes: int, ranks: int, rows: int, offers: Sequence[Offer]) 
     for offer in offers:
         each = rows if offer.max_bytes is None else min(rows, offer.max_bytes // (ranks * padded))
         if "all_gatherv" in offer.kinds and each:
-            try:
-                one = offer.cost.collective_us("all_gatherv", ranks, each * (ranks - 1) * row_bytes)
-            except LayoutError:  # not measured
-                continue
+            one = offer.cost.collective_us("all_gatherv", ranks, each * (ranks - 1) * row_bytes)
             found.append(GatherPlan(offer.transport, one * -(-rows // each), each))
-    if not found:
+    if min((plan.us for plan in found), default=math.inf) == math.inf:
         raise LayoutError(
             f"nothing gathers rows of {row_bytes} bytes over {ranks} ranks here: no transport has room for one of each "
             "rank, or weft tune measured none"

@@ -17,6 +17,7 @@ from typing import Literal
 
 from weft.place.cost import Offer
 from weft.place.edges import Edge, bytes_received, legal_edges
+from weft.place.exchange import rows_received
 from weft.place.experts import COUNTS, PACK_KERNELS, RETURN, SEND, Dispatch
 from weft.place.search import Graph, Sums
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
@@ -122,7 +123,7 @@ class Planner:
         self.mesh, self.chain, self.offers, self.choice = mesh, chain, tuple(offers), choice
         self._slices_copy = slices_copy
         kinds = frozenset().union(*(o.kinds for o in offers))
-        self._home = {rows: mesh.placement(rows) for rows in Rows}
+        self._home = {rows: mesh.placement(rows) for rows in mesh.row_kinds}
         every = [*self._home.values(), *(d for reads in chain.forms for read in reads for d in read.deltas)]
         every += [p for edges in legal_edges(mesh).values() for edge in edges for p in (edge.src, edge.dst)]
         self._placements = tuple(dict.fromkeys(every))
@@ -131,13 +132,13 @@ class Planner:
         ]
         self._plan, self._naive = cache(self._make), cache(self._make_naive)
         self._graph, self._sums, self._served = cache(self._make_graph), cache(self._find_sums), cache(self._serve)
-        self._inside = cache(self._dispatch_steps)
+        self._inside, self._priced = cache(self._dispatch_steps), cache(self._price)
         self.bytes_received = lru_cache(1 << 16)(self._bytes_received)
 
     def plan(self, counts: Counts) -> Plan:
         """The plan to follow for the bucket of these counts: the cheapest, unless the naive one was chosen."""
         if self.choice == "cheapest":
-            return self._plan(bucket(counts))
+            return self._plan(max(bucket(counts)))
         plan = self.naive(counts)
         if plan.us == math.inf:
             self._refuse(plan)
@@ -146,33 +147,33 @@ class Planner:
     def naive(self, counts: Counts) -> Plan:
         """What engines do by default: all-reduce every debt, slice to the group, add, norm, gather what is asked.
 
-        Only for comparison, so it never fails: an edge that no transport offers takes for ever, by `nobody`.
+        Only for comparison, so it never fails: an edge that no transport offers takes infinitely long, by `nobody`.
         """
-        return self._naive(bucket(counts))
+        return self._naive(max(bucket(counts)))
 
-    def _make_naive(self, counts: Counts) -> Plan:
-        home, reads = self._home[Rows.GROUP], []
+    def _make_naive(self, tokens: int) -> Plan:
+        home, reads = self.mesh.placement(Rows.GROUP), []
         for index, read in enumerate(self.chain.reads):
             steps: list[Step] = []
             for i, delta in enumerate(read.deltas):
-                steps += self._route(i, delta, home, counts)
+                steps += self._route(i, delta, home, tokens)
             for i in range(len(read.deltas)):
-                us = self._add_us(home.rows, counts) if index or i else 0.0
+                us = self._add_us(home.rows, tokens) if index or i else 0.0
                 steps.append(Step("absorb", 0, rows=home.rows, us=us))
             added = len(read.deltas) > (0 if index else 1)
-            steps += [self._norm(home.rows, counts, added), *self._route(NORMED, home, read.target, counts)]
-            inside = self._inside(read.dispatch, counts)
+            steps += [self._norm(home.rows, tokens, added), *self._route(NORMED, home, read.target, tokens)]
+            inside = self._inside(read.dispatch, tokens)
             us = sum(s.us for s in (*steps, *inside))
             reads.append(ReadPlan(read, tuple(steps), home.rows, us, inside))
-        return Plan(self.mesh, self.chain, counts, tuple(reads), sum(r.us for r in reads))
+        return Plan(self.mesh, self.chain, (tokens,) * self.mesh.attn_dp, tuple(reads), sum(r.us for r in reads))
 
-    def _route(self, operand: int | str, src: Placement, dst: Placement, counts: Counts) -> list[Step]:
+    def _route(self, operand: int | str, src: Placement, dst: Placement, tokens: int) -> list[Step]:
         """All-reduce the debt whole, then slice or gather."""
         steps: list[Step] = []
         while src != dst:
-            wanted = self._home[src.rows] if src.owes else dst
+            wanted = self.mesh.placement(src.rows) if src.owes else dst
             edge = next(e for e in legal_edges(self.mesh)[src] if e.dst == wanted)
-            steps.append(self._move(operand, edge, counts))
+            steps.append(self._move(operand, edge, tokens))
             src = wanted
         return steps
 
@@ -185,83 +186,106 @@ class Planner:
         return max(bytes_received(edge, self.mesh, r, counts, self._row_bytes) for r in ranks)
 
     # --- costs ------------------------------------------------------------------------------------------------
+    # All for `tokens` tokens in each DP group: plans are made for buckets, in which all groups have as many.
 
-    def _price(self, edge: Edge, counts: Counts) -> tuple[float, str]:
-        """µs, and the transport that takes so long; infinite where none has room."""
+    def _price(self, edge: Edge, tokens: int) -> tuple[float, str]:
+        """µs, and the transport that takes so long; infinite where none has room, or none was measured."""
         if not edge.moves:
-            return (self._local_us(edge.dst.rows, 2, counts) if self._slices_copy else 0.0), "local"
-        size, moved = self.mesh.size(edge.group), self.bytes_received(edge, counts)
-        times = []
-        for offer in self._able(edge, counts):
-            try:
-                times.append((offer.cost.collective_us(edge.kind, size, moved), offer.transport))
-            except LayoutError:  # not measured: only a dispatch need not have been
-                if edge.load is None:
-                    raise
-        return min(times, default=(math.inf, "nobody"))
+            return (self._local_us(edge.dst.rows, 2, tokens) if self._slices_copy else 0.0), "local"
+        times = [(self._collective_us(o, edge, tokens), o.transport) for o in self._able(edge, tokens)]
+        us, transport = min(times, default=(math.inf, "nobody"))
+        return us + self._reorder_us(edge, tokens), transport
 
-    def _price_finish(self, edge: Edge, counts: Counts) -> tuple[float, str] | None:
-        size, moved = self.mesh.size(edge.group), self.bytes_received(edge, counts)
-        touched = 4 * self._most_bytes(edge.dst.rows, counts)  # reads delta and residual, writes residual and norm
+    def _price_finish(self, edge: Edge, tokens: int) -> tuple[float, str] | None:
+        touched = 4 * self._most_bytes(edge.dst.rows, tokens)  # reads delta and residual, writes residual and norm
         row = self._row_bytes
         able = [
             o
-            for o in self._able(edge, counts)
+            for o in self._able(edge, tokens)
             if edge.kind in o.epilogues and (o.max_normed_bytes is None or row <= o.max_normed_bytes)
         ]
+        reorder_us = self._reorder_us(edge, tokens)
         times = [
-            (o.cost.collective_us(edge.kind, size, moved) + o.cost.epilogue_us(touched), o.transport) for o in able
+            (self._collective_us(o, edge, tokens) + reorder_us + o.cost.epilogue_us(touched), o.transport) for o in able
         ]
         return min(times, default=None)
 
-    def _able(self, edge: Edge, counts: Counts) -> list[Offer]:
-        """Who carries the edge out: has it, and room for it."""
-        needed = self._needed_bytes(edge, counts)
-        return [o for o in self.offers if edge.kind in o.kinds and (o.max_bytes is None or needed <= o.max_bytes)]
+    def _collective_us(self, offer: Offer, edge: Edge, tokens: int) -> float:
+        ranks, hosts = self.mesh.size(edge.group), self.mesh.hosts_of(edge.group)
+        return offer.cost.collective_us(edge.kind, ranks, self._bytes_moved(edge, tokens), hosts)
 
-    def _needed_bytes(self, edge: Edge, counts: Counts) -> int:
+    def _reorder_us(self, edge: Edge, tokens: int) -> float:
+        """Of a copy of the rows of all segments, where these are not in rank order."""
+        if not edge.reorders(self.mesh):
+            return 0.0
+        return max(self._local_us(p.rows, 2, tokens) for p in (edge.src, edge.dst))
+
+    def _able(self, edge: Edge, tokens: int) -> list[Offer]:
+        """Who carries the edge out: has it, serves the group, and has room for it."""
+        ranks, hosts = self.mesh.size(edge.group), self.mesh.hosts_of(edge.group)
+        needed = self._needed_bytes(edge, tokens)
+        return [
+            o
+            for o in self.offers
+            if edge.kind in o.kinds and o.serves(ranks, hosts) and (o.max_bytes is None or needed <= o.max_bytes)
+        ]
+
+    def _needed_bytes(self, edge: Edge, tokens: int) -> int:
         if edge.load is not None:  # every row may go to every rank, and all rows to one
-            most = max(self.mesh.row_count(Rows.OWN, r, counts) for r in range(self.mesh.world))
-            return most * self.mesh.world * edge.load.most_row_bytes
-        return max(self._most_bytes(p.rows, counts) for p in (edge.src, edge.dst))
+            return self._most_rows(Rows.OWN, tokens) * self.mesh.world * edge.load.most_row_bytes
+        return max(self._most_bytes(p.rows, tokens) for p in (edge.src, edge.dst))
 
-    def _local_us(self, rows: Rows, touches: int, counts: Counts) -> float:
-        return self.offers[0].cost.local_us(touches * self._most_bytes(rows, counts))
+    def _bytes_moved(self, edge: Edge, tokens: int) -> float:
+        """Bytes that each rank receives, as `bytes_received` has it."""
+        assert edge.exchange is not None
+        if edge.load is not None:
+            return bytes_received(edge, self.mesh, 0, (tokens,) * self.mesh.attn_dp, self._row_bytes)
+        rows = self.mesh.extent(self.mesh.gathered(edge.segment_rows)) * tokens / self.mesh.attn_tp
+        return rows_received(edge.exchange, [rows] * edge.exchange.segments, 0) * self._row_bytes
 
-    def _most_bytes(self, rows: Rows, counts: Counts) -> int:
-        most = max(self.mesh.row_count(rows, r, counts) for r in range(self.mesh.world))
-        return most * self._row_bytes
+    def _local_us(self, rows: Rows, touches: int, tokens: int) -> float:
+        return self.offers[0].cost.local_us(touches * self._most_bytes(rows, tokens))
+
+    def _most_bytes(self, rows: Rows, tokens: int) -> int:
+        return self._most_rows(rows, tokens) * self._row_bytes
+
+    def _most_rows(self, rows: Rows, tokens: int) -> int:
+        """Of any rank: of the first, as the first ranks of a DP group have a token more where they do not divide."""
+        gathered, groups = self.mesh.gathered(rows), self.mesh.gathered(self.mesh.rows(Rows.GROUP))
+        whole = self.mesh.extent(gathered & ~groups)
+        held = self.mesh.peers(self.mesh.named(gathered & groups), 0)
+        return whole * sum(self.mesh.row_count(Rows.OWN, rank, (tokens,)) for rank in held)
 
     @property
     def _row_bytes(self) -> int:
         return self.chain.width * self.chain.element_bytes
 
-    def _move(self, operand: int | str, edge: Edge, counts: Counts) -> Step:
-        us, transport = self._price(edge, counts)
+    def _move(self, operand: int | str, edge: Edge, tokens: int) -> Step:
+        us, transport = self._priced(edge, tokens)
         return Step("move", operand, edge, us=us, transport=transport)
 
-    def _add_us(self, rows: Rows, counts: Counts) -> float:
-        return self._local_us(rows, 3, counts)
+    def _add_us(self, rows: Rows, tokens: int) -> float:
+        return self._local_us(rows, 3, tokens)
 
-    def _norm(self, rows: Rows, counts: Counts, added: bool) -> Step:
+    def _norm(self, rows: Rows, tokens: int, added: bool) -> Step:
         """added: right after an addition to the residual, which one kernel then does together with the norm."""
-        us = self._local_us(rows, 2, counts)
+        us = self._local_us(rows, 2, tokens)
         if added:
-            us = min(us, max(0.0, self._local_us(rows, 4, counts) - self._add_us(rows, counts)))
+            us = min(us, max(0.0, self._local_us(rows, 4, tokens) - self._add_us(rows, tokens)))
         return Step("norm", rows=rows, us=us)
 
-    def _dispatch_steps(self, dispatch: Dispatch | None, counts: Counts) -> tuple[Step, ...]:
+    def _dispatch_steps(self, dispatch: Dispatch | None, tokens: int) -> tuple[Step, ...]:
         """What a block does beside its own work to send rows to experts and get them back."""
         if dispatch is None or self.mesh.world == 1:
             return ()
-        own = self._home[Rows.OWN].rows
-        given = self._most_bytes(own, counts)
+        own = self.mesh.rows(Rows.OWN)
+        given = self._most_bytes(own, tokens)
         sent = self.mesh.world * dispatch.share(self.mesh) * given
         local_us = self.offers[0].cost.local_us
         moved_us, launch_us = local_us(given + sent), local_us(0)  # packing reads rows and writes them, adding reverses
         steps = {}
         for name, edge in dispatch.edges(self.mesh, self._row_bytes).items():
-            us, transport = self._price(edge, counts)
+            us, transport = self._priced(edge, tokens)
             steps[name] = Step("exchange", name, edge, us=us, transport=transport)
         pack = Step("pack", rows=own, us=moved_us + PACK_KERNELS * launch_us)
         unpack = Step("unpack", rows=own, us=moved_us + self.mesh.world * launch_us)  # a kernel for each rank's
@@ -269,35 +293,35 @@ class Planner:
 
     # --- search -----------------------------------------------------------------------------------------------
 
-    def _make_graph(self, counts: Counts) -> Graph:
+    def _make_graph(self, tokens: int) -> Graph:
         number = {at: i for i, at in enumerate(self._placements)}
-        moves = [[(number[e.dst], self._move(0, e, counts)) for e in edges] for edges in self._edges]
+        moves = [[(number[e.dst], self._move(0, e, tokens)) for e in edges] for edges in self._edges]
         finishes: list[list[tuple[int, Step]]] = [[] for _ in moves]
         for found, edges in zip(finishes, self._edges, strict=True):
             for edge in edges:
-                if edge.dst.owes is None and (best := self._price_finish(edge, counts)):
+                if edge.dst.owes is None and (best := self._price_finish(edge, tokens)):
                     step = Step("finish", 0, edge, rows=edge.dst.rows, us=best[0], transport=best[1])
                     found.append((number[edge.dst], step))
-        adds = [(at.rows, self._add_us(at.rows, counts)) for at in self._placements]
+        adds = [(at.rows, self._add_us(at.rows, tokens)) for at in self._placements]
         merge, absorb = (tuple(Step(op, 0, rows=rows, us=us) for rows, us in adds) for op in ("merge", "absorb"))
-        norm, added = (tuple(self._norm(at.rows, counts, a) for at in self._placements) for a in (False, True))
+        norm, added = (tuple(self._norm(at.rows, tokens, a) for at in self._placements) for a in (False, True))
         return Graph(
             self._placements, tuple(map(tuple, moves)), tuple(map(tuple, finishes)), merge, absorb, norm, added
         )
 
-    def _find_sums(self, deltas: tuple[Placement, ...], counts: Counts) -> Sums:
-        return Sums([self._placements.index(delta) for delta in deltas], self._graph(counts))
+    def _find_sums(self, deltas: tuple[Placement, ...], tokens: int) -> Sums:
+        return Sums([self._placements.index(delta) for delta in deltas], self._graph(tokens))
 
     def _serve(
-        self, residual: Rows | None, deltas: tuple[Placement, ...], target: Placement, counts: Counts
+        self, residual: Rows | None, deltas: tuple[Placement, ...], target: Placement, tokens: int
     ) -> dict[Rows, tuple[float, tuple[Step, ...]]]:
         """Cheapest way to serve a read, for each rows of the residual that may remain."""
-        sums, wanted = self._sums(deltas, counts), self._placements.index(target)
+        sums, wanted = self._sums(deltas, tokens), self._placements.index(target)
         before = None if residual is None else self._placements.index(self._home[residual])
-        ways = {self._placements[at].rows: found.get(wanted) for at, found in sums.serve(before).items()}
-        return {rows: (way.us, sums.steps(way)) for rows, way in ways.items() if way}
+        found = sums.serve(before, wanted)
+        return {self._placements[at].rows: (way.us, sums.steps(way)) for at, way in found.items()}
 
-    def _make(self, counts: Counts) -> Plan:
+    def _make(self, tokens: int) -> Plan:
         # What is left to remember: the residual's rows, and in which form the last read was served.
         best: dict[tuple[Rows | None, int], tuple[float, tuple[ReadPlan, ...]]] = {(None, 0): (0.0, ())}
         for index, forms in enumerate(zip(*self.chain.forms, strict=True)):
@@ -305,8 +329,8 @@ class Planner:
             for (residual, before), (us, plans) in best.items():
                 for form in self._different(index):
                     read = replace(forms[form], deltas=forms[before].deltas)
-                    inside = self._inside(read.dispatch, counts)
-                    options = self._served(residual, read.deltas, read.target, counts)
+                    inside = self._inside(read.dispatch, tokens)
+                    options = self._served(residual, read.deltas, read.target, tokens)
                     for rows, (more_us, steps) in options.items():
                         more_us += sum(step.us for step in inside)
                         if (rows, form) not in reached or us + more_us < reached[rows, form][0]:
@@ -318,7 +342,7 @@ class Planner:
                 raise PlacementError(f"{read.site}: no legal steps lead from what was added, {added}, to {read.target}")
             best = reached
         us, plans = min(best.values(), key=lambda b: b[0])
-        plan = Plan(self.mesh, self.chain, counts, plans, us)
+        plan = Plan(self.mesh, self.chain, (tokens,) * self.mesh.attn_dp, plans, us)
         if us == math.inf:
             self._refuse(plan)
         return plan
@@ -332,9 +356,9 @@ class Planner:
         return list(found.values())
 
     def _refuse(self, plan: Plan) -> None:
-        lacking = [edge for _, step, edge in plan.moves() if step.us == math.inf]
-        most = max(lacking, key=lambda edge: self._needed_bytes(edge, plan.counts))
-        needed = self._needed_bytes(most, plan.counts)
+        lacking, tokens = [edge for _, step, edge in plan.moves() if step.us == math.inf], max(plan.counts)
+        most = max(lacking, key=lambda edge: self._needed_bytes(edge, tokens))
+        needed = self._needed_bytes(most, tokens)
         having = [o for o in self.offers if most.kind in o.kinds]
         names = ", ".join(o.transport for o in having or self.offers)
         if not having:

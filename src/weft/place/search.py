@@ -13,7 +13,7 @@ import heapq
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from weft.place.spec import Placement
@@ -38,6 +38,33 @@ class Graph:
     absorb: tuple[Step, ...]
     norm: tuple[Step, ...]
     norm_of_sum: tuple[Step, ...]
+    known: dict[int, dict[int, tuple[Step, int]]] = field(default_factory=dict, compare=False)
+
+    def toward(self, target: int) -> dict[int, tuple[Step, int]]:
+        """Of each placement that moves lead from to the target: the first step of the cheapest way, and its end."""
+        found = self.known.get(target)
+        if found is None:
+            found = self.known[target] = self._toward(target)
+        return found
+
+    def _toward(self, target: int) -> dict[int, tuple[Step, int]]:
+        into: list[list[tuple[int, Step]]] = [[] for _ in self.placements]
+        for src, moves in enumerate(self.moves):
+            for dst, step in moves:
+                into[dst].append((src, step))
+        best, found, done = {target: (0.0, 0)}, dict[int, tuple[Step, int]](), set[int]()
+        heap = [(0.0, 0, target)]
+        while heap:
+            us, length, at = heapq.heappop(heap)
+            if at in done:
+                continue
+            done.add(at)
+            for src, step in into[at]:
+                cost = us + step.us, length + 1
+                if src not in done and (src not in best or cost < best[src]):
+                    best[src], found[src] = cost, (step, at)
+                    heapq.heappush(heap, (*cost, src))
+        return found
 
 
 class Way(NamedTuple):
@@ -126,8 +153,8 @@ class Sums:
                             _improve(found, at, graph.merge[at], way, theirs[at])
             self.ways[chosen] = _spread(found, graph)
 
-    def serve(self, residual: int | None) -> dict[int, Ways]:
-        """By the placement of the residual that stays: the cheapest ways to its normalised value, in each placement.
+    def serve(self, residual: int | None, target: int) -> Ways:
+        """By the placement of the residual that stays: the cheapest way to its normalised value in `target`.
 
         residual: its placement before; None where the first delta becomes the residual.
         """
@@ -158,7 +185,16 @@ class Sums:
                 for at, step in graph.finishes[src]:
                     if at in taken[before]:
                         _improve(normed, at, step, taken[before][at], delta)
-        return {at: _spread({at: way}, graph) for at, way in normed.items()}
+        toward = graph.toward(target)
+        found: Ways = {}
+        for end, way in normed.items():
+            at = end
+            while at in toward and at != target:
+                step, at = toward[at]
+                way = Way(way.us + step.us, way.length + 1, step, (way,))
+            if at == target:
+                found[end] = way
+        return found
 
     def steps(self, way: Way) -> tuple[Step, ...]:
         """A way of `serve` in order, with the indices that deltas have by then."""

@@ -2,21 +2,35 @@
 
 A `Mesh` lays N ranks out twice: for attention (`attn_dp × attn_tp`) and for the mixture of experts (`ep × moe_tp`).
 Inside attn_tp, `dcp` neighbouring ranks may share their heads and split the cached tokens between them (decode context
-parallelism).
+parallelism). The ranks may be spread over several hosts.
+
+The mesh cuts the rank numbers at each of these boundaries into the digits of a mixed radix, its **axes**. A group is a
+set of axes: the ranks that differ in these digits alone. So the rows that a rank holds and the sum that a value owes
+are both sets of axes, and a sum is legal where owed ⊆ gathered: ranks that are summed hold the same rows. Models and
+people use the names of such sets (`attn_tp`, `ep`, `world` …). Where two cuts do not divide each other (attn_tp 2 and
+moe_tp 3), the one that fits no axis stays a pair of named groups, which together make the world.
+
 A `Placement` is the type of a hidden state on that mesh. All is normalised, so that placements that mean the
-same compare equal: a group of one rank is `None`, and two names of the same partition of the ranks are one name.
+same compare equal: a group of one rank is `None`, and two names of the same set are one name.
 """
 
 from __future__ import annotations
 
-import enum
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import ClassVar
 
-GROUP_NAMES = ("world", "attn_tp", "attn_dp", "moe_tp", "ep", "dcp")
-"""Names of rank groups; where two name the same partition, the one further left is the canonical one."""
+GROUP_NAMES = ("world", "attn_tp", "attn_dp", "moe_tp", "ep", "dcp", "host", "rail")
+"""Names of rank groups; where two name the same set of ranks, the one further left is the canonical one.
+
+host: the ranks of one host. rail: the ranks that hold the same place on every host.
+"""
 
 Partition = tuple[tuple[int, ...], ...]
+Axes = int
+"""A set of a mesh's axes, as bits: the lowest bit is the axis in which neighbouring ranks differ."""
 
 
 class LayoutError(ValueError):
@@ -27,12 +41,34 @@ class PlacementError(TypeError):
     """Two placements that do not fit: the text names the block and both placements."""
 
 
-class Rows(enum.IntEnum):
-    """Which tokens a rank holds; a larger value holds more."""
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which tokens a rank holds: the OWN rows of every rank of its group `over`, in rank order.
 
-    OWN = 0  # its share of its DP group's tokens
-    GROUP = 1  # every token of its DP group
-    WORLD = 2  # the tokens of every DP group, in group order
+    over: a group's name; None: its own alone. A mesh normalises it (`Mesh.rows_over`).
+    """
+
+    over: str | None
+
+    OWN: ClassVar[Rows]
+    """Its share of its DP group's tokens."""
+    GROUP: ClassVar[Rows]
+    """Every token of its DP group."""
+    WORLD: ClassVar[Rows]
+    """The tokens of every DP group, in group order."""
+
+    @property
+    def name(self) -> str:
+        """OWN, GROUP, WORLD, or the group whose rows they are."""
+        return {None: "OWN", "attn_tp": "GROUP", "world": "WORLD"}.get(self.over, f"{self.over} rows")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Rows.OWN, Rows.GROUP, Rows.WORLD = Rows(None), Rows("attn_tp"), Rows("world")
+NAMED_ROWS = (Rows.OWN, Rows.GROUP, Rows.WORLD)
+"""What models read, each holding more than the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +99,9 @@ class Mesh:
     """A layout of N = attn_dp·attn_tp = ep·moe_tp ranks.
 
     Rank r is place `r % attn_tp` of DP group `r // attn_tp`, place `r % moe_tp` of expert group `r // moe_tp`, and
-    place `r % dcp` of the `dcp` neighbours that hold a share of the same cached tokens each. Raises LayoutError where
-    the two views differ in size, or dcp does not divide attn_tp.
+    place `r % dcp` of the `dcp` neighbours that hold a share of the same cached tokens each. hosts: as many ranks are
+    on each; `host_of` says which. Raises LayoutError where the two views differ in size, dcp does not divide attn_tp,
+    or the hosts the ranks.
     """
 
     attn_dp: int = 1
@@ -72,9 +109,10 @@ class Mesh:
     ep: int = 1
     moe_tp: int = 1
     dcp: int = 1
+    hosts: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("attn_dp", "attn_tp", "ep", "moe_tp", "dcp"):
+        for name in ("attn_dp", "attn_tp", "ep", "moe_tp", "dcp", "hosts"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if self.attn_dp * self.attn_tp != self.ep * self.moe_tp:
@@ -82,15 +120,13 @@ class Mesh:
                 f"attn_dp × attn_tp = {self.attn_dp}×{self.attn_tp} = {self.attn_dp * self.attn_tp} ranks, but "
                 f"ep × moe_tp = {self.ep}×{self.moe_tp} = {self.ep * self.moe_tp}; both must be the number of ranks"
             )
-        if self.attn_tp % self.dcp:
-            divisors = [n for n in range(1, self.attn_tp + 1) if self.attn_tp % n == 0]
-            below, above = (max(n for n in divisors if n < self.dcp), [n for n in divisors if n > self.dcp][:1])
-            legal = " and ".join(map(str, [below, *above]))
-            raise LayoutError(f"dcp={self.dcp} does not divide attn_tp={self.attn_tp}; nearest that do: {legal}")
+        _check_divides("dcp", self.dcp, f"attn_tp={self.attn_tp}", self.attn_tp)
+        _check_divides("hosts", self.hosts, f"the {self.world} ranks", self.world)
 
     def __str__(self) -> str:
         dcp = f" dcp={self.dcp}" if self.dcp > 1 else ""
-        return f"attn_dp={self.attn_dp} attn_tp={self.attn_tp} ep={self.ep} moe_tp={self.moe_tp}{dcp}"
+        hosts = f" hosts={self.hosts}" if self.hosts > 1 else ""
+        return f"attn_dp={self.attn_dp} attn_tp={self.attn_tp} ep={self.ep} moe_tp={self.moe_tp}{dcp}{hosts}"
 
     @property
     def world(self) -> int:
@@ -105,66 +141,268 @@ class Mesh:
         """The first rank of a DP group: the one whose sampled tokens count."""
         return group * self.attn_tp
 
+    # --- axes -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _host_run(self) -> int:
+        """How many neighbouring ranks share a host before the next host's begin.
+
+        Runs of max(attn_tp, moe_tp) ranks go to the hosts in turn, so that rows that are gathered across hosts and
+        then inside each lie in rank order at once. Where such a run does not fit a host, a host's ranks are neighbours.
+        """
+        run, on_host = max(self.attn_tp, self.moe_tp), self.world // self.hosts
+        fits = on_host % run == 0 and run % self.attn_tp == 0 and run % self.moe_tp == 0
+        return run if fits else on_host
+
+    def host_of(self, rank: int) -> int:
+        """The host that a rank is on."""
+        return rank // self._host_run % self.hosts
+
+    @cached_property
+    def _cuts(self) -> tuple[int, ...]:
+        """Where the rank numbers are cut, ascending, each dividing the next; cuts that fit no such row are left out."""
+        found = {1, self.world}
+        run = self._host_run
+        for cut in (self.attn_tp, self.dcp, *((run, run * self.hosts) if self.hosts > 1 else ()), self.moe_tp):
+            if all(cut % other == 0 or other % cut == 0 for other in found):
+                found.add(cut)
+        return tuple(sorted(found))
+
+    @cached_property
+    def _strides(self) -> tuple[tuple[int, int], ...]:
+        """(stride, extent) of each axis."""
+        return tuple((low, high // low) for low, high in itertools.pairwise(self._cuts))
+
+    @cached_property
+    def _axes(self) -> dict[str, Axes]:
+        """The axes of each name, as far as it is a set of axes."""
+
+        def between(low: int, high: int) -> Axes | None:
+            if low not in self._cuts or high not in self._cuts:
+                return None
+            return sum(1 << i for i, (stride, _) in enumerate(self._strides) if low <= stride < high)
+
+        world = between(1, self.world)
+        rail = between(self._host_run, self._host_run * self.hosts) if self.hosts > 1 else 0
+        host = None if rail is None or world is None else world & ~rail
+        found = {
+            "world": world,
+            "attn_tp": between(1, self.attn_tp),
+            "attn_dp": between(self.attn_tp, self.world),
+            "moe_tp": between(1, self.moe_tp),
+            "ep": between(self.moe_tp, self.world),
+            "dcp": between(1, self.dcp),
+            "host": host,
+            "rail": rail,
+        }
+        return {name: axes for name, axes in found.items() if axes is not None}
+
+    def axes(self, group: str | None) -> Axes | None:
+        """The axes of a group, 0 for none; None where it is no set of axes. KeyError for an unknown name."""
+        if group is None:
+            return 0
+        if group in self._named:
+            return self._axes.get(group)
+        return self._combined[group]
+
+    @cached_property
+    def _combined(self) -> dict[str, Axes]:
+        """The sets of axes that have no name of their own: an intersection of two that have, or several of these."""
+        by_axes: dict[Axes, str] = {}
+        for a, b in itertools.combinations(self._axes, 2):
+            by_axes.setdefault(self._axes[a] & self._axes[b], f"{a}∩{b}")
+        for i, (stride, extent) in enumerate(self._strides):
+            by_axes.setdefault(1 << i, f"{extent} ranks {stride} apart")
+        named = set(self._axes.values())
+        found = {}
+        for axes in range(1, 1 << len(self._strides)):
+            if axes not in named:
+                singles = [by_axes[1 << i] for i in range(len(self._strides)) if axes >> i & 1]
+                found[by_axes.get(axes) or " × ".join(singles)] = axes
+        return found
+
+    @cached_property
+    def _name_of(self) -> dict[Axes, str]:
+        names: dict[Axes, str] = {}
+        for name in GROUP_NAMES:
+            if name in self._axes:
+                names.setdefault(self._axes[name], name)
+        return names | {axes: name for name, axes in self._combined.items()}
+
+    def named(self, axes: Axes) -> str | None:
+        """The canonical name of a set of axes; None for none."""
+        return self._name_of[axes] if axes else None
+
+    @cached_property
+    def stream_axes(self) -> tuple[Axes, ...]:
+        """The axes over which hidden states gather rows and owe sums, as sets: all but the cut between dcp's ranks.
+
+        The ranks of a dcp group hold the same heads' outputs over parts of the keys, which is no sum
+        (`weft.dcp.merge`).
+        """
+        coarse = {cut for cut in self._cuts if cut != self.dcp or cut in (1, self.attn_tp, self.moe_tp, self.world)}
+        if self.hosts > 1:
+            coarse |= {self._host_run, self._host_run * self.hosts} & set(self._cuts)
+        found = []
+        for low, high in itertools.pairwise(sorted(coarse)):
+            found.append(sum(1 << i for i, (stride, _) in enumerate(self._strides) if low <= stride < high))
+        return tuple(found)
+
+    @cached_property
+    def communicating(self) -> tuple[str, ...]:
+        """The canonical names of the groups whose ranks may exchange hidden states, the world first.
+
+        On one host those with a name: each takes memory of a transport. Over hosts every set of axes.
+        """
+        found = [canonical for name in GROUP_NAMES[:5] if (canonical := self.canonical(name))]
+        if self.hosts > 1:
+            every = (sum(chosen) for n in range(len(self.stream_axes)) for chosen in _chosen(self.stream_axes, n + 1))
+            found += [name for axes in every if (name := self.named(axes))]
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def row_kinds(self) -> tuple[Rows, ...]:
+        """The rows that hidden states may hold, each once, fewest first. Over hosts those of every set of axes."""
+        found = [self.rows(rows) for rows in NAMED_ROWS]
+        if self.hosts > 1:
+            every = [sum(chosen) for n in range(len(self.stream_axes) + 1) for chosen in _chosen(self.stream_axes, n)]
+            found += [self.rows_over(axes) for axes in sorted(every, key=lambda axes: self.extent(axes))]
+        return tuple(sorted(dict.fromkeys(found), key=lambda rows: self.extent(self.gathered(rows))))
+
+    def extent(self, axes: Axes) -> int:
+        """Ranks of a group of these axes."""
+        size = 1
+        for i, (_, extent) in enumerate(self._strides):
+            size *= extent if axes >> i & 1 else 1
+        return size
+
+    def gathered(self, rows: Rows) -> Axes:
+        """The axes over which rows are gathered."""
+        axes = self.axes(rows.over)
+        assert axes is not None, "rows are gathered over axes: attn_tp, the world, or parts of them"
+        return axes
+
+    def rows_over(self, axes: Axes) -> Rows:
+        """The rows that are gathered over these axes."""
+        return next((rows for rows in NAMED_ROWS if self.axes(rows.over) == axes), Rows(self.named(axes)))
+
+    def rows(self, rows: Rows) -> Rows:
+        """The same rows by their canonical name."""
+        found = self._rows.get(rows)
+        if found is None:
+            found = self._rows[rows] = self.rows_over(self.gathered(rows))
+        return found
+
+    @cached_property
+    def _rows(self) -> dict[Rows, Rows]:
+        return {}
+
     # --- groups -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _named(self) -> dict[str, tuple[int, int]]:
+        """Each name that is a run of rank numbers or a stride through them, axes or not: (stride, extent)."""
+        return {
+            "world": (1, self.world),
+            "attn_tp": (1, self.attn_tp),
+            "attn_dp": (self.attn_tp, self.attn_dp),
+            "moe_tp": (1, self.moe_tp),
+            "ep": (self.moe_tp, self.ep),
+            "dcp": (1, self.dcp),
+            "rail": (self._host_run, self.hosts),
+            "host": (0, self.world // self.hosts),
+        }
 
     @cached_property
     def partitions(self) -> dict[str, Partition]:
         """Each group name's partition of the ranks, members in ascending order."""
-        ranks = range(self.world)
-
-        def blocks(size: int) -> Partition:
-            return tuple(tuple(range(s, s + size)) for s in range(0, self.world, size))
-
-        def strided(stride: int) -> Partition:
-            return tuple(tuple(range(s, self.world, stride)) for s in range(stride))
-
         return {
-            "world": (tuple(ranks),),
-            "attn_tp": blocks(self.attn_tp),
-            "attn_dp": strided(self.attn_tp),
-            "moe_tp": blocks(self.moe_tp),
-            "ep": strided(self.moe_tp),
-            "dcp": blocks(self.dcp),
+            name: tuple(dict.fromkeys(self.peers(name, rank) for rank in range(self.world))) for name in GROUP_NAMES
         }
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Every group that may communicate, once, the world first. With dcp = 1 there are none of dcp."""
-        names = [name for name in GROUP_NAMES if name != "dcp" or self.dcp > 1]
-        return tuple(dict.fromkeys(group for name in names for group in self.partitions[name]))
+        names = [*GROUP_NAMES[:5], *(["dcp"] if self.dcp > 1 else []), *self.communicating]
+        return tuple(dict.fromkeys(self.peers(name, rank) for name in names for rank in range(self.world)))
 
     @cached_property
     def _canonical(self) -> dict[str, str | None]:
-        first: dict[Partition, str] = {}
+        found: dict[str, str | None] = {}
         for name in GROUP_NAMES:
-            first.setdefault(self.partitions[name], name)
-        return {n: first[p] if len(p[0]) > 1 else None for n, p in self.partitions.items()}
-
-    @cached_property
-    def _peers(self) -> dict[str, dict[int, tuple[int, ...]]]:
-        return {name: {rank: p for p in found for rank in p} for name, found in self.partitions.items()}
+            axes = self._axes.get(name)
+            found[name] = name if axes is None else self.named(axes)
+            if self.size(name) == 1:
+                found[name] = None
+        return found | {name: name for name in self._combined}
 
     def canonical(self, group: str | None) -> str | None:
-        """The one name of a group's partition; None for groups of a single rank. KeyError for an unknown name."""
+        """The one name of a group's set of ranks; None for groups of a single rank. KeyError for an unknown name."""
         return None if group is None else self._canonical[group]
+
+    @cached_property
+    def _peers(self) -> dict[tuple[str, int], tuple[int, ...]]:
+        return {}
 
     def peers(self, group: str | None, rank: int) -> tuple[int, ...]:
         """The ranks of `rank`'s group, ascending, itself included."""
-        return (rank,) if group is None else self._peers[group][rank]
+        if group is None:
+            return (rank,)
+        found = self._peers.get((group, rank))
+        if found is None:
+            found = self._find_peers(group, rank)
+            for peer in found:
+                self._peers[group, peer] = found
+        return found
+
+    def _find_peers(self, group: str, rank: int) -> tuple[int, ...]:
+        axes = self.axes(group)
+        if axes is not None:
+            ranks = [rank]
+            for i, (stride, extent) in enumerate(self._strides):
+                if axes >> i & 1:
+                    first = rank // stride % extent * stride
+                    ranks = [r - first + at * stride for r in ranks for at in range(extent)]
+            return tuple(sorted(ranks))
+        if group == "host":
+            return tuple(r for r in range(self.world) if self.host_of(r) == self.host_of(rank))
+        stride, extent = self._named[group]
+        first = rank - rank // stride % extent * stride
+        return tuple(range(first, first + stride * extent, stride))
 
     def size(self, group: str | None) -> int:
         """Ranks in one group."""
-        return 1 if group is None else len(self.partitions[group][0])
+        if group is None:
+            return 1
+        axes = self.axes(group)
+        return self._named[group][1] if axes is None else self.extent(axes)
+
+    def hosts_of(self, group: str | None) -> int:
+        """Hosts over which each group is spread: the most of any."""
+        if self.hosts == 1:
+            return 1
+        axes, rail = self.axes(group), self._axes.get("rail")
+        if axes is not None and rail is not None:
+            return self.extent(axes & rail)
+        return max(len({self.host_of(r) for r in self.peers(group, rank)}) for rank in range(self.world))
 
     def same_rows(self, rows: Rows, group: str | None) -> bool:
         """Whether every rank of each group holds the same tokens; only then may the group sum, or split features."""
-        if rows is Rows.OWN and self.attn_tp == 1:
-            rows = Rows.GROUP
-        if group is None or rows is Rows.WORLD or (rows is Rows.GROUP and self.attn_dp == 1):
-            return True
-        if rows is Rows.OWN:
-            return False
-        return all(len({self.group_of(r) for r in p}) == 1 for p in self.partitions[group])
+        known = self._same_rows.get((rows, group))
+        if known is None:
+            known = self._same_rows[rows, group] = self._holds_same(self.gathered(rows), group)
+        return known
+
+    @cached_property
+    def _same_rows(self) -> dict[tuple[Rows, str | None], bool]:
+        return {}
+
+    def _holds_same(self, gathered: Axes, group: str | None) -> bool:
+        axes = self.axes(group)
+        if axes is not None:
+            return not axes & ~gathered
+        name = self.named(gathered)
+        return all(len({self.peers(name, r) for r in self.peers(group, rank)}) == 1 for rank in range(self.world))
 
     def left_after(self, owes: str, group: str) -> tuple[bool, str | None]:
         """(legal, rest): what a debt over `owes` still owes once it was summed over `group`.
@@ -173,10 +411,13 @@ class Mesh:
         """
         if owes == group:
             return True, None
+        of, over = self.axes(owes), self.axes(group)
+        if of is not None and over is not None:
+            return (False, None) if over & ~of else (True, self.named(of & ~over))
         if owes != "world":
             return False, None
-        rest = {"attn_dp": "attn_tp", "attn_tp": "attn_dp", "ep": "moe_tp", "moe_tp": "ep"}[group]
-        return True, self.canonical(rest)
+        rest = {"attn_dp": "attn_tp", "attn_tp": "attn_dp", "ep": "moe_tp", "moe_tp": "ep"}.get(group)
+        return rest is not None, self.canonical(rest)
 
     # --- placements -------------------------------------------------------------------------------------------
 
@@ -193,11 +434,7 @@ class Mesh:
         return {}
 
     def _placement(self, rows: Rows, owes: str | None, split: str | None) -> Placement:
-        owes, split = self.canonical(owes), self.canonical(split)
-        if rows is Rows.WORLD and self.attn_dp == 1:
-            rows = Rows.GROUP
-        if rows is Rows.GROUP and self.attn_tp == 1:
-            rows = Rows.OWN
+        rows, owes, split = self.rows(rows), self.canonical(owes), self.canonical(split)
         for group in (owes, split):
             if not self.same_rows(rows, group):
                 raise PlacementError(
@@ -208,22 +445,44 @@ class Mesh:
     # --- rows -------------------------------------------------------------------------------------------------
 
     def row_range(self, rows: Rows, rank: int, counts: tuple[int, ...]) -> tuple[int, int]:
-        """[start, stop) of a rank's rows, counted in WORLD rows. `counts`: tokens of each DP group.
+        """[start, stop) of a rank's OWN, GROUP or WORLD rows, counted in WORLD rows. `counts`: tokens of each DP group.
 
         OWN rows are the group's rows cut into attn_tp runs whose lengths differ by at most one, longer ones first.
         """
-        start = 0 if rows is Rows.WORLD else sum(counts[: self.group_of(rank)])
-        if rows is Rows.OWN:
+        rows = self.rows(rows)
+        start = 0 if rows == self.rows(Rows.WORLD) else sum(counts[: self.group_of(rank)])
+        if rows == Rows.OWN and self.attn_tp > 1:
             place, (least, more) = rank % self.attn_tp, divmod(counts[self.group_of(rank)], self.attn_tp)
             start += place * least + min(place, more)
         return start, start + self.row_count(rows, rank, counts)
 
+    def row_runs(self, rows: Rows, rank: int, counts: tuple[int, ...]) -> list[tuple[int, int]]:
+        """The same of any rows: [start, stop) of each rank's OWN rows that they are made of, in order."""
+        if (known := self.rows(rows)) in NAMED_ROWS:
+            return [self.row_range(known, rank, counts)]
+        return [self.row_range(Rows.OWN, peer, counts) for peer in self.peers(known.over, rank)]
+
     def row_count(self, rows: Rows, rank: int, counts: tuple[int, ...]) -> int:
         """Number of rows a rank holds."""
-        if rows is Rows.WORLD:
+        if rows == Rows.WORLD:
             return sum(counts)
-        n = counts[self.group_of(rank)]
-        return n if rows is Rows.GROUP else (n + self.attn_tp - 1 - rank % self.attn_tp) // self.attn_tp
+        if rows == Rows.OWN:
+            return (counts[self.group_of(rank)] + self.attn_tp - 1 - rank % self.attn_tp) // self.attn_tp
+        if rows == Rows.GROUP:
+            return counts[self.group_of(rank)]
+        return sum(self.row_count(Rows.OWN, peer, counts) for peer in self.peers(rows.over, rank))
+
+
+def _check_divides(name: str, part: int, of: str, whole: int) -> None:
+    if whole % part:
+        divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+        below, above = (max(n for n in divisors if n < part), [n for n in divisors if n > part][:1])
+        legal = " and ".join(map(str, [below, *above]))
+        raise LayoutError(f"{name}={part} does not divide {of}; nearest that do: {legal}")
+
+
+def _chosen(axes: tuple[Axes, ...], n: int) -> Iterable[tuple[Axes, ...]]:
+    return itertools.combinations(axes, n)
 
 
 @cache

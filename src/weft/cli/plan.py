@@ -72,7 +72,7 @@ class Command:
     layout: str = "2x2"
     """ATTN_DPxATTN_TP,EPxMOE_TP; with the second half left out it is the same as the first."""
     hosts: int = 1
-    """Hosts that the ranks are on, as many on each; groups of ranks then exchange inside hosts, across them, or both."""
+    """Hosts that the ranks are on, as many on each: plans then exchange inside hosts, across them, or both."""
     dcp: int = 1
     """Ranks of ATTN_TP that deal out a group's cached tokens among them: also says from which length on that pays."""
     dcp_query: Literal["gather", "replicate"] = "gather"

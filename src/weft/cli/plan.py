@@ -111,8 +111,9 @@ class Command:
                 OFFERS[name],
                 mesh,
                 model.of(name, mesh.world),
-                *((self.max_bytes, peer.MAX_NORMED_BYTES) if name == "peer" else (None, None)),
-                max_hosts=1 if name in MOST_RANKS else None,
+                self.max_bytes if name == "peer" else None,
+                peer.MAX_NORMED_BYTES if name == "peer" else None,
+                1 if name in MOST_RANKS else None,
             )
             for name in names
         ]

@@ -15,8 +15,9 @@ from torch import Tensor
 from weft.comm.rows import StepRows
 from weft.comm.transport import Epilogue, Ranks, Sizes, Transport, finish
 from weft.kernels import float8
+from weft.place.axes import GROUP_NAMES
 from weft.place.edges import legal_edges
-from weft.place.spec import GROUP_NAMES, Mesh
+from weft.place.spec import Mesh
 
 WIDTHS = (1, 8, 33)
 EDGE_WIDTH = 5

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from support import BASIC, EVERY, SUMS, held, run_world
 
 from place.executed import WIDTH, execute, whole_result
+from weft.place.axes import GROUP_NAMES
 from weft.place.cost import PRESETS, AlphaBeta, Offer
 from weft.place.edges import legal_edges, rows_received
 from weft.place.plan import Chain, Plan, Planner, Read
-from weft.place.spec import GROUP_NAMES, NAMED_ROWS, LayoutError, Mesh, Placement, PlacementError, Rows, layouts
+from weft.place.spec import NAMED_ROWS, LayoutError, Mesh, Placement, PlacementError, Rows, layouts
 from weft.place.step import NORMED, RESIDUAL
 
 meshes = st.sampled_from(layouts(8))

@@ -16,21 +16,13 @@ same compare equal: a group of one rank is `None`, and two names of the same set
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import ClassVar
 
-GROUP_NAMES = ("world", "attn_tp", "attn_dp", "moe_tp", "ep", "dcp", "host", "rail")
-"""Names of rank groups; where two name the same set of ranks, the one further left is the canonical one.
-
-host: the ranks of one host. rail: the ranks that hold the same place on every host.
-"""
+from weft.place.axes import GROUP_NAMES, Axes, AxisSet
 
 Partition = tuple[tuple[int, ...], ...]
-Axes = int
-"""A set of a mesh's axes, as bits: the lowest bit is the axis in which neighbouring ranks differ."""
 
 
 class LayoutError(ValueError):
@@ -144,109 +136,26 @@ class Mesh:
     # --- axes -------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _host_run(self) -> int:
-        """How many neighbouring ranks share a host before the next host's begin.
-
-        Runs of max(attn_tp, moe_tp) ranks go to the hosts in turn, so that rows that are gathered across hosts and
-        then inside each lie in rank order at once. Where such a run does not fit a host, a host's ranks are neighbours.
-        """
-        run, on_host = max(self.attn_tp, self.moe_tp), self.world // self.hosts
-        fits = on_host % run == 0 and run % self.attn_tp == 0 and run % self.moe_tp == 0
-        return run if fits else on_host
+    def _axes(self) -> Axes:
+        return Axes(self.world, self.attn_tp, self.moe_tp, self.dcp, self.hosts)
 
     def host_of(self, rank: int) -> int:
-        """The host that a rank is on."""
-        return rank // self._host_run % self.hosts
+        """The host that a rank is on (`Axes.host_run`)."""
+        return rank // self._axes.host_run % self.hosts
 
-    @cached_property
-    def _cuts(self) -> tuple[int, ...]:
-        """Where the rank numbers are cut, ascending, each dividing the next; cuts that fit no such row are left out."""
-        found = {1, self.world}
-        run = self._host_run
-        for cut in (self.attn_tp, self.dcp, *((run, run * self.hosts) if self.hosts > 1 else ()), self.moe_tp):
-            if all(cut % other == 0 or other % cut == 0 for other in found):
-                found.add(cut)
-        return tuple(sorted(found))
-
-    @cached_property
-    def _strides(self) -> tuple[tuple[int, int], ...]:
-        """(stride, extent) of each axis."""
-        return tuple((low, high // low) for low, high in itertools.pairwise(self._cuts))
-
-    @cached_property
-    def _axes(self) -> dict[str, Axes]:
-        """The axes of each name, as far as it is a set of axes."""
-
-        def between(low: int, high: int) -> Axes | None:
-            if low not in self._cuts or high not in self._cuts:
-                return None
-            return sum(1 << i for i, (stride, _) in enumerate(self._strides) if low <= stride < high)
-
-        world = between(1, self.world)
-        rail = between(self._host_run, self._host_run * self.hosts) if self.hosts > 1 else 0
-        host = None if rail is None or world is None else world & ~rail
-        found = {
-            "world": world,
-            "attn_tp": between(1, self.attn_tp),
-            "attn_dp": between(self.attn_tp, self.world),
-            "moe_tp": between(1, self.moe_tp),
-            "ep": between(self.moe_tp, self.world),
-            "dcp": between(1, self.dcp),
-            "host": host,
-            "rail": rail,
-        }
-        return {name: axes for name, axes in found.items() if axes is not None}
-
-    def axes(self, group: str | None) -> Axes | None:
+    def axes(self, group: str | None) -> AxisSet | None:
         """The axes of a group, 0 for none; None where it is no set of axes. KeyError for an unknown name."""
         if group is None:
             return 0
-        if group in self._named:
-            return self._axes.get(group)
-        return self._combined[group]
+        return self._axes.of_name.get(group) if group in GROUP_NAMES else self._axes.combined[group]
 
-    @cached_property
-    def _combined(self) -> dict[str, Axes]:
-        """The sets of axes that have no name of their own: an intersection of two that have, or several of these."""
-        by_axes: dict[Axes, str] = {}
-        for a, b in itertools.combinations(self._axes, 2):
-            by_axes.setdefault(self._axes[a] & self._axes[b], f"{a}∩{b}")
-        for i, (stride, extent) in enumerate(self._strides):
-            by_axes.setdefault(1 << i, f"{extent} ranks {stride} apart")
-        named = set(self._axes.values())
-        found = {}
-        for axes in range(1, 1 << len(self._strides)):
-            if axes not in named:
-                singles = [by_axes[1 << i] for i in range(len(self._strides)) if axes >> i & 1]
-                found[by_axes.get(axes) or " × ".join(singles)] = axes
-        return found
-
-    @cached_property
-    def _name_of(self) -> dict[Axes, str]:
-        names: dict[Axes, str] = {}
-        for name in GROUP_NAMES:
-            if name in self._axes:
-                names.setdefault(self._axes[name], name)
-        return names | {axes: name for name, axes in self._combined.items()}
-
-    def named(self, axes: Axes) -> str | None:
+    def named(self, axes: AxisSet) -> str | None:
         """The canonical name of a set of axes; None for none."""
-        return self._name_of[axes] if axes else None
+        return self._axes.names[axes] if axes else None
 
-    @cached_property
-    def stream_axes(self) -> tuple[Axes, ...]:
-        """The axes over which hidden states gather rows and owe sums, as sets: all but the cut between dcp's ranks.
-
-        The ranks of a dcp group hold the same heads' outputs over parts of the keys, which is no sum
-        (`weft.dcp.merge`).
-        """
-        coarse = {cut for cut in self._cuts if cut != self.dcp or cut in (1, self.attn_tp, self.moe_tp, self.world)}
-        if self.hosts > 1:
-            coarse |= {self._host_run, self._host_run * self.hosts} & set(self._cuts)
-        found = []
-        for low, high in itertools.pairwise(sorted(coarse)):
-            found.append(sum(1 << i for i, (stride, _) in enumerate(self._strides) if low <= stride < high))
-        return tuple(found)
+    def extent(self, axes: AxisSet) -> int:
+        """Ranks of a group of these axes."""
+        return self._axes.extent(axes)
 
     @cached_property
     def communicating(self) -> tuple[str, ...]:
@@ -256,8 +165,7 @@ class Mesh:
         """
         found = [canonical for name in GROUP_NAMES[:5] if (canonical := self.canonical(name))]
         if self.hosts > 1:
-            every = (sum(chosen) for n in range(len(self.stream_axes)) for chosen in _chosen(self.stream_axes, n + 1))
-            found += [name for axes in every if (name := self.named(axes))]
+            found += [name for axes in self._axes.of_streams if (name := self.named(axes))]
         return tuple(dict.fromkeys(found))
 
     @cached_property
@@ -265,24 +173,16 @@ class Mesh:
         """The rows that hidden states may hold, each once, fewest first. Over hosts those of every set of axes."""
         found = [self.rows(rows) for rows in NAMED_ROWS]
         if self.hosts > 1:
-            every = [sum(chosen) for n in range(len(self.stream_axes) + 1) for chosen in _chosen(self.stream_axes, n)]
-            found += [self.rows_over(axes) for axes in sorted(every, key=lambda axes: self.extent(axes))]
+            found += [self.rows_over(axes) for axes in self._axes.of_streams]
         return tuple(sorted(dict.fromkeys(found), key=lambda rows: self.extent(self.gathered(rows))))
 
-    def extent(self, axes: Axes) -> int:
-        """Ranks of a group of these axes."""
-        size = 1
-        for i, (_, extent) in enumerate(self._strides):
-            size *= extent if axes >> i & 1 else 1
-        return size
-
-    def gathered(self, rows: Rows) -> Axes:
+    def gathered(self, rows: Rows) -> AxisSet:
         """The axes over which rows are gathered."""
         axes = self.axes(rows.over)
         assert axes is not None, "rows are gathered over axes: attn_tp, the world, or parts of them"
         return axes
 
-    def rows_over(self, axes: Axes) -> Rows:
+    def rows_over(self, axes: AxisSet) -> Rows:
         """The rows that are gathered over these axes."""
         return next((rows for rows in NAMED_ROWS if self.axes(rows.over) == axes), Rows(self.named(axes)))
 
@@ -309,7 +209,7 @@ class Mesh:
             "moe_tp": (1, self.moe_tp),
             "ep": (self.moe_tp, self.ep),
             "dcp": (1, self.dcp),
-            "rail": (self._host_run, self.hosts),
+            "rail": (self._axes.host_run, self.hosts),
             "host": (0, self.world // self.hosts),
         }
 
@@ -330,11 +230,9 @@ class Mesh:
     def _canonical(self) -> dict[str, str | None]:
         found: dict[str, str | None] = {}
         for name in GROUP_NAMES:
-            axes = self._axes.get(name)
-            found[name] = name if axes is None else self.named(axes)
-            if self.size(name) == 1:
-                found[name] = None
-        return found | {name: name for name in self._combined}
+            axes = self.axes(name)
+            found[name] = None if self.size(name) == 1 else name if axes is None else self.named(axes)
+        return found | {name: name for name in self._axes.combined}
 
     def canonical(self, group: str | None) -> str | None:
         """The one name of a group's set of ranks; None for groups of a single rank. KeyError for an unknown name."""
@@ -358,12 +256,7 @@ class Mesh:
     def _find_peers(self, group: str, rank: int) -> tuple[int, ...]:
         axes = self.axes(group)
         if axes is not None:
-            ranks = [rank]
-            for i, (stride, extent) in enumerate(self._strides):
-                if axes >> i & 1:
-                    first = rank // stride % extent * stride
-                    ranks = [r - first + at * stride for r in ranks for at in range(extent)]
-            return tuple(sorted(ranks))
+            return self._axes.peers(axes, rank)
         if group == "host":
             return tuple(r for r in range(self.world) if self.host_of(r) == self.host_of(rank))
         stride, extent = self._named[group]
@@ -381,7 +274,7 @@ class Mesh:
         """Hosts over which each group is spread: the most of any."""
         if self.hosts == 1:
             return 1
-        axes, rail = self.axes(group), self._axes.get("rail")
+        axes, rail = self.axes(group), self.axes("rail")
         if axes is not None and rail is not None:
             return self.extent(axes & rail)
         return max(len({self.host_of(r) for r in self.peers(group, rank)}) for rank in range(self.world))
@@ -397,7 +290,7 @@ class Mesh:
     def _same_rows(self) -> dict[tuple[Rows, str | None], bool]:
         return {}
 
-    def _holds_same(self, gathered: Axes, group: str | None) -> bool:
+    def _holds_same(self, gathered: AxisSet, group: str | None) -> bool:
         axes = self.axes(group)
         if axes is not None:
             return not axes & ~gathered
@@ -479,10 +372,6 @@ def _check_divides(name: str, part: int, of: str, whole: int) -> None:
         below, above = (max(n for n in divisors if n < part), [n for n in divisors if n > part][:1])
         legal = " and ".join(map(str, [below, *above]))
         raise LayoutError(f"{name}={part} does not divide {of}; nearest that do: {legal}")
-
-
-def _chosen(axes: tuple[Axes, ...], n: int) -> Iterable[tuple[Axes, ...]]:
-    return itertools.combinations(axes, n)
 
 
 @cache

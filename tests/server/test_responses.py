@@ -133,7 +133,7 @@ def test_what_is_asked_comes_back(served: Served) -> None:
     "body, text",
     [
         ({}, "input"),
-        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id is not supported"),
+        ({"input": "a", "previous_response_id": "resp_1"}, "no response with id 'resp_1' is stored"),
         ({"input": "a", "background": True}, "background is not supported"),
         ({"input": [{"type": "image"}]}, "input of type 'image' is not supported"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "type 'input_image' cannot be read"),

@@ -46,6 +46,9 @@ class Command:
     until max_tokens. Left out, one space may follow a comma or a colon."""
     drain_s: float = 30.0
     """After SIGTERM or Ctrl-C: how long requests that run may go on."""
+    max_stored_mb: int = 64
+    """Memory for responses of /v1/responses, to fetch or go on from by their ids, in MiB; the longest unused are
+    forgotten; 0 stores none."""
     trust_request_chat_template: bool = False
     """Chats may bring their own chat_template, which is rendered in a sandbox with bounded time and memory."""
     profile_dir: Path | None = None
@@ -100,6 +103,7 @@ class Command:
                 request_timeout_s=self.request_timeout_s,
                 any_whitespace=self.any_whitespace,
                 drain_s=self.drain_s,
+                max_stored_bytes=self.max_stored_mb * 2**20,
                 trust_request_chat_template=self.trust_request_chat_template,
                 reasoning_parser=self.reasoning_parser,
                 profile_dir=self._profile_folder(),

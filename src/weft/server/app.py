@@ -59,7 +59,7 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
     templates = Templates() if options.trust_request_chat_template else None
     service = Service(intake, model_name, templates, options.reasoning_parser, options.any_whitespace)
     app.include_router(service.router())
-    app.include_router(Responses(service).router())
+    app.include_router(Responses(service, options.max_stored_bytes).router())
     app.include_router(extras.router(service))
     app.include_router(routed.router(service))
 

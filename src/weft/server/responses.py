@@ -1,12 +1,13 @@
-"""POST /v1/responses: OpenAI's newer shape of a chat, with text and tools. Nothing is stored."""
+"""/v1/responses: OpenAI's newer shape of a chat, with text and tools. Responses are stored for a while."""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
@@ -22,6 +23,7 @@ from weft.server.forms import Call
 from weft.server.items import messages_of
 from weft.server.protocol import HARMLESS, Body, JsonSchema, SharedRequest, Text
 from weft.server.record import heard
+from weft.server.stored import Store, Stored
 from weft.server.tools import Parser, Parts
 from weft.server.wire import EventStream
 
@@ -49,9 +51,10 @@ class TextConfig(Body):
 
 
 class ResponsesRequest(SharedRequest):
-    """The served fields. Conversations are sent whole: previous_response_id is not supported."""
+    """The served fields. store: whether others may go on from the response by its id. previous_response_id: of one
+    whose items go before `input`; its `instructions` do not."""
 
-    harmless = HARMLESS - {"metadata"}
+    harmless = HARMLESS - {"metadata", "store"}
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "truncation": ("disabled",),
         "include": ([],),
@@ -77,17 +80,26 @@ class ResponsesRequest(SharedRequest):
     parallel_tool_calls: bool = True
     text: TextConfig = Field(default_factory=TextConfig)
     metadata: dict[str, Text] = Field(default_factory=dict)
+    store: bool | None = None
+    previous_response_id: Text | None = None
 
     @property
     def slow(self) -> bool:
-        return self.text.format is not None or self.tool_choice not in ("none", "auto")
+        """The items before may be many."""
+        named = self.tool_choice not in ("none", "auto")
+        return named or self.text.format is not None or self.previous_response_id is not None
 
-    def chat(self) -> ChatRequest:
-        """The same as a chat. ApiError 400."""
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """What it says."""
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+
+    def chat(self, before: Sequence[bytes] = ()) -> ChatRequest:
+        """The same as a chat. before: items that go before its own, in JSON arrays. ApiError 400."""
         self.refuse_unsupported()
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        asked = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        messages += messages_of(asked)
+        messages += messages_of([item for items in before for item in json.loads(items)])
+        messages += messages_of(self.items)
         body: dict[str, Any] = {
             "messages": messages,
             "max_tokens": self.max_output_tokens,
@@ -120,32 +132,64 @@ class ResponsesRequest(SharedRequest):
 
 
 class Responses:
-    """Answers the endpoint by a chat service."""
+    """Answers the endpoint by a chat service. max_stored_bytes: of responses that are stored; 0: none are."""
 
-    def __init__(self, service: Service):
+    def __init__(self, service: Service, max_stored_bytes: int):
         self._service = service
+        self._store = Store(max_stored_bytes) if max_stored_bytes else None
 
     def router(self) -> APIRouter:
-        """The route."""
+        """The routes."""
         made = APIRouter(route_class=JsonRoute)
 
         @made.post("/v1/responses", response_model=None)
         async def responses(body: ResponsesRequest, request: Request) -> Response:
             return await self._answer(body, request)
 
+        @made.get("/v1/responses/{response_id}", response_model=None)
+        async def stored(response_id: str) -> Response:
+            if self._store is None or (found := self._store.get(response_id)) is None:
+                raise _unknown(404, response_id, "response_id")
+            return Response(found.body, media_type="application/json")
+
+        @made.delete("/v1/responses/{response_id}")
+        async def delete(response_id: str) -> dict[str, Any]:
+            if self._store is None or not self._store.delete(response_id):
+                raise _unknown(404, response_id, "response_id")
+            return {"id": response_id, "object": "response", "deleted": True}
+
         return made
 
-    def _chat(self, body: ResponsesRequest) -> ChatJob:
-        """The same as a chat."""
-        chat = body.chat()
+    def _before(self, body: ResponsesRequest) -> tuple[bytes, ...]:
+        """The items that it goes on from."""
+        if self._store is None and (body.store or body.previous_response_id is not None):
+            name = "store" if body.store else "previous_response_id"
+            raise ApiError(400, f"{name} is not supported here; start weft serve with --max-stored-mb", param=name)
+        if self._store is None or (previous := body.previous_response_id) is None:
+            return ()
+        if (found := self._store.get(previous)) is None:
+            raise _unknown(400, previous, "previous_response_id", "previous_response_not_found")
+        return found.items
+
+    def _chat(self, before: tuple[bytes, ...], body: ResponsesRequest) -> tuple[ChatJob, tuple[bytes, ...]]:
+        """The same as a chat, and the conversation's items with its own."""
+        chat = body.chat(before)
         self._service.check_model(body.model)
-        return self._service.chat_job(chat)
+        return self._service.chat_job(chat), (*before, _json(body.items))
 
     async def _answer(self, body: ResponsesRequest, request: Request) -> Response:
         service = self._service
-        prompt, params, parsers = await work_on(request, self._chat, body)
+        (prompt, params, parsers), items = await work_on(request, partial(self._chat, self._before(body)), body)
         stream = service.intake.answers(request, [prompt], [params], service.sharing(body, request))
-        made = _Made(body, service.model_name, prompt, parsers() if parsers else None)
+        stores = self._store is not None and body.store is not False
+        made = _Made(body, service.model_name, prompt, parsers() if parsers else None, stores)
+
+        def end() -> list[bytes]:
+            events = made.end()
+            if self._store is not None and stores and made.whole:  # before its client hears of the end
+                self._store.put(made.id, Stored(_json(made.body()), (*items, _json(made.items))))
+            return events
+
         if body.stream:
             first = await anext(stream, None)  # a refusal must still be an HTTP status
 
@@ -160,7 +204,7 @@ class Responses:
                             async for _, output in stream:
                                 for event in made.increment(output):
                                     yield event
-                    for event in made.end():
+                    for event in end():
                         yield event
                 except Exception as error:
                     said = heard(error, request.scope["state"])
@@ -170,23 +214,28 @@ class Responses:
         async with aclosing(stream):
             async for _, output in stream:
                 list(made.increment(output))
-        if made.choice.last is None or made.choice.last.finish_reason is None:
+        if not made.whole:
             return Response(status_code=499)  # the client has gone: nobody reads this
-        list(made.end())
+        end()
         return JSONResponse(made.body())
 
 
 class _Made:
     """A response as far as it has come, and the events that tell of it."""
 
-    def __init__(self, body: ResponsesRequest, model: str, prompt: list[int], parser: Parser | None):
-        self._asked, self._model, self._prompt = body, model, prompt
-        self._id, self._created, self._number = f"resp_{uuid.uuid4().hex}", int(time.time()), 0
+    def __init__(self, body: ResponsesRequest, model: str, prompt: list[int], parser: Parser | None, stores: bool):
+        self._asked, self._model, self._prompt, self._stores = body, model, prompt, stores
+        self.id, self._created, self._number = f"resp_{uuid.uuid4().hex}", int(time.time()), 0
         self._parser = parser
-        self._items: list[dict[str, Any]] = []
+        self.items: list[dict[str, Any]] = []
         self._open: Kind | None = None
         self._text = ""
         self.choice = Choice()
+
+    @property
+    def whole(self) -> bool:
+        """Whether its last increment has come."""
+        return self.choice.last is not None and self.choice.last.finish_reason is not None
 
     def body(self, status: str | None = None) -> dict[str, Any]:
         """The whole response."""
@@ -194,7 +243,7 @@ class _Made:
         cut = last is not None and last.finish_reason == "length"
         counts = usage([self._prompt], [self.choice])
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
             "created_at": self._created,
             "status": status or ("incomplete" if cut else "completed"),
@@ -203,10 +252,10 @@ class _Made:
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "model": self._model,
-            "output": self._items,
+            "output": self.items,
             "parallel_tool_calls": asked.parallel_tool_calls,
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": asked.previous_response_id,
+            "store": self._stores,
             "temperature": asked.temperature,
             "text": {"format": {"type": "text"}} | asked.text.model_dump(exclude_unset=True),
             "tool_choice": asked.tool_choice,
@@ -250,7 +299,7 @@ class _Made:
 
     def end(self) -> list[bytes]:
         """After everything has come."""
-        events = [] if self._items else self._text_events("")  # an empty answer is a message too
+        events = [] if self.items else self._text_events("")  # an empty answer is a message too
         events += self._close_text()
         body = self.body()
         return [*events, self.event(f"response.{body['status']}", response=body)]
@@ -264,7 +313,7 @@ class _Made:
                 item |= {"role": "assistant", "status": "in_progress"}
             else:
                 item["summary"] = []
-            self._items.append(item)
+            self.items.append(item)
             self._open, self._text = kind, ""
             events.append(self.event("response.output_item.added", output_index=self._at, item=item))
             events.append(self._part("response.content_part.added", part=_part(kind, "")))
@@ -276,7 +325,7 @@ class _Made:
     def _close_text(self) -> list[bytes]:
         if (kind := self._open) is None:
             return []
-        part, item = _part(kind, self._text), self._items[-1]
+        part, item = _part(kind, self._text), self.items[-1]
         events = [
             self._part(f"response.{part['type']}.done", text=self._text, **_logprobs(kind)),
             self._part("response.content_part.done", part=part),
@@ -287,17 +336,17 @@ class _Made:
 
     @property
     def _at(self) -> int:
-        return len(self._items) - 1
+        return len(self.items) - 1
 
     def _part(self, kind: str, **fields: Any) -> bytes:
-        item = self._items[-1]["id"]
+        item = self.items[-1]["id"]
         return self.event(kind, item_id=item, output_index=self._at, content_index=0, **fields)
 
     def _call_events(self, call: Call) -> list[bytes]:
         item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call.id, "name": call.name}
-        at = {"output_index": len(self._items), "item_id": item["id"]}
+        at = {"output_index": len(self.items), "item_id": item["id"]}
         done = item | {"arguments": call.arguments, "status": "completed"}
-        self._items.append(done)
+        self.items.append(done)
         begun = item | {"arguments": "", "status": "in_progress"}
         return [
             self.event("response.output_item.added", output_index=at["output_index"], item=begun),
@@ -305,6 +354,14 @@ class _Made:
             self.event("response.function_call_arguments.done", arguments=call.arguments, name=call.name, **at),
             self.event("response.output_item.done", output_index=at["output_index"], item=done),
         ]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _unknown(status: int, name: str, param: str, code: str | None = None) -> ApiError:
+    return ApiError(status, f"no response with id {name!r} is stored here", param=param, code=code)
 
 
 def _part(kind: Kind, text: str) -> dict[str, Any]:

@@ -86,6 +86,21 @@ def _convert_by_torch(values: np.ndarray, src: tl.dtype, dst: tl.dtype, mode: ob
 interpreter._convert_float = _convert_by_torch
 
 
+def _dot(builder: object, a: interpreter.TensorHandle, b: interpreter.TensorHandle, d: interpreter.TensorHandle, *_):
+    """a · b + d, where the terms of every element are added in one order, as they are on GPUs.
+
+    A library's product adds them in an order of its own for each shape, which is another on each processor.
+    """
+    left, right = (_convert_by_torch(x.data, x.dtype, tl.float16, None).view(np.float16) if x.dtype.is_fp8() else x.data for x in (a, b))
+    terms = np.swapaxes(left, -1, -2)[..., None].astype(d.data.dtype) * right[..., None, :].astype(d.data.dtype)
+    while (count := terms.shape[-3]) > 1:  # a power of two
+        terms = terms[..., : count // 2, :, :] + terms[..., count // 2 :, :, :]
+    return interpreter.TensorHandle(terms[..., 0, :, :] + d.data, d.dtype.scalar)
+
+
+interpreter.InterpreterBuilder.create_dot = _dot
+
+
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cpu" if knobs.runtime.interpret else "cuda")

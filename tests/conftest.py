@@ -23,7 +23,7 @@ LONGEST = (
     "gpu/test_emulated.py",
     "e2e/test_commands.py",
     "gpu/test_triton_compile.py",
-    "gpu/test_triton.py",
+    "gpu/triton_checks",
     "models/test_logits.py",
     "models/test_every_layout.py",
     "comm/test_shm_protocol.py",
@@ -39,11 +39,29 @@ LONGEST = (
     "gpu/test_compile.py",
 )
 """Files that are begun first, so that no worker is left alone with one of them at the end."""
+CHECKS = "tests/gpu/triton_checks/"
+"""Whose files are one as far as workers are concerned: one process runs them all, which imports for seconds."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: at for at, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
+
+    def at(item: pytest.Item) -> int:
+        parts = item.path.parts
+        return place.get("/".join(parts[-2:]), place.get("/".join(parts[-3:-1]), len(place)))
+
+    items.sort(key=at)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling  # only where it is used
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return CHECKS if nodeid.startswith(CHECKS) else super()._split_scope(nodeid)
+
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 class SharedForkServer:

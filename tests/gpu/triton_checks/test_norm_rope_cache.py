@@ -22,7 +22,7 @@ NAN = float("nan")
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("turned", [8, 24], ids="turned{}".format)
-def check_norm_rope_cache(interleaved: bool, norm: bool, turned: int, seed: int, device: torch.device) -> None:
+def test_norm_rope_cache(interleaved: bool, norm: bool, turned: int, seed: int, device: torch.device) -> None:
     rows, heads, kv_heads, dim = 5, 3, 2, 24
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device) * 3
     slots = torch.tensor([6, -1, 0, 3, -1], dtype=torch.int32, device=device)
@@ -43,7 +43,7 @@ def check_norm_rope_cache(interleaved: bool, norm: bool, turned: int, seed: int,
 
 
 @pytest.mark.parametrize("turned, biased", [(8, True), (24, False)])
-def check_a_product_that_comes_in_parts(turned: int, biased: bool, device: torch.device) -> None:
+def test_a_product_that_comes_in_parts(turned: int, biased: bool, device: torch.device) -> None:
     """Added in their order, then to the bias, and rounded before anything else is done."""
     torch.manual_seed(turned)
     rows, heads, kv_heads, dim, dtype = 3, 3, 2, 24, torch.float16
@@ -62,7 +62,7 @@ def check_a_product_that_comes_in_parts(turned: int, biased: bool, device: torch
     assert torch.equal(caches[0].nan_to_num(7.0), caches[1].nan_to_num(7.0)) and caches[0, :, 2].isfinite().all()
 
 
-def check_many_rows(device: torch.device) -> None:
+def test_many_rows(device: torch.device) -> None:
     rows = 259  # more than a program's rows, and no multiple of them
     qkv, angle = torch.randn(rows, 3 * 8, device=device), torch.rand(rows, 4, device=device)
     slots = torch.randperm(rows + 4, device=device)[:rows]
@@ -76,7 +76,7 @@ def check_many_rows(device: torch.device) -> None:
     assert torch.allclose(cache.double(), wanted_cache, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def check_what_does_not_fit_is_refused(device: torch.device) -> None:
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     qkv, cache, slots = torch.randn(2, 40, device=device), torch.zeros(2, 4, 1, 8, device=device), torch.arange(2)
     angle = torch.rand(2, 4, device=device)
     with pytest.raises(ValueError, match="for 2 heads"):
@@ -89,7 +89,7 @@ def check_what_does_not_fit_is_refused(device: torch.device) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("heads", [3, 33])
-def check_latent_rope_cache(interleaved: bool, heads: int, seed: int, device: torch.device) -> None:
+def test_latent_rope_cache(interleaved: bool, heads: int, seed: int, device: torch.device) -> None:
     rows, dim, latent, turned = 5, 20, 24, 12
     q, kv = torch.randn(rows, heads, dim, device=device), torch.randn(rows, latent + turned, device=device) * 3
     slots = torch.tensor([6, -1, 0, 3, -1], device=device)
@@ -130,7 +130,7 @@ class Norm:
         return rms_norm.rms_norm(x.flatten(0, -2), self.weight, self.eps).view_as(x)
 
 
-def check_latents_that_do_not_fit_are_refused(device: torch.device) -> None:
+def test_latents_that_do_not_fit_are_refused(device: torch.device) -> None:
     q, kv, slots = torch.zeros(2, 3, 8, device=device), torch.zeros(2, 10, device=device), torch.zeros(2, device=device)
     cache, weight, angle = (torch.zeros(*s, device=device) for s in ((4, 1, 10), (6,), (2, 4)))
     for wrong, text in (
@@ -148,7 +148,7 @@ def check_latents_that_do_not_fit_are_refused(device: torch.device) -> None:
 
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def check_rms_norm(add: bool, dtype: torch.dtype, device: torch.device) -> None:
+def test_rms_norm(add: bool, dtype: torch.dtype, device: torch.device) -> None:
     x, weight = torch.randn(3, 50, device=device).mul(20).to(dtype), torch.randn(50, device=device).to(dtype)
     residual = torch.randn(3, 50, device=device).to(dtype)
     ours, theirs = residual.clone(), residual.clone()
@@ -165,7 +165,7 @@ def check_rms_norm(add: bool, dtype: torch.dtype, device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width, run", [(256, 128), (200, 64), (96, 128)])
-def check_rms_norm_quantises(width: int, run: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_rms_norm_quantises(width: int, run: int, dtype: torch.dtype, device: torch.device) -> None:
     """Bit by bit what is made of its result afterwards; the result as it is without, but for the order of a sum."""
     x, weight = torch.randn(4, width + 8, device=device).to(dtype)[:, 4:-4], torch.randn(width, device=device)
     x[1], x[2, width // 2] = 0, 1e4
@@ -183,7 +183,7 @@ def check_rms_norm_quantises(width: int, run: int, dtype: torch.dtype, device: t
 
 
 @pytest.mark.parametrize("limit, alpha, scored", [(None, None, False), (2.0, None, True), (2.0, 1.7, False)])
-def check_gated(limit: float | None, alpha: float | None, scored: bool, device: torch.device) -> None:
+def test_gated(limit: float | None, alpha: float | None, scored: bool, device: torch.device) -> None:
     x = torch.randn(6, 2 * 1100 + 1, device=device)[:, 1:] * 5
     score = (torch.randn(3, 70, device=device)[:, 1:], torch.randn(1, 69, device=device)) if scored else None
     wide = None if score is None else tuple(part.double() for part in score)
@@ -195,7 +195,7 @@ def check_gated(limit: float | None, alpha: float | None, scored: bool, device: 
 
 @pytest.mark.parametrize("gate", ["head", "element", None])
 @pytest.mark.parametrize("sinks", [False, True])
-def check_gate_heads(gate: str | None, sinks: bool, device: torch.device) -> None:
+def test_gate_heads(gate: str | None, sinks: bool, device: torch.device) -> None:
     out = torch.randn(5, 3, 2, 24, device=device)[:, :, 1].transpose(0, 1)
     behind = torch.randn(3, 5 * 24 + 7, device=device)
     beside = None if gate is None else behind[:, 7 : 12 if gate == "head" else None]

@@ -11,7 +11,7 @@ from weft.kernels.triton import embed as kernels
 
 @pytest.mark.parametrize("first, held", [(None, 40), (7, 20), (0, 20), (30, 10)])
 @pytest.mark.parametrize("rows, width", [(5, 96), (1, 2100), (0, 8)])
-def check_embeddings(rows: int, width: int, first: int | None, held: int, device: torch.device) -> None:
+def test_embeddings(rows: int, width: int, first: int | None, held: int, device: torch.device) -> None:
     torch.manual_seed(rows)
     weight = torch.full((held, width + 8), float("nan"), dtype=torch.bfloat16, device=device)
     weight[:, :width] = torch.randn(held, width)
@@ -26,7 +26,7 @@ def check_embeddings(rows: int, width: int, first: int | None, held: int, device
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("pairs", [32, 24])
-def check_angles(pairs: int, interleaved: bool, device: torch.device) -> None:
+def test_angles(pairs: int, interleaved: bool, device: torch.device) -> None:
     """Also of positions far away."""
     positions = torch.tensor([0, 1, 2, 1000, 40_959, 262_143, 1_048_575], device=device)
     inverse = (1.0 / 10_000 ** (torch.arange(pairs) / pairs)).to(device)
@@ -37,7 +37,7 @@ def check_angles(pairs: int, interleaved: bool, device: torch.device) -> None:
     assert low.dtype == torch.bfloat16 and low.shape == (0, 1, 2 * pairs)
 
 
-def check_what_does_not_fit_is_refused(device: torch.device) -> None:
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     one = torch.zeros(2, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="contiguous"):
         kernels.embed(one, torch.zeros(3, 4, device=device).T)

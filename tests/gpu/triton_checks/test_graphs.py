@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 from support import small_model
-from triton import knobs
 from triton.runtime import interpreter
 
 from engine.conftest import byte_model, byte_tokenizer, generate_together, lose_last_tokens
 from engine.test_engine import GREEDY, config, prompts
 from engine.test_families import PLUGIN, small_hybrid
 from engine.test_hybrids import SIZES
+from gpu.triton_checks.worker import INTERPRETED
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
 from weft.comm.rows import CapturedRows, EqualRows, PaddedRows
@@ -38,7 +38,7 @@ from weft.engine.worker import Worker
 from weft.models.deltanet import GatedDeltaNet
 from weft.place.spec import Mesh
 
-pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="stands in for graphs where there are none")
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="stands in for graphs where there are none")
 FEW = [prompt[:11] for prompt in prompts(4)]
 PLAIN = replace(GREEDY, max_tokens=5)
 SEEDED = SamplingParams(max_tokens=5, temperature=3.0, min_p=0.01, seed=5, ignore_eos=True)
@@ -129,7 +129,7 @@ def expected(model: Path) -> list[tuple[int, ...]]:
         return [r.token_ids for r in engine.generate(FEW, PLAIN)]
 
 
-def check_answers_of_replayed_steps(model: Path, captured: list[Shape], expected: list[tuple[int, ...]]) -> None:
+def test_answers_of_replayed_steps(model: Path, captured: list[Shape], expected: list[tuple[int, ...]]) -> None:
     """Alone and in company, of many lengths, with preemption as pages are few, beside rows that draw at random."""
     with Engine(config(model, kv_tokens=24, max_batch_tokens=8)) as engine:
         assert [r.token_ids for r in generate_together(engine, FEW, PLAIN)] == expected
@@ -161,7 +161,7 @@ FAMILIES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def check_caches_of_every_kind(family: str, captured: list[Shape], tmp_path: Path) -> None:
+def test_caches_of_every_kind(family: str, captured: list[Shape], tmp_path: Path) -> None:
     """Prompts are cut at pages' borders, where states are kept for others; the second time they go on from there."""
     FAMILIES[family](tmp_path)
     byte_tokenizer(tmp_path)
@@ -194,7 +194,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("ranks")
-def check_tokens_that_are_dealt_out(captured: list[Shape], tmp_path: Path) -> None:
+def test_tokens_that_are_dealt_out(captured: list[Shape], tmp_path: Path) -> None:
     """Decode context parallelism: the table's pages stand for a page of either rank; attention makes them its own."""
     small_model("deepseek_v2", 2, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=2)
     byte_tokenizer(tmp_path)
@@ -210,7 +210,7 @@ def check_tokens_that_are_dealt_out(captured: list[Shape], tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize("layout", [dict(attn_dp=2, ep=2), dict(attn_dp=2, attn_tp=2, ep=4)], ids=["2x1", "2x2"])
-def check_groups_that_exchange_equal_rows(layout: dict[str, int], captured: list[Shape], tmp_path: Path) -> None:
+def test_groups_that_exchange_equal_rows(layout: dict[str, int], captured: list[Shape], tmp_path: Path) -> None:
     """By a transport that takes no counts on the device: groups with other numbers of rows, and with none."""
     small_model("qwen3_moe", 4, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=1)
     byte_tokenizer(tmp_path)
@@ -224,7 +224,7 @@ def check_groups_that_exchange_equal_rows(layout: dict[str, int], captured: list
 
 
 @pytest.mark.usefixtures("ranks")
-def check_a_vocabulary_that_is_split(captured: list[Shape], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vocabulary_that_is_split(captured: list[Shape], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are those of one rank: greedy and by temperature, for which no logits travel, and with all else asked, for
     which those of the rows that ask do.
     """
@@ -261,7 +261,7 @@ def check_a_vocabulary_that_is_split(captured: list[Shape], tmp_path: Path, monk
         engine.check_idle()
 
 
-def check_a_stale_last_token_is_seen(model: Path, captured: list[Shape], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_last_token_is_seen(model: Path, captured: list[Shape], monkeypatch: pytest.MonkeyPatch) -> None:
     lose_last_tokens(monkeypatch)
     found = "was stepped without a last token"
     with Engine(config(model, max_restarts=0)) as engine, pytest.raises(EngineError, match=found):

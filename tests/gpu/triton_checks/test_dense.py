@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from triton import knobs
 
+from gpu.triton_checks.worker import INTERPRETED
 from weft.kernels.triton import dense
 from weft.kernels.triton.dense import Tile
 
 NAN = float("nan")
-DTYPES = [torch.float16] if knobs.runtime.interpret else [torch.bfloat16, torch.float16]
+DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
 """The interpreter multiplies bfloat16's bits as if they were integers."""
 LAYERS = ((2560, 2048), (2048, 2048), (4096, 2048), (576, 2048), (2048, 704), (2880, 512))
 """Outputs and inputs of products that decode steps have."""
@@ -63,7 +63,7 @@ def assert_product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | 
     (64, 24, 300, Tile(16, 1, 64, 2, True)),  # and rows in turn
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES)
-def check_products(
+def test_products(
     rows: int, outputs: int, width: int, tile: Tile | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     torch.manual_seed(rows)
@@ -76,7 +76,7 @@ def check_products(
     "rows, tile",
     [(4, None), (33, None), (4, Tile(16, 2, 128, 4)), (4, Tile(16, 1, 64, 8, True)), (33, Tile(16, 1, 64, 4, True))],
 )
-def check_a_row_depends_on_no_other(rows: int, tile: Tile | None, device: torch.device) -> None:
+def test_a_row_depends_on_no_other(rows: int, tile: Tile | None, device: torch.device) -> None:
     torch.manual_seed(1)
     x, weight = inside(rows, 512, device, DTYPES[0]), inside(40, 512, device, DTYPES[0])
     out = assert_product(x, weight, None, tile)
@@ -87,7 +87,7 @@ def check_a_row_depends_on_no_other(rows: int, tile: Tile | None, device: torch.
         assert torch.equal(again[alone], out[alone]) and again.isnan().all(1).sum() == rows - 1
 
 
-def check_rounded_once(device: torch.device) -> None:
+def test_rounded_once(device: torch.device) -> None:
     """To x's dtype, after the bias, with one part or several, or slices."""
     torch.manual_seed(2)
     x, weight = (torch.randn(n, 512, device=device).to(DTYPES[0]) for n in (3, 32))
@@ -97,7 +97,7 @@ def check_rounded_once(device: torch.device) -> None:
         assert torch.equal(dense.linear(x, weight, tile, None, bias), exact.to(DTYPES[0]))
 
 
-def check_parts_are_left_to_others(device: torch.device) -> None:
+def test_parts_are_left_to_others(device: torch.device) -> None:
     torch.manual_seed(3)
     x, weight = (torch.randn(n, 640, device=device).to(DTYPES[0]) for n in (5, 20))
     found = dense.linear_parts(x, weight, tile_for(x, weight, added_next=True), None, torch.float32)
@@ -109,7 +109,7 @@ def check_parts_are_left_to_others(device: torch.device) -> None:
     assert torch.equal(dense.add_parts(found.values, torch.full_like(total, NAN)), total)
 
 
-def check_which_products_are_taken(device: torch.device) -> None:
+def test_which_products_are_taken(device: torch.device) -> None:
     """Few rows of the layers, and neither many rows nor a head over the vocabulary."""
     for outputs, width in LAYERS:
         for rows in (1, 16):
@@ -136,7 +136,7 @@ def check_which_products_are_taken(device: torch.device) -> None:
     assert not any(dense.tile_for(*tensors) for tensors in refused)
 
 
-def check_refuses(device: torch.device) -> None:
+def test_refuses(device: torch.device) -> None:
     x, weight = (torch.zeros(n, 64, device=device, dtype=torch.bfloat16) for n in (2, 32))
     tile, bias = Tile(64, 1, 128, 4), weight[:, 0]
     for tensors in ((x[:, :32], weight), (x.half(), weight), (x[:0], weight), (x, weight, bias)):

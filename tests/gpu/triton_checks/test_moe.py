@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from triton import knobs
 
+from gpu.triton_checks.worker import INTERPRETED
 from weft.hidden import Hidden
 from weft.kernels.parts import Parts
 from weft.kernels.triton import moe, plain
@@ -60,7 +60,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def check_routes(case: tuple[int, ...], seed: int, device: torch.device) -> None:
+def test_routes(case: tuple[int, ...], seed: int, device: torch.device) -> None:
     found, weight, expert = routed(*case, device)
     live = case[1]
     assert torch.equal(found.expert, expert)
@@ -73,7 +73,7 @@ def check_routes(case: tuple[int, ...], seed: int, device: torch.device) -> None
 
 @pytest.mark.parametrize("pairs", [0, 1, 33, 200, 2048, 2049, 6000])
 @pytest.mark.parametrize("held", [1, 5])
-def check_sorts_pairs(pairs: int, held: int, device: torch.device) -> None:
+def test_sorts_pairs(pairs: int, held: int, device: torch.device) -> None:
     expert = torch.randint(-1, held, (pairs, 1), device=device).int()
     assert_order(kernels.sort_pairs(torch.ones(pairs, 1, device=device), expert, held, 16))
 
@@ -89,7 +89,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-def check_rules(rule: Routing, seed: int, device: torch.device) -> None:
+def test_rules(rule: Routing, seed: int, device: torch.device) -> None:
     """Groups of 5 experts, no power of two; experts 4 … 11 are here; the last two rows are padding."""
     logits = torch.randn(9, 15, device=device) * 3
     bias = torch.randn(15, device=device) if rule.bias else None
@@ -111,10 +111,10 @@ def check_rules(rule: Routing, seed: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("count, dtype, rule", [
     (1, torch.float32, RULES["softmax"]),
-    (5, torch.float16 if knobs.runtime.interpret else torch.bfloat16, RULES["softmax"]),  # which interpreted is cut off
+    (5, torch.float16 if INTERPRETED else torch.bfloat16, RULES["softmax"]),  # which interpreted is cut off
     (3, torch.float16, RULES["groups by their two best"]),
 ])  # fmt: skip
-def check_logits_that_come_as_parts(count: int, dtype: torch.dtype, rule: Routing, device: torch.device) -> None:
+def test_logits_that_come_as_parts(count: int, dtype: torch.dtype, rule: Routing, device: torch.device) -> None:
     """Added in their order, then to a bias of 100, which rounds them away but for their last bits; then rounded."""
     torch.manual_seed(count)
     values, offset = 3 * torch.randn(count, 7, 15, device=device), 100 + torch.randn(15, device=device).to(dtype)
@@ -133,7 +133,7 @@ def check_logits_that_come_as_parts(count: int, dtype: torch.dtype, rule: Routin
 
 
 @pytest.mark.parametrize("wide, offset", [(False, True), (True, False)])
-def check_a_router_leaves_its_parts_to_the_rule(wide: bool, offset: bool, device: torch.device) -> None:
+def test_a_router_leaves_its_parts_to_the_rule(wide: bool, offset: bool, device: torch.device) -> None:
     mesh, dtype = Mesh(), torch.float16  # the interpreter multiplies no bfloat16
     router = Router(Builder(mesh, 0, dtype, device), "gate", 600, 15, Routing(3, wide=wide, offset=offset))
     for weight in router.parameters():
@@ -147,7 +147,7 @@ def check_a_router_leaves_its_parts_to_the_rule(wide: bool, offset: bool, device
     assert isinstance(router.unsummed(many), Tensor)
 
 
-def check_equal_scores_go_to_the_lower_expert(device: torch.device) -> None:
+def test_equal_scores_go_to_the_lower_expert(device: torch.device) -> None:
     live, logits = torch.tensor([3], dtype=torch.int32, device=device), torch.zeros(3, 8, device=device)
     found = kernels.route(logits, Routing(3), live, 16)
     assert found.expert.tolist() == [[0, 1, 2]] * 3
@@ -165,7 +165,7 @@ HALF = ("few pairs", "one kernel")
         *(pytest.param(CASES[name], torch.float16, id=f"{name}, float16") for name in HALF),
     ],
 )
-def check_experts(case: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def test_experts(case: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     rows, live, held = case[0], case[1], case[5]
     found, weight, expert = routed(*case, device)
     width, inner = 40, 24  # no multiples of a tile's sides
@@ -184,7 +184,7 @@ def check_experts(case: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 @pytest.mark.parametrize("limit, alpha, biased", [(0.5, None, False), (0.5, 1.7, True), (None, None, True)])
 @pytest.mark.parametrize("case", ["few pairs", "one kernel"])
-def check_experts_with_limits_and_biases_and_a_shared_one(
+def test_experts_with_limits_and_biases_and_a_shared_one(
     case: str, limit: float | None, alpha: float | None, biased: bool, device: torch.device
 ) -> None:
     rows, _, held = CASES[case][0], CASES[case][1], CASES[case][5]
@@ -204,7 +204,7 @@ def check_experts_with_limits_and_biases_and_a_shared_one(
     assert (out.double() - wanted).norm() <= 2e-6 * wanted.norm()
 
 
-def check_a_token_has_the_same_bits_in_any_company(device: torch.device) -> None:
+def test_a_token_has_the_same_bits_in_any_company(device: torch.device) -> None:
     live = torch.tensor([12], dtype=torch.int32, device=device)
     logits, x = torch.randn(12, 4, device=device), torch.randn(12, 32, device=device)
     gate_up, down = torch.randn(4, 64, 32, device=device), torch.randn(4, 32, 32, device=device)
@@ -217,7 +217,7 @@ def check_a_token_has_the_same_bits_in_any_company(device: torch.device) -> None
     assert torch.equal(run(logits[moved], x[moved]), run(logits, x)[moved])
 
 
-def check_what_does_not_fit_is_refused(device: torch.device) -> None:
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     found, _, _ = routed(2, 2, 8, 2, 0, 8, device)
     x, out = torch.randn(2, 32, device=device), torch.empty(2, 32, device=device)
     gate_up, down = torch.randn(8, 64, 32, device=device), torch.randn(8, 32, 32, device=device)
@@ -229,7 +229,7 @@ def check_what_does_not_fit_is_refused(device: torch.device) -> None:
         moe.experts(x, found, gate_up.transpose(1, 2).contiguous().transpose(1, 2), down, out)
 
 
-def check_a_block_of_experts_is_that_of_a_cpu(device: torch.device) -> None:
+def test_a_block_of_experts_is_that_of_a_cpu(device: torch.device) -> None:
     """Router, routed experts and a shared one behind a gate, as models call them on GPUs."""
     b = Builder(mesh := Mesh(), 0, torch.float32, torch.device("cpu"))
     block = SparseMoE(b, "mlp", 32, experts=15, inner=16, routing=RULES["sigmoid"], shared=24)

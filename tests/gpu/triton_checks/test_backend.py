@@ -45,26 +45,26 @@ def on(device: torch.device, case: Case) -> Case:
 
 
 @pytest.mark.parametrize("spec", [PagedKV(1, 8), PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8), Latent(8, 8)], ids=str)
-def check_decode(spec: PagedKV | Window | Latent, device: torch.device) -> None:
+def test_decode(spec: PagedKV | Window | Latent, device: torch.device) -> None:
     case = on(device, make_case(DECODE, seed=1, spec=spec))
     check(PagedTriton(case.cache), case, DECODE)
 
 
 @pytest.mark.parametrize("spec", [PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8)], ids=str)
-def check_padding_rows(spec: PagedKV | Window | Latent, device: torch.device) -> None:
+def test_padding_rows(spec: PagedKV | Window | Latent, device: torch.device) -> None:
     case = on(device, padded(make_case(DECODE, seed=2, spec=spec), 6))
     check(PagedTriton(case.cache), case, DECODE)
 
 
 @pytest.mark.parametrize("spec", [PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8), Latent(8, 8)], ids=str)
-def check_steps_with_prompts(spec: PagedKV | Window | Latent, device: torch.device) -> None:
+def test_steps_with_prompts(spec: PagedKV | Window | Latent, device: torch.device) -> None:
     for seed, spans in enumerate(([(1, 12), (6, 2), (1, 0), (9, 0)], [(1, 12), (1, 0), (6, 2)], [(5, 3)])):
         case = on(device, make_case(spans, seed=seed, spec=spec))
         check(PagedTriton(case.cache), case, spans)
 
 
 @pytest.mark.parametrize("spec", [PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8)], ids=str)
-def check_steps_with_prompts_in_graphs(spec: PagedKV | Window | Latent, device: torch.device) -> None:
+def test_steps_with_prompts_in_graphs(spec: PagedKV | Window | Latent, device: torch.device) -> None:
     """Answers, chunks of a row and of several, padding behind; one kind missing, or all; no room to spare."""
     ragged: list[list[tuple[int, int]]] = [[(1, 12), (1, 0), (6, 2), (9, 0)], [(5, 3)], [(1, 7), (1, 2)]]
     for seed, (spans, room) in enumerate(zip(ragged, ((25, 6), (7, 2), (4, 4)), strict=True)):
@@ -92,7 +92,7 @@ class OneAtATime(PagedTriton):
 
 
 @pytest.mark.parametrize("spec", [PagedKV(1, 8), Latent(12, 8)], ids=str)
-def check_dealt_tokens(spec: PagedKV | Latent, device: torch.device) -> None:
+def test_dealt_tokens(spec: PagedKV | Latent, device: torch.device) -> None:
     """Decode context parallelism: ranks that hold nothing of a row, padding rows, and prompts beside."""
     deal = Interleave(2, 2, 4)
     case = on(device, padded(make_case(DECODE, seed=4, page=deal.span, spec=spec), 6))
@@ -109,7 +109,7 @@ def check_dealt_tokens(spec: PagedKV | Latent, device: torch.device) -> None:
     [(DECODE, 0), ([(1, 12), (6, 2), (1, 0)], 0), ([(1, 12), (1, 0), (6, 2)], 0), ([(1, 12), (1, 0), (6, 2)], 3)],
     ids=["decode", "prompts", "answers first", "graph"],
 )
-def check_latent_projections(spans: list[tuple[int, int]], more: int, interleaved: bool, device: torch.device) -> None:
+def test_latent_projections(spans: list[tuple[int, int]], more: int, interleaved: bool, device: torch.device) -> None:
     """Norm, rotary, the cache's write and attention, from the projections: as torch's backend has them."""
     turned, latent, heads, nope = 4, 8, 4, 6
     made = make_case(spans, seed=3, spec=Latent(latent + turned, latent))

@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import triton.language as tl
-from triton import knobs
 from triton.runtime import interpreter
 
-pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="of the interpreter")
+from gpu.triton_checks.worker import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="of the interpreter")
 
 
 @pytest.mark.parametrize("of", [np.float32, np.float16])
 @pytest.mark.parametrize("depth", [16, 64, 512])
-def check_an_element_of_a_product_has_the_same_bits_whatever_the_shape(depth: int, of: type) -> None:
+def test_an_element_of_a_product_has_the_same_bits_whatever_the_shape(depth: int, of: type) -> None:
     rng = np.random.default_rng(depth)
     a, b = rng.standard_normal((32, depth)).astype(of), rng.standard_normal((depth, 64)).astype(of)
 

@@ -45,7 +45,7 @@ def chosen(rows: int, live: int, skewed: bool) -> Tensor:
         pytest.param(1, 8, torch.float16, [(2, 0), (1, 0)], False, id="none live"),
     ],
 )
-def check_rows_go_and_come_back(
+def test_rows_go_and_come_back(
     span: int, width: int, dtype: torch.dtype, sizes: list[tuple[int, int]], skewed: bool, device: torch.device
 ) -> None:
     """Every rank's part, with the exchanges between them done here. What is not to be read is NaN."""
@@ -100,7 +100,7 @@ def check_rows_go_and_come_back(
         torch.testing.assert_close(out, total.to(dtype), rtol=1 / 128 if dtype == torch.bfloat16 else 0, atol=0)
 
 
-def check_places_of_more_rows_than_a_turn(device: torch.device) -> None:
+def test_places_of_more_rows_than_a_turn(device: torch.device) -> None:
     torch.manual_seed(5)
     expert = chosen(600, 590, False)
     place, counts = kernels.places(expert.to(device), 4, 2, 1)
@@ -114,7 +114,7 @@ def check_places_of_more_rows_than_a_turn(device: torch.device) -> None:
     [(Mesh(4, 1, 4, 1), "ragged"), (Mesh(2, 2, 2, 2), "all to one expert"), (Mesh(4, 1, 4, 1), "none")],
     ids=str,
 )
-def check_ranks_dispatch_as_on_cpus(
+def test_ranks_dispatch_as_on_cpus(
     mesh: Mesh, case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With counts on the device and room for every row, each rank's behind its live ones NaN."""
@@ -167,7 +167,7 @@ def _one_at_a_time(call: Callable[..., Any], lock: threading.Lock) -> Callable[.
     return locked
 
 
-def check_experts_in_float8_take_rows_as_they_arrive(device: torch.device) -> None:
+def test_experts_in_float8_take_rows_as_they_arrive(device: torch.device) -> None:
     """Beside the lists of their experts, which are no part of a row; of what lies behind the live ones all is NaN."""
     torch.manual_seed(7)
     rows, live, width = 40, 33, 128

@@ -13,7 +13,7 @@ from weft.kernels.triton import merge as kernels
 @pytest.mark.parametrize(
     "ranks, dim, dtype, apart", [(2, 20, torch.bfloat16, 0.0), (3, 8, torch.float32, 0.0), (2, 8, torch.float32, 1e3)]
 )
-def check_the_parts_of_a_merge(ranks: int, dim: int, dtype: torch.dtype, apart: float, device: torch.device) -> None:
+def test_the_parts_of_a_merge(ranks: int, dim: int, dtype: torch.dtype, apart: float, device: torch.device) -> None:
     shape = 4, ranks, dim
     shards = shards_of([1, 0, 30, 20], ranks, ranks, dim, dtype, apart=apart, empty=lambda r, t: (r, t) == (1, 3))
     outs, lses = shards.outs.to(device), shards.lses.to(device)

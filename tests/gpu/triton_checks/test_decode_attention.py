@@ -41,7 +41,7 @@ def close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     [*((lengths, torch.float32) for lengths in (RAGGED, (1,), (0, 0), LONG_AND_SHORT)), (RAGGED, torch.float16)],
     ids=str,
 )
-def check_grouped_query_attention(
+def test_grouped_query_attention(
     lengths: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device
 ) -> None:
     cache, pages, length = paged(lengths, 4, 48, dtype, device)
@@ -58,7 +58,7 @@ def check_grouped_query_attention(
     assert torch.allclose(lse[~empty].double(), wanted_lse[~empty], rtol=1e-5, atol=TOLERANCE[dtype])
 
 
-def check_latent_attention(seed: int, device: torch.device) -> None:
+def test_latent_attention(seed: int, device: torch.device) -> None:
     latents, pages, length = paged((140, 0, 33), 1, 40, torch.float32, device)
     q = torch.randn(3, 20, 40, device=device)
     found = kernels.latent_decode_attention(q, latents, 32, pages, length, PAGE, 0.2)
@@ -68,7 +68,7 @@ def check_latent_attention(seed: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 20, 130, 1000])
-def check_a_window(window: int, device: torch.device) -> None:
+def test_a_window(window: int, device: torch.device) -> None:
     lengths = (300, 5, 0, 131)
     cache, pages, length = paged(lengths, 2, 32, torch.float32, device)
     q, keys, values = torch.randn(4, 4, 32, device=device), cache[:, :1], cache[:, 1:]
@@ -81,7 +81,7 @@ def check_a_window(window: int, device: torch.device) -> None:
     assert close(found, wanted, 2e-6) and torch.allclose(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
 
 
-def check_a_row_has_the_same_bits_in_any_company_and_order(device: torch.device) -> None:
+def test_a_row_has_the_same_bits_in_any_company_and_order(device: torch.device) -> None:
     cache, pages, length = paged((300, 7, 150, 0), 2, 32, torch.float32, device)
     q = torch.randn(4, 4, 32, device=device)
     keys, values = cache[:, :1], cache[:, 1:]
@@ -98,7 +98,7 @@ def check_a_row_has_the_same_bits_in_any_company_and_order(device: torch.device)
     assert torch.equal(fewer, together[order])
 
 
-def check_items_of_several_splits(seed: int, device: torch.device) -> None:
+def test_items_of_several_splits(seed: int, device: torch.device) -> None:
     cache, pages, length = paged(LONG_AND_SHORT, 4, 48, torch.float16, device)
     keys, values = cache[:, :2], cache[:, 2:]
     q = torch.randn(len(LONG_AND_SHORT), 6, 48, device=device).half()
@@ -116,7 +116,7 @@ def check_items_of_several_splits(seed: int, device: torch.device) -> None:
     assert all(torch.equal(out, outs[0]) for out in outs), "how splits are shared out changes no bits"
 
 
-def check_a_longer_row_has_longer_splits(device: torch.device) -> None:
+def test_a_longer_row_has_longer_splits(device: torch.device) -> None:
     # Beyond 64 × 64 tokens a split has 128: the second half of each must not be left out.
     cache, pages, length = paged((4200,), 2, 16, torch.float32, device)
     q = torch.randn(1, 1, 16, device=device)
@@ -125,7 +125,7 @@ def check_a_longer_row_has_longer_splits(device: torch.device) -> None:
     assert close(found, plain.decode_attention(q.double(), wide[:, :1], wide[:, 1:], pages, length, PAGE, 0.2)[0], 2e-6)
 
 
-def check_layers_share_the_order_of_a_step(device: torch.device) -> None:
+def test_layers_share_the_order_of_a_step(device: torch.device) -> None:
     cache, pages, length = paged((40, 3), 2, 16, torch.float32, device)
     q = torch.randn(2, 1, 16, device=device)
     keys, values = cache[:, :1], cache[:, 1:]
@@ -142,7 +142,7 @@ def check_layers_share_the_order_of_a_step(device: torch.device) -> None:
         kernels.decode_attention(q, keys, values, pages, length, PAGE, 0.2, splits=splits, tile=tile)
 
 
-def check_what_does_not_fit_is_refused(device: torch.device) -> None:
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     cache, pages, length = paged((3,), 2, 32, torch.float32, device)
     q = torch.randn(1, 4, 32, device=device)
     with pytest.raises(ValueError, match="must be alike"):

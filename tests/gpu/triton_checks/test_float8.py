@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpu.triton_checks import check_moe
+from gpu.triton_checks import test_moe
 from weft.kernels.float8 import FLOAT8, LARGEST, Rows, Weight, dequantise
 from weft.kernels.float8 import linear as plain_linear
 from weft.kernels.float8 import quantise as plain_quantise
@@ -47,7 +47,7 @@ def rounding(device: torch.device) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows, width, run", [(1, 128, 128), (5, 640, 128), (3, 200, 64), (4, 96, 32), (0, 128, 128)])
-def check_quantises_rows(rows: int, width: int, run: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_quantises_rows(rows: int, width: int, run: int, dtype: torch.dtype, device: torch.device) -> None:
     x = (skewed(rows, width + 8, device) if rows else torch.zeros(0, width + 8, device=device)).to(dtype)[:, 4:-4]
     found, wanted = float8.quantise(x, run), plain_quantise(x, run)
     assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8))
@@ -57,7 +57,7 @@ def check_quantises_rows(rows: int, width: int, run: int, dtype: torch.dtype, de
     assert ((dequantise(found) - x.float()).abs() <= bound * 1.001).all()
 
 
-def check_what_is_not_finite_stays_so(device: torch.device) -> None:
+def test_what_is_not_finite_stays_so(device: torch.device) -> None:
     x = torch.ones(2, 256, device=device)
     x[0, 3], x[1, 200] = NAN, float("inf")
     found = dequantise(float8.quantise(x, 128))
@@ -82,7 +82,7 @@ def turned(device: torch.device) -> float:
 
 
 @pytest.mark.parametrize("case", LINEAR.values(), ids=LINEAR.keys())
-def check_linear(case: tuple[int, int, int, tuple[int, int]], device: torch.device) -> None:
+def test_linear(case: tuple[int, int, int, tuple[int, int]], device: torch.device) -> None:
     torch.manual_seed(0)
     rows, outputs, width, unit = case
     weight, x = weight_of(outputs, width, unit=unit, device=device), skewed(rows, width, device)
@@ -102,7 +102,7 @@ def check_linear(case: tuple[int, int, int, tuple[int, int]], device: torch.devi
     (3, float8.Tile(16, 64, 2, 4, 4)),
     (18, float8.Tile(32, 128, 2, 4, 4)),
 ])  # fmt: skip
-def check_tiles_and_parts(rows: int, tile: float8.Tile, device: torch.device) -> None:
+def test_tiles_and_parts(rows: int, tile: float8.Tile, device: torch.device) -> None:
     """Four runs and a ragged one, in one part or several; a row's bits depend on no other row."""
     weight, x = weight_of(136, 600, unit=(128, 128), device=device), skewed(rows, 600, device)
     out = float8.linear(x, weight, torch.full((rows, 136), NAN, device=device), tile)
@@ -113,13 +113,13 @@ def check_tiles_and_parts(rows: int, tile: float8.Tile, device: torch.device) ->
     assert torch.equal(again[0], out[0]) and again[1:].isnan().all()
 
 
-def check_few_tiles_are_cut_into_parts() -> None:
+def test_few_tiles_are_cut_into_parts() -> None:
     assert float8.tile_of(1, 576, 56).parts == 7 and float8.tile_of(64, 4608, 56).parts == 3
     assert float8.tile_of(1, 576, 3).parts == 1 and float8.tile_of(4096, 4608, 56).parts == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def check_linear_of_the_library() -> None:
+def test_linear_of_the_library() -> None:
     """Rows that come by four, and what is left over."""
     device = torch.device("cuda")
     for outputs, width in ((256, 512), (320, 1024)):  # the last block of columns is half a block
@@ -131,7 +131,7 @@ def check_linear_of_the_library() -> None:
         assert off(float8.linear(x, weight, out), plain_linear(x, weight, torch.float64)) <= 4e-3
 
 
-def check_linear_refuses(device: torch.device) -> None:
+def test_linear_refuses(device: torch.device) -> None:
     weight, x = weight_of(64, 128, unit=(64, 64), device=device), torch.randn(2, 128, device=device)
     out = torch.empty(2, 64, device=device)
     with pytest.raises(ValueError, match=r"by runs of 128, the weight .* by 64"):
@@ -158,11 +158,11 @@ FORMS = {
     "case, quantised",
     [*((name, False) for name in FORMS), ("few pairs", True)],
 )
-def check_experts(case: str, quantised: bool, device: torch.device) -> None:
+def test_experts(case: str, quantised: bool, device: torch.device) -> None:
     torch.manual_seed(0)
     chosen, first_unit, last_unit = FORMS[case]
     rows, live, held = chosen[0], chosen[1], chosen[5]
-    found, probability, expert = check_moe.routed(*chosen, device, tile_rows=16 if rows < 64 else 32)
+    found, probability, expert = test_moe.routed(*chosen, device, tile_rows=16 if rows < 64 else 32)
     width, inner = 160, 192 if first_unit[0] < 128 else 128  # a run is 128, the rest of a row another
     x = skewed(rows, width, device)
     x[live:] = NAN
@@ -183,12 +183,12 @@ def check_experts(case: str, quantised: bool, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("case, limit, alpha", [("few pairs", 0.5, 1.7), ("one kernel", 0.5, None)])
-def check_experts_with_limits_and_biases(
+def test_experts_with_limits_and_biases(
     case: str, limit: float | None, alpha: float | None, device: torch.device
 ) -> None:
     chosen = FORMS[case][0]
     rows, live, held = chosen[0], chosen[1], chosen[5]
-    found, probability, expert = check_moe.routed(*chosen, device)
+    found, probability, expert = test_moe.routed(*chosen, device)
     gate_up = weight_of(held, 384, 160, unit=(64, 128), device=device)
     down = weight_of(held, 160, 192, unit=(128, 128), device=device)  # both are two runs deep, each of them a part
     x, biases = skewed(rows, 160, device), [torch.randn(held, n, device=device) for n in (384, 160)]
@@ -198,8 +198,8 @@ def check_experts_with_limits_and_biases(
     assert off(out[:live], wanted[:live]) <= turned(device)
 
 
-def check_experts_refuse(device: torch.device) -> None:
-    found, _, _ = check_moe.routed(2, 2, 8, 2, 0, 8, device)
+def test_experts_refuse(device: torch.device) -> None:
+    found, _, _ = test_moe.routed(2, 2, 8, 2, 0, 8, device)
     x, out = torch.randn(2, 128, device=device), torch.empty(2, 128, device=device)
     gate_up = weight_of(8, 128, 128, unit=(128, 128), device=device)
     down = weight_of(8, 128, 64, unit=(128, 64), device=device)

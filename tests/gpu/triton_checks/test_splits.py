@@ -30,7 +30,7 @@ def splits_of(length: int, window: int | None, cut: Cut) -> list[tuple[int, int]
     [(17, 16, 18, 8, 12, 13, 3), (0, 0, 0), (0, 200, 9, 0, 9, 9, 1, 33), (32, 33, 64, 65, 36, 37), (1,), (128,) * 5],
     ids=str,
 )
-def check_items_are_the_splits_longest_first(
+def test_items_are_the_splits_longest_first(
     lengths: tuple[int, ...], window: int | None, spare: int, at_once: int, device: torch.device
 ) -> None:
     cut = CUT._replace(spare=spare)
@@ -53,7 +53,7 @@ def check_items_are_the_splits_longest_first(
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
-def check_no_longer_sequence_has_more_splits(head_dim: int) -> None:
+def test_no_longer_sequence_has_more_splits(head_dim: int) -> None:
     """Memory is measured with an answer of MOST_SPLIT tokens: it has as many splits as any."""
     cut = cut_of(head_dim)
     assert cut.tokens * cut.splits <= MOST_SPLIT

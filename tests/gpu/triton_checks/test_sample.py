@@ -28,7 +28,7 @@ def live(count: int, device: torch.device) -> Tensor:
 
 @pytest.mark.parametrize("min_p", [False, True])
 @pytest.mark.parametrize("count", [5, 3, 0])
-def check_draws(min_p: bool, count: int, seed: int, device: torch.device) -> None:
+def test_draws(min_p: bool, count: int, seed: int, device: torch.device) -> None:
     given = inputs(device)
     given[0][count:] = float("nan")
     least = torch.tensor([0.5, 0.0, 0.2, 0.0, 0.9], device=device) if min_p else None
@@ -41,7 +41,7 @@ def check_draws(min_p: bool, count: int, seed: int, device: torch.device) -> Non
 
 @pytest.mark.parametrize("programs, block", [(1, 256), (15, 256), (20, 512)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def check_programs_share_a_row(
+def test_programs_share_a_row(
     programs: int, block: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is drawn depends neither on their number nor on their blocks; how, is read by the row of the request."""
@@ -69,7 +69,7 @@ def check_programs_share_a_row(
     assert torch.allclose(value, wanted[0], rtol=1e-4, atol=1e-4)
 
 
-def check_a_row_draws_the_same_in_any_company(device: torch.device) -> None:
+def test_a_row_draws_the_same_in_any_company(device: torch.device) -> None:
     given = inputs(device)
     _, together = kernels.sample(*given, live(5, device))
     for row in range(5):
@@ -78,7 +78,7 @@ def check_a_row_draws_the_same_in_any_company(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("cut", [1204, 1203, 1025, 1022])
-def check_ranks_that_share_the_vocabulary_draw_what_one_would(cut: int, device: torch.device) -> None:
+def test_ranks_that_share_the_vocabulary_draw_what_one_would(cut: int, device: torch.device) -> None:
     """Wherever the cut is, in the middle of a block or of the four tokens whose noise is made at once."""
     given = inputs(device)
     given[0][3] = float("-inf")  # nothing to draw from: of equal values the lowest token's, of a share its own
@@ -92,7 +92,7 @@ def check_ranks_that_share_the_vocabulary_draw_what_one_would(cut: int, device: 
     assert set(best.tolist()) == {0, 1}, "both parts must win somewhere"
 
 
-def check_ties_go_to_the_lower_token_and_nan_to_none(device: torch.device) -> None:
+def test_ties_go_to_the_lower_token_and_nan_to_none(device: torch.device) -> None:
     logits = torch.zeros(4, VOCABULARY, device=device)
     logits[1, [2000, 900, 1500]] = 4.0
     logits[2:] = float("nan")
@@ -102,7 +102,7 @@ def check_ties_go_to_the_lower_token_and_nan_to_none(device: torch.device) -> No
     assert token.tolist() == [0, 900, 1999, 0], "of NaN alone any token is right that exists"
 
 
-def check_noise_is_of_gumbels_distribution(device: torch.device) -> None:
+def test_noise_is_of_gumbels_distribution(device: torch.device) -> None:
     noise = plain.gumbel(torch.arange(20), torch.arange(20), 0, 5000)
     for level in (-1.0, 0.0, 1.0, 4.0):
         wanted = torch.tensor(-level).exp().neg().exp().item()
@@ -112,7 +112,7 @@ def check_noise_is_of_gumbels_distribution(device: torch.device) -> None:
     assert not torch.isclose(noise, again).float().mean() > 0.01, "another position must have other noise"
 
 
-def check_what_does_not_fit_is_refused(device: torch.device) -> None:
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     given = inputs(device)
     with pytest.raises(ValueError, match="with min_p"):
         kernels.sample(*given, live(5, device), first=4, min_p=given[1])

@@ -18,7 +18,7 @@ AFTER = (1, 0, 3, 5, 8, -1)
     [(4, 2, 6, 5, 4, torch.float32), (3, 3, 16, 8, 2, torch.float32), (2, 1, 8, 8, 4, torch.float16)],
     ids=str,
 )
-def check_a_token(
+def test_a_token(
     heads: int,
     key_heads: int,
     key_dim: int,
@@ -52,7 +52,7 @@ def check_a_token(
     assert states[[4, 7, 9]].isnan().all() and not states[list(AFTER[:-1])].isnan().any()
 
 
-def check_what_does_not_fit_is_refused(device: torch.device) -> None:
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     none, conv = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(20, 1, 4, device=device)
     states, tails, vector = (torch.zeros(*s, device=device) for s in ((2, 2, 4, 6), (2, 20, 3), (2,)))
     of_layer = (conv, vector, vector, vector, 0.0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu.triton_checks.check_decode_attention import PAGE, TOLERANCE, close, paged
+from gpu.triton_checks.test_decode_attention import PAGE, TOLERANCE, close, paged
 from weft.kernels.triton import plain
 from weft.kernels.triton.prefill_attention import Tile, prefill_attention
 
@@ -52,7 +52,7 @@ def compare(step: Step, q: Tensor, keys: Tensor, values: Tensor, window: int | N
 
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize("dtype, tile", [(torch.float32, None), (torch.float16, Tile(64, 32, 4, 2))], ids=str)
-def check_prompts(dtype: torch.dtype, tile: Tile | None, window: int | None, device: torch.device) -> None:
+def test_prompts(dtype: torch.dtype, tile: Tile | None, window: int | None, device: torch.device) -> None:
     step = Step(SPANS, 4, 24, dtype, device)
     q = torch.randn(len(step.limits), 6, 24, device=device).to(dtype)
     if window is not None:  # pages that no row's window reaches are given back
@@ -61,13 +61,13 @@ def check_prompts(dtype: torch.dtype, tile: Tile | None, window: int | None, dev
     compare(step, q, step.cache[:, :2], step.cache[:, 2:], window, tile)
 
 
-def check_latents(device: torch.device) -> None:
+def test_latents(device: torch.device) -> None:
     step = Step(((5, 20), (1, 2), (4, 0)), 1, 24, torch.float32, device)
     q = torch.randn(len(step.limits), 20, 24, device=device)
     compare(step, q, step.cache, step.cache[..., :16], None, Tile(16, 16, 4, 1))  # heads in two blocks
 
 
-def check_a_row_has_the_same_bits_however_its_prompt_is_cut(device: torch.device) -> None:
+def test_a_row_has_the_same_bits_however_its_prompt_is_cut(device: torch.device) -> None:
     whole = Step(((61, 0),), 2, 16, torch.float32, device)
     q = torch.randn(61, 4, 16, device=device)
     keys, values = whole.cache[:, :1], whole.cache[:, 1:]
@@ -80,7 +80,7 @@ def check_a_row_has_the_same_bits_however_its_prompt_is_cut(device: torch.device
             assert all(torch.equal(a, b[begin:end]) for a, b in zip(alone, together, strict=True))
 
 
-def check_rows_that_see_nothing(device: torch.device) -> None:
+def test_rows_that_see_nothing(device: torch.device) -> None:
     step = Step(((4, 0),), 2, 16, torch.float32, device)
     step.limits[:] = torch.tensor([0, 0, 1, 1], device=device)  # as where other ranks hold the other tokens
     q = torch.randn(4, 4, 16, device=device)
@@ -90,7 +90,7 @@ def check_rows_that_see_nothing(device: torch.device) -> None:
     assert torch.allclose(out[2:], step.cache[first, 1].expand(2, 4, 16), rtol=1e-6)
 
 
-def check_what_does_not_fit_is_refused(device: torch.device) -> None:
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     step = Step(((2, 0),), 2, 16, torch.float32, device)
     q = torch.randn(2, 4, 16, device=device)
     with pytest.raises(ValueError, match="must be alike"):

@@ -19,7 +19,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
 @pytest.mark.parametrize("capacity, count", [(6, 6), (6, 4), (1, 1), (3, 0), (19, 17)])
-def check_inputs(
+def test_inputs(
     capacity: int, count: int, groups: list[tuple[int, bool]], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tables in a single part, and in several of which the last is cut."""
@@ -56,7 +56,7 @@ def check_inputs(
 
 @pytest.mark.parametrize("ranks, shares", [(1, 1), (1, 7), (3, 1), (2, 5)])
 @pytest.mark.parametrize("capacity, count, answers", [(6, 6, 6), (6, 4, 2), (1, 1, 0), (3, 0, 0), (5, 4, 4)])
-def check_draws_go_into_the_state(
+def test_draws_go_into_the_state(
     capacity: int, count: int, answers: int, ranks: int, shares: int, device: torch.device
 ) -> None:
     """Of answers, and of prompts behind them, for which none was drawn before."""
@@ -93,7 +93,7 @@ def check_draws_go_into_the_state(
     assert drawn_of[:1].all() and not drawn_of[1:answers:2].any() and drawn_of[answers:].all()
 
 
-def check_what_does_not_fit_is_refused(device: torch.device) -> None:
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     one, table = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((1,), (1, 3)))
     parts = kernels.parts([3], [False], device)
     with pytest.raises(ValueError, match="the same rows"):

@@ -1,0 +1,45 @@
+"""What the process of the Triton checks finds is told where they are tests, and so is its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton, which the extra gpu brings")
+
+from gpu.triton_checks.worker import Worker
+
+CHECKS = """
+import os, pytest
+
+@pytest.fixture
+def broken():
+    raise ValueError("no fixture")
+
+def test_passes(): pass
+def test_fails(): assert [1, 2] == [1, 3]
+def test_needs_what_is_broken(broken): pass
+def test_does_not_apply(): pytest.skip("not here")
+def test_ends_the_process(): os._exit(3)
+"""
+
+
+def test_each_outcome_is_told(tmp_path: Path) -> None:
+    (tmp_path / "test_them.py").write_text(CHECKS)
+    worker = Worker([tmp_path / "test_them.py"], tmp_path)
+
+    def run(name: str, following: str | None = None) -> None:
+        worker.run(f"test_them.py::{name}", following and f"test_them.py::{following}")
+
+    run("test_passes", "test_fails")
+    with pytest.raises(pytest.fail.Exception, match=r"assert \[1, 2\] == \[1, 3\]"):
+        run("test_fails")
+    with pytest.raises(pytest.fail.Exception, match="no fixture"):
+        run("test_needs_what_is_broken")
+    with pytest.raises(pytest.skip.Exception, match="not here"):
+        run("test_does_not_apply")
+    assert not worker.ended
+    with pytest.raises(pytest.fail.Exception, match="ended with 3"):
+        run("test_ends_the_process")
+    assert worker.ended

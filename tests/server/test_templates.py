@@ -67,7 +67,7 @@ def test_it_makes_the_prompt_of_a_chat(trusting: Served) -> None:
         ("{{ raise_exception('no such role') }}", "no such role"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ 'a' * 20000000 }}", "more than 16777216 characters"),
-        ("{{ ('a' * 10 ** 10) | length }}", "MemoryError"),
+        ("{{ ('a' * 10 ** 10) | length }}", "more memory than it may"),
         ("{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", "longer than 2 s"),
     ],
     ids=["syntax", "refusal", "escape", "long", "memory", "endless"],

@@ -22,7 +22,7 @@ MOST_ERROR = 500
 
 def serve(connection: Connection) -> None:
     """Says `ready`, then renders until the other end is closed: arguments of `render_jinja_template` to {"text"} or
-    {"error"}."""
+    {"error"}. Ends where memory does not suffice, as compiled templates are kept: they may be what fills it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which lets its requests end
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -38,6 +38,8 @@ def serve(connection: Connection) -> None:
         try:
             text = render_jinja_template(**asked)[0][0]
             said = {"text": text} if len(text) <= MOST_TEXT else {"error": f"it makes more than {MOST_TEXT} characters"}
+        except MemoryError:
+            return
         except Exception as error:
             said = {"error": str(error)[:MOST_ERROR] or type(error).__name__}
         connection.send_bytes(json.dumps(said).encode())

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from server.conftest import QuietEngine, output
-from weft.engine.request import SamplingParams
+from weft.engine.request import Output, SamplingParams
 from weft.server.answers import Intake
+from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
+
+
+class Said:
+    """An answer of which an increment has come."""
+
+    def __init__(self, increment: Output):
+        self._increment = increment
+
+    def take(self) -> Output:
+        return self._increment
 
 
 async def waiting(engine: Any, gone: asyncio.Event, count: int) -> asyncio.Task[list[str]]:
@@ -46,6 +58,41 @@ def test_a_waiting_request_sets_no_timer(monkeypatch: pytest.MonkeyPatch) -> Non
         engine.say(output("b", "stop"), 1)
         engine.say(output("c", "stop"), 0)
         assert await task == ["a", "b", "c"] and not engine.cancelled
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("choices, most", [(1, 8192), (16, 16384)])
+def test_what_a_client_does_not_read_is_bounded(choices: int, most: int) -> None:
+    async def main() -> None:
+        engine = QuietEngine()
+        state, url = SimpleNamespace(small=True), SimpleNamespace(path="/")
+        request: Any = SimpleNamespace(receive=asyncio.Event().wait, state=state, url=url)
+        params = [SamplingParams()] * choices
+        stream = Intake(engine, Metrics(engine)).answers(request, [[1]] * choices, params)
+        first = asyncio.create_task(anext(stream))
+        while len(engine.listeners) < choices:
+            await asyncio.sleep(0)
+        increment = output("a")
+        unread = weakref.WeakSet[Any]()
+
+        def say(at: int) -> None:
+            answer = Said(increment)
+            unread.add(answer)
+            engine.listeners[at % choices](answer)
+
+        engine.say(increment, 0)
+        assert (await first)[1].text == "a"
+        for at in range(most):
+            say(at)
+        await asyncio.sleep(0)
+        assert not engine.cancelled and len(unread) == most
+        for at in range(10):
+            say(at)
+        await asyncio.sleep(0)
+        assert engine.cancelled == list(range(choices)) and len(unread) == 10
+        with pytest.raises(ApiError, match=f"{most} increments were not read in time"):
+            await anext(stream)
 
     asyncio.run(main())
 

@@ -25,10 +25,36 @@ from weft.server.record import Record
 RETRY_S = 5
 """When to try again what a server that leaves refuses: by then another may have its place."""
 
-OUTCOMES = {400: "refused", 429: "queue_full", 504: "timeout"}
-Increments = asyncio.Queue["tuple[int, Answer] | ApiError | None"]
-"""Of one request: (choice, of which an increment has come), or why it ends; None where its client is gone."""
+MOST_UNREAD = 1024
+"""Increments of each choice that may wait for a client that reads slowly, beside what the sockets hold: of logprobs,
+each takes kilobytes."""
+LEAST_UNREAD = 8 * MOST_UNREAD
+"""The same of a request that has few choices."""
+OUTCOMES = {400: "refused", 408: "client_slow", 429: "queue_full", 504: "timeout"}
 Job = tuple[Sequence[int], SamplingParams, OnOutput]
+
+
+class Increments(asyncio.Queue["tuple[int, Answer] | ApiError | None"]):
+    """Of one request: (choice, of which an increment has come), or why it ends; None where its client is gone.
+
+    running: the engine's number of each choice that has not ended.
+    """
+
+    def __init__(self, choices: int):
+        super().__init__()
+        self.running: dict[int, int] = {}
+        self._most = max(LEAST_UNREAD, MOST_UNREAD * choices)
+
+    @property
+    def overrun(self) -> bool:
+        """Whether the client has left too many unread."""
+        return self.qsize() >= self._most
+
+    def give_up(self) -> None:
+        """Drops what is unread, and ends with that as the reason."""
+        while not self.empty():
+            self.get_nowait()
+        self.put_nowait(ApiError(408, f"{self._most} increments were not read in time; read them as they come"))
 
 
 @dataclass
@@ -109,7 +135,7 @@ class Intake:
         if self.closed:
             raise self._leaving()
         loop = asyncio.get_running_loop()
-        increments: Increments = asyncio.Queue()
+        increments = Increments(len(prompts))
         record = Record(self.metrics, request, prompts)
 
         async def watch() -> None:
@@ -121,7 +147,7 @@ class Intake:
             return partial(self._arrive, loop, increments, choice)
 
         jobs = [(prompt, how, listen(i)) for i, (prompt, how) in enumerate(zip(prompts, params, strict=True))]
-        running: dict[int, int] = {}
+        running = increments.running
 
         def submit() -> None:
             running.update(enumerate(self._submit(jobs, sharing, record.id)))  # here: nobody may wait for it any more
@@ -152,8 +178,7 @@ class Intake:
         finally:
             watcher.cancel()
             self._live.discard(increments)
-            for request_id in running.values():
-                self.engine.cancel(request_id)
+            self._cancel(increments)
 
     def _arrive(self, loop: asyncio.AbstractEventLoop, increments: Increments, choice: int, answer: Answer) -> None:
         """On the engine's thread. What comes of a step wakes the loop once, not once for each stream."""
@@ -167,7 +192,14 @@ class Intake:
         self._woken = False  # first: what arrives from now on wakes the loop anew
         while self._arrived:
             increments, choice, answer = self._arrived.popleft()
+            if increments.overrun:
+                increments.give_up()
+                self._cancel(increments)
             increments.put_nowait((choice, answer))
+
+    def _cancel(self, increments: Increments) -> None:
+        for request_id in increments.running.values():
+            self.engine.cancel(request_id)
 
     def _submit(self, jobs: Sequence[Job], sharing: Sharing, name: str) -> list[int]:
         try:

@@ -105,6 +105,8 @@ def test_what_was_thought_is_an_item_of_its_own(quiet: QuietEngine, answer: str,
             events = list(client.responses.create(**body, stream=True))
             assert [e.sequence_number for e in events] == list(range(len(events)))
             assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == "Hm."
+            deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+            assert "".join(deltas) == '{"city": "Bern"}' * (answer == CALLED) and len(deltas) in (0, 3)
             response = events[-1].response
         else:
             response = client.responses.create(**body)

@@ -55,7 +55,14 @@ def parse(
     found, parts = parser(form, functions, hidden), Parts()
     for at, piece in enumerate(pieces):
         parts += found.push(piece, last=at == len(pieces) - 1)
-    return parts.thought + parts.text, [(c.name, json.loads(c.arguments)) for c in parts.calls]
+    return parts.thought + parts.text, [(c.name, loaded(c.arguments)) for c in parts.calls]
+
+
+def loaded(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:  # the call has begun before anybody could know
+        return arguments
 
 
 @pytest.mark.parametrize(
@@ -126,7 +133,8 @@ TWICE = [TIMED, ("time", {"city": "x"})]
             ("So: ", [("weather", ASKED), ("a", {})]),
         ),
         (DEEPSEEK_31, MANY.format(PLAIN.format("weather", ASKED_JSON) * 2), ("", [("weather", ASKED)] * 2)),
-        (DEEPSEEK_31, MANY.format(PLAIN.format("weather", "{")), (MANY.format(PLAIN.format("weather", "{")), [])),
+        (DEEPSEEK_31, MANY.format(PLAIN.format("weather", "{")), ("", [("weather", "{")])),
+        (DEEPSEEK_31, MANY.format(PLAIN.format("weather", "x")), (MANY.format(PLAIN.format("weather", "x")), [])),
         (GLM, f"I look.\n{GLM_CALL}\n{GLM_CALL}", ("I look.\n", [("weather", ASKED)] * 2)),
         (GLM, GLM_CALL.replace(">\n<", "><").replace("weather\n", "weather"), ("", [("weather", ASKED)])),  # GLM-4.7
         (GLM, "<tool_call>time</tool_call>", ("", [("time", {})])),
@@ -144,18 +152,80 @@ TWICE = [TIMED, ("time", {"city": "x"})]
         ),
         (HARMONY, f"<|start|>assistant{HARMONY_CALL.format('time', '{}')}<|call|>", ("", [("time", {})])),
         (HARMONY, " to=functions.time<|channel|>commentary json<|message|>{}<|call|>" + FINAL, ("Hello <|b", [TIMED])),
-        (HARMONY, HARMONY_CALL.format("time", "{"), ("{", [])),
+        (HARMONY, HARMONY_CALL.format("time", "{"), ("", [("time", "{")])),
+        (HARMONY, HARMONY_CALL.format("time", "x"), ("x", [])),
         (HARMONY, HARMONY_CALL.format("other", "{}"), ("{}", [])),
         (HARMONY, THOUGHT, ("Hm, a<b. ", [])),
         (HARMONY, "Hello", ("Hello", [])),
         (HARMONY, THOUGHT + "<|channel|>fin", ("Hm, a<b. ", [])),
     ],
-    ids=range(25),
+    ids=range(27),
 )
 def test_calls_of_every_form_however_they_are_cut(form: Form, answer: str, wanted: Any) -> None:
     assert parse([answer, ""], form, [WEATHER, TIME]) == wanted
     assert parse([*answer, ""], form, [WEATHER, TIME]) == wanted
     assert parse([answer], form, [WEATHER, TIME]) == wanted
+
+
+STRINGS = json.dumps({"a": 'x</tool_call>{"\\', "b": [{}, "}"]})
+STREAMED = {
+    HERMES: '<tool_call>\n{{"name": "time", "arguments": {}}}\n</tool_call>',
+    LLAMA: '{{"name": "time", "parameters": {}}}; {{"name": "time", "parameters": {}}}',
+    DEEPSEEK: MANY.format(FENCED).replace("{}\n```json", "time\n```json"),
+    DEEPSEEK_31: MANY.format(PLAIN).replace("{}<｜tool▁sep｜>", "time<｜tool▁sep｜>"),
+    HARMONY: THOUGHT + HARMONY_CALL.replace("{}", "time", 1),
+}
+
+
+@pytest.mark.parametrize("form", STREAMED, ids=["hermes", "llama", "deepseek", "deepseek-v3.1", "harmony"])
+def test_arguments_come_as_they_are_written(form: Form) -> None:
+    """Every character at once; what ends a call elsewhere does not within a string."""
+    answer = STREAMED[form].format(STRINGS, STRINGS)
+    found, parts, pieces = parser(form, [TIME]), Parts(), 0
+    for character in answer:
+        new = found.push(character, last=False)
+        pieces += bool(new.arguments)
+        parts += new
+    parts += found.push("", last=True)
+    calls = answer.count(STRINGS)
+    assert [(c.name, c.arguments) for c in parts.calls] == [("time", STRINGS)] * calls
+    assert pieces >= calls * (len(STRINGS) - 3) and not parts.text
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["harmony", "xml", "glm", "hermes", "deepseek", "deepseek-v3.1", "llama"])
+def test_any_answer_is_read_alike_however_it_is_cut(form: Form) -> None:
+    """Of pieces of calls in any order, of which few are calls."""
+    whole = [SPELLED[form], STREAMED[form].format(STRINGS, STRINGS)] if form in STREAMED else [SPELLED[form]]
+    pieces = [
+        form.begin,
+        form.end,
+        *form.tokens,
+        '{"name": "time", ',
+        '"arguments": ',
+        "{",
+        "}",
+        '"',
+        "\\",
+        "<",
+        "\n",
+        ";",
+    ]
+    pieces += ["time", "x", "```json", *whole, *(text[: len(text) // 2] for text in whole)]
+    for seed in range(300):
+        drawn = random.Random(seed)
+        answer = "".join(drawn.choices(pieces, k=drawn.randrange(1, 12)))
+        wanted = read_in_pieces(form, [answer])
+        cuts = sorted(drawn.choices(range(len(answer) + 1), k=6))
+        cut = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
+        assert read_in_pieces(form, cut) == wanted and read_in_pieces(form, [*answer, ""]) == wanted, (seed, answer)
+
+
+def read_in_pieces(form: Form, pieces: list[str]) -> Any:
+    found, parts = parser(form, [WEATHER, TIME]), Parts()
+    for at, piece in enumerate(pieces):
+        parts += found.push(piece, last=at == len(pieces) - 1)
+    assert not parts.arguments
+    return parts.text, parts.thought, [(c.name, c.arguments) for c in parts.calls]
 
 
 def test_a_parameter_that_is_not_what_its_schema_says_is_text() -> None:
@@ -287,10 +357,40 @@ def test_streamed_calls_are_the_same(tooled: Served) -> None:
     whole = chat(tooled, tool_choice="required", parallel_tool_calls=False).choices[0].message.tool_calls
     chunks = [c.choices[0] for c in chat(tooled, True, tool_choice="required", parallel_tool_calls=False)]
     calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
-    assert [c.index for c in calls] == [0] and chunks[-1].finish_reason == "tool_calls"
-    assert [(c.function.name, c.function.arguments) for c in calls] == [
-        (c.function.name, c.function.arguments) for c in whole
-    ]
+    assert {c.index for c in calls} == {0} and chunks[-1].finish_reason == "tool_calls"
+    [call] = whole
+    assert [c.function.name for c in calls if c.function.name] == [call.function.name]
+    assert "".join(c.function.arguments for c in calls) == call.function.arguments and len(calls) > 2
+
+
+@pytest.mark.parametrize("end", ["stop", "length"])
+def test_a_streamed_call_is_put_together_by_the_official_client(quiet: QuietEngine, end: Any) -> None:
+    quiet.tokenizer.chat_template = TEMPLATE
+    answer = f"I look.{CALL}\n{CALL}"
+    body: Any = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+
+    def say(size: int) -> None:
+        for at in range(0, len(answer), size):
+            quiet.say(output(answer[at : at + size]))
+        quiet.say(output("", end))
+
+    found: list[Any] = []
+    for size in (3, 7, 40, len(answer)):
+        for served in serve(quiet):
+            quiet.listeners.clear()
+            threading.Thread(target=say, args=(size,)).start()
+            if size == len(answer):
+                found.append(served.client().chat.completions.create(**body).choices[0])
+                continue
+            with served.client().chat.completions.stream(**body) as stream:
+                events = list(stream)
+                found.append(stream.current_completion_snapshot.choices[0])
+            deltas = [e for e in events if e.type == "tool_calls.function.arguments.delta"]
+            assert len(deltas) > 2 or size == 40
+    for choice in found:
+        assert choice.message.content == "I look." and choice.finish_reason == {"stop": "tool_calls"}.get(end, end)
+        called = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls]
+        assert called == [("weather", '{"city": "Zürich"}')] * 2
 
 
 def test_a_conversation_with_calls(tooled: Served) -> None:

@@ -40,15 +40,17 @@ class Form:
     """How a model writes calls. marks: what all stands in a chat template that asks for this form.
 
     begin, end: calls stand between; without them, a call is the whole answer. read(text, functions): the calls; none
-    where it is no call. call(functions, literal, schema): Lark rules, of which `call` is one call. head, between, tail:
-    around the calls of an answer that must be calls. tokens: what stands in an answer and may be special tokens, which
-    are then no text. channels: every answer has parts for several readers, with calls or without
-    (`weft.server.harmony`).
+    where it is no call. call(functions, literal, schema): Lark rules, of which `call` is one call. opening: where
+    arguments are JSON, matches what stands before the object that they are, from the end of another call's or the
+    beginning on; `name` is the function's. head, between, tail: around the calls of an answer that must be calls.
+    tokens: what stands in an answer and may be special tokens, which are then no text. channels: every answer has parts
+    for several readers, with calls or without.
     """
 
     marks: tuple[str, ...]
     read: Callable[[str, Functions], list[Call]]
     call: Callable[[Functions, Literal, Schema], str]
+    opening: re.Pattern[str] | None = None
     begin: str = ""
     end: str = ""
     head: str = ""
@@ -97,6 +99,8 @@ def _schema(function: dict[str, Any]) -> dict[str, Any]:
 
 
 # Hermes, Qwen: <tool_call>{"name": …, "arguments": {…}}</tool_call>
+
+JSON_CALL = re.compile(r'\}?[\s;]*\{\s*"name"\s*:\s*"(?P<name>[^"\\<]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
 def _read_json(body: str, functions: Functions) -> list[Call]:
@@ -242,6 +246,10 @@ def _glm_call(functions: Functions, literal: Literal, schema: Schema) -> str:
 # DeepSeek: <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, JSON in a fence (V3), or NAME<｜tool▁sep｜>JSON (V3.1)
 
 DEEPSEEK = re.compile("<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
+DEEPSEEK_CALL = re.compile(
+    "(?:\\s*```)?(?:<｜tool▁call▁end｜>)?\\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
+    "(?P<name>[^<{\n]+)(?:<｜tool▁sep｜>|\n```json)\\s*(?=\\{)"
+)
 FENCED = re.compile(r"(.*?)\n```json\n(.*)\n```", re.DOTALL)
 
 
@@ -278,6 +286,8 @@ def _headed_call(functions: Functions, literal: Literal, schema: Schema, head: C
 
 # GPT-OSS ("harmony"): <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON<|call|>
 
+ARGUMENTS = re.compile(r"(?P<name>)\s*(?=\{)")
+
 
 def _read_arguments(body: str, functions: Functions) -> list[Call]:
     """Of `weft.server.harmony`, which has read the name: that of the only function."""
@@ -298,6 +308,7 @@ _MANY = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _in_tool_call = partial(Form, begin="<tool_call>", end="</tool_call>", tokens=("<tool_call>", "</tool_call>"))
 _in_many = partial(
     Form,
+    opening=DEEPSEEK_CALL,
     begin=_MANY[0],
     end=_MANY[1],
     head=_MANY[0],
@@ -309,14 +320,15 @@ FORMS = (
         ("<|start|>assistant", "<|channel|>"),
         _read_arguments,
         _harmony_call,
+        ARGUMENTS,
         tokens=("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>"),
         channels=True,
     ),
     _in_tool_call(("<tool_call>", "<function="), _read_xml, _xml_call),
     _in_tool_call(("<tool_call>", "<arg_key>"), _read_glm, _glm_call),
-    _in_tool_call(("<tool_call>",), _read_json, _json_call),
+    _in_tool_call(("<tool_call>",), _read_json, _json_call, JSON_CALL),
     _in_many((_MANY[0], "```json"), _read_deepseek, _deepseek_call("function<｜tool▁sep｜>", "\n```json\n", "\n```")),
     _in_many(_MANY[:1], _read_deepseek, _deepseek_call("", "<｜tool▁sep｜>", "")),
-    Form(('{"name": function name, "parameters": ',), _read_bare, _bare_call, between="; "),
+    Form(('{"name": function name, "parameters": ',), _read_bare, _bare_call, JSON_CALL, between="; "),
 )
 """The first that fits is taken."""

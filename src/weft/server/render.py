@@ -171,10 +171,13 @@ class Chat:
         delta: dict[str, Any] = {"content": parts.text} if parts.text else {}
         if parts.thought:
             delta |= _reasoning(parts.thought)
-        if parts.calls:
-            calls = enumerate(parts.calls, self._called[index])
-            delta["tool_calls"] = [{"index": number} | call.plain() for number, call in calls]
-            self._called[index] += len(parts.calls)
+        calls: list[dict[str, Any]] = []
+        if parts.arguments:
+            calls.append({"index": self._called[index] - 1, "function": {"arguments": parts.arguments}})
+        calls += [{"index": i} | call.plain() for i, call in enumerate(parts.calls, self._called[index])]
+        self._called[index] += len(parts.calls)
+        if calls:
+            delta["tool_calls"] = calls
         if delta or output.logprobs or output.finish_reason or (self._wanted.tokens and output.token_ids):
             yield {"index": index, "delta": delta} | self._rest(output, output, self._called[index] > 0)
 

@@ -228,7 +228,7 @@ class _Made:
         self.id, self._created, self._number = f"resp_{uuid.uuid4().hex}", int(time.time()), 0
         self._parser = parser
         self.items: list[dict[str, Any]] = []
-        self._open: Kind | None = None
+        self._open: Kind | Literal["function_call"] | None = None
         self._text = ""
         self.choice = Choice()
 
@@ -291,22 +291,23 @@ class _Made:
         parts = Parts(output.text)
         if self._parser is not None:
             parts = self._parser.push(output.text, last=output.finish_reason is not None)
-        events = self._text_events(parts.thought, "reasoning") if parts.thought else []
+        events = self._argument_events(parts.arguments)
+        events += self._text_events(parts.thought, "reasoning") if parts.thought else []
         events += self._text_events(parts.text) if parts.text else []
         for call in parts.calls:
-            events += self._close_text() + self._call_events(call)
+            events += self._close() + self._call_events(call)
         return events
 
     def end(self) -> list[bytes]:
         """After everything has come."""
         events = [] if self.items else self._text_events("")  # an empty answer is a message too
-        events += self._close_text()
+        events += self._close()
         body = self.body()
         return [*events, self.event(f"response.{body['status']}", response=body)]
 
     def _text_events(self, text: str, kind: Kind = "message") -> list[bytes]:
         """Of more text of the open item, or of a new one where that is of another kind."""
-        events = [] if self._open == kind else self._close_text()
+        events = [] if self._open == kind else self._close()
         if self._open is None:
             item: dict[str, Any] = {"id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "content": []}
             if kind == "message":
@@ -322,38 +323,47 @@ class _Made:
             events.append(self._part(f"response.{PARTS[kind]['type']}.delta", delta=text, **_logprobs(kind)))
         return events
 
-    def _close_text(self) -> list[bytes]:
+    def _close(self) -> list[bytes]:
+        """Ends the open item."""
         if (kind := self._open) is None:
             return []
-        part, item = _part(kind, self._text), self.items[-1]
-        events = [
-            self._part(f"response.{part['type']}.done", text=self._text, **_logprobs(kind)),
-            self._part("response.content_part.done", part=part),
-        ]
-        item |= {"content": [part]} | ({"status": "completed"} if kind == "message" else {})
-        self._open = None
+        item, self._open = self.items[-1], None
+        if kind == "function_call":
+            item |= {"arguments": self._text, "status": "completed"}
+            kept = {"arguments": self._text, "name": item["name"]}
+            events = [self._of_item("response.function_call_arguments.done", **kept)]
+        else:
+            part = _part(kind, self._text)
+            item |= {"content": [part]} | ({"status": "completed"} if kind == "message" else {})
+            events = [
+                self._part(f"response.{part['type']}.done", text=self._text, **_logprobs(kind)),
+                self._part("response.content_part.done", part=part),
+            ]
         return [*events, self.event("response.output_item.done", output_index=self._at, item=item)]
 
     @property
     def _at(self) -> int:
         return len(self.items) - 1
 
+    def _of_item(self, kind: str, **fields: Any) -> bytes:
+        return self.event(kind, item_id=self.items[-1]["id"], output_index=self._at, **fields)
+
     def _part(self, kind: str, **fields: Any) -> bytes:
-        item = self.items[-1]["id"]
-        return self.event(kind, item_id=item, output_index=self._at, content_index=0, **fields)
+        return self._of_item(kind, content_index=0, **fields)
 
     def _call_events(self, call: Call) -> list[bytes]:
+        """Of a call that begins."""
         item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call.id, "name": call.name}
-        at = {"output_index": len(self.items), "item_id": item["id"]}
-        done = item | {"arguments": call.arguments, "status": "completed"}
-        self.items.append(done)
-        begun = item | {"arguments": "", "status": "in_progress"}
-        return [
-            self.event("response.output_item.added", output_index=at["output_index"], item=begun),
-            self.event("response.function_call_arguments.delta", delta=call.arguments, **at),
-            self.event("response.function_call_arguments.done", arguments=call.arguments, name=call.name, **at),
-            self.event("response.output_item.done", output_index=at["output_index"], item=done),
-        ]
+        item |= {"arguments": "", "status": "in_progress"}
+        self.items.append(item)
+        self._open, self._text = "function_call", ""
+        added = self.event("response.output_item.added", output_index=self._at, item=item)
+        return [added, *self._argument_events(call.arguments)]
+
+    def _argument_events(self, arguments: str) -> list[bytes]:
+        """Of more arguments of the open call."""
+        self._text += arguments
+        return [self._of_item("response.function_call_arguments.delta", delta=arguments)] if arguments else []
 
 
 def _json(value: Any) -> bytes:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from weft.server.forms import Call, Form, Functions
 
 
 class Parts(NamedTuple):
-    """What has become clear of an answer. thought: not meant for the user."""
+    """What has become clear of an answer. arguments: more of those of the call that began last; the calls come after
+    it. thought: not meant for the user."""
 
     text: str = ""
     calls: tuple[Call, ...] = ()
     thought: str = ""
+    arguments: str = ""
 
     def __add__(self, other: object) -> Parts:
         assert isinstance(other, Parts)
-        return Parts(self.text + other.text, self.calls + other.calls, self.thought + other.thought)
+        calls, arguments = self.calls, self.arguments
+        if calls:
+            calls = (*calls[:-1], replace(calls[-1], arguments=calls[-1].arguments + other.arguments))
+        else:
+            arguments += other.arguments
+        return Parts(self.text + other.text, calls + other.calls, self.thought + other.thought, arguments)
 
 
 class Parser(Protocol):
@@ -54,6 +62,53 @@ class TextParser:
         return Parts(self._hidden.sub("", text))
 
 
+class ArgumentStream:
+    """Calls whose arguments are JSON, which are handed on as they come. rest: what was not read yet.
+
+    opening: as in `Form`. names: of the functions that may be called; None: of any. name: of the only one, which the
+    opening leaves out. begun: a call has. open: more of its arguments may come.
+    """
+
+    def __init__(self, opening: re.Pattern[str] | None, names: Collection[str] | None = None, name: str = ""):
+        self._opening, self._names, self.name = opening, names, name
+        self.rest = ""
+        self.begun = self.open = False
+
+    def push(self, text: str) -> Parts:
+        """The calls that begin, and more of their arguments."""
+        self.rest += text
+        parts = self._arguments() if self.open else Parts()
+        while not self.open and self._opening and (found := self._opening.match(self.rest)):
+            name = self.name or found["name"].strip()
+            if self._names is not None and name not in self._names:
+                break
+            self.rest = self.rest[found.end() :]
+            self.begun = self.open = True
+            self._depth, self._in_string, self._escaped = 0, False, False
+            parts += Parts(calls=(Call(name, ""),))
+            parts += self._arguments()
+        return parts
+
+    def _arguments(self) -> Parts:
+        """Up to the end of the object, or where a tag shows that it will not be one."""
+        end = len(self.rest)
+        for at, character in enumerate(self.rest):
+            if self._in_string:
+                self._in_string = self._escaped or character != '"'
+                self._escaped = not self._escaped and character == "\\"
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]<":
+                self._depth -= 1
+                if self._depth == 0 or character == "<":
+                    self.open, end = False, at + (character != "<")
+                    break
+        read, self.rest = self.rest[:end], self.rest[end:]
+        return Parts(arguments=read)
+
+
 class TaggedParser:
     """Calls stand between tags. Line breaks after a call are no text."""
 
@@ -61,22 +116,30 @@ class TaggedParser:
         self._form, self._functions = form, functions
         self._hidden = any_of(hidden)
         self._held = ""
+        self._inside: ArgumentStream | None = None
         self._after_call = False
 
     def push(self, text: str, last: bool) -> Parts:
-        begin, end = self._form.begin, self._form.end
         self._held += text
         parts = Parts()
-        while begin in self._held:
-            before, _, inside = self._held.partition(begin)
-            body, ended, rest = inside.partition(end)
+        while self._inside or self._form.begin in self._held:
+            if self._inside is None:
+                before, _, self._held = self._held.partition(self._form.begin)
+                parts += Parts(self._text(before))
+                self._inside = ArgumentStream(self._form.opening)
+            parts += self._inside.push(self._held)
+            body, ended, self._held = self._inside.rest.partition(self._form.end)
             if not ended and not last:
-                break
+                self._held = ""
+                return parts
             found = self._form.read(body, self._functions)
-            parts += Parts(self._text(before if found else before + begin + body + ended), tuple(found))
-            self._after_call = self._after_call or bool(found)
-            self._held = rest
-        kept = 0 if last else self._undecided()
+            if found or self._inside.begun:
+                parts += Parts(calls=tuple(found))
+                self._after_call = True
+            else:
+                parts += Parts(self._text(self._form.begin + body + ended))
+            self._inside = None
+        kept = 0 if last else begun(self._held, self._form.begin)
         parts += Parts(self._text(self._held[: len(self._held) - kept]))
         self._held = self._held[len(self._held) - kept :]
         return parts
@@ -87,30 +150,30 @@ class TaggedParser:
         self._after_call = self._after_call and not text
         return text
 
-    def _undecided(self) -> int:
-        """Length of the end that is, or may become, a call."""
-        if (at := self._held.find(self._form.begin)) >= 0:
-            return len(self._held) - at
-        return begun(self._held, self._form.begin)
-
 
 class BareParser:
-    """A call is the whole answer, which then begins as JSON; until its end nobody can know."""
+    """Calls are the whole answer, which then begins as JSON; until a call has begun nobody can know."""
 
     def __init__(self, form: Form, functions: Functions):
         self._form, self._functions = form, functions
-        self._held = ""
+        self._calls = ArgumentStream(form.opening, {f["name"] for f in functions})
         self._is_text = False
 
     def push(self, text: str, last: bool) -> Parts:
-        self._held += text
-        answer = self._held.strip()
-        self._is_text = self._is_text or answer[:1] not in ("", "{")
-        if not (self._is_text or last):
-            return Parts()
-        found = [] if self._is_text else self._form.read(answer, self._functions)
-        text, self._held = self._held, ""
-        return Parts("" if found else text, tuple(found))
+        if self._is_text:
+            return Parts(text)
+        beginning = (self._calls.rest + text).lstrip()[:1]
+        if not self._calls.begun and beginning not in ("", "{"):
+            self._is_text = True
+            return Parts(self._calls.rest + text)
+        parts = self._calls.push(text)
+        if not last:
+            return parts
+        rest = self._calls.rest
+        if self._calls.begun:
+            rest = rest.strip("}; \n")
+        found = self._form.read(rest.strip(), self._functions)
+        return parts + Parts("" if found else rest, tuple(found))
 
 
 class ChannelParser:
@@ -128,6 +191,8 @@ class ChannelParser:
         self._form, self._functions = form, {f["name"]: f for f in functions}
         self._header: str | None = None
         self._held = ""
+        self._begun = False  # a message has
+        self._call: ArgumentStream | None = None
 
     def push(self, text: str, last: bool) -> Parts:
         self._held += text
@@ -135,30 +200,33 @@ class ChannelParser:
         while (found := (self.HEADER if self._header is None else self.END).search(self._held)) is not None:
             before, self._held = self._held[: found.start()], self._held[found.end() :]
             if self._header is None:
-                self._header = before
+                self._header, self._begun = before, True
+                name = self._called()
+                self._call = ArgumentStream(self._form.opening, name=name) if name else None
             else:
                 parts += self._body(before, ended=True)
                 self._header = None
         if self._header is None:
-            if last and "<|" not in self._held:  # it does not write messages, or was cut short in a header
-                parts += Parts("" if parts != Parts() else self._held)
+            if last and not self._begun and "<|" not in self._held:
+                parts += Parts(self._held)  # it does not write messages
             return parts
         kept = 0 if last else max(begun(self._held, mark) for mark in self.MARKS)
-        if last or self._called is None:
-            parts += self._body(self._held[: len(self._held) - kept], ended=last)
-            self._held = self._held[len(self._held) - kept :]
+        parts += self._body(self._held[: len(self._held) - kept], ended=last)
+        self._held = self._held[len(self._held) - kept :]
         return parts
 
-    @property
     def _called(self) -> str | None:
         """The function that the message is addressed to."""
         named = re.search(r"to=functions\.([\w.-]+)", self._header or "")
         return named[1] if named and named[1] in self._functions else None
 
     def _body(self, body: str, ended: bool) -> Parts:
-        if (name := self._called) is not None and ended:
-            calls = self._form.read(body, [self._functions[name]])
-            return Parts("" if calls else body, tuple(calls))
+        if self._call is not None:
+            parts, rest = self._call.push(body), self._call.rest
+            if not ended or self._call.begun:
+                return parts
+            calls = self._form.read(rest, [self._functions[self._call.name]])
+            return Parts("" if calls else rest, tuple(calls))
         return Parts(thought=body) if "<|channel|>analysis" in (self._header or "") else Parts(body)
 
 

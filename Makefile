@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test test-gpu lint counts clean
+.PHONY: help setup demo test test-gpu test-gpu-parts lint counts clean
 help:
 	@echo "make demo   serve the embedded model on 4 ranks and ask it word problems; ARGS=\"--dcp 2\" for more"
 	@echo "make test   run every test        make lint   ruff and mypy"
 	@echo "make test-gpu  what needs GPUs, with the Python at hand; writes gpu-tests.log"
+	@echo "make test-gpu-parts PARTS=\"peer soak\"   that, sanitizers and soaks, in parts of nine minutes; without PARTS: which"
 	@echo "make counts lines of code         make clean  remove the virtual environment"
 
 setup: $(VENV)/.ready
@@ -38,6 +39,9 @@ test: setup
 test-gpu:
 	@PYTHONPATH=src:tests$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest tests/gpu --ignore tests/gpu/test_emulated.py \
 	  -o cache_dir=/dev/null -rs > gpu-tests.log 2>&1; status=$$?; cat gpu-tests.log; exit $$status
+
+test-gpu-parts:
+	@$(PYTHON) tests/gpu/parts.py $(or $(PARTS),--list) $(ARGS)
 
 lint: setup
 	@$(BIN)/ruff check

@@ -38,12 +38,12 @@ SMALL = ("--kv-tokens", "640", "--max-running", "12", "--max-batch-tokens", "128
 METRICS = ("weft_preemptions_total", "weft_prefix_cached_tokens_total", "weft_restarts_total", "weft_steps_total")
 
 
-def mixed(count: int, seed: int) -> list[dict[str, Any]]:
+def mixed(count: int, seed: int, vocabulary: int) -> list[dict[str, Any]]:
     """Bodies of distinct requests, with token ids for prompts: a third begin with one of three stems."""
     draw = random.Random(seed)
 
     def tokens(length: int) -> list[int]:
-        return [draw.randrange(10, 1000) for _ in range(length)]
+        return [draw.randrange(10, vocabulary) for _ in range(length)]
 
     stems, bodies = [tokens(48) for _ in range(3)], []
     for i in range(count):
@@ -83,7 +83,7 @@ class Client:
 
 
 async def soak(url: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    bodies = mixed(options.distinct, options.seed)
+    bodies = mixed(options.distinct, options.seed, options.vocabulary)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=TIMEOUT) as session:
         client = Client(session, url, model)
@@ -139,6 +139,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=48, help="requests that are open at once")
     parser.add_argument("--cancelled", type=float, default=0.15, help="share whose clients leave")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vocabulary", type=int, default=1000, help="prompts are of token ids below it")
     parser.add_argument("--serve-arguments", nargs=argparse.REMAINDER, default=[], help="further ones of weft serve")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

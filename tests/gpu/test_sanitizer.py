@@ -1,4 +1,4 @@
-"""compute-sanitizer over every edge: no access out of bounds, no race in shared memory. A process a GPU."""
+"""compute-sanitizer over every edge and merge: no access out of bounds, no race in shared memory. A process a GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from comm.oracle import check_calls, check_epilogues
+from gpu.merges import merge_live_rows
 from gpu.replays import replay
 from gpu.test_peer import GPUS
 from gpu.works import SHOTS, any_bits
@@ -30,7 +31,7 @@ pytestmark = [
 def test_nothing_is_found(tool: str, tmp_path: Path) -> None:
     world = 4 if GPUS >= 4 else 2
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else tensors share what is allocated at once
-    command = [str(SANITIZER), "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kernel_substring=exchange"]
+    command = [str(SANITIZER), "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kernel_substring=weft"]
     ranks = [
         subprocess.Popen(
             [*command, sys.executable, "-m", "gpu.test_sanitizer", str(rank), str(world), str(tmp_path / "peer")],
@@ -55,7 +56,7 @@ def main(rank: int, world: int, path: str) -> None:
     """A rank under the tool: its kernels are slow, so they may wait long."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    mesh = Mesh(world // 2, 2, world, 1)
+    mesh = Mesh(world // 2, 2, world, 1, dcp=2)
     transport = PeerTransport(mesh, rank, path, device, timeout_s=120)
     for name in ("one shot", "two shots", "two shots, split"):
         transport.tuning = SHOTS[name]
@@ -63,6 +64,7 @@ def main(rank: int, world: int, path: str) -> None:
         check_epilogues(transport, mesh, (torch.bfloat16,), str(device), scale=3, widths=(8, 33))
         replay(transport, mesh, device, 3, lambda _, step: step)
     any_bits(transport, mesh, device, {"one shot": SHOTS["one shot"]})
+    merge_live_rows(transport, mesh, device, 3, lambda _, step: step)
     wide(transport, mesh, device)
     transport.check()
     transport.close()

@@ -1,0 +1,220 @@
+"""What is run on a machine with GPUs, in parts that each end within nine minutes: tests, sanitizers, soaks, CPU time.
+
+    make test-gpu-parts PARTS="kernels engine"      # with the Python at hand, as make test-gpu
+    python tests/gpu/parts.py --list
+
+Of each command the output is printed and written to FOLDER/COMMAND.log (--out), and what it gives as JSON beside it; a
+line each at the end says how it ended and what it took. A command that outlasts its part is interrupted, so that pytest
+still says what it ran. Exit code 1 where one failed. Nothing uses NVLink multicast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+PATIENCE_S = 20.0
+"""Between the request to end and the end by force."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """`arguments` follow this Python; {out} is the folder of results, {before} another source tree, {device} cuda or
+    cpu, and {scratch} a folder with `small_models`.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """gpus: that it takes, and sees."""
+
+    what: str
+    gpus: int
+    commands: tuple[Command, ...]
+
+
+def tests(name: str, *arguments: str) -> Command:
+    options = ("-q", "-rs", "-o", "cache_dir=/dev/null", "--durations=25")
+    return Command(name, ("-m", "pytest", *options, *arguments))
+
+
+def soak(name: str, model: str, *arguments: str) -> Command:
+    """Of one of `small_models`, or of the embedded model (no name)."""
+    small = ("--requests", "300", "--distinct", "45", "--vocabulary", "250") if model else ()
+    device = ("--device", "{device}", "--dtype", "float32")
+    served = (*([f"{{scratch}}/{model}"] if model else []), *device, *arguments)
+    options = ("--json", f"{{out}}/{name}.json", "--serve-arguments")
+    return Command(name, ("benchmarks/soak.py", *small, *options, *served))
+
+
+OTHER_TESTS = ("tests/gpu", *(f"--ignore=tests/gpu/test_{name}.py" for name in ("emulated", "merge_emulated", "lanes")))
+OTHER_TESTS += tuple(f"--ignore=tests/gpu/test_{name}.py" for name in ("compile", "triton_compile", "sanitizer"))
+OTHER_TESTS += tuple(f"--ignore=tests/gpu/test_{name}.py" for name in ("triton", "engine", "http", "families"))
+TWO = ("--attn-tp", "2", "--ep", "2", "--moe-tp", "1")
+PROFILED = ("--preset", "qwen3-30b-a3b", "--load-format", "dummy", "--num-layers", "12", "--device", "cuda", *TWO)
+PARTS = {
+    "kernels": Part("the Triton kernels on a GPU", 1, (tests("triton", "tests/gpu/test_triton.py"),)),
+    "engine": Part(
+        "families, the engine and HTTP on one GPU, and what else one GPU can do",
+        1,
+        (
+            tests("families", "tests/gpu/test_families.py"),
+            tests("one-gpu", *OTHER_TESTS),
+            tests("engine", "tests/gpu/test_engine.py", "tests/gpu/test_http.py"),
+        ),
+    ),
+    "peer": Part("transports on two GPUs", 2, (tests("two-gpus", *OTHER_TESTS),)),
+    "engine-2": Part(
+        "the engine and HTTP on two GPUs",
+        2,
+        (tests("engine-2", "tests/gpu/test_engine.py", "tests/gpu/test_http.py", "-k", "1x2 or 2x1 or dealt_out"),),
+    ),
+    "memcheck": Part("memcheck", 2, (tests("memcheck", "tests/gpu/test_sanitizer.py", "-k", "memcheck"),)),
+    "racecheck": Part("racecheck", 2, (tests("racecheck", "tests/gpu/test_sanitizer.py", "-k", "racecheck"),)),
+    "soak": Part(
+        "a thousand mixed requests, prompts in graphs: ranks share heads, or have requests of their own",
+        2,
+        (soak("soak-attn-tp", "", *TWO), soak("soak-attn-dp", "", "--attn-dp", "2")),
+    ),
+    "soak-families": Part(
+        "mixed requests to models with latents, windows and sinks, prompts in graphs, and with merged prompts",
+        2,
+        (
+            soak("soak-latents", "latents", *TWO),
+            soak("soak-windows", "windows", *TWO),
+            soak("soak-sinks", "sinks", *TWO),
+            soak("soak-merged", "latents", *TWO, "--dcp", "2", "--dcp-prefill", "merge"),
+        ),
+    ),
+    "cpu-time": Part(
+        "CPU time of a step, without a model and of one",
+        2,
+        (
+            Command("step-cpu", ("benchmarks/step_cpu.py", "--pause-ms", "2")),
+            *(
+                Command(
+                    f"profile-{n}",
+                    ("-m", "weft.cli.main", "profile", *PROFILED, "--batch", n, "--output", f"{{scratch}}/profile-{n}"),
+                )
+                for n in ("1", "16", "64")
+            ),
+        ),
+    ),
+    "before-after": Part(
+        "every edge of peer, beside the source tree that --before names",
+        2,
+        (
+            Command(
+                "before-after",
+                ("benchmarks/gpu_before_after.py", "--before", "{before}", "--json", "{out}/before-after.json"),
+            ),
+        ),
+    ),
+}
+
+
+def small_models(folder: Path) -> None:
+    """Models of few narrow layers, with a tokenizer of bytes."""
+    from engine.conftest import byte_tokenizer
+    from engine.test_hybrids import FAMILIES
+    from gpu.test_engine import small_latent
+
+    made: dict[str, Callable[[Path], Any]] = {
+        "latents": small_latent,
+        "windows": FAMILIES["step3p5"],
+        "sinks": FAMILIES["gpt_oss"],
+    }
+    for name, make in made.items():
+        (folder / name).mkdir()
+        make(folder / name)
+        byte_tokenizer(folder / name)
+
+
+def run(command: Command, values: dict[str, str], environment: dict[str, str], deadline: float) -> int | None:
+    """Its exit code; None where it was interrupted."""
+    out = Path(values["out"])
+    arguments = [sys.executable, *(argument.format(**values) for argument in command.arguments)]
+    print(f"\n=== {command.name}: {' '.join(arguments)}", flush=True)
+    with open(out / f"{command.name}.log", "w") as log:
+        process = subprocess.Popen(
+            arguments, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        interrupted = False
+        try:
+            process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            interrupted = True
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    print((out / f"{command.name}.log").read_text(errors="replace"), flush=True)
+    return None if interrupted else process.returncode
+
+
+def run_part(part: Part, values: dict[str, str], seconds: float) -> list[tuple[str, str, float]]:
+    """Of each command its name, how it ended, and seconds."""
+    path = os.pathsep.join([f"{REPOSITORY}/src", f"{REPOSITORY}/tests", *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | NO_MULTICAST | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(part.gpus)))}
+    deadline, ended = time.monotonic() + seconds, []
+    for command in part.commands:
+        began = time.monotonic()
+        code = run(command, values, environment, deadline) if began < deadline else None
+        how = "was interrupted, or had no time" if code is None else "passed" if code == 0 else f"failed, status {code}"
+        ended.append((command.name, how, time.monotonic() - began))
+    return ended
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--list", action="store_true", help="say what the parts are")
+    parser.add_argument("--out", type=Path, default=Path("gpu-parts"), help="folder of logs and figures")
+    parser.add_argument("--seconds", type=float, default=540, help="of each part")
+    parser.add_argument("--before", type=Path, help="source tree of the version to compare with: …/src")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: of soaks, to try them out")
+    asked = parser.parse_args(arguments)
+    if asked.list:
+        for name, part in PARTS.items():
+            print(f"{name:14} {part.gpus} GPU{'s' * (part.gpus > 1)}  {part.what}")
+        return 0
+    if not asked.parts or (unknown := set(asked.parts) - PARTS.keys()):
+        parser.error(f"name parts of {', '.join(PARTS)}" + (f", not {', '.join(unknown)}" if asked.parts else ""))
+    if "before-after" in asked.parts and asked.before is None:
+        parser.error("before-after takes --before: the src folder of the version to compare with")
+    asked.out.mkdir(parents=True, exist_ok=True)
+    ended: list[tuple[str, str, float]] = []
+    with tempfile.TemporaryDirectory(prefix="weft-gpu-parts-") as scratch:
+        if "soak-families" in asked.parts:
+            sys.path[:0] = [f"{REPOSITORY}/src", f"{REPOSITORY}/tests"]
+            small_models(Path(scratch))
+        values = {"out": str(asked.out.resolve()), "before": str(asked.before and asked.before.resolve())}
+        values |= {"device": asked.device, "scratch": scratch}
+        for name in asked.parts:
+            ended += run_part(PARTS[name], values, asked.seconds)
+    for name, how, seconds in ended:
+        print(f"{name:14} {seconds:5.0f} s  {how}")
+    return int(any(how != "passed" for _, how, _ in ended))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, TypeVar, get_type_hints
 
 import msgspec
@@ -83,10 +83,10 @@ def decode(data: bytes) -> dict[str, Any]:
         value = _parsed(data)
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from error
+    except (msgspec.ValidationError, ValueError, RecursionError) as error:  # numbers beyond what is read, among others
+        raise ApiError(400, f"the body is not JSON that can be read: {error}") from error
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON that can be read: {error}") from error
     if not isinstance(value, dict):
         raise ApiError(400, NO_OBJECT)
     return value
@@ -95,10 +95,34 @@ def decode(data: bytes) -> dict[str, Any]:
 def _parsed(data: bytes) -> Any:
     try:
         return msgspec.json.decode(data)
+    except msgspec.ValidationError:
+        raise
     except msgspec.DecodeError:
         if len(data) > EXPLAINED:
             raise
-        return json.loads(data)  # it says where it is wrong, or takes what is: halves of surrogate pairs, UTF-16
+    value = json.loads(data, parse_constant=_no_number)  # it says where it is wrong, or takes what is: UTF-16
+    if (place := _half_character(value)) is not None:
+        raise ApiError(400, f"{place or 'the body'}: half of a surrogate pair is no text", param=place or None)
+    return value
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _half_character(value: Any) -> str | None:
+    """The place of half of a surrogate pair, or of the object that has it in a key: no such text can be encoded."""
+    waiting: list[tuple[str, Any]] = [("", value)]
+    while waiting:
+        place, value = waiting.pop()
+        members: Collection[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
+        if isinstance(value, list):
+            members = list(enumerate(value))
+        for part in (value, *(key for key, _ in members)):
+            if isinstance(part, str) and any("\ud800" <= character <= "\udfff" for character in part):
+                return place
+        waiting += [(f"{place}.{key}".lstrip("."), inside) for key, inside in members]
+    return None
 
 
 def has_more_values(data: bytes, most: int, most_containers: int) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from jinja2 import TemplateError
 from pydantic import BeforeValidator, Field
 
@@ -97,8 +97,8 @@ class Message(Body):
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         try:
-            arguments = json.loads(call.function.arguments or "{}")
-        except ValueError as error:
+            arguments = msgspec.json.decode(call.function.arguments or "{}")
+        except (msgspec.DecodeError, RecursionError) as error:
             message = f"the arguments of a call of {call.function.name} are not JSON: {error}"
             raise ApiError(400, message, param="messages") from error
         return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from weft.engine.language import Language
 from weft.engine.request import SamplingParams
@@ -16,16 +16,8 @@ MOST_ITEMS = 2**16
 """Messages of a chat, or prompts of a completion."""
 
 
-def _encodable(text: str) -> str:
-    """JSON can hold half of a surrogate pair, which is no character: a tokenizer fails on it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("half of a surrogate pair is no text") from error
-    return text
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
+Text = str
+"""What clients write. Halves of surrogate pairs are refused before (`weft.server.bodies.decode`)."""
 
 
 def not_too_many(values: Any) -> Any:

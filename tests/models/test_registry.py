@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING
 
 from models import glm, oss, qwen35, stepfun
 from weft.engine.config import EngineConfig
+from weft.engine.startup import check_plans
 from weft.models.config import HARMLESS, ModelError
 from weft.models.registry import FAMILIES, load_config, read_config, registry
 
@@ -67,6 +68,35 @@ def test_a_plugin_refuses_fields_by_its_own_rules(homemade: Path) -> None:
 def test_what_is_no_plugin_is_refused(plugin: str) -> None:
     with pytest.raises(ModelError, match=f"plugin {plugin} (cannot be imported|defines no FAMILIES)"):
         registry([plugin])
+
+
+@pytest.mark.parametrize(
+    "source, text",
+    [
+        ("import torch\nunknown\n", r"fails where it is imported: NameError: .*family\.py, line 2\)"),
+        ("def read(:\n", "fails where it is imported: SyntaxError: .*line 1"),
+        ("import nosuchpackage", r"No module named 'nosuchpackage' \(.*family\.py, line 1\)$"),
+        ("FAMILIES = {'homemade': 3}", r"FAMILIES\['homemade'\] is no function"),
+        ("FAMILIES = {'homemade': lambda fields: None}", "the reader of model type 'homemade' gives a NoneType"),
+        ("def read(fields):\n  return fields['x']\nFAMILIES = {'homemade': read}", ", line 2, does not read"),
+    ],
+    ids=range(6),
+)
+def test_what_a_plugin_does_wrong_is_not_said_of_the_config(homemade: Path, source: str, text: str) -> None:
+    (homemade / "family.py").write_text(source)
+    with pytest.raises(ModelError, match=rf"^plugin {homemade}/family\.py.*{text}") as error:
+        EngineConfig(model=homemade, plugins=(str(homemade / "family.py"),)).read_model()
+    assert "\n" not in str(error.value) and "cannot be understood" not in str(error.value)
+
+
+def test_a_plugin_whose_model_cannot_be_built_is_named(homemade: Path) -> None:
+    broken = PLUGIN.replace("    pass", "    def build(self, b):\n        return self.nothing(b)")
+    (homemade / "family.py").write_text(broken)
+    config = EngineConfig(model=homemade, plugins=(str(homemade / "family.py"),))
+    with pytest.raises(
+        ModelError, match=rf"^plugin {homemade}/family\.py, line 10, builds no model from .*config\.json: At"
+    ):
+        check_plans(config, config.read_model())
 
 
 def published(family: str) -> dict[str, Any]:

@@ -58,8 +58,3 @@ class FaultWindow:
 def one_line(error: Exception) -> str:
     """What the engine says of an error."""
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-
-
-def first_line(error: Exception) -> str:
-    """Of what a library says; its class where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(": ")

@@ -9,10 +9,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from weft.engine.faults import first_line
 from weft.engine.grammar import Grammars
 from weft.engine.text import Detokenizer
-from weft.models.config import ModelError
+from weft.models.config import ModelError, first_line
 
 ADVICE = "it needs the tokenizer.json and tokenizer_config.json that the model was published with"
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

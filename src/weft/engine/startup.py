@@ -12,27 +12,20 @@ import torch
 from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, dtype_of, on_gpus
-from weft.engine.faults import first_line
 from weft.engine.language import read_tokenizer
 from weft.engine.planning import dealt_of, plan_model, split_steps
 from weft.engine.transports import cost_model
 from weft.models.checkpoint import tensor_files
-from weft.models.config import ModelConfig, ModelError
+from weft.models.config import ModelConfig, ModelError, first_line
 from weft.models.load import build_model, float8_says
+from weft.models.registry import plugin_line
 from weft.place.cost import Offer
 from weft.place.spec import LayoutError, PlacementError
 
 
 def read_model(config: EngineConfig) -> ModelConfig:
     """The model's config.json, read. Raises ModelError, also where its weights are not there."""
-    try:
-        model = config.read_model()
-    except ModelError:
-        raise
-    except Exception as error:  # whatever comes of values of a wrong type
-        raise ModelError(
-            f"{config.model / 'config.json'} cannot be understood: {type(error).__name__}: {first_line(error)}"
-        ) from error
+    model = config.read_model()
     if config.load_format != "dummy":
         tensor_files(config.model)
     return model
@@ -104,8 +97,10 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         planner = plan_model(model, mesh, dtype_of(config), offers, config.plan)
     except (LayoutError, PlacementError):
         raise
-    except Exception as error:  # sizes that torch has no tensor for
-        raise ModelError(f"no model can be built from {config.model / 'config.json'}: {first_line(error)}") from error
+    except Exception as error:  # sizes that torch has no tensor for, or what a plugin does wrong
+        plugin, path = plugin_line(error, type(model)), config.model / "config.json"
+        what = f"{plugin} builds no model from {path}" if plugin else f"no model can be built from {path}"
+        raise ModelError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
     if (dealt := dealt_of(model, mesh, dtype_of(config))) is not None:
         dealt.exchange_us(1, offers, config.dcp_exchange)
     rows, dispatches = 1, False

@@ -31,6 +31,11 @@ class ModelError(ValueError):
     """A model directory that cannot be served: one line with what to do."""
 
 
+def first_line(error: Exception) -> str:
+    """Of what a library says; its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(": ")
+
+
 class Fields:
     """The fields of a config.json. A reader asks for those that it understands; `finish` refuses the others.
 

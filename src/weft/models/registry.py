@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from weft.models import deepseek, glm, gpt_oss, qwen, qwen35, step
-from weft.models.config import Fields, ModelConfig, ModelError
+from weft.models.config import Fields, ModelConfig, ModelError, first_line
 from weft.models.directory import no_model
 
 Registry = Mapping[str, Callable[[Fields], ModelConfig]]
@@ -49,6 +50,8 @@ def registry(plugins: Sequence[str] = ()) -> Registry:
         families = getattr(_module(name), "FAMILIES", None)
         if not isinstance(families, Mapping):
             raise ModelError(f"plugin {name} defines no FAMILIES, a dict from model type to the reader of its config")
+        if wrong := [kind for kind, reader in families.items() if not callable(reader)]:
+            raise ModelError(f"plugin {name}: FAMILIES[{wrong[0]!r}] is no function that reads the fields of a config")
         known |= families
     return known
 
@@ -77,6 +80,10 @@ def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int 
         return read_config(values, families)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
+    except Exception as error:  # whatever comes of values of a wrong type, or of what a plugin does wrong
+        plugin = plugin_line(error, families.get(str(values.get("model_type"))))
+        what = f"{plugin} does not read {path}" if plugin else f"{path} cannot be understood"
+        raise ModelError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
 
 
 def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> ModelConfig:
@@ -91,8 +98,22 @@ def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> Mod
             raise ModelError(f"not a config of model type {kind!r}: {' '.join(str(error).split())}") from error
     fields = Fields(values)
     config = families[kind](fields)
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"the reader of model type {kind!r} gives a {type(config).__name__}, not a ModelConfig")
     fields.finish()
     return config
+
+
+def plugin_line(error: Exception, at: Any) -> str | None:
+    """In which line of a plugin an error was raised, or what it calls. None where the code is Weft's.
+
+    at: what was called, a plugin's or Weft's own: the reader of a family, or the class of its config.
+    """
+    module = sys.modules.get(getattr(at, "__module__", ""))
+    if module is None or module.__name__.startswith("weft."):
+        return None
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == module.__file__]
+    return f"plugin {module.__file__}" + (f", line {lines[-1]}," if lines else "")
 
 
 def _module(name: str) -> ModuleType:
@@ -110,5 +131,15 @@ def _module(name: str) -> ModuleType:
                 del sys.modules[path]
                 raise
         return sys.modules[path]
-    except (ImportError, OSError) as error:
-        raise ModelError(f"plugin {name} cannot be imported: {error}; give a module's name or a .py file") from error
+    except Exception as error:
+        ours = (__file__, importlib.__file__)
+        frames = [
+            f for f in traceback.extract_tb(error.__traceback__) if f.filename not in ours and f.filename[0] != "<"
+        ]
+        if not frames and isinstance(error, ImportError | OSError):  # nothing of it has run
+            raise ModelError(
+                f"plugin {name} cannot be imported: {error}; give a module's name or a .py file"
+            ) from error
+        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        what = f"{type(error).__name__}: {first_line(error)}{where}"
+        raise ModelError(f"plugin {name} fails where it is imported: {what}") from error

@@ -41,9 +41,7 @@ def close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     [*((lengths, torch.float32) for lengths in (RAGGED, (1,), (0, 0), LONG_AND_SHORT)), (RAGGED, torch.float16)],
     ids=str,
 )
-def test_grouped_query_attention(
-    lengths: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device
-) -> None:
+def test_grouped_query_attention(lengths: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device) -> None:
     cache, pages, length = paged(lengths, 4, 48, dtype, device)
     keys, values = cache[:, :2], cache[:, 2:]
     q = torch.randn(len(lengths), 6, 48, device=device).to(dtype)

@@ -99,6 +99,10 @@ def many_sizes(transport: ShmTransport, mesh: Mesh) -> None:
         for rows in range(1, 60):
             x = torch.full((rows, 2), float(transport.rank + turn))
             assert (transport.all_reduce(x, WORLD) == 6 + 4 * turn).all()
+            # Its plan is of any size and looked up elsewhere, but forgotten with these, by which the others are.
+            gathered = transport.all_gatherv(x, WORLD, (rows,) * 4)
+            assert (gathered.view(4, rows, 2) == torch.arange(4.0)[:, None, None] + turn).all()
+            assert (transport.all_reduce(x, WORLD) == 6 + 4 * turn).all()
             assert len(transport._plans) <= 50
 
 

@@ -171,3 +171,11 @@ def test_a_fault_that_is_found_late_ends_the_answer_once(monkeypatch: pytest.Mon
     heard: list[Answer] = []
     answer.on_output = heard.append
     assert answer.tell() and not answer.tell() and not heard, "its listener knows already"
+
+
+@pytest.mark.parametrize("stops", [("t", "e"), ("e", "t"), ("he", "th"), ("th", "he")])
+def test_of_stop_strings_that_one_token_ends_the_first_in_the_text_counts(stops: tuple[str, ...]) -> None:
+    [token] = LANGUAGE.tokenizer.encode(" the", add_special_tokens=False)
+    first = min(stops, key=" the".index)
+    stream = TextStream(LANGUAGE.detokenizer, stops)
+    assert stream.push(token) == (" the"[: " the".index(first)], first)

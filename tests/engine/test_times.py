@@ -71,6 +71,8 @@ def test_walks_of_graphs_take_what_each_exchange_takes_alone(monkeypatch: pytest
     found = stats.table(times)
     assert sum(s.seconds for s in found) == pytest.approx(calls * (10 * 2 + 7))
     assert sum(s.count for s in found) == calls * 11
+    walked = sum(int(made.bytes_received(edge, (3, 4))) for _, _, edge in plan.moves())
+    assert walked > 0 and sum(s.bytes for s in found) == 11 * walked
     us = sum(step.us for _, step, _ in plan.moves())
     assert sum(s.predicted for s in found) == pytest.approx(11 * us / 1e6)
 

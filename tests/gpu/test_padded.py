@@ -57,6 +57,19 @@ def test_counts_that_do_not_fit_are_refused() -> None:
     assert [int(rows.live(kind)) for kind in NAMED_ROWS] == [4, 4, 5]
 
 
+@pytest.mark.parametrize("kind", [PaddedRows, EqualRows])
+def test_other_counts_with_the_same_sum_are_filled(kind: type[PaddedRows] | type[EqualRows]) -> None:
+    mesh = Mesh(2, 1, 2, 1)
+    rows = kind(mesh, 0, 4, torch.device("cpu"))
+    gather = next(e for found in legal_edges(mesh).values() for e in found if e.kind == "all_gatherv")
+    for counts in ((3, 1), (1, 3), (2, 2), (4, 0), (0, 4), (4, 0), (4, 0)):
+        rows.fill(counts)
+        assert int(rows.live(Rows.GROUP)) == counts[0]
+        if isinstance(rows, PaddedRows):
+            assert rows.live_sizes(gather).live.tolist() == list(counts)
+            assert rows.slice(torch.arange(8), Rows.WORLD, Rows.GROUP)[: counts[0]].tolist() == [*range(counts[0])]
+
+
 def test_a_transport_that_takes_no_counts_on_the_device_says_so() -> None:
     mesh = Mesh(2, 1, 2, 1)
     [transport, _] = ReferenceWorld(2).transports()

@@ -56,6 +56,9 @@ def test_several_files_give_the_same_weights(directory: Path, tmp_path_factory: 
     assert one.keys() == several.keys() and all(torch.equal(one[n], several[n]) for n in one)
 
 
+FLOAT8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
 def change_config(directory: Path, **values: object) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -80,6 +83,15 @@ def test_directories_that_cannot_be_served(directory: Path, tmp_path_factory: py
         ({"hidden_size": "wide"}, r"not a config of model type 'qwen2_moe': .*'hidden_size' expected int"),
         ({"n_routed_experts": 8}, r"config\.json: config field 'n_routed_experts' \(value 8\) is not understood"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config .* is not supported"),
+        (
+            {"quantization_config": FLOAT8 | {"activation_scheme": "static"}},
+            "'static'.* is not supported.* dynamic act",
+        ),
+        ({"quantization_config": FLOAT8 | {"fmt": "e5m2"}}, "'e5m2'.* is not supported; supported: .* fmt e4m3"),
+        (
+            {"quantization_config": FLOAT8 | {"weight_block_size": None}},
+            "is not supported; supported: .* weight_block_",
+        ),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "'awq'.* is not supported"),
         ({"dtype": "float2"}, "not a config .*'float2'"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),

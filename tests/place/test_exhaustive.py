@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -107,6 +107,73 @@ def check(problem: Problem) -> None:
 @settings(max_examples=200, deadline=None)
 def test_no_plan_is_cheaper(problem: Problem) -> None:
     check(problem)
+
+
+@st.composite
+def problems_with_forms(draw: st.DrawFn) -> Problem:
+    """A chain of 2 or 3 reads in 2 or 3 forms. Some forms of a read are alike but for what is added after it."""
+    mesh = draw(st.sampled_from([m for m in layouts(4) if m.world > 1]))
+    legal = placements(mesh)
+    complete = [p for p in legal if p.owes is None]
+    count, targets = draw(st.integers(2, 3)), []
+    for _ in range(count):
+        targets.append(draw(st.lists(st.sampled_from(complete), min_size=1, max_size=2)))
+    first = (draw(st.sampled_from(complete)),)  # the embedding, before any form was chosen
+    forms = []
+    for _ in range(draw(st.integers(2, 3))):
+        reads = [Read("layers.0.norm", draw(st.sampled_from(targets[0])), first)]
+        for i in range(1, count):
+            deltas = draw(st.lists(st.sampled_from(legal), min_size=1, max_size=2))
+            reads.append(Read(f"layers.{i}.norm", draw(st.sampled_from(targets[i])), tuple(deltas)))
+        forms.append(tuple(reads))
+    offered = [draw(machines("one"))]
+    return (
+        mesh,
+        Chain(forms[0], WIDTH, ELEMENT_BYTES, tuple(forms[1:])),
+        offered,
+        draw(st.sampled_from([1, 8, 64])),
+        True,
+    )
+
+
+def check_forms(problem: Problem) -> None:
+    """As `check`, over every choice of a form for each read: what is added after a read follows from its form."""
+    mesh, chain, offered, tokens, slices_copy = problem
+    single = set()
+    for chosen in itertools.product(range(len(chain.forms)), repeat=len(chain.reads)):
+        reads = (replace(chain.forms[f][i], deltas=chain.forms[b][i].deltas) for i, f, b in _steps(chosen))
+        single.add(Chain(tuple(reads), chain.width, chain.element_bytes))
+    best = min(least(mesh, one, offered, tokens, slices_copy) for one in single)
+    planner = Planner(mesh, chain, [m.offer() for m in offered], slices_copy=slices_copy)
+    try:
+        plan = planner.plan((tokens,) * mesh.attn_dp)
+    except (LayoutError, PlacementError):
+        assert best == math.inf
+        return
+    assert plan.us == pytest.approx(best)
+    assert Chain(tuple(r.read for r in plan.reads), chain.width, chain.element_bytes) in single
+    assert price(plan, offered, slices_copy) == pytest.approx(plan.us)
+
+
+def _steps(chosen: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """(a read, its form, the form of the read before)."""
+    return zip(range(len(chosen)), chosen, (0, *chosen), strict=False)
+
+
+@given(problems_with_forms())
+@settings(max_examples=60, deadline=None)
+def test_no_choice_of_forms_is_cheaper(problem: Problem) -> None:
+    check_forms(problem)
+
+
+def test_forms_that_leave_other_deltas_are_two() -> None:
+    """Alike in what is read: in one the sum over all ranks is still to be made, in the other nothing is."""
+    mesh, machine = Mesh(2, 1, 2, 1), Machine("one", ALL, True, 2.0, 0.5, 1e2, 4.0, 50.0)
+    whole, owed = mesh.placement(Rows.WORLD), mesh.placement(Rows.WORLD, "world")
+    first = Read("layers.0.norm", whole, (whole,))
+    forms = [(first, Read("layers.1.norm", whole, (left,))) for left in (owed, whole)]
+    for several in (forms, forms[::-1]):
+        check_forms((mesh, Chain(several[0], WIDTH, ELEMENT_BYTES, (several[1],)), [machine], 8, True))
 
 
 EIGHT_OVER_HOSTS = (Mesh(4, 2, 8, 1, hosts=2), Mesh(2, 4, 4, 2, hosts=2), Mesh(2, 4, 2, 4, hosts=4))

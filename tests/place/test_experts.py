@@ -47,10 +47,11 @@ def offer(cost: AlphaBeta | Table = PRESETS["cpu-shm"], **changes: object) -> Of
 
 
 def test_the_chance_that_a_row_goes_to_a_rank_counts_every_choice_of_experts() -> None:
-    for experts, k, ep in ((8, 2, 4), (8, 3, 2), (6, 6, 3), (6, 1, 6), (9, 4, 3)):
+    """Where ranks share experts' features, each of them gets the row: it is the number of parts that counts."""
+    for experts, k, ep, moe_tp in ((8, 2, 4, 1), (8, 3, 2, 1), (6, 6, 3, 1), (6, 1, 6, 1), (9, 4, 3, 1), (8, 2, 2, 2)):
         choices = list(itertools.combinations(range(experts), k))
         reached = sum(any(e < experts // ep for e in choice) for choice in choices)
-        assert Dispatch(experts, k).share(Mesh(ep, 1, ep, 1)) == pytest.approx(reached / len(choices))
+        assert Dispatch(experts, k).share(Mesh(ep, moe_tp, ep, moe_tp)) == pytest.approx(reached / len(choices))
 
 
 def test_bytes_are_those_of_the_rows_that_others_send() -> None:

@@ -58,6 +58,13 @@ def test_bias_penalties_and_allowed_tokens(served: Served) -> None:
     assert raw(served, repetition_penalty=5.0, **FIXED) != free
 
 
+def test_bad_words_are_banned_at_the_start_of_a_text_and_after_a_space(served: Served) -> None:
+    language = served.engine.language
+    for word in ("cab", " cab"):
+        params = CompletionRequest(prompt="x", bad_words=[word]).sampling(language)
+        assert {language.tokenizer.decode(tokens) for tokens in params.bad_words} == {"cab", " cab"}
+
+
 def test_bad_words_do_not_come(served: Served) -> None:
     allowed = served.engine.tokenizer.encode("xyz")
     free = b"".join(raw(served, allowed_token_ids=allowed, **FIXED)).decode()
@@ -239,6 +246,21 @@ def test_prompt_logprobs(served: Served) -> None:
     assert broken["choices"][0]["logprobs"]["tokens"] == ["bytes:\\xc3"] * 3
     full = ask(served, C, prompt="a" * 256, max_tokens=0, echo=True, logprobs=0)
     assert full["usage"] == full["usage"] | {"prompt_tokens": 256, "completion_tokens": 0}
+
+
+@pytest.mark.parametrize("answer, prompt", [(1, 3), (3, 1), (0, 2), (2, 0)])
+def test_each_table_has_as_many_alternatives_as_were_asked_for(served: Served, answer: int, prompt: int) -> None:
+    """Where a prompt's scores go into two tables, the longer one's are computed."""
+    body = dict(prompt="abcd", max_tokens=2, temperature=0, ignore_eos=True, echo=True)
+    [choice] = ask(served, C, **body, logprobs=answer, prompt_logprobs=prompt)["choices"]
+    assert [len(top) for top in choice["logprobs"]["top_logprobs"][1:]] == [answer] * 5
+    for entry in choice["prompt_logprobs"][1:]:  # and the token itself, if it is none of them
+        assert max(prompt, 1) <= len(entry) <= prompt + 1
+    messages = [{"role": "user", "content": "hi"}]
+    chat = ask(served, H, messages=messages, logprobs=True, top_logprobs=answer, prompt_logprobs=prompt, **FIXED)
+    entries = chat["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in entries] == [answer] * len(entries)
+    assert all(len(entry) <= prompt + 1 for entry in chat["choices"][0]["prompt_logprobs"][1:])
 
 
 @pytest.mark.parametrize("path", [C, H])

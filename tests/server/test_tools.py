@@ -266,6 +266,25 @@ def test_a_thought_is_no_text(quiet: QuietEngine, stream: bool) -> None:
         assert "".join(getattr(part, "reasoning_content", None) or "" for part in said) == "Hm, a<b. "
 
 
+def test_calls_in_later_chunks_are_numbered_on(quiet: QuietEngine) -> None:
+    """Clients put a call's pieces together by its number, so each call needs one of its own."""
+    quiet.tokenizer.chat_template = "<tool_call>"
+    named = [CALL, CALL.replace("weather", "time"), CALL]
+
+    def say() -> None:
+        for piece in (named[0], f"\n{named[1]}\n{named[2]}"):
+            quiet.say(output(piece))
+        quiet.say(output("", "stop"))
+
+    for served in serve(quiet):
+        threading.Thread(target=say).start()
+        calls: dict[int, str] = {}
+        for chunk in chat(served, stream=True):
+            for call in chunk.choices[0].delta.tool_calls or []:
+                calls[call.index] = calls.get(call.index, "") + (call.function.name or "")
+        assert calls == {0: "weather", 1: "time", 2: "weather"}
+
+
 def test_special_tokens_are_kept_for_the_parser_alone(quiet: QuietEngine) -> None:
     service = Service(Intake(quiet, Metrics(quiet)), "small")  # type: ignore[arg-type]
     quiet.tokenizer.chat_template = "<tool_call>"

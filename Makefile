@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test test-gpu test-gpu-parts lint counts clean
+.PHONY: help setup demo test test-gpu test-gpu-parts test-mutants lint counts clean
 help:
 	@echo "make demo   serve the embedded model on 4 ranks and ask it word problems; ARGS=\"--dcp 2\" for more"
 	@echo "make test   run every test        make lint   ruff and mypy"
 	@echo "make test-gpu  what needs GPUs, with the Python at hand; writes gpu-tests.log"
 	@echo "make test-gpu-parts PARTS=\"peer soak\"   that, sanitizers and soaks, in parts of nine minutes; without PARTS: which"
+	@echo "make test-mutants  plant faults in a copy of the sources, and see that tests fail; ARGS=\"place --jobs 2\""
 	@echo "make counts lines of code         make clean  remove the virtual environment"
 
 setup: $(VENV)/.ready
@@ -42,6 +43,10 @@ test-gpu:
 
 test-gpu-parts:
 	@$(PYTHON) tests/gpu/parts.py $(or $(PARTS),--list) $(ARGS)
+
+# Half an hour on two cores: for changes to tests, and now and then.
+test-mutants: setup
+	@$(BIN)/python tests/mutants/run.py $(ARGS)
 
 lint: setup
 	@$(BIN)/ruff check

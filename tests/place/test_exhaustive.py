@@ -303,6 +303,7 @@ def test_many_deltas_are_planned() -> None:
 @pytest.mark.parametrize("mesh", [Mesh(2, 1, 2, 1), Mesh(1, 2, 1, 2), Mesh(2, 2, 2, 2)], ids=str)
 def test_four_deltas_as_cheap_as_can_be(mesh: Mesh) -> None:
     legal, machine = placements(mesh), Machine("one", ALL, True, 2.0, 0.5, 1e2, 4.0, 50.0)
-    for deltas in ((legal[-1],) * 4, tuple((legal * 2)[:4])):
+    owed = mesh.placement(Rows.WORLD, "world")  # two of it are summed before anything moves
+    for deltas in ((legal[-1],) * 4, tuple((legal * 2)[:4]), (owed,) * 2, (owed,) * 3):
         chain = Chain((Read("embed", legal[0], (legal[0],)), Read("norm", legal[0], deltas)), WIDTH, ELEMENT_BYTES)
         check((mesh, chain, [machine], 64, True))

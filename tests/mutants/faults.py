@@ -1,0 +1,594 @@
+"""Faults to be planted by `run.py`: each is a small, likely mistake, and some test must see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """name: what is wrong then. file: below src/weft, in which `old` stands once; new: what is put in its place.
+
+    tests: as pytest takes them, some of which must fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+EXHAUSTIVE, EXPERTS = "tests/place/test_exhaustive.py", "tests/place/test_experts.py"
+HIDDEN, KNOWN = "tests/models/test_hidden.py", "tests/test_known_failures.py"
+TRANSFORMERS = "tests/models/test_as_transformers.py"
+LOGITS = "tests/models/test_logits.py::test_every_layout_gives_transformers_logits"
+ONE = "attn_dp=1 attn_tp=1 ep=1 moe_tp=1"
+FIELDS, CHUNKS = "tests/server/test_fields.py", "tests/server/test_tools.py::test_calls_in_later_chunks_are_numbered_on"
+
+ONCE_MISSED = [
+    Fault(
+        "a gate that owes a sum scales",
+        "hidden.py",
+        '        factor.require_complete(f"a factor of {self.origin}")\n',
+        "",
+        (f"{HIDDEN}::test_a_factor_that_is_not_complete_is_refused",),
+    ),
+    Fault(
+        "a gate of other rows scales",
+        "hidden.py",
+        "if factor.placement.rows != self.placement.rows:",
+        "if False:",
+        (f"{HIDDEN}::test_a_factor_of_other_rows_is_refused",),
+    ),
+    Fault(
+        "what is scaled owes nothing",
+        "hidden.py",
+        "return Hidden(self.value * factor.value, self.placement, self.mesh, self.origin)",
+        "return Hidden(self.value * factor.value, factor.placement, self.mesh, self.origin)",
+        (f"{HIDDEN}::test_a_scaled_value_owes_what_it_owed",),
+    ),
+    Fault(
+        "values of other placements are added in place",
+        "hidden.py",
+        "        self._require_same(other)\n        self.value.add_(other.value)",
+        "        self.value.add_(other.value)",
+        (f"{HIDDEN}::test_values_that_owe_otherwise_are_not_added",),
+    ),
+    Fault(
+        "split features pass for complete",
+        "hidden.py",
+        "if self.placement.owes or self.placement.split:",
+        "if self.placement.owes:",
+        (f"{HIDDEN}::test_whole_rows_are_required",),
+    ),
+    Fault(
+        "calls in later chunks are numbered from 0",
+        "server/render.py",
+        "enumerate(parts.calls, self._called[index])",
+        "enumerate(parts.calls)",
+        (CHUNKS,),
+    ),
+    Fault(
+        "all_reduce goes by a plan that was forgotten",
+        "comm/shm.py",
+        "                self._all_reduces.clear()\n",
+        "",
+        ("tests/comm/test_new_exchange.py::test_plans_are_forgotten",),
+    ),
+    Fault(
+        "static FP8 is taken",
+        "models/config.py",
+        "any(fp8.get(name) != value for name, value in rest.items())",
+        'any(fp8.get(name) != value for name, value in rest.items() if name != "activation_scheme")',
+        ("tests/models/test_load.py::test_directories_that_cannot_be_served",),
+    ),
+    Fault(
+        "of two stop strings in one token the later wins",
+        "engine/text.py",
+        "at, stop = min(found)",
+        "at, stop = max(found)",
+        ("tests/engine/test_increments.py",),
+    ),
+    Fault(
+        "an echoed prompt has more alternatives than asked for",
+        "server/render.py",
+        "for t, value in p.top[:most]} for p in scores]",
+        "for t, value in p.top} for p in scores]",
+        (f"{FIELDS}::test_each_table_has_as_many_alternatives_as_were_asked_for",),
+    ),
+    Fault(
+        "a prompt has more alternatives than asked for",
+        "server/render.py",
+        "[(p.token_id, p.logprob), *p.top[:most]]",
+        "[(p.token_id, p.logprob), *p.top]",
+        (f"{FIELDS}::test_each_table_has_as_many_alternatives_as_were_asked_for",),
+    ),
+    Fault(
+        "a token has the most alternatives that any asked for",
+        "engine/outcome.py",
+        "tuple(zip(best[:n], values[:n], strict=True))",
+        "tuple(zip(best, values, strict=True))",
+        ("tests/engine/test_sampler.py::test_logprobs_are_of_the_raw_logits_for_those_who_ask",),
+    ),
+    Fault(
+        "bad words may come after a space",
+        "server/protocol.py",
+        'for space in ("", " ")}',
+        'for space in ("",)}',
+        (f"{FIELDS}::test_bad_words_are_banned_at_the_start_of_a_text_and_after_a_space",),
+    ),
+    Fault(
+        "bytes are reported of one walk",
+        "stream.py",
+        "bytes=stat.bytes + walks * int(",
+        "bytes=stat.bytes + int(",
+        ("tests/engine/test_times.py",),
+    ),
+    Fault(
+        "dispatch's chance goes by ranks",
+        "place/experts.py",
+        "self.experts - self.experts // mesh.ep",
+        "self.experts - self.experts // mesh.world",
+        (f"{EXPERTS}::test_the_chance_that_a_row_goes_to_a_rank_counts_every_choice_of_experts",),
+    ),
+    Fault(
+        "forms that leave other deltas are taken for one",
+        "place/plan.py",
+        "(reads[index].target, reads[index].dispatch, after)",
+        "(reads[index].target, reads[index].dispatch)",
+        (f"{EXHAUSTIVE}::test_no_choice_of_forms_is_cheaper",),
+    ),
+    Fault(
+        "counts of equal sum are not filled",
+        "comm/rows.py",
+        "if counts == self._counts:",
+        "if self._counts is not None and sum(counts) == sum(self._counts):",
+        ("tests/gpu/test_padded.py::test_other_counts_with_the_same_sum_are_filled",),
+    ),
+    Fault(
+        "a norm about one is rounded first",
+        "kernels/plain.py",
+        "else (weight * normed).to(x.dtype)",
+        "else (weight * normed.to(x.dtype)).to(x.dtype)",
+        (f"{HIDDEN}::test_a_norm_about_one_is_rounded_once",),
+    ),
+]
+"""What no test saw once."""
+
+OWN = [
+    # place
+    Fault(
+        "a placement of one group forgets the debt over it",
+        "place/spec.py",
+        '        if owes != "world":\n            return False, None\n',
+        '        if owes != "world":\n            return True, None\n',
+        (f"{EXHAUSTIVE}::test_the_legal_steps_are_those_of_the_algebra",),
+    ),
+    Fault(
+        "rows beyond an even share go to the last ranks",
+        "place/spec.py",
+        "(n + self.attn_tp - 1 - rank % self.attn_tp) // self.attn_tp",
+        "(n + rank % self.attn_tp) // self.attn_tp",
+        ("tests/place/test_planner.py::test_rows_of_the_ranks_tile_the_world",),
+    ),
+    Fault(
+        "a rank receives its own term",
+        "place/exchange.py",
+        "return (terms - 1) * share + ",
+        "return terms * share + ",
+        ("tests/place/test_exchange.py", "tests/place/test_planner.py"),
+    ),
+    Fault(
+        "a sum of two halves is looked for in one order of sets alone",
+        "place/search.py",
+        "if part <= rest:",
+        "if part < rest:",
+        (f"{EXHAUSTIVE}::test_no_plan_is_cheaper", f"{EXHAUSTIVE}::test_four_deltas_as_cheap_as_can_be"),
+    ),
+    Fault(
+        "a full bucket is rounded up to the next",
+        "place/plan.py",
+        "(1 << max(most - 1, 0).bit_length(),)",
+        "(1 << most.bit_length(),)",
+        ("tests/place/test_planner.py", EXPERTS),
+    ),
+    Fault(
+        "a dispatch has room for one rank's rows",
+        "place/plan.py",
+        "return most * self.mesh.world * edge.load.most_row_bytes",
+        "return most * edge.load.most_row_bytes",
+        (f"{EXPERTS}::test_a_rank_has_room_for_every_row_with_its_list",),
+    ),
+    Fault(
+        "what a dispatch takes is left out of a read's time",
+        "place/plan.py",
+        "                        more_us += sum(step.us for step in inside)\n",
+        "",
+        (f"{EXPERTS}::test_the_cheapest_of_every_choice_of_forms",),
+    ),
+    Fault(
+        "beyond the largest size times stay",
+        "place/cost.py",
+        "return before * bytes_moved / low",
+        "return before",
+        ("tests/place/test_cost.py",),
+    ),
+    Fault(
+        "a merge in several calls is priced as one",
+        "place/merge.py",
+        "found.append(MergePlan(way, offer.transport, us * calls, int(moved), each))",
+        "found.append(MergePlan(way, offer.transport, us, int(moved), each))",
+        ("tests/dcp/test_merge.py",),
+    ),
+    # the stream
+    Fault(
+        "what is added after the last read is lost",
+        "stream.py",
+        'delta was added after the last read: it would be lost."""\n        if self._deltas.values:',
+        'delta was added after the last read: it would be lost."""\n        if False:',
+        (f"{KNOWN}::test_the_last_layer_is_never_settled",),
+    ),
+    Fault(
+        "padding is added to a stream",
+        "stream.py",
+        "if delta.value.shape[0] != have:",
+        "if delta.value.shape[0] < have:",
+        (f"{KNOWN}::test_padding_rows_are_not_tokens",),
+    ),
+    Fault(
+        "a merged delta takes the place of the other",
+        "stream.py",
+        "deltas[step.into] = deltas[step.into] + delta",
+        "deltas[step.into] = delta",
+        ("tests/place/test_planner.py::test_plans_compute_what_the_naive_plan_computes",),
+    ),
+    Fault(
+        "times of one step stand for another's",
+        "stream.py",
+        "for (_, k), total in self._totals.items() if k == key]",
+        "for _, total in self._totals.items()]",
+        ("tests/engine/test_times.py",),
+    ),
+    # comm
+    Fault(
+        "ranks that share an expert get other ranks' rows",
+        "comm/dispatch.py",
+        "goes.repeat_interleave(self._mesh.moe_tp, dim=1)",
+        "goes.repeat(1, self._mesh.moe_tp)",
+        ("tests/comm/test_dispatch.py::test_every_row_gets_the_sum_of_its_experts",),
+    ),
+    Fault(
+        "experts' parts are added in the rows' dtype",
+        "comm/dispatch.py",
+        "dtype=torch.promote_types(x.dtype, torch.float32))",
+        "dtype=x.dtype)",
+        ("tests/comm/test_dispatch.py::test_parts_are_added_in_float32",),
+    ),
+    Fault(
+        "live counts of ranks are those of groups",
+        "comm/rows.py",
+        "own = rows is Rows.OWN\n",
+        "own = False\n",
+        (
+            "tests/gpu/test_padded.py::test_other_counts_with_the_same_sum_are_filled",
+            "tests/gpu/test_padded.py::test_emulated",
+        ),
+    ),
+    Fault(
+        "equal values are summed on the reference",
+        "comm/reference.py",
+        "if self.audit and len(tensors) > 1",
+        "if self.audit and len(tensors) > 2",
+        ("tests/comm/test_reference.py::test_replicated_values_are_not_summed",),
+    ),
+    Fault(
+        "a permute's rows to itself may differ",
+        "comm/transport.py",
+        "if len(receive) != n or send[place] != receive[place]:",
+        "if len(receive) != n:",
+        ("tests/comm/test_new_exchange.py", "tests/comm/test_dispatch.py"),
+    ),
+    # dcp
+    Fault(
+        "an empty part with +∞ counts",
+        "kernels/plain.py",
+        "lses.nan_to_num(nan=-inf, posinf=-inf, neginf=-inf)",
+        "lses.nan_to_num(nan=-inf, posinf=inf, neginf=-inf)",
+        ("tests/dcp/test_merge.py::test_each_part_empty_in_turn_and_all",),
+    ),
+    Fault(
+        "the last run of tokens is counted whole",
+        "dcp/interleave.py",
+        "return turns * self.run + _clip(rest, self.run)",
+        "return turns * self.run + _clip(rest, 1) * self.run",
+        ("tests/dcp/test_interleave.py",),
+    ),
+    Fault(
+        "gathered heads lie rank by rank within a row the other way",
+        "dcp/group.py",
+        "every.view(ranks, rows, heads, dim).transpose(0, 1).reshape(rows, ranks * heads, dim)",
+        "every.view(ranks, rows, heads, dim).permute(1, 2, 0, 3).reshape(rows, ranks * heads, dim)",
+        ("tests/dcp/test_attention.py",),
+    ),
+    Fault(
+        "parts of a merge in several calls are live as the whole",
+        "dcp/merge.py",
+        "(live - begin).clamp(0, plan.tokens)",
+        "live.clamp(0, plan.tokens)",
+        ("tests/dcp/test_merge.py",),
+    ),
+    # kv
+    Fault(
+        "a page of which a part is reused is not copied",
+        "kv/manager.py",
+        "            if found.more:  # room",
+        "            if False:  # room",
+        ("tests/engine/test_reuse.py",),
+    ),
+    Fault(
+        "the whole prompt is reused, and no row is left to run",
+        "kv/manager.py",
+        "known = tokens[: len(tokens) - 1] if reuse else []",
+        "known = tokens if reuse else []",
+        ("tests/engine/test_reuse.py", "tests/engine/test_scheduler.py"),
+    ),
+    Fault(
+        "a window gives its pages back a token early",
+        "kv/manager.py",
+        "passed = max(0, computed - window + 1) // self.page_size",
+        "passed = max(0, computed - window + 2) // self.page_size",
+        ("tests/engine/test_reuse.py", "tests/engine/test_scheduler.py", "tests/engine/test_hybrids.py"),
+    ),
+    Fault(
+        "a shared page is evicted",
+        "kv/prefix.py",
+        "if self._pools[group].holders(node.held[group]) > 1:",
+        "if self._pools[group].holders(node.held[group]) > 2:",
+        ("tests/engine/test_reuse.py", "tests/engine/test_scheduler.py"),
+    ),
+    Fault(
+        "what was used last is evicted as if never used",
+        "kv/prefix.py",
+        "            node.used = now\n",
+        "            pass\n",
+        ("tests/engine/test_reuse.py",),
+    ),
+    # engine
+    Fault(
+        "penalties count the prompt",
+        "engine/sampling.py",
+        "Counter(sequence.tokens[sequence.prompt_tokens :])",
+        "Counter(sequence.tokens)",
+        ("tests/engine/test_sampler.py::test_what_a_sequence_asks_of_its_next_draw",),
+    ),
+    Fault(
+        "min_tokens does not count tokens that are being drawn",
+        "engine/sampling.py",
+        "banned = set(sequence.end_ids) if sequence.drawn + sequence.pending < p.min_tokens else set()",
+        "banned = set(sequence.end_ids) if sequence.drawn < p.min_tokens else set()",
+        ("tests/engine/test_sampler.py",),
+    ),
+    Fault(
+        "top_p leaves out the token that reaches it",
+        "engine/sampler.py",
+        "before = probability.cumsum(-1) - probability",
+        "before = probability.cumsum(-1)",
+        ("tests/engine/test_sampler.py::test_top_p_keeps_the_fewest_that_reach_it",),
+    ),
+    Fault(
+        "min_p is of the logits before temperature",
+        "engine/sampler.py",
+        "least = scaled.amax(-1, keepdim=True) + min_p.log()",
+        "least = logits.amax(-1, keepdim=True) + min_p.log()",
+        ("tests/engine/test_sampler.py::test_min_p_drops_what_is_far_from_the_best",),
+    ),
+    Fault(
+        "a client's turn does not pass to the next",
+        "engine/waiting.py",
+        "            level.clients.move_to_end(sequence.sharing.client)\n",
+        "            pass\n",
+        ("tests/engine/test_load.py::test_clients_take_turns_and_who_gave_way_comes_first",),
+    ),
+    Fault(
+        "the oldest gives way",
+        "engine/scheduler.py",
+        "victim = next(s for s in reversed(self.running) if s is sequence or s not in planned)",
+        "victim = next(s for s in self.running if s is sequence or s not in planned)",
+        ("tests/engine/test_scheduler.py",),
+    ),
+    Fault(
+        "stop tokens end an answer a token too early",
+        "engine/answer.py",
+        "if token in s.end_ids and at + 1 >= s.params.min_tokens:",
+        "if token in s.end_ids and at + 2 >= s.params.min_tokens:",
+        ("tests/engine/test_increments.py", "tests/engine/test_engine.py"),
+    ),
+    Fault(
+        "a seed keeps its lowest bits alone",
+        "engine/answer.py",
+        "params.seed & (2**62 - 1)",
+        "params.seed & (2**16 - 1)",
+        ("tests/engine/test_engine.py", "tests/engine/test_scheduler.py", "tests/engine/test_sampler.py"),
+    ),
+    Fault(
+        "what a mask allows is not cut to the allowed tokens",
+        "engine/grammar.py",
+        "return bytes(a & b for a, b in zip(mask, allowed, strict=False)) if allowed else mask",
+        "return mask",
+        ("tests/engine/test_grammar.py",),
+    ),
+    Fault(
+        "old failures count for ever",
+        "engine/faults.py",
+        "while self._failures[0][0] < now - self._window_s:",
+        "while self._failures[0][0] < now - 1e9:",
+        ("tests/engine/test_restart.py",),
+    ),
+    Fault(
+        "a rank that ran another plan is not found",
+        "engine/executor.py",
+        "asked = Ran(number, counts, results[0].ran.plan, drawn)",
+        "asked = Ran(number, counts, result.ran.plan, drawn)",
+        ("tests/engine/test_faults.py::test_ranks_that_do_not_execute_the_same_are_found_in_that_step",),
+    ),
+    Fault(
+        "of equally good tokens of two ranks the last counts",
+        "engine/vocabulary.py",
+        "rank = every[..., 0].argmax(0, keepdim=True)",
+        "rank = len(every) - 1 - every[..., 0].flip(0).argmax(0, keepdim=True)",
+        ("tests/engine/test_vocabulary.py",),
+    ),
+    # models and attention
+    Fault(
+        "a router's bias weighs, too",
+        "models/routing.py",
+        "weight = scores.gather(-1, expert)",
+        "weight = ranked.gather(-1, expert)",
+        ("tests/models/test_routing.py",),
+    ),
+    Fault(
+        "experts beyond the chosen groups are taken",
+        "models/routing.py",
+        "if not 1 <= self.k <= self.top_groups * size:",
+        "if not 1 <= self.k <= experts:",
+        (TRANSFORMERS,),
+    ),
+    Fault(
+        "a head of its own is not loaded",
+        "models/load.py",
+        "if isinstance(head, Head) and head.tied and",
+        "if isinstance(head, Head) and not head.tied and",
+        (f"{TRANSFORMERS}::test_a_head_of_its_own_beside_tied_embeddings",),
+    ),
+    Fault(
+        "a bias is added on every rank",
+        "models/layers.py",
+        "if bias and share.start == 0:",
+        "if bias:",
+        (f"{HIDDEN}::test_what_layers_leave",),
+    ),
+    Fault(
+        "key-value heads that are replicated lie in another order",
+        "models/layers.py",
+        "at = place * units // ranks",
+        "at = place % units",
+        (f"{LOGITS}[qwen3_moe-attn_dp=1 attn_tp=4 ep=4 moe_tp=1]",),
+    ),
+    Fault(
+        "experts are numbered from the world's first",
+        "models/moe.py",
+        'gate_up, down, expert = self.declared("gate_up"), self.declared("down"), expert - self.first',
+        'gate_up, down, expert = self.declared("gate_up"), self.declared("down"), expert',
+        (f"{LOGITS}[qwen3_moe-attn_dp=1 attn_tp=2 ep=2 moe_tp=1]",),
+    ),
+    Fault(
+        "a shared expert's gate has no sigmoid",
+        "models/moe.py",
+        "elementwise(torch.sigmoid, self.shared_gate.path)",
+        "elementwise(torch.relu, self.shared_gate.path)",
+        (f"{LOGITS}[qwen2_moe-{ONE}]",),
+    ),
+    Fault(
+        "up of fused experts is read from gate's rows",
+        "models/expert_sources.py",
+        "below = slice(inner + cut.start, inner + cut.stop) if fused else cut",
+        "below = cut",
+        (f"tests/models/test_qwen35.py::test_logits_are_transformers[{ONE}]",),
+    ),
+    Fault(
+        "scales of a slice in FP8 begin with the tensor's",
+        "models/checkpoint.py",
+        "at // block - take[dim].start // block",
+        "(at - take[dim].start) // block",
+        ("tests/models/test_checkpoint.py",),
+    ),
+    Fault(
+        "YaRN stretches scores once, not squared",
+        "models/rotary.py",
+        "(0.1 * all_dim * math.log(factor) + 1.0) ** 2",
+        "(0.1 * all_dim * math.log(factor) + 1.0)",
+        ("tests/models/test_routing.py::test_interleaved_rotary_is_transformers",),
+    ),
+    Fault(
+        "a sink takes from other rows",
+        "kernels/plain.py",
+        "(lse - sinks).sigmoid()",
+        "(sinks - lse).sigmoid()",
+        (f"tests/models/test_gpt_oss.py::test_logits_are_transformers[{ONE}]",),
+    ),
+    Fault(
+        "a window sees a token more",
+        "attention/sdpa.py",
+        "seen & (position > row - window)",
+        "seen & (position >= row - window)",
+        ("tests/attention/test_sdpa.py",),
+    ),
+    Fault(
+        "gate and up of limited experts share a bound",
+        "kernels/plain.py",
+        "value = F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)",
+        "value = F.silu(gate).clamp(max=limit) * up.clamp(max=limit)",
+        (f"tests/models/test_step.py::test_logits_are_transformers[{ONE}]",),
+    ),
+    Fault(
+        "quantised rows go by the first run's largest value",
+        "kernels/float8.py",
+        "largest = blocks.abs().amax(-1).clamp(min=LEAST)",
+        "largest = blocks.amax(-1).clamp(min=LEAST)",
+        ("tests/models/test_float8.py::test_logits_are_off_as_by_noise_of_the_size_of_the_rounding",),
+    ),
+    # server, bench, evals
+    Fault(
+        "a key is right that begins so",
+        "server/guard.py",
+        "not secrets.compare_digest(given.strip().encode(), key.encode())",
+        "not given.strip().startswith(key)",
+        ("tests/server/test_http.py::test_the_key_is_asked_for", "tests/server/test_connections.py"),
+    ),
+    Fault(
+        "a body without a length may be as large as it likes",
+        "server/guard.py",
+        "            if left < 0:\n",
+        "            if False:\n",
+        ("tests/server/test_connections.py",),
+    ),
+    Fault(
+        "cached tokens count for each choice",
+        "server/answers.py",
+        "sum(min(group, default=0) for group in groups)",
+        "sum(max(group, default=0) for group in groups)",
+        ("tests/server/test_limits.py",),
+    ),
+    Fault(
+        "an unfinished tag is sent as text",
+        "server/tools.py",
+        "        return begun(self._held, self._form.begin)\n",
+        "        return 0\n",
+        ("tests/server/test_tools.py::test_calls_however_they_are_cut",),
+    ),
+    Fault(
+        "half a character at the end is lost",
+        "engine/text.py",
+        "return self._release(len(self._held)) + self._undecoded()",
+        "return self._release(len(self._held))",
+        ("tests/engine/test_increments.py",),
+    ),
+    Fault(
+        "time for each token counts the first",
+        "bench/serving.py",
+        "(last - first) / (self.output_tokens - 1)",
+        "(last - first) / self.output_tokens",
+        ("tests/bench/test_serving.py",),
+    ),
+    Fault(
+        "an answer in digits need not agree with its words",
+        "evals/word_problems.py",
+        "return value if str(value) == digits and number_words(value) == words else None",
+        "return value if str(value) == digits else None",
+        ("tests/test_word_problems.py::test_an_answer_counts_only_where_digits_and_words_agree",),
+    ),
+]
+"""Drawn over the whole tree."""
+
+FAULTS = [*ONCE_MISSED, *OWN]

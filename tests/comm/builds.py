@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -10,12 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.kernels.build import CSRC
+from weft.kernels.build import CPU_FLAGS, CSRC
 
 NATIVE = Path(__file__).parent / "native"
-FLAGS = ("-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized")
+FLAGS = ("-std=c++17", "-Werror", *(flag for flag in CPU_FLAGS if flag != "-O3"))  # how fast: as each test needs it
 CANNOT_START = "unexpected memory mapping"
 """What a race detector says that does not cope with this kernel's address space; not a finding."""
+NEEDS = {
+    "x86_64": {
+        "scalar": set[str](),
+        "avx2": {"avx2", "f16c"},
+        "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "f16c"},
+    },
+    "aarch64": {"scalar": set[str](), "neon": {"asimd"}},
+}[platform.machine()]
+"""The instruction sets of this architecture that there are row kernels for, the widest last: what each needs."""
+ISAS = [isa for isa, needs in NEEDS.items() if needs <= set(Path("/proc/cpuinfo").read_text().split())]
+"""Those of them that this CPU has."""
 
 
 @dataclass(frozen=True)

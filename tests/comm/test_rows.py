@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from comm.builds import Fault, compile_all, run
+from comm.builds import ISAS, NEEDS, Fault, compile_all, run
 
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 FAULTS = {
@@ -17,8 +17,15 @@ FAULTS = {
     "forgets the norm's tail": [
         Fault("rows.inl", r"tail \+= rounded", "tail = (planted::fault == 2 ? 0.0f : tail) + rounded")
     ],
+    "forgets the tail of weighted sums": [
+        Fault(
+            "rows.inl",
+            r"(for \(; i < count; \+\+i\)) (\{\s+float total = widen\(from)",
+            r"\1 if (planted::fault != 3) \2",
+        )
+    ],
     "rounds ties up": [
-        Fault(f"vec_{isa}.inl", "0x7fff", "(planted::fault == 3 ? 0x8000 : 0x7fff)")
+        Fault(f"vec_{isa}.inl", "0x7fff", "(planted::fault == 4 ? 0x8000 : 0x7fff)")
         for isa in ("avx2", "avx512", "neon")
     ],
 }
@@ -33,21 +40,26 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return compile_all(tmp_path_factory.mktemp("native"), programs)
 
 
-def test_every_instruction_set(built: dict[str, Path]) -> None:
-    done = run(built["right"], 60)
-    assert done.returncode == 0, done.stdout
-    known = {"x86_64": {"scalar", "avx2", "avx512"}, "aarch64": {"scalar", "neon"}}.get(platform.machine(), {"scalar"})
-    assert "scalar" in done.stdout.split() and set(done.stdout.split()) <= known
+EACH = [pytest.param(isa, marks=pytest.mark.skipif(isa not in ISAS, reason=f"this CPU has no {isa}")) for isa in NEEDS]
 
 
+@pytest.mark.parametrize("isa", EACH)
+def test_an_instruction_set(isa: str, built: dict[str, Path]) -> None:
+    done = run(built["right"], 60, 0, isa)
+    assert done.returncode == 0 and done.stdout.split() == [isa], done.stdout
+
+
+def test_no_instruction_set_is_taken_that_the_cpu_lacks(built: dict[str, Path]) -> None:
+    assert run(built["right"], 1).stdout.split() == ISAS
+
+
+@pytest.mark.parametrize("isa", EACH[1:])  # the first is what the others are compared with
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_compared_shows(fault: str, built: dict[str, Path]) -> None:
-    if run(built["right"], 1).stdout.split() == ["scalar"]:
-        pytest.skip("this CPU has none but the scalar kernels")
-    done = run(built["broken"], 2)
+def test_what_is_compared_shows(fault: str, isa: str, built: dict[str, Path]) -> None:
+    done = run(built["broken"], 2, 0, isa)
     assert done.returncode == 0, f"without the fault: {done.stdout}"
-    done = run(built["broken"], 60, NUMBER[fault])
-    assert done.returncode == 1 and " not " in done.stdout, done.stdout
+    done = run(built["broken"], 60, NUMBER[fault], isa)
+    assert done.returncode == 1 and done.stdout.startswith(f"{isa}: ") and " not " in done.stdout, done.stdout
 
 
 @pytest.mark.skipif(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from support import small_model
 
+from comm.builds import ISAS
 from comm.oracle import check_calls, check_edges, check_epilogues, counts_of, draw
 from comm.processes import run_processes, run_threads
 from models.test_logits import Texts, compare, drive, texts_of
@@ -27,7 +27,6 @@ TUNINGS = {
     "two shots, in chunks": ShmTuning(slot_bytes=8192, two_shot_bytes=-1, zero_copy_bytes=1 << 40, stream_slot_bytes=0),
     "two shots, zero copy": ShmTuning(two_shot_bytes=-1, zero_copy_bytes=1, chunk_bytes=1024, stream_out_bytes=0),
 }
-ISAS = {"x86_64": ["scalar", "avx2", "auto"], "aarch64": ["scalar", "neon"]}[platform.machine()]
 
 
 def everything(transport: ShmTransport, mesh: Mesh) -> int:
@@ -106,6 +105,10 @@ def test_every_rank_run_and_instruction_set_gives_the_same_bits(tmp_path: Path) 
             x[3, :9] = torch.tensor([torch.inf, -torch.inf, torch.nan] * 3)
         a, b, c = (x.to(dtype).float() for x in inputs)
         assert torch.equal(runs[0][2 * i + 1].nan_to_num(), (a + b + c).to(dtype).nan_to_num())
+
+
+def test_the_widest_instruction_set_is_taken(tmp_path: Path) -> None:
+    assert run_threads(Mesh(), tmp_path, lambda transport, _: transport.isa) == ISAS[-1:]
 
 
 def logits(transport: ShmTransport, mesh: Mesh, directory: Path, texts: Texts) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from comm.builds import ISAS
 from comm.processes import run_processes, run_threads
 from dcp.shards import check, own, shards_of
 from dcp.test_merge import merge_all
@@ -17,7 +17,6 @@ from weft.comm.transport import CommError
 from weft.place.spec import Mesh
 
 PAIR, THREE = Mesh(1, 2, 2, 1, dcp=2), Mesh(1, 3, 3, 1, dcp=3)
-ISAS = {"x86_64": ["scalar", "avx2", "auto"], "aarch64": ["scalar", "neon"]}[platform.machine()]
 
 
 @pytest.mark.parametrize("mesh", [PAIR, THREE], ids=str)

@@ -1,6 +1,6 @@
 // Compares the row kernels of every instruction set of this CPU with the scalar ones, bit by bit.
 //
-// Prints the names of what it compared; exits with 1, and a line that says where, at the first difference. What is
+// Arguments: rounds, fault, instruction set (all of this CPU). Prints the names of what it compared; exits with 1, and a line that says where, at the first difference. What is
 // computed over a whole row (the norm) may differ by rounding: vectors add in another order. A NaN is any NaN.
 #include <algorithm>
 #include <cmath>
@@ -121,6 +121,23 @@ void sums(const Rows& rows, DType dtype, int64_t count, int n, bool tame) {
   }
 }
 
+void weighted_sums(const Rows& rows, DType dtype, int64_t count, int n, bool tame) {
+  const size_t bytes = size_t(count) * kWidth[int(dtype)];
+  std::vector<Elements> sources;
+  std::vector<const void*> from;
+  std::vector<float> weights;
+  for (int k = 0; k < n; ++k) sources.emplace_back(dtype, size_t(count), tame);
+  for (Elements& s : sources) {
+    from.push_back(s.data());
+    weights.push_back(float(random32() >> 8) * 0x1p-24f);
+  }
+  Result wanted(bytes, 0), got(bytes, kWidth[int(dtype)] * (random32() % 8));
+  rows_for("scalar").weighted(dtype, wanted.data(), from.data(), weights.data(), n, count);
+  rows.weighted(dtype, got.data(), from.data(), weights.data(), n, count);
+  expect(rows, "weighted sum", dtype, count, got.data(), wanted.data());
+  if (!got.margins()) fail(rows, "writes past a weighted sum", dtype, count, -1, 0, 0);
+}
+
 void norms(const Rows& rows, DType dtype, int64_t height, int64_t width, bool tame) {
   const size_t count = size_t(height * width), bytes = count * kWidth[int(dtype)];
   Elements delta(dtype, count, tame), residual(dtype, count, tame), weight(dtype, size_t(width), tame);
@@ -168,7 +185,9 @@ void copies(const Rows& rows) {
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 20;
   planted::fault = argc > 2 ? std::atoi(argv[2]) : 0;
+  const std::string only = argc > 3 ? argv[3] : "";
   for (const char* isa : {"scalar", "avx2", "avx512", "neon"}) {
+    if (!only.empty() && only != isa) continue;
     const Rows* rows;
     try {
       rows = &rows_for(isa);
@@ -183,6 +202,7 @@ int main(int argc, char** argv) {
           for (int n = 1; n <= 6; ++n) {
             sums(*rows, dtype, round < 70 ? round : int64_t(random32() % 300), n, tame);
             sums(*rows, dtype, int64_t(random32() % 5000), n, tame);
+            if (dtype != DType::f64) weighted_sums(*rows, dtype, int64_t(random32() % 300), n, tame);
           }
           norms(*rows, dtype, int64_t(random32() % 4), 1 + int64_t(random32() % 200), tame);
           norms(*rows, dtype, 2, 1 + round, tame);

@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test test-gpu test-gpu-parts test-mutants lint counts clean
+.PHONY: help setup demo test test-nightly test-processors test-gpu test-gpu-parts test-mutants lint counts clean
 help:
 	@echo "make demo   serve the embedded model on 4 ranks and ask it word problems; ARGS=\"--dcp 2\" for more"
-	@echo "make test   run every test        make lint   ruff and mypy"
+	@echo "make test   run the tests         make lint   ruff and mypy"
+	@echo "make test-nightly     those that take long and find little more, which make test leaves out"
+	@echo "make test-processors  what numpy's and torch's products matter to, as five types of processor; ARGS=\"Haswell\""
 	@echo "make test-gpu  what needs GPUs, with the Python at hand; writes gpu-tests.log"
 	@echo "make test-gpu-parts PARTS=\"peer soak\"   that, sanitizers and soaks, in parts of nine minutes; without PARTS: which"
 	@echo "make test-mutants  plant faults in a copy of the sources, and see that tests fail; ARGS=\"place --jobs 2\""
@@ -32,9 +34,17 @@ demo: setup
 # tests first. pytest is to load the plugins that are named alone: of every package that brings one it compiles each
 # module anew, in every worker, and that of hypothesis and schemathesis took half a minute. Python is to keep what it
 # compiles, as it does unless told otherwise, for the many processes that tests start.
+APART := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1
+PYTEST := $(APART) $(BIN)/python -m pytest -p xdist -p timeout -n 3 --dist loadfile --no-loadscope-reorder
 test: setup
-	@PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
-	  $(BIN)/python -m pytest -p xdist -p timeout -n 3 --dist loadfile --no-loadscope-reorder
+	@$(PYTEST) -m "not nightly"
+
+test-nightly: setup
+	@$(PYTEST) -m nightly
+
+# The interpreter checks, and the models' and the engine's tests, five times: an hour on two cores.
+test-processors: setup
+	@$(APART) $(BIN)/python tests/processors.py $(ARGS)
 
 # With the Python at hand: GPU machines bring their own torch.
 test-gpu:

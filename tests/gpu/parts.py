@@ -64,11 +64,12 @@ def soak(name: str, model: str, *arguments: str) -> Command:
 
 OTHER_TESTS = ("tests/gpu", *(f"--ignore=tests/gpu/test_{name}.py" for name in ("emulated", "merge_emulated", "lanes")))
 OTHER_TESTS += tuple(f"--ignore=tests/gpu/test_{name}.py" for name in ("compile", "triton_compile", "sanitizer"))
-OTHER_TESTS += tuple(f"--ignore=tests/gpu/test_{name}.py" for name in ("triton", "engine", "http", "families"))
+OTHER_TESTS += tuple(f"--ignore=tests/gpu/test_{name}.py" for name in ("engine", "http", "families"))
+OTHER_TESTS += ("--ignore=tests/gpu/triton_checks",)
 TWO = ("--attn-tp", "2", "--ep", "2", "--moe-tp", "1")
 PROFILED = ("--preset", "qwen3-30b-a3b", "--load-format", "dummy", "--num-layers", "12", "--device", "cuda", *TWO)
 PARTS = {
-    "kernels": Part("the Triton kernels on a GPU", 1, (tests("triton", "tests/gpu/test_triton.py"),)),
+    "kernels": Part("the Triton kernels on a GPU", 1, (tests("triton", "tests/gpu/triton_checks"),)),
     "engine": Part(
         "families, the engine and HTTP on one GPU, and what else one GPU can do",
         1,

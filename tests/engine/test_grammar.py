@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,89 @@ def test_allowed_tokens_narrow_a_grammar() -> None:
     assert re.fullmatch("[123]{4}", answer(params, 3)[0])
     with pytest.raises(ValueError, match="leaves no token"):
         prepare([5], SamplingParams(allowed_token_ids=(2,), min_tokens=2), print, 0, 400, LANGUAGE)
+
+
+@pytest.mark.parametrize("count", [2_100, 50_000])
+def test_many_choices(count: int) -> None:
+    texts = [f"{i:05d} is my choice" for i in range(count)]
+    how = SamplingParams(max_tokens=None, grammar=grammar("choice", texts))
+    assert answer(how, 1) in [(text, "stop") for text in texts]
+
+
+def test_a_choice_may_begin_another_or_be_empty() -> None:
+    for texts in (["a", "ab", "abc"], ["", "b"], ["", ""], [""], ['"\\\n', "é😀"]):
+        how = SamplingParams(max_tokens=None, grammar=grammar("choice", texts))
+        assert {answer(how, seed)[0] for seed in range(20)} <= set(texts)
+
+
+def test_many_optional_properties() -> None:
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    names = [f"p{i}" for i in range(900)]
+    schema = {"type": "object", "properties": dict.fromkeys(names, digit), "additionalProperties": False}
+    text, reason = answer(SamplingParams(max_tokens=60, grammar=grammar("json", schema)), 2)
+    assert reason in ("stop", "length") and text.startswith("{")
+
+
+CHAIN = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "null"}]} for i in range(3000)}
+COSTLY: list[tuple[str, Any, str]] = [
+    ("json", {"type": "integer", "multipleOf": 9_999_991}, "takes more than 2 s of a processor"),
+    ("json", {"$defs": CHAIN | {"d3000": {"type": "null"}}, "$ref": "#/$defs/d0"}, "nested too deeply"),
+    ("regex", "a{10}" + "{10}" * 8, "too many expressions"),
+    ("grammar", "root ::= " + " | ".join(f'"{i}"' for i in range(10_000)), "at most 65536"),
+    ("grammar", "start: " + " | ".join(f'"w{i}"' for i in range(9_000)), "max is 8192"),
+    ("choice", ["a" * 2000] * 1100, "too long; give at most 2097152"),
+    ("json", json.dumps({"enum": ["a" * 2000] * 1100}), "too long; give at most 2097152"),
+    ("json", "[" * 100_000, "nested too deeply"),
+]
+
+
+@pytest.mark.parametrize("kind, what, why", COSTLY, ids=[why for _, _, why in COSTLY])
+def test_a_grammar_that_costs_too_much_is_refused(kind: Any, what: Any, why: str) -> None:
+    """Not the process that is asked: without limits, the first takes minutes, and the second ends it."""
+    with pytest.raises(ValueError, match=why) as error:
+        LANGUAGE.grammars.start(grammar(kind, what))
+    assert "\n" not in str(error.value)
+    assert answer(SamplingParams(max_tokens=None, grammar=grammar("regex", "[a-z]{3}")), 1)[1] == "stop"
+
+
+def test_the_process_that_tries_grammars_may_be_killed() -> None:
+    grammars = Language(TOKENIZER, embedded_model_dir(), 1024, (2,)).grammars
+    grammars.start(grammar("regex", "a"))
+    process = grammars._trial._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    grammars.start(grammar("regex", "b"))
+    assert grammars._trial._process not in (None, process)
+
+
+def test_grammars_are_kept_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, tried = Language(TOKENIZER, embedded_model_dir(), 1024, (2,)).grammars, []
+
+    def bytes_of(text: str) -> int:
+        tried.append(text)
+        return 40
+
+    monkeypatch.setattr(grammars._trial, "bytes_of", bytes_of)
+    monkeypatch.setattr("weft.engine.grammar.KEPT_BYTES", 100)
+    one, two, three = (grammar("regex", text) for text in "abc")
+    for text in (one, two, one, three, one, two):
+        grammars.start(text)
+    assert tried == [one, two, three, two], "the one that was asked for least lately makes way"
+    assert sum(kept.bytes for kept in grammars._kept.values()) <= 100
+    monkeypatch.setattr("weft.engine.grammar.KEPT_BYTES", 10)
+    assert grammars.start(grammar("regex", "d")).accept(LANGUAGE.tokenizer.encode("d", add_special_tokens=False)[0])
+    assert not grammars._kept
+    monkeypatch.setattr("weft.engine.grammar.MOST_BYTES", 39)
+    with pytest.raises(ValueError, match="at most"):
+        grammars.start(one)
+
+
+def test_what_a_grammar_takes_is_measured() -> None:
+    small, large = (
+        LANGUAGE.grammars.compiled(grammar("json", {"enum": [f"{i:08d}" for i in range(n)]})).bytes for n in (2, 20_000)
+    )
+    assert large > small + 2**21
 
 
 def test_a_prompt_that_is_too_long_is_not_looked_at() -> None:

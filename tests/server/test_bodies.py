@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from server.conftest import Served
 from weft.engine.engine import Engine
+from weft.engine.grammar import Grammars
 from weft.server import bodies
 from weft.server.prompts import Prompts
 
@@ -116,6 +118,41 @@ def test_a_large_body_does_not_hold_up_others(served: Served, monkeypatch: pytes
         answered.set()
         asking.join()
     assert statuses == [200]
+
+
+GUIDED = {"prompt": "b", "max_tokens": 2, "guided_regex": "[ab]{2}"}
+
+
+def test_grammars_are_compiled_beside_streams_and_other_bodies(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While more of them are compiled than there are threads for bodies, a stream and a large body begin and end."""
+    compiling, done = threading.Event(), threading.Event()
+    whole, loop, threads = Grammars.compiled, loop_thread(served), []
+
+    def held(self: Grammars, text: str) -> Any:
+        threads.append(threading.current_thread())
+        compiling.set()
+        assert threads[-1] is loop or done.wait(60)
+        return whole(self, text)
+
+    monkeypatch.setattr(Grammars, "compiled", held)
+
+    def guided(number: int) -> int:
+        with served.http() as http:
+            return http.post(C, json=GUIDED | {"stream": number % 2 == 0}).status_code
+
+    with ThreadPoolExecutor(50) as pool, served.http() as http:
+        asked = [pool.submit(guided, number) for number in range(50)]
+        assert compiling.wait(60)
+        try:
+            for more in ({}, {"metadata": {"padding": "x" * bodies.SMALL}}):
+                answer = http.post(C, json={"prompt": "b", "max_tokens": 3, "stream": True} | more)
+                assert answer.status_code == 200 and answer.text.rstrip().endswith("[DONE]")
+            assert not any(job.done() for job in asked) and loop not in threads
+        finally:
+            done.set()
+        assert {job.result() for job in asked} == {200}
+    assert loop not in threads, "a grammar was compiled on the event loop"
+    assert len(threads) == 50, "one was compiled again"
 
 
 def loop_thread(served: Served) -> threading.Thread:

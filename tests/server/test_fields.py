@@ -210,6 +210,26 @@ def test_other_kinds_of_structure(served: Served) -> None:
     assert held["text"].startswith("{") and (held["finish_reason"] == "length" or json.loads(held["text"]) is not None)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_its_grammar_leaves_nothing_for_is_the_clients_error(served: Served, stream: bool) -> None:
+    body = {"prompt": "abc", "regex": "a[0-9]{4}", "allowed_token_ids": served.engine.tokenizer.encode("ab")}
+    with served.http() as http:
+        answer = http.post(C, json=body | {"max_tokens": 9, "stream": stream})
+    text = answer.text.splitlines()[-4].removeprefix("data: ") if stream else answer.text
+    error = json.loads(text)["error"]
+    assert answer.status_code == (200 if stream else 400), answer.text
+    assert error["type"] == "invalid_request_error" and "cannot go on in its grammar" in error["message"]
+
+
+def test_choices_and_properties_may_be_many(served: Served) -> None:
+    texts = [f"{i:04d}" for i in range(2100)]
+    chosen = ask(served, prompt="abc", max_tokens=9, guided_choice=texts)["choices"][0]
+    assert chosen["text"] in texts and chosen["finish_reason"] == "stop"
+    names = {f"p{i}": {"type": "boolean"} for i in range(900)}
+    schema = {"type": "object", "properties": names, "additionalProperties": False}
+    assert ask(served, prompt="abc", max_tokens=9, guided_json=schema)["choices"][0]["text"].startswith("{")
+
+
 def test_a_prompt_is_scored_as_it_would_be_drawn(served: Served) -> None:
     """What a prompt's tokens get is what they got when they were drawn, however the prompt was cut and cached."""
     ids = served.engine.tokenizer.encode("abc")

@@ -32,6 +32,7 @@ class End:
     fault: Exception | None = None
     token: bool = True
     spoken: bool = True
+    refused: bool = False
 
 
 NOT_YET = End(-1, None)
@@ -102,6 +103,12 @@ class Answer:
             raise s.fault
         if s.max_tokens == 0:
             return End(at, "length", token=False)
+        whole = False
+        if s.grammar is not None:  # first: where no token may come, any may be drawn, and one that ends the text too
+            try:
+                whole = s.grammar.accept(token)
+            except ValueError as error:
+                return End(at, "error", error=str(error), refused=True)
         if token in s.end_ids and at + 1 >= s.params.min_tokens:
             return End(at, "stop", None if token in self.eos else token, spoken=s.params.keep_stop)
         if self.text.stops:
@@ -109,12 +116,8 @@ class Answer:
             self._pieces.append(piece)
             if stop is not None:
                 return End(at, "stop", stop)
-        if s.grammar is not None:
-            try:
-                if s.grammar.accept(token):
-                    return End(at, "stop")
-            except ValueError as error:
-                return End(at, "error", error=str(error))
+        if whole:
+            return End(at, "stop")
         return End(at, "length") if at + 1 >= s.max_tokens else None
 
     def cut(self, reason: FinishReason, error: str | None = None) -> None:
@@ -181,6 +184,7 @@ class Answer:
             error=last.error,
             queue_s=s.queue_s,
             prompt_logprobs=tuple(s.scores) if at == 0 and last.error is None else (),
+            refused=last.refused,
         )
 
 

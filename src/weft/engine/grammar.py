@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from functools import cached_property, lru_cache
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import llguidance
 import llguidance.hf
 
+from weft.engine.trial import LIMITS, Trial
+
 Kind = Literal["json", "regex", "choice", "grammar"]
 SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 """Of JSON, as regular expressions. Where any whitespace may come, some models write nothing else until the length."""
+MOST_TEXT = 2**21
+"""Characters of a grammar."""
+MOST_GBNF = 2**16
+"""Characters of one as GBNF, which takes Python the square of its length to convert."""
+MOST_BYTES = 2**26
+"""Of memory that a compiled grammar may take."""
+KEPT_BYTES = 2**28
+"""Of memory that all take which are kept for the next request."""
 
 
 def grammar(kind: Kind, what: Any, *, any_whitespace: bool = False) -> str:
@@ -22,13 +36,29 @@ def grammar(kind: Kind, what: Any, *, any_whitespace: bool = False) -> str:
     choice: a list of texts. grammar: Lark or GBNF.
     """
     try:
+        if kind == "choice":
+            return _sized(choice_of(what))
         if kind == "json":
+            what = _sized(what) if isinstance(what, str) else what
             what = schema_text(json.loads(what) if isinstance(what, str) else what, any_whitespace=any_whitespace)
-        elif kind == "choice":
-            what = json.dumps(what)
-        return str(llguidance.grammar_from(kind, what))
+        elif kind == "grammar" and "::=" in what:
+            _sized(what, MOST_GBNF)
+        return str(llguidance.grammar_from(kind, _sized(what)))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def choice_of(texts: Sequence[str]) -> str:
+    """Lark of one of these texts. It is one terminal: each alternative of a rule takes a place in the parser's row."""
+    some = " | ".join(json.dumps(text) for text in texts if text)
+    rule = ("CHOICE?" if "" in texts else "CHOICE") if some else '""'
+    return f"start: {rule}\n" + (f"CHOICE: {some}\n" if some else "")
+
+
+def _sized(text: str, most: int = MOST_TEXT) -> str:
+    if len(text) > most:
+        raise ValueError(f"a grammar of {len(text)} characters is too long; give at most {most}")
+    return text
 
 
 def schema_text(schema: Any, *, any_whitespace: bool = False) -> str:
@@ -71,20 +101,34 @@ class Grammar:
         return self._matcher.is_stopped()
 
 
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A grammar that any number of answers may follow. bytes: of memory, about."""
+
+    matcher: llguidance.LLMatcher
+    bytes: int
+
+    def start(self) -> Grammar:
+        """At its beginning."""
+        return Grammar(self.matcher.deep_copy())
+
+
 class Grammars:
     """Compiles grammars for one tokenizer. vocabulary: the model's, which may be larger, or smaller where tokens were
     added to the tokenizer alone. ends: the model's end tokens.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Iterable[int]):
-        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, list(ends)
-        self._compiled = lru_cache(maxsize=64)(self._compile)
+        self._tokenizer, self._ends = tokenizer, list(ends)
+        self._size = max(vocabulary, len(tokenizer))
+        self._trial = Trial(self._described)
+        self._kept: OrderedDict[str, Compiled] = OrderedDict()  # the one that was asked for last at the end
+        self._look, self._compile = threading.Lock(), threading.Lock()
 
     @cached_property
     def tokens(self) -> llguidance.LLTokenizer:
         """What llguidance knows of the tokenizer: the bytes of each token."""
-        size = max(self._vocabulary, len(self._tokenizer))
-        return llguidance.hf.from_tokenizer(self._tokenizer, size, self._ends or None)
+        return llguidance.hf.from_tokenizer(self._tokenizer, self._size, self._ends or None)
 
     @cached_property
     def named(self) -> frozenset[str]:
@@ -93,12 +137,39 @@ class Grammars:
         added = self._tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
         return frozenset(token.content for number, token in added if self.tokens.is_special_token(number))
 
-    def start(self, grammar: str) -> Grammar:
-        """At its beginning. ValueError for a grammar that is none, or too large; compiling may take a second."""
-        return Grammar(self._compiled(grammar).deep_copy())
+    def start(self, grammar: str | Compiled) -> Grammar:
+        """At its beginning. Raises and waits as `compiled`, for a text."""
+        return (self.compiled(grammar) if isinstance(grammar, str) else grammar).start()
 
-    def _compile(self, grammar: str) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self.tokens, grammar, log_level=0)
-        if matcher.is_error():
-            raise ValueError(f"the grammar cannot be used: {matcher.get_error().splitlines()[0]}")
-        return matcher
+    def compiled(self, grammar: str) -> Compiled:
+        """It may take seconds, in which other threads run. ValueError for a grammar that is none, or takes too much."""
+        with self._look:
+            if (known := self._kept.get(grammar)) is not None:
+                self._kept.move_to_end(grammar)
+                return known
+        with self._compile:  # one at a time, and each once
+            if (known := self._kept.get(grammar)) is None:
+                known = self._tried(grammar)
+                with self._look:
+                    self._kept[grammar] = known
+                    while sum(c.bytes for c in self._kept.values()) > KEPT_BYTES:
+                        self._kept.popitem(last=False)
+            return known
+
+    def _tried(self, grammar: str) -> Compiled:
+        try:
+            size = self._trial.bytes_of(_sized(grammar))
+            if size > MOST_BYTES:
+                raise ValueError(f"compiled it takes {size >> 20} MiB; at most {MOST_BYTES >> 20} are given")
+            matcher = llguidance.LLMatcher(self.tokens, grammar, log_level=0, limits=LIMITS)
+            if matcher.is_error():
+                raise ValueError(matcher.get_error().splitlines()[0])
+        except ValueError as error:
+            raise ValueError(f"the grammar cannot be used: {error}") from error
+        return Compiled(matcher, size)
+
+    def _described(self) -> dict[str, Any]:
+        backend = copy(self._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return {"tokenizer": backend.to_str(), "vocabulary": self._size, "ends": self.tokens.eos_tokens}

@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from weft.engine.grammar import Grammar
+from weft.engine.grammar import Compiled, Grammar
 from weft.kv.manager import Holding
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
@@ -25,9 +25,9 @@ class SamplingParams:
     are as in OpenAI's and vLLM's APIs.
 
     logit_bias: (token, what is added to its logit). bad_words: each as its tokens. allowed_token_ids: None for all.
-    grammar: of llguidance, which the answer's text follows (`weft.engine.grammar`); min_tokens and bad_words do not
-    count then. keep_stop: a stop string or token is a part of the text. keep_special: so are special tokens.
-    stop_after: strings that end the text and are a part of it in any case.
+    grammar: of llguidance, which the answer's text follows (`weft.engine.grammar`), or compiled already; min_tokens and
+    bad_words do not count then. keep_stop: a stop string or token is a part of the text. keep_special: so are special
+    tokens. stop_after: strings that end the text and are a part of it in any case.
     """
 
     max_tokens: int | None = 16
@@ -48,7 +48,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
-    grammar: str | None = None
+    grammar: str | Compiled | None = None
     keep_stop: bool = False
     keep_special: bool = False
     stop_after: tuple[str, ...] = ()
@@ -131,7 +131,7 @@ class Output(Struct, frozen=True, gc=False):
     finish_reason: set on the last. stop_reason: the stop string or token that matched. The counts are totals so far.
     error: why an answer ended before its time: with "error", "timeout", and "abort" where it was not its client who
     wanted that. queue_s: seconds that it waited for a place in the batch. prompt_logprobs: of the prompt's tokens but
-    the first, in the first increment, where they were asked for.
+    the first, in the first increment, where they were asked for. refused: the error follows from the request alone.
     """
 
     text: str
@@ -145,6 +145,7 @@ class Output(Struct, frozen=True, gc=False):
     error: str | None = None
     queue_s: float = 0.0
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    refused: bool = False
 
 
 @dataclass(eq=False, slots=True)

@@ -128,9 +128,9 @@ class Intake:
     ) -> AsyncGenerator[tuple[int, Output], None]:
         """(choice, increment) as they come, until every choice has ended; one choice for each prompt and params.
 
-        Cancels what still runs when the client is gone or the caller stops. ApiError: 400 for a prompt that the engine
-        refuses, 429 where too many wait, 500 where the answer cannot be made, 503 where the engine fails or the server
-        leaves, 504 where the request's time is over.
+        Cancels what still runs when the client is gone or the caller stops. ApiError: 400 for what the engine refuses,
+        at once or later, 429 where too many wait, 500 where the answer cannot be made, 503 where the engine fails or
+        the server leaves, 504 where the request's time is over.
         """
         if self.closed:
             raise self._leaving()
@@ -166,7 +166,7 @@ class Intake:
                 record.increment(choice, output)
                 if output.finish_reason in ("error", "timeout"):
                     ended = 503 if self.engine.state == "failed" else 500  # by a fault of this answer alone
-                    status = 504 if output.finish_reason == "timeout" else ended
+                    status = 504 if output.finish_reason == "timeout" else 400 if output.refused else ended
                     raise ApiError(status, output.error or "the engine failed")
                 if output.finish_reason:
                     del running[choice]

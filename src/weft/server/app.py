@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+import anyio
 from fastapi import FastAPI, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.middleware.cors import CORSMiddleware
@@ -18,6 +19,7 @@ from weft.bench.profile import LEAST_STEPS, watch_now
 from weft.engine.profiling import NotWatched
 from weft.server import errors, extras, routed
 from weft.server.answers import Intake
+from weft.server.bodies import SLOW_AT_ONCE
 from weft.server.completions import Service
 from weft.server.errors import ApiError
 from weft.server.guard import Guard
@@ -52,6 +54,7 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
+    app.state.slow = anyio.CapacityLimiter(SLOW_AT_ONCE)
     errors.install(app)
     created = int(time.time())
     card = {"id": model_name, "object": "model", "created": created, "owned_by": "weft"}

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any, TypeVar, get_type_hints
 
+import anyio
 import msgspec
 from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
@@ -22,6 +23,8 @@ T = TypeVar("T")
 B = TypeVar("B", bound=Body)
 SMALL = 4096
 """Bytes of a body that is read on the event loop: a thread would take longer to hear of it."""
+SLOW_AT_ONCE = 2
+"""Bodies that ask for what takes long."""
 MOST_VALUES = 2**20
 """Values in a body: the parser lets no other thread run until it has read them all."""
 MOST_CONTAINERS = 2**17
@@ -33,9 +36,13 @@ NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application
 
 
 async def work_on(request: Request, function: Callable[[B], T], body: B) -> T:
-    """What the function makes of a body; on a thread where that may take long, so that streams go on meanwhile."""
-    quick = request.state.small and not body.slow
-    return function(body) if quick else await run_in_threadpool(function, body)
+    """What the function makes of a body; on a thread where that may take long, so that streams go on meanwhile.
+
+    Bodies that are slow wait for each other, not on threads that others need.
+    """
+    if body.slow:
+        return await anyio.to_thread.run_sync(function, body, limiter=request.app.state.slow)
+    return function(body) if request.state.small else await run_in_threadpool(function, body)
 
 
 class JsonRoute(APIRoute):

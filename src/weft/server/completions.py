@@ -210,12 +210,11 @@ class Service:
         grammar = grammar or calls
         if grammar and start:
             grammar = after_thought(grammar, start, self.engine.language.grammars.named)
-        if grammar:
-            try:
-                self.engine.language.grammars.start(grammar)
-            except ValueError as error:
-                raise ApiError(400, str(error), param="response_format") from error
-        return body.sampling(self.engine.language, grammar=grammar, **more)
+        try:  # here, as this may be on a thread: the engine is handed requests on the event loop
+            compiled = self.engine.language.grammars.compiled(grammar) if grammar else None
+        except ValueError as error:
+            raise ApiError(400, str(error), param="response_format") from error
+        return body.sampling(self.engine.language, grammar=compiled, **more)
 
     async def _answer(
         self,

@@ -1,0 +1,154 @@
+"""A process in which grammars are compiled before this one does: `python -m weft.engine.trial`.
+
+llguidance may take minutes for a grammar of a hundred bytes, gigabytes, or all of the stack, which ends the process.
+Its own limits prevent none of these. So a grammar is tried in a fork of a process that knows the tokenizer, with limits
+that the kernel enforces. That process must stay single-threaded, as forks are made of it; it lives as long as its
+standard input is open. Its protocol is one JSON value a line:
+
+  in    {"tokenizer": TEXT, "vocabulary": N, "ends": [TOKEN, …]}    once; as `llguidance.LLTokenizer` takes it
+        GRAMMAR                                                     as `llguidance.LLMatcher` takes it
+  out   {"bytes": N}                                                what it takes in memory
+        {"error": LINE}                                             why it cannot be used
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import llguidance
+
+CPU_S = 2.0
+"""Of a processor, for one grammar."""
+MEMORY = 2**29
+"""Bytes of address space for one grammar, while it is compiled."""
+STACK = 2**20
+"""Bytes, of a thread that compiles here; any thread has more, so that what compiles here compiles there."""
+LIMITS = llguidance.LLParserLimits(max_items_in_row=8192, initial_lexer_fuel=750_000, verbose_errors=False)
+"""What llguidance allows; 900 optional properties take 3,600 items."""
+ENDED = {
+    signal.SIGPROF: f"compiling it takes more than {CPU_S:g} s of a processor",
+    signal.SIGSEGV: "it is nested too deeply, or has too many properties",
+    signal.SIGABRT: f"compiling it takes more than {MEMORY >> 20} MiB",
+}
+"""What it means that a fork was ended by a signal."""
+
+
+class Trial:
+    """The controller's end. tokenizer: makes the line that tells of it, when the process is first needed."""
+
+    def __init__(self, tokenizer: Callable[[], dict[str, Any]]):
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def bytes_of(self, grammar: str) -> int:
+        """What a grammar takes in memory. ValueError, in a line, for one that cannot be used."""
+        with self._lock:
+            reply = self._ask(grammar) or self._ask(grammar)  # the process itself may have been killed: once more
+        if reply is None:
+            raise ValueError("it cannot be compiled")
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        return int(reply["bytes"])
+
+    def _ask(self, grammar: str) -> dict[str, Any] | None:
+        """None where the process has ended, and is to be started anew."""
+        try:
+            if self._process is None:
+                self._process = self._start()
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._process.stdin.write(json.dumps(grammar).encode() + b"\n")
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            self._process = None
+            return None
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # A session of its own: Ctrl-C is for the controller.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "weft.engine.trial"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
+        weakref.finalize(self, _end, process)
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(self._tokenizer()).encode() + b"\n")
+        return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with process:  # closes its pipes and waits
+        process.kill()
+
+
+def main() -> None:
+    """Tries grammars until standard input ends."""
+    told = json.loads(sys.stdin.readline())
+    tokens = llguidance.LLTokenizer(told["tokenizer"], n_vocab=told["vocabulary"], eos_token=told["ends"] or None)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            _try_and_exit(tokens, line)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code < 0:
+            _say({"error": ENDED.get(signal.Signals(-code), "it cannot be compiled")})
+
+
+def _try_and_exit(tokens: llguidance.LLTokenizer, line: str) -> None:
+    size = _pages()[0]
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)  # which ends the process
+    threading.stack_size(STACK)
+    thread = threading.Thread(target=lambda: _say(_tried(tokens, json.loads(line))))
+    thread.start()
+    thread.join()
+    os._exit(0)
+
+
+def _tried(tokens: llguidance.LLTokenizer, grammar: str) -> dict[str, Any]:
+    before = _own()
+    matcher = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
+    # One step as well: what the first row of the parser holds is known then.
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    if mask:
+        matcher.consume_token((mask & -mask).bit_length() - 1)
+    if error := matcher.get_error():
+        return {"error": error.splitlines()[0]}
+    return {"bytes": max(_own() - before, len(grammar))}
+
+
+def _own() -> int:
+    """Bytes in memory that are of no file."""
+    _, resident, of_files, *_ = _pages()
+    return resident - of_files
+
+
+def _pages() -> list[int]:
+    """Bytes of this process: of address space, in memory, in memory of files, and others."""
+    with open("/proc/self/statm") as file:
+        return [int(pages) * resource.getpagesize() for pages in file.read().split()]
+
+
+def _say(what: dict[str, Any]) -> None:
+    os.write(1, json.dumps(what).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,14 +8,16 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from e2e.here import weft_here
+from weft.bench.baselines import DeepSpeed, build_deepspeed
 from weft.cli import bench_collectives, bench_dcp, bench_latency, tune
 
 MODULES = {
@@ -127,6 +129,50 @@ def test_flashinfer_is_compared_with_where_it_is_installed(monkeypatch: pytest.M
     assert given == [["nccl", "window", "symm", "flashinfer"], ["nccl", "window", "symm"]]
     wanted = refused(*command, "--baselines", "flashinfer").split()[-1]
     assert f'bench-gpu = ["{wanted}"]' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+
+
+def test_deepspeeds_kernel_is_compiled_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks wait a minute for each other; a compiler may take longer."""
+    begun: list[tuple[int, Any]] = []
+    ended: list[int] = []
+
+    def run(world: int, work: Any, *args: Any) -> Iterator[Any]:
+        assert len(ended) == len(begun), "the one before has not ended"
+        begun.append((world, work))
+        yield from ()
+        ended.append(world)
+
+    monkeypatch.setattr(bench_collectives, "run_ranks", run)
+    command = ["bench", "collectives", "--ranks", "2", "3", "--sizes", "1K"]
+    code, _, err = weft_here(*command, "--baselines", "gloo", "deepspeed")
+    measured_by = bench_collectives.cpu.measure
+    assert code == 0 and begun == [(1, build_deepspeed), (2, measured_by), (3, measured_by)]
+    assert err == "compiling DeepSpeed's kernel, which takes minutes the first time\n"
+    begun.clear(), ended.clear()
+    assert weft_here(*command)[0] == 0 and begun == [(2, measured_by), (3, measured_by)]
+
+
+def test_deepspeed_is_loaded_without_the_settings_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And what is compiled is what ranks load."""
+    calls: list[tuple[str, ...]] = []
+    module = SimpleNamespace(initialize=lambda world, rank: calls.append(("initialize", str(world), str(rank))))
+
+    class Builder:
+        def load(self, verbose: bool) -> Any:
+            calls.append(("load", os.environ["DS_ACCELERATOR"], os.environ.get("WORLD_SIZE", "")))
+            return module
+
+    fake: Any = ModuleType("deepspeed.ops.op_builder.cpu")
+    fake.ShareMemCommBuilder = Builder
+    for name in ("deepspeed", "deepspeed.ops", "deepspeed.ops.op_builder"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    monkeypatch.setattr(torch.ops.deepspeed, "inference_all_reduce_", SimpleNamespace(default=abs), raising=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "environ", {})
+        build_deepspeed(0, tmp_path, print)
+        DeepSpeed(2, 1, tmp_path, lambda: calls.append(("barrier",)))
+    assert calls == [("load", "cpu", ""), ("load", "cpu", "2"), ("barrier",), ("initialize", "2", "1"), ("barrier",)]
 
 
 @pytest.mark.usefixtures("no_ranks")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.bench.ranks import Report
 from weft.comm.transport import CommError
 from weft.place.spec import Mesh
 
@@ -64,8 +65,27 @@ class Gloo:
         dist.destroy_process_group()
 
 
+def build_deepspeed(rank: int, directory: Path, report: Report) -> None:
+    """Compiles DeepSpeed's kernel where that has not been done, in a process of its own; see `run_ranks`.
+
+    It may take longer than ranks wait for each other. Raises CommError where DeepSpeed is not installed.
+    """
+    _load_deepspeed()
+
+
+def _load_deepspeed() -> Any:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+    except ImportError as error:
+        raise CommError(
+            f"DeepSpeed is not installed ({error}); docs/shared-memory.md says how, or leave it out of --baselines"
+        ) from error
+    return ShareMemCommBuilder().load(verbose=False)
+
+
 class DeepSpeed:
-    """DeepSpeed's shared-memory all_reduce, called directly, in place. Raises CommError where it is not installed.
+    """DeepSpeed's shared-memory all_reduce, called directly, in place, once `build_deepspeed` has compiled it.
 
     It reads its settings from the environment, leaves its segments in /dev/shm, and starts once in a process's life.
     """
@@ -74,19 +94,10 @@ class DeepSpeed:
 
     def __init__(self, world: int, rank: int, directory: Path, barrier: Callable[[], None]):
         port = str(20000 + sum(str(directory).encode()) * 7919 % 20000)
-        os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(world), "WORLD_SIZE": str(world)}
+        os.environ |= {"LOCAL_SIZE": str(world), "WORLD_SIZE": str(world)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        try:
-            from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
-        except ImportError as error:
-            raise CommError(
-                f"DeepSpeed is not installed ({error}); docs/shared-memory.md says how, or leave it out of --baselines"
-            ) from error
-        module: Any = None
-        if rank == 0:
-            module = ShareMemCommBuilder().load(verbose=False)  # compiles the first time
+        module = _load_deepspeed()
         barrier()
-        module = module or ShareMemCommBuilder().load(verbose=False)
         module.initialize(world, rank)
         barrier()
         if rank == 0:

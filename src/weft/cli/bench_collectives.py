@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.progress import Progress
 
 from weft.bench import collectives as cpu
 from weft.bench import cuda as gpu
+from weft.bench.baselines import build_deepspeed
 from weft.bench.gpu_baselines import INSTALL_FLASHINFER, has_flashinfer
 from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
@@ -23,6 +25,8 @@ from weft.comm.shm import MAX_RANKS, ShmTuning
 from weft.place.cost import host_table, read_tuning
 
 OURS = ("shm", "peer")
+Work = tuple[str, int | None, Iterator[Any]]
+"""What is done, how many cases that are (None: it is no measurement), and the Timing of each."""
 LABEL = 13
 """Width of the column that says which case a row is."""
 
@@ -74,14 +78,17 @@ class Command:
         timings: list[Any] = []
         try:
             with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-                for ranks, cases, results in work:
-                    task = bar.add_task(f"{ranks} ranks", total=cases)
+                for what, cases, results in work:
+                    task = bar.add_task(what, total=cases)
+                    if not cases and not console.is_terminal:
+                        print(what, file=sys.stderr, flush=True)
                     for timing in results:
                         if not timings or heading(timing) != heading(timings[-1]):
                             print(heading(timing))
                         timings.append(timing)
                         print(line(timing), flush=True)
                         bar.advance(task)
+                    bar.update(task, total=cases or 1, completed=cases or 1)
         finally:
             if self.json is not None and timings:  # also what an interrupted run has found so far
                 head = {"what": f"weft bench collectives --device {self.device}", "host": describe_host()}
@@ -90,13 +97,20 @@ class Command:
                 self.json.write_text(f'{head_text},\n "rows": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n")
         return 0
 
-    def _on_cpus(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
+    def _on_cpus(self) -> Iterator[Work]:
         baselines = self._baselines(("gloo",), ("gloo", "deepspeed"))
         edges = self._edges(cpu.EDGES)
         sizes = [parse_size(s) for s in self.sizes]
         dtypes = self.dtypes or ("bf16", "fp32")
         tuning = read_tuning(host_table(), "shm_tuning", ShmTuning)
-        for ranks in self._ranks((2, 4), MAX_RANKS):
+        numbers = self._ranks((2, 4), MAX_RANKS)
+        if "deepspeed" in baselines:
+            yield (
+                "compiling DeepSpeed's kernel, which takes minutes the first time",
+                None,
+                run_ranks(1, build_deepspeed),
+            )
+        for ranks in numbers:
             mixed = ranks >= 4 and ranks % 2 == 0
             cases = [
                 cpu.Case(ranks, edge, dtype, size)
@@ -105,9 +119,9 @@ class Command:
                 for dtype in (dtypes if edge != "barrier" else dtypes[:1])
                 for size in (sizes if edge != "barrier" else sizes[:1])
             ]
-            yield ranks, len(cases), run_ranks(ranks, cpu.measure, cases, baselines, tuning)
+            yield f"{ranks} ranks", len(cases), run_ranks(ranks, cpu.measure, cases, baselines, tuning)
 
-    def _on_gpus(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
+    def _on_gpus(self) -> Iterator[Work]:
         have, known = torch.cuda.device_count(), ("nccl", "window", "symm", "flashinfer")
         if have < 2:
             raise UserError(f"--device cuda takes two GPUs or more; this machine has {have}")
@@ -126,7 +140,7 @@ class Command:
                 for rows in self.rows
             ]
             tunings = {"peer": read_tuning(host_table(gpus=True), "peer_tuning", PeerTuning)}
-            yield ranks, len(cases), run_ranks(ranks, gpu.measure, cases, tunings, baselines)
+            yield f"{ranks} ranks", len(cases), run_ranks(ranks, gpu.measure, cases, tunings, baselines)
 
     def _ranks(self, default: tuple[int, ...], most: int) -> tuple[int, ...]:
         if not all(2 <= n <= most for n in self.ranks):

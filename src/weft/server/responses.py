@@ -5,27 +5,26 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field, ValidationError
 
-from weft.server.answers import Choice, usage
+from weft.engine.request import Output
+from weft.server.answers import usage
 from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest
 from weft.server.completions import ChatJob, Service
 from weft.server.errors import ApiError, field_errors
 from weft.server.forms import Call
 from weft.server.items import messages_of
+from weft.server.parted import Parted, respond
 from weft.server.protocol import HARMLESS, Body, JsonSchema, SharedRequest, Text
-from weft.server.record import heard
 from weft.server.stored import Store, Stored
-from weft.server.tools import Parser, Parts
-from weft.server.wire import EventStream
+from weft.server.tools import Parser
 
 Kind = Literal["message", "reasoning"]
 PARTS: dict[Kind, dict[str, Any]] = {
@@ -181,61 +180,26 @@ class Responses:
         service = self._service
         (prompt, params, parsers), items = await work_on(request, partial(self._chat, self._before(body)), body)
         stream = service.intake.answers(request, [prompt], [params], service.sharing(body, request))
-        stores = self._store is not None and body.store is not False
-        made = _Made(body, service.model_name, prompt, parsers() if parsers else None, stores)
+        made = _Made(body, service.model_name, prompt, parsers() if parsers else None)
+        if self._store is not None and body.store is not False:
+            made.stored = partial(self._put, self._store, items)
+        return await respond(request, stream, made, body.stream)
 
-        def end() -> list[bytes]:
-            events = made.end()
-            if self._store is not None and stores and made.whole:  # before its client hears of the end
-                self._store.put(made.id, Stored(_json(made.body()), (*items, _json(made.items))))
-            return events
-
-        if body.stream:
-            first = await anext(stream, None)  # a refusal must still be an HTTP status
-
-            async def events() -> AsyncIterator[bytes]:
-                try:
-                    for event in made.begin():
-                        yield event
-                    async with aclosing(stream):
-                        if first is not None:
-                            for event in made.increment(first[1]):
-                                yield event
-                            async for _, output in stream:
-                                for event in made.increment(output):
-                                    yield event
-                    for event in end():
-                        yield event
-                except Exception as error:
-                    said = heard(error, request.scope["state"])
-                    yield made.event("error", message=said.message, code=said.code, param=said.param)
-
-            return EventStream(events())
-        async with aclosing(stream):
-            async for _, output in stream:
-                list(made.increment(output))
-        if not made.whole:
-            return Response(status_code=499)  # the client has gone: nobody reads this
-        end()
-        return JSONResponse(made.body())
+    def _put(self, store: Store, before: tuple[bytes, ...], made: _Made) -> None:
+        store.put(made.id, Stored(_json(made.body()), (*before, _json(made.items))))
 
 
-class _Made:
-    """A response as far as it has come, and the events that tell of it."""
+class _Made(Parted):
+    """A response as far as it has come, and the events that tell of it. stored: called with it once it is whole."""
 
-    def __init__(self, body: ResponsesRequest, model: str, prompt: list[int], parser: Parser | None, stores: bool):
-        self._asked, self._model, self._prompt, self._stores = body, model, prompt, stores
+    def __init__(self, body: ResponsesRequest, model: str, prompt: list[int], parser: Parser | None):
+        super().__init__(parser)
+        self._asked, self._model, self._prompt = body, model, prompt
+        self.stored: Callable[[_Made], None] | None = None
         self.id, self._created, self._number = f"resp_{uuid.uuid4().hex}", int(time.time()), 0
-        self._parser = parser
         self.items: list[dict[str, Any]] = []
         self._open: Kind | Literal["function_call"] | None = None
         self._text = ""
-        self.choice = Choice()
-
-    @property
-    def whole(self) -> bool:
-        """Whether its last increment has come."""
-        return self.choice.last is not None and self.choice.last.finish_reason is not None
 
     def body(self, status: str | None = None) -> dict[str, Any]:
         """The whole response."""
@@ -255,7 +219,7 @@ class _Made:
             "output": self.items,
             "parallel_tool_calls": asked.parallel_tool_calls,
             "previous_response_id": asked.previous_response_id,
-            "store": self._stores,
+            "store": self.stored is not None,
             "temperature": asked.temperature,
             "text": {"format": {"type": "text"}} | asked.text.model_dump(exclude_unset=True),
             "tool_choice": asked.tool_choice,
@@ -285,12 +249,9 @@ class _Made:
         body = self.body("in_progress")
         return [self.event("response.created", response=body), self.event("response.in_progress", response=body)]
 
-    def increment(self, output: Any) -> list[bytes]:
+    def increment(self, output: Output) -> list[bytes]:
         """The events of an increment."""
-        self.choice.add(output)
-        parts = Parts(output.text)
-        if self._parser is not None:
-            parts = self._parser.push(output.text, last=output.finish_reason is not None)
+        parts = self.add(output)
         events = self._argument_events(parts.arguments)
         events += self._text_events(parts.thought, "reasoning") if parts.thought else []
         events += self._text_events(parts.text) if parts.text else []
@@ -303,7 +264,13 @@ class _Made:
         events = [] if self.items else self._text_events("")  # an empty answer is a message too
         events += self._close()
         body = self.body()
+        if self.stored is not None and self.whole:  # before its client hears of the end
+            self.stored(self)
         return [*events, self.event(f"response.{body['status']}", response=body)]
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event of an error."""
+        return self.event("error", message=error.message, code=error.code, param=error.param)
 
     def _text_events(self, text: str, kind: Kind = "message") -> list[bytes]:
         """Of more text of the open item, or of a new one where that is of another kind."""

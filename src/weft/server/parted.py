@@ -1,0 +1,82 @@
+"""Answers that are told part by part: as events while they come, or as a whole in the end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from weft.engine.request import Output
+from weft.server.answers import Choice
+from weft.server.errors import ApiError
+from weft.server.record import heard
+from weft.server.tools import Parser, Parts
+from weft.server.wire import EventStream
+
+
+class Parted:
+    """An answer as far as it has come. parser: tells its parts apart; None: it is all text."""
+
+    def __init__(self, parser: Parser | None):
+        self._parser = parser
+        self.choice = Choice()
+
+    @property
+    def whole(self) -> bool:
+        """Whether its last increment has come."""
+        return self.choice.last is not None and self.choice.last.finish_reason is not None
+
+    def add(self, output: Output) -> Parts:
+        """Takes an increment: what has become clear."""
+        self.choice.add(output)
+        if self._parser is None:
+            return Parts(output.text)
+        return self._parser.push(output.text, last=output.finish_reason is not None)
+
+
+class Shape(Protocol):
+    """How an endpoint tells it: the events of its beginning, of each increment and of its end, or the whole body."""
+
+    @property
+    def whole(self) -> bool: ...
+    def begin(self) -> Sequence[bytes]: ...
+    def increment(self, output: Output) -> Sequence[bytes]: ...
+    def end(self) -> Sequence[bytes]: ...
+    def failed(self, error: ApiError) -> bytes: ...
+    def body(self) -> dict[str, Any]: ...
+
+
+async def respond(
+    request: Request, stream: AsyncGenerator[tuple[int, Output], None], made: Shape, streamed: bool
+) -> Response:
+    """The response of a request with one choice, whose increments these are."""
+    if streamed:
+        first = await anext(stream, None)  # a refusal must still be an HTTP status
+
+        async def events() -> AsyncIterator[bytes]:
+            try:
+                for event in made.begin():
+                    yield event
+                async with aclosing(stream):
+                    if first is not None:
+                        for event in made.increment(first[1]):
+                            yield event
+                        async for _, output in stream:
+                            for event in made.increment(output):
+                                yield event
+                for event in made.end():
+                    yield event
+            except Exception as error:
+                yield made.failed(heard(error, request.scope["state"]))
+
+        return EventStream(events())
+    async with aclosing(stream):
+        async for _, output in stream:
+            made.increment(output)
+    if not made.whole:
+        return Response(status_code=499)  # the client has gone: nobody reads this
+    made.end()
+    return JSONResponse(made.body())

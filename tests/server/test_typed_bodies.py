@@ -16,6 +16,7 @@ from server.conftest import Served
 from server.test_tools import TEMPLATE
 from weft.server.chats import ChatRequest, Function, Message
 from weft.server.items import ITEMS
+from weft.server.messages import InputMessage, MessagesRequest
 from weft.server.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.server.responses import ResponsesRequest
 
@@ -23,6 +24,7 @@ ROUTES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -50,6 +52,9 @@ OVERRIDES: dict[str, st.SearchStrategy[Any]] = {  # by a field's name: few token
     "ResponsesRequest.tools": st.lists(
         st.deferred(lambda: objects(Function)).map({"type": "function"}.__or__), max_size=2
     ),
+    "MessagesRequest.messages": st.deferred(lambda: st.lists(objects(InputMessage), min_size=1, max_size=3)),
+    "InputMessage.role": st.sampled_from(["user", "assistant"]),
+    "input_schema": SCHEMAS,
     "max_tokens": st.just(1),
     "max_completion_tokens": st.just(1),
     "max_output_tokens": st.just(1),
@@ -67,7 +72,7 @@ OVERRIDES: dict[str, st.SearchStrategy[Any]] = {  # by a field's name: few token
     "model": st.just("small"),
     "role": st.sampled_from(["user", "assistant", "system", "developer", "tool"]),
     "messages": st.deferred(lambda: st.lists(objects(Message), min_size=1, max_size=3)),
-    "input": TEXT
+    "ResponsesRequest.input": TEXT
     | st.lists(st.deferred(lambda: st.one_of([objects(item) for item in ITEMS.values()])), min_size=1, max_size=3),
     "parameters": SCHEMAS,
     "schema": SCHEMAS,
@@ -150,7 +155,8 @@ def test_no_body_is_the_servers_fault(served: Served, path: str, made: Any, monk
             answer = http.post(path, content=written(body), headers={"Content-Type": "application/json"})
             assert answer.status_code < 500 and "internal error" not in answer.text, answer.text
             if answer.status_code >= 400:
-                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+                shape = {"message", "type"} if path == "/v1/messages" else {"message", "type", "param", "code"}
+                assert set(answer.json()["error"]) == shape
 
         check()
         assert http.get("/health").status_code == 200

@@ -23,6 +23,7 @@ from weft.server.bodies import SLOW_AT_ONCE
 from weft.server.completions import Service
 from weft.server.errors import ApiError
 from weft.server.guard import Guard
+from weft.server.messages import Messages
 from weft.server.options import Options
 from weft.server.responses import Responses
 from weft.server.templates import Templates
@@ -43,7 +44,7 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # they would lead to whatever the Host header says
-        responses=errors.RESPONSES,
+        responses=errors.described(errors.ErrorBody),
     )
     app.add_middleware(Guard, options=options, metrics=intake.metrics)
     if options.cors_origins:  # outermost: a browser asks without the key whether it may ask
@@ -63,6 +64,7 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
     service = Service(intake, model_name, templates, options.reasoning_parser, options.any_whitespace)
     app.include_router(service.router())
     app.include_router(Responses(service, options.max_stored_bytes).router())
+    app.include_router(Messages(service).router())
     app.include_router(extras.router(service))
     app.include_router(routed.router(service))
 

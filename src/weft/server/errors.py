@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`; of /v1/messages in Anthropic's."""
 
 from __future__ import annotations
 
@@ -29,11 +29,24 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"description": "What the client can put right", "model": ErrorBody},
-    "5XX": {"description": "What it cannot", "model": ErrorBody},
-}
-"""Of every path, in the schema."""
+class AnthropicDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicBody(BaseModel):
+    """What errors of /v1/messages are answered with."""
+
+    type: Literal["error"]
+    error: AnthropicDetail
+
+
+def described(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """What a path's errors look like, for the schema."""
+    return {
+        "4XX": {"description": "What the client can put right", "model": body},
+        "5XX": {"description": "What it cannot", "model": body},
+    }
 
 
 class ApiError(Exception):
@@ -57,9 +70,27 @@ class ApiError(Exception):
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The error as a response."""
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        """The error as a response. path: of the request, whose clients know one shape."""
+        body = anthropic_body(self) if path.startswith("/v1/messages") else self.body()
+        return JSONResponse(body, status_code=self.status, headers=self.headers)
+
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Of errors with these statuses."""
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """The error as Anthropic's clients read it."""
+    kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
@@ -73,22 +104,22 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return field_errors(error.errors(), error.body).response()
+        return field_errors(error.errors(), error.body).response(request.url.path)
 
     @app.exception_handler(EngineError)
     async def engine_failed(request: Request, error: EngineError) -> JSONResponse:
-        return ApiError(503, str(error)).response()
+        return ApiError(503, str(error)).response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)
         if error.status_code == 404:
             message = f"there is no path {request.url.path} here; GET /openapi.json names those that there are"
-        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response(request.url.path)
 
 
 def field_errors(problems: Sequence[Any], body: Any, place: str = "") -> ApiError:

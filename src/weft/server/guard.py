@@ -57,7 +57,7 @@ class Guard:
             await send(message)
 
         if refusal := self._refusal(scope["path"], headers):
-            return await refusal.response()(scope, receive, reply)
+            return await refusal.response(scope["path"])(scope, receive, reply)
 
         async def limited() -> Message:
             nonlocal left, unread
@@ -74,7 +74,7 @@ class Guard:
         except Exception as error:
             refusal = heard(error, state)
             if not begun:
-                await refusal.response()(scope, receive, reply)
+                await refusal.response(scope["path"])(scope, receive, reply)
         finally:
             if (record := state.get("record")) is not None:
                 record.end()
@@ -83,8 +83,10 @@ class Guard:
         """Why a request is not even read."""
         key = self._options.api_key
         if key is not None and path not in OPEN_PATHS:
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not secrets.compare_digest(given.strip().encode(), key.encode()):
+            scheme, _, bearer = headers.get("authorization", "").partition(" ")
+            # Anthropic's clients send x-api-key.
+            given = (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+            if not any(secrets.compare_digest(each.strip().encode(), key.encode()) for each in given):
                 message = "wrong or missing API key; send it as 'Authorization: Bearer KEY'"
                 return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         length = headers.get("content-length", "")

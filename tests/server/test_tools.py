@@ -18,6 +18,7 @@ from weft.engine.grammar import Grammars
 from weft.server.answers import Intake
 from weft.server.chats import ChatRequest
 from weft.server.completions import Service
+from weft.server.errors import ApiError
 from weft.server.forms import FORMS, Form, form_of
 from weft.server.metrics import Metrics
 from weft.server.tools import Parts, parser
@@ -328,12 +329,50 @@ def test_a_grammar_takes_what_its_parser_reads(chat_model_dir: Path, form: Form,
     tokenizer.add_tokens(tokens, special_tokens=marks == "special tokens")
     grammars = Grammars(tokenizer, len(tokenizer), [0])
     grammar = form.grammar([t["function"] for t in TOOLS], several=True, named=grammars.named)
-    state = grammars.start(grammar)
-    for token in tokenizer.encode(SPELLED[form], add_special_tokens=False):
-        assert state.mask(b"")[token // 8] >> token % 8 & 1, tokenizer.decode([token])
-        state.accept(token)
-    assert state.mask(b"")[0] & 1, "it may end here"
+    for spelled in (SPELLED[form], SPELLED[form].replace("Bern", "Be")):
+        state = grammars.start(grammar)
+        for token in tokenizer.encode(spelled, add_special_tokens=False):
+            assert state.mask(b"")[token // 8] >> token % 8 & 1, tokenizer.decode([token])
+            state.accept(token)
+        assert state.mask(b"")[0] & 1, "it may end here"
     assert parse([SPELLED[form]], form, [WEATHER, TIME])[1] == [("time", {"city": "Bern"})]
+
+
+@pytest.mark.parametrize("marks", ["text", "special tokens"])
+@pytest.mark.parametrize("form", FORMS, ids=NAMES)
+def test_strict_calls_are_held_to_their_schema_among_free_text(chat_model_dir: Path, form: Form, marks: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(chat_model_dir)
+    if marks == "special tokens":
+        tokenizer.add_special_tokens({"additional_special_tokens": list(form.tokens)})
+    grammars = Grammars(tokenizer, len(tokenizer), [0])
+    asked = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+    assert ChatRequest.model_validate(asked).calls_grammar(form, grammars) is None
+    strict = [TOOLS[0], {"type": "function", "function": TOOLS[1]["function"] | {"strict": True}}]
+    body = ChatRequest.model_validate(asked | {"tools": strict})
+    if form is HARMONY and marks == "text":
+        with pytest.raises(ApiError, match="strict is not supported with this tokenizer"):
+            body.calls_grammar(form, grammars)
+        return
+    grammar = body.calls_grammar(form, grammars)
+    assert grammar is not None
+
+    def taken(text: str) -> int:
+        """Characters that may come, and whether the text may end there."""
+        state = grammars.start(grammar)
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        for at, token in enumerate(tokens):
+            if not state.mask(b"")[token // 8] >> token % 8 & 1:
+                return len(tokenizer.decode(tokens[:at]))
+            state.accept(token)
+        return len(text) if state.mask(b"")[0] & 1 else -1
+
+    call = SPELLED[form].replace("Bern", "Ber")
+    other = call.replace("city", "town")
+    before = {HARMONY: THOUGHT, LLAMA: ""}.get(form, "I look: a < b, <tool, {}.\n")
+    free = THOUGHT + FINAL if form is HARMONY else "Hello {you} <b>\n"
+    texts = [free, before + call] + ([] if form in (HARMONY, LLAMA) else [before + call + call, call + "\nBye <b"])
+    assert [taken(text) for text in texts] == [len(text) for text in texts]
+    assert taken(before + other) == len(before) + other.index("town")
 
 
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from copy import deepcopy
 from types import UnionType
@@ -10,13 +11,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
-from server.conftest import Served
+from server.conftest import QuietEngine, Served
 from server.test_tools import TEMPLATE
+from weft.server.answers import Intake
 from weft.server.chats import ChatRequest, Function, Message
+from weft.server.completions import Service
+from weft.server.errors import ApiError
+from weft.server.forms import FORMS, Form
 from weft.server.items import ITEMS
 from weft.server.messages import InputMessage, MessagesRequest
+from weft.server.metrics import Metrics
 from weft.server.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.server.responses import ResponsesRequest
 
@@ -32,16 +38,18 @@ HUGE = "an integer of 5,000 digits"
 DEEP: Any = {"a": []}
 for _ in range(200):
     DEEP = {"a": [DEEP]}
-SCHEMAS: Any = st.sampled_from(
-    [
-        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-        {"enum": ["a", 1, None]},
-        {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}},
-        {"anyOf": []},
-        {"type": "nothing"},
-        {},
-    ]
-)
+SCHEMAS: Any = [
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    {"enum": ["a", 1, None]},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}},
+    {"anyOf": []},
+    {"type": "nothing"},
+    {},
+    {"properties": []},
+    {"properties": {"a": True, "b": {"enum": 5}}, "required": 5},
+    {"properties": {"a": {"type": "string", "maxLength": "many"}, "<b>\n": {"type": ["string", {}]}}},
+    {"properties": {"a": {"type": "string", "enum": ["x", None]}}, "required": [5, {}, "a"]},
+]
 TEXT = st.text('ab <>{}[]"\\\n\x00é😀', min_size=1, max_size=6)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 9) | st.floats(-2, 2) | TEXT,
@@ -74,9 +82,9 @@ OVERRIDES: dict[str, st.SearchStrategy[Any]] = {  # by a field's name: few token
     "messages": st.deferred(lambda: st.lists(objects(Message), min_size=1, max_size=3)),
     "ResponsesRequest.input": TEXT
     | st.lists(st.deferred(lambda: st.one_of([objects(item) for item in ITEMS.values()])), min_size=1, max_size=3),
-    "parameters": SCHEMAS,
-    "schema": SCHEMAS,
-    "guided_json": SCHEMAS,
+    "parameters": st.sampled_from(SCHEMAS),
+    "schema": st.sampled_from(SCHEMAS),
+    "guided_json": st.sampled_from(SCHEMAS),
     "regex": st.sampled_from(["[ab]+", "(", "a{100000}", "(?=a)"]),
     "guided_choice": st.just([]) | st.just([f"choice {i}" for i in range(50)]),
     "arguments": st.sampled_from(["{}", '{"a": 1}', "[1]", "{", "1" * 5000]),
@@ -141,17 +149,34 @@ def written(body: Any) -> bytes:
     return json.dumps(body).replace(json.dumps(HUGE), "7" * 5000).encode()
 
 
+@pytest.mark.parametrize("form", FORMS, ids=range(len(FORMS)))
+def test_no_schema_of_a_function_is_the_servers_fault(quiet: QuietEngine, form: Form) -> None:
+    """In every form, whether it must be called or is strict."""
+    service = Service(Intake(quiet, Metrics(quiet)), "small")  # type: ignore[arg-type]
+    quiet.tokenizer.chat_template = "".join("{# " + mark + " #}" for mark in form.marks)
+    for schema in SCHEMAS:
+        for more in ({"tool_choice": "required"}, {}):
+            function = {"name": "f", "parameters": schema, "strict": True}
+            body = {
+                "messages": [{"role": "user", "content": "a"}],
+                "tools": [{"type": "function", "function": function}],
+            }
+            with contextlib.suppress(ApiError, ValidationError):
+                service.chat_job(ChatRequest.model_validate(body | more))
+
+
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("made", [objects, nearly], ids=["valid", "nearly valid"])
 def test_no_body_is_the_servers_fault(served: Served, path: str, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.engine.tokenizer, "chat_template", TEMPLATE)
     with served.http() as http:
 
         @settings(
             max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
         )
-        @given(made(ROUTES[path]))
-        def check(body: Any) -> None:
+        @given(made(ROUTES[path]), st.sampled_from(FORMS))
+        def check(body: Any, form: Form) -> None:
+            marks = "".join("{# " + mark + " #}" for mark in form.marks)
+            monkeypatch.setattr(served.engine.tokenizer, "chat_template", marks + TEMPLATE)
             answer = http.post(path, content=written(body), headers={"Content-Type": "application/json"})
             assert answer.status_code < 500 and "internal error" not in answer.text, answer.text
             if answer.status_code >= 400:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from jinja2 import TemplateError
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from weft.engine.grammar import Grammars
 from weft.server.errors import ApiError
@@ -104,12 +104,25 @@ class Message(Body):
         return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
+def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    """As far as forms of calls read a schema; the rest is for whatever compiles it."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise ValueError("properties must be an object and required a list")
+    for name, kind in properties.items():
+        if isinstance(kind, dict) and not isinstance(kind.get("enum", []), list):
+            raise ValueError(f"the enum of {name} must be a list")
+        if isinstance(kind, dict) and not (isinstance(most := kind.get("maxLength", 0), int) and 0 <= most < 2**20):
+            raise ValueError(f"the maxLength of {name} must be an integer from 0 to {2**20}")
+    return schema
+
+
 class Function(Body):
     """parameters: a JSON schema."""
 
     name: Text = Field(min_length=1)
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_of_an_object)] | None = None
     strict: bool | None = None
 
 
@@ -164,7 +177,7 @@ class ChatRequest(CommonRequest):
 
     @property
     def slow(self) -> bool:
-        return self.must_call or self.chat_template is not None or super().slow
+        return self.must_call or self.strict or self.chat_template is not None or super().slow
 
     @property
     def must_call(self) -> bool:
@@ -188,10 +201,15 @@ class ChatRequest(CommonRequest):
         if self.must_call and not self.tools:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
 
+    @property
+    def strict(self) -> bool:
+        """Whether calls that the answer may hold follow the functions' schemas: all of them, where one is strict."""
+        return any(function.get("strict") for function in self.offered)
+
     def calls_grammar(self, form: Form | None, grammars: Grammars, *, any_whitespace: bool = False) -> str | None:
-        """Of answers that must be calls, in this form; None where they need not. grammars: what compiles it.
-        any_whitespace: in JSON, as in `weft.engine.grammar.schema_text`."""
-        if not self.must_call or form is None:
+        """Of answers that must be calls, or may have strict ones in them, in this form; None where they are free.
+        grammars: what compiles it. any_whitespace: in JSON, as in `weft.engine.grammar.schema_text`. ApiError 400."""
+        if form is None or not (self.must_call or self.strict):
             return None
         functions = self.offered
         if isinstance(self.tool_choice, NamedTool):
@@ -199,8 +217,15 @@ class ChatRequest(CommonRequest):
             functions = [f for f in functions if f["name"] == name]
             if not functions:
                 raise ApiError(400, f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
-        several = self.parallel_tool_calls and self.tool_choice == "required"
-        return form.grammar(functions, several, grammars.named, any_whitespace=any_whitespace)
+        several = self.parallel_tool_calls and self.tool_choice in ("required", "auto", None)
+        try:
+            return form.grammar(
+                functions, several, grammars.named, among_text=not self.must_call, any_whitespace=any_whitespace
+            )
+        except ValueError as error:
+            at = next((at for at, tool in enumerate(self.tools) if tool.function.strict), 0)
+            message = f"tools.{at}.function.strict is not supported with this tokenizer: {error}; leave it out"
+            raise ApiError(400, message, param=f"tools.{at}.function.strict") from error
 
     def template(self, tokenizer: Any) -> str:
         """Its own chat template, or the model's; empty where there is none."""

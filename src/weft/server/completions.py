@@ -201,9 +201,10 @@ class Service:
     def _params(
         self, body: CommonRequest, *, calls: str | None = None, start: Start | None = None, **more: Any
     ) -> SamplingParams:
-        """calls: the grammar of an answer that must be calls. start: where the answer has a thought."""
+        """calls: the grammar of an answer that must be calls, or may hold some, which none does that has another
+        grammar. start: where the answer has a thought."""
         grammar = grammar_of(body, any_whitespace=self.any_whitespace)
-        if grammar and calls:
+        if grammar and isinstance(body, ChatRequest) and body.must_call:
             raise ApiError(
                 400, "tool_choice and response_format ask for two grammars; ask for one", param="tool_choice"
             )

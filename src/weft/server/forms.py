@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from weft.engine.grammar import schema_text
 
+TEXT = "TEXT: /(.|\\n)+/\n"
+"""A terminal of Lark: whatever matches no special token."""
 MOST_CALLS = 16
 """Calls in one answer that must be calls."""
 Functions = Sequence[dict[str, Any]]
@@ -60,26 +62,52 @@ class Form:
     channels: bool = False
 
     def grammar(
-        self, functions: Functions, several: bool, named: Collection[str] = (), *, any_whitespace: bool = False
+        self,
+        functions: Functions,
+        several: bool,
+        named: Collection[str] = (),
+        *,
+        among_text: bool = False,
+        any_whitespace: bool = False,
     ) -> str:
-        """Of answers that are calls of these functions, and nothing else. named: tokens; see `Grammars.named`.
-        any_whitespace: in JSON, as in `weft.engine.grammar.schema_text`."""
-        literal = literals(set(named) & set(self.tokens))
+        """Of answers that are calls of these functions, and nothing else, or text with such calls in it.
+
+        named: tokens; see `Grammars.named`. any_whitespace: in JSON, as in `weft.engine.grammar.schema_text`.
+        ValueError where text has no calls in it in this form.
+        """
+        named = set(named) & set(self.tokens)
+        literal = literals(named)
+        if among_text and self.begin and self.begin not in named:  # what begins a call is then the end of a text
+            literal = literals({*named, self.begin}, {self.begin: "begun"})
         calls = "call"
         if several and not self.channels:
             calls += f" ({literal(self.between)} call)~0..{MOST_CALLS - 1}"
-        call = self.call(functions, literal, partial(schema_text, any_whitespace=any_whitespace))
-        return f"start: {literal(self.head)} {calls} {literal(self.tail)}\n{call}"
+        calls = f"{literal(self.head)} {calls} {literal(self.tail)}"
+        rules = self.call(functions, literal, partial(schema_text, any_whitespace=any_whitespace))
+        if not among_text:
+            return f"start: {calls}\n{rules}"
+        if self.channels:
+            if not {"<|channel|>", "<|message|>", "<|end|>", "<|start|>"} <= named:
+                raise ValueError("its marks are no tokens of this tokenizer")
+            start = 'start: (said <|end|> <|start|> "assistant")* (said | call)\n'
+            start += f"said: <|channel|> /analysis|commentary|final/ <|message|> TEXT?\n{TEXT}"
+        elif not self.begin:
+            start = f"start: {calls} | /(\\s*[^\\s{{](.|\\n)*)?/\n"
+        elif self.begin in named:
+            start = f"start: TEXT? (calls TEXT?)*\ncalls: {calls}\n{TEXT}"
+        else:
+            start = f"start: calls* TEXT?\ncalls: {calls}\nbegun[lazy]: /(.|\\n)*/ {_quoted(self.begin)}\n{TEXT}"
+        return start + rules
 
 
-def literals(named: Collection[str]) -> Literal:
-    """Writes texts in which these tokens are named."""
+def literals(named: Collection[str], rules: Mapping[str, str] = {}) -> Literal:
+    """Writes texts in which these tokens are named, or have a rule of this name."""
     among = re.compile("|".join(map(re.escape, sorted(named))) or "(?!)")
 
     def literal(text: str) -> str:
         parts = [_quoted(part) for part in among.split(text)]
         for at, token in enumerate(among.findall(text)):
-            parts.insert(2 * at + 1, token)  # Lark of llguidance names a token as it is written
+            parts.insert(2 * at + 1, rules.get(token, token))  # Lark of llguidance names a token as it is written
         return " ".join(part for part in parts if part != '""') or '""'
 
     return literal
@@ -187,9 +215,9 @@ def _read_xml(body: str, functions: Functions) -> list[Call]:
 
 def _xml_call(functions: Functions, literal: Literal, schema: Schema) -> str:
     around = literal("<tool_call>\n"), literal("</function>\n</tool_call>")
-    parameter = literal("<parameter="), literal(">\n"), literal("\n</parameter>\n")
+    parameter = literal("<parameter="), literal(">\n"), literal("</parameter>\n")
     names = [literal(f"<function={f['name']}>\n") for f in functions]
-    return _tagged_call(functions, literal, schema, names, around, parameter)
+    return _tagged_call(functions, literal, schema, names, around, parameter, line=True)
 
 
 def _tagged_call(
@@ -199,11 +227,14 @@ def _tagged_call(
     names: Sequence[str],
     around: tuple[str, str],
     parameter: tuple[str, ...],
+    line: bool = False,
 ) -> str:
     """Rules of a call whose parameters each stand in tags, in the schema's order; text holds no <, which would end it.
 
-    names: what each function begins with. parameter: before its key, between key and value, and after it.
+    names: what each function begins with. parameter: before its key, between key and value, and after it. line: a
+    value ends its line. As a text may hold line breaks too, and is matched as far as it goes, it is matched with that.
     """
+    end = "\n" if line else ""
     rules = [f"call: {around[0]} ({' | '.join(f'function{i}' for i in range(len(functions)))}) {around[1]}"]
     for i, (named, function) in enumerate(zip(names, functions, strict=True)):
         parameters, parts = _schema(function), [named]
@@ -212,11 +243,12 @@ def _tagged_call(
             parts.append(value if key in parameters.get("required", ()) else f"{value}?")
             rules.append(f"{value}: {parameter[0]} {literal(key)} {parameter[1]} {value}_value {parameter[2]}")
             if _is_text(kind) and "enum" in (kind or {}):
-                body = " | ".join(literal(str(choice)) for choice in kind["enum"])
+                body = " | ".join(literal(f"{choice}{end}") for choice in kind["enum"])
             elif _is_text(kind):
-                body = f"/[^<]{{0,{most}}}/" if (most := (kind or {}).get("maxLength")) else "/[^<]*/"
+                most = (kind or {}).get("maxLength", "")
+                body = f"/[^<]{{0,{most}}}{json.dumps(end)[1:-1]}/"
             else:
-                body = f"%json {schema(kind)}"
+                body = f"%json {schema(kind)} {literal(end)}"
             rules.append(f"{value}_value: {body}")
         rules.append(f"function{i}: {' '.join(parts)}")
     return "\n".join(rules) + "\n"

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
@@ -20,6 +21,7 @@ from weft.server.completions import Service
 from weft.server.forms import FORMS
 from weft.server.metrics import Metrics
 from weft.server.options import ReasoningParser
+from weft.server.parted import Parted
 from weft.server.thoughts import Start, ThoughtParser, after_thought, start_of
 from weft.server.tools import Parts, parser
 
@@ -99,6 +101,13 @@ def test_marks_that_are_special_tokens_are_seen_by_the_parser_alone(quiet: Quiet
     del quiet.language.special
     assert service(quiet).chat_job(body).params.keep_special
     assert parts(service(quiet), "<think>H<|x|>m</think>Y<|x|>es.") == Parts("Yes.", thought="Hm")
+
+
+def test_tokens_of_a_thought_are_counted() -> None:
+    made = Parted(ThoughtParser(parser(None), "inside"))
+    for at, piece in enumerate(["H", "m", "</think>", "Y", "es."], 1):
+        made.add(msgspec.structs.replace(output(piece), completion_tokens=at))
+    assert made.reasoning_tokens == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])

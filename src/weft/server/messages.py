@@ -274,7 +274,7 @@ class _Made(Parted):
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
         return head | {"content": self._blocks, **self._stop(), "usage": self._usage()}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         counts = usage([self._prompt], [self.choice])
         cached = counts["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -282,6 +282,7 @@ class _Made(Parted):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": self.reasoning_tokens},
         }
 
     def _stop(self) -> dict[str, str | None]:

@@ -18,11 +18,13 @@ from weft.server.wire import EventStream
 
 
 class Parted:
-    """An answer as far as it has come. parser: tells its parts apart; None: it is all text."""
+    """An answer as far as it has come. parser: tells its parts apart; None: it is all text. reasoning_tokens: up to the
+    end of its thought."""
 
     def __init__(self, parser: Parser | None):
         self._parser = parser
         self.choice = Choice()
+        self.reasoning_tokens = 0
 
     @property
     def whole(self) -> bool:
@@ -34,7 +36,10 @@ class Parted:
         self.choice.add(output)
         if self._parser is None:
             return Parts(output.text)
-        return self._parser.push(output.text, last=output.finish_reason is not None)
+        parts = self._parser.push(output.text, last=output.finish_reason is not None)
+        if parts.thought:
+            self.reasoning_tokens = output.completion_tokens
+        return parts
 
 
 class Shape(Protocol):

@@ -34,11 +34,11 @@ from weft.engine.answer import Answer
 from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, dtype_of
 from weft.engine.engine import Engine
-from weft.engine.planning import dealt_of
+from weft.engine.planning import plan_model, sharded_context
 from weft.engine.request import SamplingParams
 from weft.engine.transports import cost_model
-from weft.place.cost import Offer
-from weft.place.dcp import Dealt
+from weft.place.dcp import ShardedContext
+from weft.place.settle import Settlements
 
 
 def serve(engine: Engine, clients: int, requests: int, prompt: int, answer: int, most_s: float) -> dict[str, Any]:
@@ -93,13 +93,16 @@ def serve(engine: Engine, clients: int, requests: int, prompt: int, answer: int,
     }
 
 
-def planned(config: EngineConfig) -> tuple[Dealt, list[Offer]] | None:
+def planned(config: EngineConfig) -> tuple[ShardedContext, Settlements] | None:
     """What the plan of a configuration that has run weighs; None without dcp."""
-    mesh, table = config.mesh, cost_model(config)
-    if (dealt := dealt_of(config.read_model(), mesh, dtype_of(config))) is None:
+    mesh, model, dtype, table = config.mesh, config.read_model(), dtype_of(config), cost_model(config)
+    if mesh.dcp == 1:
         return None
     every = carriers(config).items()
-    return dealt, [offer_of(name, has, mesh, table.of(name, mesh.world), None) for name, has in every]
+    offers = [offer_of(name, has, mesh, table.of(name, mesh.world), None) for name, has in every]
+    planner = plan_model(model, mesh, dtype, offers, merge=config.dcp_exchange)
+    context = sharded_context(model, mesh, dtype, planner.chain)
+    return None if context is None else (context, planner.settlements)
 
 
 def against_plan(config: EngineConfig, itl: dict[tuple[int, int, int], float]) -> list[dict[str, Any]]:
@@ -110,13 +113,13 @@ def against_plan(config: EngineConfig, itl: dict[tuple[int, int, int], float]) -
     rows: list[dict[str, Any]] = []
     if (found := planned(config)) is None:
         return rows
-    (dealt, offers), dcp = found, config.dcp
+    (sharded, settlements), dcp = found, config.dcp
     longer: dict[int, list[tuple[int, float]]] = {}
     for (n, batch, context), ms in sorted(itl.items()):
         if n != dcp or (1, batch, context) not in itl:
             continue
         without = itl[1, batch, context]
-        predicted = dealt.exchange_us(batch, offers, config.dcp_exchange) - dealt.saved_us(offers) * batch * context
+        predicted = sharded.exchange_us(batch, settlements) - sharded.saved_us(settlements) * batch * context
         longer.setdefault(batch, []).append((context, ms - without))
         of = {"dcp": dcp, "batch": batch, "context": context, "itl_ms": {"dcp 1": without, f"dcp {dcp}": ms}}
         share = {"longer_by": ms / without - 1, "predicted_longer_by": predicted / 1e3 / without}
@@ -124,7 +127,7 @@ def against_plan(config: EngineConfig, itl: dict[tuple[int, int, int], float]) -
     for batch, lengths in longer.items():
         (near, more), (far, less) = lengths[0], lengths[-1]
         row: dict[str, Any] = {"dcp": dcp, "batch": batch, "between": [near, far]}
-        row["predicted_pays_from"] = dealt.pays_from(batch, offers, config.dcp_exchange)
+        row["predicted_pays_from"] = sharded.pays_from(batch, settlements)
         if more > less:
             row["pays_from"] = near + (far - near) * more / (more - less)
             row["of"] = row["predicted_pays_from"] / row["pays_from"]

@@ -103,12 +103,14 @@ def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For ranks that are threads: they take one's planner, whose making would be most of a small model's time."""
     lock, made = threading.Lock(), list[tuple[Any, Any]]()
 
-    def plan_once(*args: Any, plan: Any = runner.plan_model) -> Any:
+    planned = runner.plan_model
+
+    def plan_once(*args: Any, **named: Any) -> Any:
         with lock:
-            planner = next((planner for given, planner in made if given == args), None)
+            planner = next((planner for given, planner in made if given == (args, named)), None)
             if planner is None:
-                planner = plan(*args)
-                made.append((args, planner))
+                planner = planned(*args, **named)
+                made.append(((args, named), planner))
             return planner
 
     monkeypatch.setattr(runner, "plan_model", plan_once)

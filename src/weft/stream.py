@@ -11,32 +11,28 @@ several forms, `rows` names them all, a trace writes each down, and the plan say
 
 from __future__ import annotations
 
-import math
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from weft.comm.dispatch import DeviceDispatcher, Dispatcher, Dispatching, Work, no_rows
 from weft.comm.rows import StepRows
-from weft.comm.transport import COLLECTIVE, Epilogue, LiveSizes, Sizes, Transport
+from weft.comm.settle import Settler
+from weft.comm.stats import StepTimes
+from weft.comm.transport import Epilogue, LiveSizes, Sizes, Transport
 from weft.hidden import Hidden
 from weft.kernels import float8
 from weft.kernels.rows import add_rms_norm, quantising, rms_norm
+from weft.place.chain import Chain, Read
 from weft.place.experts import SEND, Dispatch
-from weft.place.plan import Chain, Counts, Plan, Planner, Read, ReadPlan
-from weft.place.show import fold
+from weft.place.plan import Plan, ReadPlan
 from weft.place.spec import Mesh, Placement, PlacementError, Rows
 from weft.place.step import NORMED, RESIDUAL, Step
 
-MOST_EVENTS = 4096
-"""How many timed calls are kept before those that have ended are added up."""
 OWN, GROUP, WORLD = Rows.OWN, Rows.GROUP, Rows.WORLD
 Takes = Rows | tuple[Rows, ...]
 """The rows that a block reads; several: any of these, whichever serves the whole model best."""
@@ -99,6 +95,11 @@ class TraceStream:
         """How many there were so far."""
         return len(self._reads)
 
+    @property
+    def site(self) -> str:
+        """Of the last read."""
+        return self._reads[-1].site
+
     def add(self, delta: Hidden) -> None:
         """Records a delta and its debt."""
         self._deltas.add(delta)
@@ -133,130 +134,25 @@ class TraceStream:
         return Chain(tuple(self._reads), self._empty.shape[1], self._empty.element_size())
 
 
-@dataclass(frozen=True)
-class StepStat:
-    """Totals of one communicating step. site: the read it serves, layers folded into `*`.
-
-    step: edge and placements; group: the group's name; count: calls; bytes: that the busiest rank must receive for it
-    (`weft.place.exchange.rows_received`), whatever the transport's algorithm moves beyond. seconds: in the calls of
-    steps that ran eagerly, as far as those that were timed in place tell, waiting for peers included; and in the calls
-    of replayed graphs, what each takes alone, entered by all ranks together. predicted: seconds by the cost model.
-    """
-
-    site: str
-    step: str
-    group: str
-    count: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    predicted: float = 0.0
-
-
-StepKey = tuple[str, str]
-"""A read's folded name and a step's text."""
-
-
-def step_key(site: str, step: Step) -> StepKey:
-    """By which a step's calls are added up. site: of its read."""
-    return fold(site), str(step)
-
-
-class StepTimes:
-    """What communicating steps take, from the calls that were timed: on a GPU by events, which nobody waits for."""
-
-    def __init__(self, device: torch.device):
-        self._gpu = device.type == "cuda"
-        self._totals: dict[tuple[Counts, StepKey], tuple[int, float]] = {}
-        self._events: deque[tuple[Counts, StepKey, torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    @contextmanager
-    def timed(self, counts: Counts, site: str, step: Step) -> Iterator[None]:
-        """Times what happens inside, as a range in torch's profiler too. counts: that the plan was made for."""
-        kind = step.edge.kind if step.edge is not None else ""
-        with record_function(f"{COLLECTIVE}{kind}"):
-            yield from self._timed(counts, step_key(site, step))
-
-    def _timed(self, counts: Counts, key: StepKey) -> Iterator[None]:
-        if self._gpu:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            yield
-            end.record()
-            self._events.append((counts, key, begin, end))
-            while len(self._events) > MOST_EVENTS and self._events[0][-1].query():
-                self._read_event()
-        else:
-            began = time.perf_counter()
-            yield
-            self._add(counts, key, time.perf_counter() - began)
-
-    def mean(self, counts: Counts, key: StepKey) -> float:
-        """Seconds of a call, of steps with other counts where none was timed of these; 0 where none was timed at all.
-
-        Waits for what a GPU has not yet done.
-        """
-        while self._events:
-            self._read_event()
-        known = self._totals.get((counts, key))
-        found = [known] if known else [total for (_, k), total in self._totals.items() if k == key]
-        return sum(seconds for _, seconds in found) / max(1, sum(calls for calls, _ in found))
-
-    def _read_event(self) -> None:
-        counts, key, begin, end = self._events.popleft()
-        end.synchronize()
-        self._add(counts, key, begin.elapsed_time(end) / 1e3)
-
-    def _add(self, counts: Counts, key: StepKey, seconds: float) -> None:
-        calls, total = self._totals.get((counts, key), (0, 0.0))
-        self._totals[counts, key] = (calls + 1, total + seconds)
-
-
-class Stats:
-    """StepStats by step, in the order first seen, worked out from plans and how often each was walked."""
-
-    def __init__(self) -> None:
-        self._by_step: dict[StepKey, StepStat] = {}
-        self._eager: Counter[tuple[StepKey, Counts]] = Counter()
-
-    def record(
-        self, planner: Planner, plan: Plan, counts: Counts, walks: int, alone: Mapping[StepKey, float] | None = None
-    ) -> None:
-        """Counts walks along a plan, each with `counts` tokens in each DP group.
-
-        alone: of walks by a graph, the seconds that a call of each step takes alone.
-        """
-        for read, step, edge in plan.moves():
-            key = step_key(read.site, step)
-            stat = self._by_step.get(key, StepStat(*key, edge.group or ""))
-            self._by_step[key] = replace(
-                stat,
-                count=stat.count + walks,
-                bytes=stat.bytes + walks * int(planner.bytes_received(edge, counts)),
-                seconds=stat.seconds + (walks * alone.get(key, 0.0) if alone else 0.0),
-                predicted=stat.predicted + (walks * step.us / 1e6 if step.us < math.inf else 0.0),
-            )
-            if alone is None:
-                self._eager[key, plan.counts] += walks
-
-    def table(self, times: StepTimes | None = None) -> list[StepStat]:
-        """The totals so far. times: of calls, to work out the seconds of eager steps by; without them these are 0."""
-        found = dict(self._by_step)
-        if times is not None:
-            for (key, counts), calls in self._eager.items():
-                found[key] = replace(found[key], seconds=found[key].seconds + calls * times.mean(counts, key))
-        return list(found.values())
-
-
 class Stream:
     """One forward pass of one rank along a plan.
 
     transports: by name, those that the planner was offered. rows: of this step; every rank passes the same counts.
-    times: where this pass is to be timed. Raises PlacementError where the model reads or adds otherwise than it was
-    traced, naming the block and both placements, before it communicates.
+    times: where this pass is to be timed. settler: carries out what blocks settle in between. Raises PlacementError
+    where the model reads or adds otherwise than it was traced, naming the block and both placements, before it
+    communicates.
     """
 
-    def __init__(self, plan: Plan, transports: Mapping[str, Transport], rows: StepRows, times: StepTimes | None = None):
+    def __init__(
+        self,
+        plan: Plan,
+        transports: Mapping[str, Transport],
+        rows: StepRows,
+        times: StepTimes | None = None,
+        settler: Settler | None = None,
+    ):
         self.mesh, self._plan, self._transports, self._rows, self._times = plan.mesh, plan, transports, rows, times
+        self._settler = settler
         self._local = next(iter(transports.values()))
         self._index = 0
         self._deltas = _Deltas()
@@ -290,6 +186,8 @@ class Stream:
             raise PlacementError(f"before {norm.path} the trace added {wanted}; now {self._deltas.named()} was added")
         assert read_plan is not None
         self._index += 1
+        if self._settler is not None:
+            self._settler.site = traced.site
         (value, quantised), target = self._walk(read_plan.steps, traced, norm), traced.target
         live, dispatch = self._live(target.rows, value), self._dispatch(read_plan, value.is_cuda)
         return Hidden(value, target, self.mesh, norm.path, live, dispatch, quantising(value, quantised))

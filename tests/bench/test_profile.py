@@ -211,9 +211,11 @@ def test_a_real_window(tmp_path: Path) -> None:
     found = json.loads((out / "profile.json").read_text())
     calls = {row["what"].rpartition(" · ")[0]: row["calls"] for row in found["collectives"]}
     dealt = {what: n for what, n in calls.items() if what.endswith(" dcp")}
-    assert dealt == {"all_gatherv dcp": 1, "merge_scatterv dcp": 1} and sum(calls.values()) == 4, calls
+    attention = {"queries: all_gatherv dcp": 1, "outputs: fused: merge_scatterv dcp": 1}
+    assert dealt == attention and sum(calls.values()) == 4, calls
     moved = {row["what"].partition(" dcp")[0]: row["bytes"] for row in found["collectives"]}
-    assert moved["all_gatherv"] == 3 * 2 * 10 * 4 and moved["merge_scatterv"] == 3 * 2 * (5 * 4 + 4), "of two heads"
+    assert moved["queries: all_gatherv"] == 3 * 2 * 10 * 4, "of two heads"
+    assert moved["outputs: fused: merge_scatterv"] == 3 * 2 * (5 * 4 + 4)
     assert all(row["bytes"] > 0 and row["us"] > 0 for row in found["collectives"])
     assert found["cpu_us_a_step"]["controller"] > 0 and len(found["cpu_us_a_step"]["rank"]) == 2
     assert max(map(len, text.splitlines()[:-1])) <= 80 and "waiting" in text

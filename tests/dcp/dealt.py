@@ -13,6 +13,7 @@ from attention.oracle import NAN, Case, check_rows
 from weft.attention.backend import Backend
 from weft.attention.batch import PageTables
 from weft.comm.reference import ReferenceTransport
+from weft.comm.settle import Settler
 from weft.comm.transport import offer_of
 from weft.dcp.group import ContextGroup, context_group
 from weft.dcp.interleave import Interleave
@@ -20,6 +21,7 @@ from weft.kv.cache import KVCache
 from weft.kv.spec import Latent
 from weft.place.cost import costs
 from weft.place.dcp import Prefill
+from weft.place.settle import Merge, Settlements
 from weft.place.spec import Mesh
 
 Make = Callable[[KVCache, ContextGroup | None], Backend]
@@ -45,7 +47,9 @@ def run_dealt(
 
     def rank_main(transport: ReferenceTransport) -> tuple[Tensor, Tensor]:
         offer = offer_of("reference", transport.offers, mesh, costs("cpu").of("reference", deal.ranks), max_bytes)
-        group = context_group(mesh, transport.rank, deal, {"reference": transport}, [offer], way, prefill)
+        settlements = Settlements(mesh, [offer], {Merge: way})
+        settler = Settler(mesh, transport.rank, {"reference": transport}, settlements)
+        group = context_group(mesh, deal, settler, prefill)
         assert group is not None
         cache = local_cache(case, deal, transport.rank)
         before = cache.keys.clone()

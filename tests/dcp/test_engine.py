@@ -69,11 +69,12 @@ def test_greedy_tokens_are_transformers(shapes: Any, shape: str, executor: str, 
         assert sum(r.cached_tokens for r in cold) < sum(r.cached_tokens for r in warm)
         steps, (ran, naive) = engine.stats().steps, engine.comm_report()
         merges, every = (
-            [sum(s.count for s in found if s.site == "attention" and what in s.step) for found in (ran, naive)]
-            for what in ("merge by", "")
+            [sum(s.count for s in found if s.group == "dcp" and s.step.startswith(what)) for found in (ran, naive)]
+            for what in ("outputs", "")
         )
         assert every[0] == every[1], "the naive plan leaves attention as it is"
-        assert every[0] > merges[0] > 0 or layout["dcp_query"] == "replicate", "queries are gathered besides"
+        replicates = layout.get("dcp_query") == "replicate"
+        assert every[0] > merges[0] > 0 or replicates, "queries are gathered besides"
         if layout.get("dcp_prefill") == "merge":
             assert merges[0] == 2 * steps, "in each of two layers, whatever a step has"
         engine.check_idle()

@@ -26,5 +26,5 @@ def test_greedy_tokens_are_those_of_one_rank(family: str, tmp_path: Path) -> Non
     layout = dict(attn_tp=4, ep=4, dcp=2, dcp_interleave=2, dcp_query=query, dcp_prefill=prefill)
     with Engine(config(tmp_path, **layout)) as engine:
         assert [r.token_ids for r in engine.generate(prompts(3), GREEDY)] == alone
-        assert any(stat.site == "attention" for stat in engine.comm_report()[0])
+        assert any(stat.group == "dcp" for stat in engine.comm_report()[0])
         engine.check_idle()

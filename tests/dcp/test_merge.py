@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,13 @@ from comm.processes import run_processes, run_threads
 from dcp.shards import Shards, check, own, shards_of
 from weft.bench.tune import merges_to_price
 from weft.comm.reference import ReferenceWorld
+from weft.comm.settle import Settler, a2a, ag_rs
 from weft.comm.transport import CommError, Transport, offer_of
-from weft.dcp.merge import Merger, TraceMerger, a2a, ag_rs, natural
+from weft.dcp.group import TraceSettler
 from weft.kernels.plain import merge_weights, softmax_merge
 from weft.place.cost import PRESETS, AlphaBeta, Offer, Table
 from weft.place.exchange import merge_scatterv
-from weft.place.merge import Merge, plan_merge
+from weft.place.settle import Merge, Settled, Settlements
 from weft.place.spec import LayoutError, Mesh
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,7 +57,7 @@ def test_weights_of_unequal_parts() -> None:
 def test_base_two_is_converted_at_the_seam() -> None:
     shards = shards_of([50, 3, 1], 3, 2, 8, seed=4)
     by_two = shards.lses / math.log(2)
-    check(softmax_merge(shards.outs, natural(by_two)), (shards.out, shards.lse), "base 2")
+    check(softmax_merge(shards.outs, by_two * math.log(2)), (shards.out, shards.lse), "base 2")
     with pytest.raises(AssertionError, match="error"):
         check(softmax_merge(shards.outs, by_two), (shards.out, shards.lse), "not converted")
 
@@ -155,15 +157,17 @@ def test_what_cannot_be_merged_is_refused() -> None:
 
 def merge_by(transport: Transport, mesh: Mesh, way: str) -> tuple[Tensor, Tensor]:
     offer = offer_of(transport.name, transport.offers, mesh, PRESETS["cpu-shm"], transport.max_bytes)
-    merge = Merger(mesh, transport.rank, {transport.name: transport}, [offer], way)
+    settlements = Settlements(mesh, [offer], {Merge: way})
+    merge = partial(Settler(mesh, transport.rank, {transport.name: transport}, settlements).merge, "dcp")
     shards = shards_of([30, 1, 8], mesh.dcp, 2 * mesh.dcp, 16)
     at = transport.rank % mesh.dcp
     got = merge(shards.outs[at], shards.lses[at])
     check(got, (own(shards.out, mesh.dcp, at), own(shards.lse, mesh.dcp, at)), way)
     none = merge(shards.outs[at, :0], shards.lses[at, :0])
     assert none[0].shape == (0, 2, 16) and none[1].shape == (0, 2)
-    assert merge.plan(Merge(2 * mesh.dcp, 16, 4), 3).way == (way if way != "auto" else "fused")
-    with pytest.raises(CommError, match="3 heads do not divide over a dcp group of 2 ranks"):
+    plan = settlements.plan(Merge(2 * mesh.dcp, 16, 4), "dcp", 3)
+    assert plan.recipe.name == (way if way != "auto" else "fused")
+    with pytest.raises(CommError, match="3 heads do not divide over a group of 2 ranks"):
         merge(shards.outs[at, :0, :3], shards.lses[at, :0, :3])
     return got
 
@@ -181,28 +185,35 @@ def offered(name: str, kinds: frozenset[str], us: float, gb_s: float, max_bytes:
     return Offer(name, kinds, frozenset(), AlphaBeta(name, us, 0.0, gb_s, 1.0, 1000.0), max_bytes)
 
 
+def plan_merge(merge: Merge, ranks: int, tokens: int, offers: list[Offer], recipe: str = "auto") -> Settled:
+    mesh = Mesh(1, ranks, ranks, 1, dcp=ranks)
+    return Settlements(mesh, offers, {Merge: recipe}).cheapest(merge, "dcp", tokens)
+
+
 def test_the_quickest_way_is_planned() -> None:
     merge = Merge(heads=64, dim=128, element_bytes=2)
     quick, wide = offered("quick", ALL, 2.0, 10.0), offered("wide", ALL - {"merge_scatterv"}, 20.0, 1000.0)
     assert plan_merge(merge, 4, 1, [quick, wide]).transport == "quick"
     many = plan_merge(merge, 4, 1 << 14, [quick, wide])
-    assert many.transport == "wide" and many.way == "ag_rs"
-    assert plan_merge(merge, 4, 1, [quick, wide]).way == "fused"
-    assert plan_merge(merge, 4, 1, [wide]).way == "a2a"  # one collective where ag_rs takes two
-    assert plan_merge(merge, 4, 1, [quick, wide], "ag_rs").way == "ag_rs"
+    assert many.transport == "wide" and many.recipe.name == "ag_rs"
+    assert plan_merge(merge, 4, 1, [quick, wide]).recipe.name == "fused"
+    assert plan_merge(merge, 4, 1, [wide]).recipe.name == "a2a"  # one collective where ag_rs takes two
+    assert plan_merge(merge, 4, 1, [quick, wide], "ag_rs").recipe.name == "ag_rs"
     assert plan_merge(merge, 4, 2, [quick]).bytes == 2 * 64 * (128 * 2 + 4) * 3 // 4
 
 
 def test_what_has_no_room_goes_in_several_calls_and_what_has_no_way_is_refused() -> None:
     merge = Merge(64, 128, 2)
-    room = merge.room(8, 2)
+    room = merge.bytes(8, 2)
     small, other = offered("small", ALL, 1.0, 10.0, room - 1), offered("other", frozenset({"all_to_allv"}), 9.0, 1.0)
     whole = plan_merge(merge, 2, 8, [offered("large", ALL, 1.0, 10.0, room)], "fused")
     parts = plan_merge(merge, 2, 8, [small, other], "fused")
-    assert (whole.tokens, parts.tokens, parts.bytes) == (8, 7, whole.bytes)
+    assert (whole.each, parts.each, parts.bytes) == (8, 7, whole.bytes)
     assert parts.us > whole.us and parts.us == pytest.approx(2 * plan_merge(merge, 2, 7, [small], "fused").us)
-    none = replace(small, max_bytes=merge.room(1, 2) - 1)
-    with pytest.raises(LayoutError, match=r"by fused for 8 .*a token takes 16704 bytes; small has max_.*a2a on other"):
+    none = replace(small, max_bytes=merge.bytes(1, 2) - 1)
+    with pytest.raises(
+        LayoutError, match=r"outputs by fused for 8 rows .*takes 16704 bytes; small has max_.*a2a on other"
+    ):
         plan_merge(merge, 2, 8, [none, other], "fused")
     with pytest.raises(LayoutError, match="there are auto, ag_rs, a2a, fused"):
         plan_merge(merge, 2, 8, [small], "quickest")
@@ -213,20 +224,21 @@ def test_a_way_that_is_asked_for_need_not_have_been_measured() -> None:
     table = Table("table", measured, ((1.0, 1.0),), ((1.0, 1.0),))
     offer = Offer("peer", ALL, frozenset(), table)
     merge = Merge(64, 128, 2)
-    assert plan_merge(merge, 2, 1, [offer]).way == "ag_rs"
+    assert plan_merge(merge, 2, 1, [offer]).recipe.name == "ag_rs"
     for way in ("a2a", "fused"):
-        assert plan_merge(merge, 2, 1, [offer], way).way == way
+        assert plan_merge(merge, 2, 1, [offer], way).recipe.name == way
     untimed = Offer("peer", frozenset({"all_to_allv"}), frozenset(), table)
     with pytest.raises(LayoutError, match="there is a2a on peer, none of which weft tune measured here"):
         plan_merge(merge, 2, 1, [untimed])
 
 
 def test_a_trace_counts_merges_by_shape() -> None:
-    trace = TraceMerger(2)
+    trace = TraceSettler(2)
+    given = torch.empty(0, 8, 16, dtype=torch.bfloat16, device="meta"), torch.empty(0, 8, device="meta")
     for _ in range(3):
-        out, lse = trace(torch.empty(0, 8, 16, dtype=torch.bfloat16, device="meta"), torch.empty(0, 8, device="meta"))
+        out, lse = trace.merge("dcp", *given)
         assert out.shape == (0, 4, 16) and lse.shape == (0, 4)
-    assert trace.merges == {Merge(8, 16, 2): 3}
+    assert [settlement.value for settlement in trace.found] == [Merge(8, 16, 2)] * 3
 
 
 def priced(transport: Transport, mesh: Mesh) -> list[tuple[str, float]]:

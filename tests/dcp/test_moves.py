@@ -62,11 +62,12 @@ def test_of_answers(way: str, calls: int, max_bytes: int | None, tmp_path: Path)
         runner.forward(batch, counts)
         moves = runner.moves(counts, None)
         assert len(moves) == len(asked.calls)
-        for (site, what, _, size), (kind, ranks, received) in zip(moves, asked.calls, strict=True):
+        for (site, what, group, size), (kind, ranks, received) in zip(moves, asked.calls, strict=True):
             assert kind in what
-            if site == "attention":
-                assert (what, ranks, size) == (f"{kind} dcp · reference", 2, received)
-        inside = sum(site == "attention" for site, *_ in moves)
+            if group == "dcp":
+                assert what.endswith(f": {kind} dcp · reference") and (ranks, size) == (2, received)
+                assert site.endswith("input_layernorm"), "of the read that attention is served by"
+        inside = sum(group == "dcp" for *_, group, _ in moves)
         assert inside == (model.num_layers * calls if rows else 0), "queries, and what merges; nothing of an idle group"
 
     run_world(mesh.world, rank_main)
@@ -92,6 +93,7 @@ def test_of_a_split_vocabulary(tmp_path: Path) -> None:
         for (_, what, *_), (kind, *_) in zip(moves, asked.calls, strict=True):
             assert kind in what
         if rows:
-            assert moves[-1] == ("head", "all_gatherv best tokens · reference", "attn_tp", asked.calls[-1][2])
+            what = "best tokens: all_gatherv attn_tp · reference"
+            assert moves[-1] == ("model.norm", what, "attn_tp", asked.calls[-1][2])
 
     run_world(mesh.world, rank_main)

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from weft import stream
+from weft.comm import stats as stats_module
 from weft.comm.rows import EqualRows, PaddedRows
+from weft.comm.stats import Stats, StepTimes, step_key
 from weft.engine.exchange_times import exchange_times
+from weft.place.chain import Chain, Read
 from weft.place.cost import Offer, costs
 from weft.place.edges import legal_edges
 from weft.place.experts import Dispatch
-from weft.place.plan import Chain, Planner, Read
+from weft.place.plan import Planner
 from weft.place.spec import Mesh, Rows
-from weft.stream import Stats, StepTimes, step_key
 
 MESH = Mesh(2, 1, 2, 1)
 KINDS = frozenset(e.kind for edges in legal_edges(MESH).values() for e in edges if e.moves)
@@ -39,7 +40,7 @@ def planner(*names: str, kinds: frozenset[str] = KINDS) -> Planner:
 def timed(times: StepTimes, made: Planner, counts: tuple[int, ...], seconds: float, monkeypatch: Any) -> None:
     """Walks the plan of these counts, each call taking so long."""
     clock = iter(range(10**6))
-    monkeypatch.setattr(stream.time, "perf_counter", lambda: next(clock) * seconds)
+    monkeypatch.setattr(stats_module.time, "perf_counter", lambda: next(clock) * seconds)
     plan = made.plan(counts)
     for read, step, _ in plan.moves():
         with times.timed(plan.counts, read.site, step):

@@ -12,19 +12,22 @@ from engine.conftest import byte_tokenizer
 from engine.test_engine import GREEDY, config, prompts
 from models.layouts import check
 from models.stepfun import small_step
+from weft.comm.settle import Settler
 from weft.comm.transport import Transport, offer_of
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
 from weft.engine.vocabulary import SplitVocabulary
 from weft.models.layers import vocabulary_share
 from weft.place.cost import costs
+from weft.place.settle import Settlements
 from weft.place.spec import LayoutError, Mesh
 
 
 def split(transport: Transport, mesh: Mesh, vocabulary: int) -> SplitVocabulary:
     name = transport.name
     offer = offer_of(name, transport.offers, mesh, costs("cpu").of(name, mesh.world), None, None)
-    return SplitVocabulary(vocabulary, mesh, transport.rank, {name: transport}, [offer])
+    settler = Settler(mesh, transport.rank, {name: transport}, Settlements(mesh, [offer]))
+    return SplitVocabulary(vocabulary, mesh, transport.rank, settler)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(1, 4, 4, 1), Mesh(2, 2, 2, 2)], ids=str)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from dcp.shards import Shards, check, own, shards_of
 from weft.comm.peer import PeerTransport
+from weft.comm.settle import Settler, a2a, ag_rs
 from weft.comm.transport import CommError, offer_of
-from weft.dcp.merge import Merger, a2a, ag_rs
 from weft.place.cost import PRESETS
-from weft.place.merge import Merge
+from weft.place.settle import Merge, Settlements
 from weft.place.spec import Mesh
 
 BF16 = torch.bfloat16
@@ -117,8 +118,10 @@ def merge_in_pieces(transport: PeerTransport, mesh: Mesh, device: torch.device) 
         out, lse = given(shards, me, device)
         wanted = own(shards.out, n, me), own(shards.lse, n, me)
         for way in ("ag_rs", "a2a", "fused"):
-            merge = Merger(mesh, transport.rank, {transport.name: transport}, [offer], way)
-            assert 1 <= merge.plan(Merge(2 * n, dim, dtype.itemsize), tokens).tokens < tokens, "one call takes all"
+            settlements = Settlements(mesh, [offer], {Merge: way})
+            merge = partial(Settler(mesh, transport.rank, {transport.name: transport}, settlements).merge, "dcp")
+            each = settlements.plan(Merge(2 * n, dim, dtype.itemsize), "dcp", tokens).each
+            assert 1 <= each < tokens, "one call takes all"
             got = merge(out, lse)
             check((got[0].cpu(), got[1].cpu()), wanted, f"{way} of heads of {dim}")
             for count in range(tokens + 1) if way == "fused" else ():

@@ -15,8 +15,9 @@ from weft.comm.rows import PaddedRows, StepRows
 from weft.comm.transport import Transport, offer_of
 from weft.hidden import Hidden
 from weft.kernels import float8
+from weft.place.chain import Chain, Read
 from weft.place.cost import AlphaBeta
-from weft.place.plan import Chain, Plan, Planner, Read
+from weft.place.plan import Plan, Planner
 from weft.place.spec import Mesh, Placement, Rows
 from weft.stream import Stream
 

@@ -30,7 +30,7 @@ from weft.engine.scheduler import Scheduled, make_schedulers
 from weft.engine.transports import cost_model, open_transports, untuned
 from weft.engine.worker import Finish, Worker
 from weft.evals import word_problems
-from weft.place.plan import Counts
+from weft.place.chain import Counts
 from weft.place.spec import LayoutError
 
 GPUS = torch.cuda.device_count()

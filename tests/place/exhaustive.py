@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from weft.place.chain import Chain
 from weft.place.cost import AlphaBeta, Network, Offer
-from weft.place.plan import Chain, Plan
+from weft.place.plan import Plan
 from weft.place.spec import Mesh, Placement
 from weft.place.step import NORMED, RESIDUAL, Step
 

@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from place.exhaustive import Machine, least, price, world
+from weft.place.chain import Chain, Read
 from weft.place.cost import AlphaBeta, Offer
 from weft.place.edges import legal_edges
-from weft.place.plan import Chain, Planner, Read
+from weft.place.plan import Planner
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows, layouts
 
 WIDTH, ELEMENT_BYTES = 6, 8

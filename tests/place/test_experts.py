@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import EVERY, SUMS
 
+from weft.place.chain import Chain, Read
 from weft.place.cost import PRESETS, AlphaBeta, Offer, Table
 from weft.place.edges import bytes_received
 from weft.place.experts import RETURN, SEND, Dispatch
 from weft.place.forms import forms_of, forms_text
-from weft.place.plan import Chain, Planner, Read
+from weft.place.plan import Planner
 from weft.place.show import plan_text
 from weft.place.spec import LayoutError, Mesh, Rows, layouts
 

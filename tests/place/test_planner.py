@@ -14,9 +14,10 @@ from support import BASIC, EVERY, SUMS, held, run_world
 
 from place.executed import WIDTH, execute, whole_result
 from weft.place.axes import GROUP_NAMES
+from weft.place.chain import Chain, Read
 from weft.place.cost import PRESETS, AlphaBeta, Offer
 from weft.place.edges import legal_edges, rows_received
-from weft.place.plan import Chain, Plan, Planner, Read
+from weft.place.plan import Plan, Planner
 from weft.place.spec import NAMED_ROWS, LayoutError, Mesh, Placement, PlacementError, Rows, layouts
 from weft.place.step import NORMED, RESIDUAL
 

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from weft.place.chain import Chain, Read
 from weft.place.cost import Offer, costs
 from weft.place.edges import legal_edges
-from weft.place.plan import Chain, Planner, Read
+from weft.place.plan import Planner
 from weft.place.show import plan_dict, plan_text, size_text
 from weft.place.spec import LayoutError, Mesh, Rows
 

@@ -13,6 +13,8 @@ from e2e.here import weft_here
 from weft.engine import startup
 from weft.engine.config import EngineConfig
 from weft.place.cost import AlphaBeta, Offer
+from weft.place.settle import Settlements
+from weft.place.spec import Mesh
 from weft.place.vocabulary import SMALL_KERNELS, Head, split_step
 
 KINDS = frozenset(("all_gatherv",))
@@ -22,7 +24,7 @@ OFFER = Offer("made up", KINDS, frozenset(), COST)
 
 
 def test_what_is_saved_and_what_it_takes() -> None:
-    found = split_step(Head(ranks=4, tokens=1001, token_bytes=200), 5, 7.0, [OFFER])
+    found = split_step(Head(ranks=4, tokens=1001, token_bytes=200), 5, 7.0, Settlements(Mesh(1, 4, 4, 1), [OFFER]))
     assert (found.best_bytes, found.logits_bytes) == (5 * 3 * 8, 5 * 3 * 251 * 4)
     assert found.best.us == pytest.approx(10 + found.best_bytes / 1e3)
     assert found.logits.us == pytest.approx(10 + found.logits_bytes / 1e3)
@@ -33,7 +35,7 @@ def test_what_is_saved_and_what_it_takes() -> None:
 
 def test_the_plan_says_it(tmp_path: Path) -> None:
     small_config("qwen3_moe", 4).save_pretrained(tmp_path)
-    ask = ("plan", str(tmp_path), "--layout", "1x4,2x2", "--tokens", "0,1,64", "--split-vocabulary")
+    ask = ("plan", str(tmp_path), "--layout", "1x4,2x2", "--tokens", "0,1,64", "--split-vocabulary", "on")
     code, out, err = weft_here(*ask)
     assert code == 0, err
     [head, _, one, many, _, one_whole, many_whole] = out[out.index("vocabulary: ") :].splitlines()

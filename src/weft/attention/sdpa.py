@@ -16,7 +16,7 @@ from weft.kernels.parts import Parts
 from weft.kv.cache import KVCache
 from weft.kv.spec import Latent
 from weft.place.dcp import Prefill, Prompts
-from weft.place.merge import Merge
+from weft.place.settle import Merge
 
 
 class SDPA:
@@ -236,7 +236,7 @@ class SDPA:
         slots, sizes = self._gathered
         (_, heads, dim), latent = keys.shape, isinstance(self.cache.spec, Latent)
         here = [_rows(kind, slots).flatten(1) for kind in ((keys,) if latent else (keys, values))]
-        every = self._group.gather(here[0] if latent else torch.cat(here, dim=1), sizes)
+        every = self._group.tokens(here[0] if latent else torch.cat(here, dim=1), sizes)
         keys = every[:, : heads * dim].unflatten(1, (heads, dim))
         values = keys[..., : values.shape[-1]] if latent else every[:, heads * dim :].unflatten(1, (heads, dim))
         return keys, values

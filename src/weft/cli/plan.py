@@ -19,7 +19,7 @@ from weft.comm.peer import PeerTransport
 from weft.comm.reference import ReferenceTransport
 from weft.comm.shm import ShmTransport
 from weft.comm.transport import offer_of
-from weft.engine.planning import dealt_of, plan_model, split_steps
+from weft.engine.planning import plan_model, sharded_context, split_steps
 from weft.models.load import build_model, float8_says
 from weft.models.registry import load_config, registry
 from weft.place.cost import costs
@@ -58,7 +58,7 @@ class Command:
       weft plan --preset deepseek-v2-lite --layout 1x4,4x1 --dcp 4
       weft plan --preset deepseek-v3 --layout 16x1 --hosts 2       inside a host by peer, across hosts by nccl
       weft plan --layout 4x1 --transport shm --tokens 1,256   experts by gather or by dispatch, whichever costs less
-      weft plan --preset qwen3-235b-a22b --layout 1x4,4x1 --split-vocabulary
+      weft plan --preset qwen3-235b-a22b --layout 1x4,4x1 --split-vocabulary on
       weft plan DIR --layout 2x4,8x1 --transport reference --json
       weft plan DIR --layout 2x2 --cost TABLE.json      a table of weft tune, or of weft tune --device cuda
     """
@@ -80,8 +80,11 @@ class Command:
     experts: Literal["auto", "gather", "dispatch"] = "auto"
     """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back; auto: on CPUs
     whichever costs less, and from where dispatch pays; on GPUs gather."""
-    split_vocabulary: bool = False
-    """Embedding and head are split over ATTN_TP: also says what decode steps save by it."""
+    dcp_exchange: Literal["auto", "ag_rs", "a2a", "fused"] = "auto"
+    """How their attention is merged; auto: whichever costs least."""
+    split_vocabulary: Literal["off", "on", "auto"] = "auto"
+    """on: embedding and head are split over ATTN_TP, and what decode steps save by it is printed; auto: on GPUs, where
+    decode steps are quicker by it."""
     tokens: str = "1,64,4096"
     """Tokens in each DP group, one plan for each number."""
     transport: tuple[Literal["shm", "peer", "torchdist/gloo", "torchdist/nccl", "reference"], ...] = ()
@@ -89,9 +92,9 @@ class Command:
     cost: str = "auto"
     """h200x4 (measured on four H200s), cpu, cpu-gloo, cpu-shm, h100-nvlink, h200-nvlink, gb200-nvl72, pcie-gen5, or a
     table FILE.json of weft tune. auto: cpu for shm and gloo, h200x4 for peer and nccl to 8 ranks, else h200-nvlink."""
-    max_bytes: int = peer.MAX_BYTES
-    """What transport peer is built with: bytes of the largest tensor that a call takes or gives. The engine builds it
-    with what its largest step needs: for plans of thousands of tokens, give more than is the default."""
+    max_bytes: int | None = None
+    """Bytes of the largest tensor that a call of peer takes or gives; left out, any, as the engine builds it with what
+    its largest step needs."""
     json: bool = False
     """Print one JSON list instead, a plan for each number of tokens, every layer spelled out."""
 
@@ -119,22 +122,24 @@ class Command:
         ]
         config = load_config(model_dir(self.model, self.preset), registry(self.plugins))
         gpus = bool(set(names) & set(ON_GPUS))
-        if gpus and self.experts == "dispatch" and names != ("peer",):
-            raise LayoutError(
-                "experts by dispatch on GPUs count rows on the device: add --transport peer, or leave it out"
-            )
         forms: Forms = "gather" if gpus and self.experts == "auto" else self.experts
-        replicates, split = self.dcp_query == "replicate", self.split_vocabulary
-        config = replace(config, replicate_queries=replicates, experts=forms, split_vocabulary=split, float8=gpus)
-        planner = plan_model(config, mesh, config.dtype, offers, slices_copy=gpus)  # where steps are captured
+        config = replace(config, replicate_queries=self.dcp_query == "replicate", experts=forms, float8=gpus)
+        asked = self.split_vocabulary == "on" or (self.split_vocabulary == "auto" and gpus)
+        steps = split_steps(config, mesh, config.dtype, offers, [n for n in tokens if n and asked])
+        split = self.split_vocabulary == "on" or (bool(steps) and all(step.saved_us > 0 for step in steps))
+        config = replace(config, split_vocabulary=split)
+        # Slices copy where steps are captured.
+        planner = plan_model(config, mesh, config.dtype, offers, slices_copy=gpus, merge=self.dcp_exchange)
         every = [(n,) * mesh.attn_dp for n in tokens]
-        shared = dealt_of(config, mesh, config.dtype)
+        shared = sharded_context(config, mesh, config.dtype, planner.chain)
         both = forms_of(mesh, planner.chain, offers)
-        steps = split_steps(config, mesh, config.dtype, offers, [n for n in tokens if n and split])
+        steps = steps if split else []
         if self.json:
             found = [plan_dict(planner, counts) for counts in every]
             if shared is not None:
-                found = [f | {"dcp": dcp_dict(shared, n, offers)} for f, n in zip(found, tokens, strict=True)]
+                found = [
+                    f | {"dcp": dcp_dict(shared, n, planner.settlements)} for f, n in zip(found, tokens, strict=True)
+                ]
             if both is not None:
                 found = [f | {"experts": forms_dict(both, n)} for f, n in zip(found, tokens, strict=True)]
             if steps:
@@ -144,7 +149,7 @@ class Command:
         else:
             texts = [plan_text(planner, counts) for counts in every]
             texts += [] if both is None else [forms_text(both, tokens)]
-            texts += [] if shared is None else [dcp_text(shared, tokens, offers)]
+            texts += [] if shared is None else [dcp_text(shared, tokens, planner.settlements)]
             texts += [vocabulary_text(config.vocab_size, mesh.attn_tp, steps)] if steps else []
             if gpus and config.storage.float8_block:
                 hollow = build_model(config, mesh, 0, config.dtype, torch.device("cpu"), hollow=True)

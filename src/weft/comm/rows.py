@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from weft.comm.transport import CommError, Epilogue, LiveSizes, Sizes, Transport
+from weft.place.chain import Counts
 from weft.place.edges import Edge
-from weft.place.plan import Counts
 from weft.place.spec import NAMED_ROWS, Mesh, Rows
 
 

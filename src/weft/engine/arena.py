@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.dcp.group import trace_group
 from weft.engine.config import EngineConfig
 from weft.engine.planning import trace
 from weft.models.config import ModelConfig
+from weft.place.chain import Chain, bucket
 from weft.place.experts import listed_bytes
-from weft.place.plan import Chain, bucket
-from weft.place.spec import LayoutError
+from weft.place.settle import Merge
+from weft.place.spec import LayoutError, Mesh
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,19 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     must fit: more are gathered in turns. Rows that go to their experts are sent, arrive, and come back made: any rank
     may get them all.
     """
-    ledger, group = Ledger(), trace_group(config.mesh)
-    chain = trace(model, config.mesh, dtype, ledger.empty, group)
+    ledger = Ledger()
+    chain = trace(model, config.mesh, dtype, ledger.empty)
     deltas = max(ledger.most, *(len(read.deltas) for form in chain.forms for read in form))
     rows, sent = sum(bucket((config.max_batch_tokens,) * config.attn_dp)), sent_bytes(config, chain)
-    merges = () if group is None else group.merge.merges
-    merged = max((merge.room(bucket((config.max_running,))[0], config.dcp) for merge in merges), default=0)
+    merged = merged_bytes(chain, config.mesh, config.max_running)
     value = max(rows * chain.width * chain.element_bytes, merged, gathered_logits(config, model), sent)
     return ArenaNeed(blocks=4 + deltas + (4 if merged else 0) + (4 if sent else 0), block_bytes=2 * value)
+
+
+def merged_bytes(chain: Chain, mesh: Mesh, rows: int) -> int:
+    """The largest tensor by which attention over shards of the keys is merged for so many rows; 0 where it is not."""
+    merges = {settlement.value for settlement in chain.settlements if isinstance(settlement.value, Merge)}
+    return max((merge.bytes(bucket((rows,))[0], mesh.dcp) for merge in merges), default=0)
 
 
 def sent_bytes(config: EngineConfig, chain: Chain) -> int:

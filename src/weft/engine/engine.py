@@ -14,6 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+from weft.comm.stats import StepStat
 from weft.engine.answer import Answer, OnOutput, prepare
 from weft.engine.answers import Answers
 from weft.engine.config import EngineConfig, EngineError, QueueFull
@@ -27,7 +28,6 @@ from weft.engine.request import EQUALS, FinishReason, SamplingParams, Sequence, 
 from weft.engine.results import EngineStats, GenerationResult, gather, step_stats
 from weft.engine.scheduler import Scheduled, Scheduler, make_schedulers
 from weft.engine.startup import check_plans, context_tokens, load_tokenizer, read_model, settled
-from weft.stream import StepStat
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from weft.comm.rows import CapturedRows
+from weft.comm.stats import StepKey, step_key
 from weft.comm.transport import Epilogue, LiveSizes, Transport
 from weft.place.edges import Edge
 from weft.place.plan import Plan
 from weft.place.spec import Rows
-from weft.stream import StepKey, step_key
 
 CALLS, REPLAYS = 10, 3
 Timer = Callable[[Callable[[], Tensor]], float]

@@ -29,7 +29,7 @@ from weft.engine.messages import (
 )
 from weft.kv.spec import CacheGroup
 from weft.models.config import ModelError
-from weft.place.plan import Counts
+from weft.place.chain import Counts
 
 M = TypeVar("M", Result, Report, PlanText, Profiled, Ready)
 POLL_S = 0.2

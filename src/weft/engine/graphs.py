@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft.attention.caches import Caches
 from weft.comm.rows import CapturedRows, captured_rows
+from weft.comm.settle import Settler
 from weft.comm.transport import Transport
 from weft.engine.inputs import Inputs, Shape
 from weft.engine.messages import GroupRows
@@ -24,7 +25,8 @@ from weft.engine.rows import DeviceRows
 from weft.engine.told import Told
 from weft.engine.vocabulary import SplitVocabulary
 from weft.models.decoder import Decoder
-from weft.place.plan import Counts, Plan
+from weft.place.chain import Counts
+from weft.place.plan import Plan
 from weft.place.spec import Mesh, Rows
 from weft.stream import Stream
 
@@ -33,7 +35,8 @@ class StepGraphs:
     """The graphs of a rank, and the tensors that they read and write.
 
     plan: of so many tokens in each DP group. transports: those of the plans. inputs: of each kind of steps, each with
-    the shapes of its graphs. rows: what they read of sequences. vocabulary: where it is split; its exchanges are
+    the shapes of its graphs. rows: what they read of sequences. settler: carries out
+    what blocks settle. vocabulary: where it is split; its exchanges are
     captured too. Layers are given batches whose `spans` are None.
     """
 
@@ -47,10 +50,12 @@ class StepGraphs:
         caches: Caches,
         rows: DeviceRows,
         inputs: Sequence[Inputs],
+        settler: Settler,
         vocabulary: SplitVocabulary | None = None,
     ):
         self._model, self._mesh, self._rank, self._plan = model, mesh, rank, plan
         self._transports, self._caches, self._rows, self._vocabulary = transports, caches, rows, vocabulary
+        self._settler = settler
         self._inputs = {kind.shapes[0].prompts: kind for kind in inputs}
         self.shapes = sorted(shape for kind in inputs for shape in kind.shapes)
         weight, most = model.embed.weight, len(rows.length)
@@ -123,7 +128,8 @@ class StepGraphs:
 
         rows, split = self._rows, self._vocabulary
         batch, draws = self._inputs[shape.prompts].batch(shape, counts.live(Rows.GROUP))
-        stream = Stream(self._plan((shape.rows,) * self._mesh.attn_dp), self._transports, counts)
+        plan = self._plan((shape.rows,) * self._mesh.attn_dp)
+        stream = Stream(plan, self._transports, counts, settler=self._settler)
         self._caches.plan(batch)
         logits: Tensor = self._model(stream, batch, self._caches)
         stream.finish()

@@ -206,7 +206,7 @@ class Result(Struct, frozen=True, tag=True):
 
 
 class Stat(Struct, frozen=True, array_like=True):
-    """A `weft.stream.StepStat` on the wire."""
+    """A `weft.comm.stats.StepStat` on the wire."""
 
     site: str
     step: str

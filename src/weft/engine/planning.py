@@ -9,17 +9,19 @@ from dataclasses import replace
 import torch
 
 from weft.attention.caches import Caches, cached_layers
-from weft.dcp.group import TraceGroup, trace_group
+from weft.dcp.group import TraceSettler, trace_group
 from weft.engine.batch import build_batch
 from weft.kv.spec import CacheGroup, Latent, PagedKV, Spec, rule
 from weft.models.config import ModelConfig
 from weft.models.layers import Workspace, torch_empty
 from weft.models.load import build_model
+from weft.place.chain import Chain
 from weft.place.cost import Offer
-from weft.place.dcp import Dealt
-from weft.place.plan import Chain, Choice, Planner
+from weft.place.dcp import ShardedContext
+from weft.place.plan import Choice, Planner
+from weft.place.settle import Merge, Settlement, Settlements
 from weft.place.spec import LayoutError, Mesh
-from weft.place.vocabulary import Head, SplitStep, split_step
+from weft.place.vocabulary import Head, SplitStep, best_tokens, logit_rows, split_step
 from weft.stream import TraceStream
 
 
@@ -28,13 +30,12 @@ def trace(
     mesh: Mesh,
     dtype: torch.dtype,
     workspace: Workspace = torch_empty,
-    group: TraceGroup | None = None,
 ) -> Chain:
-    """The model's chain of reads and adds, from a run on zero rows with weights that take no memory.
+    """The model's chain of reads, adds and settlements, from a run on zero rows with weights that take no memory.
 
     It runs on the CPU, as the `meta` device does many operations in Python, and imports seconds of torch for them.
-    workspace: sees every tensor that the layers take from it on the way. group: sees what attention exchanges over
-    dcp. Raises LayoutError where the layout is not one of the model's.
+    workspace: sees every tensor that the layers take from it on the way. Raises LayoutError where the layout is not one
+    of the model's.
     """
     cpu = torch.device("cpu")
     model = build_model(config, mesh, 0, dtype, cpu, workspace, True)
@@ -42,19 +43,31 @@ def trace(
     check_heads(config, mesh, layers.values())
     groups = [CacheGroup(r, 0) for r in dict.fromkeys(map(rule, layers.values()))]
 
-    def form(number: int, group: TraceGroup | None) -> TraceStream:
-        stream = TraceStream(mesh, config.hidden_size, dtype, cpu, number)
-        if group is not None:
-            group.log.reads = lambda: stream.reads
-        caches = Caches(layers, groups, mesh.dcp, dtype, cpu, group=group)
+    def form(number: int) -> tuple[TraceStream, TraceSettler]:
+        stream, settler = TraceStream(mesh, config.hidden_size, dtype, cpu, number), TraceSettler(mesh.dcp)
+        settler.site = lambda: (stream.reads, stream.site)
+        caches = Caches(layers, groups, mesh.dcp, dtype, cpu, group=trace_group(mesh, settler))
         batch = build_batch([], [], mesh.dcp, [group.rule for group in groups], cpu)
         caches.plan(batch)
         model(stream, batch, caches)
-        return stream
+        return stream, settler
 
-    first = form(0, group or trace_group(mesh))
-    others = [form(number, trace_group(mesh)).chain() for number in range(1, first.forms)]
-    return replace(first.chain(), others=tuple(chain.reads for chain in others))
+    first, settler = form(0)
+    chain = first.chain()
+    others = [form(number)[0].chain() for number in range(1, first.forms)]
+    settlements = (*settler.found, *_head(config, mesh, len(chain.reads), first.site))
+    return replace(chain, others=tuple(chain.reads for chain in others), settlements=settlements)
+
+
+def _head(config: ModelConfig, mesh: Mesh, reads: int, site: str) -> list[Settlement]:
+    """What ranks that hold runs of the vocabulary settle once the model has run."""
+    if not config.split_vocabulary or mesh.attn_tp == 1:
+        return []
+    best, logits = best_tokens(1), logit_rows(config.vocab_size, mesh.attn_tp)
+    return [
+        Settlement(reads, site, best, "attn_tp", packed=True),
+        Settlement(reads, site, logits, "attn_tp", asked=True),
+    ]
 
 
 def check_heads(config: ModelConfig, mesh: Mesh, caches: Iterable[Spec]) -> None:
@@ -82,25 +95,27 @@ def plan_model(
     offers: Sequence[Offer],
     choice: Choice = "cheapest",
     slices_copy: bool = False,
+    merge: str = "auto",
 ) -> Planner:
-    """The planner of a model on a mesh, as `Planner`. Raises LayoutError, PlacementError."""
-    return Planner(mesh, trace(config, mesh, dtype), offers, choice, slices_copy)
+    """The planner of a model on a mesh, as `Planner`. merge: the recipe by which attention over shards of the keys is
+    merged. Raises LayoutError, PlacementError.
+    """
+    settlements = Settlements(mesh, offers, {Merge: merge})
+    return Planner(mesh, trace(config, mesh, dtype), offers, choice, slices_copy, settlements)
 
 
-def dealt_of(config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> Dealt | None:
-    """What attention does where tokens are dealt out over dcp; None where they are not. Raises LayoutError."""
-    group = trace_group(mesh)
-    if group is None:
+def sharded_context(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, chain: Chain) -> ShardedContext | None:
+    """What attention does where tokens are sharded over dcp, in a chain that was traced; None where they are not."""
+    if mesh.dcp == 1:
         return None
-    trace(config, mesh, dtype, group=group)
     caches = cached_layers(build_model(config, mesh, 0, dtype, torch.device("meta"))).values()
     kept = sum(2 * spec.heads * spec.dim for spec in caches if isinstance(spec, PagedKV))
     latent = sum(spec.width for spec in caches if isinstance(spec, Latent))
     size = dtype.itemsize
     tokens = Counter(2 * spec.heads * spec.dim * size for spec in caches if isinstance(spec, PagedKV))
     tokens += Counter(spec.width * size for spec in caches if isinstance(spec, Latent))
-    read = (kept * size, latent * size)
-    return Dealt(mesh.dcp, group.gather.rows, group.merge.merges, tokens, *read, group.log.found)
+    settled = [settlement.value for settlement in chain.settlements if settlement.group == "dcp"]
+    return ShardedContext(mesh.dcp, settled, tokens, kept * size, latent * size)
 
 
 def split_steps(
@@ -113,5 +128,9 @@ def split_steps(
         return []
     head = Head(mesh.attn_tp, config.vocab_size, config.hidden_size * dtype.itemsize)
     whole, split = (plan_model(replace(config, split_vocabulary=s), mesh, dtype, offers) for s in (False, True))
-    each = [(n,) * mesh.attn_dp for n in rows]
-    return [split_step(head, n, split.plan(c).us - whole.plan(c).us, offers) for n, c in zip(rows, each, strict=True)]
+    found = []
+    for n in rows:
+        counts = (n,) * mesh.attn_dp
+        us = sum(read.us for read in split.plan(counts).reads) - sum(read.us for read in whole.plan(counts).reads)
+        found.append(split_step(head, n, us, split.settlements))
+    return found

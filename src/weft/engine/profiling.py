@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from weft.engine.config import EngineError
 from weft.engine.inputs import Shape
 from weft.engine.messages import Profiled, StartProfile, StopProfile
-from weft.place.plan import Counts
+from weft.place.chain import Counts
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine

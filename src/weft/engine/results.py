@@ -6,10 +6,10 @@ import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from weft.comm.stats import StepStat
 from weft.engine.answer import Answer, OnOutput
 from weft.engine.messages import Stat
 from weft.engine.request import FinishReason, TokenLogprob
-from weft.stream import StepStat
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -14,27 +13,29 @@ from torch import Tensor
 from weft.attention.batch import Batch
 from weft.attention.caches import Caches, cached_layers
 from weft.comm.rows import StepRows, captured_rows
+from weft.comm.settle import Settler
+from weft.comm.stats import Stats, StepKey, StepStat, StepTimes
 from weft.comm.transport import Transport, offer_of
 from weft.dcp.group import context_group
 from weft.dcp.interleave import Interleave
-from weft.dcp.merge import Tally
 from weft.engine.exchange_times import exchange_times
 from weft.engine.graphs import StepGraphs
 from weft.engine.inputs import AnswerInputs, Inputs, PromptInputs, Shape, captures_prompts
 from weft.engine.messages import GroupRows
-from weft.engine.planning import dealt_of, plan_model
+from weft.engine.planning import plan_model, sharded_context
 from weft.engine.rows import DeviceRows
 from weft.engine.vocabulary import SplitVocabulary
 from weft.kv.spec import CacheGroup
 from weft.models.decoder import Decoder
-from weft.place.cost import Costs, Offer
+from weft.place.chain import Counts
+from weft.place.cost import Costs
 from weft.place.cost import costs as load_costs
-from weft.place.dcp import Dealt, Prefill
-from weft.place.merge import plan_gather, plan_merge
-from weft.place.plan import Choice, Counts, Plan, Planner
-from weft.place.show import plan_text
+from weft.place.dcp import Prefill, ShardedContext
+from weft.place.plan import Choice, Plan, Planner
+from weft.place.settle import Merge, Settlements
+from weft.place.show import fold, plan_text
 from weft.place.spec import Mesh
-from weft.stream import Stats, StepKey, StepStat, StepTimes, Stream
+from weft.stream import Stream
 
 MOST_COUNTS = 4096
 """How many different counts are kept before they are added up, so that they take no more room with every step."""
@@ -45,7 +46,7 @@ class ModelRunner:
 
     transports: the planner chooses among them, edge by edge, by the costs (`weft.place.cost.costs`). groups,
     page_size: of the caches, which are allocated here once. interleave: under decode context parallelism, tokens in a
-    row that one rank holds (None: a page); dcp_exchange: how attention is merged (`weft.dcp.merge.Merger`);
+    row that one rank holds (None: a page); dcp_exchange: how attention is merged (a recipe of `weft.place.settle`);
     dcp_prefill: how prompts attend (`weft.place.dcp.Prefill`).
     timed_every: how many steps pass from one whose collectives are timed to the next.
     """
@@ -75,11 +76,14 @@ class ModelRunner:
             offer_of(t.name, t.offers, mesh, costs.of(t.name, mesh.world), t.max_bytes, t.max_normed_bytes)
             for t in transports
         ]
-        self.planner = plan_model(config, mesh, weight.dtype, offers, plan)
-        self.vocabulary = self._split(self.transports, offers)
+        self.planner = plan_model(config, mesh, weight.dtype, offers, plan, merge=dcp_exchange)
+        self.settler = Settler(mesh, rank, self.transports, self.planner.settlements)
+        self.vocabulary = None
+        if config.split_vocabulary and mesh.attn_tp > 1:
+            self.vocabulary = SplitVocabulary(config.vocab_size, mesh, rank, self.settler)
         deal = Interleave(mesh.dcp, interleave or page_size, page_size)
-        self._tally, self._way, self._prefill = Tally(), dcp_exchange, dcp_prefill
-        dealt = context_group(mesh, rank, deal, self.transports, offers, dcp_exchange, dcp_prefill, self._tally)
+        self._merge, self._prefill = dcp_exchange, dcp_prefill
+        dealt = context_group(mesh, deal, self.settler, dcp_prefill)
         self.rules, self._page_size = [group.rule for group in groups], deal.span
         layers, device = cached_layers(model), weight.device
         if device.type == "cuda":
@@ -97,13 +101,6 @@ class ModelRunner:
         self._alone: dict[Counts, dict[StepKey, float]] = {}  # seconds of the exchanges of graphs with so much room
         self._walks = 0
 
-    def _split(self, transports: Mapping[str, Transport], offers: Sequence[Offer]) -> SplitVocabulary | None:
-        """This rank's end of a split vocabulary; None where it is whole."""
-        config = self.model.config
-        if not config.split_vocabulary or self.mesh.attn_tp == 1:
-            return None
-        return SplitVocabulary(config.vocab_size, self.mesh, self.rank, transports, offers)
-
     @torch.inference_mode()
     def forward(self, batch: Batch, counts: Counts, whole: bool = True) -> Tensor:
         """float32 logits `[S, vocabulary]` of the sampled rows of this rank's DP group; the same on all its ranks.
@@ -115,7 +112,8 @@ class ModelRunner:
         if len(counts) != self.mesh.attn_dp or len(batch.tokens) != mine:
             raise ValueError(f"{len(batch.tokens)} rows on rank {self.rank}, but the step's counts are {counts}")
         times = self._times if self._walks % self.timed_every == 0 else None
-        stream = Stream(self.planner.plan(counts), self.transports, StepRows(self.mesh, self.rank, counts), times)
+        rows = StepRows(self.mesh, self.rank, counts)
+        stream = Stream(self.planner.plan(counts), self.transports, rows, times, self.settler)
         self.caches.plan(batch)
         logits: Tensor = self.model(stream, batch, self.caches)
         stream.finish()
@@ -127,15 +125,11 @@ class ModelRunner:
         return logits
 
     def plan_checksum(self, counts: Counts, shape: Shape | None = None) -> int:
-        """CRC-32 of the steps by which rows of these counts go: ranks that disagree run different collectives.
-
-        shape: of the graph that is replayed for them.
-        """
+        """`Plan.checksum` of a step of these counts. shape: of the graph that is replayed for them."""
         plan = self.planner.plan(counts) if shape is None else self._captured_plan(shape)
         key = (plan.counts, shape is not None)
         if key not in self._checksums:
-            text = "|".join(f"{read.site} {step}" for read, step, _ in plan.moves())
-            self._checksums[key] = zlib.crc32(text.encode())
+            self._checksums[key] = plan.checksum()
         return self._checksums[key]
 
     def capture(self, rows: DeviceRows, most_rows: int, progress: Callable[[int, int], None] | None = None) -> None:
@@ -147,7 +141,9 @@ class ModelRunner:
         able = {name: t for name, t in self.transports.items() if t.takes_live_sizes} or self.transports
         offers = [offer for offer in self.planner.offers if offer.transport in able]
         on_device = all(t.takes_live_sizes for t in able.values())  # and so where the rows of a group begin
-        planner = Planner(self.mesh, self.planner.chain, offers, self.planner.choice, slices_copy=on_device)
+        settlements = Settlements(self.mesh, offers, {Merge: self._merge})
+        chain, choice = self.planner.chain, self.planner.choice
+        planner = Planner(self.mesh, chain, offers, choice, slices_copy=on_device, settlements=settlements)
         inputs: list[Inputs] = [AnswerInputs(rows, self.rules, self._page_size)]
         if captures_prompts(self.rules, self.mesh):
             inputs.append(PromptInputs(rows, self._page_size, most_rows))
@@ -160,11 +156,13 @@ class ModelRunner:
             self.caches,
             rows,
             inputs,
-            self._split(able, offers),
+            self.settler,
+            self.vocabulary,
         )
         self._graph_planner = planner
-        self._graphs.capture(progress)
-        self._tally.steps.clear()
+        with self.settler.planned_by(settlements):
+            self._graphs.capture(progress)
+        self.settler.ran.clear()
         for room in sorted({self._room(shape) for shape in self._graphs.shapes}):
             weight = self.model.embed.weight
             full = captured_rows(able.values(), self.mesh, self.rank, room[0], weight.device)
@@ -206,25 +204,34 @@ class ModelRunner:
         """
         plan = self.planner.plan(counts) if shape is None else self._captured_plan(shape)
         received, rows = self.planner.bytes_received, counts[self.mesh.group_of(self.rank)]
-        room, draws = (rows, rows) if shape is None else (shape.rows, shape.draws)
-        dealt = () if self._dealt is None else self._dealt.moves(room, rows, self.planner.offers, self._way)
+        capacity, sampled = (rows, rows) if shape is None else (shape.rows, shape.draws)
         found: list[tuple[str, str, str, int]] = []
         for at, read in enumerate(plan.reads):
             found += [(r.site, str(s), e.group or "", int(received(e, counts))) for r, s, e in read.moves()]
-            found += [("attention", f"{k} dcp · {by}", "dcp", size) for n, k, by, size in dealt if n == at + 1]
-        return found if self.vocabulary is None else found + self.vocabulary.moves(draws)
+            for settlement, settled in plan.settled_after(at + 1):
+                if settlement.asked:
+                    continue
+                if settlement.packed:
+                    calls = settled.calls(min(sampled, 1), 1)
+                    calls = [(kind, moved * sampled // max(plan.counts)) for kind, moved in calls]
+                else:
+                    calls = settled.calls(capacity, rows)
+                for kind, moved in calls:
+                    name = f"{settled.call_name(kind)} · {settled.transport}"
+                    found.append((read.read.site, name, settled.group, moved))
+        return found
 
     def merges_from(self, rows: int) -> int | None:
         """On top of how many cached tokens a prompt's next `rows` are merged over dcp; None: of no number."""
-        if self._dealt is None or self._prefill == "gather":
+        if self._context is None or self._prefill == "gather":
             return None
-        return 0 if self._prefill == "merge" else self._dealt.merges_from(rows, self.planner.offers, self._way)
+        return 0 if self._prefill == "merge" else self._context.merges_from(rows, self.planner.settlements)
 
     def forget(self) -> None:
         """Counts from here on."""
         self._steps.clear()
         self._replays.clear()
-        self._tally.steps.clear()
+        self.settler.ran.clear()
         self._stats, self._naive_stats, self._times = Stats(), Stats(), StepTimes(self.model.embed.weight.device)
         self._walks = 0
 
@@ -233,20 +240,18 @@ class ModelRunner:
         return self.planner.plan((tokens_per_group,) * self.mesh.attn_dp)
 
     def report(self) -> list[StepStat]:
-        """What ran since the start, by step; at the end what attention exchanges over dcp, whatever the plan."""
+        """What ran since the start, in the order of a step."""
         self._count()
-        return self._stats.table(self._times) + self._attention(True)
+        return self._in_order(self._stats.table(self._times))
 
     def naive_report(self) -> list[StepStat]:
         """What the naive plan would have moved for the same steps; seconds are those of replayed graphs alone."""
         self._count()
-        return self._naive_stats.table() + self._attention(False)
+        return self._in_order(self._naive_stats.table())
 
-    def _attention(self, timed: bool) -> list[StepStat]:
-        return [
-            StepStat("attention", step, "dcp", calls, size, seconds if timed else 0.0, predicted)
-            for step, (calls, size, seconds, predicted) in self._tally.steps.items()
-        ]
+    def _in_order(self, found: list[StepStat]) -> list[StepStat]:
+        order = {fold(read.site): at for at, read in reversed([*enumerate(self.planner.chain.reads)])}
+        return sorted(found, key=lambda stat: order[stat.site])
 
     def _count(self) -> None:
         """Adds what was walked to the totals."""
@@ -259,23 +264,17 @@ class ModelRunner:
             alone, planner = self._alone[room], self._graph_planner
             self._stats.record(planner, planner.plan(room), counts, walks, alone)
             self._naive_stats.record(planner, planner.naive(room), counts, walks, alone)
-            self._count_attention(room[0], walks)
+            self._stats.settled(planner.plan(room), walks)
+            self._naive_stats.settled(planner.naive(room), walks)
         self._replays.clear()
-
-    def _count_attention(self, rows: int, replays: int) -> None:
-        """Adds what attention exchanged in replays of a graph with room for so many rows of each DP group."""
-        dealt, ranks, offers = self._dealt, self.mesh.dcp, self.planner.offers
-        if dealt is None:
-            return
-        for size, layers in dealt.queries.items():
-            plan = plan_gather(size, ranks, rows, offers)
-            self._tally.gathered(plan, (ranks - 1) * size * rows, layers * replays)
-        for merge, layers in dealt.merges.items():
-            self._tally.merged(plan_merge(merge, ranks, rows, offers, self._way), layers * replays)
+        for (site, settled), (calls, moved, seconds, predicted) in self.settler.ran.items():
+            self._stats.add(site, settled, calls, moved, seconds, predicted)
+            self._naive_stats.add(site, settled, calls, moved, 0.0, predicted)
+        self.settler.ran.clear()
 
     @cached_property
-    def _dealt(self) -> Dealt | None:
-        return dealt_of(self.model.config, self.mesh, self.model.embed.weight.dtype)
+    def _context(self) -> ShardedContext | None:
+        return sharded_context(self.model.config, self.mesh, self.model.embed.weight.dtype, self.planner.chain)
 
     def _room(self, shape: Shape) -> Counts:
         """Rows of each DP group that a graph has room for."""

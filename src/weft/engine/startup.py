@@ -13,7 +13,7 @@ from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, dtype_of, on_gpus
 from weft.engine.language import read_tokenizer
-from weft.engine.planning import dealt_of, plan_model, split_steps
+from weft.engine.planning import plan_model, split_steps
 from weft.engine.transports import cost_model
 from weft.models.checkpoint import tensor_files
 from weft.models.config import ModelConfig, ModelError, first_line
@@ -94,15 +94,13 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         )
     mesh, offers = config.mesh, _offers(config)
     try:
-        planner = plan_model(model, mesh, dtype_of(config), offers, config.plan)
+        planner = plan_model(model, mesh, dtype_of(config), offers, config.plan, merge=config.dcp_exchange)
     except (LayoutError, PlacementError):
         raise
     except Exception as error:  # sizes that torch has no tensor for, or what a plugin does wrong
         plugin, path = plugin_line(error, type(model)), config.model / "config.json"
         what = f"{plugin} builds no model from {path}" if plugin else f"no model can be built from {path}"
         raise ModelError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
-    if (dealt := dealt_of(model, mesh, dtype_of(config))) is not None:
-        dealt.exchange_us(1, offers, config.dcp_exchange)
     rows, dispatches = 1, False
     while True:
         counts = (min(rows, config.max_batch_tokens),) * mesh.attn_dp

@@ -13,12 +13,12 @@ from weft.comm.reference import ReferenceWorld
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
-from weft.engine.arena import arena_need, available_bytes, check_memory, gathered_logits, sent_bytes
+from weft.engine.arena import arena_need, available_bytes, check_memory, gathered_logits, merged_bytes, sent_bytes
 from weft.engine.config import EngineConfig
 from weft.engine.device import carriers, device_of, dtype_of, on_gpus
-from weft.engine.planning import dealt_of, trace
+from weft.engine.planning import trace
+from weft.place.chain import bucket
 from weft.place.cost import Costs, costs, host_table, read_tuning
-from weft.place.plan import bucket
 
 GPU_COSTS = "h200x4"
 """The cost model of GPUs that were never measured: times of four H200s over NVLink."""
@@ -93,12 +93,11 @@ def _largest(config: EngineConfig) -> int:
     mesh, model, dtype = config.mesh, config.read_model(), dtype_of(config)
     rows = sum(bucket((config.max_batch_tokens,) * mesh.attn_dp))
     largest = max(rows * model.hidden_size * dtype.itemsize, gathered_logits(config, model))
-    if (dealt := dealt_of(model, mesh, dtype)) is not None:  # a step's answers are merged in one call
-        answers = bucket((min(config.max_running, config.max_batch_tokens),))[0]
-        largest = max(largest, *(merge.room(answers, mesh.dcp) for merge in dealt.merges))
-    if config.experts == "dispatch":
-        largest = max(largest, sent_bytes(config, trace(model, mesh, dtype)))
-    return largest
+    if mesh.dcp == 1 and config.experts != "dispatch":
+        return largest
+    chain = trace(model, mesh, dtype)
+    decoded = min(config.max_running, config.max_batch_tokens)  # a step's decode rows are merged in one call
+    return max(largest, merged_bytes(chain, mesh, decoded), sent_bytes(config, chain))
 
 
 def bind(config: EngineConfig, rank: int) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from weft.place.chain import Chain
 from weft.place.cost import Offer
-from weft.place.plan import Chain, Planner
+from weft.place.plan import Planner
 from weft.place.show import columns
 from weft.place.spec import LayoutError, Mesh
 

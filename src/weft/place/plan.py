@@ -9,57 +9,25 @@ residual's rows as the state. `weft.place.search` finds what each read costs.
 
 from __future__ import annotations
 
+import bisect
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Literal
 
+from weft.place.chain import Chain, Counts, Read, bucket
 from weft.place.cost import Offer
 from weft.place.edges import Edge, bytes_received, legal_edges
 from weft.place.exchange import rows_received
 from weft.place.experts import COUNTS, PACK_KERNELS, RETURN, SEND, Dispatch
 from weft.place.search import Graph, Sums
+from weft.place.settle import Settled, Settlement, Settlements
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
 from weft.place.step import NORMED, Step
 
 Choice = Literal["cheapest", "naive"]
-Counts = tuple[int, ...]
-"""Tokens of each DP group."""
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """One read of the stream. site: the norm's name; target: what the block asked for; deltas: what was added since.
-
-    dispatch: what the block sends to experts on other ranks, of OWN rows. run: its products in FP8 take rows quantised
-    by runs of so many columns; 0: it has none.
-    """
-
-    site: str
-    target: Placement
-    deltas: tuple[Placement, ...]
-    dispatch: Dispatch | None = None
-    run: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """A traced model. width: elements a row; element_bytes: of the activations.
-
-    others: the same reads once more, as far as blocks take rows in other forms, in which they leave other deltas too.
-    What a read's deltas are follows from the form in which the read before it was served.
-    """
-
-    reads: tuple[Read, ...]
-    width: int
-    element_bytes: int
-    others: tuple[tuple[Read, ...], ...] = ()
-
-    @property
-    def forms(self) -> tuple[tuple[Read, ...], ...]:
-        """Every form of the reads."""
-        return (self.reads, *self.others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,29 +50,45 @@ class ReadPlan:
                 yield self.read, step, step.edge
 
 
+Op = tuple[str, Step | Settled]
+"""A communicating step of a plan: the site of the read that it serves or follows, and what is done."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A read plan for each read of the chain, made for `counts` tokens in each DP group."""
+    """A step's plan, made for `counts` tokens in each DP group: a read plan for each read of the chain, and how each of
+    its settlements goes. us: of the reads and of the settlements that every step takes.
+    """
 
     mesh: Mesh
     chain: Chain
     counts: Counts
     reads: tuple[ReadPlan, ...]
     us: float = field(default=0.0)
+    settled: tuple[Settled, ...] = ()
 
     def moves(self) -> Iterator[tuple[Read, Step, Edge]]:
-        """The plan's communicating steps, in order."""
+        """The communicating steps of the stream, in order."""
         for read_plan in self.reads:
             yield from read_plan.moves()
 
+    def settled_after(self, reads: int) -> Iterator[tuple[Settlement, Settled]]:
+        """What is settled after so many reads and before the next, in order."""
+        first = bisect.bisect_left(self.chain.settlements, reads, key=lambda settlement: settlement.after)
+        for settlement, settled in zip(self.chain.settlements[first:], self.settled[first:], strict=True):
+            if settlement.after > reads:
+                break
+            yield settlement, settled
 
-def bucket(counts: Counts) -> Counts:
-    """The counts that a plan is made for: every group as full as the fullest, rounded up to a power of two.
+    def ops(self) -> Iterator[Op]:
+        """All that ranks exchange, in the order of a step."""
+        for at, read_plan in enumerate(self.reads):
+            yield from ((read.site, step) for read, step, _ in read_plan.moves())
+            yield from ((settlement.site, settled) for settlement, settled in self.settled_after(at + 1))
 
-    Every rank knows every count, so every rank comes to the same bucket.
-    """
-    most = max(counts)
-    return (1 << max(most - 1, 0).bit_length(),) * len(counts)
+    def checksum(self) -> int:
+        """CRC-32 of the ops: ranks that disagree on one run different collectives."""
+        return zlib.crc32("|".join(f"{site} {op}" for site, op in self.ops()).encode())
 
 
 class Planner:
@@ -112,16 +96,23 @@ class Planner:
 
     Slices need no offer; local steps cost what the first offer says. Plans are cached by `bucket`. choice: naive makes
     the naive plan the one to follow, for whoever compares the two. slices_copy: a slice copies its rows, as in a CUDA
-    graph, where the host does not know at which row it begins; otherwise it is a view, and free. Raises PlacementError,
-    naming the block, where no legal steps lead to what a block asks for; LayoutError where a step's tensors are larger
+    graph, where the host does not know at which row it begins; otherwise it is a view, and free. settlements: the plans
+    of what blocks settle; left out, the cheapest by the same offers. Raises PlacementError, naming the block, where no
+    legal steps lead to what a block asks for; LayoutError where a step's tensors are larger
     than any transport carries.
     """
 
     def __init__(
-        self, mesh: Mesh, chain: Chain, offers: Sequence[Offer], choice: Choice = "cheapest", slices_copy: bool = False
+        self,
+        mesh: Mesh,
+        chain: Chain,
+        offers: Sequence[Offer],
+        choice: Choice = "cheapest",
+        slices_copy: bool = False,
+        settlements: Settlements | None = None,
     ):
         self.mesh, self.chain, self.offers, self.choice = mesh, chain, tuple(offers), choice
-        self._slices_copy = slices_copy
+        self._slices_copy, self.settlements = slices_copy, settlements or Settlements(mesh, offers)
         kinds = frozenset().union(*(o.kinds for o in offers))
         self._home = {rows: mesh.placement(rows) for rows in mesh.row_kinds}
         every = [*self._home.values(), *(d for reads in chain.forms for read in reads for d in read.deltas)]
@@ -165,7 +156,17 @@ class Planner:
             inside = self._inside(read.dispatch, tokens)
             us = sum(s.us for s in (*steps, *inside))
             reads.append(ReadPlan(read, tuple(steps), home.rows, us, inside))
-        return Plan(self.mesh, self.chain, (tokens,) * self.mesh.attn_dp, tuple(reads), sum(r.us for r in reads))
+        return self._whole(tokens, tuple(reads), sum(r.us for r in reads))
+
+    def _whole(self, tokens: int, reads: tuple[ReadPlan, ...], us: float) -> Plan:
+        """The plan of a step: the reads' and the settlements'."""
+        settled = []
+        for settlement in self.chain.settlements:
+            value, rows = settlement.of(tokens)
+            plan = self.settlements.plan(value, settlement.group, rows)
+            settled.append(plan)
+            us += 0.0 if settlement.asked or plan.us == math.inf else plan.us
+        return Plan(self.mesh, self.chain, (tokens,) * self.mesh.attn_dp, reads, us, tuple(settled))
 
     def _route(self, operand: int | str, src: Placement, dst: Placement, tokens: int) -> list[Step]:
         """All-reduce the debt whole, then slice or gather."""
@@ -342,7 +343,7 @@ class Planner:
                 raise PlacementError(f"{read.site}: no legal steps lead from what was added, {added}, to {read.target}")
             best = reached
         us, plans = min(best.values(), key=lambda b: b[0])
-        plan = Plan(self.mesh, self.chain, (tokens,) * self.mesh.attn_dp, plans, us)
+        plan = self._whole(tokens, plans, us)
         if us == math.inf:
             self._refuse(plan)
         return plan
@@ -366,7 +367,8 @@ class Planner:
             instead = "plan at cheapest" if most.load is None else "experts at auto"
             raise LayoutError(f"{what} {most.kind}, which {names} has not; leave {instead}")
         if all(o.max_bytes is None or needed <= o.max_bytes for o in having):
-            raise LayoutError(f"{most.kind} on {names} was not measured: run weft tune, or leave experts at auto")
+            instead = "" if most.load is None else ", or leave experts at auto"
+            raise LayoutError(f"{most.kind} on {names} was not measured: run weft tune{instead}")
         room = ", ".join(f"{o.transport} has max_bytes={o.max_bytes}" for o in having)
         raise LayoutError(
             f"steps of {max(plan.counts)} tokens a group exchange tensors of {needed} bytes, but {room}: "

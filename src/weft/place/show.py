@@ -6,11 +6,13 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from weft.place.plan import Counts, Plan, Planner, ReadPlan
+from weft.place.chain import Counts
+from weft.place.plan import Plan, Planner, ReadPlan
+from weft.place.settle import Settled, Settlement
 
 
 def fold(site: str) -> str:
@@ -28,8 +30,8 @@ def plan_dict(planner: Planner, counts: Counts) -> dict[str, Any]:
         "layout": str(planner.mesh),
         "counts": list(plan.counts),
         "cost": {o.transport: o.cost.name for o in planner.offers},
-        "plan": _totals(planner, plan) | {"reads": [_read(planner, plan, r) for r in plan.reads]},
-        "naive": _totals(planner, naive) | {"reads": [_read(planner, naive, r) for r in naive.reads]},
+        "plan": _totals(planner, plan) | {"reads": _reads(planner, plan)},
+        "naive": _totals(planner, naive) | {"reads": _reads(planner, naive)},
     }
 
 
@@ -37,7 +39,7 @@ def plan_text(planner: Planner, counts: Counts) -> str:
     """The same for reading, in 80 columns: equal layers once, the naive plan in a sentence, the saving last."""
     plan, naive = planner.plan(counts), planner.naive(counts)
     models = ", ".join(dict.fromkeys(o.cost.name for o in planner.offers))
-    by = list(dict.fromkeys(step.transport for _, step, _ in plan.moves()))
+    by = list(dict.fromkeys(op.transport for _, op in plan.ops()))
     tokens = f"{plan.counts[0]:,} token{'s' * (plan.counts[0] != 1)}"
     lines = [
         f"layout {planner.mesh} · {tokens} in each DP group",
@@ -85,13 +87,17 @@ def _sum(planner: Planner, plan: Plan) -> str:
 def _kinds(plan: Plan) -> str:
     """How often which collective runs."""
     found = Counter(f"{edge.kind} {edge.group}" for _, _, edge in plan.moves())
+    for settlement, settled in zip(plan.chain.settlements, plan.settled, strict=True):
+        if not settlement.asked:
+            found.update(f"{kind} {settled.group}" for kind, _ in settled.calls(settled.rows, settled.rows))
     return ", ".join(f"{times} × {kind}" for kind, times in found.items()) or "nothing moves"
 
 
 def _totals(planner: Planner, plan: Plan) -> dict[str, Any]:
-    moves = list(plan.moves())
-    moved = sum(planner.bytes_received(edge, plan.counts) for _, _, edge in moves)
-    return {"us": _finite(plan.us), "collectives": len(moves), "bytes": int(moved)}
+    moved = [planner.bytes_received(edge, plan.counts) for _, _, edge in plan.moves()]
+    for settlement, settled in zip(plan.chain.settlements, plan.settled, strict=True):
+        moved += [] if settlement.asked else [size for _, size in settled.calls(settled.rows, settled.rows)]
+    return {"us": _finite(plan.us), "collectives": len(moved), "bytes": int(sum(moved))}
 
 
 def _finite(us: float) -> float | None:
@@ -99,8 +105,12 @@ def _finite(us: float) -> float | None:
     return None if us == math.inf else us
 
 
-def _read(planner: Planner, plan: Plan, read: ReadPlan) -> dict[str, Any]:
-    steps = []
+def _reads(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
+    return [_read(planner, plan, at, read) for at, read in enumerate(plan.reads)]
+
+
+def _read(planner: Planner, plan: Plan, at: int, read: ReadPlan) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = []
     for s in (*read.steps, *read.inside):
         step: dict[str, Any] = {"op": s.op, "us": _finite(s.us)}
         if s.edge is None:
@@ -116,16 +126,29 @@ def _read(planner: Planner, plan: Plan, read: ReadPlan) -> dict[str, Any]:
                 "transport": s.transport,
             }
         steps.append(step)
+    for settlement, settled in plan.settled_after(at + 1):
+        steps.append(
+            {
+                "op": "settle",
+                "value": settled.value.what,
+                "recipe": settled.recipe.name,
+                "group": settled.group,
+                "bytes": settled.bytes,
+                "transport": settled.transport,
+                "us": _finite(settled.us),
+                "asked": settlement.asked,
+            }
+        )
     return {"site": read.read.site, "us": _finite(read.us), "residual": read.residual.name, "steps": steps}
 
 
 def _table(planner: Planner, plan: Plan, one_transport: bool) -> list[str]:
     """A line for each step under its read: what it does, the bytes that the busiest rank receives, µs."""
     rows: list[tuple[str, ...]] = []
-    reads = _folded(plan.reads)
-    first = {read.read.site.split(".")[0] for _, read in reads}
+    reads = _folded(plan)
+    first = {read.read.site.split(".")[0] for _, read, _ in reads}
     prefix = f"{first.pop()}." if len(first) == 1 else ""
-    for times, read in reads:
+    for times, read, inside in reads:
         often = f"  × {times}" if times > 1 else ""
         form = "  by dispatch" if read.inside else ""
         rows.append((f"  {fold(read.read.site).removeprefix(prefix)}{often}{form}",))
@@ -133,12 +156,18 @@ def _table(planner: Planner, plan: Plan, one_transport: bool) -> list[str]:
             moved = size_text(planner.bytes_received(s.edge, plan.counts)) if s.edge and s.edge.moves else ""
             named = s.brief() if one_transport or not (s.edge and s.edge.moves) else str(s)
             rows.append((f"    {named}", moved, f"{s.us:,.1f} µs"))
+        for settlement, settled in inside:
+            named = settled.brief() if one_transport else str(settled)
+            asked = ", where a row asks for it" * settlement.asked
+            rows.append((f"    {named}{asked}", size_text(settled.bytes), f"{settled.us:,.1f} µs"))
     return columns(rows)
 
 
-def _folded(reads: Iterable[ReadPlan]) -> list[tuple[int, ReadPlan]]:
-    """Reads whose folded name, steps and residual are equal, counted, in the order first seen."""
-    seen: dict[tuple[object, ...], list[ReadPlan]] = {}
-    for r in reads:
-        seen.setdefault((fold(r.read.site), r.steps, r.inside, r.residual), []).append(r)
-    return [(len(same), same[0]) for same in seen.values()]
+def _folded(plan: Plan) -> list[tuple[int, ReadPlan, list[tuple[Settlement, Settled]]]]:
+    """Reads whose folded name, steps, residual and settlements are equal, counted, in the order first seen."""
+    seen: dict[tuple[object, ...], list[tuple[ReadPlan, list[tuple[Settlement, Settled]]]]] = {}
+    for at, r in enumerate(plan.reads):
+        inside = list(plan.settled_after(at + 1))
+        key = fold(r.read.site), r.steps, r.inside, r.residual, tuple(settled for _, settled in inside)
+        seen.setdefault(key, []).append((r, inside))
+    return [(len(same), *same[0]) for same in seen.values()]

@@ -8,16 +8,15 @@ asks for more than its best token, they gather whole rows of logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from weft.place.cost import Offer
-from weft.place.merge import GatherPlan, plan_gather
+from weft.place.settle import Gather, Settled, Settlements
 from weft.place.show import columns, size_text
 
 BEST_BYTES, LOGIT_BYTES = 8, 4
 """Of a token and its score; of a logit."""
-MOST_TOKENS = 1 << 24
+MAX_TOKENS = 1 << 24
 """Tokens that float32 tells apart: a row's best token travels beside its score."""
 SMALL_KERNELS = 1
 """That a split adds to a decode step on a GPU: what finds the best of a rank's tokens, for the gather of all ranks'."""
@@ -43,12 +42,12 @@ class SplitStep:
 
     rows: int
     embedding_us: float
-    best: GatherPlan
+    best: Settled
     best_bytes: int
     kernels_us: float
     head_us: float
     whole_head_us: float
-    logits: GatherPlan
+    logits: Settled
     logits_bytes: int
 
     @property
@@ -57,25 +56,40 @@ class SplitStep:
         return self.whole_head_us - self.head_us - self.kernels_us - self.best.us - self.embedding_us
 
 
-def split_step(head: Head, rows: int, embedding_us: float, offers: Sequence[Offer]) -> SplitStep:
-    """Local work costs what the first offer says. Raises LayoutError where nothing gathers."""
-    local_us, ranks, share = offers[0].cost.local_us, head.ranks, -(-head.tokens // head.ranks)
+def best_tokens(rows: int) -> Gather:
+    """What the ranks gather of rows that take their best token: all rows of a rank travel as one."""
+    return Gather("best tokens", BEST_BYTES * rows)
+
+
+def logit_rows(tokens: int, ranks: int) -> Gather:
+    """What they gather of a row that asks for more: a run of logits each, as long as the longest."""
+    return Gather("logits", -(-tokens // ranks) * LOGIT_BYTES)
+
+
+def split_step(head: Head, rows: int, embedding_us: float, settlements: Settlements) -> SplitStep:
+    """Raises LayoutError where nothing gathers."""
+    local_us, ranks, share = settlements.local_us, head.ranks, -(-head.tokens // head.ranks)
     return SplitStep(
         rows,
         embedding_us,
-        best=plan_gather(rows * BEST_BYTES, ranks, 1, offers),
+        best=settlements.cheapest(best_tokens(rows), "attn_tp", 1),
         best_bytes=rows * BEST_BYTES * (ranks - 1),
         kernels_us=SMALL_KERNELS * local_us(rows * BEST_BYTES * ranks),
         head_us=local_us(share * head.token_bytes),
         whole_head_us=local_us(head.tokens * head.token_bytes),
-        logits=plan_gather(share * LOGIT_BYTES, ranks, rows, offers),
+        logits=settlements.cheapest(logit_rows(head.tokens, ranks), "attn_tp", rows),
         logits_bytes=rows * share * LOGIT_BYTES * (ranks - 1),
     )
 
 
 def vocabulary_dict(step: SplitStep) -> dict[str, Any]:
     """The step as plain values, with what it saves."""
-    return asdict(step) | {"saved_us": step.saved_us}
+    how = {
+        name: {"transport": plan.transport, "us": plan.us}
+        for name, plan in (("best", step.best), ("logits", step.logits))
+    }
+    plain = {f.name: getattr(step, f.name) for f in fields(step) if f.name not in how}
+    return plain | how | {"saved_us": step.saved_us}
 
 
 def vocabulary_text(tokens: int, ranks: int, steps: Sequence[SplitStep]) -> str:

@@ -7,7 +7,7 @@ import torch
 
 from weft.kernels.triton import plain
 from weft.kernels.triton import step as kernels
-from weft.place.vocabulary import MOST_TOKENS
+from weft.place.vocabulary import MAX_TOKENS
 
 PAGE = 8
 GROUPS = {
@@ -72,7 +72,7 @@ def test_draws_go_into_the_state(
     lengths = torch.randint(0, 99, (capacity,), device=device).int()
     live, first = (torch.tensor([n], dtype=torch.int32, device=device) for n in (count, answers))
     score = torch.randint(0, 3, (ranks, capacity, shares), device=device).float()  # some are equal
-    token = (MOST_TOKENS - 1 - torch.randperm(score.numel(), device=device)).view(score.shape).float()
+    token = (MAX_TOKENS - 1 - torch.randperm(score.numel(), device=device)).view(score.shape).float()
     score[:, -1] = float("-inf")
     drawn = torch.stack((score, token), dim=-1)
     drawn[:, count:] = float("nan")

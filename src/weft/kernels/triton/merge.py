@@ -1,4 +1,4 @@
-"""What a GPU does around the collectives by which attention over shards of the keys is merged; see `weft.dcp.merge`.
+"""What a GPU does around the collectives by which attention over shards of the keys is merged; see `weft.comm.settle`.
 
 The functions are those of `weft.kernels.plain`. A program has a head of a token.
 """

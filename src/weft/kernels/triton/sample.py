@@ -20,7 +20,7 @@ from torch import Tensor
 
 from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
-from weft.place.vocabulary import MOST_TOKENS
+from weft.place.vocabulary import MAX_TOKENS
 
 BLOCK, PROGRAMS = 2048, 1056
 """Tokens that a program looks at at once, and how many programs there are about: eight for each multiprocessor of an
@@ -162,7 +162,7 @@ def candidates(
         raise ValueError(f"first is {first}: with min_p it must be 0")
     if logits.stride(1) != 1:
         raise ValueError("rows of logits must be contiguous")
-    if first + vocabulary > MOST_TOKENS:
+    if first + vocabulary > MAX_TOKENS:
         raise ValueError(f"tokens up to {first + vocabulary} are not all whole in float32")
     blocks = cdiv(vocabulary + first % 4, BLOCK)
     shares = min(blocks, max(1, PROGRAMS // max(1, rows)))

@@ -1,0 +1,165 @@
+"""Carries settlements out: the values that a block settles between ranks, by the plan's recipe and transport.
+
+The plan says which recipe, which transport and how many rows a call takes (`weft.place.settle`); here values are cut
+into calls, exchanged, timed and counted. A recipe is a row of the planner's table and a function of `RUNS`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from weft.comm.transport import COLLECTIVE, CommError, Ranks, Sizes, Transport, place_in
+from weft.kernels import plain
+from weft.place import exchange
+from weft.place.exchange import Exchange
+from weft.place.settle import Gather, Merge, Settled, Settlements
+from weft.place.spec import Mesh
+
+Calls = tuple[int, int, float, float]
+"""How often a settlement ran, bytes that a rank received, seconds on this rank (on CPUs alone), predicted seconds."""
+MergeRun = Callable[[Transport, Tensor, Tensor, Ranks, Tensor | None], tuple[Tensor, Tensor]]
+
+
+class Settler:
+    """A rank's executor of settlements.
+
+    transports: by name. settlements: the plans to follow; `planned_by` has others followed for a while. site: of the
+    read of the stream that is served, by which calls are counted in `ran`, together with the plan.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, transports: Mapping[str, Transport], settlements: Settlements):
+        self.mesh, self.rank, self.settlements = mesh, rank, settlements
+        self._transports = transports
+        self.site = ""
+        self.ran: dict[tuple[str, Settled], Calls] = {}
+
+    @contextmanager
+    def planned_by(self, settlements: Settlements) -> Iterator[None]:
+        """Follows these plans inside: of steps that are captured."""
+        before, self.settlements = self.settlements, settlements
+        try:
+            yield
+        finally:
+            self.settlements = before
+
+    def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes) -> Tensor:
+        """Every rank's rows of the group `[sum(sizes), width]`, in rank order. x: this rank's rows `[own, width]`.
+
+        sizes: rows of every rank. Raises CommError, and LayoutError where no transport takes even a row of each.
+        """
+        if not sum(sizes):
+            return x
+        plan, ranks = self.settlements.plan(what, group, max(sizes)), self.mesh.peers(group, self.rank)
+        transport, kind = self._transports[plan.transport], exchange.all_gatherv(len(ranks))
+        with self._counted(plan, (sum(sizes) - min(sizes)) * x.shape[1] * x.element_size(), x):
+            if plan.each >= max(sizes):
+                return in_a_range(transport, x, kind, ranks, sizes)
+            out = x.new_empty(sum(sizes), x.shape[1])
+            into = out.split(list(sizes))
+            for begin in range(0, max(sizes), plan.each):
+                part = tuple(min(plan.each, max(0, size - begin)) for size in sizes)
+                came = in_a_range(transport, x[begin : begin + plan.each], kind, ranks, part)
+                for run, rank_rows in zip(came.split(list(part)), into, strict=True):
+                    rank_rows[begin : begin + len(run)] = run
+        return out
+
+    def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Attention over the ranks' shards of the keys, merged: own heads, complete, `[T, H/n, D]` and `[T, H/n]`.
+
+        out `[T, H, D]`, lse `[T, H]`: of all heads over this rank's keys; live: see `Transport.merge_scatterv`.
+        """
+        ranks, (tokens, heads, dim) = self.mesh.peers(group, self.rank), out.shape
+        if not tokens:
+            return own_heads(out, ranks), own_heads(lse, ranks)
+        what = Merge(heads, dim, out.element_size())
+        plan = self.settlements.plan(what, group, tokens)
+        run, transport = RUNS[plan.recipe.name], self._transports[plan.transport]
+        with self._counted(plan, sum(moved for _, moved in plan.calls(tokens, tokens)), out):
+            if tokens <= plan.each:
+                return run(transport, out, lse, ranks, live)
+            own, total = own_heads(out, ranks), own_heads(lse, ranks)
+            for begin in range(0, tokens, plan.each):
+                at = slice(begin, begin + plan.each)
+                here = None if live is None else (live - begin).clamp(0, plan.each)
+                own[at], total[at] = run(transport, out[at], lse[at], ranks, here)
+        return own, total
+
+    @contextmanager
+    def _counted(self, plan: Settled, moved: int, x: Tensor) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        seconds = 0.0 if x.is_cuda else time.perf_counter() - began
+        key = self.site, plan
+        calls, size, spent, predicted = self.ran.get(key, (0, 0, 0.0, 0.0))
+        us = plan.us if plan.us < float("inf") else 0.0
+        self.ran[key] = calls + 1, size + moved, spent + seconds, predicted + us / 1e6
+
+
+def own_heads(x: Tensor, group: Sequence[int]) -> Tensor:
+    """An unfilled tensor for this rank's heads of x `[T, H, …]`. Raises CommError where they do not divide."""
+    tokens, heads, *rest = x.shape
+    if heads % len(group):
+        raise CommError(f"{heads} heads do not divide over a group of {len(group)} ranks")
+    return x.new_empty(tokens, heads // len(group), *rest)
+
+
+def in_a_range(transport: Transport, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes) -> Tensor:
+    """`Transport.exchange`, as a range in torch's profiler that names the collective."""
+    with record_function(f"{COLLECTIVE}{exchange.kind}"):
+        return transport.exchange(x, exchange, group, sizes)
+
+
+def _kernels(x: Tensor) -> ModuleType:
+    """What packs, scales and combines where x is."""
+    if x.is_cuda:
+        from weft.kernels.triton import merge  # GPUs only: a CPU need not have Triton
+
+        return merge
+    return plain
+
+
+def ag_rs(
+    transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gathers every rank's lse, scales the output by this rank's weight, and reduce-scatters it by heads.
+
+    The terms are rounded to the output's dtype before they are summed.
+    """
+    place, n = place_in(group, transport.rank), len(group)
+    own = own_heads(out, group)
+    lses = in_a_range(transport, lse.reshape(1, -1), exchange.all_gatherv(n), group, (1,) * n)
+    by_rank = transport.empty(n, own.numel(), like=out)
+    total = _kernels(out).scale_shard(out, lses.view(n, *lse.shape), place, by_rank)
+    summed = in_a_range(transport, by_rank, exchange.reduce_scatterv(n), group, (1,) * n)
+    return summed.view(own.shape), total
+
+
+def a2a(
+    transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sends every rank its heads, lse and output in one, and combines what comes in rank order and float32."""
+    n, kernels, (tokens, heads, dim) = len(group), _kernels(out), out.shape
+    own_heads(out, group)
+    packed = transport.empty(n, plain.packed_shards(n, tokens, heads, dim, out.dtype)[1], like=out)
+    kernels.pack_shard(out, lse, packed)
+    came = in_a_range(transport, packed, exchange.all_to_allv(n), group, (1,) * n**2)
+    merged: tuple[Tensor, Tensor] = kernels.merge_packed(came, tokens, heads, dim)
+    return merged
+
+
+def fused(
+    transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """A transport's own merge, in one call."""
+    with record_function(f"{COLLECTIVE}merge_scatterv"):
+        return transport.merge_scatterv(out, lse, group, live)
+
+
+RUNS: dict[str, MergeRun] = {"ag_rs": ag_rs, "a2a": a2a, "fused": fused}
+"""What carries out each recipe of a merge."""

@@ -1,0 +1,156 @@
+"""One plan for all that a step exchanges: every op is in it, in order, and ranks that differ in one are found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import EVERY, SUMS, run_world, small_model
+
+from engine.conftest import byte_tokenizer
+from engine.test_engine import GREEDY, config
+from weft.comm import settle
+from weft.comm.reference import ReferenceTransport
+from weft.comm.settle import Settler
+from weft.engine.config import EngineError
+from weft.engine.engine import Engine
+from weft.engine.planning import plan_model
+from weft.engine.runner import ModelRunner
+from weft.models.registry import load_config, registry
+from weft.place import settle as place_settle
+from weft.place.cost import PRESETS, Offer
+from weft.place.plan import Plan
+from weft.place.settle import Merge, Recipe, Settled, Settlements
+from weft.place.show import plan_dict
+from weft.place.spec import Mesh
+
+ASKED = [[5, 17, 40], [9, 2, 33, 21, 8]]
+KINDS = EVERY | {"all_to_allv", "merge_scatterv"}
+OFFER = Offer("reference", KINDS, SUMS, PRESETS["h200-nvlink"])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    small_model("deepseek_v2", 4, tmp_path)
+    byte_tokenizer(tmp_path)
+    return tmp_path
+
+
+def plan_of(directory: Path, mesh: Mesh, experts: str = "dispatch") -> Plan:
+    read = replace(load_config(directory, registry(())), experts=experts, split_vocabulary=True)
+    return plan_model(read, mesh, read.dtype, [OFFER]).plan((4,) * mesh.attn_dp)
+
+
+def test_one_list_has_every_op_in_the_order_of_a_step(model: Path) -> None:
+    mesh = Mesh(2, 4, 8, 1, dcp=2)
+    ops = [(site, str(op)) for site, op in plan_of(model, mesh).ops()]
+    first = next(site for site, _ in ops if site.endswith("input_layernorm"))
+    inside = [op.partition(" ")[0] for site, op in ops if site == first]
+    assert inside[-2:] == ["queries:", "outputs:"], "after what brings the stream's rows"
+    moe = next(site for site, op in ops if op.startswith("dispatch"))
+    assert [op.partition(":")[0] for site, op in ops if site == moe][-3:] == ["counts", "dispatch", "combine"]
+    assert [op.partition(":")[0] for _, op in ops[-2:]] == ["best tokens", "logits"]
+    assert sum(op.startswith("queries") for _, op in ops) == 3, "of every layer"
+
+
+def test_a_plan_costs_what_its_ops_cost(model: Path) -> None:
+    plan = plan_of(model, Mesh(2, 4, 8, 1, dcp=2))
+    inside = [settled.us for of, settled in zip(plan.chain.settlements, plan.settled, strict=True) if not of.asked]
+    assert plan.us == pytest.approx(sum(read.us for read in plan.reads) + sum(inside)) and min(inside) > 0
+
+
+def altered(plan: Plan, at: int) -> Plan:
+    """With the op number `at` carried out by another transport."""
+    found = -1
+    reads = []
+    settled = list(plan.settled)
+    for read_at, read in enumerate(plan.reads):
+        steps, inside = list(read.steps), list(read.inside)
+        for some in (steps, inside):
+            for i, step in enumerate(some):
+                if step.edge is not None and step.edge.moves and (found := found + 1) == at:
+                    some[i] = replace(step, transport="another")
+        reads.append(replace(read, steps=tuple(steps), inside=tuple(inside)))
+        for i, settlement in enumerate(plan.chain.settlements):
+            if settlement.after == read_at + 1 and (found := found + 1) == at:
+                settled[i] = replace(settled[i], transport="another")
+    assert at <= found
+    return replace(plan, reads=tuple(reads), settled=tuple(settled))
+
+
+def test_every_op_counts_in_the_checksum(model: Path) -> None:
+    plan = plan_of(model, Mesh(2, 2, 4, 1, dcp=2))
+    ops = list(plan.ops())
+    found = {altered(plan, at).checksum() for at in range(len(ops))}
+    assert len(found) == len(ops) and plan.checksum() not in found
+    recipes = replace(
+        plan,
+        settled=tuple(
+            replace(s, recipe=place_settle.RECIPES[Merge][0]) if isinstance(s.value, Merge) else s for s in plan.settled
+        ),
+    )
+    assert recipes.checksum() != plan.checksum(), "the recipe of a merge too"
+
+
+@pytest.mark.parametrize("what", ["stream", "queries", "outputs", "best tokens", "logits", "dispatch"])
+def test_a_rank_that_differs_in_one_op_is_found_before_a_token_goes_out(
+    model: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checksum = ModelRunner.plan_checksum
+
+    def other(self: ModelRunner, counts: tuple[int, ...], shape: Any = None) -> int:
+        plan = self.planner.plan(counts)
+        at = next(
+            i
+            for i, (_, op) in enumerate(plan.ops())
+            if str(op).startswith(what) or (what == "stream" and not isinstance(op, Settled))
+        )
+        return altered(plan, at).checksum() if self.rank == 1 else checksum(self, counts, shape)
+
+    monkeypatch.setattr(ModelRunner, "plan_checksum", other)
+    layout = dict(attn_dp=2, attn_tp=2, ep=4, moe_tp=1, dcp=2, split_vocabulary="on", experts="dispatch")
+    with Engine(config(model, **layout)) as engine:
+        came: list[Any] = []
+        with pytest.raises(EngineError, match=r"ranks diverge: rank 1 ran .* by plan [0-9a-f]{8} .*, where .* by plan"):
+            came += engine.generate(ASKED, GREEDY)
+        assert not came
+
+
+def test_a_recipe_is_added_by_one_registration(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of the planner's table, and what carries it out: plans take it, reports name it, tokens are the same."""
+    toy = Recipe("toy", lambda value, ranks, rows: [("merge_scatterv", 0.0)], lambda value, ranks, rows: [])
+    monkeypatch.setitem(place_settle.RECIPES, Merge, (*place_settle.RECIPES[Merge], toy))
+    monkeypatch.setitem(settle.RUNS, "toy", settle.fused)
+    mesh = Mesh(1, 2, 2, 1, dcp=2)
+    settlements = Settlements(mesh, [OFFER], {Merge: "auto"})
+    assert settlements.plan(Merge(4, 16, 4), "dcp", 8).recipe.name == "toy", "it moves nothing, so it costs least"
+
+    def rank_main(transport: ReferenceTransport) -> dict[Any, Any]:
+        import torch
+
+        settler = Settler(mesh, transport.rank, {"reference": transport}, settlements)
+        settler.site = "layers.0.norm"
+        settler.merge("dcp", torch.ones(3, 4, 16), torch.zeros(3, 4))
+        return settler.ran
+
+    for ran in run_world(2, rank_main):
+        [((site, settled), (calls, *_))] = ran.items()
+        assert (site, str(settled), calls) == ("layers.0.norm", "outputs: toy: merge_scatterv dcp · reference", 1)
+    found = []
+    for exchange in ("auto", "fused"):
+        with Engine(config(model, attn_tp=2, ep=2, dcp=2, dcp_exchange=exchange)) as engine:
+            found.append([result.token_ids for result in engine.generate(ASKED, GREEDY)])
+            steps = [stat.step for stat in engine.comm_report()[0] if stat.step.startswith("outputs")]
+            assert all(("toy" in step) == (exchange == "auto") for step in steps) and steps
+    assert found[0] == found[1]
+
+
+def test_plan_json_has_settlements_in_their_places(model: Path) -> None:
+    read = replace(load_config(model, registry(())), split_vocabulary=True)
+    planner = plan_model(read, Mesh(1, 2, 2, 1, dcp=2), read.dtype, [OFFER])
+    reads = plan_dict(planner, (4,))["plan"]["reads"]
+    assert [step["value"] for step in reads[0]["steps"] if step["op"] == "settle"] == ["queries", "outputs"]
+    assert [step["value"] for step in reads[-1]["steps"] if step["op"] == "settle"] == ["best tokens", "logits"]
+    assert [step["asked"] for step in reads[-1]["steps"][-2:]] == [False, True]

@@ -5,6 +5,7 @@
 
 Runs alternate, so that a machine that changes its mind does so for both. A row is a call, a size and where the input
 lies; its figures are the median and the least over the runs of `weft bench collectives`' figure, in microseconds.
+Rows of the floor say how alike the trees' runs were: it is the same code in both.
 """
 
 from __future__ import annotations
@@ -17,15 +18,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+from weft.bench.host import describe_host
+
 EDGES = ("all_reduce", "reduce_scatterv", "all_gatherv", "all_to_allv", "broadcast", "barrier", "all_reduce+norm")
 MIXED = ("all_reduce+all_gatherv", "reduce_scatterv+all_reduce")
 RUN = """
 import json, sys
+from functools import partial
+
+from weft.bench import collectives
 from weft.bench.collectives import Case, measure
 from weft.bench.ranks import run_ranks
-from weft.comm.shm import ShmTuning
+from weft.comm.shm import ShmTransport, ShmTuning
 from weft.kernels.build import cpu_kernels
 
+# Here, as the ranks' processes import this too.
+collectives.ShmTransport = partial(ShmTransport, **json.loads(sys.argv[2]))
 if __name__ == "__main__":
     cpu_kernels()
     cases = [Case(*case) for case in json.loads(sys.argv[1])]
@@ -33,10 +41,10 @@ if __name__ == "__main__":
 """
 
 
-def run(tree: Path, cases: list[tuple[int, str, str, int]], script: Path) -> dict[str, float]:
+def run(tree: Path, cases: list[tuple[int, str, str, int]], how: dict[str, object], script: Path) -> dict[str, float]:
     """One run of a tree: µs by row."""
     done = subprocess.run(
-        [sys.executable, str(script), json.dumps(cases)],
+        [sys.executable, str(script), json.dumps(cases), json.dumps(how)],
         env=os.environ | {"PYTHONPATH": str(tree.resolve())},
         stdout=subprocess.PIPE,
         text=True,
@@ -45,8 +53,7 @@ def run(tree: Path, cases: list[tuple[int, str, str, int]], script: Path) -> dic
     found = {}
     for row in json.loads(done.stdout):
         for carrier, us in row["us"].items():
-            if carrier != "floor":
-                found[f"{row['ranks']} ranks {row['edge']} {row['dtype']} {row['bytes']} {carrier}"] = us
+            found[f"{row['ranks']} ranks {row['edge']} {row['dtype']} {row['bytes']} {carrier}"] = us
     return found
 
 
@@ -58,14 +65,21 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 24])
     parser.add_argument("--edges", nargs="+", default=[])
+    parser.add_argument("--dtypes", nargs="+", default=["bf16"])
+    parser.add_argument("--isa", default="auto", help="avx2, say, where the CPU has more")
+    parser.add_argument(
+        "--spins", type=int, help="reads of a flag before a rank gives up its core: many where it is busy"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     edges = options.edges or (*EDGES, *(MIXED if options.ranks >= 4 else ()))
     cases = [
-        (options.ranks, edge, "bf16", size)
+        (options.ranks, edge, dtype, size)
         for edge in edges
+        for dtype in options.dtypes
         for size in (options.sizes if edge != "barrier" else options.sizes[:1])
     ]
+    how = {"isa": options.isa, "spins": options.spins}
     trees = {"before": options.before, "after": options.after}
     script = Path(os.path.abspath("compare_trees_run.py"))
     script.write_text(RUN)  # a file, since the ranks' processes import it anew
@@ -73,7 +87,7 @@ def main() -> None:
     try:
         for turn in range(options.runs):
             for name in sorted(trees, reverse=bool(turn % 2)):
-                runs[name].append(run(trees[name], cases, script))
+                runs[name].append(run(trees[name], cases, how, script))
             print(f"run {turn + 1} of {options.runs}", file=sys.stderr)
     finally:
         script.unlink()
@@ -83,7 +97,9 @@ def main() -> None:
         pairs = [(f(before), f(after)) for f in (statistics.median, min)]
         print(f"{row:52}" + "".join(f"{b:10.2f}{a:10.2f}{a / b:8.2f}" for b, a in pairs), flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"ranks": options.ranks, "runs": runs}) + "\n")
+        options.json.write_text(
+            json.dumps({"host": describe_host(), "ranks": options.ranks, **how, "runs": runs}) + "\n"
+        )
 
 
 if __name__ == "__main__":

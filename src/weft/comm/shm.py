@@ -46,15 +46,15 @@ class ShmTuning:
 
     slot_bytes: staging buffer of a rank and group, two of each. two_shot_bytes: larger sums take two shots.
     chunk_bytes: pieces of a share that is read where it lies. zero_copy_bytes: smaller inputs are staged though they
-    lie in the arena. stream_slot_bytes, stream_out_bytes: larger runs are staged, larger results stored, past the
-    cache.
+    lie in the arena. stream_slot_bytes: larger runs that peers read, staged or summed in two shots, are stored past the
+    cache; stream_out_bytes: larger results, whoever reads them.
     """
 
     slot_bytes: int = 512 << 10
     two_shot_bytes: int = 16 << 10
     chunk_bytes: int = 256 << 10
     zero_copy_bytes: int = 8 << 10
-    stream_slot_bytes: int = 1 << 30
+    stream_slot_bytes: int = 32 << 10
     stream_out_bytes: int = 32 << 20
 
 

@@ -50,7 +50,7 @@ struct Tuning {
   int64_t two_shot_bytes = 16 << 10;       // larger sums take two shots; the same on every rank
   int64_t chunk_bytes = 256 << 10;        // of a share that is read where it lies; the same on every rank
   int64_t zero_copy_bytes = 8 << 10;      // smaller inputs are staged though they lie in the arena: one wait less
-  int64_t stream_slot_bytes = 1 << 30;    // larger runs are staged by stores past the cache
+  int64_t stream_slot_bytes = 32 << 10;   // runs from here on that peers will read are stored past the cache
   int64_t stream_out_bytes = 32 << 20;    // larger results are stored past the cache
 };
 
@@ -263,9 +263,15 @@ class Exchange {
         if (count == 1)
           move(out, from[0], n * c.element);
         else
-          e.rows_.reduce(c.dtype, out, from, count, n, c.bytes >= e.tuning.stream_out_bytes);
+          e.rows_.reduce(c.dtype, out, from, count, n, streams_out(n));
         if (c.finish && !late) normalise(out, part.out + done, n);
       }
+    }
+
+    // Whether a sum of n elements is stored past the cache. In two shots peers read it; a norm reads it once more here.
+    bool streams_out(int64_t n) const {
+      const bool shared = c.two_shot && !c.finish && n * c.element >= e.tuning.stream_slot_bytes;
+      return shared || c.bytes >= e.tuning.stream_out_bytes;
     }
 
     // What the owner, who is the source of each part of a ragged call, has for this rank.

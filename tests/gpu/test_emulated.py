@@ -31,10 +31,10 @@ TUNINGS = {
 TWO, THREE, FOUR = Mesh(1, 2, 2, 1), Mesh(3, 1, 3, 1), Mesh(2, 2, 2, 2)
 EIGHT = Mesh(4, 2, 8, 1), Mesh(2, 4, 8, 1)
 # Kernels are made for up to 2, 4 and 8 ranks. Three ranks, and in the matrix four, are held in each number of shots,
-# split and not; eight take long: the matrix in each number of shots, and where calls are split counts that change.
+# split and not; eight take long: counts that change and calls of full size by day, and the matrix at night.
 SOME = [(THREE, "one shot"), (THREE, "two shots, split")]
 MATRIX = [*((TWO, name) for name in TUNINGS), *SOME, (FOUR, "one shot"), (FOUR, "two shots, split")]
-MATRIX += [(EIGHT[0], "two shots"), (EIGHT[1], "one shot")]
+AT_NIGHT = [(EIGHT[0], "two shots"), (EIGHT[1], "one shot")]
 CHANGES = [*((mesh, name) for mesh in (TWO, FOUR) for name in TUNINGS), *SOME]
 CHANGES += [(EIGHT[0], "two shots"), (EIGHT[1], "one shot, split")]
 
@@ -48,7 +48,9 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("mesh", "name"), MATRIX, ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "name"), [*MATRIX, *(pytest.param(*case, marks=pytest.mark.nightly) for case in AT_NIGHT)], ids=str
+)
 def test_every_call_edge_and_epilogue(mesh: Mesh, name: str) -> None:
     one = {name: TUNINGS[name]}
     run_emulated(mesh, partial(everything, tunings=one, large=False), TUNINGS[name], max_bytes=1 << 20)

@@ -61,6 +61,22 @@ def test_steps_of_other_sizes_take_other_times(monkeypatch: pytest.MonkeyPatch) 
     assert sum(s.seconds for s in stats.table(times)) == pytest.approx(moves * (5 * 1 + 2 * 100 + 3 * 50.5)), "twice"
 
 
+def test_a_step_that_was_never_timed_with_these_counts_takes_what_it_took_with_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each step what it took itself, not what others did."""
+    made, times, clock = planner("peer"), StepTimes(CPU), iter([0.0, 1.0, 0.0, 5.0, 0.0, 25.0])
+    monkeypatch.setattr(stream.time, "perf_counter", lambda: next(clock))
+    plan = made.plan((1, 1))
+    steps = list({step_key(read.site, step): (read, step) for read, step, _ in plan.moves()}.values())
+    assert len(steps) == 3
+    for read, step in steps:
+        with times.timed(plan.counts, read.site, step):
+            pass
+    for counts in (plan.counts, (16, 16)):
+        assert [times.mean(counts, step_key(read.site, step)) for read, step in steps] == [1.0, 5.0, 25.0]
+
+
 def test_walks_of_graphs_take_what_each_exchange_takes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made, stats, times = planner("peer"), Stats(), StepTimes(CPU)
     timed(times, made, (4, 4), 7.0, monkeypatch)

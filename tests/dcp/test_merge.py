@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -217,6 +218,24 @@ def test_what_has_no_room_goes_in_several_calls_and_what_has_no_way_is_refused()
         plan_merge(merge, 2, 8, [none, other], "fused")
     with pytest.raises(LayoutError, match="there are auto, ag_rs, a2a, fused"):
         plan_merge(merge, 2, 8, [small], "quickest")
+
+
+def test_each_of_several_calls_has_its_own_live_tokens() -> None:
+    """Of eight tokens that go in calls of three, five are live: three in the first, two in the second, none after."""
+    told: list[int] = []
+
+    class Fused:
+        def merge_scatterv(self, out: Tensor, lse: Tensor, group: Any, live: Tensor) -> tuple[Tensor, Tensor]:
+            told.append(int(live))
+            return out[:, :2], lse[:, :2]
+
+    merge = Merge(4, 8, 4)
+    offer = offered("small", ALL, 1.0, 10.0, merge.room(3, 2))
+    mesh, transport = Mesh(1, 2, 2, 1, dcp=2), Fused()
+    merger = Merger(mesh, 0, {"small": transport}, [offer], "fused")  # type: ignore[dict-item]
+    out, lse = torch.randn(8, 4, 8), torch.randn(8, 4)
+    own, total = merger(out, lse, torch.tensor([5], dtype=torch.int32))
+    assert told == [3, 2, 0] and torch.equal(own, out[:, :2]) and torch.equal(total, lse[:, :2])
 
 
 def test_a_way_that_is_asked_for_need_not_have_been_measured() -> None:

@@ -179,3 +179,22 @@ def test_of_stop_strings_that_one_token_ends_the_first_in_the_text_counts(stops:
     first = min(stops, key=" the".index)
     stream = TextStream(LANGUAGE.detokenizer, stops)
     assert stream.push(token) == (" the"[: " the".index(first)], first)
+
+
+@pytest.mark.parametrize("least", [0, 1, 2, 3, 4])
+def test_an_end_counts_from_min_tokens_on(least: int) -> None:
+    """It is one of them: as the least-th token it ends the answer, before it does not."""
+    answer = prepare(PROMPT, SamplingParams(max_tokens=9, min_tokens=least), lambda answer: None, 0, 400, LANGUAGE)
+    ended = []
+    for at in range(4):
+        answer.accept(2 if at else TEXT[0])
+        ended.append(answer.end is not None)
+        if ended[-1]:
+            break
+    assert ended == [False] * max(1, least - 1) + [True] * (least <= 4)
+
+
+@pytest.mark.parametrize("seed", [0, 1 << 16, (1 << 40) + 3, (1 << 61) + 5])
+def test_all_bits_of_a_requests_seed_are_kept(seed: int) -> None:
+    answer = prepare(PROMPT, SamplingParams(seed=seed), lambda answer: None, 77, 400, LANGUAGE)
+    assert answer.sequence.seed == seed

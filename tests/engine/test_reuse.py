@@ -14,6 +14,7 @@ from engine.stub import Client, World
 from engine.test_scheduler import STATE, WHOLE, make
 from weft.attention.caches import Caches
 from weft.engine.request import Sharing
+from weft.kv.manager import CacheManager
 from weft.kv.pages import PagePool
 from weft.kv.prefix import ABSENT, PrefixTree
 from weft.kv.spec import CacheGroup, Latent, PagedKV, Rule, Spec, Window
@@ -229,3 +230,18 @@ def test_a_newcomer_goes_where_its_first_token_comes_soonest(model_dir: Path, mo
 
         assert together(PROMPT) == [1]
         assert together([1] * 50, [2] * 20, [3] * 20, PROMPT) == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 9])
+def test_a_window_keeps_what_later_rows_see_and_no_page_more(window: int) -> None:
+    caches = CacheManager([CacheGroup(Rule(window=window), 40)], 4, prefix_cache=False)
+    tokens = list(range(30))
+    admitted = caches.admit(tokens, 1)
+    assert admitted is not None
+    holding, _ = admitted
+    for computed in range(1, len(tokens)):
+        assert caches.grow(holding, len(tokens), computed + 1)
+        caches.advance(holding, tokens, computed, keep=False)
+        seen = range(max(0, computed - window + 1), computed + 1)  # by the next row
+        pages = {page for page, held in enumerate(holding.tables[0]) if held != ABSENT}
+        assert pages == set(range(seen[0] // 4, seen[-1] // 4 + 1)), computed

@@ -80,6 +80,8 @@ def test_all_bits_of_a_seed_and_the_position_count_and_a_tiny_temperature_is_gre
 def test_min_p_drops_what_is_far_from_the_best() -> None:
     assert (frequencies(min_p=0.29) - torch.tensor([5 / 9, 2.5 / 9, 1.5 / 9, 0, 0])).abs().max() < 0.03
     assert frequencies(draws=200, min_p=1.0).tolist() == [1, 0, 0, 0, 0]
+    # It is of the probabilities that temperature has made: 5, 2.5, 1.5 become √5, √2.5, √1.5, so the third is within.
+    assert frequencies(temperature=2.0, min_p=0.5).nonzero().flatten().tolist() == [0, 1, 2]
 
 
 def greedy(logits: list[float], **how: object) -> int:

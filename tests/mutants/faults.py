@@ -287,7 +287,7 @@ OWN = [
         "comm/transport.py",
         "if len(receive) != n or send[place] != receive[place]:",
         "if len(receive) != n:",
-        ("tests/comm/test_new_exchange.py", "tests/comm/test_dispatch.py"),
+        ("tests/comm/test_reference.py::test_rows_that_a_rank_sends_itself_are_those_that_it_receives",),
     ),
     # dcp
     Fault(
@@ -316,7 +316,7 @@ OWN = [
         "dcp/merge.py",
         "(live - begin).clamp(0, plan.tokens)",
         "live.clamp(0, plan.tokens)",
-        ("tests/dcp/test_merge.py",),
+        ("tests/dcp/test_merge.py::test_each_of_several_calls_has_its_own_live_tokens",),
     ),
     # kv
     Fault(
@@ -338,7 +338,7 @@ OWN = [
         "kv/manager.py",
         "passed = max(0, computed - window + 1) // self.page_size",
         "passed = max(0, computed - window + 2) // self.page_size",
-        ("tests/engine/test_reuse.py", "tests/engine/test_scheduler.py", "tests/engine/test_hybrids.py"),
+        ("tests/engine/test_reuse.py::test_a_window_keeps_what_later_rows_see_and_no_page_more",),
     ),
     Fault(
         "a shared page is evicted",
@@ -402,14 +402,14 @@ OWN = [
         "engine/answer.py",
         "if token in s.end_ids and at + 1 >= s.params.min_tokens:",
         "if token in s.end_ids and at + 2 >= s.params.min_tokens:",
-        ("tests/engine/test_increments.py", "tests/engine/test_engine.py"),
+        ("tests/engine/test_increments.py::test_an_end_counts_from_min_tokens_on",),
     ),
     Fault(
         "a seed keeps its lowest bits alone",
         "engine/answer.py",
         "params.seed & (2**62 - 1)",
         "params.seed & (2**16 - 1)",
-        ("tests/engine/test_engine.py", "tests/engine/test_scheduler.py", "tests/engine/test_sampler.py"),
+        ("tests/engine/test_increments.py::test_all_bits_of_a_requests_seed_are_kept",),
     ),
     Fault(
         "what a mask allows is not cut to the allowed tokens",
@@ -544,7 +544,7 @@ OWN = [
         "server/guard.py",
         "not secrets.compare_digest(given.strip().encode(), key.encode())",
         "not given.strip().startswith(key)",
-        ("tests/server/test_http.py::test_the_key_is_asked_for", "tests/server/test_connections.py"),
+        ("tests/server/test_http.py::test_the_key_is_asked_for",),
     ),
     Fault(
         "a body without a length may be as large as it likes",

@@ -303,8 +303,10 @@ def test_the_key_is_asked_for(locked: Served) -> None:
             == "invalid_api_key"
         )
     assert [m.id for m in locked.client().models.list()] == ["small"]
-    with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong").models.list()
+    assert locked.key is not None
+    for wrong in ("wrong", f"{locked.key}1", locked.key[:-1], locked.key.swapcase()):
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{locked.url}/v1", api_key=wrong, max_retries=0).models.list()
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -230,11 +230,11 @@ def test_each_of_several_calls_has_its_own_live_tokens() -> None:
             return out[:, :2], lse[:, :2]
 
     merge = Merge(4, 8, 4)
-    offer = offered("small", ALL, 1.0, 10.0, merge.room(3, 2))
+    offer = offered("small", ALL, 1.0, 10.0, merge.bytes(3, 2))
     mesh, transport = Mesh(1, 2, 2, 1, dcp=2), Fused()
-    merger = Merger(mesh, 0, {"small": transport}, [offer], "fused")  # type: ignore[dict-item]
+    settler = Settler(mesh, 0, {"small": transport}, Settlements(mesh, [offer], {Merge: "fused"}))  # type: ignore[dict-item]
     out, lse = torch.randn(8, 4, 8), torch.randn(8, 4)
-    own, total = merger(out, lse, torch.tensor([5], dtype=torch.int32))
+    own, total = settler.merge("dcp", out, lse, torch.tensor([5], dtype=torch.int32))
     assert told == [3, 2, 0] and torch.equal(own, out[:, :2]) and torch.equal(total, lse[:, :2])
 
 

@@ -66,7 +66,7 @@ def test_a_step_that_was_never_timed_with_these_counts_takes_what_it_took_with_o
 ) -> None:
     """Each step what it took itself, not what others did."""
     made, times, clock = planner("peer"), StepTimes(CPU), iter([0.0, 1.0, 0.0, 5.0, 0.0, 25.0])
-    monkeypatch.setattr(stream.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(stats_module.time, "perf_counter", lambda: next(clock))
     plan = made.plan((1, 1))
     steps = list({step_key(read.site, step): (read, step) for read, step, _ in plan.moves()}.values())
     assert len(steps) == 3

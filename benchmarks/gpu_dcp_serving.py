@@ -32,7 +32,7 @@ from weft.bench.host import describe_host
 from weft.comm.transport import offer_of
 from weft.engine.answer import Answer
 from weft.engine.config import EngineConfig
-from weft.engine.device import carriers, dtype_of
+from weft.engine.device import dtype_of, enabled_transports
 from weft.engine.engine import Engine
 from weft.engine.planning import plan_model, sharded_context
 from weft.engine.request import SamplingParams
@@ -98,8 +98,7 @@ def planned(config: EngineConfig) -> tuple[ShardedContext, Settlements] | None:
     mesh, model, dtype, table = config.mesh, config.read_model(), dtype_of(config), cost_model(config)
     if mesh.dcp == 1:
         return None
-    every = carriers(config).items()
-    offers = [offer_of(name, has, mesh, table.of(name, mesh.world), None) for name, has in every]
+    offers = [offer_of(entry, mesh, table.of(entry.name, mesh.world)) for entry in enabled_transports(config)]
     planner = plan_model(model, mesh, dtype, offers, merge=config.dcp_exchange)
     context = sharded_context(model, mesh, dtype, planner.chain)
     return None if context is None else (context, planner.settlements)

@@ -11,7 +11,7 @@ several forms, `rows` names them all, a trace writes each down, and the plan say
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Protocol
@@ -268,10 +268,9 @@ class Stream:
 
         def carry(name: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor:
             step = steps[name]
-            assert step.edge is not None
-            exchange: Callable[..., Tensor] = self._transports[step.transport].exchange
+            assert step.edge is not None and step.edge.exchange is not None
             with nullcontext() if self._times is None else self._times.timed(self._plan.counts, site, step):
-                return exchange(x, step.edge.exchange, world, sizes)
+                return self._transports[step.transport].exchange(x, step.edge.exchange, world, sizes)
 
         if on_gpu:
             room = tuple(self.mesh.row_count(Rows.OWN, rank, self._rows.capacity) for rank in world)

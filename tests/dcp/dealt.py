@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -46,8 +47,8 @@ def run_dealt(
     each = case.q.shape[1] // deal.ranks
 
     def rank_main(transport: ReferenceTransport) -> tuple[Tensor, Tensor]:
-        offer = offer_of("reference", transport.offers, mesh, costs("cpu").of("reference", deal.ranks), max_bytes)
-        settlements = Settlements(mesh, [offer], {Merge: way})
+        found = offer_of(transport, mesh, costs("cpu").of("reference", deal.ranks))
+        settlements = Settlements(mesh, [replace(found, max_bytes=max_bytes)], {Merge: way})
         settler = Settler(mesh, transport.rank, {"reference": transport}, settlements)
         group = context_group(mesh, deal, settler, prefill)
         assert group is not None

@@ -157,7 +157,7 @@ def test_what_cannot_be_merged_is_refused() -> None:
 
 
 def merge_by(transport: Transport, mesh: Mesh, way: str) -> tuple[Tensor, Tensor]:
-    offer = offer_of(transport.name, transport.offers, mesh, PRESETS["cpu-shm"], transport.max_bytes)
+    offer = offer_of(transport, mesh, PRESETS["cpu-shm"])
     settlements = Settlements(mesh, [offer], {Merge: way})
     merge = partial(Settler(mesh, transport.rank, {transport.name: transport}, settlements).merge, "dcp")
     shards = shards_of([30, 1, 8], mesh.dcp, 2 * mesh.dcp, 16)

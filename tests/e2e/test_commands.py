@@ -279,7 +279,7 @@ def test_plan_shows_what_it_saves_and_by_whose_times() -> None:
     for arguments, cost in (
         ([], "edges of peer, torchdist/nccl; times by h200x4"),
         (["--layout", "4x4"], "edges of torchdist/nccl; times by h200-nvlink"),
-        (["--transport", "shm", "torchdist/gloo"], "edges of shm, torchdist/gloo; times by cpu-shm, cpu-gloo"),
+        (["--transport", "shm", "gloo"], "edges of shm, torchdist/gloo; times by cpu-shm, cpu-gloo"),
     ):
         code, out, err = weft_here("plan", "--tokens", "64", *arguments)
         assert code == 0 and not err and cost in out.splitlines()

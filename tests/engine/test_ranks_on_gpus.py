@@ -73,7 +73,7 @@ def test_the_first_start_measures_once(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr("weft.engine.engine.Engine", lambda config, progress: config)
     for _ in range(2):
         assert command.start_engine(TWO) is TWO
-    assert asked == [(2, ["peer", "torchdist/nccl"])]
+    assert asked == [(2, ["peer", "nccl"])]
     assert set(read_table(host_table(gpus=True)).by_transport) == {"peer", "torchdist/nccl"}
     assert str(host_table(gpus=True)) in capsys.readouterr().err
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")

@@ -25,7 +25,7 @@ from weft.place.spec import LayoutError, Mesh
 
 def split(transport: Transport, mesh: Mesh, vocabulary: int) -> SplitVocabulary:
     name = transport.name
-    offer = offer_of(name, transport.offers, mesh, costs("cpu").of(name, mesh.world), None, None)
+    offer = offer_of(transport, mesh, costs("cpu").of(name, mesh.world))
     settler = Settler(mesh, transport.rank, {name: transport}, Settlements(mesh, [offer]))
     return SplitVocabulary(vocabulary, mesh, transport.rank, settler)
 

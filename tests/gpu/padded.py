@@ -89,7 +89,7 @@ def plans_of(transport: Transport, mesh: Mesh) -> list[tuple[Planner, Plan]]:
     """By two prices, with epilogues and without: between them every exchange of the mesh is walked."""
     found = []
     for cost in (FEW_CALLS, FEW_BYTES):
-        offer = offer_of(transport.name, transport.offers, mesh, cost, None)
+        offer = replace(offer_of(transport, mesh, cost), max_bytes=None)
         for offered in (offer, replace(offer, epilogues=frozenset())):
             planner = Planner(mesh, chain_of(mesh), [offered])
             found.append((planner, planner.plan((CAPACITY,) * mesh.attn_dp)))

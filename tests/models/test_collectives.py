@@ -56,6 +56,7 @@ class Recording:
     def __init__(self, transport: ReferenceTransport, kinds: frozenset[str]):
         self._transport, self._kinds, self.calls = transport, kinds, Counter()
         self.name, self.rank, self.max_bytes, self.max_normed_bytes = transport.name, transport.rank, None, None
+        self.max_ranks = self.max_hosts = None
 
     def offers(self, exchange: Exchange, epilogue: bool = False) -> bool:
         return exchange.kind in self._kinds and not epilogue

@@ -10,6 +10,7 @@ import pytest
 from support import small_config
 
 from e2e.here import weft_here
+from weft.comm.registry import PEER
 from weft.engine import startup
 from weft.engine.config import EngineConfig
 from weft.place.cost import AlphaBeta, Offer
@@ -59,7 +60,7 @@ def test_auto_splits_where_steps_are_quicker_by_it(
     config = EngineConfig(attn_tp=2, ep=2, cost="h200x4", split_vocabulary="auto", **model)
     assert startup.settled(replace(config, device="cpu")).split_vocabulary == "off"
     monkeypatch.setattr(startup, "on_gpus", lambda config: True)
-    monkeypatch.setattr(startup, "carriers", lambda config: {"peer": lambda exchange, epilogue: True})
+    monkeypatch.setattr(startup, "enabled_transports", lambda config: (PEER,))
     assert startup.settled(config).split_vocabulary == found
     assert startup.settled(replace(config, split_vocabulary="off")).split_vocabulary == "off"
     assert startup.settled(replace(config, attn_tp=1, ep=1)).split_vocabulary == "off"

@@ -5,21 +5,21 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from weft.bench.collectives import mesh_of, time_phases
 from weft.bench.ranks import Report, every_core
+from weft.comm.registry import SHM, transports
 from weft.comm.rows import StepRows
 from weft.comm.shm import ShmTransport, ShmTuning
-from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Epilogue, Ranks, Transport
 from weft.place.edges import Edge, legal_edges, rows_received
 from weft.place.exchange import Exchange, all_to_allv, merge_scatterv
@@ -29,8 +29,34 @@ WIDTH, DTYPE = 1024, torch.float32
 ROW_BYTES = WIDTH * DTYPE.itemsize
 HEAD = 128
 """Elements of a head's output."""
+T = TypeVar("T")
 NEVER = 1 << 30
 BUDGET_S, ROUNDS = 0.02, 3
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a measurement gives to transports that it opens: `weft.comm.registry.Opening`. largest: bytes of a tensor;
+    tunings: by their keys.
+    """
+
+    mesh: Mesh
+    rank: int
+    directory: Path
+    device: torch.device
+    largest: int
+    tunings: Mapping[str, object]
+    timeout_s: float = 60.0
+
+    def max_bytes(self) -> int:
+        return self.largest
+
+    def arena(self) -> tuple[int, int]:
+        return 64, 2 * self.largest
+
+    def tuning(self, key: str, kind: type[T]) -> T | None:
+        found = self.tunings.get(key)
+        return found if isinstance(found, kind) else None
 
 
 def find_sizes(rank: int, directory: Path, report: Report, world: int) -> None:
@@ -123,18 +149,24 @@ def merges_to_price(
 
 
 def price(
-    rank: int, directory: Path, report: Report, world: int, names: list[str], sizes: list[int], tuning: dict[str, int]
+    rank: int,
+    directory: Path,
+    report: Report,
+    world: int,
+    options: Sequence[str],
+    sizes: list[int],
+    tuning: dict[str, int],
+    plugins: Sequence[str] = (),
 ) -> None:
     """A rank's part of pricing every edge, and what merges attention; rank 0 reports a row for each: transport, kind,
-    ranks, world, bytes, us.
+    ranks, world, bytes, us. options: of the table of transports, with those of plugins.
     """
     mesh = mesh_of(world)
     shm = ShmTransport(mesh, rank, directory / "shm", tuning=ShmTuning(**tuning), block_bytes=2 * max(sizes))
     patient = ShmTransport(mesh, rank, directory / "patient", spins=0)  # see bench/collectives.py
-    opened: list[Transport] = [shm] if "shm" in names else []
-    if "gloo" in names:
-        with every_core():
-            opened.append(TorchDistTransport(mesh, rank, f"file://{directory}/gloo"))
+    opening, known = Opening(mesh, rank, directory, torch.device("cpu"), max(sizes), {}), transports(plugins)
+    with every_core():
+        opened = [shm if known[o] is SHM else known[o].open(opening) for o in options]
     group = tuple(range(world))
     gc.disable()
 
@@ -170,7 +202,7 @@ def _call_us(
     x = transport.empty(*fresh.shape, like=fresh)
     times: list[float] = []
     for _ in range(ROUNDS):
-        with every_core() if isinstance(transport, TorchDistTransport) else nullcontext():
+        with nullcontext() if transport is meeting else every_core():
             times += time_phases(meeting, group, x, fresh, [partial(call, x)], BUDGET_S)[0]
     took = torch.tensor([[statistics.median(times) * 1e6]]).double()
     return float(meeting.all_gatherv(took, group, (1,) * len(group)).max())

@@ -13,8 +13,9 @@ import torch
 from weft.bench.collectives import DTYPES, MIXED
 from weft.bench.cuda import Case, World, graph_us, peer_us
 from weft.bench.ranks import Report
-from weft.bench.tune import edges_to_price, evened, merges_to_price
+from weft.bench.tune import Opening, edges_to_price, evened, merges_to_price
 from weft.comm.peer_launch import NEVER, PeerTuning, Split, spared_by_two_shot
+from weft.comm.registry import NCCL, PEER, TransportEntry, transports
 from weft.comm.rows import StepRows
 from weft.comm.transport import Epilogue, Transport
 from weft.place.exchange import all_reduce, reduce_scatterv_all_reduce
@@ -24,18 +25,32 @@ ROW_BYTES = WIDTH * DTYPES[DTYPE].itemsize
 SMALL, MIDDLE, LARGE = (1 << 13, 1 << 16), (1 << 19, 1 << 20, 1 << 21), (1 << 24, 1 << 26)
 
 
-def measure_gpus(rank: int, directory: Path, report: Report, world: int, names: list[str], sizes: list[int]) -> None:
-    """A rank's part. Rank 0 reports a pair a finding: ("peer_tuning", PeerTuning as a dictionary), ("local" and
-    "epilogue", µs by bytes touched), and for each edge ("price", a row of transport, kind, ranks, world, bytes, us).
+def measure_gpus(
+    rank: int,
+    directory: Path,
+    report: Report,
+    world: int,
+    options: Sequence[str],
+    sizes: list[int],
+    plugins: Sequence[str] = (),
+) -> None:
+    """A rank's part, of these options of the table of transports, with those of plugins. Rank 0 reports a pair a
+    finding: ("peer_tuning", PeerTuning as a dictionary), ("local" and "epilogue", µs by bytes touched), and for each
+    edge ("price", a row of transport, kind, ranks, world, bytes, us).
     """
-    here = World.open(rank, world, directory, world * max(*sizes, LARGE[-1]))
+    largest = world * max(*sizes, LARGE[-1])
+    here = World.open(rank, world, directory, largest)
     here.peer.tuning = _find_tuning(here)
     if rank == 0:
         report(("peer_tuning", asdict(here.peer.tuning)))
     for kind, points in _price_locals(here, sizes).items():
         if rank == 0:
             report((kind, points))
-    opened: list[Transport] = [t for t in (here.peer, here.torchdist) if t.name in names]
+    known = transports(plugins)
+    ours: dict[TransportEntry, Transport] = {PEER: here.peer, NCCL: here.torchdist}
+    opening = Opening(here.mesh, rank, directory, here.device, largest, {"peer_tuning": here.peer.tuning})
+    others = [known[option].open(opening) for option in options if known[option] not in ours]
+    opened: list[Transport] = [ours[known[o]] for o in options if known[o] in ours] + others
     for edge, counts, row in edges_to_price(here.mesh, sizes, ROW_BYTES):
         for transport in opened:
             if edge.exchange is None or not transport.offers(edge.exchange):
@@ -52,6 +67,8 @@ def measure_gpus(rank: int, directory: Path, report: Report, world: int, names: 
             us = graph_us([partial(call, transport, torch.ones_like(x)) for _ in range(4)])
             if rank == 0:
                 report(("price", {"transport": transport.name} | row | {"us": round(us, 2)}))
+    for transport in others:
+        transport.close()
     here.close()
 
 

@@ -21,7 +21,8 @@ from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.comm.peer_launch import PeerTuning
-from weft.comm.shm import MAX_RANKS, ShmTuning
+from weft.comm.registry import SHM_RANKS
+from weft.comm.shm import ShmTuning
 from weft.place.cost import host_table, read_tuning
 
 OURS = ("shm", "peer")
@@ -103,7 +104,7 @@ class Command:
         sizes = [parse_size(s) for s in self.sizes]
         dtypes = self.dtypes or ("bf16", "fp32")
         tuning = read_tuning(host_table(), "shm_tuning", ShmTuning)
-        numbers = self._ranks((2, 4), MAX_RANKS)
+        numbers = self._ranks((2, 4), SHM_RANKS)
         if "deepspeed" in baselines:
             yield (
                 "compiling DeepSpeed's kernel, which takes minutes the first time",

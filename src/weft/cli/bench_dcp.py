@@ -14,8 +14,9 @@ from weft.bench.dcp import SHAPES, Case, Shape, Timing, measure_cpus, measure_gp
 from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
-from weft.comm.peer import MAX_RANKS as MAX_GPUS
-from weft.comm.shm import MAX_RANKS, ShmTuning
+from weft.comm.peer import MAX_RANKS as PEER_RANKS
+from weft.comm.registry import SHM_RANKS
+from weft.comm.shm import ShmTuning
 from weft.place.cost import host_table, read_tuning
 
 
@@ -53,7 +54,7 @@ class Command:
         on_gpus, have = self.device == "cuda", torch.cuda.device_count()
         if on_gpus and have < 2:
             raise UserError(f"--device cuda takes two GPUs or more; this machine has {have}")
-        most = min(have, MAX_GPUS) if on_gpus else MAX_RANKS
+        most = min(have, PEER_RANKS) if on_gpus else SHM_RANKS
         ranks = self.ranks or ((most,) if on_gpus else (2,))
         if not all(2 <= n <= most and 64 % n == 0 for n in ranks):
             raise UserError(f"--ranks takes powers of two from 2 to {most}, which divide the heads")

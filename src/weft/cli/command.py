@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from weft.assets import embedded_model_dir, preset_dir
 from weft.cli.other_engines import hint
+from weft.comm.registry import AUTO, REFERENCE, TRANSPORTS, transports
 from weft.models.directory import no_model
 from weft.place.spec import LayoutError, Mesh
+from weft.plugins import PluginError
 
 T = TypeVar("T")
 
@@ -39,6 +44,23 @@ EXTRAS = {"serve": "serve", "bench serving": "bench", "profile": "bench"}
 """The extra with the packages that a command imports beside those that Weft always brings."""
 
 ModelDir = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_DIR]")]
+
+
+class TransportName(str):
+    """An option of the table of transports: its values follow from that, plugins' transports included."""
+
+
+class TransportChoice(TransportName):
+    """The same, or AUTO."""
+
+
+ANY_TRANSPORT = TransportChoice(AUTO)
+
+BETWEEN_RANKS = (
+    f"Between the ranks: on CPUs {' or '.join(e.option for e in TRANSPORTS if e.runs_on('cpu'))}, on GPUs "
+    f"{' or '.join(e.option for e in TRANSPORTS if e.runs_on('cuda'))}, or a plugin's; auto: whichever costs less, "
+    "step by step."
+)
 
 
 class UserError(Exception):
@@ -69,12 +91,11 @@ class Layout:
     """replicate: each of them makes the queries of all, from more weights, where they would gather them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cuda: a GPU a rank; auto: GPUs where there are as many as ranks."""
-    transport: Literal["auto", "shm", "gloo", "peer", "nccl"] = "auto"
-    """Between the ranks: on CPUs shm or gloo, on GPUs peer or nccl, or whichever costs less, step by step."""
+    transport: Annotated[TransportChoice, tyro.conf.arg(help=BETWEEN_RANKS)] = ANY_TRANSPORT
     cost: str = "auto"
     """Cost model of the planner: auto (this host's table, once weft tune wrote one), a preset, or FILE.json."""
     plugins: tuple[str, ...] = ()
-    """Python modules or .py files that add model families; they run, so name only what you trust."""
+    """Python modules or .py files that add model families or transports; they run, so name only what you trust."""
     preset: str | None = None
     """A published config in place of MODEL_DIR, such as qwen3-30b-a3b, to be run with --load-format dummy."""
     load_format: Literal["auto", "dummy"] = "auto"
@@ -138,10 +159,38 @@ def parse(command: type[T], name: str, arguments: list[str]) -> T:
     starts_engine = get_type_hints(command).get("layout") is Layout
     if starts_engine and (advice := hint(arguments)) is not None:
         raise UserError(advice)
-    parsed: Any = tyro.cli(command, prog=f"weft {name}", args=arguments, description=inspect.getdoc(command))
+    parsed: Any = tyro.cli(
+        command,
+        prog=f"weft {name}",
+        args=arguments,
+        description=inspect.getdoc(command),
+        registry=_with_transports(arguments),
+    )
     if starts_engine:
         parsed.layout.check(parsed.model)
     return parsed
+
+
+def _with_transports(arguments: Sequence[str]) -> ConstructorRegistry:
+    """What tyro must know of transports: their names, those of plugins in the arguments too. Raises UserError."""
+    plugins = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    plugins.add_argument("--plugins", nargs="*", default=[])
+    try:
+        known = tuple(transports(plugins.parse_known_args(arguments)[0].plugins))
+    except PluginError as error:
+        raise UserError(str(error)) from error
+    names = {TransportName: (*known, REFERENCE.option), TransportChoice: (AUTO, *known)}
+    found = ConstructorRegistry()
+
+    @found.primitive_rule
+    def choose(asked: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if asked.type not in names:
+            return None
+        literal: Any = Literal.__getitem__(names[asked.type])
+        as_literal = PrimitiveTypeInfo.make(literal, asked.markers)
+        return ConstructorRegistry.get_primitive_spec(as_literal)  # type: ignore[return-value]
+
+    return found
 
 
 def arguments_of(options: Any) -> list[str]:

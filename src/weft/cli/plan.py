@@ -4,42 +4,33 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from textwrap import fill
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+import tyro
 from transformers.utils import logging as transformers_logging
 
-from weft.cli.command import ModelDir, model_dir
-from weft.comm import peer, shm, torchdist
-from weft.comm.peer import PeerTransport
-from weft.comm.reference import ReferenceTransport
-from weft.comm.shm import ShmTransport
+from weft.cli.command import ModelDir, TransportName, model_dir
+from weft.comm import peer
+from weft.comm.registry import NCCL, PEER, REFERENCE, TransportEntry, automatic, transports
 from weft.comm.transport import offer_of
 from weft.engine.planning import plan_model, sharded_context, split_steps
 from weft.models.load import build_model, float8_says
 from weft.models.registry import load_config, registry
 from weft.place.cost import costs
 from weft.place.dcp import dcp_dict, dcp_text
-from weft.place.exchange import Exchange
 from weft.place.experts import Forms
 from weft.place.forms import forms_dict, forms_of, forms_text
 from weft.place.show import plan_dict, plan_text
 from weft.place.spec import LayoutError, Mesh
 from weft.place.vocabulary import vocabulary_dict, vocabulary_text
 
-OFFERS: dict[str, Callable[[Exchange, bool], bool]] = {
-    "torchdist/gloo": partial(torchdist.offers, "gloo"),
-    "torchdist/nccl": partial(torchdist.offers, "nccl"),
-    "shm": ShmTransport.offers,
-    "peer": PeerTransport.offers,
-    "reference": ReferenceTransport.offers,
-}
-MOST_RANKS = {"shm": shm.MAX_RANKS, "peer": peer.MAX_RANKS}
-ON_GPUS, ON_CPUS = ("peer", "torchdist/nccl"), ("shm", "torchdist/gloo")
+LEFT_OUT = " and ".join(
+    e.option + (f" (to {e.max_ranks} ranks of a host)" if e.max_ranks else "")
+    for e in automatic(transports(), "cuda", ranks=1)
+)
 
 
 @dataclass(frozen=True)
@@ -53,8 +44,8 @@ class Command:
       weft plan                                         the embedded model, four ranks, by times of four H200s
       weft plan --preset qwen3-30b-a3b --layout 4x1
       weft plan DIR --layout 2x2,4x1 --tokens 1,64,4096 attn_dp=2 attn_tp=2, ep=4 moe_tp=1
-      weft plan DIR --layout 2x2 --transport shm torchdist/gloo
-      weft plan DIR --layout 4x4 --transport torchdist/nccl --cost h100-nvlink
+      weft plan DIR --layout 2x2 --transport shm gloo
+      weft plan DIR --layout 4x4 --transport nccl --cost h100-nvlink
       weft plan --preset deepseek-v2-lite --layout 1x4,4x1 --dcp 4
       weft plan --preset deepseek-v3 --layout 16x1 --hosts 2       inside a host by peer, across hosts by nccl
       weft plan --layout 4x1 --transport shm --tokens 1,256   experts by gather or by dispatch, whichever costs less
@@ -68,7 +59,7 @@ class Command:
     preset: str | None = None
     """A published config in place of MODEL_DIR, such as qwen3-30b-a3b."""
     plugins: tuple[str, ...] = ()
-    """Python modules or .py files that add model families; they run, so name only what you trust."""
+    """Python modules or .py files that add model families or transports; they run, so name only what you trust."""
     layout: str = "2x2"
     """ATTN_DPxATTN_TP,EPxMOE_TP; with the second half left out it is the same as the first."""
     hosts: int = 1
@@ -87,8 +78,10 @@ class Command:
     decode steps are quicker by it."""
     tokens: str = "1,64,4096"
     """Tokens in each DP group, one plan for each number."""
-    transport: tuple[Literal["shm", "peer", "torchdist/gloo", "torchdist/nccl", "reference"], ...] = ()
-    """Whose edges to plan with, one or more; left out, peer (to 8 ranks) and torchdist/nccl."""
+    transport: Annotated[
+        tuple[TransportName, ...],
+        tyro.conf.arg(help=f"Whose edges to plan with, one or more; left out, {LEFT_OUT}."),
+    ] = ()
     cost: str = "auto"
     """h200x4 (measured on four H200s), cpu, cpu-gloo, cpu-shm, h100-nvlink, h200-nvlink, gb200-nvl72, pcie-gen5, or a
     table FILE.json of weft tune. auto: cpu for shm and gloo, h200x4 for peer and nccl to 8 ranks, else h200-nvlink."""
@@ -103,25 +96,16 @@ class Command:
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         mesh, tokens = parse_layout(self.layout, self.dcp, self.hosts), parse_tokens(self.tokens)
         on_host = mesh.world // mesh.hosts
-        names: tuple[str, ...] = self.transport or ON_GPUS[on_host > peer.MAX_RANKS :]
-        for name in names:
-            if on_host > (most := MOST_RANKS.get(name, on_host)):
-                raise LayoutError(f"{name} takes at most {most} ranks, of one host; this layout has {on_host} on each")
-        model = costs(self._cost(names, on_host))
-        offers = [
-            offer_of(
-                name,
-                OFFERS[name],
-                mesh,
-                model.of(name, mesh.world),
-                self.max_bytes if name == "peer" else None,
-                peer.MAX_NORMED_BYTES if name == "peer" else None,
-                1 if name in MOST_RANKS else None,
-            )
-            for name in names
-        ]
+        known = transports(self.plugins)
+        named = {**known, REFERENCE.option: REFERENCE}
+        entries = tuple(named[option] for option in self.transport) or automatic(known, "cuda", on_host)
+        for entry in entries:
+            entry.check(mesh)
+        model = costs(self._cost(entries, on_host))
+        entries = tuple(replace(e, max_bytes=self.max_bytes) if e is PEER else e for e in entries)
+        offers = [offer_of(entry, mesh, model.of(entry.name, mesh.world)) for entry in entries]
         config = load_config(model_dir(self.model, self.preset), registry(self.plugins))
-        gpus = bool(set(names) & set(ON_GPUS))
+        gpus = any(entry.device == "cuda" for entry in entries)
         forms: Forms = "gather" if gpus and self.experts == "auto" else self.experts
         config = replace(config, replicate_queries=self.dcp_query == "replicate", experts=forms, float8=gpus)
         asked = self.split_vocabulary == "on" or (self.split_vocabulary == "auto" and gpus)
@@ -157,12 +141,13 @@ class Command:
             print("\n\n".join(texts))
         return 0
 
-    def _cost(self, names: tuple[str, ...], world: int) -> str:
+    def _cost(self, entries: tuple[TransportEntry, ...], on_host: int) -> str:
         if self.cost != "auto":
             return self.cost
-        if set(names) <= set(ON_CPUS):
+        if all(entry.device == "cpu" for entry in entries):
             return "cpu"
-        return "h200x4" if set(names) <= set(ON_GPUS) and world <= peer.MAX_RANKS else "h200-nvlink"
+        measured = all(entry in (PEER, NCCL) for entry in entries) and on_host <= peer.MAX_RANKS
+        return "h200x4" if measured else "h200-nvlink"
 
 
 def parse_layout(text: str, dcp: int = 1, hosts: int = 1) -> Mesh:

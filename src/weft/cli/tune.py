@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+import tyro
 from rich.console import Console
 from rich.progress import Progress
 
@@ -17,12 +18,13 @@ from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
 from weft.bench.tune import find_sizes, price, price_locals
 from weft.bench.tune_gpu import measure_gpus
-from weft.cli.command import UserError, check_writable, stop_on_sigterm
-from weft.comm.shm import MAX_RANKS
+from weft.cli.command import TransportName, UserError, check_writable, stop_on_sigterm
+from weft.comm.registry import SHM_RANKS, automatic, transports
 from weft.place.cost import host_table
 
 SIZES = [1 << p for p in range(12, 25, 2)]
 GPU_SIZES = [1 << p for p in range(13, 27)]
+LEFT_OUT = ", or ".join(" and ".join(e.option for e in automatic(transports(), on, 2)) for on in ("cpu", "cuda"))
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,15 @@ class Command:
     """What to measure: ranks on CPUs, or one on each GPU."""
     ranks: tuple[int, ...] = ()
     """Numbers of ranks to measure; left out, 2 and 4, or all GPUs."""
-    transports: tuple[Literal["shm", "gloo", "peer", "nccl"], ...] = ()
-    """What to measure; left out, shm and gloo, or peer and nccl: the engine's --transport auto needs both."""
+    transports: Annotated[
+        tuple[TransportName, ...],
+        tyro.conf.arg(
+            help=f"What to measure; left out, {LEFT_OUT}, and those of plugins: what --transport auto of the engine "
+            "chooses among."
+        ),
+    ] = ()
+    plugins: tuple[str, ...] = ()
+    """Python modules or .py files that add transports; they run, so name only what you trust."""
     out: Path | None = None
     """Where to write the table; left out, where the engine looks for it."""
 
@@ -58,21 +67,22 @@ class Command:
         gpus = torch.cuda.device_count() if self.device == "cuda" else 0
         if self.device == "cuda" and gpus < 2:
             raise UserError(f"--device cuda takes two GPUs or more; this machine has {gpus}")
-        known, most = (("peer", "nccl"), gpus) if gpus else (("shm", "gloo"), MAX_RANKS)
-        if unknown := set(self.transports) - set(known):
-            raise UserError(f"--transports {min(unknown)} does not run on --device {self.device}")
+        known, most = transports(self.plugins), gpus or SHM_RANKS
+        if unknown := [n for n in self.transports if n not in known or not known[n].runs_on(self.device)]:
+            raise UserError(f"--transports {unknown[0]} does not run on --device {self.device}")
         ranks = sorted(self.ranks or ((gpus,) if gpus else (2, 4)))
         if not all(2 <= n <= most for n in ranks):
             raise UserError(f"--ranks takes numbers from 2 to {most}")
         stop_on_sigterm()
         sizes = GPU_SIZES if gpus else SIZES
-        table = self.measure(ranks, list(self.transports or known), sizes)
+        named = [str(n) for n in self.transports]
+        table = self.measure(ranks, named or [e.option for e in automatic(known, self.device, 2)], sizes)
         out.write_text(json.dumps(table, indent=1) + "\n")
         found = table["transports"]
         print(f"{out}: {sum(map(len, found.values()))} times of {', '.join(found)}")
         return 0
 
-    def measure(self, ranks: list[int], names: list[str], sizes: list[int]) -> dict[str, Any]:
+    def measure(self, ranks: list[int], options: list[str], sizes: list[int]) -> dict[str, Any]:
         """The table, of so many ranks, transports and bytes."""
         console = Console(stderr=True)
         prices: dict[str, list[dict[str, Any]]] = {}
@@ -80,7 +90,7 @@ class Command:
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("tuning", total=None)
             on = self._on_gpus if self.device == "cuda" else self._on_cpus
-            found = on(ranks, names, sizes)
+            found = on(ranks, options, sizes)
             for world, what, value in found:
                 bar.update(task, description=f"{world} ranks")
                 if what == "price":
@@ -89,28 +99,26 @@ class Command:
                     table[what] = value
         return table
 
-    @staticmethod
-    def _on_cpus(ranks: list[int], names: list[str], sizes: list[int]) -> Iterator[tuple[int, str, Any]]:
+    def _on_cpus(self, ranks: list[int], options: list[str], sizes: list[int]) -> Iterator[tuple[int, str, Any]]:
         [tuning] = list(run_ranks(min(ranks), find_sizes, min(ranks)))
         yield min(ranks), "shm_tuning", tuning
         [points] = list(run_ranks(1, price_locals, sizes))
         for kind, found in points.items():
             yield 1, kind, found
         for world in ranks:
-            for row in run_ranks(world, price, world, names, sizes, tuning):
+            for row in run_ranks(world, price, world, options, sizes, tuning, self.plugins):
                 yield world, "price", row
 
-    @staticmethod
-    def _on_gpus(ranks: list[int], names: list[str], sizes: list[int]) -> Iterator[tuple[int, str, Any]]:
-        names = [{"nccl": "torchdist/nccl"}.get(name, name) for name in names]
+    def _on_gpus(self, ranks: list[int], options: list[str], sizes: list[int]) -> Iterator[tuple[int, str, Any]]:
         for world in ranks:  # the widest comes last, and its tuning stays
-            for what, value in run_ranks(world, measure_gpus, world, names, sizes):
+            for what, value in run_ranks(world, measure_gpus, world, options, sizes, self.plugins):
                 yield world, what, value
 
 
 def tune_first(world: int) -> None:
     """Measures so many GPUs for a start that finds no table of them, with few sizes: seconds. Says where it writes."""
-    table = Command(device="cuda").measure([world], ["peer", "nccl"], GPU_SIZES[::3])
+    options = [entry.option for entry in automatic(transports(), "cuda", world)]
+    table = Command(device="cuda").measure([world], options, GPU_SIZES[::3])
     path = host_table(gpus=True)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,17 +2,19 @@
 
 NCCL's own kernels (2.27 and later, NVIDIA's user guide, "Window registration"); torch.distributed makes the calls. In a
 captured CUDA graph these kernels have been seen to race (NCCL 2.28), so that capture is refused, unless it is asked for
-to compare times.
+to compare times. So this is no transport of the engine's, but a plugin that benchmarks name.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.registry import NCCL, Opening
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError, Ranks, Sizes
 from weft.place.spec import Mesh
@@ -98,3 +100,14 @@ class NcclWindowTransport(TorchDistTransport):
     def _holds(self, x: Tensor) -> bool:
         begin = self._arena.data_ptr()
         return begin <= x.data_ptr() < begin + self._arena.numel()
+
+
+def _open(rank: Opening) -> NcclWindowTransport:
+    torch.cuda.set_device(rank.device)
+    room, meet = max(256 << 20, 2 * rank.max_bytes()), f"file://{rank.directory}/rendezvous"
+    return NcclWindowTransport(
+        rank.mesh, rank.rank, meet, rank.device, arena_bytes=room, timeout_s=rank.timeout_s, captured=True
+    )
+
+
+TRANSPORTS = (replace(NCCL, option="nccl_window", open=_open, auto=False),)

@@ -28,6 +28,7 @@ from weft.comm.peer_launch import (
     merge_launch,
     spared_by_two_shot,
 )
+from weft.comm.registry import PEER
 from weft.comm.shm import ShmTransport
 from weft.comm.transport import (
     CommError,
@@ -40,7 +41,6 @@ from weft.comm.transport import (
     Sizes,
     check_call,
     check_merge,
-    offers_every,
 )
 from weft.kernels.build import KernelError, cuda_kernels
 from weft.kernels.float8 import FLOAT8
@@ -129,9 +129,7 @@ class PeerTransport(NamedCalls):
     as another. What is not summed arrives bit for bit, of whatever dtype.
     """
 
-    name = "peer"
-    takes_live_sizes = True
-    max_normed_bytes: int | None = MAX_NORMED_BYTES
+    entry = PEER
 
     def __init__(
         self,
@@ -158,7 +156,7 @@ class PeerTransport(NamedCalls):
             inboxes = [inbox_bytes(len(g), max_bytes) for g in groups]
             self._handle = self._kernels.create(rank, [list(g) for g in groups], inboxes, int(timeout_s * 1e9))
             self._host = self._connect(mesh, path)
-        self.max_bytes: int | None = max_bytes
+        self.max_bytes = max_bytes
         self._host.barrier(self.world)
 
     @property
@@ -190,8 +188,6 @@ class PeerTransport(NamedCalls):
         self._kernels.export_handle(self._handle, mine)
         self._kernels.connect(self._handle, host.all_gatherv(mine, self.world, (1,) * mesh.world))
         return host
-
-    offers = staticmethod(offers_every)
 
     def close(self) -> None:
         """Leaves the world once every rank does: none may free memory that another still writes to.

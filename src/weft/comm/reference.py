@@ -13,17 +13,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from weft.comm.registry import REFERENCE
 from weft.comm.transport import (
     CommError,
     Epilogue,
+    LiveSizes,
     NamedCalls,
     Ranks,
     Sizes,
     check_call,
     check_merge,
     finish,
-    offers_every,
     place_in,
+    sizes_on_host,
 )
 from weft.kernels.plain import softmax_merge
 from weft.place.exchange import Exchange, parts
@@ -102,13 +104,10 @@ class ReferenceWorld:
 class ReferenceTransport(NamedCalls):
     """One emulated rank; see `weft.comm.transport.Transport` for what each method gives."""
 
-    name = "reference"
-    max_bytes: int | None = None
+    entry = REFERENCE
 
     def __init__(self, world: ReferenceWorld, rank: int):
         self._world, self.rank = world, rank
-
-    offers = staticmethod(offers_every)
 
     def close(self) -> None:
         pass
@@ -120,8 +119,9 @@ class ReferenceTransport(NamedCalls):
         self._world.meet(self.rank, group, "barrier", None, lambda _: torch.empty(0))
 
     def exchange(
-        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None = None
     ) -> Tensor:
+        sizes = sizes_on_host(self, sizes)
         place = check_call(self, x, exchange, group, sizes, epilogue)
         permutes = exchange.direction == "permute"
 

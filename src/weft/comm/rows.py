@@ -9,7 +9,7 @@ memory, all groups exchange their whole capacity: `EqualRows`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -138,10 +138,8 @@ class PaddedRows(StepRows):
         # An all_reduce sums what lies behind the live rows too: nobody reads it.
         if edge.exchange is None or edge.exchange.segments == 1:
             return super().carry(edge, x, transport, epilogue)
-        if not transport.takes_live_sizes:
-            raise CommError(f"{transport.name} takes no row counts in device memory, so it serves no CUDA graph")
-        exchange: Callable[..., Tensor] = transport.exchange
-        return exchange(x, edge.exchange, self.mesh.peers(edge.group, self.rank), self.live_sizes(edge), epilogue)
+        group = self.mesh.peers(edge.group, self.rank)
+        return transport.exchange(x, edge.exchange, group, self.live_sizes(edge), epilogue)
 
     def live_sizes(self, edge: Edge) -> LiveSizes:
         """Rows of each segment of an edge's exchange, live and at most."""

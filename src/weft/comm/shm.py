@@ -15,11 +15,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from weft.comm.registry import SHM, SHM_RANKS
 from weft.comm.rendezvous import pidfds, rendezvous
 from weft.comm.transport import (
     CommError,
     CommTimeout,
     Epilogue,
+    LiveSizes,
     NamedCalls,
     PeerLost,
     Ranks,
@@ -27,15 +29,14 @@ from weft.comm.transport import (
     check_call,
     check_merge,
     finish,
-    offers_every,
     place_in,
+    sizes_on_host,
 )
 from weft.kernels import float8
 from weft.kernels.build import KernelError, KernelPeerLost, KernelTimeout, cpu_kernels
 from weft.place.exchange import Exchange, parts
 from weft.place.spec import Mesh
 
-MAX_RANKS = 16
 MAX_PLANS = 4096
 """Of calls with their sizes, which change from step to step: all are forgotten when so many are known."""
 
@@ -72,7 +73,7 @@ class ShmTransport(NamedCalls):
     CommError for what cannot be done, on every rank that sees it.
     """
 
-    name = "shm"
+    entry = SHM
 
     def __init__(
         self,
@@ -87,10 +88,10 @@ class ShmTransport(NamedCalls):
         spins: int | None = None,
         isa: str = "auto",
     ):
-        if mesh.world > MAX_RANKS:
-            raise CommError(f"shm takes at most {MAX_RANKS} ranks, not {mesh.world}")
+        if mesh.world > SHM_RANKS:
+            raise CommError(f"shm takes at most {SHM_RANKS} ranks, not {mesh.world}")
         self.rank, self._world = rank, tuple(range(mesh.world))
-        self.max_bytes: int | None = block_bytes // 2  # an epilogue's result holds the residual and its norm
+        self.max_bytes = block_bytes // 2  # an epilogue's result holds the residual and its norm
         groups = mesh.groups
         self._ids = {g: i for i, g in enumerate(groups)}
         self._timeout_s = timeout_s
@@ -132,12 +133,10 @@ class ShmTransport(NamedCalls):
             self._explain(error, "start", self._world)
         finally:
             meeting.close()
-        self._plans: dict[tuple[Exchange, Ranks, Sizes], int] = {}
+        self._plans: dict[tuple[Exchange, Ranks, Sizes | LiveSizes], int] = {}
         self._all_reduces: dict[Ranks, int] = {}
         self._exchange, self._exchange_in_place = kernels.exchange, kernels.exchange_in_place
         self._exchange_norm = kernels.exchange_norm
-
-    offers = staticmethod(offers_every)
 
     def close(self) -> None:
         """Leaves the world. Tensors in the arena stay valid; the transport is of no use after."""
@@ -181,7 +180,7 @@ class ShmTransport(NamedCalls):
         return self._call("empty", (), shape, like)
 
     def exchange(
-        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None = None
     ) -> Tensor:
         # A small call takes hardly longer than the way from here to the kernel, so that is kept short.
         plan = self._plans.get((exchange, group, sizes))
@@ -264,8 +263,11 @@ class ShmTransport(NamedCalls):
         self._all_reduces[group] = plan
         return plan
 
-    def _prepare(self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None) -> int:
+    def _prepare(
+        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None
+    ) -> int:
         """The kernel's plan of a call that this rank can make. Raises CommError for one that it cannot."""
+        sizes = sizes_on_host(self, sizes)
         check_call(self, x, exchange, group, sizes, epilogue)
         plan = self._plans.get((exchange, group, sizes))
         if plan is None:

@@ -14,21 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.transport import CommError, Epilogue, NamedCalls, Ranks, Sizes, check_call
+from weft.comm.registry import GLOO, NCCL
+from weft.comm.transport import CommError, Epilogue, LiveSizes, NamedCalls, Ranks, Sizes, check_call, sizes_on_host
 from weft.place.exchange import Exchange, Part, in_two_steps, parts
 from weft.place.spec import Mesh
 
-NCCL_CALLS = ("all_reduce", "reduce_scatterv", "all_gatherv", "all_to_allv")
-"""What NCCL has a call of its own for."""
 ONE_ROUND_BYTES = 128 * 1024
 """Sums whose whole result is at most this large take one round: above, the second round costs less than the bytes."""
-
-
-def offers(backend: str, exchange: Exchange, epilogue: bool = False) -> bool:
-    """What torch.distributed carries over `gloo` or `nccl`: no epilogues; over NCCL what that has a call for."""
-    if epilogue:
-        return False
-    return exchange.kind in NCCL_CALLS if backend == "nccl" else exchange.combine in ("none", "sum")
 
 
 class TorchDistTransport(NamedCalls):
@@ -40,8 +32,6 @@ class TorchDistTransport(NamedCalls):
     in_place: all_reduce leaves its result in the input's memory, which spares a copy; for callers that do not need the
     input afterwards, as `weft.stream.Stream` does not.
     """
-
-    max_bytes: int | None = None
 
     def __init__(
         self,
@@ -55,7 +45,7 @@ class TorchDistTransport(NamedCalls):
         in_place: bool = False,
     ):
         self._one_round_bytes, self._in_place = one_round_bytes, in_place
-        self.rank, self.backend, self.name = rank, backend, f"torchdist/{backend}"
+        self.rank, self.backend, self.entry = rank, backend, NCCL if backend == "nccl" else GLOO
         self._groups: dict[Ranks, dist.ProcessGroup | None] = {}
         timeout = datetime.timedelta(seconds=timeout_s)
         try:
@@ -67,9 +57,6 @@ class TorchDistTransport(NamedCalls):
             raise CommError(
                 f"rank {rank}: no {backend} group of {mesh.world} ranks at {init_method}: {error}"
             ) from error
-
-    def offers(self, exchange: Exchange, epilogue: bool = False) -> bool:
-        return offers(self.backend, exchange, epilogue)
 
     def close(self) -> None:
         """Leaves the group. The transport is of no use after."""
@@ -83,8 +70,9 @@ class TorchDistTransport(NamedCalls):
         self._call("barrier", group, lambda g: dist.barrier(group=g))
 
     def exchange(
-        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None = None
     ) -> Tensor:
+        sizes = sizes_on_host(self, sizes)
         place = check_call(self, x, exchange, group, sizes, epilogue)
         x = x.contiguous()
         if self.backend == "nccl":

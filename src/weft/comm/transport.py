@@ -6,13 +6,14 @@ the same order, also with zero rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from weft.comm.registry import TransportEntry
 from weft.kernels import float8
 from weft.kernels.plain import rms_norm
 from weft.place import exchange as named
@@ -89,31 +90,54 @@ def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
     return torch.stack((residual, normed))
 
 
-class Transport(Protocol):
-    """One rank's end. Tensors are `[rows, width]`; inputs are left as they are, results are new tensors.
+class Described(Protocol):
+    """What a plan is made by, of a transport or of its row in the table (`weft.comm.registry.TransportEntry`).
 
     name: as plans and reports print it. max_bytes: of the larger of a call's input and result; max_normed_bytes: of a
-    row that an epilogue takes; None: any. takes_live_sizes: whether `exchange` takes LiveSizes too. What a transport
-    lacks it says here and in `offers`, at plan time, and never falls back on its own. All methods raise CommError.
+    row that an epilogue takes; max_ranks: of a host, max_hosts: that it serves; None: any. takes_live_sizes: whether
+    `Transport.exchange` takes LiveSizes too. What a transport lacks it says here and in `offers`, at plan time, and
+    never falls back on its own.
     """
 
-    name: str
-    rank: int
-    max_bytes: int | None
-    max_normed_bytes: int | None
-    takes_live_sizes: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def max_bytes(self) -> int | None: ...
+
+    @property
+    def max_normed_bytes(self) -> int | None: ...
+
+    @property
+    def max_ranks(self) -> int | None: ...
+
+    @property
+    def max_hosts(self) -> int | None: ...
+
+    @property
+    def takes_live_sizes(self) -> bool: ...
 
     def offers(self, exchange: Exchange, epilogue: bool = False) -> bool:
         """Whether it carries this exchange out; epilogue: with residual add and norm in the same call."""
         ...
 
+
+class Transport(Described, Protocol):
+    """One rank's end. Tensors are `[rows, width]`; inputs are left as they are, results are new tensors.
+
+    All methods raise CommError.
+    """
+
+    rank: int
+
     def exchange(
-        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None = None
     ) -> Tensor:
         """This rank's result of an exchange among `group`, as `weft.place.exchange.parts` defines it.
 
         x: this rank's input. sizes: rows of each segment. epilogue: `[2, rows, width]` comes back, as `finish` says.
-        Raises CommError, at once, where the transport does not offer the exchange or the rank is not in the group.
+        Raises CommError, at once, where the transport does not offer the exchange, takes no LiveSizes and is given
+        some, or the rank is not in the group.
         """
         ...
 
@@ -146,22 +170,41 @@ class Transport(Protocol):
         ...
 
 
-def offers_every(exchange: Exchange, epilogue: bool = False) -> bool:
-    """`Transport.offers` of those that have the whole table: an epilogue goes with sums, a merge is of heads alone."""
-    if exchange.combine == "softmax_merge":
-        return exchange == named.merge_scatterv(exchange.ranks) and not epilogue
-    return exchange.combine == "sum" or not epilogue
-
-
 class NamedCalls:
-    """Every exchange of the table by its name, for whoever calls a transport directly; see `Transport.exchange`."""
+    """What its row of the table says of a transport, and every exchange by its name, for whoever calls it directly; see
+    `Transport.exchange`.
+    """
 
+    entry: TransportEntry
     rank: int
-    max_normed_bytes: int | None = None
-    takes_live_sizes: bool = False
+    max_bytes: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def max_normed_bytes(self) -> int | None:
+        return self.entry.max_normed_bytes
+
+    @property
+    def max_ranks(self) -> int | None:
+        return self.entry.max_ranks
+
+    @property
+    def max_hosts(self) -> int | None:
+        return self.entry.max_hosts
+
+    @property
+    def takes_live_sizes(self) -> bool:
+        return self.entry.takes_live_sizes
+
+    def offers(self, exchange: Exchange, epilogue: bool = False) -> bool:
+        """As the protocol says."""
+        return self.entry.offers(exchange, epilogue)
 
     def exchange(
-        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
+        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None = None
     ) -> Tensor:
         """As the protocol says."""
         raise NotImplementedError
@@ -232,6 +275,13 @@ def place_in(group: Ranks, rank: int) -> int:
     return group.index(rank)
 
 
+def sizes_on_host(transport: Transport, sizes: Sizes | LiveSizes) -> Sizes:
+    """The sizes, for a transport that must know them here. Raises CommError for those that only the device knows."""
+    if isinstance(sizes, LiveSizes):
+        raise CommError(f"{transport.name} takes no row counts in device memory, so it serves no CUDA graph")
+    return sizes
+
+
 def check_call(
     transport: Transport, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None
 ) -> int:
@@ -272,19 +322,14 @@ def check_merge(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) ->
     return place
 
 
-def offer_of(
-    name: str,
-    offers: Callable[[Exchange, bool], bool],
-    mesh: Mesh,
-    cost: Cost,
-    max_bytes: int | None,
-    max_normed_bytes: int | None = None,
-    max_hosts: int | None = None,
-) -> Offer:
-    """What the transport `name` offers the planner: those of the mesh's edges, and of the exchanges by which attention
-    over shards is merged and rows are sent to experts, that it carries (`Transport.offers`).
+def offer_of(transport: Described, mesh: Mesh, cost: Cost) -> Offer:
+    """What a transport, or its row of the table, offers the planner: those of the mesh's edges, and of the exchanges by
+    which attention over shards is merged and rows are sent to experts, that it carries.
     """
     exchanges = {e.exchange for found in legal_edges(mesh).values() for e in found if e.exchange is not None}
     exchanges |= merge_exchanges(mesh.dcp) | expert_exchanges(mesh)
-    kinds, epilogues = (frozenset(e.kind for e in exchanges if offers(e, epilogue)) for epilogue in (False, True))
-    return Offer(name, kinds, epilogues, cost, max_bytes, max_normed_bytes, max_hosts=max_hosts)
+    kinds, epilogues = (
+        frozenset(e.kind for e in exchanges if transport.offers(e, epilogue)) for epilogue in (False, True)
+    )
+    limits = transport.max_bytes, transport.max_normed_bytes, transport.max_ranks, transport.max_hosts
+    return Offer(transport.name, kinds, epilogues, cost, *limits)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from weft.assets import embedded_model_dir
+from weft.comm.registry import AUTO, transports
 from weft.dcp.interleave import Interleave
 from weft.kv.spec import CacheGroup, Rule
 from weft.models.config import ModelConfig
@@ -61,7 +62,7 @@ class EngineConfig:
     overlap: send a step before the tokens of the one before are back, so that the ranks never wait for the controller.
     max_model_len: prompt and answer together; None: what the model allows. prefix_cache: reuse pages of equal prefixes.
     executor: process (one process a rank) or thread (all ranks here, on the reference transport: for tests).
-    plugins: modules or .py files that add model families (`weft.models.registry`).
+    plugins: modules or .py files that add model families (`weft.models.registry`) or transports.
     load_format auto: the directory's safetensors; dummy: made-up weights (`weft.models.load.dummy_model`), of which the
     text means nothing, so the tokenizer is the embedded model's. num_layers: only the model's first so many layers.
     split_vocabulary on: embedding and head are split over attn_tp; of rows that take their best token, or draw by
@@ -74,10 +75,9 @@ class EngineConfig:
     device: cuda (a GPU a rank), cpu, or auto: GPUs where there are as many as ranks. cuda_graphs: steps replay captured
     graphs, but for those with prompts of some models (`weft.engine.inputs.captures_prompts`), or whose own logprobs are
     wanted.
-    transport: of processes: shm (shared memory) and gloo on CPUs, peer (peer memory) and nccl on GPUs, or auto: both,
-    chosen edge by edge by cost. nccl_window is for comparisons of times alone: by its graphs, results have been seen
-    wrong (`weft.comm.nccl_window`). cost: the cost model (`weft.place.cost.costs`); auto: this host's table where
-    `weft tune` has written one, else what is known of hosts like it.
+    transport: of processes: one of `weft.comm.registry.transports`, or auto: those of the ranks' device, chosen edge by
+    edge by cost. cost: the cost model (`weft.place.cost.costs`); auto: this host's table where `weft tune` has written
+    one, else what is known of hosts like it.
     plan: naive follows the plan of all-reduces that every other is compared with (`weft.place.plan.Planner.naive`).
     threads: of each rank's process; more ranks use more cores better. cpu_bind: cores of each rank, as `0-3|4-7`; auto:
     this process's cores dealt out evenly; None: wherever the system puts them. seed: of requests that bring none.
@@ -110,7 +110,7 @@ class EngineConfig:
     executor: Literal["process", "thread"] = "process"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cuda_graphs: bool = True
-    transport: Literal["auto", "shm", "gloo", "peer", "nccl", "nccl_window"] = "auto"
+    transport: str = AUTO
     cost: str = "auto"
     plan: Choice = "cheapest"
     threads: int = 1
@@ -134,6 +134,9 @@ class EngineConfig:
         for name, kind in get_type_hints(type(self)).items():
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")
+        options = (AUTO, *transports())
+        if self.transport not in options and self.transport not in (options := (AUTO, *transports(self.plugins))):
+            raise ValueError(f"transport is {self.transport!r}; it must be one of {', '.join(options)}")
         for name in ABOVE_ZERO:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")

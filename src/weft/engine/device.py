@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from weft.comm.peer import PeerTransport
-from weft.comm.reference import ReferenceTransport
-from weft.comm.shm import MAX_RANKS, ShmTransport
-from weft.comm.torchdist import offers as torchdist_offers
+from weft.comm.registry import AUTO, REFERENCE, TransportEntry, automatic, transports
 from weft.engine.config import EngineConfig
 from weft.models.config import ModelConfig
-from weft.place.exchange import Exchange
 from weft.place.spec import LayoutError
 
-Offers = Callable[[Exchange, bool], bool]
-GPU_TRANSPORTS = ("peer", "nccl", "nccl_window")
-CPU_TRANSPORTS = ("shm", "gloo")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def on_gpus(config: EngineConfig) -> bool:
     """Whether the ranks run on GPUs, one each. Raises LayoutError where they are asked for and cannot be had."""
+    entry = None if config.transport == AUTO else transports(config.plugins)[config.transport]
     if config.device == "cpu" or config.executor == "thread":
-        if config.transport in GPU_TRANSPORTS:
+        if entry is not None and not entry.runs_on("cpu"):
             raise LayoutError(f"transport {config.transport} is of GPUs; leave it out, or take device cuda")
         return False
-    asked = config.device == "cuda" or config.transport in GPU_TRANSPORTS
+    asked = config.device == "cuda" or (entry is not None and not entry.runs_on("cpu"))
+    on_cpus = entry is not None and not entry.runs_on("cuda")
     have, world = torch.cuda.device_count(), config.mesh.world
     if asked and not have:
         here = "torch is built without CUDA" if torch.version.cuda is None else "CUDA sees no GPU"
@@ -39,9 +33,9 @@ def on_gpus(config: EngineConfig) -> bool:
             f"the layout has {world} ranks, a GPU each, and this machine has {have} GPU(s) that CUDA sees; choose a "
             "smaller layout, or device cpu"
         )
-    if asked and config.transport in CPU_TRANSPORTS:
+    if asked and on_cpus:
         raise LayoutError(f"transport {config.transport} is of CPUs; leave it out, or take device cpu")
-    return have >= world and config.transport not in CPU_TRANSPORTS
+    return have >= world and not on_cpus
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:
@@ -65,24 +59,18 @@ def check_float8(model: ModelConfig, device: torch.device) -> None:
         raise LayoutError(f"{name} (sm_{have[0]}{have[1]}) has no products in FP8, which take sm_89: --float8 off")
 
 
-def carriers(config: EngineConfig) -> dict[str, Offers]:
-    """The transports of the ranks, by name, and what each offers; the first is where activations live."""
-    if config.executor == "thread":
-        return {"reference": ReferenceTransport.offers}
-    found: dict[str, Offers] = {}
-    if on_gpus(config):
-        if config.mesh.world == 1:  # nothing is exchanged
-            return {"reference": ReferenceTransport.offers}
-        if config.transport in ("auto", "peer"):
-            found["peer"] = PeerTransport.offers
-        if config.transport != "peer":
-            found["torchdist/nccl"] = partial(torchdist_offers, "nccl")
-        return found
-    if config.transport == "shm" or (config.transport == "auto" and config.mesh.world <= MAX_RANKS):
-        found["shm"] = ShmTransport.offers
-    if config.transport != "shm":
-        found["torchdist/gloo"] = partial(torchdist_offers, "gloo")
-    return found
+def enabled_transports(config: EngineConfig) -> tuple[TransportEntry, ...]:
+    """The transports among which the ranks' plans choose; the first is where activations live. Raises LayoutError where
+    one that is named has no room for the ranks.
+    """
+    gpus, world = on_gpus(config), config.mesh.world
+    if config.executor == "thread" or (gpus and world == 1):  # nothing is exchanged
+        return (REFERENCE,)
+    known = transports(config.plugins)
+    if config.transport == AUTO:
+        return automatic(known, "cuda" if gpus else "cpu", world)
+    known[config.transport].check(config.mesh)
+    return (known[config.transport],)
 
 
 def on_device(

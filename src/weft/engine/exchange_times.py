@@ -7,7 +7,6 @@ of a replay. Every rank does the same, so that all enter an exchange together: t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -73,13 +72,13 @@ def _call(edge: Edge, transport: Transport, rows: CapturedRows, like: Tensor, no
 
 def _permute(edge: Edge, transport: Transport, rows: CapturedRows, like: Tensor) -> Callable[[], Tensor]:
     """With as many rows for each rank as are to be expected of full tensors."""
-    assert edge.exchange is not None and edge.load is not None
-    world, exchange = tuple(range(rows.mesh.world)), cast(Callable[..., Tensor], transport.exchange)
+    exchange, world = edge.exchange, tuple(range(rows.mesh.world))
+    assert exchange is not None and edge.load is not None
     own = tuple(rows.mesh.row_count(Rows.OWN, rank, rows.capacity) for rank in world)
     if not edge.load.most_row_bytes:  # counts
-        return lambda: exchange(like.new_zeros(len(world), 1), edge.exchange, world, (1,) * len(world) ** 2)
+        return lambda: transport.exchange(like.new_zeros(len(world), 1), exchange, world, (1,) * len(world) ** 2)
     share = edge.load.row_bytes / edge.load.most_row_bytes
     live = [round(n * share) for n in (*(own[rows.rank] for _ in world), *own)]
     sizes = LiveSizes(tuple(n for n in own for _ in world), torch.tensor(live, dtype=torch.int32, device=like.device))
     x = like.new_zeros(len(world) * own[rows.rank], edge.load.most_row_bytes // like.element_size())
-    return lambda: exchange(x, edge.exchange, world, sizes)
+    return lambda: transport.exchange(x, exchange, world, sizes)

@@ -72,10 +72,7 @@ class ModelRunner:
         self.model, self.mesh, self.rank = model, mesh, rank
         self.transports = {t.name: t for t in transports}
         costs = costs or load_costs("cpu")
-        offers = [
-            offer_of(t.name, t.offers, mesh, costs.of(t.name, mesh.world), t.max_bytes, t.max_normed_bytes)
-            for t in transports
-        ]
+        offers = [offer_of(t, mesh, costs.of(t.name, mesh.world)) for t in transports]
         self.planner = plan_model(config, mesh, weight.dtype, offers, plan, merge=dcp_exchange)
         self.settler = Settler(mesh, rank, self.transports, self.planner.settlements)
         self.vocabulary = None

@@ -9,9 +9,10 @@ from typing import Any
 import jinja2
 import torch
 
+from weft.comm.registry import transports
 from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
-from weft.engine.device import carriers, dtype_of, on_gpus
+from weft.engine.device import dtype_of, enabled_transports, on_gpus
 from weft.engine.language import read_tokenizer
 from weft.engine.planning import plan_model, split_steps
 from weft.engine.transports import cost_model
@@ -86,8 +87,12 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     layout, or the cost table lacks an edge that is needed.
     """
     check_packages(config)
-    if config.experts == "dispatch" and on_gpus(config) and config.transport != "peer":
-        raise LayoutError("experts by dispatch on GPUs count rows on the device: add --transport peer, or leave it out")
+    counting = [option for option, entry in transports(config.plugins).items() if entry.takes_live_sizes]
+    if config.experts == "dispatch" and on_gpus(config) and config.transport not in counting:
+        raise LayoutError(
+            "experts by dispatch on GPUs count rows on the device: "
+            f"add --transport {' or '.join(counting)}, or leave it out"
+        )
     if config.experts == "dispatch" and config.plan == "naive":
         raise LayoutError(
             "the naive plan is one of all-reduces, by which experts gather: leave experts or plan as it is"
@@ -122,4 +127,4 @@ def float8_products(config: EngineConfig, model: ModelConfig) -> str:
 def _offers(config: EngineConfig) -> list[Offer]:
     """Of the ranks' transports, with room for any tensor."""
     mesh, table = config.mesh, cost_model(config)
-    return [offer_of(name, has, mesh, table.of(name, mesh.world), None) for name, has in carriers(config).items()]
+    return [offer_of(entry, mesh, table.of(entry.name, mesh.world)) for entry in enabled_transports(config)]

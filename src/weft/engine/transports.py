@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from weft.comm.nccl_window import NcclWindowTransport
-from weft.comm.peer import PeerTransport, PeerTuning, check_peer_access
-from weft.comm.reference import ReferenceWorld
-from weft.comm.shm import ShmTransport, ShmTuning
-from weft.comm.torchdist import TorchDistTransport
+from weft.comm.registry import PEER
 from weft.comm.transport import Transport
 from weft.engine.arena import arena_need, available_bytes, check_memory, gathered_logits, merged_bytes, sent_bytes
 from weft.engine.config import EngineConfig
-from weft.engine.device import carriers, device_of, dtype_of, on_gpus
+from weft.engine.device import device_of, dtype_of, enabled_transports, on_gpus
 from weft.engine.planning import trace
 from weft.place.chain import bucket
 from weft.place.cost import Costs, costs, host_table, read_tuning
+from weft.place.spec import Mesh
+
+T = TypeVar("T")
 
 GPU_COSTS = "h200x4"
 """The cost model of GPUs that were never measured: times of four H200s over NVLink."""
@@ -34,7 +35,7 @@ def cost_model(config: EngineConfig) -> Costs:
         return costs("cpu")
     if (table := host_table(on_gpus(config))).is_file():
         found = costs(str(table))
-        if not on_gpus(config) or all(name in found.by_transport for name in carriers(config)):
+        if not on_gpus(config) or all(e.name in found.by_transport for e in enabled_transports(config)):
             return found
     return costs(GPU_COSTS if on_gpus(config) else "cpu")
 
@@ -44,47 +45,52 @@ def untuned(config: EngineConfig) -> bool:
 
     By NCCL alone they need none: it measures peer, which takes GPUs that reach each other's memory.
     """
-    if config.cost != "auto" or config.mesh.world == 1 or not on_gpus(config) or "peer" not in carriers(config):
+    if config.cost != "auto" or config.mesh.world == 1 or not on_gpus(config):
+        return False
+    if PEER not in (enabled := enabled_transports(config)):
         return False
     if not (table := host_table(gpus=True)).is_file():
         return True
     measured = costs(str(table)).by_transport
-    return any(max(measured.get(name, {0: None})) < config.mesh.world for name in carriers(config))
+    return any(max(measured.get(e.name, {0: None})) < config.mesh.world for e in enabled)
 
 
 def open_transports(config: EngineConfig, rank: int, directory: Path) -> list[Transport]:
     """The transports of a rank, the first being where activations live. Collective. Raises CommError, LayoutError."""
-    return [_open(name, config, rank, directory) for name in carriers(config)]
+    opening = _Opening(config, rank, directory)
+    return [entry.open(opening) for entry in enabled_transports(config)]
 
 
-def _open(name: str, config: EngineConfig, rank: int, directory: Path) -> Transport:
-    mesh, timeout_s, table = config.mesh, config.step_timeout_s, _table(config)
-    if name == "shm":
-        need = arena_need(config, config.read_model(), dtype_of(config))
-        check_memory(config, need, available_bytes())
-        tuning = read_tuning(table, "shm_tuning", ShmTuning) if table else None
-        return ShmTransport(
-            mesh,
-            rank,
-            directory / "shm",
-            timeout_s=timeout_s,
-            blocks=need.blocks,
-            block_bytes=need.block_bytes,
-            tuning=tuning,
-        )
-    if name == "peer":
-        check_peer_access(mesh.world, rank)
-        tuned = read_tuning(table, "peer_tuning", PeerTuning) if table else None
-        device = device_of(config, rank)
-        return PeerTransport(mesh, rank, directory / "peer", device, max_bytes=_largest(config), tuning=tuned)
-    if name == "reference":
-        return ReferenceWorld(1).transports()[0]
-    backend, meet = name.removeprefix("torchdist/"), f"file://{directory}/rendezvous"
-    if config.transport == "nccl_window":
-        torch.cuda.set_device(device := device_of(config, rank))
-        room = max(256 << 20, 2 * _largest(config))
-        return NcclWindowTransport(mesh, rank, meet, device, arena_bytes=room, timeout_s=timeout_s, captured=True)
-    return TorchDistTransport(mesh, rank, meet, backend=backend, timeout_s=timeout_s, in_place=backend == "nccl")
+@dataclass(frozen=True)
+class _Opening:
+    """What a rank of the engine gives to its transports: `weft.comm.registry.Opening`."""
+
+    config: EngineConfig
+    rank: int
+    directory: Path
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.config.mesh
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.config, self.rank)
+
+    @property
+    def timeout_s(self) -> float:
+        return self.config.step_timeout_s
+
+    def max_bytes(self) -> int:
+        return _largest(self.config)
+
+    def arena(self) -> tuple[int, int]:
+        need = arena_need(self.config, self.config.read_model(), dtype_of(self.config))
+        check_memory(self.config, need, available_bytes())
+        return need.blocks, need.block_bytes
+
+    def tuning(self, key: str, kind: type[T]) -> T | None:
+        return read_tuning(table, key, kind) if (table := _table(self.config)) else None
 
 
 def _largest(config: EngineConfig) -> int:

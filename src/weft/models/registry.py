@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 from transformers import CONFIG_MAPPING
@@ -18,6 +16,7 @@ from transformers import CONFIG_MAPPING
 from weft.models import deepseek, glm, gpt_oss, qwen, qwen35, step
 from weft.models.config import Fields, ModelConfig, ModelError, first_line
 from weft.models.directory import no_model
+from weft.plugins import PluginError, load_plugins
 
 Registry = Mapping[str, Callable[[Fields], ModelConfig]]
 """For each model type of config.json the reader of its fields. The config that it gives builds the family's model."""
@@ -41,15 +40,16 @@ AS_PUBLISHED = frozenset({"step3p5", "qwen3_5_moe"})
 
 
 def registry(plugins: Sequence[str] = ()) -> Registry:
-    """The families of Weft and of plugins: importable modules, or .py files, that define `FAMILIES` of this form.
-
-    A plugin runs as it is: name only what you trust. Raises ModelError for one that is missing or defines nothing.
-    """
+    """The families of Weft and of plugins (`weft.plugins`), whose `FAMILIES` are of this form. Raises ModelError."""
     known = dict(FAMILIES)
-    for name in plugins:
-        families = getattr(_module(name), "FAMILIES", None)
+    try:
+        modules = list(load_plugins(plugins))
+    except PluginError as error:
+        raise ModelError(str(error)) from error
+    for name, module in zip(plugins, modules, strict=True):
+        families = getattr(module, "FAMILIES", {})
         if not isinstance(families, Mapping):
-            raise ModelError(f"plugin {name} defines no FAMILIES, a dict from model type to the reader of its config")
+            raise ModelError(f"plugin {name}: FAMILIES is no dict from model type to the reader of its config")
         if wrong := [kind for kind, reader in families.items() if not callable(reader)]:
             raise ModelError(f"plugin {name}: FAMILIES[{wrong[0]!r}] is no function that reads the fields of a config")
         known |= families
@@ -114,32 +114,3 @@ def plugin_line(error: Exception, at: Any) -> str | None:
         return None
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == module.__file__]
     return f"plugin {module.__file__}" + (f", line {lines[-1]}," if lines else "")
-
-
-def _module(name: str) -> ModuleType:
-    try:
-        if not name.endswith(".py"):
-            return importlib.import_module(name)
-        path = str(Path(name).resolve())  # also the module's name: files of one name in two folders are two modules
-        if path not in sys.modules:
-            spec = importlib.util.spec_from_file_location(path, path)
-            assert spec is not None and spec.loader is not None
-            sys.modules[path] = importlib.util.module_from_spec(spec)  # before it runs: its dataclasses look there
-            try:
-                spec.loader.exec_module(sys.modules[path])
-            except BaseException:
-                del sys.modules[path]
-                raise
-        return sys.modules[path]
-    except Exception as error:
-        ours = (__file__, importlib.__file__)
-        frames = [
-            f for f in traceback.extract_tb(error.__traceback__) if f.filename not in ours and f.filename[0] != "<"
-        ]
-        if not frames and isinstance(error, ImportError | OSError):  # nothing of it has run
-            raise ModelError(
-                f"plugin {name} cannot be imported: {error}; give a module's name or a .py file"
-            ) from error
-        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-        what = f"{type(error).__name__}: {first_line(error)}{where}"
-        raise ModelError(f"plugin {name} fails where it is imported: {what}") from error

@@ -1,0 +1,197 @@
+"""Which transports there are: a row each, and those that plugins add.
+
+All that others know of a transport before it is built follows from its row: options, help texts, errors, offers. The
+table imports no torch, so that a command line is read without it: a transport's module is imported when it is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+from weft.comm import peer_launch
+from weft.place import exchange as named
+from weft.place.exchange import Exchange
+from weft.place.spec import LayoutError, Mesh
+from weft.plugins import PluginError, load_plugins
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.comm.transport import Transport
+
+T = TypeVar("T")
+
+AUTO = "auto"
+"""The option by which every transport of a device that its row says so of is enabled, and the planner chooses."""
+SHM_RANKS = 16
+
+
+class Offers(Protocol):
+    """Whether a transport carries an exchange out; epilogue: with residual add and norm in the same call."""
+
+    def __call__(self, exchange: Exchange, epilogue: bool = False) -> bool: ...
+
+
+class Opening(Protocol):
+    """What a rank gives to a transport that it opens. directory: a folder of the ranks alone, where they can meet;
+    device: this rank's; timeout_s: after which a call whose peers do not come fails.
+    """
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def directory(self) -> Path: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def timeout_s(self) -> float: ...
+
+    def max_bytes(self) -> int:
+        """Of the largest tensor that a step exchanges."""
+        ...
+
+    def arena(self) -> tuple[int, int]:
+        """Of memory that the ranks of this host share: how many tensors of a rank are alive there at once at most, and
+        the bytes of the largest. Raises LayoutError where the host has less.
+        """
+        ...
+
+    def tuning(self, key: str, kind: type[T]) -> T | None:
+        """What `weft tune` found best for this host under this key; None where it has not run. Raises LayoutError."""
+        ...
+
+
+@dataclass(frozen=True)
+class TransportEntry:
+    """A transport, as it is known before it is built.
+
+    option: its name on command lines; name: in plans, reports and cost tables. device: where its ranks run.
+    open: makes a rank's end; collective. max_ranks: of a host, max_hosts: that it serves; max_normed_bytes: of a row
+    that an epilogue takes; max_bytes: of a call's largest tensor, however it is opened; None: any. takes_live_sizes:
+    see `weft.comm.transport.LiveSizes`. auto: whether AUTO enables it, in the table's order.
+    """
+
+    option: str
+    name: str
+    device: Literal["cpu", "cuda", "any"]
+    offers: Offers
+    open: Callable[[Opening], Transport]
+    max_ranks: int | None = None
+    max_hosts: int | None = None
+    max_normed_bytes: int | None = None
+    max_bytes: int | None = None
+    takes_live_sizes: bool = False
+    auto: bool = True
+
+    def runs_on(self, device: str) -> bool:
+        """device: cpu or cuda."""
+        return self.device in (device, "any")
+
+    def check(self, mesh: Mesh) -> None:
+        """Raises LayoutError where it has no room for as many ranks of a host."""
+        on_host = mesh.world // mesh.hosts
+        if self.max_ranks is not None and on_host > self.max_ranks:
+            kind = ", of one host" if self.max_hosts == 1 else ""
+            each = " on each" if mesh.hosts > 1 else ""
+            raise LayoutError(
+                f"{self.name} takes at most {self.max_ranks} ranks{kind}; this layout has {on_host}{each}"
+            )
+
+
+def offers_every(exchange: Exchange, epilogue: bool = False) -> bool:
+    """The offers of a transport that has the whole table: an epilogue goes with sums, a merge is of heads alone."""
+    if exchange.combine == "softmax_merge":
+        return exchange == named.merge_scatterv(exchange.ranks) and not epilogue
+    return exchange.combine == "sum" or not epilogue
+
+
+def _offers_moves_and_sums(exchange: Exchange, epilogue: bool = False) -> bool:
+    return exchange.combine in ("none", "sum") and not epilogue
+
+
+def _offers_what_nccl_calls(exchange: Exchange, epilogue: bool = False) -> bool:
+    return exchange.kind in ("all_reduce", "reduce_scatterv", "all_gatherv", "all_to_allv") and not epilogue
+
+
+def _open_shm(rank: Opening) -> Transport:
+    from weft.comm.shm import ShmTransport, ShmTuning
+
+    blocks, block_bytes = rank.arena()
+    return ShmTransport(
+        rank.mesh,
+        rank.rank,
+        rank.directory / "shm",
+        timeout_s=rank.timeout_s,
+        blocks=blocks,
+        block_bytes=block_bytes,
+        tuning=rank.tuning("shm_tuning", ShmTuning),
+    )
+
+
+def _open_peer(rank: Opening) -> Transport:
+    from weft.comm.peer import PeerTransport, check_peer_access
+
+    check_peer_access(rank.mesh.world, rank.rank)
+    tuning = rank.tuning("peer_tuning", peer_launch.PeerTuning)
+    where = rank.directory / "peer"
+    return PeerTransport(rank.mesh, rank.rank, where, rank.device, max_bytes=rank.max_bytes(), tuning=tuning)
+
+
+def _open_torchdist(rank: Opening) -> Transport:
+    from weft.comm.torchdist import TorchDistTransport
+
+    backend = "nccl" if rank.device.type == "cuda" else "gloo"
+    meet = f"file://{rank.directory}/rendezvous"
+    return TorchDistTransport(
+        rank.mesh, rank.rank, meet, backend=backend, timeout_s=rank.timeout_s, in_place=backend == "nccl"
+    )
+
+
+def _open_reference(rank: Opening) -> Transport:
+    from weft.comm.reference import ReferenceWorld
+
+    return ReferenceWorld(1).transports()[0]
+
+
+SHM = TransportEntry("shm", "shm", "cpu", offers_every, _open_shm, SHM_RANKS, max_hosts=1)
+GLOO = TransportEntry("gloo", "torchdist/gloo", "cpu", _offers_moves_and_sums, _open_torchdist)
+PEER = TransportEntry(
+    "peer",
+    "peer",
+    "cuda",
+    offers_every,
+    _open_peer,
+    peer_launch.MAX_RANKS,
+    max_hosts=1,
+    max_normed_bytes=peer_launch.MAX_NORMED_BYTES,
+    takes_live_sizes=True,
+)
+NCCL = TransportEntry("nccl", "torchdist/nccl", "cuda", _offers_what_nccl_calls, _open_torchdist)
+TRANSPORTS = (SHM, GLOO, PEER, NCCL)
+REFERENCE = TransportEntry("reference", "reference", "any", offers_every, _open_reference, auto=False)
+"""Of ranks that are threads of one process, and of a rank that is alone: no option of ranks that are processes."""
+
+
+def transports(plugins: Sequence[str] = ()) -> dict[str, TransportEntry]:
+    """The transports of Weft, then those of plugins' TRANSPORTS, by option. Raises PluginError."""
+    known = {entry.option: entry for entry in TRANSPORTS}
+    for module in load_plugins(plugins):
+        for entry in getattr(module, "TRANSPORTS", ()):
+            if known.setdefault(entry.option, entry) != entry or entry.option in (AUTO, REFERENCE.option):
+                raise PluginError(f"plugin {module.__name__} adds a transport {entry.option}, as another one is called")
+    return known
+
+
+def automatic(known: dict[str, TransportEntry], device: str, ranks: int) -> tuple[TransportEntry, ...]:
+    """What AUTO enables for so many ranks on cpu or cuda."""
+    on_device = (entry for entry in known.values() if entry.auto and entry.runs_on(device))
+    return tuple(e for e in on_device if e.max_ranks is None or ranks <= e.max_ranks)

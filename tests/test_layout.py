@@ -11,6 +11,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "weft"
 ORDER = (
     "place",
+    "plugins",
     "kernels",
     "comm",
     "dcp",

@@ -137,7 +137,7 @@ def legal_edges(mesh: Mesh) -> dict[Placement, tuple[Edge, ...]]:
             ranks = mesh.size(group)
             if owes:
                 legal, rest = mesh.left_after(owes, group)
-                if legal:
+                if legal and (rest is None or rest in groups):
                     edge(exchange.all_reduce(ranks), group, src, _placement(mesh, rows, rest))
                     if axes is not None and (fewer_kind := kinds.get(gathered & ~axes)) and not axes & ~gathered:
                         edge(exchange.reduce_scatterv(ranks), group, src, _placement(mesh, fewer_kind, rest))

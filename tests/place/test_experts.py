@@ -149,6 +149,19 @@ def test_an_exchange_without_times_is_not_chosen_unless_asked_for() -> None:
         Planner(mesh, only, [offer(kinds=EVERY)]).plan((4,) * 4)
 
 
+def test_captured_steps_dispatch_by_transports_that_take_counts_on_the_device() -> None:
+    mesh = Mesh(4, 1, 4, 1)
+    chain = decoder(mesh, 2)
+    only = replace(chain, reads=chain.others[0], others=())
+    quick, able = replace(offer(), live_sizes=False), replace(offer(), transport="other")
+    for slices_copy in (False, True):
+        plan = Planner(mesh, only, [quick, able], slices_copy=slices_copy).plan((4,) * 4)
+        by = {step.transport for _, step, edge in plan.moves() if edge.load is not None}
+        assert by == {"other" if slices_copy else "any"}
+    with pytest.raises(LayoutError, match="experts by dispatch take all_to_allv, which any has not"):
+        Planner(mesh, only, [quick], slices_copy=True).plan((4,) * 4)
+
+
 def test_a_rank_has_room_for_every_row_with_its_list() -> None:
     """Rows of 256 bytes and lists of 16: a rank may get all 4 × 8 rows, and send its 8 to each of 4."""
     mesh = Mesh(4, 1, 4, 1)

@@ -332,4 +332,4 @@ def offer_of(transport: Described, mesh: Mesh, cost: Cost) -> Offer:
         frozenset(e.kind for e in exchanges if transport.offers(e, epilogue)) for epilogue in (False, True)
     )
     limits = transport.max_bytes, transport.max_normed_bytes, transport.max_ranks, transport.max_hosts
-    return Offer(transport.name, kinds, epilogues, cost, *limits)
+    return Offer(transport.name, kinds, epilogues, cost, *limits, live_sizes=transport.takes_live_sizes)

@@ -43,7 +43,8 @@ class Offer:
     """What a transport can do, and at what cost.
 
     epilogues: the kinds that take residual add and norm. max_bytes: of a call's largest tensor; max_normed_bytes: of a
-    row that an epilogue takes; max_ranks, max_hosts: of a group that it serves; None: any.
+    row that an epilogue takes; max_ranks, max_hosts: of a group that it serves; None: any. live_sizes: it takes row
+    counts in device memory, without which a captured step cannot send rows to experts.
     """
 
     transport: str
@@ -54,6 +55,7 @@ class Offer:
     max_normed_bytes: int | None = None
     max_ranks: int | None = None
     max_hosts: int | None = None
+    live_sizes: bool = True
 
     def serves(self, ranks: int, hosts: int) -> bool:
         """Whether it carries exchanges of groups of so many ranks on so many hosts."""

@@ -228,8 +228,12 @@ class Planner:
         return [
             o
             for o in self.offers
-            if edge.kind in o.kinds and o.serves(ranks, hosts) and (o.max_bytes is None or needed <= o.max_bytes)
+            if self._has(o, edge) and o.serves(ranks, hosts) and (o.max_bytes is None or needed <= o.max_bytes)
         ]
+
+    def _has(self, offer: Offer, edge: Edge) -> bool:
+        """Whether it has the edge's exchange: of what goes to experts in captured steps, with counts on the device."""
+        return edge.kind in offer.kinds and (edge.load is None or not self._slices_copy or offer.live_sizes)
 
     def _needed_bytes(self, edge: Edge, tokens: int) -> int:
         if edge.load is not None:  # every row may go to every rank, and all rows to one
@@ -360,7 +364,7 @@ class Planner:
         lacking, tokens = [edge for _, step, edge in plan.moves() if step.us == math.inf], max(plan.counts)
         most = max(lacking, key=lambda edge: self._needed_bytes(edge, tokens))
         needed = self._needed_bytes(most, tokens)
-        having = [o for o in self.offers if most.kind in o.kinds]
+        having = [o for o in self.offers if self._has(o, most)]
         names = ", ".join(o.transport for o in having or self.offers)
         if not having:
             what = "the naive plan takes" if most.load is None else "experts by dispatch take"

@@ -140,11 +140,12 @@ def merge_exchanges(ranks: int) -> set[Exchange]:
     return {kind(ranks) for kind in kinds} if ranks > 1 else set()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Settled:
     """A recipe for `rows` rows of a value, who carries its collectives out, and predicted time.
 
-    each: rows that a call takes at most; more go in several.
+    each: rows that a call takes at most; more go in several. Compared by identity, as it is counted by in every layer:
+    `Settlements.plan` gives the same one for the same question.
     """
 
     value: Value

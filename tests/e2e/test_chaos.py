@@ -49,7 +49,7 @@ def another(kind: Any, default: Any) -> Any:
     if get_origin(kind) is tuple:
         return ("weft.comm.nccl_window",)  # plugins are looked through for transports
     inside = [k for k in get_args(kind) if k is not type(None)] or [kind]
-    return not default if inside[0] is bool else 3 if inside[0] is int else "x"
+    return not default if inside[0] is bool else 3 if inside[0] is int else "shm"  # a name of a transport too
 
 
 class Response:

@@ -57,6 +57,7 @@ class Recording:
         self._transport, self._kinds, self.calls = transport, kinds, Counter()
         self.name, self.rank, self.max_bytes, self.max_normed_bytes = transport.name, transport.rank, None, None
         self.max_ranks = self.max_hosts = None
+        self.takes_live_sizes = transport.takes_live_sizes
 
     def offers(self, exchange: Exchange, epilogue: bool = False) -> bool:
         return exchange.kind in self._kinds and not epilogue

@@ -23,7 +23,7 @@ import torch
 
 from weft.assets import embedded_model_dir, preset_dir
 from weft.bench.ranks import Report, every_core, run_ranks
-from weft.cli.plan import parse_layout, parse_tokens
+from weft.cli.cmd_plan import parse_layout, parse_tokens
 from weft.comm.shm import ShmTransport
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport

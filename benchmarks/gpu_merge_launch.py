@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from weft.bench.cuda import World, capture, replays_us
-from weft.bench.dcp import Case, Shape, given
+from weft.bench.dcp_merge import Case, Shape, given
 from weft.bench.host import describe_host
 from weft.bench.ranks import Report, run_ranks
 from weft.comm.peer_launch import PeerTuning

@@ -22,10 +22,10 @@ from typing import Any
 
 import tyro
 
-from weft.bench.answer import LoadError
+from weft.bench.chaos_clients import Load, ask, questions
 from weft.bench.host import describe_host
-from weft.bench.load import Load, ask, questions
-from weft.bench.served import Served
+from weft.bench.server_process import Served
+from weft.bench.streamed_completion import LoadError
 
 SAMPLE_S = 5.0
 MOST_OPEN = 400

@@ -22,6 +22,7 @@ ORDER = (
     "models",
     "assets",
     "engine",
+    "profiler",
     "evals",
     "bench",
     "server",

@@ -12,10 +12,10 @@ import pytest
 from support import small_config
 
 from e2e.here import weft_here
-from weft.bench.profile import Event, clock_shifts, kind_of, read_rank, short, summarise, with_waiting
 from weft.engine.messages import Profiled
 from weft.engine.profiling import NotWatched, merge_traces, watch
 from weft.place.spec import Mesh
+from weft.profiler.breakdown import Event, clock_shifts, kind_of, read_rank, short, summarise, with_waiting
 
 PAIR = Mesh(1, 2, 2, 1)
 PEER = "void weft::exchange<__nv_bfloat16, 2, 1>(weft::Call)"

@@ -16,8 +16,8 @@ import pytest
 from aiohttp import web
 
 from e2e.here import weft_here
-from weft.bench.answer import LoadError, Streamed
 from weft.bench.serving import Ask, Outcome, Workload, arrivals, run, summary
+from weft.bench.streamed_completion import LoadError, Streamed
 
 Events = AsyncIterator[dict[str, Any] | str]
 

@@ -12,10 +12,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from weft.bench.answer import LoadError
 from weft.bench.chaos import Chaos
-from weft.bench.load import ask, questions
-from weft.cli import serve
+from weft.bench.chaos_clients import ask, questions
+from weft.bench.streamed_completion import LoadError
+from weft.cli import cmd_serve
 from weft.cli.command import Layout, arguments_of, parse
 from weft.cli.main import main
 
@@ -38,7 +38,7 @@ def test_the_server_gets_the_layout_that_chaos_was_given() -> None:
     kinds = get_type_hints(Layout)
     layout = Layout(**{field.name: another(field.name, kinds[field.name], field.default) for field in fields(Layout)})
     assert all(getattr(layout, field.name) != field.default for field in fields(Layout))
-    assert parse(serve.Command, "serve", arguments_of(layout)).layout == layout
+    assert parse(cmd_serve.Command, "serve", arguments_of(layout)).layout == layout
     assert arguments_of(Layout()) == []
 
 
@@ -86,6 +86,6 @@ def test_a_lost_answer_is_seen(monkeypatch: pytest.MonkeyPatch, lines: list[str]
         def getresponse(self) -> Response:
             return Response(*lines)
 
-    monkeypatch.setattr("weft.bench.load.http.client.HTTPConnection", Connection)
+    monkeypatch.setattr("weft.bench.chaos_clients.http.client.HTTPConnection", Connection)
     with pytest.raises(LoadError, match=wrong):
         ask(1, "model", questions(1, 4, 0)[0])

@@ -24,7 +24,7 @@ from rich.progress import Progress, TaskID
 
 from e2e.here import weft_here
 from weft.assets import embedded_model_dir
-from weft.cli import demo, serve
+from weft.cli import cmd_demo, cmd_serve
 from weft.cli.command import Layout, UserError, start_engine
 from weft.cli.other_engines import ADVICE
 from weft.engine.config import EngineConfig
@@ -233,7 +233,7 @@ def test_an_api_key_is_taken_without_the_newline_of_its_file(monkeypatch: pytest
 
 def test_no_option_of_ours_is_taken_for_another_engines() -> None:
     for name in ("serve", "generate", "eval", "profile", "chaos"):
-        command = importlib.import_module(f"weft.cli.{name}").Command
+        command = importlib.import_module(f"weft.cli.cmd_{name}").Command
         ours = {f.name.replace("_", "-") for of in (command, Layout) for f in dataclasses.fields(of)}
         assert ours & ADVICE.keys() == {"model"}  # which is no option, but the first argument
 
@@ -360,7 +360,7 @@ def test_the_demo_can_be_told_dcp(monkeypatch: pytest.MonkeyPatch) -> None:
         def wait(self, timeout: float) -> int:
             return self.returncode
 
-    monkeypatch.setattr(demo.subprocess, "Popen", Refuses)
+    monkeypatch.setattr(cmd_demo.subprocess, "Popen", Refuses)
     code, out, err = weft_here(*words[1:])
     assert code == 2 and "before it was ready" in err and "--attn-tp 8 --dcp 2" in out
     monkeypatch.undo()
@@ -370,7 +370,7 @@ def test_the_demo_can_be_told_dcp(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(config)
         raise UserError("started")
 
-    monkeypatch.setattr(serve, "start_engine", start)
+    monkeypatch.setattr(cmd_serve, "start_engine", start)
     assert weft_here(*started[0][3:])[0] == 2
     assert asked[0].mesh == Mesh(1, 8, 2, 4, 2) and asked[0].model == embedded_model_dir()
 

@@ -10,7 +10,7 @@ import pytest
 
 from e2e.here import weft_here
 from weft import __version__
-from weft.cli import doctor
+from weft.cli import cmd_doctor
 
 
 def test_this_host_is_examined() -> None:
@@ -28,13 +28,13 @@ def test_versions_and_lists() -> None:
 
 
 def test_what_is_slow_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = list(doctor.processor("flags\t\t: sse avx2 avx512f\n", 8, 0.1))
+    fast = list(cmd_doctor.processor("flags\t\t: sse avx2 avx512f\n", 8, 0.1))
     assert [f.level for f in fast] == ["ok"] and "avx512f" in fast[0].what
-    slow = list(doctor.processor("flags : sse\n", 2, 9.0))
+    slow = list(cmd_doctor.processor("flags : sse\n", 2, 9.0))
     assert [f.level for f in slow] == ["slow", "slow"] and all(f.why for f in slow)
-    assert doctor.memory(tmp_path / "none").level == "bad"
-    assert doctor.descriptors(128).level == "slow" and doctor.descriptors(2**20).level == "ok"
-    assert doctor.compiler("no-such-compiler").level == "slow"
+    assert cmd_doctor.memory(tmp_path / "none").level == "bad"
+    assert cmd_doctor.descriptors(128).level == "slow" and cmd_doctor.descriptors(2**20).level == "ok"
+    assert cmd_doctor.compiler("no-such-compiler").level == "slow"
 
 
 TOPOLOGY = """\
@@ -50,23 +50,23 @@ Legend:
 
 
 def test_the_links_between_gpus() -> None:
-    fast, slow = doctor.links(TOPOLOGY)
+    fast, slow = cmd_doctor.links(TOPOLOGY)
     assert (fast.level, fast.what) == ("ok", "NVLink (NV18) GPU0–GPU1")
     assert (slow.level, slow.what) == ("slow", "no NVLink (SYS) GPU0–GPU2, GPU1–GPU2") and slow.why
-    assert not list(doctor.links("")) and not list(doctor.links("nvidia-smi has failed"))
+    assert not list(cmd_doctor.links("")) and not list(cmd_doctor.links("nvidia-smi has failed"))
 
 
 def test_the_tables_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert "run weft tune" in doctor.table().why
+    assert "run weft tune" in cmd_doctor.table().why
     from weft.place.cost import host_table
 
     host_table().parent.mkdir(parents=True)
     host_table().write_text("{")
-    assert doctor.table().level == "bad"
-    shipped = Path(doctor.__file__).parent.parent / "place" / "h200x4.json"
+    assert cmd_doctor.table().level == "bad"
+    shipped = Path(cmd_doctor.__file__).parent.parent / "place" / "h200x4.json"
     host_table().write_text(shipped.read_text())
-    assert doctor.table().level == "ok"
+    assert cmd_doctor.table().level == "ok"
     long_ago = time.time() - 40 * 86400
     os.utime(host_table(), (long_ago, long_ago))
-    assert doctor.table().level == "slow"
+    assert cmd_doctor.table().level == "slow"

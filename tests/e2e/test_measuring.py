@@ -18,13 +18,13 @@ import torch
 
 from e2e.here import weft_here
 from weft.bench.baselines import DeepSpeed, build_deepspeed
-from weft.cli import bench_collectives, bench_dcp, bench_latency, tune
+from weft.cli import cmd_bench_collectives, cmd_bench_dcp, cmd_bench_latency, cmd_tune
 
 MODULES = {
-    "bench collectives": bench_collectives,
-    "bench dcp": bench_dcp,
-    "bench latency": bench_latency,
-    "tune": tune,
+    "bench collectives": cmd_bench_collectives,
+    "bench dcp": cmd_bench_dcp,
+    "bench latency": cmd_bench_latency,
+    "tune": cmd_tune,
 }
 FILES = {"bench collectives": "--json", "bench dcp": "--json", "bench latency": "--json", "tune": "--out"}
 
@@ -121,10 +121,10 @@ def test_words_that_are_no_choice() -> None:
 def test_flashinfer_is_compared_with_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[str]] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(bench_collectives, "run_ranks", lambda *args: iter(given.append(args[-1]) or ()))
+    monkeypatch.setattr(cmd_bench_collectives, "run_ranks", lambda *args: iter(given.append(args[-1]) or ()))
     command = ["bench", "collectives", "--device", "cuda"]
     for installed in (True, False):
-        monkeypatch.setattr(bench_collectives, "has_flashinfer", lambda installed=installed: installed)
+        monkeypatch.setattr(cmd_bench_collectives, "has_flashinfer", lambda installed=installed: installed)
         assert weft_here(*command)[0] == 0
     assert given == [["nccl", "window", "symm", "flashinfer"], ["nccl", "window", "symm"]]
     wanted = refused(*command, "--baselines", "flashinfer").split()[-1]
@@ -142,10 +142,10 @@ def test_deepspeeds_kernel_is_compiled_before_ranks_start(monkeypatch: pytest.Mo
         yield from ()
         ended.append(world)
 
-    monkeypatch.setattr(bench_collectives, "run_ranks", run)
+    monkeypatch.setattr(cmd_bench_collectives, "run_ranks", run)
     command = ["bench", "collectives", "--ranks", "2", "3", "--sizes", "1K"]
     code, _, err = weft_here(*command, "--baselines", "gloo", "deepspeed")
-    measured_by = bench_collectives.cpu.measure
+    measured_by = cmd_bench_collectives.cpu.measure
     assert code == 0 and begun == [(1, build_deepspeed), (2, measured_by), (3, measured_by)]
     assert err == "compiling DeepSpeed's kernel, which takes minutes the first time\n"
     begun.clear(), ended.clear()
@@ -178,7 +178,7 @@ def test_deepspeed_is_loaded_without_the_settings_of_ranks(monkeypatch: pytest.M
 @pytest.mark.usefixtures("no_ranks")
 def test_a_table_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "weft").mkdir()
-    tune.host_table().write_text("{")
+    cmd_tune.host_table().write_text("{")
     for command in ("bench collectives", "bench dcp", "bench latency"):
         assert "is no table of weft tune" in refused(*command.split())
 

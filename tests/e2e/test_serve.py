@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.bench.served import Served
+from weft.bench.server_process import Served
 
 KEY = "a key that no command line shows"
 

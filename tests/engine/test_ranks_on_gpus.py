@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from e2e.here import weft_here
-from weft.cli import command, tune
+from weft.cli import cmd_tune, command
 from weft.cli.command import UserError
 from weft.engine import startup
 from weft.engine.config import EngineConfig
@@ -69,7 +69,7 @@ def test_the_first_start_measures_once(monkeypatch: pytest.MonkeyPatch, capsys: 
         for name in ("peer", "torchdist/nccl"):
             yield "price", {"transport": name} | row
 
-    monkeypatch.setattr(tune, "run_ranks", run_ranks)
+    monkeypatch.setattr(cmd_tune, "run_ranks", run_ranks)
     monkeypatch.setattr("weft.engine.engine.Engine", lambda config, progress: config)
     for _ in range(2):
         assert command.start_engine(TWO) is TWO

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from e2e.here import weft_here
-from weft.bench.served import Served
+from weft.bench.server_process import Served
 from weft.evals import word_problems
 
 GPUS = torch.cuda.device_count()

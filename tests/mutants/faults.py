@@ -555,7 +555,7 @@ OWN = [
     ),
     Fault(
         "cached tokens count for each choice",
-        "server/answers.py",
+        "server/engine_client.py",
         "sum(min(group, default=0) for group in groups)",
         "sum(max(group, default=0) for group in groups)",
         ("tests/server/test_limits.py",),

@@ -22,8 +22,8 @@ from weft.engine.config import EngineConfig, QueueFull
 from weft.engine.engine import Engine
 from weft.engine.language import Language
 from weft.engine.request import Output, Sharing
-from weft.server.answers import Intake
 from weft.server.app import create_app
+from weft.server.engine_client import Intake
 from weft.server.metrics import Metrics
 from weft.server.options import Options
 from weft.server.run import Server, bind

@@ -11,7 +11,7 @@ import pytest
 
 from server.conftest import QuietEngine, output
 from weft.engine.request import Output, SamplingParams
-from weft.server.answers import Intake
+from weft.server.engine_client import Intake
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from weft.engine.language import Language
 from weft.engine.request import Output, TokenLogprob
 from weft.engine.text import Detokenizer, TextStream
-from weft.server.answers import Choice
+from weft.server.engine_client import Choice
 from weft.server.render import Completion, Wanted
 
 PIECES = [b"a", "é".encode(), "€".encode(), "😀".encode(), b"\xe2\x82", b"\xf0\x9f", b"\xc3", b"\x80", b"\xf8", b"xy"]

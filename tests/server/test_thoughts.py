@@ -15,14 +15,14 @@ from transformers import AutoTokenizer
 from server.conftest import QuietEngine, Served, output, serve
 from server.test_tools import CALL, TOOLS
 from weft.engine.grammar import Grammars, grammar
-from weft.server.answers import Intake
 from weft.server.chats import ChatRequest
 from weft.server.completions import Service
-from weft.server.forms import FORMS
+from weft.server.engine_client import Intake
 from weft.server.metrics import Metrics
 from weft.server.options import ReasoningParser
-from weft.server.parted import Parted
-from weft.server.thoughts import Start, ThoughtParser, after_thought, start_of
+from weft.server.parsed_output import Parted
+from weft.server.reasoning import Start, ThoughtParser, after_thought, start_of
+from weft.server.tool_formats import FORMS
 from weft.server.tools import Parts, parser
 
 HERMES = next(form for form in FORMS if form.marks == ("<tool_call>",))

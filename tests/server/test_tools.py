@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 
 from server.conftest import QuietEngine, Served, output, serve
 from weft.engine.grammar import Grammars
-from weft.server.answers import Intake
 from weft.server.chats import ChatRequest
 from weft.server.completions import Service
+from weft.server.engine_client import Intake
 from weft.server.errors import ApiError
-from weft.server.forms import FORMS, Form, form_of
 from weft.server.metrics import Metrics
+from weft.server.tool_formats import FORMS, Form, form_of
 from weft.server.tools import Parts, parser
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'

@@ -15,16 +15,16 @@ from pydantic import BaseModel, ValidationError
 
 from server.conftest import QuietEngine, Served
 from server.test_tools import TEMPLATE
-from weft.server.answers import Intake
+from weft.server.anthropic_messages import InputMessage, MessagesRequest
 from weft.server.chats import ChatRequest, Function, Message
 from weft.server.completions import Service
+from weft.server.engine_client import Intake
 from weft.server.errors import ApiError
-from weft.server.forms import FORMS, Form
 from weft.server.items import ITEMS
-from weft.server.messages import InputMessage, MessagesRequest
 from weft.server.metrics import Metrics
 from weft.server.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.server.responses import ResponsesRequest
+from weft.server.tool_formats import FORMS, Form
 
 ROUTES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,

@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from weft.bench.chaos_clients import Load, ask, questions
 from weft.bench.host import describe_host
-from weft.bench.load import Load, ask, questions
-from weft.bench.served import Served, ServerError, segments
+from weft.bench.server_process import Served, ServerError, segments
 
 BACK_S = 300.0
 """How long the server may take until it serves again after a fault."""

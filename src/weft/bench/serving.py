@@ -20,7 +20,7 @@ from typing import Any, Literal
 import aiohttp
 import numpy as np
 
-from weft.bench.answer import LoadError, Streamed
+from weft.bench.streamed_completion import LoadError, Streamed
 
 Backend = Literal["openai", "openai-chat"]
 PATHS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}

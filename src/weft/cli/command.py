@@ -263,7 +263,7 @@ def start_engine(config: Any) -> Any:
     from weft.engine.transports import untuned
 
     if untuned(config):
-        from weft.cli.tune import tune_first
+        from weft.cli.cmd_tune import tune_first
 
         tune_first(config.mesh.world)
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     rest = arguments[len(name.split()) :]
     try:
-        module = importlib.import_module(f"weft.cli.{name.replace(' ', '_')}")
+        module = importlib.import_module(f"weft.cli.cmd_{name.replace(' ', '_')}")
         code = int(parse(module.Command, name, rest).run())
         sys.stdout.flush()
         return code

@@ -15,15 +15,15 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from weft import __version__
-from weft.bench.profile import LEAST_STEPS, watch_now
 from weft.engine.profiling import NotWatched
-from weft.server import errors, extras, routed
-from weft.server.answers import Intake
+from weft.profiler.breakdown import LEAST_STEPS, watch_now
+from weft.server import errors, extras, router_routes
+from weft.server.anthropic_messages import Messages
 from weft.server.bodies import SLOW_AT_ONCE
 from weft.server.completions import Service
+from weft.server.engine_client import Intake
 from weft.server.errors import ApiError
 from weft.server.guard import Guard
-from weft.server.messages import Messages
 from weft.server.options import Options
 from weft.server.responses import Responses
 from weft.server.templates import Templates
@@ -66,7 +66,7 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
     app.include_router(Responses(service, options.max_stored_bytes).router())
     app.include_router(Messages(service).router())
     app.include_router(extras.router(service))
-    app.include_router(routed.router(service))
+    app.include_router(router_routes.router(service))
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")

@@ -10,9 +10,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from weft.engine.grammar import Grammars
 from weft.server.errors import ApiError
-from weft.server.forms import Form, form_of
 from weft.server.protocol import Body, CommonRequest, Text, not_too_many
 from weft.server.templates import Templates
+from weft.server.tool_formats import Form, form_of
 
 OUR_ARGUMENTS = {"conversation", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
 OUR_ARGUMENTS |= {"continue_final_message"}

@@ -17,18 +17,18 @@ from fastapi.responses import Response
 from weft.engine.engine import Engine
 from weft.engine.request import Output, SamplingParams, Sharing
 from weft.server import render
-from weft.server.answers import Choice, Intake, usage
 from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest
+from weft.server.engine_client import Choice, Intake, usage
 from weft.server.errors import ApiError, unknown_model
-from weft.server.forms import Form, form_of
 from weft.server.options import ReasoningParser
 from weft.server.prompts import Prompts
 from weft.server.protocol import CommonRequest, CompletionRequest, SharedRequest, StreamOptions
+from weft.server.reasoning import BEGIN, END, Start, ThoughtParser, Unspoken, after_thought, start_of
 from weft.server.record import heard
 from weft.server.structure import grammar_of
 from weft.server.templates import Templates
-from weft.server.thoughts import BEGIN, END, Start, ThoughtParser, Unspoken, after_thought, start_of
+from weft.server.tool_formats import Form, form_of
 from weft.server.tools import Parser, parser
 from weft.server.wire import EventStream, event, json_response
 

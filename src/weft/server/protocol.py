@@ -133,7 +133,7 @@ class CommonRequest(SharedRequest):
         "separate_reasoning": (True,),
         "stream_reasoning": (True,),
         "include_reasoning": (True,),
-        "data_parallel_rank": (0,),  # of the one that `weft.server.routed` tells of
+        "data_parallel_rank": (0,),  # of the one that `weft.server.router_routes` tells of
     }
 
     model: str | None = None

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from weft.engine.language import Language
 from weft.engine.request import Output, TokenLogprob
-from weft.server.answers import Choice
+from weft.server.engine_client import Choice
 from weft.server.tools import Parser, Parts
 
 UTF8 = codecs.getincrementaldecoder("utf-8")

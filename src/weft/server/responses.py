@@ -14,16 +14,16 @@ from fastapi.responses import Response
 from pydantic import Field, ValidationError
 
 from weft.engine.request import Output
-from weft.server.answers import usage
 from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest
 from weft.server.completions import ChatJob, Service
+from weft.server.engine_client import usage
 from weft.server.errors import ApiError, field_errors
-from weft.server.forms import Call
 from weft.server.items import messages_of
-from weft.server.parted import Parted, respond
+from weft.server.parsed_output import Parted, respond
 from weft.server.protocol import HARMLESS, Body, JsonSchema, SharedRequest, Text
 from weft.server.stored import Store, Stored
+from weft.server.tool_formats import Call
 from weft.server.tools import Parser
 
 Kind = Literal["message", "reasoning"]

@@ -21,7 +21,7 @@ FAREWELL_S = 2.0
 
 
 class Running(Protocol):
-    """What the server waits for before it leaves; see `weft.server.answers.Intake`."""
+    """What the server waits for before it leaves; see `weft.server.engine_client.Intake`."""
 
     @property
     def live(self) -> int: ...

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from weft.server.forms import Call, Form, Functions
+from weft.server.tool_formats import Call, Form, Functions
 
 
 class Parts(NamedTuple):

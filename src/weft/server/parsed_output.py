@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from weft.engine.request import Output
-from weft.server.answers import Choice
+from weft.server.engine_client import Choice
 from weft.server.errors import ApiError
 from weft.server.record import heard
 from weft.server.tools import Parser, Parts

@@ -12,14 +12,14 @@ from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import from_json
 
 from weft.engine.request import Output
-from weft.server.answers import usage
 from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest, only_text
 from weft.server.completions import ChatJob, Service
+from weft.server.engine_client import usage
 from weft.server.errors import AnthropicBody, ApiError, anthropic_body, described, field_errors
-from weft.server.forms import Call
-from weft.server.parted import Parted, respond
+from weft.server.parsed_output import Parted, respond
 from weft.server.protocol import Body, Text, Texts, not_too_many
+from weft.server.tool_formats import Call
 from weft.server.tools import Parser
 from weft.server.wire import json_response
 

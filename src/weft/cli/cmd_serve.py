@@ -90,7 +90,7 @@ class Command:
         from weft.engine.config import EngineError
         from weft.engine.startup import float8_products
         from weft.server import app, log, run
-        from weft.server.answers import Intake
+        from weft.server.engine_client import Intake
         from weft.server.metrics import Metrics
         from weft.server.options import Options
 

@@ -47,7 +47,7 @@ class Command:
     def run(self) -> int:
         """Prints the report, and says on stderr what it does. Raises UserError, LayoutError, EngineError."""
         from weft.bench.chaos import run
-        from weft.bench.served import ServerError
+        from weft.bench.server_process import ServerError
         from weft.cli.command import engine_config
         from weft.engine.config import EngineError
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Literal
 
 from weft.engine.grammar import followed
-from weft.server.forms import literals
+from weft.server.tool_formats import literals
 from weft.server.tools import Parser, Parts, any_of, begun
 
 BEGIN, END = "<think>", "</think>"

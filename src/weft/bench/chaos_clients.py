@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.bench.answer import LoadError, Streamed
+from weft.bench.streamed_completion import LoadError, Streamed
 
 TIMEOUT_S = 300.0
 """Without a byte for so long, an answer hangs."""

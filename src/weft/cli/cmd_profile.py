@@ -46,8 +46,8 @@ class Command:
     def run(self) -> int:
         """Prints tables. Raises UserError, LayoutError, ModelError, EngineError."""
         from weft.bench.host import describe_host
-        from weft.bench.profile import LEAST_STEPS, SPARE_TOKENS, answer_length, run
-        from weft.bench.profile_picture import draw
+        from weft.profiler.breakdown import LEAST_STEPS, SPARE_TOKENS, answer_length, run
+        from weft.profiler.chart import draw
 
         for name in ("batch", "context", "steps", "max_batch_tokens"):
             least = LEAST_STEPS if name == "steps" else 1

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from weft.bench.dcp import SHAPES, Case, Shape, Timing, measure_cpus, measure_gpus
+from weft.bench.dcp_merge import SHAPES, Case, Shape, Timing, measure_cpus, measure_gpus
 from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
 from weft.cli.command import UserError, check_writable, stop_on_sigterm

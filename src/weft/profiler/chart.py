@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib import pyplot
 
-from weft.bench.profile import KINDS, Event
+from weft.profiler.breakdown import KINDS, Event
 
 COLOURS = {kind: f"C{i}" for i, kind in enumerate([*KINDS, "other"])} | {"waiting": "0.75"}
 """C0 to C9 are matplotlib's."""

@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from weft.bench.answer import LoadError
 from weft.bench.serving import LATENCIES, Backend, Server, Workload, arrivals, run, summary
+from weft.bench.streamed_completion import LoadError
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.place.show import columns
 

@@ -29,7 +29,7 @@ from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
 from weft.engine.batch import SeqRows, build_batch
 from weft.engine.runner import ModelRunner
-from weft.kv.spec import CacheGroup, Rule
+from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.load import dummy_model
 from weft.models.registry import load_config
 from weft.place.cost import costs

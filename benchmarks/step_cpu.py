@@ -49,7 +49,7 @@ from weft.engine.graphs import StepGraphs
 from weft.engine.messages import Ran, Result, Step, decode_from_rank, decode_to_rank, encode
 from weft.engine.request import SamplingParams
 from weft.engine.worker import Worker
-from weft.kv.spec import CacheGroup, Rule
+from weft.kv.cache_spec import CacheGroup, Rule
 from weft.place.cost import costs
 
 ROUND = 128

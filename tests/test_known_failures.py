@@ -16,8 +16,8 @@ import torch
 from support import EVERY, run_world, small_config, small_model
 from torch import Tensor
 
-from weft.attention.batch import Batch
 from weft.attention.caches import Caches
+from weft.attention.forward_batch import Batch
 from weft.comm.rows import StepRows
 from weft.comm.transport import CommError, Transport
 from weft.engine import planning
@@ -25,7 +25,7 @@ from weft.engine.batch import SeqRows, build_batch
 from weft.engine.planning import trace
 from weft.engine.runner import ModelRunner
 from weft.hidden import Hidden
-from weft.kv.spec import CacheGroup, Rule
+from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder, DecoderLayer
 from weft.models.layers import Builder, ColumnLinear, Linear, Out, RMSNorm, RowLinear

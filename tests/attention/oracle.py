@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from weft.attention.backend import Backend
-from weft.attention.batch import Batch, PageTables
+from weft.attention.forward_batch import Batch, PageTables
 from weft.engine.batch import SeqRows, build_batch
 from weft.kv.cache import KVCache
-from weft.kv.spec import Latent, PagedKV, Window
+from weft.kv.cache_spec import Latent, PagedKV, Window
 
 NAN = float("nan")
 

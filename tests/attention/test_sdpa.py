@@ -9,7 +9,7 @@ from attention.oracle import NAN, check, make_case, padded, roomy
 from weft.attention.sdpa import SDPA
 from weft.engine.batch import SeqRows, build_batch
 from weft.kv.cache import KVCache, StateCache
-from weft.kv.spec import Latent, PagedKV, Recurrent, Window
+from weft.kv.cache_spec import Latent, PagedKV, Recurrent, Window
 
 STEPS = {
     "one row": [(1, 0)],

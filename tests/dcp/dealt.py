@@ -12,14 +12,14 @@ from torch import Tensor
 
 from attention.oracle import NAN, Case, check_rows
 from weft.attention.backend import Backend
-from weft.attention.batch import PageTables
+from weft.attention.forward_batch import PageTables
 from weft.comm.reference import ReferenceTransport
 from weft.comm.settle import Settler
 from weft.comm.transport import offer_of
 from weft.dcp.group import ContextGroup, context_group
 from weft.dcp.interleave import Interleave
 from weft.kv.cache import KVCache
-from weft.kv.spec import Latent
+from weft.kv.cache_spec import Latent
 from weft.place.cost import costs
 from weft.place.dcp import Prefill
 from weft.place.settle import Merge, Settlements

@@ -8,7 +8,7 @@ from attention.oracle import make_case, padded
 from dcp.dealt import run_dealt
 from weft.attention.sdpa import SDPA
 from weft.dcp.interleave import Interleave
-from weft.kv.spec import Latent, PagedKV
+from weft.kv.cache_spec import Latent, PagedKV
 
 DEALS = [Interleave(2, 1, 4), Interleave(2, 4, 4), Interleave(4, 2, 4), Interleave(3, 4, 4)]
 SPECS = [PagedKV(1, 8), Latent(12, 8)]

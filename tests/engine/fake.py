@@ -15,7 +15,7 @@ from typing import Any
 from weft.engine.messages import GroupRows, Ran, Result, Scored
 from weft.engine.request import EQUALS, SamplingParams, Sequence, Sharing, TokenLogprob
 from weft.engine.scheduler import Scheduled, Scheduler
-from weft.kv.spec import CacheGroup, Rule
+from weft.kv.cache_spec import CacheGroup, Rule
 
 VOCABULARY = 50
 UNWRITTEN = -1

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.attention.batch import Batch
 from weft.attention.caches import Caches
+from weft.attention.forward_batch import Batch
 from weft.hidden import Hidden
-from weft.kv.spec import Latent, Recurrent, Window
+from weft.kv.cache_spec import Latent, Recurrent, Window
 from weft.models.config import Fields, ModelConfig, common_fields
 from weft.models.layers import Builder, ColumnLinear, Embedding, Layer, Linear, Out, RMSNorm, RowLinear
 from weft.models.mlp import GatedMLP

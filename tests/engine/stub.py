@@ -25,7 +25,7 @@ from weft.engine.engine import Engine
 from weft.engine.executor import Executor
 from weft.engine.messages import Ran, Result, Step
 from weft.engine.request import Output, SamplingParams, Sharing
-from weft.kv.spec import CacheGroup, Rule
+from weft.kv.cache_spec import CacheGroup, Rule
 
 
 @dataclass

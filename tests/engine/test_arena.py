@@ -19,7 +19,7 @@ from weft.engine.arena import ArenaNeed, Ledger, arena_need, available_bytes, ch
 from weft.engine.batch import SeqRows, build_batch
 from weft.engine.config import EngineConfig
 from weft.engine.runner import ModelRunner
-from weft.kv.spec import CacheGroup, Rule
+from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.load import load_model
 from weft.models.registry import load_config
 from weft.place.experts import Forms

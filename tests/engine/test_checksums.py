@@ -9,7 +9,7 @@ from support import small_model
 from weft.comm.reference import ReferenceWorld
 from weft.engine.inputs import Shape
 from weft.engine.runner import ModelRunner
-from weft.kv.spec import CacheGroup, Rule
+from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.load import load_model
 from weft.models.registry import load_config
 from weft.place.plan import Choice

@@ -18,7 +18,7 @@ from engine.test_engine import GREEDY, prompts
 from weft.attention.caches import cached_layers
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.kv.spec import Latent, Recurrent, Window
+from weft.kv.cache_spec import Latent, Recurrent, Window
 from weft.models.layers import Builder, Layer
 from weft.models.registry import load_config, registry
 from weft.place.spec import Mesh

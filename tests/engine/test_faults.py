@@ -27,7 +27,7 @@ from weft.engine.launch import ProcessExecutor, make_executor
 from weft.engine.messages import Chunk, GroupRows, Join, Sampling, Step
 from weft.engine.request import Output, SamplingParams
 from weft.engine.runner import ModelRunner
-from weft.kv.spec import CacheGroup, Rule
+from weft.kv.cache_spec import CacheGroup, Rule
 
 RANKS = dict(attn_dp=2, attn_tp=2, ep=4)
 

@@ -16,7 +16,7 @@ from engine.conftest import byte_tokenizer
 from engine.test_hybrids import SIZES
 from models.oss import small_gpt_oss
 from models.stepfun import small_step
-from weft.attention.batch import PageTables
+from weft.attention.forward_batch import PageTables
 from weft.comm.reference import ReferenceWorld
 from weft.comm.rows import PaddedRows
 from weft.engine.config import EngineConfig
@@ -27,7 +27,7 @@ from weft.engine.rows import DeviceRows
 from weft.engine.scheduler import make_schedulers
 from weft.engine.worker import Worker
 from weft.kernels.triton import plain
-from weft.kv.spec import Rule
+from weft.kv.cache_spec import Rule
 from weft.place.cost import costs
 from weft.place.spec import Mesh, Rows
 from weft.stream import Stream

@@ -15,8 +15,8 @@ from weft.engine.engine import NEWCOMERS_PER_STEP
 from weft.engine.request import SamplingParams, Sequence, Sharing
 from weft.engine.scheduler import Scheduled, Scheduler
 from weft.engine.waiting import WaitingQueue
+from weft.kv.cache_spec import CacheGroup, Rule
 from weft.kv.manager import CacheManager
-from weft.kv.spec import CacheGroup, Rule
 
 GREEDY = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
 

@@ -27,7 +27,7 @@ from weft.engine.memory import (
 )
 from weft.engine.runner import ModelRunner
 from weft.engine.worker import failure
-from weft.kv.spec import CacheGroup, Latent, PagedKV, Recurrent, Rule, Spec, Window
+from weft.kv.cache_spec import CacheGroup, Latent, PagedKV, Recurrent, Rule, Spec, Window
 from weft.models.load import build_model, dummy_model
 from weft.place.dcp import Prompts
 from weft.place.spec import LayoutError

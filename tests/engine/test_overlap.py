@@ -22,7 +22,7 @@ from weft.engine.messages import Chunk, GroupRows, Join, Sampling
 from weft.engine.request import SamplingParams
 from weft.engine.rows import NO_TOKEN, RowTable
 from weft.engine.worker import Worker
-from weft.kv.spec import Rule
+from weft.kv.cache_spec import Rule
 
 SEEDED = SamplingParams(max_tokens=12, temperature=9.0, top_p=0.95, min_p=0.001, seed=7, ignore_eos=True, logprobs=1)
 ENDS = SamplingParams(

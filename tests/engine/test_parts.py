@@ -32,10 +32,10 @@ from weft.engine.messages import (
 from weft.engine.request import SamplingParams, Sequence
 from weft.engine.scheduler import Scheduler
 from weft.engine.text import Detokenizer, TextStream
+from weft.kv.cache_spec import CacheGroup, Rule
 from weft.kv.manager import CacheManager
 from weft.kv.pages import PagePool
 from weft.kv.prefix import ABSENT, PrefixTree
-from weft.kv.spec import CacheGroup, Rule
 
 PAGE = 4
 

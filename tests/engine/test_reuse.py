@@ -14,11 +14,11 @@ from engine.stub import Client, World
 from engine.test_scheduler import STATE, WHOLE, make
 from weft.attention.caches import Caches
 from weft.engine.request import Sharing
+from weft.kv.cache_spec import CacheGroup, Latent, PagedKV, Rule, Spec, Window
+from weft.kv.cache_spec import rule as kv_rule
 from weft.kv.manager import CacheManager
 from weft.kv.pages import PagePool
 from weft.kv.prefix import ABSENT, PrefixTree
-from weft.kv.spec import CacheGroup, Latent, PagedKV, Rule, Spec, Window
-from weft.kv.spec import rule as kv_rule
 
 PROMPT = list(range(18))
 

@@ -14,8 +14,8 @@ from engine.fake import VOCABULARY, Driver, answer
 from weft.engine.messages import GroupRows
 from weft.engine.request import Sharing
 from weft.engine.scheduler import PAGES_AHEAD, Scheduled, Scheduler
+from weft.kv.cache_spec import PagedKV, Recurrent, Spec, Window, cache_groups
 from weft.kv.manager import CacheManager
-from weft.kv.spec import PagedKV, Recurrent, Spec, Window, cache_groups
 
 WHOLE, STATE = PagedKV(1, 1), Recurrent(((1,),))
 SPECS = [

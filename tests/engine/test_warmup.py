@@ -19,7 +19,7 @@ from weft.engine.messages import Step
 from weft.engine.request import SamplingParams
 from weft.engine.warmup import sizes, warm_steps
 from weft.engine.worker import Worker
-from weft.kv.spec import CacheGroup, Rule
+from weft.kv.cache_spec import CacheGroup, Rule
 
 GROUPS = (CacheGroup(Rule(), 4), CacheGroup(Rule(state=True), 3))
 LAYOUTS: dict[str, dict[str, Any]] = {

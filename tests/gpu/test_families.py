@@ -22,7 +22,7 @@ from weft.engine.batch import SeqRows, build_batch
 from weft.engine.runner import ModelRunner
 from weft.kernels import float8
 from weft.kernels.float8 import Rows, Weight
-from weft.kv.spec import CacheGroup, rule
+from weft.kv.cache_spec import CacheGroup, rule
 from weft.models import layers
 from weft.models.load import dummy_model, load_model
 from weft.models.registry import load_config, read_config

@@ -18,7 +18,7 @@ from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError
 from weft.engine.batch import SeqRows, build_batch
 from weft.engine.runner import ModelRunner
-from weft.kv.spec import CacheGroup, Rule
+from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.load import load_model
 from weft.models.registry import load_config
 from weft.place.cost import costs

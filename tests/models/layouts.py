@@ -25,7 +25,7 @@ from weft.engine.batch import SeqRows, build_batch
 from weft.engine.planning import plan_model
 from weft.engine.runner import ModelRunner
 from weft.hidden import Hidden
-from weft.kv.spec import CacheGroup, rule
+from weft.kv.cache_spec import CacheGroup, rule
 from weft.models.layers import Builder, Layer
 from weft.models.load import load_model
 from weft.models.registry import load_config

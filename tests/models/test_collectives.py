@@ -14,7 +14,7 @@ from weft.comm.reference import ReferenceTransport
 from weft.engine.batch import SeqRows, build_batch
 from weft.engine.planning import plan_model
 from weft.engine.runner import ModelRunner
-from weft.kv.spec import CacheGroup, Rule
+from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.load import load_model
 from weft.models.registry import load_config, read_config
 from weft.place.cost import PRESETS, Offer

@@ -15,7 +15,7 @@ from models.layouts import MESHES, check, nearness, stored_shapes
 from models.oss import GptOss, small_config, small_gpt_oss
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
-from weft.kv.spec import PagedKV, Window
+from weft.kv.cache_spec import PagedKV, Window
 from weft.models.config import ModelError
 from weft.models.layers import Builder
 from weft.models.load import load_model

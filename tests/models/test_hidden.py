@@ -18,7 +18,7 @@ from weft.comm.transport import Transport
 from weft.engine.batch import SeqRows, build_batch
 from weft.engine.runner import ModelRunner
 from weft.hidden import Hidden
-from weft.kv.spec import CacheGroup, Rule
+from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.layers import Builder, ColumnLinear, Embedding, Linear, Out, RMSNorm, RowLinear
 from weft.models.load import load_model
 from weft.models.mlp import GatedMLP, WholeMLP

@@ -15,7 +15,7 @@ from support import FAMILIES, run_world, small_model
 from weft.comm.transport import Transport
 from weft.engine.batch import SeqRows, build_batch
 from weft.engine.runner import ModelRunner
-from weft.kv.spec import CacheGroup, Rule
+from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.load import load_model
 from weft.models.registry import load_config
 from weft.place.exchange import Exchange

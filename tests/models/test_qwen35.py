@@ -14,7 +14,7 @@ from models.layouts import MESHES, check, check_float8, nearness, stored_shapes
 from models.qwen35 import Qwen35, small_config, small_qwen35
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
-from weft.kv.spec import PagedKV, Recurrent
+from weft.kv.cache_spec import PagedKV, Recurrent
 from weft.models.config import ModelError
 from weft.models.deltanet import delta_rule
 from weft.models.layers import Builder

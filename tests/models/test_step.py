@@ -13,7 +13,7 @@ from models.layouts import MESHES, check, check_float8, nearness, stored_shapes
 from models.stepfun import Step, small_config, small_step
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
-from weft.kv.spec import PagedKV, Window
+from weft.kv.cache_spec import PagedKV, Window
 from weft.models.config import ModelError
 from weft.models.layers import Builder
 from weft.models.registry import load_config, read_config

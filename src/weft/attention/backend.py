@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from weft.attention.batch import Batch, PageTables
+from weft.attention.forward_batch import Batch, PageTables
 from weft.kernels.parts import Parts
 from weft.kv.cache import KVCache
 

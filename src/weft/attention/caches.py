@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from weft.attention.backend import Absorbed, Backend, HeadSplit, LatentSplit
-from weft.attention.batch import Batch, PageTables, StateSlots
+from weft.attention.forward_batch import Batch, PageTables, StateSlots
 from weft.attention.sdpa import SDPA
 from weft.dcp.group import ContextGroup
 from weft.kernels.parts import Parts
 from weft.kv.cache import KVCache, StateCache
-from weft.kv.spec import CacheGroup, Recurrent, Spec, Window, rule
+from weft.kv.cache_spec import CacheGroup, Recurrent, Spec, Window, rule
 
 MakeBackend = Callable[[KVCache, ContextGroup | None], Backend]
 

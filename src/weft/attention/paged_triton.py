@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from weft.attention.backend import Absorbed, HeadSplit, LatentSplit, Turn
-from weft.attention.batch import Batch, PageTables
+from weft.attention.forward_batch import Batch, PageTables
 from weft.attention.sdpa import SDPA
 from weft.dcp.group import ContextGroup
 from weft.kernels.parts import Parts
 from weft.kernels.triton.decode_attention import decode_attention, latent_decode_attention, splits_of
 from weft.kernels.triton.norm_rope_cache import latent_rope_cache, norm_rope_cache
 from weft.kernels.triton.prefill_attention import prefill_attention
-from weft.kv.spec import Latent
+from weft.kv.cache_spec import Latent
 
 
 class PagedTriton(SDPA):

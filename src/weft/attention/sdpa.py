@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
-from weft.attention.batch import Batch, PageTables
+from weft.attention.forward_batch import Batch, PageTables
 from weft.dcp.group import ContextGroup
 from weft.kernels.parts import Parts
 from weft.kv.cache import KVCache
-from weft.kv.spec import Latent
+from weft.kv.cache_spec import Latent
 from weft.place.dcp import Prefill, Prompts
 from weft.place.settle import Merge
 

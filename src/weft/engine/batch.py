@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.attention.batch import Batch, PageTables, StateSlots
+from weft.attention.forward_batch import Batch, PageTables, StateSlots
 from weft.engine.device import on_device
-from weft.kv.spec import Rule
+from weft.kv.cache_spec import Rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from weft.assets import embedded_model_dir
 from weft.comm.registry import AUTO, transports
 from weft.dcp.interleave import Interleave
-from weft.kv.spec import CacheGroup, Rule
+from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.config import ModelConfig
 from weft.models.registry import load_config, registry
 from weft.place.experts import Forms

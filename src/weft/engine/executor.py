@@ -27,7 +27,7 @@ from weft.engine.messages import (
     StopProfile,
     ToRank,
 )
-from weft.kv.spec import CacheGroup
+from weft.kv.cache_spec import CacheGroup
 from weft.models.config import ModelError
 from weft.place.chain import Counts
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from weft.attention.batch import Batch, PageTables, StateSlots
+from weft.attention.forward_batch import Batch, PageTables, StateSlots
 from weft.engine.device import fill
 from weft.engine.messages import GroupRows
 from weft.engine.rows import DeviceRows
-from weft.kv.spec import Rule
+from weft.kv.cache_spec import Rule
 from weft.place.spec import Mesh
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.attention.batch import Batch
+from weft.attention.forward_batch import Batch
 from weft.comm.transport import Transport
 from weft.engine.batch import SeqRows, build_batch
 from weft.engine.config import EngineConfig
 from weft.engine.inputs import answer_capacities, captures_prompts
 from weft.engine.runner import ModelRunner
-from weft.kv.spec import CacheGroup, Latent, Recurrent, Rule, Spec, Window, cache_groups, rule
+from weft.kv.cache_spec import CacheGroup, Latent, Recurrent, Rule, Spec, Window, cache_groups, rule
 from weft.models.config import ModelConfig
 from weft.models.load import build_model
 from weft.place.exchange import all_gatherv

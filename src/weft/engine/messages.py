@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from weft.kv.spec import CacheGroup
+from weft.kv.cache_spec import CacheGroup
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """The best tokens and their logprobs."""

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.attention.batch import Batch
+from weft.attention.forward_batch import Batch
 from weft.engine.batch import SeqRows, build_batch
 from weft.engine.device import on_device
 from weft.engine.messages import Adjust, GroupRows, Join, Sampling
 from weft.engine.sampler import cuts, sample, sample_share
 from weft.engine.vocabulary import SplitVocabulary
-from weft.kv.spec import Rule
+from weft.kv.cache_spec import Rule
 
 NO_TOKEN = -1
 """The last token of a row for which none was drawn since its sequence came: nothing may be run from it."""

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from weft.attention.batch import Batch
 from weft.attention.caches import Caches, cached_layers
+from weft.attention.forward_batch import Batch
 from weft.comm.rows import StepRows, captured_rows
 from weft.comm.settle import Settler
 from weft.comm.stats import Stats, StepKey, StepStat, StepTimes
@@ -25,7 +25,7 @@ from weft.engine.messages import GroupRows
 from weft.engine.planning import plan_model, sharded_context
 from weft.engine.rows import DeviceRows
 from weft.engine.vocabulary import SplitVocabulary
-from weft.kv.spec import CacheGroup
+from weft.kv.cache_spec import CacheGroup
 from weft.models.decoder import Decoder
 from weft.place.chain import Counts
 from weft.place.cost import Costs

@@ -32,8 +32,8 @@ from weft.engine.messages import Adjust, Chunk, Entry, GroupRows, Join, Logprobs
 from weft.engine.request import Sequence
 from weft.engine.sampling import adjust, sampling, scoring
 from weft.engine.waiting import WaitingQueue
+from weft.kv.cache_spec import CacheGroup
 from weft.kv.manager import CacheManager, Holding
-from weft.kv.spec import CacheGroup
 
 PAGES_AHEAD = 4
 """Pages that a sequence takes at once, at most: taking them for all costs as much as dozens of steps in between."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from weft.engine.config import EngineConfig
 from weft.engine.messages import Chunk, GroupRows, Join, Sampling, Step
-from weft.kv.spec import CacheGroup
+from weft.kv.cache_spec import CacheGroup
 
 OTHERS = (1023,)
 """Numbers of rows beside powers of two and those one above: some tiles are for 1,024 rows and more."""

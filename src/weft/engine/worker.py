@@ -38,7 +38,7 @@ from weft.engine.profiling import RankProfile
 from weft.engine.rows import DeviceRows, RowTable
 from weft.engine.runner import ModelRunner
 from weft.engine.warmup import warm_steps
-from weft.kv.spec import CacheGroup
+from weft.kv.cache_spec import CacheGroup
 from weft.models.load import dummy_model, load_model
 from weft.place.cost import Costs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.kv.spec import Latent, PagedKV, Recurrent, Window
+from weft.kv.cache_spec import Latent, PagedKV, Recurrent, Window
 
 
 class KVCache:

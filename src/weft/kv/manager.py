@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.kv.cache_spec import CacheGroup
 from weft.kv.pages import PagePool
 from weft.kv.prefix import ABSENT, Match, PrefixTree
-from weft.kv.spec import CacheGroup
 
 
 @dataclass(eq=False, slots=True)

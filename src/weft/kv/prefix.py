@@ -25,8 +25,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from weft.kv.cache_spec import Rule
 from weft.kv.pages import PagePool
-from weft.kv.spec import Rule
 
 ABSENT = -1
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from weft.attention.batch import Batch
 from weft.attention.caches import Caches
+from weft.attention.forward_batch import Batch
 from weft.hidden import Hidden
 from weft.models.config import ModelConfig
 from weft.models.layers import Builder, Embedding, Head, Layer, RMSNorm

@@ -9,7 +9,7 @@ from torch import Tensor
 from weft.attention.backend import Absorbed, LatentSplit
 from weft.attention.caches import Caches
 from weft.hidden import Hidden
-from weft.kv.spec import Latent
+from weft.kv.cache_spec import Latent
 from weft.models.config import Fields, common_fields
 from weft.models.decoder import on_group_rows
 from weft.models.first_dense import FirstDenseConfig, first_dense_fields

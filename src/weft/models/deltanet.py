@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from weft.attention.caches import Caches
 from weft.hidden import Hidden
-from weft.kv.spec import Recurrent
+from weft.kv.cache_spec import Recurrent
 from weft.models.decoder import on_group_rows
 from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Out, RowLinear
 from weft.models.rotary import RotaryTable

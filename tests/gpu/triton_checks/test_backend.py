@@ -17,7 +17,7 @@ from weft.attention.backend import Absorbed, LatentSplit
 from weft.attention.paged_triton import PagedTriton
 from weft.attention.sdpa import SDPA
 from weft.dcp.interleave import Interleave
-from weft.kv.spec import Latent, PagedKV, Window
+from weft.kv.cache_spec import Latent, PagedKV, Window
 from weft.models.layers import Builder, HeadNorm
 from weft.models.rotary import RotaryTable
 from weft.place.spec import Mesh

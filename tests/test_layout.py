@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,13 @@ def test_models_hold_no_communication(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_files_stay_small(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
+
+
+def test_the_wheel_holds_what_is_no_module() -> None:
+    """Configs, weights, sources of kernels, cost tables, and the mark that the package has types."""
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["weft"]
+    held = {path for pattern in patterns for path in SOURCE.glob(pattern) if path.is_file()}
+    assert SOURCE / "py.typed" in held
+    beside = {p for p in SOURCE.rglob("*") if p.is_file() and p.suffix != ".py" and "__pycache__" not in p.parts}
+    assert not beside - held

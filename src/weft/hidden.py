@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.comm.dispatch import Dispatching
+from weft.comm.settle import Settling
 from weft.kernels.float8 import Rows
 from weft.place.spec import Mesh, Placement, PlacementError
 
@@ -25,7 +25,7 @@ class Hidden:
 
     live: int32 `[1]` on the device, how many of the rows are tokens; those behind are padding. None: all are. Set on
     what a stream reads, for blocks whose work depends on it, such as routers.
-    dispatch: set by a stream on OWN rows that a block of experts reads, where these are to be sent to other ranks.
+    settler: set by a stream: what the block that reads settles between ranks, it settles by this.
     quantised: set by a stream: gives the rows in FP8, by runs of so many columns, for products that take them so.
     """
 
@@ -34,7 +34,7 @@ class Hidden:
     mesh: Mesh
     origin: str
     live: Tensor | None = None
-    dispatch: Dispatching | None = None
+    settler: Settling | None = None
     quantised: Quantising | None = None
 
     def __add__(self, other: Hidden) -> Hidden:

@@ -19,17 +19,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from weft.comm.dispatch import DeviceDispatcher, Dispatcher, Dispatching, Work, no_rows
 from weft.comm.rows import StepRows
-from weft.comm.settle import Settler
+from weft.comm.settle import Settler, TraceSettler
 from weft.comm.stats import StepTimes
-from weft.comm.transport import Epilogue, LiveSizes, Sizes, Transport
+from weft.comm.transport import Epilogue, Transport
 from weft.hidden import Hidden
 from weft.kernels import float8
 from weft.kernels.rows import add_rms_norm, quantising, rms_norm
 from weft.place.chain import Chain, Read
-from weft.place.experts import SEND, Dispatch
-from weft.place.plan import Plan, ReadPlan
+from weft.place.plan import Plan
 from weft.place.spec import Mesh, Placement, PlacementError, Rows
 from weft.place.step import NORMED, RESIDUAL, Step
 
@@ -78,7 +76,7 @@ class _Deltas:
 
 
 class TraceStream:
-    """Writes down what a model reads and adds. Carries zero rows, which every block must take anyway.
+    """Writes down what a model reads, settles and adds. Carries zero rows, which every block must take anyway.
 
     width: of the residual; dtype, device: of the activations. form: where a block takes rows in several forms, the
     number of the one to write down, or the last. forms: how many of them the model was seen to have.
@@ -89,16 +87,7 @@ class TraceStream:
         self._empty = torch.empty(0, width, dtype=dtype, device=device)
         self._deltas = _Deltas()
         self._reads: list[Read] = []
-
-    @property
-    def reads(self) -> int:
-        """How many there were so far."""
-        return len(self._reads)
-
-    @property
-    def site(self) -> str:
-        """Of the last read."""
-        return self._reads[-1].site
+        self.settler = TraceSettler(mesh)
 
     def add(self, delta: Hidden) -> None:
         """Records a delta and its debt."""
@@ -108,6 +97,7 @@ class TraceStream:
         """Records a read. Raises PlacementError when nothing was ever added."""
         if not self._reads and not self._deltas.values:
             raise PlacementError(f"{norm.path} reads a stream to which nothing was added")
+        self._end_read()
         targets = _targets(self.mesh, rows)
         self.forms = max(self.forms, len(targets))
         target, index = targets[min(self._form, len(targets) - 1)], len(self._reads)
@@ -119,18 +109,18 @@ class TraceStream:
             self._reads[index] = replace(read, run=read.run or run)
             return float8.quantise(self._empty, run)
 
-        def dispatch(x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
-            if self._reads[index].dispatch is not None:
-                raise PlacementError(f"what {norm.path} gives is dispatched twice; read the stream once for each block")
-            self._reads[index] = replace(self._reads[index], dispatch=Dispatch(experts, expert.shape[1]))
-            return work(x, weight, expert)
+        return Hidden(self._empty, target, self.mesh, norm.path, settler=self.settler, quantised=quantised)
 
-        return Hidden(self._empty, target, self.mesh, norm.path, dispatch=dispatch, quantised=quantised)
+    def _end_read(self) -> None:
+        if self.settler.found:
+            self._reads[-1] = replace(self._reads[-1], settles=tuple(self.settler.found))
+            self.settler.found.clear()
 
     def chain(self) -> Chain:
         """The trace. Raises PlacementError where a delta was added after the last read: it would be lost."""
         if self._deltas.values:
             raise PlacementError(f"added after the last read, so never settled: {self._deltas.named()}")
+        self._end_read()
         return Chain(tuple(self._reads), self._empty.shape[1], self._empty.element_size())
 
 
@@ -153,6 +143,8 @@ class Stream:
     ):
         self.mesh, self._plan, self._transports, self._rows, self._times = plan.mesh, plan, transports, rows, times
         self._settler = settler
+        if settler is not None:
+            settler.begin(plan.counts, rows, times)
         self._local = next(iter(transports.values()))
         self._index = 0
         self._deltas = _Deltas()
@@ -187,10 +179,10 @@ class Stream:
         assert read_plan is not None
         self._index += 1
         if self._settler is not None:
-            self._settler.site = traced.site
+            self._settler.serve(read_plan)
         (value, quantised), target = self._walk(read_plan.steps, traced, norm), traced.target
-        live, dispatch = self._live(target.rows, value), self._dispatch(read_plan, value.is_cuda)
-        return Hidden(value, target, self.mesh, norm.path, live, dispatch, quantising(value, quantised))
+        live = self._live(target.rows, value)
+        return Hidden(value, target, self.mesh, norm.path, live, self._settler, quantising(value, quantised))
 
     def finish(self) -> None:
         """Checks that the whole plan was walked. Raises PlacementError where the model stopped early."""
@@ -256,26 +248,6 @@ class Stream:
             if live is None:
                 live = self._all_live[rows] = torch.full((1,), len(value), dtype=torch.int32, device=value.device)
         return live
-
-    def _dispatch(self, read_plan: ReadPlan, on_gpu: bool) -> Dispatching | None:
-        """What takes the rows of a read to their experts, by the plan's transports; None where they stay."""
-        if not read_plan.inside:
-            return None
-        steps = {step.operand: step for step in read_plan.inside if step.op == "exchange"}
-        if self._rows.idle:
-            return no_rows
-        site, world = read_plan.read.site, tuple(range(self.mesh.world))
-
-        def carry(name: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor:
-            step = steps[name]
-            assert step.edge is not None and step.edge.exchange is not None
-            with nullcontext() if self._times is None else self._times.timed(self._plan.counts, site, step):
-                return self._transports[step.transport].exchange(x, step.edge.exchange, world, sizes)
-
-        if on_gpu:
-            room = tuple(self.mesh.row_count(Rows.OWN, rank, self._rows.capacity) for rank in world)
-            return DeviceDispatcher(self.mesh, room, carry)
-        return Dispatcher(self.mesh, self._rows.rank, carry, self._transports[steps[SEND].transport].empty)
 
     def _move(self, step: Step, x: Tensor, site: str, origin: str, epilogue: Epilogue | None = None) -> Tensor:
         edge = step.edge

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ from support import run_world
 from torch import Tensor
 
 from comm.processes import run_processes, run_threads
-from weft.comm.dispatch import Dispatcher
+from weft.comm.dispatch import on_host
 from weft.comm.transport import Sizes, Transport
-from weft.place.experts import SEND, Dispatch
+from weft.place.exchange import all_to_allv
+from weft.place.experts import SEND, Dispatch, Permute
 from weft.place.spec import Mesh
 
 WIDTH, EXPERTS, K = 6, 8, 3
@@ -46,15 +48,16 @@ def matrices() -> Tensor:
 def dispatch(transport: Transport, mesh: Mesh, case: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """What comes back, twice; then the rows that came here. Tensors to be sent are poisoned before they are filled."""
     rank, world, held = transport.rank, tuple(range(mesh.world)), EXPERTS // mesh.ep
-    edges = Dispatch(EXPERTS, K).edges(mesh, WIDTH * dtype.itemsize)
+    parts = Dispatch.on(mesh, EXPERTS, K, WIDTH * dtype.itemsize).parts(mesh.world)
+    rows_sent = {part.what: part.sent_row_bytes for part in parts if isinstance(part, Permute)}
     mine = range(rank // mesh.moe_tp * held, (rank // mesh.moe_tp + 1) * held)
     x, weight, expert = rows_of(case, rank, dtype)
     arrived = []
 
     def carry(name: str, x: Tensor, sizes: Sizes) -> Tensor:
         if name == SEND:
-            assert x.shape[1] * x.element_size() == edges[name].load.most_row_bytes
-        return transport.exchange(x, edges[name].exchange, world, sizes)
+            assert x.shape[1] * x.element_size() == rows_sent[name]
+        return transport.exchange(x, all_to_allv(mesh.world), world, sizes)
 
     def empty(*shape: int, like: Tensor) -> Tensor:
         return transport.empty(*shape, like=like).fill_(torch.nan)
@@ -69,7 +72,7 @@ def dispatch(transport: Transport, mesh: Mesh, case: str, dtype: torch.dtype = t
             out[i] = sum(terms) / mesh.moe_tp
         return out
 
-    dispatcher = Dispatcher(mesh, rank, carry, empty)
+    dispatcher = partial(on_host, mesh, rank, carry, empty)
     return [*(dispatcher(x, weight, expert, EXPERTS, work) for _ in range(2)), arrived[0]]
 
 
@@ -116,15 +119,15 @@ def test_parts_are_added_in_float32() -> None:
 
     def rank_main(transport: Transport) -> Tensor:
         world = tuple(range(8))
-        edges = Dispatch(8, 8).edges(mesh, 2)
 
         def work(rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
             return torch.full_like(rows, 256.0 if transport.rank == 0 else 1.0)
 
-        carry = Dispatcher(
+        carry = partial(
+            on_host,
             mesh,
             transport.rank,
-            lambda name, x, sizes: transport.exchange(x, edges[name].exchange, world, sizes),
+            lambda name, x, sizes: transport.exchange(x, all_to_allv(8), world, sizes),
             transport.empty,
         )
         x = torch.ones(1, 1, dtype=torch.bfloat16)

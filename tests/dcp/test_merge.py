@@ -18,9 +18,8 @@ from comm.processes import run_processes, run_threads
 from dcp.shards import Shards, check, own, shards_of
 from weft.bench.tune import merges_to_price
 from weft.comm.reference import ReferenceWorld
-from weft.comm.settle import Settler, a2a, ag_rs
+from weft.comm.settle import Settler, TraceSettler, a2a, ag_rs
 from weft.comm.transport import CommError, Transport, offer_of
-from weft.dcp.group import TraceSettler
 from weft.kernels.plain import merge_weights, softmax_merge
 from weft.place.cost import PRESETS, AlphaBeta, Offer, Table
 from weft.place.exchange import merge_scatterv
@@ -252,7 +251,7 @@ def test_a_way_that_is_asked_for_need_not_have_been_measured() -> None:
 
 
 def test_a_trace_counts_merges_by_shape() -> None:
-    trace = TraceSettler(2)
+    trace = TraceSettler(Mesh(1, 2, 2, 1, dcp=2))
     given = torch.empty(0, 8, 16, dtype=torch.bfloat16, device="meta"), torch.empty(0, 8, device="meta")
     for _ in range(3):
         out, lse = trace.merge("dcp", *given)

@@ -97,3 +97,34 @@ def test_of_a_split_vocabulary(tmp_path: Path) -> None:
             assert moves[-1] == ("model.norm", what, "attn_tp", asked.calls[-1][2])
 
     run_world(mesh.world, rank_main)
+
+
+def test_of_dispatched_experts(tmp_path: Path) -> None:
+    """Counts, rows and results in their places; each once a layer of experts, in one order in plan, moves and calls."""
+    mesh, counts = Mesh(2, 2, 4, 1), (3, 0)
+    small_model("deepseek_v2", 4, tmp_path)
+    model = replace(load_config(tmp_path, registry(())), experts="dispatch")
+
+    def rank_main(transport: ReferenceTransport) -> list[tuple[str, str, int, float]]:
+        asked = Asked(transport, None)
+        runner = ModelRunner(
+            load_model(tmp_path, model, mesh, asked.rank), mesh, asked.rank, [asked], [CacheGroup(Rule(), 16)], PAGE
+        )
+        rows = counts[mesh.group_of(asked.rank)]
+        batch = build_batch([5] * rows, [SeqRows(1, 2, [[at]], 1) for at in range(rows)], PAGE, [Rule()])
+        runner.forward(batch, counts)
+        moves = runner.moves(counts, None)
+        assert len(moves) == len(asked.calls)
+        for (_, what, *_), (kind, *_) in zip(moves, asked.calls, strict=True):
+            assert kind in what
+        assert [what for _, what, *_ in moves] == [str(op) for _, op in runner.planner.plan(counts).ops()]
+        sent = [what.partition(":")[0] for _, what, *_ in moves if "all_to_allv" in what]
+        assert sent == ["counts", "dispatch", "combine"] * (model.num_layers - 1), "the first layer has no experts"
+        report = [stat for stat in runner.report() if "all_to_allv" in stat.step]
+        assert all(stat.count == model.num_layers - 1 and stat.seconds > 0 for stat in report)
+        moved = {what: size for _, what, _, size in moves}
+        assert all(stat.bytes == stat.count * moved[stat.step] for stat in report)
+        return [(stat.site, stat.step, stat.bytes, stat.predicted) for stat in report]
+
+    found = run_world(mesh.world, rank_main)
+    assert len(found[0]) == 3 and all(each == found[0] for each in found), "the busiest rank's, on every rank"

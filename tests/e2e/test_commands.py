@@ -160,7 +160,10 @@ BAD = [
     (["plan", "--transport", "peer", "--max-bytes", "1000", "--tokens", "1"], "give it max_bytes=1024"),
     (["plan", "--transport", "shm", "--cost", "h200x4"], "h200x4 has no times of shm, only of peer, torchdist/nccl"),
     (["plan", "--layout", "1x3"], "do not divide over"),
-    (["plan", "--experts", "dispatch", "--transport", "nccl"], "experts by dispatch take all_to_allv"),
+    (
+        ["plan", "--experts", "dispatch", "--transport", "nccl"],
+        "nccl has no all_to_allv with row counts on the device",
+    ),
     (["plan", "--tokens", "few"], "are not whole numbers"),
     (["eval", "--questions", "0"], "questions is 0"),
     (["serve", "--attn-dp", "2", "--ep", "3"], "both must be the number of ranks"),

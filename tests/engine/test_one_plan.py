@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,27 +58,26 @@ def test_one_list_has_every_op_in_the_order_of_a_step(model: Path) -> None:
 
 def test_a_plan_costs_what_its_ops_cost(model: Path) -> None:
     plan = plan_of(model, Mesh(2, 4, 8, 1, dcp=2))
-    inside = [settled.us for of, settled in zip(plan.chain.settlements, plan.settled, strict=True) if not of.asked]
-    assert plan.us == pytest.approx(sum(read.us for read in plan.reads) + sum(inside)) and min(inside) > 0
+    inside = [settled.us for read in plan.reads for of, settled in read.settlements() if not of.asked]
+    steps = [step.us for read in plan.reads for step in read.steps]
+    assert plan.us == pytest.approx(sum(steps) + sum(inside)) and min(inside) > 0
+    assert plan.us == pytest.approx(sum(read.us for read in plan.reads))
 
 
 def altered(plan: Plan, at: int) -> Plan:
     """With the op number `at` carried out by another transport."""
-    found = -1
-    reads = []
-    settled = list(plan.settled)
-    for read_at, read in enumerate(plan.reads):
-        steps, inside = list(read.steps), list(read.inside)
-        for some in (steps, inside):
-            for i, step in enumerate(some):
-                if step.edge is not None and step.edge.moves and (found := found + 1) == at:
-                    some[i] = replace(step, transport="another")
-        reads.append(replace(read, steps=tuple(steps), inside=tuple(inside)))
-        for i, settlement in enumerate(plan.chain.settlements):
-            if settlement.after == read_at + 1 and (found := found + 1) == at:
-                settled[i] = replace(settled[i], transport="another")
-    assert at <= found
-    return replace(plan, reads=tuple(reads), settled=tuple(settled))
+    changed, reads = list(plan.ops())[at][1], []
+    numbers = itertools.count()
+
+    def other(op: Any) -> Any:
+        if isinstance(op, Settled) and op.parts:
+            return replace(op, parts=tuple(map(other, op.parts)))
+        return replace(op, transport="another") if op.kinds and next(numbers) == at else op
+
+    for read in plan.reads:
+        reads.append(replace(read, steps=tuple(map(other, read.steps)), settled=tuple(map(other, read.settled))))
+    assert at < next(numbers) and changed.transport != "another"
+    return replace(plan, reads=tuple(reads))
 
 
 def test_every_op_counts_in_the_checksum(model: Path) -> None:
@@ -85,13 +85,15 @@ def test_every_op_counts_in_the_checksum(model: Path) -> None:
     ops = list(plan.ops())
     found = {altered(plan, at).checksum() for at in range(len(ops))}
     assert len(found) == len(ops) and plan.checksum() not in found
-    recipes = replace(
-        plan,
-        settled=tuple(
-            replace(s, recipe=place_settle.RECIPES[Merge][0]) if isinstance(s.value, Merge) else s for s in plan.settled
-        ),
-    )
-    assert recipes.checksum() != plan.checksum(), "the recipe of a merge too"
+    ag_rs = place_settle.RECIPES[Merge][0]
+    merged = [
+        replace(
+            read,
+            settled=tuple(replace(s, recipe=ag_rs) if isinstance(s.value, Merge) else s for s in read.settled),
+        )
+        for read in plan.reads
+    ]
+    assert replace(plan, reads=tuple(merged)).checksum() != plan.checksum(), "the recipe of a merge too"
 
 
 @pytest.mark.parametrize("what", ["stream", "queries", "outputs", "best tokens", "logits", "dispatch"])

@@ -17,6 +17,7 @@ from weft.place.cost import Offer, costs
 from weft.place.edges import legal_edges
 from weft.place.experts import Dispatch
 from weft.place.plan import Planner
+from weft.place.settle import Settlement
 from weft.place.spec import Mesh, Rows
 
 MESH = Mesh(2, 1, 2, 1)
@@ -143,7 +144,7 @@ def test_each_exchange_is_timed_once_with_full_tensors(live: bool) -> None:
 def test_rows_sent_to_experts_are_timed_as_many_as_are_expected() -> None:
     """Of six own rows a rank: with one expert a row, half of them go to each of two ranks."""
     own = MESH.placement(Rows.OWN)
-    reads = (Read("norm", own, (own,), Dispatch(experts=8, k=1)),)
+    reads = (Read("norm", own, (own,), (Settlement(Dispatch.on(MESH, 8, 1, row_bytes=16), "world"),)),)
     offers = [Offer("peer", KINDS | {"all_to_allv"}, frozenset(), costs("h100-nvlink").of("peer", 2))]
     made, given = Planner(MESH, Chain(reads, 8, 2), offers), []
 

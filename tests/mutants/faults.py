@@ -128,15 +128,15 @@ ONCE_MISSED = [
     Fault(
         "dispatch's chance goes by ranks",
         "place/experts.py",
-        "self.experts - self.experts // mesh.ep",
-        "self.experts - self.experts // mesh.world",
+        "return Dispatch(experts, k, mesh.ep, mesh.attn_tp, row_bytes)",
+        "return Dispatch(experts, k, mesh.world, mesh.attn_tp, row_bytes)",
         (f"{EXPERTS}::test_the_chance_that_a_row_goes_to_a_rank_counts_every_choice_of_experts",),
     ),
     Fault(
         "forms that leave other deltas are taken for one",
         "place/plan.py",
-        "(reads[index].target, reads[index].dispatch, after)",
-        "(reads[index].target, reads[index].dispatch)",
+        "(reads[index].target, reads[index].settles, after)",
+        "(reads[index].target, reads[index].settles)",
         (f"{EXHAUSTIVE}::test_no_choice_of_forms_is_cheaper",),
     ),
     Fault(
@@ -195,15 +195,15 @@ OWN = [
     ),
     Fault(
         "a dispatch has room for one rank's rows",
-        "place/plan.py",
-        "self._most_rows(Rows.OWN, tokens) * self.mesh.world * edge.load.most_row_bytes",
-        "self._most_rows(Rows.OWN, tokens) * edge.load.most_row_bytes",
+        "place/experts.py",
+        "-(-tokens // self.shared) * ranks * self.sent_row_bytes",
+        "-(-tokens // self.shared) * self.sent_row_bytes",
         (f"{EXPERTS}::test_a_rank_has_room_for_every_row_with_its_list",),
     ),
     Fault(
         "what a dispatch takes is left out of a read's time",
         "place/plan.py",
-        "                        more_us += sum(step.us for step in inside)\n",
+        "                        more_us += inside_us\n",
         "",
         (f"{EXPERTS}::test_the_cheapest_of_every_choice_of_forms",),
     ),
@@ -254,8 +254,8 @@ OWN = [
     Fault(
         "ranks that share an expert get other ranks' rows",
         "comm/dispatch.py",
-        "goes.repeat_interleave(self._mesh.moe_tp, dim=1)",
-        "goes.repeat(1, self._mesh.moe_tp)",
+        "goes.repeat_interleave(mesh.moe_tp, dim=1)",
+        "goes.repeat(1, mesh.moe_tp)",
         ("tests/comm/test_dispatch.py::test_every_row_gets_the_sum_of_its_experts",),
     ),
     Fault(

@@ -10,7 +10,6 @@ just these rows; on GPUs they stay on the device, and tensors have room for all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,76 +25,63 @@ Work = Callable[[Tensor, Tensor, Tensor], Tensor]
 those of a row's experts that are here."""
 
 
-class Dispatching(Protocol):
-    """What takes rows to the ranks of their experts, and brings the results back."""
+def on_host(
+    mesh: Mesh,
+    rank: int,
+    carry: Carry,
+    empty: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    expert: Tensor,
+    experts: int,
+    work: Work,
+) -> Tensor:
+    """Rows to the ranks of their experts, and the results back, on CPUs. Every rank of the world must call it.
 
-    def __call__(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
-        """x `[T, width]`: this rank's own rows; weight `[T, k]`, expert int64 `[T, k]`, of `experts` in all.
-
-        Every rank calls `work` with the rows that came to it. Gives `[T, width]`, complete.
-        """
-        ...
-
-
-class Dispatcher:
-    """Takes one block's rows to the ranks of their experts, and the results back, as `Dispatching` says, on CPUs.
-
-    Experts are dealt out evenly over `ep`; the ranks of moe_tp that share one each get its rows, and each returns its
-    part. empty: makes tensors that will be sent. Every rank of the world must call it.
+    x `[T, width]`: this rank's own rows; weight `[T, k]`, expert int64 `[T, k]`, of `experts` in all. Each rank calls
+    `work` with the rows that came to it; the ranks of moe_tp that share an expert each get its rows, and each returns
+    its part. empty: makes tensors that will be sent. Gives `[T, width]`, complete.
     """
-
-    def __init__(self, mesh: Mesh, rank: int, carry: Carry, empty: Callable[..., Tensor]):
-        self._mesh, self._rank, self._carry, self._empty = mesh, rank, carry, empty
-
-    def __call__(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
-        (rows, width), (_, k), n = x.shape, expert.shape, self._mesh.world
-        goes = torch.zeros(rows, self._mesh.ep, dtype=torch.bool, device=x.device)
-        goes.scatter_(1, expert // (experts // self._mesh.ep), True)
-        goes = goes.repeat_interleave(self._mesh.moe_tp, dim=1)  # by rank
-        row = goes.t().nonzero()[:, 1]  # rank by rank, a rank's rows in order
-        counts = goes.sum(0, dtype=torch.int32)[:, None]
-        send = tuple(counts.flatten().tolist())
-        receive = tuple(self._carry(COUNTS, counts, (1,) * n**2).flatten().tolist())
-        listed = listed_bytes(k) // x.element_size()
-        packed = self._empty(len(row), width + listed, like=x)
-        packed[:, :width] = x.index_select(0, row)
-        lists = torch.cat((expert.int(), weight.float().view(torch.int32)), dim=1)
-        packed[:, width:] = lists.view(x.dtype).index_select(0, row)
-        came = self._carry(SEND, packed, to_and_from(send, receive, self._rank))
-        experts_of, weights = came[:, width:].contiguous().view(torch.int32).split(k, dim=1)
-        made = work(came[:, :width], weights.contiguous().view(torch.float32).to(weight.dtype), experts_of.long())
-        back = self._carry(RETURN, made, to_and_from(receive, send, self._rank))
-        total = x.new_zeros(rows, width, dtype=torch.promote_types(x.dtype, torch.float32))
-        for at, run in zip(row.split(send), back.split(send), strict=True):
-            total.index_add_(0, at, run.to(total.dtype))
-        return total.to(x.dtype)
+    (rows, width), (_, k), n = x.shape, expert.shape, mesh.world
+    goes = torch.zeros(rows, mesh.ep, dtype=torch.bool, device=x.device)
+    goes.scatter_(1, expert // (experts // mesh.ep), True)
+    goes = goes.repeat_interleave(mesh.moe_tp, dim=1)  # by rank
+    row = goes.t().nonzero()[:, 1]  # rank by rank, a rank's rows in order
+    counts = goes.sum(0, dtype=torch.int32)[:, None]
+    send = tuple(counts.flatten().tolist())
+    receive = tuple(carry(COUNTS, counts, (1,) * n**2).flatten().tolist())
+    listed = listed_bytes(k) // x.element_size()
+    packed = empty(len(row), width + listed, like=x)
+    packed[:, :width] = x.index_select(0, row)
+    lists = torch.cat((expert.int(), weight.float().view(torch.int32)), dim=1)
+    packed[:, width:] = lists.view(x.dtype).index_select(0, row)
+    came = carry(SEND, packed, to_and_from(send, receive, rank))
+    experts_of, weights = came[:, width:].contiguous().view(torch.int32).split(k, dim=1)
+    made = work(came[:, :width], weights.contiguous().view(torch.float32).to(weight.dtype), experts_of.long())
+    back = carry(RETURN, made, to_and_from(receive, send, rank))
+    total = x.new_zeros(rows, width, dtype=torch.promote_types(x.dtype, torch.float32))
+    for at, run in zip(row.split(send), back.split(send), strict=True):
+        total.index_add_(0, at, run.to(total.dtype))
+    return total.to(x.dtype)
 
 
-class DeviceDispatcher:
+def on_device(
+    mesh: Mesh, room: Sizes, carry: Carry, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work
+) -> Tensor:
     """The same on GPUs: the host waits for nothing, so that a CUDA graph may hold it.
 
     room: rows of each rank that tensors have room for; experts of −1 are none, as of rows that are padding. carry must
     take LiveSizes. What `work` gets has room for every row of the world; those behind the live ones have no expert.
     """
+    from weft.kernels.triton import dispatch as kernels  # GPUs only: a CPU need not have Triton
 
-    def __init__(self, mesh: Mesh, room: Sizes, carry: Carry):
-        self._mesh, self._room, self._carry = mesh, room, carry
-
-    def __call__(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
-        from weft.kernels.triton import dispatch as kernels  # GPUs only: a CPU need not have Triton
-
-        (rows, width), k, n = x.shape, expert.shape[1], self._mesh.world
-        place, sent = kernels.places(expert, n, experts // self._mesh.ep, self._mesh.moe_tp)
-        received = self._carry(COUNTS, sent[:, None], (1,) * n**2).flatten()
-        packed = x.new_empty(n * rows, width + listed_bytes(k) // x.element_size())
-        kernels.pack(x, weight, expert, place, sent, packed)
-        there, back = tuple(rows for rows in self._room for _ in range(n)), self._room * n
-        came = self._carry(SEND, packed, LiveSizes(there, torch.cat((sent, received))))
-        made = work(came[:, :width], *kernels.lists(came, width, k, received))
-        returned = self._carry(RETURN, made, LiveSizes(back, torch.cat((received, sent))))
-        return kernels.add(returned, place, sent)
-
-
-def no_rows(x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
-    """As `Dispatching`, where no rank has a row and every rank knows it: nothing is sent, and no expert asked."""
-    return x.new_empty(x.shape)
+    (rows, width), k, n = x.shape, expert.shape[1], mesh.world
+    place, sent = kernels.places(expert, n, experts // mesh.ep, mesh.moe_tp)
+    received = carry(COUNTS, sent[:, None], (1,) * n**2).flatten()
+    packed = x.new_empty(n * rows, width + listed_bytes(k) // x.element_size())
+    kernels.pack(x, weight, expert, place, sent, packed)
+    there, back = tuple(rows for rows in room for _ in range(n)), room * n
+    came = carry(SEND, packed, LiveSizes(there, torch.cat((sent, received))))
+    made = work(came[:, :width], *kernels.lists(came, width, k, received))
+    returned = carry(RETURN, made, LiveSizes(back, torch.cat((received, sent))))
+    return kernels.add(returned, place, sent)

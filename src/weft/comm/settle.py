@@ -8,29 +8,48 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import ModuleType
+from typing import Protocol
 
 from torch import Tensor
 from torch.profiler import record_function
 
-from weft.comm.transport import COLLECTIVE, CommError, Ranks, Sizes, Transport, place_in
+from weft.comm.dispatch import Work, on_device, on_host
+from weft.comm.rows import StepRows
+from weft.comm.stats import StepTimes
+from weft.comm.transport import COLLECTIVE, CommError, LiveSizes, Ranks, Sizes, Transport, place_in
 from weft.kernels import plain
 from weft.place import exchange
+from weft.place.chain import Counts
 from weft.place.exchange import Exchange
-from weft.place.settle import Gather, Merge, Settled, Settlements
-from weft.place.spec import Mesh
+from weft.place.experts import SEND, Dispatch
+from weft.place.plan import ReadPlan
+from weft.place.settle import Gather, Merge, Settled, Settlement, Settlements, Value
+from weft.place.spec import Mesh, PlacementError, Rows
 
 Calls = tuple[int, int, float, float]
 """How often a settlement ran, bytes that a rank received, seconds on this rank (on CPUs alone), predicted seconds."""
 MergeRun = Callable[[Transport, Tensor, Tensor, Ranks, Tensor | None], tuple[Tensor, Tensor]]
 
 
+class Settling(Protocol):
+    """What blocks are given to settle values by: a rank's `Settler`, or a `TraceSettler`."""
+
+    def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes) -> Tensor: ...
+
+    def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+
+    def dispatch(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor: ...
+
+
 class Settler:
     """A rank's executor of settlements.
 
     transports: by name. settlements: the plans to follow; `planned_by` has others followed for a while. site: of the
-    read of the stream that is served, by which calls are counted in `ran`, together with the plan.
+    read of the stream that is served, by which calls are counted in `ran`, together with the plan; those whose bytes
+    follow from a step's counts are counted by its plan instead.
     """
 
     def __init__(self, mesh: Mesh, rank: int, transports: Mapping[str, Transport], settlements: Settlements):
@@ -47,6 +66,40 @@ class Settler:
             yield
         finally:
             self.settlements = before
+
+    def begin(self, counts: Counts, rows: StepRows, times: StepTimes | None) -> None:
+        """A pass of the model. counts: that its plan was made for; times: where it is to be timed."""
+        self._counts, self._rows, self._times = counts, rows, times
+
+    def serve(self, read: ReadPlan) -> None:
+        """A read of the pass; what is settled from now on follows it."""
+        self.site, self._read = read.read.site, read
+
+    def dispatch(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
+        """This rank's own rows x `[T, width]` to the ranks of their experts, and the results back, `[T, width]`.
+
+        weight `[T, k]`, expert `[T, k]`, of `experts` in all; each rank calls `work` with the rows that came to it.
+        Every rank of the world must call. Raises CommError; PlacementError where the plan has no such dispatch here.
+        """
+        if self._rows.idle:  # no rank has a row, and every rank knows it: nothing is sent, and no expert asked
+            return x.new_empty(x.shape)
+        what = Dispatch.on(self.mesh, experts, expert.shape[1], x.shape[1] * x.element_size())
+        found = [settled for settled in self._read.settled if settled.value == what]
+        if not found:
+            raise PlacementError(f"what {self.site} gives is dispatched by {what}, which the plan has not here")
+        ops, world = {op.value.what: op for op in found[0].ops()}, tuple(range(self.mesh.world))
+
+        def carry(name: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor:
+            op = ops[name]
+            with nullcontext() if self._times is None else self._times.timed(self._counts, self.site, op):
+                return self._transports[op.transport].exchange(x, exchange.all_to_allv(len(world)), world, sizes)
+
+        if x.is_cuda:
+            room = tuple(self.mesh.row_count(Rows.OWN, rank, self._rows.capacity) for rank in world)
+            run = partial(on_device, self.mesh, room, carry)
+        else:
+            run = partial(on_host, self.mesh, self.rank, carry, self._transports[ops[SEND].transport].empty)
+        return run(x, weight, expert, experts, work)
 
     def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes) -> Tensor:
         """Every rank's rows of the group `[sum(sizes), width]`, in rank order. x: this rank's rows `[own, width]`.
@@ -99,6 +152,30 @@ class Settler:
         calls, size, spent, predicted = self.ran.get(key, (0, 0, 0.0, 0.0))
         us = plan.us if plan.us < float("inf") else 0.0
         self.ran[key] = calls + 1, size + moved, spent + seconds, predicted + us / 1e6
+
+
+class TraceSettler:
+    """Writes down what the blocks of a traced model settle, in order. Carries zero rows. found: since the last read."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+        self.found: list[Settlement] = []
+
+    def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes) -> Tensor:
+        self._note(what, group)
+        return x
+
+    def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self._note(Merge(out.shape[1], out.shape[2], out.element_size()), group)
+        ranks = range(self._mesh.size(group))
+        return own_heads(out, ranks), own_heads(lse, ranks)
+
+    def dispatch(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
+        self._note(Dispatch.on(self._mesh, experts, expert.shape[1], x.shape[1] * x.element_size()), "world")
+        return work(x, weight, expert)
+
+    def _note(self, what: Value, group: str) -> None:
+        self.found.append(Settlement(what, group))
 
 
 def own_heads(x: Tensor, group: Sequence[int]) -> Tensor:

@@ -46,8 +46,8 @@ StepKey = tuple[str, str]
 """A read's folded name and a step's text."""
 
 
-def step_key(site: str, step: Step) -> StepKey:
-    """By which a step's calls are added up. site: of its read."""
+def step_key(site: str, step: Step | Settled) -> StepKey:
+    """By which an op's calls are added up. site: of its read."""
     return fold(site), str(step)
 
 
@@ -60,10 +60,9 @@ class StepTimes:
         self._events: deque[tuple[Counts, StepKey, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @contextmanager
-    def timed(self, counts: Counts, site: str, step: Step) -> Iterator[None]:
+    def timed(self, counts: Counts, site: str, step: Step | Settled) -> Iterator[None]:
         """Times what happens inside, as a range in torch's profiler too. counts: that the plan was made for."""
-        kind = step.edge.kind if step.edge is not None else ""
-        with record_function(f"{COLLECTIVE}{kind}"):
+        with record_function(f"{COLLECTIVE}{' + '.join(step.kinds)}"):
             yield from self._timed(counts, step_key(site, step))
 
     def _timed(self, counts: Counts, key: StepKey) -> Iterator[None]:
@@ -111,32 +110,23 @@ class Stats:
     def record(
         self, planner: Planner, plan: Plan, counts: Counts, walks: int, alone: Mapping[StepKey, float] | None = None
     ) -> None:
-        """Counts walks along a plan, each with `counts` tokens in each DP group.
+        """Counts walks along a plan, each with `counts` tokens in each DP group: of what is settled only what goes by
+        these counts, as the rest is counted as it runs, in steps that run eagerly.
 
-        alone: of walks by a graph, the seconds that a call of each step takes alone.
+        alone: of walks by a graph, the seconds that a call of each op takes alone.
         """
-        for read, step, edge in plan.moves():
-            key = step_key(read.site, step)
-            stat = self._by_step.get(key, StepStat(*key, edge.group or ""))
-            self._by_step[key] = replace(
-                stat,
-                count=stat.count + walks,
-                bytes=stat.bytes + walks * int(planner.bytes_received(edge, counts)),
-                seconds=stat.seconds + (walks * alone.get(key, 0.0) if alone else 0.0),
-                predicted=stat.predicted + (walks * step.us / 1e6 if step.us < math.inf else 0.0),
-            )
+        for site, op in plan.ops(asked=False):
+            if isinstance(op, Settled) and not op.by_counts and alone is None:
+                continue
+            key, us = step_key(site, op), op.us if op.us < math.inf else 0.0
+            seconds = walks * alone.get(key, 0.0) if alone else 0.0
+            self.add(site, op, walks, walks * planner.received(op, counts), seconds, walks * us / 1e6)
             if alone is None:
                 self._eager[key, plan.counts] += walks
 
-    def settled(self, plan: Plan, walks: int) -> None:
-        """Counts what walks along a plan settled by a graph, of as many rows as it has room for."""
-        for settlement, settled in zip(plan.chain.settlements, plan.settled, strict=True):
-            if not settlement.asked:
-                self.add(settlement.site, settled, walks, walks * settled.bytes, 0.0, walks * settled.us / 1e6)
-
-    def add(self, site: str, op: Settled, calls: int, moved: int, seconds: float, predicted: float) -> None:
-        """Counts calls of a settlement, and the bytes, seconds and predicted seconds of all of them."""
-        key = fold(site), str(op)
+    def add(self, site: str, op: Step | Settled, calls: int, moved: int, seconds: float, predicted: float) -> None:
+        """Counts calls of an op, and the bytes, seconds and predicted seconds of all of them."""
+        key = step_key(site, op)
         stat = self._by_step.get(key, StepStat(*key, op.group))
         self._by_step[key] = replace(
             stat,

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor
 
-from weft.comm.settle import Settler, own_heads
+from weft.comm.settle import Settler, Settling
 from weft.dcp.interleave import Interleave
 from weft.place.dcp import Prefill, Prompts
-from weft.place.settle import Gather, Merge, Settlement, Value
+from weft.place.settle import Gather
 from weft.place.spec import Mesh
 
 QUERIES, TOKENS = "queries", "cached tokens"
 """What attention gathers, as plans name it."""
-
-
-class Settling(Protocol):
-    """What carries out the settlements of attention: a `weft.comm.settle.Settler`, or a trace."""
-
-    def gather(self, what: Gather, group: str, x: Tensor, sizes: tuple[int, ...]) -> Tensor: ...
-
-    def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -75,30 +67,7 @@ def context_group(
     return ContextGroup(deal, mesh.peers("dcp", settler.rank).index(settler.rank), settler, choose)
 
 
-class TraceSettler:
-    """Writes down what a traced model settles, in order. Carries zero rows.
-
-    found: each settlement. site: how many reads of the stream there were, and the last one's; who traces sets it.
-    """
-
-    def __init__(self, ranks: int):
-        self._ranks = ranks
-        self.found: list[Settlement] = []
-        self.site: Callable[[], tuple[int, str]] = lambda: (0, "")
-
-    def gather(self, what: Gather, group: str, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        self._note(what, group)
-        return x
-
-    def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        self._note(Merge(out.shape[1], out.shape[2], out.element_size()), group)
-        return own_heads(out, range(self._ranks)), own_heads(lse, range(self._ranks))
-
-    def _note(self, what: Value, group: str) -> None:
-        self.found.append(Settlement(*self.site(), what, group))
-
-
-def trace_group(mesh: Mesh, settler: TraceSettler) -> ContextGroup | None:
+def trace_group(mesh: Mesh, settler: Settling) -> ContextGroup | None:
     """For a model's trace on a mesh; None where no tokens are sharded."""
     if mesh.dcp == 1:
         return None

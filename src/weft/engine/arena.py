@@ -13,7 +13,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.planning import trace
 from weft.models.config import ModelConfig
 from weft.place.chain import Chain, bucket
-from weft.place.experts import listed_bytes
+from weft.place.experts import Dispatch
 from weft.place.settle import Merge
 from weft.place.spec import LayoutError, Mesh
 
@@ -76,10 +76,9 @@ def merged_bytes(chain: Chain, mesh: Mesh, rows: int) -> int:
 
 def sent_bytes(config: EngineConfig, chain: Chain) -> int:
     """What a rank sends to experts at most: each of its own rows, with its lists, to every rank; 0 where none go."""
-    routed = [read.dispatch.k for form in chain.forms for read in form if read.dispatch]
-    own = -(-bucket((config.max_batch_tokens,))[0] // config.attn_tp)
-    row = chain.width * chain.element_bytes + listed_bytes(max(routed, default=0))
-    return own * config.mesh.world * row if routed else 0
+    tokens, settled = max(bucket((config.max_batch_tokens,))), (s for f in chain.forms for r in f for s in r.settles)
+    sent = {settlement.value for settlement in settled if isinstance(settlement.value, Dispatch)}
+    return max((value.bytes(tokens, config.mesh.world) for value in sent), default=0)
 
 
 def gathered_logits(config: EngineConfig, model: ModelConfig) -> int:

@@ -14,9 +14,12 @@ from torch import Tensor
 from weft.comm.rows import CapturedRows
 from weft.comm.stats import StepKey, step_key
 from weft.comm.transport import Epilogue, LiveSizes, Transport
-from weft.place.edges import Edge
+from weft.place.exchange import all_to_allv
+from weft.place.experts import Permute
 from weft.place.plan import Plan
+from weft.place.settle import Settled
 from weft.place.spec import Rows
+from weft.place.step import Step
 
 CALLS, REPLAYS = 10, 3
 Timer = Callable[[Callable[[], Tensor]], float]
@@ -43,42 +46,44 @@ def graph_seconds(call: Callable[[], Tensor]) -> float:
 def exchange_times(
     plan: Plan, transports: Mapping[str, Transport], rows: CapturedRows, like: Tensor, timer: Timer = graph_seconds
 ) -> dict[StepKey, float]:
-    """Seconds of a call of each communicating step of a plan that one of the transports carries.
+    """Seconds of a call of each communicating step of a plan, and of what is settled by counts, that one of the
+    transports carries.
 
     rows: full, with room for the plan's counts; like: of the activations' width, dtype and device.
     """
-    found: dict[tuple[Edge, bool, str], float] = {}
+    found: dict[object, float] = {}
     times: dict[StepKey, float] = {}
-    for read, step, edge in plan.moves():
-        transport = transports.get(step.transport)
-        if transport is None or edge.exchange is None:
+    for site, op in plan.ops(asked=False):
+        transport = transports.get(op.transport)
+        if transport is None or (isinstance(op, Settled) and not op.by_counts):
             continue
-        normed = step.op == "finish"
-        if (key := (edge, normed, step.transport)) not in found:
-            found[key] = timer(_call(edge, transport, rows, like, normed))
-        times[step_key(read.site, step)] = found[key]
+        key = op if isinstance(op, Settled) else (op.edge, op.op == "finish", op.transport)
+        if key not in found:
+            found[key] = timer(_call(op, transport, rows, like))
+        times[step_key(site, op)] = found[key]
     return times
 
 
-def _call(edge: Edge, transport: Transport, rows: CapturedRows, like: Tensor, normed: bool) -> Callable[[], Tensor]:
-    width = like.shape[1]
-    if edge.load is not None:
-        return _permute(edge, transport, rows, like)
+def _call(op: Step | Settled, transport: Transport, rows: CapturedRows, like: Tensor) -> Callable[[], Tensor]:
+    if isinstance(op, Settled):
+        assert isinstance(op.value, Permute)
+        return _permute(op.value, transport, rows, like)
+    edge, width = op.edge, like.shape[1]
+    assert edge is not None
     x = like.new_zeros(rows.room(edge.src.rows), width)
     residual, weight = like.new_zeros(rows.room(edge.dst.rows), width), like.new_ones(width)
-    epilogue = Epilogue(residual, weight, 1e-6) if normed else None
+    epilogue = Epilogue(residual, weight, 1e-6) if op.op == "finish" else None
     return lambda: rows.carry(edge, x, transport, epilogue)
 
 
-def _permute(edge: Edge, transport: Transport, rows: CapturedRows, like: Tensor) -> Callable[[], Tensor]:
+def _permute(what: Permute, transport: Transport, rows: CapturedRows, like: Tensor) -> Callable[[], Tensor]:
     """With as many rows for each rank as are to be expected of full tensors."""
-    exchange, world = edge.exchange, tuple(range(rows.mesh.world))
-    assert exchange is not None and edge.load is not None
+    world, exchange = tuple(range(rows.mesh.world)), all_to_allv(rows.mesh.world)
     own = tuple(rows.mesh.row_count(Rows.OWN, rank, rows.capacity) for rank in world)
-    if not edge.load.most_row_bytes:  # counts
+    if not what.sent_row_bytes:  # counts
         return lambda: transport.exchange(like.new_zeros(len(world), 1), exchange, world, (1,) * len(world) ** 2)
-    share = edge.load.row_bytes / edge.load.most_row_bytes
+    share = what.row_bytes / what.sent_row_bytes
     live = [round(n * share) for n in (*(own[rows.rank] for _ in world), *own)]
     sizes = LiveSizes(tuple(n for n in own for _ in world), torch.tensor(live, dtype=torch.int32, device=like.device))
-    x = like.new_zeros(len(world) * own[rows.rank], edge.load.most_row_bytes // like.element_size())
+    x = like.new_zeros(len(world) * own[rows.rank], what.sent_row_bytes // like.element_size())
     return lambda: transport.exchange(x, exchange, world, sizes)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from weft.attention.caches import Caches, cached_layers
-from weft.dcp.group import TraceSettler, trace_group
+from weft.dcp.group import trace_group
 from weft.engine.batch import build_batch
 from weft.kv.cache_spec import CacheGroup, Latent, PagedKV, Spec, rule
 from weft.models.config import ModelConfig
@@ -43,31 +43,26 @@ def trace(
     check_heads(config, mesh, layers.values())
     groups = [CacheGroup(r, 0) for r in dict.fromkeys(map(rule, layers.values()))]
 
-    def form(number: int) -> tuple[TraceStream, TraceSettler]:
-        stream, settler = TraceStream(mesh, config.hidden_size, dtype, cpu, number), TraceSettler(mesh.dcp)
-        settler.site = lambda: (stream.reads, stream.site)
-        caches = Caches(layers, groups, mesh.dcp, dtype, cpu, group=trace_group(mesh, settler))
+    def form(number: int) -> TraceStream:
+        stream = TraceStream(mesh, config.hidden_size, dtype, cpu, number)
+        caches = Caches(layers, groups, mesh.dcp, dtype, cpu, group=trace_group(mesh, stream.settler))
         batch = build_batch([], [], mesh.dcp, [group.rule for group in groups], cpu)
         caches.plan(batch)
         model(stream, batch, caches)
-        return stream, settler
+        stream.settler.found += _head(config, mesh)
+        return stream
 
-    first, settler = form(0)
-    chain = first.chain()
-    others = [form(number)[0].chain() for number in range(1, first.forms)]
-    settlements = (*settler.found, *_head(config, mesh, len(chain.reads), first.site))
-    return replace(chain, others=tuple(chain.reads for chain in others), settlements=settlements)
+    first = form(0)
+    others = tuple(form(number).chain().reads for number in range(1, first.forms))
+    return replace(first.chain(), others=others)
 
 
-def _head(config: ModelConfig, mesh: Mesh, reads: int, site: str) -> list[Settlement]:
+def _head(config: ModelConfig, mesh: Mesh) -> list[Settlement]:
     """What ranks that hold runs of the vocabulary settle once the model has run."""
     if not config.split_vocabulary or mesh.attn_tp == 1:
         return []
     best, logits = best_tokens(1), logit_rows(config.vocab_size, mesh.attn_tp)
-    return [
-        Settlement(reads, site, best, "attn_tp", packed=True),
-        Settlement(reads, site, logits, "attn_tp", asked=True),
-    ]
+    return [Settlement(best, "attn_tp", packed=True), Settlement(logits, "attn_tp", asked=True)]
 
 
 def check_heads(config: ModelConfig, mesh: Mesh, caches: Iterable[Spec]) -> None:
@@ -100,7 +95,7 @@ def plan_model(
     """The planner of a model on a mesh, as `Planner`. merge: the recipe by which attention over shards of the keys is
     merged. Raises LayoutError, PlacementError.
     """
-    settlements = Settlements(mesh, offers, {Merge: merge})
+    settlements = Settlements(mesh, offers, {Merge: merge}, slices_copy)
     return Planner(mesh, trace(config, mesh, dtype), offers, choice, slices_copy, settlements)
 
 
@@ -132,9 +127,8 @@ def split_steps(
     for n in rows:
         counts = (n,) * mesh.attn_dp
         try:
-            embedding_us = sum(read.us for read in split.plan(counts).reads)
-            embedding_us -= sum(read.us for read in whole.plan(counts).reads)
-            found.append(split_step(head, n, embedding_us, split.settlements))
+            ours, theirs = ([s.us for r in p.plan(counts).reads for s in r.steps] for p in (split, whole))
+            found.append(split_step(head, n, sum(ours) - sum(theirs), split.settlements))
         except LayoutError:  # no transport has room for it: whoever asks for it all the same is told by its plan
             return []
     return found

@@ -138,7 +138,7 @@ class ModelRunner:
         able = {name: t for name, t in self.transports.items() if t.takes_live_sizes} or self.transports
         offers = [offer for offer in self.planner.offers if offer.transport in able]
         on_device = all(t.takes_live_sizes for t in able.values())  # and so where the rows of a group begin
-        settlements = Settlements(self.mesh, offers, {Merge: self._merge})
+        settlements = Settlements(self.mesh, offers, {Merge: self._merge}, on_device)
         chain, choice = self.planner.chain, self.planner.choice
         planner = Planner(self.mesh, chain, offers, choice, slices_copy=on_device, settlements=settlements)
         inputs: list[Inputs] = [AnswerInputs(rows, self.rules, self._page_size)]
@@ -200,22 +200,23 @@ class ModelRunner:
         a graph, of a step without prompts. shape: of the graph that is replayed, if any.
         """
         plan = self.planner.plan(counts) if shape is None else self._captured_plan(shape)
-        received, rows = self.planner.bytes_received, counts[self.mesh.group_of(self.rank)]
+        received, rows = self.planner.received, counts[self.mesh.group_of(self.rank)]
         capacity, sampled = (rows, rows) if shape is None else (shape.rows, shape.draws)
         found: list[tuple[str, str, str, int]] = []
-        for at, read in enumerate(plan.reads):
-            found += [(r.site, str(s), e.group or "", int(received(e, counts))) for r, s, e in read.moves()]
-            for settlement, settled in plan.settled_after(at + 1):
+        for read in plan.reads:
+            site = read.read.site
+            found += [(site, str(s), s.group, received(s, counts)) for _, s, _ in read.moves()]
+            for settlement, settled in read.settlements():
                 if settlement.asked:
                     continue
-                if settlement.packed:
-                    calls = settled.calls(min(sampled, 1), 1)
-                    calls = [(kind, moved * sampled // max(plan.counts)) for kind, moved in calls]
-                else:
-                    calls = settled.calls(capacity, rows)
-                for kind, moved in calls:
-                    name = f"{settled.call_name(kind)} · {settled.transport}"
-                    found.append((read.read.site, name, settled.group, moved))
+                for op in settled.ops():
+                    if settlement.packed:
+                        calls = op.calls(min(sampled, 1), 1)
+                        calls = [(kind, moved * sampled // max(plan.counts)) for kind, moved in calls]
+                    else:
+                        calls = [(op.kinds[0], received(op, counts))] if op.by_counts else op.calls(capacity, rows)
+                    names = [(f"{op.call_name(kind)} · {op.transport}", moved) for kind, moved in calls]
+                    found += [(site, name, op.group, moved) for name, moved in names]
         return found
 
     def merges_from(self, rows: int) -> int | None:
@@ -261,8 +262,6 @@ class ModelRunner:
             alone, planner = self._alone[room], self._graph_planner
             self._stats.record(planner, planner.plan(room), counts, walks, alone)
             self._naive_stats.record(planner, planner.naive(room), counts, walks, alone)
-            self._stats.settled(planner.plan(room), walks)
-            self._naive_stats.settled(planner.naive(room), walks)
         self._replays.clear()
         for (site, settled), (calls, moved, seconds, predicted) in self.settler.ran.items():
             self._stats.add(site, settled, calls, moved, seconds, predicted)

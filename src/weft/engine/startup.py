@@ -21,6 +21,7 @@ from weft.models.config import ModelConfig, ModelError, first_line
 from weft.models.load import build_model, float8_says
 from weft.models.registry import plugin_line
 from weft.place.cost import Offer
+from weft.place.experts import Dispatch
 from weft.place.spec import LayoutError, PlacementError
 
 
@@ -109,7 +110,8 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     rows, dispatches = 1, False
     while True:
         counts = (min(rows, config.max_batch_tokens),) * mesh.attn_dp
-        dispatches |= any(read.inside for read in planner.plan(counts).reads)
+        settled = (settled for read in planner.plan(counts).reads for settled in read.settled)
+        dispatches |= any(isinstance(each.value, Dispatch) for each in settled)
         planner.naive(counts)
         if rows >= config.max_batch_tokens:
             return config if dispatches or config.experts != "auto" else replace(config, experts="gather")

@@ -30,7 +30,7 @@ class Experts(Layer):
     """Routed experts: whole experts over `ep`, their inner features over `moe_tp`.
 
     Takes rows in two forms (`weft.place.experts`): those that all ranks hold, and owes a sum over ep and moe_tp, the
-    world; or each rank's own, which a stream's dispatch takes to the ranks of their experts and back: complete.
+    world; or each rank's own, which are dispatched to the ranks of their experts and back: complete.
 
     x: complete `[T, width]`; probability `[T, k]` and expert int64 `[T, k]` from the router. form: as `Stored`; limit,
     alpha: as `weft.kernels.plain.gated` takes them. bias: products have one; the last is added on the first rank of
@@ -149,12 +149,12 @@ class Experts(Layer):
         )
 
     def _dispatches(self, x: Hidden) -> bool:
-        """Whether the rows are this rank's own, and a stream takes them to their experts."""
-        return x.dispatch is not None and x.mesh.world > 1 and x.placement == x.mesh.placement(Rows.OWN)
+        """Whether the rows are this rank's own, to be taken to their experts."""
+        return x.settler is not None and x.mesh.world > 1 and x.placement == x.mesh.placement(Rows.OWN)
 
     def _dispatched(self, x: Hidden, weight: Tensor, expert: Tensor, work: Callable[..., Tensor]) -> Hidden:
-        assert x.dispatch is not None
-        out = x.dispatch(x.require_complete(self.path), weight, expert, self.experts, work)
+        assert x.settler is not None
+        out = x.settler.dispatch(x.require_complete(self.path), weight, expert, self.experts, work)
         return Hidden(out, x.placement, x.mesh, self.path)
 
     def _world_rows(self, x: Hidden) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.place.experts import Dispatch
 from weft.place.settle import Settlement
 from weft.place.spec import Placement
 
@@ -16,31 +15,34 @@ Counts = tuple[int, ...]
 class Read:
     """One read of the stream. site: the norm's name; target: what the block asked for; deltas: what was added since.
 
-    dispatch: what the block sends to experts on other ranks, of OWN rows. run: its products in FP8 take rows quantised
-    by runs of so many columns; 0: it has none.
+    settles: what the block that reads settles between ranks then, in a decode step, in order. run: its products in FP8
+    take rows quantised by runs of so many columns; 0: it has none.
     """
 
     site: str
     target: Placement
     deltas: tuple[Placement, ...]
-    dispatch: Dispatch | None = None
+    settles: tuple[Settlement, ...] = ()
     run: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A traced model. width: elements a row; element_bytes: of the activations. settlements: what its blocks settle
-    between ranks in a decode step, in order.
+    """A traced model. width: elements a row; element_bytes: of the activations.
 
-    others: the same reads once more, as far as blocks take rows in other forms, in which they leave other deltas too.
-    What a read's deltas are follows from the form in which the read before it was served.
+    others: the same reads once more, as far as blocks take rows in other forms, in which they settle and leave other
+    values too. What a read's deltas are follows from the form in which the read before it was served.
     """
 
     reads: tuple[Read, ...]
     width: int
     element_bytes: int
     others: tuple[tuple[Read, ...], ...] = ()
-    settlements: tuple[Settlement, ...] = ()
+
+    @property
+    def settlements(self) -> tuple[Settlement, ...]:
+        """All of the first form, in order."""
+        return tuple(settlement for read in self.reads for settlement in read.settles)
 
     @property
     def forms(self) -> tuple[tuple[Read, ...], ...]:

@@ -18,8 +18,6 @@ With rows gathered over the axes R, a sum owed over D ⊆ R, and any groups S, A
 Fused edges need neighbours to be summed: every axis of A lies below those of B. On one host these are all steps by
 which rows of groups with a name are reached: OWN, GROUP and WORLD. Over several hosts R and S are any sets of axes, so
 that plans may exchange inside a host first and across hosts then, or the other way round.
-
-Inside a mixture of experts, all_to_allv takes OWN rows to the ranks of their experts, and back (`weft.place.experts`).
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 from weft.place import exchange
 from weft.place.exchange import Exchange
@@ -36,30 +33,14 @@ from weft.place.spec import Mesh, Placement, PlacementError, Rows
 SLICE = "slice"
 
 
-class Load(NamedTuple):
-    """What each rank of a permute sends to each other, whose sizes only the step itself knows.
-
-    fixed_bytes: whatever rows it has; row_bytes: for each of its own rows, as is to be expected; most_row_bytes: of a
-    row that it sends.
-    """
-
-    fixed_bytes: int
-    row_bytes: float
-    most_row_bytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One step. exchange: None for a slice; group: the group that communicates, the world for mixed edges.
-
-    load: of a permute, whose sizes do not follow from the placements' rows.
-    """
+    """One step. exchange: None for a slice; group: the group that communicates, the world for mixed edges."""
 
     exchange: Exchange | None
     group: str | None
     src: Placement
     dst: Placement
-    load: Load | None = None
 
     @property
     def kind(self) -> str:
@@ -95,7 +76,7 @@ class Edge:
         """Whether the segments of the exchange, one after the other, are not in rank order: their rows are then copied
         into it after a gather, and out of it before a scatter.
         """
-        if self.exchange is None or self.exchange.segments == 1 or self.load is not None:
+        if self.exchange is None or self.exchange.segments == 1:
             return False
         segment, joined = mesh.gathered(self.segment_rows), mesh.axes(self.group)
         if joined is None:
@@ -175,12 +156,3 @@ def rows_received(edge: Edge, mesh: Mesh, rank: int, counts: tuple[int, ...]) ->
         shares = {first: mesh.peers(rows.over, first) for first in edge.segments(mesh, rank)}
         sizes = tuple(sum(counts[mesh.group_of(r)] for r in held) / mesh.attn_tp for held in shares.values())
     return exchange.rows_received(edge.exchange, sizes, mesh.peers(edge.group, rank).index(rank))
-
-
-def bytes_received(edge: Edge, mesh: Mesh, rank: int, counts: tuple[int, ...], row_bytes: int) -> float:
-    """Bytes that a rank must receive for an edge, or is to expect. row_bytes: of a row of the stream."""
-    if edge.load is None:
-        return rows_received(edge, mesh, rank, counts) * row_bytes
-    others = [r for r in mesh.peers(edge.group, rank) if r != rank]
-    rows = sum(counts[mesh.group_of(r)] for r in others) / mesh.attn_tp
-    return len(others) * edge.load.fixed_bytes + rows * edge.load.row_bytes

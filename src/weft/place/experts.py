@@ -1,9 +1,9 @@
-"""The two forms of a mixture of experts, and what the second exchanges.
+"""The two forms of a mixture of experts, and what the second settles.
 
-| form | reads | leaves | exchanges inside |
+| form | reads | leaves | settles inside |
 |---|---|---|---|
 | gather | WORLD | WORLD, owes the sum over the world | nothing |
-| dispatch | OWN | OWN, complete | all_to_allv of counts, of rows with their experts, of results |
+| dispatch | OWN | OWN, complete | a Dispatch: counts, rows with their experts, results |
 
 By gather every rank takes all rows, and adds what its experts make of them. By dispatch a row goes once to each rank
 that has one of its experts, and comes back once from it: dispatch and combine of GShard (arXiv 2006.16668), with the
@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weft.place import exchange
-from weft.place.edges import Edge, Load
 from weft.place.exchange import Exchange
-from weft.place.spec import Mesh, Rows
+from weft.place.spec import Mesh
 
 Form = Literal["gather", "dispatch"]
 Forms = Literal["auto", "gather", "dispatch"]
@@ -33,33 +32,90 @@ PACK_KERNELS = 16
 
 
 @dataclass(frozen=True, slots=True)
+class Permute:
+    """What ranks send to each other, whose sizes follow from their rows in a way that only the step itself knows.
+
+    what: names it in plans. shared: ranks that share a DP group's tokens. fixed_bytes: from each rank to each other,
+    whatever rows it has; row_bytes: to each other for each of its rows, as is to be expected; sent_row_bytes: of a row
+    that it sends.
+    """
+
+    what: str
+    shared: int
+    fixed_bytes: int
+    row_bytes: float
+    sent_row_bytes: int
+
+    def bytes(self, tokens: int, ranks: int) -> int:
+        """Of the largest tensor: every row may go to every rank, and all rows to one."""
+        return -(-tokens // self.shared) * ranks * self.sent_row_bytes
+
+    def alike(self, counts: tuple[int, ...]) -> float:
+        """Tokens that every DP group would have where the busiest rank receives as much as with these counts."""
+        others = len(counts) * self.shared - 1
+        return (sum(counts) * self.shared - min(counts)) / others
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What a rank does alone between exchanges. what: names it in plans. shared: as of Permute; row_bytes: that it goes
+    over for each of a rank's rows; launches: small kernels beside.
+    """
+
+    what: str
+    shared: int
+    row_bytes: float
+    launches: int
+
+    def bytes(self, tokens: int, ranks: int) -> int:
+        """No transport carries any."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
 class Dispatch:
-    """A block that sends its rows to k of so many experts, which are dealt out evenly over `ep`."""
+    """Rows that go to k of so many experts, which are spread evenly over `ep`, and the sums of what these make of them.
+
+    shared: ranks that share a DP group's tokens; row_bytes: of a row of the stream.
+    """
 
     experts: int
     k: int
+    ep: int
+    shared: int
+    row_bytes: int
 
-    def share(self, mesh: Mesh) -> float:
+    @staticmethod
+    def on(mesh: Mesh, experts: int, k: int, row_bytes: int) -> Dispatch:
+        """Over the world of a mesh."""
+        return Dispatch(experts, k, mesh.ep, mesh.attn_tp, row_bytes)
+
+    @property
+    def what(self) -> str:
+        """Names it in plans."""
+        return "dispatch"
+
+    @property
+    def share(self) -> float:
         """The chance that a row goes to a given rank: one less that of k experts none is there."""
-        elsewhere = self.experts - self.experts // mesh.ep
+        elsewhere = self.experts - self.experts // self.ep
         return 1 - math.comb(elsewhere, self.k) / math.comb(self.experts, self.k)
 
-    def edges(self, mesh: Mesh, row_bytes: int) -> dict[str, Edge]:
-        """Its exchanges by name, in order. row_bytes: of a row of the stream.
+    def parts(self, ranks: int) -> tuple[Permute | Kernel, ...]:
+        """By all_to_allv, in order. Packing reads rows and writes those that are sent, adding reverses it."""
+        share, sent = self.share, self.row_bytes + listed_bytes(self.k)
+        moved = self.row_bytes * (1 + ranks * share)
+        return (
+            Permute(COUNTS, self.shared, COUNT_BYTES, 0.0, 0),
+            Kernel("pack rows for their experts on OWN", self.shared, moved, PACK_KERNELS),
+            Permute(SEND, self.shared, 0, share * sent, sent),
+            Permute(RETURN, self.shared, 0, share * self.row_bytes, self.row_bytes),
+            Kernel("add results on OWN", self.shared, moved, ranks),  # a kernel for each rank's
+        )
 
-        A rank has room for all rows of the world, and sends at most each of its own to every rank.
-        """
-        own, share, sent = mesh.placement(Rows.OWN), self.share(mesh), row_bytes + listed_bytes(self.k)
-        permute = exchange.all_to_allv(mesh.world)
-
-        def edge(load: Load) -> Edge:
-            return Edge(permute, "world", own, own, load)
-
-        return {
-            COUNTS: edge(Load(COUNT_BYTES, 0.0, 0)),
-            SEND: edge(Load(0, share * sent, sent)),
-            RETURN: edge(Load(0, share * row_bytes, row_bytes)),
-        }
+    def bytes(self, tokens: int, ranks: int) -> int:
+        """Of the largest tensor of all exchanges."""
+        return max(part.bytes(tokens, ranks) for part in self.parts(ranks))
 
 
 def listed_bytes(k: int) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from weft.place.chain import Chain
+from weft.place.chain import Chain, Read
 from weft.place.cost import Offer
+from weft.place.experts import Dispatch
 from weft.place.plan import Planner
 from weft.place.show import columns
 from weft.place.spec import LayoutError, Mesh
@@ -22,8 +23,7 @@ class FormCosts:
 
     def __init__(self, mesh: Mesh, chain: Chain, offers: Sequence[Offer]):
         self.mesh, reads = mesh, chain.others[-1]
-        found = [read.dispatch for read in reads if read.dispatch]
-        self.dispatch = found[0]
+        self.dispatch = _dispatched(reads)[0]
         self._gather = Planner(mesh, replace(chain, others=()), offers)
         self._dispatch = Planner(mesh, replace(chain, reads=reads, others=()), offers)
 
@@ -52,7 +52,11 @@ class FormCosts:
 
 def forms_of(mesh: Mesh, chain: Chain, offers: Sequence[Offer]) -> FormCosts | None:
     """None where a chain has one form alone."""
-    return FormCosts(mesh, chain, offers) if any(read.dispatch for reads in chain.others for read in reads) else None
+    return FormCosts(mesh, chain, offers) if any(map(_dispatched, chain.others)) else None
+
+
+def _dispatched(reads: Sequence[Read]) -> list[Dispatch]:
+    return [s.value for read in reads for s in read.settles if isinstance(s.value, Dispatch)]
 
 
 def forms_dict(forms: FormCosts, tokens: int) -> dict[str, Any]:
@@ -65,14 +69,14 @@ def forms_dict(forms: FormCosts, tokens: int) -> dict[str, Any]:
         "gather_us": gather,
         "dispatch_us": dispatch,
         "dispatch_pays_from": forms.pays_from(),
-        "ranks": forms.dispatch.share(forms.mesh) * forms.mesh.world,
+        "ranks": forms.dispatch.share * forms.mesh.world,
     }
 
 
 def forms_text(forms: FormCosts, every: Sequence[int]) -> str:
     """The same for reading."""
     experts, k, world = forms.dispatch.experts, forms.dispatch.k, forms.mesh.world
-    ranks = forms.dispatch.share(forms.mesh) * world
+    ranks = forms.dispatch.share * world
     first = forms.pays_from()
     pays = "nowhere" if first is None else f"from {first:,} token{'s' * (first != 1)} in each DP group on"
     rows = [("  tokens in each DP group", "by gather", "by dispatch")]

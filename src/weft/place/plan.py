@@ -9,7 +9,6 @@ residual's rows as the state. `weft.place.search` finds what each read costs.
 
 from __future__ import annotations
 
-import bisect
 import math
 import zlib
 from collections.abc import Iterator, Sequence
@@ -19,9 +18,9 @@ from typing import Literal
 
 from weft.place.chain import Chain, Counts, Read, bucket
 from weft.place.cost import Offer
-from weft.place.edges import Edge, bytes_received, legal_edges
+from weft.place.edges import Edge, legal_edges
+from weft.place.edges import rows_received as rows_of_edge
 from weft.place.exchange import rows_received
-from weft.place.experts import COUNTS, PACK_KERNELS, RETURN, SEND, Dispatch
 from weft.place.search import Graph, Sums
 from weft.place.settle import Settled, Settlement, Settlements
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
@@ -34,20 +33,24 @@ Choice = Literal["cheapest", "naive"]
 class ReadPlan:
     """The steps of one read; residual: the rows of the residual that stay after it.
 
-    inside: what the block that reads does beyond its own work, to reach experts on other ranks.
+    settled: how each of the read's settlements goes. us: of the steps, and of the settlements that every step takes.
     """
 
     read: Read
     steps: tuple[Step, ...]
     residual: Rows
     us: float
-    inside: tuple[Step, ...] = ()
+    settled: tuple[Settled, ...] = ()
 
     def moves(self) -> Iterator[tuple[Read, Step, Edge]]:
         """Its communicating steps, in order."""
-        for step in (*self.steps, *self.inside):
+        for step in self.steps:
             if step.edge is not None and step.edge.moves:
                 yield self.read, step, step.edge
+
+    def settlements(self) -> Iterator[tuple[Settlement, Settled]]:
+        """What is settled after it and before the next, in order."""
+        return zip(self.read.settles, self.settled, strict=True)
 
 
 Op = tuple[str, Step | Settled]
@@ -56,35 +59,27 @@ Op = tuple[str, Step | Settled]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step's plan, made for `counts` tokens in each DP group: a read plan for each read of the chain, and how each of
-    its settlements goes. us: of the reads and of the settlements that every step takes.
-    """
+    """A step's plan, made for `counts` tokens in each DP group: a read plan for each read of the chain."""
 
     mesh: Mesh
     chain: Chain
     counts: Counts
     reads: tuple[ReadPlan, ...]
     us: float = field(default=0.0)
-    settled: tuple[Settled, ...] = ()
 
     def moves(self) -> Iterator[tuple[Read, Step, Edge]]:
         """The communicating steps of the stream, in order."""
         for read_plan in self.reads:
             yield from read_plan.moves()
 
-    def settled_after(self, reads: int) -> Iterator[tuple[Settlement, Settled]]:
-        """What is settled after so many reads and before the next, in order."""
-        first = bisect.bisect_left(self.chain.settlements, reads, key=lambda settlement: settlement.after)
-        for settlement, settled in zip(self.chain.settlements[first:], self.settled[first:], strict=True):
-            if settlement.after > reads:
-                break
-            yield settlement, settled
-
-    def ops(self) -> Iterator[Op]:
-        """All that ranks exchange, in the order of a step."""
-        for at, read_plan in enumerate(self.reads):
-            yield from ((read.site, step) for read, step, _ in read_plan.moves())
-            yield from ((settlement.site, settled) for settlement, settled in self.settled_after(at + 1))
+    def ops(self, asked: bool = True) -> Iterator[Op]:
+        """All that ranks exchange, in the order of a step. asked: what steps only do where a row asks for it too."""
+        for read_plan in self.reads:
+            site = read_plan.read.site
+            yield from ((site, step) for _, step, _ in read_plan.moves())
+            for settlement, settled in read_plan.settlements():
+                if asked or not settlement.asked:
+                    yield from ((site, op) for op in settled.ops())
 
     def checksum(self) -> int:
         """CRC-32 of the ops: ranks that disagree on one run different collectives."""
@@ -112,7 +107,8 @@ class Planner:
         settlements: Settlements | None = None,
     ):
         self.mesh, self.chain, self.offers, self.choice = mesh, chain, tuple(offers), choice
-        self._slices_copy, self.settlements = slices_copy, settlements or Settlements(mesh, offers)
+        self._slices_copy = slices_copy
+        self.settlements = settlements or Settlements(mesh, offers, captured=slices_copy)
         kinds = frozenset().union(*(o.kinds for o in offers))
         self._home = {rows: mesh.placement(rows) for rows in mesh.row_kinds}
         every = [*self._home.values(), *(d for reads in chain.forms for read in reads for d in read.deltas)]
@@ -123,7 +119,7 @@ class Planner:
         ]
         self._plan, self._naive = cache(self._make), cache(self._make_naive)
         self._graph, self._sums, self._served = cache(self._make_graph), cache(self._find_sums), cache(self._serve)
-        self._inside, self._priced = cache(self._dispatch_steps), cache(self._price)
+        self._settled, self._priced = cache(self._settle), cache(self._price)
         self.bytes_received = lru_cache(1 << 16)(self._bytes_received)
 
     def plan(self, counts: Counts) -> Plan:
@@ -153,20 +149,27 @@ class Planner:
                 steps.append(Step("absorb", 0, rows=home.rows, us=us))
             added = len(read.deltas) > (0 if index else 1)
             steps += [self._norm(home.rows, tokens, added), *self._route(NORMED, home, read.target, tokens)]
-            inside = self._inside(read.dispatch, tokens)
-            us = sum(s.us for s in (*steps, *inside))
-            reads.append(ReadPlan(read, tuple(steps), home.rows, us, inside))
+            us, settled = self._settled(read.settles, tokens)
+            reads.append(ReadPlan(read, tuple(steps), home.rows, us + sum(s.us for s in steps), settled))
         return self._whole(tokens, tuple(reads), sum(r.us for r in reads))
 
     def _whole(self, tokens: int, reads: tuple[ReadPlan, ...], us: float) -> Plan:
-        """The plan of a step: the reads' and the settlements'."""
-        settled = []
-        for settlement in self.chain.settlements:
-            value, rows = settlement.of(tokens)
-            plan = self.settlements.plan(value, settlement.group, rows)
+        for read in reads:
+            for settlement in read.read.settles[len(read.settled) :]:
+                self.settlements.plan(*settlement.of(tokens))  # says what is missing
+        return Plan(self.mesh, self.chain, (tokens,) * self.mesh.attn_dp, reads, us)
+
+    def _settle(self, settles: tuple[Settlement, ...], tokens: int) -> tuple[float, tuple[Settled, ...]]:
+        """How values are settled, up to one that nothing offers, and the time that every step takes for them."""
+        settled, us = [], 0.0
+        for settlement in settles:
+            plan = self.settlements.planned(*settlement.of(tokens))
+            if plan is None:
+                us = math.inf
+                break
             settled.append(plan)
             us += 0.0 if settlement.asked or plan.us == math.inf else plan.us
-        return Plan(self.mesh, self.chain, (tokens,) * self.mesh.attn_dp, reads, us, tuple(settled))
+        return us, tuple(settled)
 
     def _route(self, operand: int | str, src: Placement, dst: Placement, tokens: int) -> list[Step]:
         """All-reduce the debt whole, then slice or gather."""
@@ -184,7 +187,13 @@ class Planner:
         What a rank receives is linear in its own group's tokens, so it is a rank of the fullest or the emptiest group.
         """
         ranks = {self.mesh.leader(counts.index(n)) for n in (min(counts), max(counts))}
-        return max(bytes_received(edge, self.mesh, r, counts, self._row_bytes) for r in ranks)
+        return max(rows_of_edge(edge, self.mesh, r, counts) for r in ranks) * self._row_bytes
+
+    def received(self, op: Step | Settled, counts: Counts) -> int:
+        """Bytes that the busiest rank receives for an op of a plan."""
+        if isinstance(op, Settled):
+            return op.received(counts)
+        return 0 if op.edge is None else int(self.bytes_received(op.edge, counts))
 
     # --- costs ------------------------------------------------------------------------------------------------
     # All for `tokens` tokens in each DP group: plans are made for buckets, in which all groups have as many.
@@ -228,23 +237,15 @@ class Planner:
         return [
             o
             for o in self.offers
-            if self._has(o, edge) and o.serves(ranks, hosts) and (o.max_bytes is None or needed <= o.max_bytes)
+            if edge.kind in o.kinds and o.serves(ranks, hosts) and (o.max_bytes is None or needed <= o.max_bytes)
         ]
 
-    def _has(self, offer: Offer, edge: Edge) -> bool:
-        """Whether it has the edge's exchange: of what goes to experts in captured steps, with counts on the device."""
-        return edge.kind in offer.kinds and (edge.load is None or not self._slices_copy or offer.live_sizes)
-
     def _needed_bytes(self, edge: Edge, tokens: int) -> int:
-        if edge.load is not None:  # every row may go to every rank, and all rows to one
-            return self._most_rows(Rows.OWN, tokens) * self.mesh.world * edge.load.most_row_bytes
         return max(self._most_bytes(p.rows, tokens) for p in (edge.src, edge.dst))
 
     def _bytes_moved(self, edge: Edge, tokens: int) -> float:
         """Bytes that each rank receives, as `bytes_received` has it."""
         assert edge.exchange is not None
-        if edge.load is not None:
-            return bytes_received(edge, self.mesh, 0, (tokens,) * self.mesh.attn_dp, self._row_bytes)
         rows = self.mesh.extent(self.mesh.gathered(edge.segment_rows)) * tokens / self.mesh.attn_tp
         return rows_received(edge.exchange, [rows] * edge.exchange.segments, 0) * self._row_bytes
 
@@ -278,23 +279,6 @@ class Planner:
         if added:
             us = min(us, max(0.0, self._local_us(rows, 4, tokens) - self._add_us(rows, tokens)))
         return Step("norm", rows=rows, us=us)
-
-    def _dispatch_steps(self, dispatch: Dispatch | None, tokens: int) -> tuple[Step, ...]:
-        """What a block does beside its own work to send rows to experts and get them back."""
-        if dispatch is None or self.mesh.world == 1:
-            return ()
-        own = self.mesh.rows(Rows.OWN)
-        given = self._most_bytes(own, tokens)
-        sent = self.mesh.world * dispatch.share(self.mesh) * given
-        local_us = self.offers[0].cost.local_us
-        moved_us, launch_us = local_us(given + sent), local_us(0)  # packing reads rows and writes them, adding reverses
-        steps = {}
-        for name, edge in dispatch.edges(self.mesh, self._row_bytes).items():
-            us, transport = self._priced(edge, tokens)
-            steps[name] = Step("exchange", name, edge, us=us, transport=transport)
-        pack = Step("pack", rows=own, us=moved_us + PACK_KERNELS * launch_us)
-        unpack = Step("unpack", rows=own, us=moved_us + self.mesh.world * launch_us)  # a kernel for each rank's
-        return steps[COUNTS], pack, steps[SEND], steps[RETURN], unpack
 
     # --- search -----------------------------------------------------------------------------------------------
 
@@ -334,12 +318,12 @@ class Planner:
             for (residual, before), (us, plans) in best.items():
                 for form in self._different(index):
                     read = replace(forms[form], deltas=forms[before].deltas)
-                    inside = self._inside(read.dispatch, tokens)
+                    inside_us, settled = self._settled(read.settles, tokens)
                     options = self._served(residual, read.deltas, read.target, tokens)
                     for rows, (more_us, steps) in options.items():
-                        more_us += sum(step.us for step in inside)
+                        more_us += inside_us
                         if (rows, form) not in reached or us + more_us < reached[rows, form][0]:
-                            read_plan = ReadPlan(read, steps, rows, more_us, inside)
+                            read_plan = ReadPlan(read, steps, rows, more_us, settled)
                             reached[rows, form] = (us + more_us, (*plans, read_plan))
             if not reached:
                 read = forms[0]
@@ -353,26 +337,23 @@ class Planner:
         return plan
 
     def _different(self, index: int) -> list[int]:
-        """The forms of a read, those that are equal once: in what is read, exchanged inside, and added next."""
+        """The forms of a read, those that are equal once: in what is read, settled, and added next."""
         found: dict[object, int] = {}
         for form, reads in enumerate(self.chain.forms):
             after = reads[index + 1].deltas if index + 1 < len(reads) else ()
-            found.setdefault((reads[index].target, reads[index].dispatch, after), form)
+            found.setdefault((reads[index].target, reads[index].settles, after), form)
         return list(found.values())
 
     def _refuse(self, plan: Plan) -> None:
         lacking, tokens = [edge for _, step, edge in plan.moves() if step.us == math.inf], max(plan.counts)
         most = max(lacking, key=lambda edge: self._needed_bytes(edge, tokens))
         needed = self._needed_bytes(most, tokens)
-        having = [o for o in self.offers if self._has(o, most)]
+        having = [o for o in self.offers if most.kind in o.kinds]
         names = ", ".join(o.transport for o in having or self.offers)
         if not having:
-            what = "the naive plan takes" if most.load is None else "experts by dispatch take"
-            instead = "plan at cheapest" if most.load is None else "experts at auto"
-            raise LayoutError(f"{what} {most.kind}, which {names} has not; leave {instead}")
+            raise LayoutError(f"the naive plan takes {most.kind}, which {names} has not; leave plan at cheapest")
         if all(o.max_bytes is None or needed <= o.max_bytes for o in having):
-            instead = "" if most.load is None else ", or leave experts at auto"
-            raise LayoutError(f"{most.kind} on {names} was not measured: run weft tune{instead}")
+            raise LayoutError(f"{most.kind} on {names} was not measured: run weft tune")
         room = ", ".join(f"{o.transport} has max_bytes={o.max_bytes}" for o in having)
         raise LayoutError(
             f"steps of {max(plan.counts)} tokens a group exchange tensors of {needed} bytes, but {room}: "

@@ -12,7 +12,8 @@ from typing import Any
 
 from weft.place.chain import Counts
 from weft.place.plan import Plan, Planner, ReadPlan
-from weft.place.settle import Settled, Settlement
+from weft.place.settle import Settled
+from weft.place.step import Step
 
 
 def fold(site: str) -> str:
@@ -86,18 +87,19 @@ def _sum(planner: Planner, plan: Plan) -> str:
 
 def _kinds(plan: Plan) -> str:
     """How often which collective runs."""
-    found = Counter(f"{edge.kind} {edge.group}" for _, _, edge in plan.moves())
-    for settlement, settled in zip(plan.chain.settlements, plan.settled, strict=True):
-        if not settlement.asked:
-            found.update(f"{kind} {settled.group}" for kind, _ in settled.calls(settled.rows, settled.rows))
+    found = Counter(f"{kind} {op.group}" for _, op in plan.ops(asked=False) for kind in _calls(op))
     return ", ".join(f"{times} × {kind}" for kind, times in found.items()) or "nothing moves"
 
 
 def _totals(planner: Planner, plan: Plan) -> dict[str, Any]:
-    moved = [planner.bytes_received(edge, plan.counts) for _, _, edge in plan.moves()]
-    for settlement, settled in zip(plan.chain.settlements, plan.settled, strict=True):
-        moved += [] if settlement.asked else [size for _, size in settled.calls(settled.rows, settled.rows)]
-    return {"us": _finite(plan.us), "collectives": len(moved), "bytes": int(sum(moved))}
+    ops = [op for _, op in plan.ops(asked=False)]
+    moved = sum(planner.received(op, plan.counts) for op in ops)
+    return {"us": _finite(plan.us), "collectives": sum(len(_calls(op)) for op in ops), "bytes": moved}
+
+
+def _calls(op: Step | Settled) -> list[str]:
+    """The kinds of an op's collectives, in order."""
+    return [kind for kind, _ in op.calls(op.rows, op.rows)] if isinstance(op, Settled) else list(op.kinds)
 
 
 def _finite(us: float) -> float | None:
@@ -106,12 +108,12 @@ def _finite(us: float) -> float | None:
 
 
 def _reads(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
-    return [_read(planner, plan, at, read) for at, read in enumerate(plan.reads)]
+    return [_read(planner, plan, read) for read in plan.reads]
 
 
-def _read(planner: Planner, plan: Plan, at: int, read: ReadPlan) -> dict[str, Any]:
+def _read(planner: Planner, plan: Plan, read: ReadPlan) -> dict[str, Any]:
     steps: list[dict[str, Any]] = []
-    for s in (*read.steps, *read.inside):
+    for s in read.steps:
         step: dict[str, Any] = {"op": s.op, "us": _finite(s.us)}
         if s.edge is None:
             step |= {"rows": s.rows.name}
@@ -126,19 +128,20 @@ def _read(planner: Planner, plan: Plan, at: int, read: ReadPlan) -> dict[str, An
                 "transport": s.transport,
             }
         steps.append(step)
-    for settlement, settled in plan.settled_after(at + 1):
-        steps.append(
-            {
-                "op": "settle",
-                "value": settled.value.what,
-                "recipe": settled.recipe.name,
-                "group": settled.group,
-                "bytes": settled.bytes,
-                "transport": settled.transport,
-                "us": _finite(settled.us),
-                "asked": settlement.asked,
-            }
-        )
+    steps += [
+        {
+            "op": "settle",
+            "value": step.value.what,
+            "recipe": step.recipe.name,
+            "group": step.group,
+            "bytes": step.bytes,
+            "transport": step.transport,
+            "us": _finite(step.us),
+            "asked": settlement.asked,
+        }
+        for settlement, settled in read.settlements()
+        for step in settled.steps()
+    ]
     return {"site": read.read.site, "us": _finite(read.us), "residual": read.residual.name, "steps": steps}
 
 
@@ -146,28 +149,27 @@ def _table(planner: Planner, plan: Plan, one_transport: bool) -> list[str]:
     """A line for each step under its read: what it does, the bytes that the busiest rank receives, µs."""
     rows: list[tuple[str, ...]] = []
     reads = _folded(plan)
-    first = {read.read.site.split(".")[0] for _, read, _ in reads}
+    first = {read.read.site.split(".")[0] for _, read in reads}
     prefix = f"{first.pop()}." if len(first) == 1 else ""
-    for times, read, inside in reads:
+    for times, read in reads:
         often = f"  × {times}" if times > 1 else ""
-        form = "  by dispatch" if read.inside else ""
+        form = "".join(f"  by {settled.value.what}" for settled in read.settled if settled.parts)
         rows.append((f"  {fold(read.read.site).removeprefix(prefix)}{often}{form}",))
-        for s in (*read.steps, *read.inside):
+        for s in read.steps:
             moved = size_text(planner.bytes_received(s.edge, plan.counts)) if s.edge and s.edge.moves else ""
             named = s.brief() if one_transport or not (s.edge and s.edge.moves) else str(s)
             rows.append((f"    {named}", moved, f"{s.us:,.1f} µs"))
-        for settlement, settled in inside:
-            named = settled.brief() if one_transport else str(settled)
-            asked = ", where a row asks for it" * settlement.asked
-            rows.append((f"    {named}{asked}", size_text(settled.bytes), f"{settled.us:,.1f} µs"))
+        for settlement, settled in read.settlements():
+            for step in settled.steps():
+                named = step.brief() if one_transport or not step.kinds else str(step)
+                asked = ", where a row asks for it" * settlement.asked
+                rows.append((f"    {named}{asked}", size_text(step.bytes) if step.kinds else "", f"{step.us:,.1f} µs"))
     return columns(rows)
 
 
-def _folded(plan: Plan) -> list[tuple[int, ReadPlan, list[tuple[Settlement, Settled]]]]:
+def _folded(plan: Plan) -> list[tuple[int, ReadPlan]]:
     """Reads whose folded name, steps, residual and settlements are equal, counted, in the order first seen."""
-    seen: dict[tuple[object, ...], list[tuple[ReadPlan, list[tuple[Settlement, Settled]]]]] = {}
-    for at, r in enumerate(plan.reads):
-        inside = list(plan.settled_after(at + 1))
-        key = fold(r.read.site), r.steps, r.inside, r.residual, tuple(settled for _, settled in inside)
-        seen.setdefault(key, []).append((r, inside))
-    return [(len(same), *same[0]) for same in seen.values()]
+    seen: dict[tuple[object, ...], list[ReadPlan]] = {}
+    for read in plan.reads:
+        seen.setdefault((fold(read.read.site), read.steps, read.residual, read.settled), []).append(read)
+    return [(len(same), same[0]) for same in seen.values()]

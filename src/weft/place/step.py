@@ -9,13 +9,7 @@ from weft.place.edges import Edge
 from weft.place.spec import Rows
 
 RESIDUAL, NORMED = "residual", "normed"
-LOCAL = {
-    "absorb": "add",
-    "merge": "add deltas",
-    "norm": "norm",
-    "pack": "pack rows for their experts",
-    "unpack": "add results",
-}
+LOCAL = {"absorb": "add", "merge": "add deltas", "norm": "norm"}
 """Local steps in few words."""
 
 
@@ -29,16 +23,10 @@ class Step:
     norm:   normalise the residual.
     finish: move, absorb and norm in one call of a transport: the edge with its epilogue.
 
-    Of a block that sends its rows to their experts and gets them back (`weft.place.experts`):
-
-    pack:     lay rows out by the ranks that they go to.
-    exchange: the edge; `operand` says what travels.
-    unpack:   add what came back, row by row.
-
     A delta's index is its place among those that are left. transport: who carries the edge out. us: predicted time.
     """
 
-    op: Literal["move", "merge", "absorb", "norm", "finish", "pack", "exchange", "unpack"]
+    op: Literal["move", "merge", "absorb", "norm", "finish"]
     operand: int | str = RESIDUAL
     edge: Edge | None = None
     into: int = 0
@@ -46,14 +34,22 @@ class Step:
     us: float = 0.0
     transport: str = "local"
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of its collective, if it has one."""
+        return (self.edge.kind,) if self.edge is not None and self.edge.moves else ()
+
+    @property
+    def group(self) -> str:
+        """Of its collective; empty where none is named."""
+        return (self.edge.group if self.edge is not None else None) or ""
+
     def brief(self) -> str:
         """The step in few words, without who carries it out: `reduce_scatterv world → OWN +norm`."""
         if self.edge is None:
             return f"{LOCAL[self.op]} on {self.rows.name}"
         of = f"{self.operand}: " if isinstance(self.operand, str) else ""
         over = f" {self.edge.group}" if self.edge.group else ""
-        if self.op == "exchange":
-            return f"{of}{self.edge.kind}{over}"
         owes = f", owes {self.edge.dst.owes}" if self.edge.dst.owes else ""
         norm = " +norm" if self.op == "finish" else ""
         return f"{of}{self.edge.kind}{over} → {self.edge.dst.rows.name}{owes}{norm}"

@@ -25,8 +25,9 @@ from rich.progress import Progress, TaskID
 from e2e.here import weft_here
 from weft.assets import embedded_model_dir
 from weft.cli import cmd_demo, cmd_serve
-from weft.cli.command import Layout, UserError, start_engine
+from weft.cli.command import Layout, UserError
 from weft.cli.other_engines import ADVICE
+from weft.cli.start import start_engine
 from weft.engine.config import EngineConfig
 from weft.place.spec import Mesh
 from weft.server.options import Options

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from e2e.here import weft_here
-from weft.cli import cmd_tune, command
+from weft.cli import cmd_tune
 from weft.cli.command import UserError
+from weft.cli.start import start_engine
 from weft.engine import startup
 from weft.engine.config import EngineConfig
 from weft.engine.transports import cost_model, open_transports, untuned
@@ -72,13 +73,13 @@ def test_the_first_start_measures_once(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(cmd_tune, "run_ranks", run_ranks)
     monkeypatch.setattr("weft.engine.engine.Engine", lambda config, progress: config)
     for _ in range(2):
-        assert command.start_engine(TWO) is TWO
+        assert start_engine(TWO) is TWO
     assert asked == [(2, ["peer", "nccl"])]
     assert set(read_table(host_table(gpus=True)).by_transport) == {"peer", "torchdist/nccl"}
     assert str(host_table(gpus=True)) in capsys.readouterr().err
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     with pytest.raises(UserError, match=r"cannot write /proc/nowhere.*; name a cost model with --cost"):
-        command.start_engine(TWO)
+        start_engine(TWO)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

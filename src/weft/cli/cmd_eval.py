@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from weft.cli.command import Layout, ModelDir, UserError, engine_config, start_engine
+from weft.cli.command import Layout, ModelDir, UserError, engine_config
+from weft.cli.start import start_engine
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from weft.cli.command import Layout, ModelDir, UserError, engine_config, start_engine, stop_on_sigterm
+from weft.cli.command import Layout, ModelDir, UserError, engine_config, stop_on_sigterm
+from weft.cli.start import start_engine
 from weft.place.show import columns, size_text
 
 MOST_KERNELS = 12

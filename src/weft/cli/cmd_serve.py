@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from weft.cli.command import Layout, ModelDir, UserError, engine_config, start_engine, stop_on_sigterm
+from weft.cli.command import Layout, ModelDir, UserError, engine_config, stop_on_sigterm
+from weft.cli.start import start_engine
 
 
 @dataclass(frozen=True)

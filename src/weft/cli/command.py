@@ -251,30 +251,3 @@ def stop_on_sigterm() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
-
-
-def start_engine(config: Any) -> Any:
-    """A started engine, with a progress bar on stderr while it loads."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-    from transformers.utils import logging as transformers_logging
-
-    from weft.engine.engine import Engine
-    from weft.engine.transports import untuned
-
-    if untuned(config):
-        from weft.cli.cmd_tune import tune_first
-
-        tune_first(config.mesh.world)
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        # Without a total the bar swings, so that it moves while processes start, of which nothing can be counted.
-        task = bar.add_task(f"starting {config.mesh.world} rank(s)", total=None)
-        return Engine(config, lambda what, part: bar.update(task, description=what, completed=part, total=1.0))

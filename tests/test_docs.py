@@ -1,4 +1,4 @@
-"""What the pages and the README name is there."""
+"""What the pages, the README and the sources' own texts name is there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from weft.models.registry import FAMILIES
 
 ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "weft"
 IN_CELL = re.compile(r"`(?:\w+/)?(\w+\.(?:py|h|cc|cu|cuh))`").findall
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -24,6 +25,47 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_that_are_named_exist(page: Path) -> None:
     for name in re.findall(r"`((?:src|tests|benchmarks|examples)/[^`\s:]+)`", page.read_text()):
         assert list(ROOT.glob(name.removesuffix("/"))), name
+
+
+def sources() -> list[Path]:
+    return [path for suffix in ("py", "h", "cc", "cu", "cuh") for path in SOURCE.rglob(f"*.{suffix}")]
+
+
+def resolves(name: str) -> bool:
+    """Whether `weft.a.b.C.d` names a module, or what a module of its beginning has in its text."""
+    parts = name.split(".")[1:]
+    for length in range(len(parts), 0, -1):
+        stem = SOURCE.joinpath(*parts[:length])
+        for module in (stem.with_suffix(".py"), stem / "__init__.py"):
+            if module.exists():
+                return all(re.search(rf"\b{part}\b", module.read_text()) for part in parts[length:])
+    return False
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("weft.place.cost", True),
+        ("weft.server.errors.ApiError.response", True),
+        ("weft.server.nothing", False),
+        ("weft.kv.cache.Nothing", False),
+    ],
+)
+def test_names_that_resolve(name: str, known: bool) -> None:
+    assert resolves(name) is known
+
+
+def test_modules_that_are_named_exist() -> None:
+    """`weft.x.y` in comments, docstrings and pages, and `folder/file.py` of the package, or of its tests."""
+    folders = "|".join(sorted(path.name for path in SOURCE.iterdir() if path.is_dir()))
+    wrong = []
+    for path in (*PAGES, *sources()):
+        text = path.read_text()
+        wrong += [(path.name, n) for n in re.findall(r"(?<=`)weft(?:\.\w+)+(?=`)", text) if not resolves(n)]
+        for name in re.findall(rf"(?<![\w./])(?:{folders})/\w+\.(?:py|h|cc|cu|cuh)\b", text):
+            if not any((folder / name).exists() for folder in (SOURCE, SOURCE / "kernels", ROOT / "tests")):
+                wrong.append((path.name, name))
+    assert not wrong
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

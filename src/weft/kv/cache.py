@@ -43,12 +43,6 @@ class KVCache:
         """How many tokens a row sees, its own included; None: all up to itself."""
         return self.spec.size if isinstance(self.spec, Window) else None
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token takes on this rank, all layers."""
-        layers, _, heads, dim = self.keys.shape
-        return (1 if isinstance(self.spec, Latent) else 2) * layers * heads * dim * self.keys.element_size()
-
     def writable(self, slots: Tensor) -> Tensor:
         """Slots `[T]` with −1 replaced by one that no sequence reads."""
         return torch.where(slots < 0, self.num_pages * self.page_size, slots)
@@ -76,11 +70,6 @@ class StateCache:
     def __init__(self, spec: Recurrent, layers: int, slots: int, device: torch.device | str = "cpu"):
         self.spec, self.slots = spec, slots
         self.states = [torch.zeros(layers, slots + 2, *shape, device=device) for shape in spec.shapes]
-
-    @property
-    def bytes_per_sequence(self) -> int:
-        """Bytes that one sequence takes on this rank, all layers."""
-        return sum(s[:, 0].numel() * s.element_size() for s in self.states)
 
     def load(self, layer: int, slots: Tensor) -> tuple[Tensor, ...]:
         """The states of slots `[B]`, `[B, …]` each; −1: zeros."""

@@ -322,7 +322,7 @@ ARGUMENTS = re.compile(r"(?P<name>)\s*(?=\{)")
 
 
 def _read_arguments(body: str, functions: Functions) -> list[Call]:
-    """Of `weft.server.harmony`, which has read the name: that of the only function."""
+    """Of `weft.server.tools.ChannelParser`, which has read the name: that of the only function."""
     try:
         return [Call(functions[0]["name"], json.dumps(json.loads(body), ensure_ascii=False))]
     except ValueError:

@@ -217,8 +217,8 @@ OWN = [
     Fault(
         "a merge in several calls is priced as one",
         "place/settle.py",
-        "us = times * sum(offer.cost.collective_us(",
-        "us = sum(offer.cost.collective_us(",
+        "us += times * sum(offer.cost.collective_us(",
+        "us += sum(offer.cost.collective_us(",
         ("tests/dcp/test_merge.py",),
     ),
     # the stream

@@ -39,8 +39,8 @@ class Machine:
     """A transport and what it costs: µs a call and a doubling of the group, bytes/µs; the same of local work.
 
     fused: whether a summing edge takes residual add and norm along. room: bytes of a tensor, if limited; norm_room: of
-    a row that is normalised along; hosts_room: hosts of a group. network: what the first three are over hosts, where
-    the doublings are those of a host's ranks.
+    a row that is normalised along; ranks_room, hosts_room: ranks and hosts of a group. network: what the first three
+    are over hosts, where the doublings are those of a host's ranks.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Machine:
     local_bytes_us: float
     room: int | None = None
     norm_room: int | None = None
+    ranks_room: int | None = None
     hosts_room: int | None = None
     network: tuple[float, float, float] | None = None
 
@@ -68,7 +69,25 @@ class Machine:
             Network(self.network[0], self.network[1], self.network[2] / 1e3) if self.network else None,
         )
         fused = frozenset(k for k in self.kinds if "reduce" in k) if self.fused else frozenset()
-        return Offer(self.name, self.kinds, fused, cost, self.room, self.norm_room, max_hosts=self.hosts_room)
+        return Offer(self.name, self.kinds, fused, cost, self.room, self.norm_room, self.ranks_room, self.hosts_room)
+
+    def serves(self, ranks: int, hosts: int) -> bool:
+        """Whether it carries exchanges of so many ranks on so many hosts."""
+        limits = (ranks, self.ranks_room), (hosts, self.hosts_room)
+        return all(most is None or n <= most for n, most in limits)
+
+    def collective(self, ranks: int, hosts: int, received: float) -> float:
+        """A collective in which each rank receives so many bytes; infinite over hosts that nothing joins."""
+        call_us, doubling_us, bytes_us = self.call_us, self.doubling_us, self.bytes_us
+        if hosts > 1:
+            if self.network is None:
+                return math.inf
+            call_us, doubling_us, bytes_us = self.network
+        return call_us + doubling_us * math.log2(ranks / hosts) + received / bytes_us
+
+    def kernel(self, touched: float) -> float:
+        """A kernel of a rank's own that goes over so many bytes."""
+        return self.local_us + touched / self.local_bytes_us
 
 
 @dataclass(frozen=True)
@@ -86,6 +105,14 @@ class Hop:
     copied: bool = False
 
 
+def hosts_of_ranks(mesh: Mesh) -> tuple[int, list[int]]:
+    """How many neighbours go to a host before the next one's turn, and the host of each rank."""
+    run, on_host = max(mesh.attn_tp, mesh.moe_tp), mesh.world // mesh.hosts
+    if run % mesh.attn_tp or run % mesh.moe_tp or on_host % run:  # hosts take such runs of ranks in turn, if these fit
+        run = on_host
+    return run, [rank // run % mesh.hosts for rank in range(mesh.world)]
+
+
 class World:
     """The algebra of placements on one mesh."""
 
@@ -100,10 +127,7 @@ class World:
             "ep": tuple(r % moe_tp for r in self.ranks),
         }
         self.alone: Blocks = tuple(self.ranks)
-        run, on_host = max(tp, moe_tp), mesh.world // hosts
-        if run % tp or run % moe_tp or on_host % run:  # hosts take runs of ranks in turn, if these fit
-            run = on_host
-        self.host = [r // run % hosts for r in self.ranks]
+        run, self.host = hosts_of_ranks(mesh)
         if hosts > 1:  # every cut of the ranks that follows from these
             self.blocks["host"] = tuple(self.host.index(h) for h in self.host)
             self.blocks["rail"] = tuple(r - self.host[r] * run for r in self.ranks)
@@ -256,8 +280,7 @@ class Prices:
 
     def local(self, tensors: int, value: Value) -> float:
         """A kernel of a rank's own that goes over so many tensors. The first machine says what that takes."""
-        first = self.machines[0]
-        return first.local_us + tensors * self.tensor(value) / first.local_bytes_us
+        return self.machines[0].kernel(tensors * self.tensor(value))
 
     def hop(self, hop: Hop, by: Machine, finish: bool = False) -> float:
         """A step by a machine; infinite where it cannot. Finish reads delta and residual, writes residual and norm."""
@@ -269,15 +292,9 @@ class Prices:
             return math.inf
         if by.room is not None and max(self.tensor(hop.src), self.tensor(hop.dst)) > by.room:
             return math.inf
-        if by.hosts_room is not None and hop.hosts > by.hosts_room:
+        if not by.serves(hop.ranks, hop.hosts):
             return math.inf
-        if hop.hosts > 1 and by.network is None:
-            return math.inf
-        call_us, doubling_us, bytes_us = by.call_us, by.doubling_us, by.bytes_us
-        if hop.hosts > 1 and by.network is not None:
-            call_us, doubling_us, bytes_us = by.network
-        moved = hop.received * self.tokens / self.tp * self.row_bytes
-        us = call_us + doubling_us * math.log2(hop.ranks / hop.hosts) + moved / bytes_us
+        us = by.collective(hop.ranks, hop.hosts, hop.received * self.tokens / self.tp * self.row_bytes)
         us += max(self.local(2, hop.src), self.local(2, hop.dst)) if hop.copied else 0.0
         return us + (4 * self.tensor(hop.dst) / by.local_bytes_us if finish else 0.0)
 

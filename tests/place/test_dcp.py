@@ -65,7 +65,7 @@ def test_a_transport_without_room_is_left_out() -> None:
         context.exchange_us(1, Settlements(MESH, [small]))
     assert context.exchange_us(1, Settlements(MESH, [small, OFFER])) == pytest.approx(10.15)
     some = replace(small, max_bytes=2 * 64 * 3)  # rows travel in units of 16 bytes
-    assert context.exchange_us(4, Settlements(MESH, [some])) == pytest.approx(2 * (10 + 3 * 0.05) + 4 * 0.1)
+    assert context.exchange_us(4, Settlements(MESH, [some])) == pytest.approx(2 * 10 + 4 * 0.05 + 4 * 0.1)
 
 
 def test_the_plan_says_it(tmp_path: Path) -> None:

@@ -297,9 +297,12 @@ class Settlements:
                     continue
                 if not offer.serves(ranks, hosts):
                     continue
-                times, touched = -(-rows // each), recipe.touched(value, ranks, rows if recipe.once else each)
-                us = times * sum(offer.cost.collective_us(kind, ranks, moved, hosts) for kind, moved in calls)
-                us += (1 if recipe.once else times) * sum(map(self.local_us, touched))
+                us, cuts = 0.0, [(times, part) for times, part in ((rows // each, each), (1, rows % each)) if part]
+                for times, part in cuts:
+                    moves = recipe.calls(value, ranks, part)
+                    us += times * sum(offer.cost.collective_us(kind, ranks, moved, hosts) for kind, moved in moves)
+                for times, part in [(1, rows)] if recipe.once else cuts:
+                    us += times * sum(map(self.local_us, recipe.touched(value, ranks, part)))
                 by = offer.transport if calls else "local"
                 found.append(Settled(value, group, ranks, rows, recipe, by, us, each))
         return sorted(found, key=lambda plan: plan.us)

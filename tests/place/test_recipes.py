@@ -1,0 +1,392 @@
+"""What blocks settle against every way that there is, on worlds of up to 6 ranks and 8 on hosts; and that it would be
+found out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from place import recipes
+from place.exhaustive import Machine, least
+from place.recipes import Priced, Wanted, priced
+from place.test_exhaustive import ALL, FIXED, machines
+from weft.place import settle, vocabulary
+from weft.place.chain import Chain, Read
+from weft.place.cost import Offer
+from weft.place.plan import Planner
+from weft.place.settle import Gather, Merge, Recipe, Settled, Settlement, Settlements, Value
+from weft.place.spec import LayoutError, Mesh, PlacementError, Rows, layouts
+
+SETTLES = frozenset({"all_gatherv", "reduce_scatterv", "all_to_allv", "merge_scatterv"})
+RECIPES = {
+    "ag_rs": ("all_gatherv", "reduce_scatterv"),
+    "a2a": ("all_to_allv",),
+    "fused": ("merge_scatterv",),
+}
+"""The collectives of each recipe of a merge."""
+MESHES = tuple(
+    replace(mesh, dcp=dcp, hosts=hosts)
+    for mesh in layouts(8)
+    for hosts in range(1, mesh.world + 1)
+    for dcp in range(1, mesh.attn_tp + 1)
+    if mesh.attn_tp > 1 and mesh.attn_tp % dcp == 0 and mesh.world % hosts == 0 and (mesh.world <= 6 or hosts == 2)
+)
+"""Those of 8 ranks are on 2 hosts: 2 × 2 × 2 is among them."""
+ON_ONE = tuple(mesh for mesh in MESHES if mesh.hosts == 1)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A value on a mesh, in a step of so many rows of each DP group. recipe: to take; `auto`: whichever costs least.
+
+    heads, dim, element_bytes: of attention on a rank; tokens: of the vocabulary.
+    """
+
+    mesh: Mesh
+    what: str
+    rows: int
+    heads: int
+    dim: int
+    element_bytes: int
+    tokens: int
+    machines: tuple[Machine, ...] = ()
+    recipe: str = "auto"
+
+    @property
+    def group(self) -> str:
+        return "dcp" if self.what in ("outputs", "queries") else "attn_tp"
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.dcp if self.group == "dcp" else self.mesh.attn_tp
+
+    @property
+    def bucket(self) -> int:
+        """The rows that it is planned for."""
+        return next(n for n in (1 << i for i in range(10)) if n >= self.rows)
+
+    def settlement(self) -> Settlement:
+        """As a traced model has it."""
+        if self.what == "best tokens":
+            return Settlement(vocabulary.best_tokens(1), self.group, packed=True)
+        if self.what == "logits":
+            return Settlement(vocabulary.logit_rows(self.tokens, self.ranks), self.group, asked=True)
+        if self.what == "queries":
+            row_bytes = self.heads * self.dim * self.element_bytes
+            return Settlement(Gather(self.what, row_bytes, relaid=True), self.group)
+        return Settlement(Merge(self.heads * self.ranks, self.dim, self.element_bytes), self.group)
+
+    @cached_property
+    def wanted(self) -> Wanted:
+        """As the oracle takes it."""
+        if self.what == "best tokens":
+            return recipes.best_tokens(self.ranks, self.bucket)
+        if self.what == "logits":
+            return recipes.logits(self.ranks, self.tokens)
+        of = recipes.queries if self.what == "queries" else recipes.attention
+        return of(self.ranks, self.heads, self.dim, self.element_bytes)
+
+    @cached_property
+    def ways(self) -> list[Priced]:
+        rows = 1 if self.what == "best tokens" else self.bucket
+        return priced(self.mesh, self.group, self.wanted, rows, list(self.machines))
+
+
+@st.composite
+def settling_machines(draw: st.DrawFn, name: str) -> Machine:
+    kinds = draw(st.sampled_from([SETTLES, SETTLES, *(SETTLES - {kind} for kind in sorted(SETTLES))]))
+    room = draw(st.sampled_from([None, None, None, None, 64, 256, 1024, 4096, 16384]))
+    found = replace(draw(machines(name)), kinds=kinds, room=room)
+    return replace(found, network=found.network or draw(st.sampled_from([None, (50.0, 5.0, 100.0)])))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Attention over dcp, queries for it, best tokens or logits of a vocabulary; the latter over attn_tp."""
+    mesh = draw(st.sampled_from(ON_ONE) | st.sampled_from(MESHES))
+    what = draw(st.sampled_from(["outputs"] * 3 + ["queries"] if mesh.dcp > 1 else ["best tokens", "logits"]))
+    return Problem(
+        mesh,
+        what,
+        rows=draw(st.sampled_from([1, 2, 3, 8, 20, 64])),
+        heads=draw(st.integers(1, 3)),
+        dim=draw(st.sampled_from([1, 3, 8, 64])),
+        element_bytes=draw(st.sampled_from([2, 4])),
+        tokens=draw(st.integers(mesh.attn_tp, 99)),
+        machines=tuple(draw(settling_machines(name)) for name in draw(st.sampled_from([["one"], ["one", "two"]]))),
+        recipe=draw(st.sampled_from(["auto", *RECIPES])) if what == "outputs" else "auto",
+    )
+
+
+def settlements_of(problem: Problem) -> Settlements:
+    return Settlements(problem.mesh, [m.offer() for m in problem.machines], {Merge: problem.recipe})
+
+
+def check(problem: Problem) -> None:
+    """The plan is a way that there is, takes what that takes, and none takes less; what is refused cannot be."""
+    best = recipes.least(problem.ways, RECIPES.get(problem.recipe))
+    asked = problem.settlement().of(problem.rows if problem.what != "best tokens" else problem.bucket)
+    try:
+        settled = settlements_of(problem).plan(*asked)
+    except LayoutError:
+        assert best is None
+        return
+    assert best is not None and settled.us == pytest.approx(best)
+    check_settled(settled, problem.ways)
+    assert problem.recipe in ("auto", settled.recipe.name)
+
+
+def check_settled(settled: Settled, ways: list[Priced]) -> None:
+    """Its transport goes such a way, in as many calls of as many bytes, and in the time that it says."""
+    kinds = RECIPES.get(settled.recipe.name, ("all_gatherv",))
+    [way] = [way for way in ways if (way.kinds, way.transport) == (kinds, settled.transport)]
+    assert settled.us == pytest.approx(way.us) and settled.each == way.each
+    assert settled.calls(settled.rows, settled.rows) == list(way.calls)
+    assert settled.bytes == sum(size for _, size in way.calls)
+
+
+@given(problems())
+@settings(max_examples=300, deadline=None)
+def test_no_way_is_cheaper(problem: Problem) -> None:
+    check(problem)
+
+
+def test_the_ways_are_the_recipes_of_the_table() -> None:
+    """Tried out from what ranks hold, with no list of recipes; each rank then has its own heads over all keys."""
+    for n in (2, 3, 4):
+        for wanted in (recipes.attention(n, 2, 3, 2), recipes.queries(n, 2, 3, 2)):
+            found = {tuple(step.kind for step in way) for way in recipes.ways(wanted)}
+            merges = {
+                ("all_gatherv", None, "reduce_scatterv"),
+                (None, "all_to_allv", None),
+                ("merge_scatterv",),
+                ("all_gatherv", None, "all_to_allv", None),  # gathers what it then has no use for
+            }
+            assert found == ({("all_gatherv",)} if wanted.relaid else merges)
+
+
+Model = tuple[Mesh, list[tuple[int, Problem]], list[Machine], int]
+"""What a model of two reads settles, each after which of them; transports, and rows of each DP group."""
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    """Queries and outputs after each read, and a vocabulary in the end, each of them or not."""
+    mesh = draw(st.sampled_from([m for m in MESHES if m.dcp > 1 and m.world <= 4]))
+    tokens, heads, dim = draw(st.sampled_from([1, 8, 64])), draw(st.integers(1, 2)), draw(st.sampled_from([2, 16]))
+    every = [(0, "queries"), (0, "outputs"), (1, "queries"), (1, "outputs"), (1, "best tokens"), (1, "logits")]
+    asked = [(read, Problem(mesh, what, tokens, heads, dim, 2, 61)) for read, what in every if draw(st.booleans())]
+    offered = [
+        replace(draw(settling_machines(name)), kinds=draw(st.sampled_from([ALL | SETTLES, ALL])))
+        for name in draw(st.sampled_from([["one"], ["one", "two"]]))
+    ]
+    return mesh, asked, offered, tokens
+
+
+def check_model(model: Model) -> None:
+    """The plan of a step takes what its reads take, and what it settles in every step; it has all in its place."""
+    mesh, asked, offered, tokens = model
+    group, owing = mesh.placement(Rows.GROUP), mesh.placement(Rows.GROUP, "attn_tp")
+    settles = [tuple(problem.settlement() for at, problem in asked if at == read) for read in (0, 1)]
+    reads = (Read("first", group, (group,), settles[0]), Read("norm", group, (owing,), settles[1]))
+    chain = Chain(reads, 6, 8)
+    times, ways = [least(mesh, chain, offered, tokens, False)], []
+    for _, problem in asked:
+        ways.append(replace(problem, machines=tuple(offered)).ways)
+        best = recipes.least(ways[-1])
+        times += [math.inf] if best is None else [] if problem.what == "logits" else [best]
+    planner = Planner(mesh, chain, [m.offer() for m in offered])
+    try:
+        plan = planner.plan((tokens,) * mesh.attn_dp)
+    except (LayoutError, PlacementError):
+        assert sum(times) == math.inf
+        return
+    assert plan.us == pytest.approx(sum(times))
+    for settled, found in zip((s for read in plan.reads for s in read.settled), ways, strict=True):
+        check_settled(settled, found)
+        assert settled.us == pytest.approx(recipes.least(found))
+    inside = [(site, op.value.what) for site, op in plan.ops() if isinstance(op, Settled)]
+    assert inside == [(reads[read].site, problem.what) for read, problem in asked]
+
+
+@given(models())
+@settings(max_examples=60, deadline=None)
+def test_no_plan_of_a_step_that_settles_is_cheaper(model: Model) -> None:
+    check_model(model)
+
+
+# --- planted faults -----------------------------------------------------------------------------------------------
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def recipe_changed(name: str, change: Callable[[Recipe], Recipe]) -> Plant:
+    def plant(m: pytest.MonkeyPatch) -> None:
+        for kind, table in settle.RECIPES.items():
+            changed = tuple(change(recipe) if recipe.name == name else recipe for recipe in table)
+            m.setitem(settle.RECIPES, kind, changed)
+
+    return plant
+
+
+def calls_changed(change: Callable[[list[tuple[str, float]], int], list[tuple[str, float]]]) -> Any:
+    def changed(recipe: Recipe) -> Recipe:
+        return recipe._replace(calls=lambda value, n, rows: change(recipe.calls(value, n, rows), n))
+
+    return changed
+
+
+def kernels_changed(change: Callable[[list[float]], list[float]]) -> Any:
+    def changed(recipe: Recipe) -> Recipe:
+        return recipe._replace(touched=lambda value, n, rows: change(recipe.touched(value, n, rows)))
+
+    return changed
+
+
+def offers_changed(change: Callable[[Offer], Offer]) -> Plant:
+    def plant(m: pytest.MonkeyPatch) -> None:
+        true = Settlements.__init__
+
+        def init(self: Settlements, mesh: Mesh, offers: Any, *more: Any, **named: Any) -> None:
+            true(self, mesh, [change(offer) for offer in offers], *more, **named)
+
+        m.setattr(Settlements, "__init__", init)
+
+    return plant
+
+
+def method_changed(kind: type, name: str, changed: Any) -> Plant:
+    return lambda m: m.setattr(kind, name, changed)
+
+
+def first_that_is_found(self: Settlements, value: Value, group: str, rows: int) -> list[Settled]:
+    return sorted(TRUE_OPTIONS(self, value, group, rows), key=lambda plan: plan.recipe.name)
+
+
+def whole_rooms(self: Settlements, value: Value, ranks: int, rows: int, max_bytes: int | None) -> int:
+    return rows if max_bytes is None or value.bytes(1, ranks) <= max_bytes else 0
+
+
+TRUE_OPTIONS, TRUE_MOST = Settlements.options, Settlements._most_rows
+PLANTED: dict[str, Plant] = {
+    "ag_rs forgets the lse": recipe_changed("ag_rs", calls_changed(lambda calls, n: [(calls[0][0], 0.0), calls[1]])),
+    "ag_rs scatters the outputs of all": recipe_changed(
+        "ag_rs", calls_changed(lambda calls, n: [calls[0], (calls[1][0], calls[1][1] * n)])
+    ),
+    "ag_rs is one collective": recipe_changed("ag_rs", calls_changed(lambda calls, n: calls[1:])),
+    "ag_rs scales for nothing": recipe_changed("ag_rs", kernels_changed(lambda touched: [])),
+    "a2a receives its own part": recipe_changed(
+        "a2a", calls_changed(lambda calls, n: [(kind, moved * n / (n - 1)) for kind, moved in calls])
+    ),
+    "a2a packs for nothing": recipe_changed("a2a", kernels_changed(lambda touched: touched[1:])),
+    "a2a combines for nothing": recipe_changed("a2a", kernels_changed(lambda touched: touched[:1])),
+    "a2a is offered with all_gatherv": recipe_changed(
+        "a2a", calls_changed(lambda calls, n: [("all_gatherv", moved) for _, moved in calls])
+    ),
+    "fused receives from one rank": recipe_changed(
+        "fused", calls_changed(lambda calls, n: [(kind, moved / (n - 1)) for kind, moved in calls])
+    ),
+    "fused takes a kernel": recipe_changed("fused", kernels_changed(lambda touched: [0.0])),
+    "gathers receive their own rows": recipe_changed(
+        "all_gatherv", calls_changed(lambda calls, n: [(kind, moved * n / (n - 1)) for kind, moved in calls])
+    ),
+    "queries lie as they came": recipe_changed("all_gatherv", kernels_changed(lambda touched: [])),
+    "queries are laid out in every call": recipe_changed("all_gatherv", lambda recipe: recipe._replace(once=False)),
+    "a transport has every kind": offers_changed(lambda offer: replace(offer, kinds=SETTLES)),
+    "a transport has the second of two": offers_changed(
+        lambda offer: replace(offer, kinds=offer.kinds | {"reduce_scatterv"})
+    ),
+    "max_bytes is ignored": offers_changed(lambda offer: replace(offer, max_bytes=None)),
+    "a call of one row has room, so all have": method_changed(Settlements, "_most_rows", whole_rooms),
+    "max_ranks is ignored": offers_changed(lambda offer: replace(offer, max_ranks=None)),
+    "max_hosts is ignored": offers_changed(lambda offer: replace(offer, max_hosts=None)),
+    "hosts are no further apart": method_changed(Mesh, "hosts_of", lambda self, group: 1),
+    "the last offer prices kernels": method_changed(
+        Settlements, "local_us", lambda self, touched: self.offers[-1].cost.local_us(touched)
+    ),
+    "the first that is found": method_changed(Settlements, "options", first_that_is_found),
+    "rows are not rounded": method_changed(
+        Settlements, "plan", lambda self, value, group, rows: self.cheapest(value, group, rows)
+    ),
+    "a recipe is not what was asked for": lambda m: m.setattr(
+        "place.test_recipes.settlements_of",
+        lambda problem: Settlements(problem.mesh, [machine.offer() for machine in problem.machines]),
+    ),
+    "best tokens come without scores": lambda m: m.setattr(vocabulary, "BEST_BYTES", 4),
+    "logits of the shortest run": lambda m: m.setattr(
+        vocabulary, "logit_rows", lambda tokens, ranks: Gather("logits", tokens // ranks * 4)
+    ),
+    "logits in two bytes": lambda m: m.setattr(vocabulary, "LOGIT_BYTES", 2),
+    "an lse in two bytes": lambda m: m.setattr(settle, "LSE_BYTES", 2),
+    "rows are not padded": lambda m: m.setattr(settle, "UNIT_BYTES", 1),
+    "best tokens travel row by row": method_changed(
+        Settlement, "of", lambda self, rows: (self.value, self.group, rows)
+    ),
+}
+
+
+@cache
+def drawn(strategy: Callable[[], st.SearchStrategy[Any]], count: int) -> list[Any]:
+    """So many examples, always the same."""
+    found = []
+
+    @given(strategy())
+    @settings(FIXED, max_examples=count)
+    def note(example: Any) -> None:
+        found.append(example)
+
+    note()
+    return found
+
+
+@pytest.mark.parametrize("plant", PLANTED.values(), ids=PLANTED)
+def test_a_planted_fault_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = drawn(problems, 1000)
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        for problem in some:
+            check(problem)
+
+
+def asked_in_every_step(
+    self: Planner, settles: tuple[Settlement, ...], tokens: int
+) -> tuple[float, tuple[Settled, ...]]:
+    _, settled = TRUE_SETTLE(self, settles, tokens)
+    return sum(plan.us for plan in settled), settled
+
+
+def nothing_inside(self: Planner, settles: tuple[Settlement, ...], tokens: int) -> tuple[float, tuple[Settled, ...]]:
+    us, settled = TRUE_SETTLE(self, settles, tokens)
+    return us if us == math.inf else 0.0, settled
+
+
+TRUE_SETTLE, TRUE_OF = Planner._settle, Settlement.of
+OF_STEPS: dict[str, Plant] = {
+    "logits are paid in every step": method_changed(Planner, "_settle", asked_in_every_step),
+    "what blocks settle is free": method_changed(Planner, "_settle", nothing_inside),
+    "every step settles one row": method_changed(Settlement, "of", lambda self, rows: TRUE_OF(self, 1)),
+}
+
+
+@pytest.mark.parametrize("plant", OF_STEPS.values(), ids=OF_STEPS)
+def test_a_fault_of_a_whole_step_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = drawn(models, 100)
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        for model in some:
+            check_model(model)
+
+
+def test_without_a_fault_none_is_found() -> None:
+    for problem in drawn(problems, 1000):
+        check(problem)
+    for model in drawn(models, 100):
+        check_model(model)

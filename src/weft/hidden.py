@@ -7,16 +7,18 @@ keeps a debt, anything else needs a complete value. Whatever breaks one raises P
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from weft.comm.settle import Settling
-from weft.kernels.float8 import Rows
+from weft.kernels.float8 import Rows, Weight
+from weft.place.row_formats import Float8, Format
 from weft.place.spec import Mesh, Placement, PlacementError
 
-Quantising = Callable[[int], Rows]
-"""Rows in FP8, by runs of so many columns (`weft.kernels.float8`)."""
+InFormat = Callable[[Format], Any]
+"""Gives rows in a format (`weft.comm.formats`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,11 @@ class Hidden:
     live: int32 `[1]` on the device, how many of the rows are tokens; those behind are padding. None: all are. Set on
     what a stream reads, for blocks whose work depends on it, such as routers.
     settler: set by a stream: what the block that reads settles between ranks, it settles by this.
-    quantised: set by a stream: gives the rows in FP8, by runs of so many columns, for products that take them so.
+    in_format: set by a stream: gives the rows in a format, for products that take them so.
+    beside: int32 `[rows, n]`, where the rows came in a format: what was computed from them before (`Stream.read`).
+    on_plain: set by a trace: called where a reader takes the value itself.
+
+    Rows that came in a format, as the placement then says, have a value of the right shape and dtype without elements.
     """
 
     value: Tensor
@@ -35,12 +41,14 @@ class Hidden:
     origin: str
     live: Tensor | None = None
     settler: Settling | None = None
-    quantised: Quantising | None = None
+    in_format: InFormat | None = None
+    beside: Tensor | None = None
+    on_plain: Callable[[], None] | None = None
 
     def __add__(self, other: Hidden) -> Hidden:
         """The sum; two sums that owe the same owe it once. Raises PlacementError for unequal placements."""
         self._require_same(other)
-        return Hidden(self.value + other.value, self.placement, self.mesh, self.origin)
+        return Hidden(self._elements("a sum") + other._elements("a sum"), self.placement, self.mesh, self.origin)
 
     def __iadd__(self, other: Hidden) -> Hidden:
         """The sum, over this value, which the caller has just made and shown to nobody: it stays where it lies."""
@@ -62,7 +70,9 @@ class Hidden:
             raise PlacementError(
                 f"cannot scale {self.origin} {self.placement} by {factor.origin} {factor.placement}: other rows"
             )
-        return Hidden(self.value * factor.value, self.placement, self.mesh, self.origin)
+        return Hidden(
+            self._elements("a product") * factor._elements("a product"), self.placement, self.mesh, self.origin
+        )
 
     def elementwise(self, function: Callable[[Tensor], Tensor], origin: str) -> Hidden:
         """A nonlinear function that never mixes features of two ranks: of each feature, or of each whole head.
@@ -73,7 +83,7 @@ class Hidden:
             raise PlacementError(
                 f"{origin} is not linear and needs a complete value, but {self.origin} is {self.placement}"
             )
-        return Hidden(function(self.value), self.placement, self.mesh, origin)
+        return Hidden(function(self._elements(origin)), self.placement, self.mesh, origin)
 
     def rowwise(self, function: Callable[[Tensor], Tensor], origin: str) -> Hidden:
         """A nonlinear function of whole rows, such as a norm or a softmax.
@@ -83,13 +93,35 @@ class Hidden:
         return Hidden(function(self.require_complete(origin)), self.placement, self.mesh, origin)
 
     def require_placement(self, placement: Placement, reader: str) -> None:
-        """Raises PlacementError, naming the reader, unless it has this placement."""
-        if self.placement != placement:
+        """Raises PlacementError, naming the reader, unless it has this placement, in whatever format its rows came."""
+        if replace(self.placement, wire=None) != placement:
             raise PlacementError(f"{reader} needs {placement}, but {self.origin} is {self.placement}")
 
     def require_complete(self, reader: str) -> Tensor:
-        """The value, if it owes nothing and holds all features; else PlacementError naming the reader."""
+        """The value, if it owes nothing, has all features and came as it is; else PlacementError naming the reader."""
+        self._require_features(reader)
+        return self._elements(reader)
+
+    def taken(self, weight: Tensor | Weight, reader: str) -> Tensor | Rows:
+        """The complete rows as a product with the weight takes them: in FP8 where the weight is, if a stream gives them
+        so. Raises PlacementError as `require_complete`.
+        """
+        self._require_features(reader)
+        if self.in_format is None or not isinstance(weight, Weight):
+            return self.require_complete(reader)
+        rows: Rows = self.in_format(Float8(weight.unit[1]))
+        return rows
+
+    def _elements(self, reader: str) -> Tensor:
+        if self.placement.wire:
+            raise PlacementError(
+                f"{reader} needs {replace(self.placement, wire=None)}, but {self.origin} is {self.placement}"
+            )
+        if self.on_plain is not None:
+            self.on_plain()
+        return self.value
+
+    def _require_features(self, reader: str) -> None:
         if self.placement.owes or self.placement.split:
             complete = Placement(self.placement.rows)
             raise PlacementError(f"{reader} needs {complete}, but {self.origin} is {self.placement}")
-        return self.value

@@ -11,29 +11,38 @@ several forms, `rows` names them all, a trace writes each down, and the plan say
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from weft.comm import formats
 from weft.comm.rows import StepRows
 from weft.comm.settle import Settler, TraceSettler
 from weft.comm.stats import StepTimes
 from weft.comm.transport import Epilogue, Transport
 from weft.hidden import Hidden
 from weft.kernels import float8
-from weft.kernels.rows import add_rms_norm, quantising, rms_norm
+from weft.kernels.rows import add_rms_norm, rms_norm
 from weft.place.chain import Chain, Read
 from weft.place.plan import Plan
+from weft.place.row_formats import Format, Wire
 from weft.place.spec import Mesh, Placement, PlacementError, Rows
 from weft.place.step import NORMED, RESIDUAL, Step
+
+NORMS = "norm", "finish"
+"""Steps that normalise."""
 
 OWN, GROUP, WORLD = Rows.OWN, Rows.GROUP, Rows.WORLD
 Takes = Rows | tuple[Rows, ...]
 """The rows that a block reads; several: any of these, whichever serves the whole model best."""
+Beside = Callable[[Hidden], Tensor | None]
+"""What a block computes row by row of what it reads, as int32 `[rows, n]`: before rows travel in a format, to travel
+beside them; None: nothing."""
 
 
 class Norm(Protocol):
@@ -93,7 +102,7 @@ class TraceStream:
         """Records a delta and its debt."""
         self._deltas.add(delta)
 
-    def read(self, norm: Norm, rows: Takes) -> Hidden:
+    def read(self, norm: Norm, rows: Takes, beside: Beside | None = None) -> Hidden:
         """Records a read. Raises PlacementError when nothing was ever added."""
         if not self._reads and not self._deltas.values:
             raise PlacementError(f"{norm.path} reads a stream to which nothing was added")
@@ -101,15 +110,23 @@ class TraceStream:
         targets = _targets(self.mesh, rows)
         self.forms = max(self.forms, len(targets))
         target, index = targets[min(self._form, len(targets) - 1)], len(self._reads)
-        self._reads.append(Read(norm.path, target, tuple(self._deltas.placements)))
+        self._reads.append(Read(norm.path, target, tuple(self._deltas.placements), plain=False))
         self._deltas = _Deltas()
 
-        def quantised(run: int) -> float8.Rows:
-            read = self._reads[index]
-            self._reads[index] = replace(read, run=read.run or run)
-            return float8.quantise(self._empty, run)
+        made = beside(Hidden(self._empty, target, self.mesh, norm.path)) if beside else None
+        bytes_beside = made.shape[1] * made.element_size() if made is not None else 0
 
-        return Hidden(self._empty, target, self.mesh, norm.path, settler=self.settler, quantised=quantised)
+        def in_format(format: Format) -> Any:
+            read, wire = self._reads[index], Wire(format, bytes_beside)
+            another = read.wire not in (None, wire)  # rows travel in one format at most
+            self._reads[index] = replace(read, wire=read.wire or wire, plain=read.plain or another)
+            return formats.make(self._empty, format)
+
+        def on_plain() -> None:
+            self._reads[index] = replace(self._reads[index], plain=True)
+
+        hidden = Hidden(self._empty, target, self.mesh, norm.path, settler=self.settler)
+        return replace(hidden, in_format=in_format, beside=made, on_plain=on_plain)
 
     def _end_read(self) -> None:
         if self.settler.found:
@@ -121,7 +138,8 @@ class TraceStream:
         if self._deltas.values:
             raise PlacementError(f"added after the last read, so never settled: {self._deltas.named()}")
         self._end_read()
-        return Chain(tuple(self._reads), self._empty.shape[1], self._empty.element_size())
+        reads = (replace(read, plain=read.plain or read.wire is None) for read in self._reads)
+        return Chain(tuple(reads), self._empty.shape[1], self._empty.element_size())
 
 
 class Stream:
@@ -161,8 +179,11 @@ class Stream:
             )
         self._deltas.add(delta)
 
-    def read(self, norm: Norm, rows: Takes) -> Hidden:
-        """The normalised residual with everything added so far, complete, on the asked rows: of several, the plan's."""
+    def read(self, norm: Norm, rows: Takes, beside: Beside | None = None) -> Hidden:
+        """The normalised residual with everything added so far, complete, on the asked rows: of several, the plan's.
+
+        beside: where the plan has the rows travel in a format, what it gives for them comes along (`Hidden.beside`).
+        """
         reads = self._plan.reads
         read_plan = reads[self._index] if self._index < len(reads) else None
         targets = self._asked.get(rows)
@@ -180,9 +201,7 @@ class Stream:
         self._index += 1
         if self._settler is not None:
             self._settler.serve(read_plan)
-        (value, quantised), target = self._walk(read_plan.steps, traced, norm), traced.target
-        live = self._live(target.rows, value)
-        return Hidden(value, target, self.mesh, norm.path, live, self._settler, quantising(value, quantised))
+        return self._walk(read_plan.steps, traced, norm, beside)
 
     def finish(self) -> None:
         """Checks that the whole plan was walked. Raises PlacementError where the model stopped early."""
@@ -192,21 +211,26 @@ class Stream:
         if self._deltas.values:
             raise PlacementError(f"added after the last read, so never settled: {self._deltas.named()}")
 
-    def _walk(self, steps: tuple[Step, ...], read: Read, norm: Norm) -> tuple[Tensor, float8.Rows | None]:
-        """The normalised rows; in FP8 too, where products take them so and nothing moves them once they are made."""
-        site, run = read.site, read.run if steps[-1].op in ("norm", "finish") else 0
-        deltas, origins = self._deltas.values, self._deltas.origins
-        residual, normed, rows = self._residual, None, None
-        self._deltas = _Deltas()
+    def _walk(self, steps: tuple[Step, ...], read: Read, norm: Norm, beside: Beside | None) -> Hidden:
+        """The normalised rows; in a format too, or alone, where products take them so."""
+        site, deltas, origins = read.site, self._deltas.values, self._deltas.origins
+        residual, normed, self._deltas = self._residual, None, _Deltas()
+        made: Any = None  # the rows in a format
+        wire: Tensor | None = None  # as they travel
+        came: Hidden | None = None  # as they arrived
 
-        def in_float8(x: Tensor) -> float8.Rows | None:
-            return float8.unfilled(x, run) if run else None
+        def with_norm(x: Tensor) -> float8.Rows | None:
+            """Where the norm of x puts its rows in a format, which a step makes right after it."""
+            after = next((step.wire for norm, step in pairwise(steps) if step.wire and norm.op in NORMS), None)
+            return formats.unfilled(x, after.format) if after else None
 
         for step, then in zip(steps, (*steps[1:], None), strict=True):
             if step.op == "move":
                 if step.operand == RESIDUAL:
                     assert residual is not None
                     residual = self._move(step, residual, site, RESIDUAL)
+                elif wire is not None:
+                    wire = self._move(step, wire, site, norm.path)
                 elif step.operand == NORMED:
                     assert normed is not None
                     normed = self._move(step, normed, site, norm.path)
@@ -216,13 +240,24 @@ class Stream:
             elif step.op == "norm":
                 assert residual is not None
                 if normed is None:
-                    rows = in_float8(residual)
-                    normed = rms_norm(residual, norm.weight, norm.eps, rows)
+                    made = with_norm(residual)
+                    normed = rms_norm(residual, norm.weight, norm.eps, made)
             elif step.op == "finish":
                 assert residual is not None
-                rows = in_float8(residual)
-                epilogue = Epilogue(residual, norm.weight, norm.eps, rows)
+                made = with_norm(residual)
+                epilogue = Epilogue(residual, norm.weight, norm.eps, made)
                 residual, normed = self._move(step, deltas.pop(), site, origins.pop(), epilogue).unbind(0)
+            elif step.op == "unpack":
+                assert wire is not None and step.wire is not None and residual is not None
+                came = self._unpacked(wire, step, residual, norm.path)
+            elif step.wire is not None:
+                assert normed is not None
+                if made is None:
+                    made = formats.make(normed, step.wire.format)
+                if step.op == "pack":
+                    here = self._hidden(normed, self.mesh.placement(step.rows), norm.path)
+                    listed = beside(here) if beside and step.wire.beside else None
+                    wire = formats.pack(made, listed, step.wire, normed.shape[1])
             else:
                 assert isinstance(step.operand, int)
                 delta, origin = deltas.pop(step.operand), origins.pop(step.operand)
@@ -232,13 +267,40 @@ class Stream:
                 elif residual is None:
                     residual = delta
                 elif then is not None and then.op == "norm":
-                    rows = in_float8(residual)
-                    residual, normed = add_rms_norm(residual, delta, norm.weight, norm.eps, rows)
+                    made = with_norm(residual)
+                    residual, normed = add_rms_norm(residual, delta, norm.weight, norm.eps, made)
                 else:
                     residual = residual + delta
         assert normed is not None and residual is not None
         self._residual = residual
-        return normed, rows
+        if came is not None:
+            return came
+        known = {} if made is None else {read.wire.format if read.wire else None: made}
+
+        def in_format(format: Format) -> Any:
+            if format not in known:
+                known[format] = formats.make(normed, format)
+            return known[format]
+
+        return replace(self._hidden(normed, read.target, norm.path), in_format=in_format)
+
+    def _unpacked(self, wire: Tensor, step: Step, like: Tensor, origin: str) -> Hidden:
+        """Rows that travelled in a format, which they stay in. like: of the activations."""
+        assert step.wire is not None
+        wire_format = step.wire.format
+        made, beside = formats.unpack(wire, step.wire, like.shape[1])
+        placement = replace(self.mesh.placement(step.rows), wire=step.wire)
+
+        def in_format(format: Format) -> Any:
+            if format != wire_format:
+                raise PlacementError(f"{origin} is {placement}, but a block takes it in {format}")
+            return made
+
+        no_elements = like.new_empty(1, 1).expand(len(wire), like.shape[1])
+        return replace(self._hidden(no_elements, placement, origin), in_format=in_format, beside=beside)
+
+    def _hidden(self, value: Tensor, placement: Placement, origin: str) -> Hidden:
+        return Hidden(value, placement, self.mesh, origin, self._live(placement.rows, value), self._settler)
 
     def _live(self, rows: Rows, value: Tensor) -> Tensor | None:
         """As `Hidden.live`; on a GPU always, where kernels ask for it in every layer."""

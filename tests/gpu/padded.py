@@ -18,6 +18,7 @@ from weft.kernels import float8
 from weft.place.chain import Chain, Read
 from weft.place.cost import AlphaBeta
 from weft.place.plan import Plan, Planner
+from weft.place.row_formats import Float8, Wire
 from weft.place.spec import Mesh, Placement, Rows
 from weft.stream import Stream
 
@@ -46,7 +47,7 @@ def chain_of(mesh: Mesh) -> Chain:
     reads: list[tuple[Placement, tuple[Placement, ...]]] = [(group, (group,))]
     for target in (group, own, world):
         reads += [(world, (by_attention,)), (target, (by_experts,))]
-    norms = (Read(f"{i}.norm", target, deltas, run=RUN) for i, (target, deltas) in enumerate(reads))
+    norms = (Read(f"{i}.norm", target, deltas, wire=Wire(Float8(RUN))) for i, (target, deltas) in enumerate(reads))
     return Chain(tuple(norms), WIDTH, 4)
 
 
@@ -73,8 +74,8 @@ def walk(stream: Stream, plan: Plan, deltas: list[Tensor], norms: list[Norm]) ->
         [placement] = read_plan.read.deltas
         stream.add(Hidden(delta, placement, plan.mesh, norm.path))
         x = stream.read(norm, read_plan.read.target.rows)
-        assert x.quantised is not None
-        values, scales, _ = x.quantised(RUN)
+        assert x.in_format is not None
+        values, scales, _ = x.in_format(Float8(RUN))
         out.append((x.value, values.view(torch.uint8), scales))
     stream.finish()
     return out

@@ -110,9 +110,9 @@ class Products:
         self.experts: list[float] = []
         product, experts = layers.product, moe.experts
 
-        def checked_product(x: Tensor, weight: Tensor | Weight, *more: Any, **named: Any) -> Tensor:
+        def checked_product(x: Tensor | Rows, weight: Tensor | Weight, *more: Any, **named: Any) -> Tensor:
             found = product(x, weight, *more, **named)
-            if isinstance(weight, Weight) and len(x):  # plans are made of traces without rows
+            if isinstance(weight, Weight) and len(found):  # plans are made of traces without rows
                 self.dense.append(_off(found, float8.linear(x, weight, torch.float64)))
             return found
 

@@ -30,7 +30,7 @@ from weft.models.layers import Builder, Layer
 from weft.models.load import load_model
 from weft.models.registry import load_config
 from weft.models.routing import Router
-from weft.place.cost import PRESETS, Offer
+from weft.place.cost import PRESETS, Costs, Offer
 from weft.place.show import fold
 from weft.place.spec import Mesh, layouts
 
@@ -97,13 +97,14 @@ def drive(
     split: bool = False,
     float8: bool = False,
     steps: Steps | None = None,
+    costs: Costs | None = None,
 ) -> dict[tuple[int, int], Tensor]:
     """Runs the sequences, step by step if not otherwise. Gives {(sequence, position): logits} of this rank's group."""
     torch.set_num_threads(1)
     config = replace(config_of(directory), split_vocabulary=split, float8=float8)
     model = load_model(directory, config, mesh, transport.rank, dtype)
     rules = list(dict.fromkeys(map(rule, cached_layers(model).values())))
-    runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(r, PAGES) for r in rules], PAGE)
+    runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(r, PAGES) for r in rules], PAGE, costs)
     for _, backend in runner.caches.paged:  # a read of a slot that nothing wrote must show
         backend.cache.keys.fill_(float("nan"))
         backend.cache.values.fill_(float("nan"))

@@ -11,12 +11,14 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Literal
 
-from weft.place.chain import Chain
+from weft.place.chain import Chain, Read
 from weft.place.cost import AlphaBeta, Network, Offer
 from weft.place.plan import Plan
+from weft.place.row_formats import Float8, Wire
 from weft.place.spec import Mesh, Placement
 from weft.place.step import NORMED, RESIDUAL, Step
 
@@ -271,31 +273,66 @@ class Prices:
 
     def __init__(self, mesh: Mesh, chain: Chain, machines: list[Machine], tokens: int, slices_copy: bool):
         self.machines, self.tokens, self.tp, self.slices_copy = machines, tokens, mesh.attn_tp, slices_copy
-        self.row_bytes = chain.width * chain.element_bytes
+        self.width, self.row_bytes = chain.width, chain.width * chain.element_bytes
 
     def tensor(self, value: Value) -> int:
-        """Bytes of the largest rank's tensor; where a group's tokens do not divide, its first ranks have one more."""
+        """Bytes of the largest rank's tensor."""
+        return self.rows(value) * self.row_bytes
+
+    def rows(self, value: Value) -> int:
+        """Of the largest rank's tensor; where a group's tokens do not divide, its first ranks have one more."""
         held, ranks = value.held[0], range(value.held[0].bit_length())
-        return sum(-(-(self.tokens - r % self.tp) // self.tp) for r in ranks if held >> r & 1) * self.row_bytes
+        return sum(-(-(self.tokens - r % self.tp) // self.tp) for r in ranks if held >> r & 1)
+
+    def eight(self, wire: Wire) -> int:
+        """Bytes of a row in FP8: a byte an element, and four for each run of as many as share a scale."""
+        assert isinstance(wire.format, Float8)
+        return self.width + 4 * math.ceil(self.width / wire.format.group)
+
+    def on_wire(self, wire: Wire) -> int:
+        """The same as it travels: with what is beside, in units of 16."""
+        return 16 * math.ceil((self.eight(wire) + wire.beside) / 16)
+
+    def quantise(self, value: Value, wire: Wire, with_norm: bool) -> float:
+        """A kernel that reads the rows and writes them in FP8; the norm's kernel only writes more."""
+        first, made = self.machines[0], self.rows(value) * self.eight(wire)
+        return made / first.local_bytes_us if with_norm else first.kernel(self.tensor(value) + made)
+
+    def pack(self, value: Value, wire: Wire, with_norm: bool) -> float:
+        """And another that lays them out."""
+        return self.quantise(value, wire, with_norm) + self.unpack(value, wire, 1)
+
+    def unpack(self, value: Value, wire: Wire, kernels: int = 0) -> float:
+        """A kernel for values, scales, and what was beside."""
+        first, kernels = self.machines[0], kernels or 2 + (wire.beside > 0)
+        touched = self.rows(value) * (self.eight(wire) + self.on_wire(wire))
+        return first.kernel(touched) + (kernels - 1) * first.kernel(0)
 
     def local(self, tensors: int, value: Value) -> float:
         """A kernel of a rank's own that goes over so many tensors. The first machine says what that takes."""
         return self.machines[0].kernel(tensors * self.tensor(value))
 
-    def hop(self, hop: Hop, by: Machine, finish: bool = False) -> float:
-        """A step by a machine; infinite where it cannot. Finish reads delta and residual, writes residual and norm."""
+    def hop(self, hop: Hop, by: Machine, finish: bool = False, wire: Wire | None = None) -> float:
+        """A step by a machine; infinite where it cannot. Finish reads delta and residual, writes residual and norm.
+
+        wire: how rows are written down that travel; only a gather can take them so.
+        """
+        row_bytes = self.on_wire(wire) if wire else self.row_bytes
+        if wire and hop.kind != "all_gatherv":
+            return math.inf
         if hop.kind == "slice":
             return math.inf if finish else self.slice(hop)
         if hop.kind not in by.kinds or (finish and not (by.fused and "reduce" in hop.kind)):
             return math.inf
         if finish and by.norm_room is not None and self.row_bytes > by.norm_room:
             return math.inf
-        if by.room is not None and max(self.tensor(hop.src), self.tensor(hop.dst)) > by.room:
+        if by.room is not None and max(self.rows(hop.src), self.rows(hop.dst)) * row_bytes > by.room:
             return math.inf
         if not by.serves(hop.ranks, hop.hosts):
             return math.inf
-        us = by.collective(hop.ranks, hop.hosts, hop.received * self.tokens / self.tp * self.row_bytes)
-        us += max(self.local(2, hop.src), self.local(2, hop.dst)) if hop.copied else 0.0
+        us = by.collective(hop.ranks, hop.hosts, hop.received * self.tokens / self.tp * row_bytes)
+        copied = 2 * max(self.rows(hop.src), self.rows(hop.dst)) * row_bytes
+        us += self.machines[0].kernel(copied) if hop.copied else 0.0
         return us + (4 * self.tensor(hop.dst) / by.local_bytes_us if finish else 0.0)
 
     def slice(self, hop: Hop) -> float:
@@ -308,36 +345,48 @@ class Prices:
         """
         return self.local(4, value) - self.local(3, value) if added else self.local(2, value)
 
-    def best(self, hop: Hop, finish: bool = False) -> float:
-        return min(self.hop(hop, m, finish) for m in self.machines)
+    def best(self, hop: Hop, finish: bool = False, wire: Wire | None = None) -> float:
+        return min(self.hop(hop, m, finish, wire) for m in self.machines)
 
 
 @dataclass(frozen=True)
 class State:
     """Inside a read: the residual (None before the first delta), deltas not yet added, the normalised value.
 
-    added: the last step was an addition to the residual.
+    added: the last step was an addition to the residual. fresh: it was the norm. written: how the normalised rows are:
+    as they are, on the wire in the readers' format, or as the readers take them.
     """
 
     residual: Value | None
     pending: tuple[Value, ...]
     normed: Value | None = None
     added: bool = False
+    fresh: bool = False
+    written: Literal["plain", "wire", "taken"] = "plain"
 
 
-def following(state: State, w: World, prices: Prices) -> Iterator[tuple[float, State]]:
+def following(state: State, w: World, prices: Prices, read: Read) -> Iterator[tuple[float, State]]:
     """Every state that one legal step leads to, and what the step takes."""
-    residual, pending = state.residual, state.pending
-    if state.normed is not None:
-        for hop in w.hops[state.normed]:
-            yield prices.best(hop), State(residual, pending, hop.dst)
+    residual, pending, wire, at = state.residual, state.pending, read.wire, state.normed
+    if at is not None:
+        if state.written == "taken":
+            return
+        for hop in w.hops[at]:
+            us = prices.best(hop, wire=wire if state.written == "wire" else None)
+            yield us, State(residual, pending, hop.dst, written=state.written)
+        if wire and state.written == "wire":
+            yield prices.unpack(at, wire), State(residual, pending, at, written="taken")
+        elif wire:
+            yield prices.quantise(at, wire, state.fresh), State(residual, pending, at, written="taken")
+            if not read.plain:
+                yield prices.pack(at, wire, state.fresh), State(residual, pending, at, written="wire")
         return
     for i, delta in enumerate(pending):
         others = pending[:i] + pending[i + 1 :]
         for hop in w.hops[delta]:
             yield prices.best(hop), State(residual, (*others, hop.dst))
             if not others and residual is not None and hop.dst == residual:
-                yield prices.best(hop, finish=True), State(residual, (), residual)
+                yield prices.best(hop, finish=True), State(residual, (), residual, fresh=True)
         if delta in others:
             yield prices.local(3, delta), State(residual, others)
         if delta.owes == w.alone and residual in (None, delta):
@@ -349,7 +398,7 @@ def following(state: State, w: World, prices: Prices) -> Iterator[tuple[float, S
         for hop in w.hops[residual]:
             yield prices.best(hop), State(hop.dst, pending)
         if not pending:
-            yield prices.norm(residual, state.added), State(residual, (), residual)
+            yield prices.norm(residual, state.added), State(residual, (), residual, fresh=True)
 
 
 def least(mesh: Mesh, chain: Chain, machines: list[Machine], tokens: int, slices_copy: bool) -> float:
@@ -361,16 +410,16 @@ def least(mesh: Mesh, chain: Chain, machines: list[Machine], tokens: int, slices
         target, tie = w.value(read.target), itertools.count()
         for residual, us in before.items():
             heap = [(us, next(tie), State(residual, tuple(w.value(d) for d in read.deltas)))]
-            seen: set[tuple[Value | None, frozenset[tuple[Value, int]], Value | None, bool]] = set()
+            seen: set[object] = set()
             while heap:
                 us, _, state = heapq.heappop(heap)
                 same = frozenset((v, state.pending.count(v)) for v in state.pending)
-                if (known := (state.residual, same, state.normed, state.added)) in seen:
+                if (known := (replace(state, pending=()), same)) in seen:
                     continue
                 seen.add(known)
-                if state.normed == target:
+                if state.normed == target and state.written == ("taken" if read.wire else "plain"):
                     ends[state.residual] = min(us, ends.get(state.residual, math.inf))
-                for more, after in following(state, w, prices):
+                for more, after in following(state, w, prices, read):
                     if more < math.inf:
                         heapq.heappush(heap, (us + more, next(tie), after))
     return min(ends.values(), default=math.inf)
@@ -393,12 +442,15 @@ def price(plan: Plan, machines: list[Machine], slices_copy: bool = False) -> flo
 
     for read_plan in plan.reads:
         pending, normed, added = [w.value(d) for d in read_plan.read.deltas], None, False
+        fresh, written, wire = False, "plain", read_plan.read.wire
         for step in read_plan.steps:
-            after_sum, added = added, False
+            after_sum, added, after_norm, fresh = added, False, fresh, step.op in ("norm", "finish")
             if step.op in ("move", "finish"):
                 taken, finish = hop(step), step.op == "finish"
                 slices = taken.kind == "slice"
-                us += prices.hop(taken, machines[0] if slices else by_name[step.transport], finish)
+                sent = wire if written == "wire" else None
+                assert step.edge is not None and step.edge.src.wire == step.edge.dst.wire == sent
+                us += prices.hop(taken, machines[0] if slices else by_name[step.transport], finish, sent)
                 if finish:
                     assert pending == [taken.src] and residual == taken.dst
                     pending, normed = [], residual
@@ -414,6 +466,14 @@ def price(plan: Plan, machines: list[Machine], slices_copy: bool = False) -> flo
             elif step.op == "norm":
                 assert residual is not None and not pending
                 us, normed = us + prices.norm(residual, after_sum), residual
+            elif step.op in ("quantise", "pack"):
+                assert normed is not None and wire == step.wire and written == "plain"
+                written = "taken" if step.op == "quantise" else "wire"
+                assert written == "taken" or not read_plan.read.plain
+                us += (prices.quantise if written == "taken" else prices.pack)(normed, wire, after_norm)
+            elif step.op == "unpack":
+                assert normed is not None and wire == step.wire and written == "wire"
+                us, written = us + prices.unpack(normed, wire), "taken"
             else:
                 delta = pending.pop(step.operand)
                 if step.op == "merge":
@@ -423,5 +483,5 @@ def price(plan: Plan, machines: list[Machine], slices_copy: bool = False) -> flo
                     assert delta.owes == w.alone and residual in (None, delta)
                     us, added = us + (prices.local(3, delta) if residual else 0.0), residual is not None
                     residual = delta
-        assert normed == w.value(read_plan.read.target) and not pending
+        assert normed == w.value(read_plan.read.target) and not pending and (written == "taken") == bool(wire)
     return us

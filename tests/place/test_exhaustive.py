@@ -13,10 +13,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from place.exhaustive import Machine, least, price, world
+from weft.place import plan as plan_module
 from weft.place.chain import Chain, Read
 from weft.place.cost import AlphaBeta, Offer
 from weft.place.edges import legal_edges
 from weft.place.plan import Planner
+from weft.place.row_formats import Float8, Wire
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows, layouts
 
 WIDTH, ELEMENT_BYTES = 6, 8
@@ -73,6 +75,17 @@ def machines(draw: st.DrawFn, name: str) -> Machine:
     )
 
 
+READERS = st.sampled_from(
+    [
+        {},
+        {"wire": Wire(Float8(4)), "plain": True},
+        {"wire": Wire(Float8(4)), "plain": False},
+        {"wire": Wire(Float8(4), beside=12), "plain": False},
+    ]
+)
+"""How a block takes its rows: as they are; in FP8 too; in FP8 alone; so, with something computed from them before."""
+
+
 @st.composite
 def problems(draw: st.DrawFn, meshes: tuple[Mesh, ...], most_deltas: int = 3) -> Problem:
     """A mesh, a chain of 1 or 2 reads of some deltas, equal ones too, a transport or two, a bucket of tokens, and
@@ -86,7 +99,7 @@ def problems(draw: st.DrawFn, meshes: tuple[Mesh, ...], most_deltas: int = 3) ->
         deltas = draw(st.lists(st.sampled_from(legal), min_size=int(i == 0), max_size=most_deltas))
         if i == 0:  # a stream begins with the embedding
             deltas[0] = draw(st.sampled_from(complete))
-        reads.append(Read(f"layers.{i}.norm", draw(st.sampled_from(complete)), tuple(deltas)))
+        reads.append(Read(f"layers.{i}.norm", draw(st.sampled_from(complete)), tuple(deltas), **draw(READERS)))
     offered = [draw(machines(name)) for name in draw(st.sampled_from([["one"], ["one", "two"]]))]
     chain, tokens = Chain(tuple(reads), WIDTH, ELEMENT_BYTES), draw(st.sampled_from([1, 2, 8, 64]))
     return mesh, chain, offered, tokens, draw(st.booleans())
@@ -131,10 +144,10 @@ def problems_with_forms(draw: st.DrawFn) -> Problem:
     first = (draw(st.sampled_from(complete)),)  # the embedding, before any form was chosen
     forms = []
     for _ in range(draw(st.integers(2, 3))):
-        reads = [Read("layers.0.norm", draw(st.sampled_from(targets[0])), first)]
+        reads = [Read("layers.0.norm", draw(st.sampled_from(targets[0])), first, **draw(READERS))]
         for i in range(1, count):
             deltas = draw(st.lists(st.sampled_from(legal), min_size=1, max_size=2))
-            reads.append(Read(f"layers.{i}.norm", draw(st.sampled_from(targets[i])), tuple(deltas)))
+            reads.append(Read(f"layers.{i}.norm", draw(st.sampled_from(targets[i])), tuple(deltas), **draw(READERS)))
         forms.append(tuple(reads))
     offered = [draw(machines("one"))]
     return (
@@ -220,11 +233,11 @@ def cheapest_offers_local_steps(m: pytest.MonkeyPatch) -> None:
 
 
 def room_for_the_result_only(m: pytest.MonkeyPatch) -> None:
-    m.setattr(Planner, "_needed_bytes", lambda self, edge, counts: self._most_bytes(edge.dst.rows, counts))
+    m.setattr(Planner, "_needed_bytes", lambda self, edge, counts: self._most_bytes(edge.dst, counts))
 
 
 def room_for_the_source_only(m: pytest.MonkeyPatch) -> None:
-    m.setattr(Planner, "_needed_bytes", lambda self, edge, counts: self._most_bytes(edge.src.rows, counts))
+    m.setattr(Planner, "_needed_bytes", lambda self, edge, counts: self._most_bytes(edge.src, counts))
 
 
 def rows_of_any_width_are_normalised(m: pytest.MonkeyPatch) -> None:
@@ -234,6 +247,32 @@ def rows_of_any_width_are_normalised(m: pytest.MonkeyPatch) -> None:
         true(self, mesh, chain, [replace(o, max_normed_bytes=None) for o in offers], **how)
 
     m.setattr(Planner, "__init__", init)
+
+
+def rows_on_the_wire_are_plain(m: pytest.MonkeyPatch) -> None:
+    m.setattr(Planner, "_row_bytes", lambda self, wire=None: self.chain.width * self.chain.element_bytes)
+
+
+def rows_travel_in_a_format_that_some_take_plain(m: pytest.MonkeyPatch) -> None:
+    true = Planner._make_delivery
+    m.setattr(Planner, "_make_delivery", lambda self, at, wire, plain, tokens: true(self, at, wire, False, tokens))
+
+
+def rows_never_travel_in_a_format(m: pytest.MonkeyPatch) -> None:
+    m.setattr(plan_module, "wire_edges", lambda mesh, wire: {})
+
+
+def quantising_is_free(m: pytest.MonkeyPatch) -> None:
+    m.setattr(Planner, "_format_bytes", lambda *_: 0)
+
+
+def laying_out_is_free(m: pytest.MonkeyPatch) -> None:
+    m.setattr(Planner, "_laid_out_us", lambda *_: 0.0)
+
+
+def what_is_beside_is_forgotten(m: pytest.MonkeyPatch) -> None:
+    true = Wire.row_bytes
+    m.setattr(Wire, "row_bytes", lambda self, width: true(Wire(self.format), width))
 
 
 def adding_is_free(m: pytest.MonkeyPatch) -> None:
@@ -285,6 +324,12 @@ PLANTED = [
     adding_is_free,
     bytes_of_the_first_rank,
     groups_of_any_size_are_served,
+    rows_on_the_wire_are_plain,
+    rows_travel_in_a_format_that_some_take_plain,
+    rows_never_travel_in_a_format,
+    quantising_is_free,
+    laying_out_is_free,
+    what_is_beside_is_forgotten,
 ]
 
 

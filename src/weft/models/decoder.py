@@ -52,7 +52,7 @@ class DecoderLayer(Layer):
 
     def forward(self, stream: Stream | TraceStream, rotary: RotaryTable, caches: Caches) -> None:
         stream.add(self.attention(stream.read(self.input_norm, rows=GROUP), rotary, caches))
-        stream.add(self.mlp(stream.read(self.post_norm, rows=self.mlp.takes)))
+        stream.add(self.mlp(stream.read(self.post_norm, rows=self.mlp.takes, beside=self.mlp.beside)))
 
 
 class Decoder(Layer):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.hidden import Quantising
 from weft.kernels import float8 as plain
 from weft.kernels.float8 import Rows, Weight
 from weft.kernels.parts import Parts
@@ -40,24 +39,16 @@ def unit_of(path: str, dims: int, sources: Sequence[Source]) -> tuple[int, int]:
     return rows, columns
 
 
-def as_taken(x: Tensor, weight: Tensor | Weight, quantised: Quantising | None) -> Tensor | Rows:
-    """x as a product with the weight takes its rows: in FP8 where the weight is, if they are to be had so."""
-    return quantised(weight.unit[1]) if quantised is not None and isinstance(weight, Weight) else x
-
-
 def product(
-    x: Tensor,
-    weight: Tensor | Weight,
-    out: Tensor | None = None,
-    quantised: Quantising | None = None,
-    bias: Tensor | None = None,
+    x: Tensor | Rows, weight: Tensor | Weight, like: Tensor, out: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """x Wᵀ + bias, into out where it is given.
+    """x Wᵀ + bias, into out where it is given; else it is of like's dtype.
 
-    x: `[rows, inputs]`; weight `[outputs, inputs]`; bias `[outputs]`; quantised: gives x in FP8. On GPUs by Triton
-    kernels in FP8, and of few rows in 2-byte floats; else by torch, in FP8 by what the kernels compute.
+    x: `[rows, inputs]`, in FP8 only where the weight is; weight `[outputs, inputs]`; bias `[outputs]`. On GPUs by
+    Triton kernels in FP8, and of few rows in 2-byte floats; else by torch, in FP8 by what the kernels compute.
     """
     if not isinstance(weight, Weight):
+        assert isinstance(x, Tensor), "rows in FP8 are for products with weights in FP8"
         if x.is_cuda:
             from weft.kernels.triton import dense  # GPUs only: a CPU need not have Triton
 
@@ -66,24 +57,23 @@ def product(
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-    out = x.new_empty(x.shape[0], weight.values.shape[0]) if out is None else out
-    rows = as_taken(x, weight, quantised)
-    if x.is_cuda:
+    out = like.new_empty(like.shape[0], weight.values.shape[0]) if out is None else out
+    if out.is_cuda:
         from weft.kernels.triton import float8
 
-        float8.linear(rows, weight, out)
-    elif x.shape[0]:
-        out.copy_(plain.linear(rows, weight))
+        float8.linear(x, weight, out)
+    elif out.shape[0]:
+        out.copy_(plain.linear(x, weight))
     return out if bias is None else out.add_(bias)
 
 
 def product_or_parts(
-    x: Tensor, weight: Tensor | Weight, quantised: Quantising | None = None, bias: Tensor | None = None
+    x: Tensor | Rows, weight: Tensor | Weight, like: Tensor, bias: Tensor | None = None
 ) -> Tensor | Parts:
     """The same, for what adds up its parts itself where a GPU makes it in parts."""
-    if x.is_cuda and not isinstance(weight, Weight):
+    if isinstance(x, Tensor) and x.is_cuda and not isinstance(weight, Weight):
         from weft.kernels.triton import dense
 
         if tile := dense.tile_for(x, weight, added_next=True):
             return dense.linear_parts(x, weight, tile, bias)
-    return product(x, weight, None, quantised, bias)
+    return product(x, weight, like, None, bias)

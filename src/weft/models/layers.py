@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.hidden import Hidden, Quantising
+from weft.hidden import Hidden
 from weft.kernels.float8 import FLOAT8, Weight
 from weft.kernels.parts import Parts
 from weft.kernels.rows import embed, rms_norm
@@ -137,8 +137,9 @@ class Linear(Layer):
         self.declare(replace(b, float8=None) if plain else b, "weight", (outputs, inputs), [source])
 
     def forward(self, x: Hidden) -> Hidden:
-        value = product(x.require_complete(self.path), self.declared("weight"), quantised=x.quantised)
-        return Hidden(value, x.placement, x.mesh, self.path)
+        weight = self.declared("weight")
+        value = product(x.taken(weight, self.path), weight, x.value)
+        return Hidden(value, x.mesh.placement(x.placement.rows), x.mesh, self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,15 +191,15 @@ class ColumnLinear(Layer):
             self.products.append((name, slice(start, total)))
 
     def forward(self, x: Hidden) -> Hidden:
-        value, placement = x.require_complete(self.path), self._placement(x)
-        return Hidden(self._product(value, x.quantised), placement, x.mesh, self.path)
+        return Hidden(self._product(x), self._placement(x), x.mesh, self.path)
 
     def feed(self, x: Hidden, function: Callable[[Tensor | Parts], Tensor], origin: str) -> Hidden:
         """`self(x).elementwise(function, origin)`, where the function adds up the product's parts if it gets them."""
-        value, placement = x.require_complete(self.path), self._placement(x)
+        placement = self._placement(x)
         if len(self.products) > 1:
-            return Hidden(function(self._product(value, x.quantised)), placement, x.mesh, origin)
-        made = product_or_parts(value, self.declared("weight"), x.quantised, self.bias)
+            return Hidden(function(self._product(x)), placement, x.mesh, origin)
+        weight = self.declared("weight")
+        made = product_or_parts(x.taken(weight, self.path), weight, x.value, self.bias)
         return Hidden(function(made), placement, x.mesh, origin)
 
     def _placement(self, x: Hidden) -> Placement:
@@ -207,13 +208,14 @@ class ColumnLinear(Layer):
         except PlacementError as error:
             raise PlacementError(f"{self.path} reads {x.origin} {x.placement}: {error}") from None
 
-    def _product(self, x: Tensor, quantised: Quantising | None) -> Tensor:
-        if len(self.products) == 1:
-            return product(x, self.declared("weight"), quantised=quantised, bias=self.bias)
-        out = x.new_empty(x.shape[0], sum(self.sizes))
-        for name, columns in self.products:
+    def _product(self, x: Hidden) -> Tensor:
+        like, weights = x.value, [self.declared(name) for name, _ in self.products]
+        if len(weights) == 1:
+            return product(x.taken(weights[0], self.path), weights[0], like, bias=self.bias)
+        out = like.new_empty(like.shape[0], sum(self.sizes))
+        for weight, (_, columns) in zip(weights, self.products, strict=True):
             bias = None if self.bias is None else self.bias[columns]
-            product(x, self.declared(name), out[:, columns], quantised, bias)
+            product(x.taken(weight, self.path), weight, like, out[:, columns], bias)
         return out
 
 
@@ -242,7 +244,7 @@ class RowLinear(Layer):
             raise PlacementError(f"{self.path} needs {needs}, but {x.origin} is {x.placement}")
         placement = x.mesh.placement(x.placement.rows, owes=self.over)
         out = self.workspace(x.value.shape[0], self.weight.shape[0], like=x.value)
-        product(x.value, self.declared("weight"), out, bias=self.bias)
+        product(x.value, self.declared("weight"), out, out, self.bias)
         return Hidden(out, placement, x.mesh, self.path)
 
 

@@ -17,6 +17,10 @@ class FeedForward(Layer):
 
     takes: tuple[Rows, ...] = (Rows.WORLD,)
 
+    def beside(self, x: Hidden) -> Tensor | None:
+        """What it computes of rows before they travel in a format (`weft.stream.Beside`)."""
+        return None
+
 
 class GatedMLP(FeedForward):
     """down(silu(gate(x)) · up(x)), features split over the whole world; owes a sum over it.
@@ -61,12 +65,12 @@ class WholeMLP(Layer):
     def forward(self, x: Hidden, score: Linear | None = None) -> Hidden:
         value, by = x.require_complete(self.path), _score(x, score)
         if not x.mesh.same_rows(x.placement.rows, "world"):
-            both = product(value, self.gate_up).unflatten(1, (self.ranks, 2 * self.size))
-            out = product(gated(both, self.limit, score=by).flatten(1), self.down)
+            both = product(value, self.gate_up, value).unflatten(1, (self.ranks, 2 * self.size))
+            out = product(gated(both, self.limit, score=by).flatten(1), self.down, value)
             return Hidden(out, x.placement, x.mesh, self.path)
-        both = product(value, self.gate_up[2 * self.mine.start : 2 * self.mine.stop])
+        both = product(value, self.gate_up[2 * self.mine.start : 2 * self.mine.stop], value)
         out = self.workspace(*value.shape, like=value)
-        product(gated(both, self.limit, score=by), self.down[:, self.mine], out)
+        product(gated(both, self.limit, score=by), self.down[:, self.mine], out, out)
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
 

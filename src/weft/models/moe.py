@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.hidden import Hidden, Quantising
+from weft.hidden import Hidden
+from weft.kernels import float8
 from weft.kernels.float8 import Weight
 from weft.kernels.rows import gated
 from weft.kernels.triton import plain
 from weft.models.expert_sources import MOSTLY, Form, Stored, expert_sources, gate_up_biases
-from weft.models.float8 import as_taken
 from weft.models.layers import Builder, Layer, Linear
 from weft.models.mlp import FeedForward, GatedMLP, WholeMLP
-from weft.models.routing import Router, Routing
+from weft.models.routing import Router, Routing, live_rows
 from weft.models.source import Source
 from weft.place.spec import LayoutError, PlacementError, Rows
 
@@ -79,19 +79,19 @@ class Experts(Layer):
 
     def forward(self, x: Hidden, probability: Tensor, expert: Tensor) -> Hidden:
         if self._dispatches(x):
-            return self._dispatched(x, probability, expert, self._sum)
-        out = self._sum(self._world_rows(x), probability, expert, x.quantised)
+            return self._dispatched(x, probability, expert, lambda rows, *chosen: self._sum(rows, rows, *chosen))
+        out = self._sum(self._world_rows(x), x.value, probability, expert)
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
-    def _sum(self, x: Tensor, probability: Tensor, expert: Tensor, quantised: Quantising | None = None) -> Tensor:
-        """What this rank's experts make of rows. quantised: gives them in FP8."""
-        out = self.workspace(*x.shape, like=x)
+    def _sum(self, x: Tensor | float8.Rows, like: Tensor, probability: Tensor, expert: Tensor) -> Tensor:
+        """What this rank's experts make of rows: a tensor as like is."""
+        out = self.workspace(*like.shape, like=like)
         more = (self.limit, self.alpha, self.gate_up_bias, self.down_bias)
         gate_up, down, expert = self.declared("gate_up"), self.declared("down"), expert - self.first
         if isinstance(gate_up, Weight) or isinstance(down, Weight):
             here = (expert >= 0) & (expert < self.gate_up.shape[0])
-            rows = as_taken(x, gate_up, quantised)
-            return out.copy_(plain.experts(rows, probability, expert.where(here, -1), gate_up, down, *more))
+            return out.copy_(plain.experts(x, probability, expert.where(here, -1), gate_up, down, *more))
+        assert isinstance(x, Tensor), "rows in FP8 are for weights in FP8"
         routed(x, probability, expert, gate_up, down, out, *more)
         return out
 
@@ -103,42 +103,49 @@ class Experts(Layer):
         from weft.kernels.triton import moe, route  # GPUs only: a CPU need not have Triton
 
         if self._dispatches(x):
-            chosen = route.choose(router.unsummed(x), router.routing, _live(x), bias=router.bias)
-            owned = self._dispatched(x, *chosen, self._sum_on_gpu)
+            owned = self._dispatched(x, *router.choose(x), self._sum_on_gpu)
             if shared is not None:
                 owned += shared
             return owned
-        value, held = self._world_rows(x), self.gate_up.shape[0]
-        tile_rows = moe.tile_rows_of(value.shape[0], bool(self.units))
-        routing = route.route(router.unsummed(x), router.routing, _live(x), tile_rows, self.first, held, router.bias)
+        taken, held = self._world_rows(x), self.gate_up.shape[0]
+        tile_rows = moe.tile_rows_of(x.value.shape[0], bool(self.units))
+        if x.beside is None:
+            how = router.routing, live_rows(x), tile_rows, self.first, held, router.bias
+            routing = route.route(router.unsummed(x), *how)
+        else:
+            weight, expert = router.listed(x.beside)
+            token = torch.arange(len(expert), dtype=torch.int32, device=expert.device)
+            routing = self._sorted(weight, expert.where(token[:, None] < live_rows(x), -1), tile_rows)
         if shared is not None:
             shared.require_placement(x.mesh.placement(x.placement.rows, owes="world"), self.path)
-        out = self._sum_routed(value, routing, None if shared is None else shared.value, x.quantised)
+        out = self._sum_routed(taken, x.value, routing, None if shared is None else shared.value)
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
     def _sum_on_gpu(self, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
         """What this rank's experts make of rows; expert: of all there are, −1 for none."""
-        from weft.kernels.triton import moe, route
+        from weft.kernels.triton import moe
+
+        return self._sum_routed(x, x, self._sorted(weight, expert, moe.tile_rows_of(x.shape[0], bool(self.units))))
+
+    def _sorted(self, weight: Tensor, expert: Tensor, tile_rows: int) -> PairRouting:
+        """The routing of rows to experts that are chosen, of all there are, −1 for none."""
+        from weft.kernels.triton import route
 
         held = self.gate_up.shape[0]
         here = (expert >= self.first) & (expert < self.first + held)
-        local = (expert - self.first).where(here, -1)
-        return self._sum_routed(
-            x, route.sort_pairs(weight, local, held, moe.tile_rows_of(x.shape[0], bool(self.units)))
-        )
+        return route.sort_pairs(weight, (expert - self.first).where(here, -1), held, tile_rows)
 
     def _sum_routed(
-        self, x: Tensor, routing: PairRouting, shared: Tensor | None = None, quantised: Quantising | None = None
+        self, x: Tensor | float8.Rows, like: Tensor, routing: PairRouting, shared: Tensor | None = None
     ) -> Tensor:
-        """shared: to which it is added, where it lies. quantised: as for `_sum`."""
+        """shared: to which it is added, where it lies; like: as for `_sum`."""
         from weft.kernels.triton import moe
 
-        gate_up = self.declared("gate_up")
-        out = self.workspace(*x.shape, like=x) if shared is None else shared
+        out = self.workspace(*like.shape, like=like) if shared is None else shared
         return moe.experts(
-            as_taken(x, gate_up, quantised),
+            x,
             routing,
-            gate_up,
+            self.declared("gate_up"),
             self.declared("down"),
             out,
             limit=self.limit,
@@ -157,19 +164,13 @@ class Experts(Layer):
         out = x.settler.dispatch(x.require_complete(self.path), weight, expert, self.experts, work)
         return Hidden(out, x.placement, x.mesh, self.path)
 
-    def _world_rows(self, x: Hidden) -> Tensor:
-        """The value, if it is complete and every rank holds the same rows; else PlacementError."""
-        value = x.require_complete(self.path)
+    def _world_rows(self, x: Hidden) -> Tensor | float8.Rows:
+        """The rows, if they are complete and every rank holds the same; else PlacementError."""
+        taken = x.taken(self.declared("gate_up"), self.path)
         if not x.mesh.same_rows(x.placement.rows, "world"):
             wanted = x.mesh.placement(Rows.WORLD)
             raise PlacementError(f"{self.path} needs {wanted}, but {x.origin} is {x.placement}")
-        return value
-
-
-def _live(x: Hidden) -> Tensor:
-    """int32 `[1]`: how many of the rows are tokens."""
-    rows, device = x.value.shape[0], x.value.device
-    return x.live if x.live is not None else torch.full((1,), rows, dtype=torch.int32, device=device)
+        return taken
 
 
 def routed(
@@ -246,11 +247,15 @@ class SparseMoE(FeedForward):
             Linear(b, f"{path}.{stored.shared}_gate", width, 1, plain=True) if shared and shared_gate else None
         )
 
+    def beside(self, x: Hidden) -> Tensor:
+        return self.router.beside(x)
+
     def forward(self, x: Hidden) -> Hidden:
         if x.value.is_cuda:  # what the gate scales, and the sum, need no kernels of their own
             shared = None if self.shared is None else self.shared(x, self.shared_gate)
             return self.experts.on_gpu(x, self.router, shared)
-        out = self.experts(x, *self.router.choose(x))
+        weight, expert = self.router.choose(x) if x.beside is None else self.router.listed(x.beside)
+        out = self.experts(x, weight.to(x.value.dtype), expert.long())
         if self.shared is not None:
             shared = self.shared(x)
             if self.shared_gate is not None:

@@ -105,6 +105,25 @@ class Router(Linear):
         return dense.linear_parts(value, self.weight, tile, self.offset, torch.float32 if self.routing.wide else None)
 
     def choose(self, x: Hidden) -> tuple[Tensor, Tensor]:
-        """(weight `[T, k]` in x's dtype, expert int64 `[T, k]`)."""
-        weight, expert = self.routing.choose(self.logits(x), self.bias)
-        return weight.to(x.value.dtype), expert
+        """(weight float32 `[T, k]`, expert int32 or int64 `[T, k]`, on GPUs −1 of rows that are padding)."""
+        if x.value.is_cuda:
+            from weft.kernels.triton import route  # GPUs only: a CPU need not have Triton
+
+            return route.choose(self.unsummed(x), self.routing, live_rows(x), bias=self.bias)
+        return self.routing.choose(self.logits(x), self.bias)
+
+    def beside(self, x: Hidden) -> Tensor:
+        """What it chooses for x as int32 `[T, 2k]`, to travel beside rows (`weft.stream.Beside`)."""
+        weight, expert = self.choose(x)
+        return torch.cat((weight.view(torch.int32), expert.int()), dim=1)
+
+    def listed(self, beside: Tensor) -> tuple[Tensor, Tensor]:
+        """(weight float32, expert int32 `[T, k]`) of what travelled."""
+        weight, expert = beside.split(self.routing.k, dim=1)
+        return weight.contiguous().view(torch.float32), expert.contiguous()
+
+
+def live_rows(x: Hidden) -> Tensor:
+    """int32 `[1]`: how many of the rows are tokens."""
+    rows, device = x.value.shape[0], x.value.device
+    return x.live if x.live is not None else torch.full((1,), rows, dtype=torch.int32, device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.place.row_formats import Wire
 from weft.place.settle import Settlement
 from weft.place.spec import Placement
 
@@ -15,15 +16,17 @@ Counts = tuple[int, ...]
 class Read:
     """One read of the stream. site: the norm's name; target: what the block asked for; deltas: what was added since.
 
-    settles: what the block that reads settles between ranks then, in a decode step, in order. run: its products in FP8
-    take rows quantised by runs of so many columns; 0: it has none.
+    settles: what the block that reads settles between ranks then, in a decode step, in order. wire: products of the
+    block take the rows in its format; plain: the block takes them in the activations' dtype too, so that they travel in
+    it.
     """
 
     site: str
     target: Placement
     deltas: tuple[Placement, ...]
     settles: tuple[Settlement, ...] = ()
-    run: int = 0
+    wire: Wire | None = None
+    plain: bool = True
 
 
 @dataclass(frozen=True, slots=True)

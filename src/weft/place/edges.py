@@ -18,16 +18,19 @@ With rows gathered over the axes R, a sum owed over D ⊆ R, and any groups S, A
 Fused edges need neighbours to be summed: every axis of A lies below those of B. On one host these are all steps by
 which rows of groups with a name are reached: OWN, GROUP and WORLD. Over several hosts R and S are any sets of axes, so
 that plans may exchange inside a host first and across hosts then, or the other way round.
+
+A complete value may be gathered in a format of its rows (`wire_edges`): what sums nothing keeps it.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from weft.place import exchange
 from weft.place.exchange import Exchange
+from weft.place.row_formats import Wire
 from weft.place.spec import Mesh, Placement, PlacementError, Rows
 
 SLICE = "slice"
@@ -139,6 +142,19 @@ def legal_edges(mesh: Mesh) -> dict[Placement, tuple[Edge, ...]]:
             edge(exchange.all_reduce_all_gatherv(parts, ranks), both, src, many)
             edge(exchange.reduce_scatterv_all_reduce(parts, ranks), both, owing, few)
     return {src: tuple(edges) for src, edges in found.items()}
+
+
+def wire_edges(mesh: Mesh, wire: Wire) -> dict[Placement, tuple[Edge, ...]]:
+    """Every gather of complete rows that are written down so, by the placement it starts from."""
+    return {
+        replace(src, wire=wire): tuple(
+            replace(edge, src=replace(src, wire=wire), dst=replace(edge.dst, wire=wire))
+            for edge in edges
+            if edge.exchange is not None and edge.exchange.combine == "none"
+        )
+        for src, edges in legal_edges(mesh).items()
+        if src.owes is None
+    }
 
 
 def rows_received(edge: Edge, mesh: Mesh, rank: int, counts: tuple[int, ...]) -> float:

@@ -13,15 +13,15 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import Literal
 
 from weft.place.chain import Chain, Counts, Read, bucket
 from weft.place.cost import Offer
-from weft.place.edges import Edge, legal_edges
-from weft.place.edges import rows_received as rows_of_edge
-from weft.place.exchange import rows_received
-from weft.place.search import Graph, Sums
+from weft.place.edges import Edge, legal_edges, wire_edges
+from weft.place.prices import StepPrices
+from weft.place.row_formats import Wire
+from weft.place.search import Delivery, Graph, Sums
 from weft.place.settle import Settled, Settlement, Settlements
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
 from weft.place.step import NORMED, Step
@@ -86,15 +86,14 @@ class Plan:
         return zlib.crc32("|".join(f"{site} {op}" for site, op in self.ops()).encode())
 
 
-class Planner:
+class Planner(StepPrices):
     """Plans a chain on a mesh with the edges that transports offer; each edge goes to the cheapest that has it.
 
     Slices need no offer; local steps cost what the first offer says. Plans are cached by `bucket`. choice: naive makes
-    the naive plan the one to follow, for whoever compares the two. slices_copy: a slice copies its rows, as in a CUDA
-    graph, where the host does not know at which row it begins; otherwise it is a view, and free. settlements: the plans
-    of what blocks settle; left out, the cheapest by the same offers. Raises PlacementError, naming the block, where no
-    legal steps lead to what a block asks for; LayoutError where a step's tensors are larger
-    than any transport carries.
+    the naive plan the one to follow, for whoever compares the two. slices_copy: as for `StepPrices`. settlements: the
+    plans of what blocks settle; left out, the cheapest by the same offers. Raises PlacementError, naming the block,
+    where no legal steps lead to what a block asks for; LayoutError where a step's tensors are larger than any transport
+    carries.
     """
 
     def __init__(
@@ -106,21 +105,20 @@ class Planner:
         slices_copy: bool = False,
         settlements: Settlements | None = None,
     ):
-        self.mesh, self.chain, self.offers, self.choice = mesh, chain, tuple(offers), choice
-        self._slices_copy = slices_copy
+        super().__init__(mesh, chain, offers, slices_copy)
+        self.choice = choice
         self.settlements = settlements or Settlements(mesh, offers, captured=slices_copy)
-        kinds = frozenset().union(*(o.kinds for o in offers))
-        self._home = {rows: mesh.placement(rows) for rows in mesh.row_kinds}
+        self._kinds = frozenset[str]().union(*(o.kinds for o in offers))
         every = [*self._home.values(), *(d for reads in chain.forms for read in reads for d in read.deltas)]
         every += [p for edges in legal_edges(mesh).values() for edge in edges for p in (edge.src, edge.dst)]
         self._placements = tuple(dict.fromkeys(every))
         self._edges = [
-            [e for e in legal_edges(mesh).get(at, ()) if not e.moves or e.kind in kinds] for at in self._placements
+            [e for e in legal_edges(mesh).get(at, ()) if not e.moves or e.kind in self._kinds]
+            for at in self._placements
         ]
         self._plan, self._naive = cache(self._make), cache(self._make_naive)
         self._graph, self._sums, self._served = cache(self._make_graph), cache(self._find_sums), cache(self._serve)
-        self._settled, self._priced = cache(self._settle), cache(self._price)
-        self.bytes_received = lru_cache(1 << 16)(self._bytes_received)
+        self._settled, self._delivery = cache(self._settle), cache(self._make_delivery)
 
     def plan(self, counts: Counts) -> Plan:
         """The plan to follow for the bucket of these counts: the cheapest, unless the naive one was chosen."""
@@ -148,7 +146,10 @@ class Planner:
                 us = self._add_us(home.rows, tokens) if index or i else 0.0
                 steps.append(Step("absorb", 0, rows=home.rows, us=us))
             added = len(read.deltas) > (0 if index else 1)
-            steps += [self._norm(home.rows, tokens, added), *self._route(NORMED, home, read.target, tokens)]
+            delivered = self._route(NORMED, home, read.target, tokens)
+            if read.wire:
+                delivered.append(self._quantise(read.target.rows, read.wire, tokens, with_norm=not delivered))
+            steps += [self._norm(home.rows, tokens, added), *delivered]
             us, settled = self._settled(read.settles, tokens)
             reads.append(ReadPlan(read, tuple(steps), home.rows, us + sum(s.us for s in steps), settled))
         return self._whole(tokens, tuple(reads), sum(r.us for r in reads))
@@ -181,107 +182,6 @@ class Planner:
             src = wanted
         return steps
 
-    def _bytes_received(self, edge: Edge, counts: Counts) -> float:
-        """Bytes that the busiest rank receives.
-
-        What a rank receives is linear in its own group's tokens, so it is a rank of the fullest or the emptiest group.
-        """
-        ranks = {self.mesh.leader(counts.index(n)) for n in (min(counts), max(counts))}
-        return max(rows_of_edge(edge, self.mesh, r, counts) for r in ranks) * self._row_bytes
-
-    def received(self, op: Step | Settled, counts: Counts) -> int:
-        """Bytes that the busiest rank receives for an op of a plan."""
-        if isinstance(op, Settled):
-            return op.received(counts)
-        return 0 if op.edge is None else int(self.bytes_received(op.edge, counts))
-
-    # --- costs ------------------------------------------------------------------------------------------------
-    # All for `tokens` tokens in each DP group: plans are made for buckets, in which all groups have as many.
-
-    def _price(self, edge: Edge, tokens: int) -> tuple[float, str]:
-        """µs, and the transport that takes so long; infinite where none has room, or none was measured."""
-        if not edge.moves:
-            return (self._local_us(edge.dst.rows, 2, tokens) if self._slices_copy else 0.0), "local"
-        times = [(self._collective_us(o, edge, tokens), o.transport) for o in self._able(edge, tokens)]
-        us, transport = min(times, default=(math.inf, "nobody"))
-        return us + self._reorder_us(edge, tokens), transport
-
-    def _price_finish(self, edge: Edge, tokens: int) -> tuple[float, str] | None:
-        touched = 4 * self._most_bytes(edge.dst.rows, tokens)  # reads delta and residual, writes residual and norm
-        row = self._row_bytes
-        able = [
-            o
-            for o in self._able(edge, tokens)
-            if edge.kind in o.epilogues and (o.max_normed_bytes is None or row <= o.max_normed_bytes)
-        ]
-        reorder_us = self._reorder_us(edge, tokens)
-        times = [
-            (self._collective_us(o, edge, tokens) + reorder_us + o.cost.epilogue_us(touched), o.transport) for o in able
-        ]
-        return min(times, default=None)
-
-    def _collective_us(self, offer: Offer, edge: Edge, tokens: int) -> float:
-        ranks, hosts = self.mesh.size(edge.group), self.mesh.hosts_of(edge.group)
-        return offer.cost.collective_us(edge.kind, ranks, self._bytes_moved(edge, tokens), hosts)
-
-    def _reorder_us(self, edge: Edge, tokens: int) -> float:
-        """Of a copy of the rows of all segments, where these are not in rank order."""
-        if not edge.reorders(self.mesh):
-            return 0.0
-        return max(self._local_us(p.rows, 2, tokens) for p in (edge.src, edge.dst))
-
-    def _able(self, edge: Edge, tokens: int) -> list[Offer]:
-        """Who carries the edge out: has it, serves the group, and has room for it."""
-        ranks, hosts = self.mesh.size(edge.group), self.mesh.hosts_of(edge.group)
-        needed = self._needed_bytes(edge, tokens)
-        return [
-            o
-            for o in self.offers
-            if edge.kind in o.kinds and o.serves(ranks, hosts) and (o.max_bytes is None or needed <= o.max_bytes)
-        ]
-
-    def _needed_bytes(self, edge: Edge, tokens: int) -> int:
-        return max(self._most_bytes(p.rows, tokens) for p in (edge.src, edge.dst))
-
-    def _bytes_moved(self, edge: Edge, tokens: int) -> float:
-        """Bytes that each rank receives, as `bytes_received` has it."""
-        assert edge.exchange is not None
-        rows = self.mesh.extent(self.mesh.gathered(edge.segment_rows)) * tokens / self.mesh.attn_tp
-        return rows_received(edge.exchange, [rows] * edge.exchange.segments, 0) * self._row_bytes
-
-    def _local_us(self, rows: Rows, touches: int, tokens: int) -> float:
-        return self.offers[0].cost.local_us(touches * self._most_bytes(rows, tokens))
-
-    def _most_bytes(self, rows: Rows, tokens: int) -> int:
-        return self._most_rows(rows, tokens) * self._row_bytes
-
-    def _most_rows(self, rows: Rows, tokens: int) -> int:
-        """Of any rank: of the first, as the first ranks of a DP group have a token more where they do not divide."""
-        gathered, groups = self.mesh.gathered(rows), self.mesh.gathered(self.mesh.rows(Rows.GROUP))
-        whole = self.mesh.extent(gathered & ~groups)
-        held = self.mesh.peers(self.mesh.named(gathered & groups), 0)
-        return whole * sum(self.mesh.row_count(Rows.OWN, rank, (tokens,)) for rank in held)
-
-    @property
-    def _row_bytes(self) -> int:
-        return self.chain.width * self.chain.element_bytes
-
-    def _move(self, operand: int | str, edge: Edge, tokens: int) -> Step:
-        us, transport = self._priced(edge, tokens)
-        return Step("move", operand, edge, us=us, transport=transport)
-
-    def _add_us(self, rows: Rows, tokens: int) -> float:
-        return self._local_us(rows, 3, tokens)
-
-    def _norm(self, rows: Rows, tokens: int, added: bool) -> Step:
-        """added: right after an addition to the residual, which one kernel then does together with the norm."""
-        us = self._local_us(rows, 2, tokens)
-        if added:
-            us = min(us, max(0.0, self._local_us(rows, 4, tokens) - self._add_us(rows, tokens)))
-        return Step("norm", rows=rows, us=us)
-
-    # --- search -----------------------------------------------------------------------------------------------
-
     def _make_graph(self, tokens: int) -> Graph:
         number = {at: i for i, at in enumerate(self._placements)}
         moves = [[(number[e.dst], self._move(0, e, tokens)) for e in edges] for edges in self._edges]
@@ -301,13 +201,42 @@ class Planner:
     def _find_sums(self, deltas: tuple[Placement, ...], tokens: int) -> Sums:
         return Sums([self._placements.index(delta) for delta in deltas], self._graph(tokens))
 
+    def _make_delivery(self, target: Placement, wire: Wire | None, plain: bool, tokens: int) -> Delivery:
+        """Of a read's rows: as they are, and in the format that its readers take; on the wire in it, if none is plain.
+
+        Rows on the wire are numbered behind the placements, and what readers take behind these.
+        """
+        graph, number = self._graph(tokens), {at: i for i, at in enumerate(self._placements)}
+        if wire is None:
+            return Delivery(graph.moves, number[target], {})
+        size, goal = len(number), 2 * len(number)
+        moves: list[list[tuple[int, Step]]] = [*map(list, graph.moves), *([] for _ in number)]
+        with_norm: dict[int, list[tuple[int, Step]]] = {}
+        moves[number[target]].append((goal, self._quantise(target.rows, wire, tokens, with_norm=False)))
+        with_norm[number[target]] = [(goal, self._quantise(target.rows, wire, tokens, with_norm=True))]
+        for src, edges in {} if plain else wire_edges(self.mesh, wire).items():
+            at, rows = number[replace(src, wire=None)], src.rows
+            moves[at].append((size + at, self._pack(rows, wire, tokens, with_norm=False)))
+            with_norm.setdefault(at, []).append((size + at, self._pack(rows, wire, tokens, with_norm=True)))
+            for edge in (edge for edge in edges if edge.kind in self._kinds):
+                moves[size + at].append((size + number[replace(edge.dst, wire=None)], self._move(NORMED, edge, tokens)))
+            if rows == target.rows:
+                kernels = len(wire.format.parts(self.chain.width)) + bool(wire.beside)
+                us = self._laid_out_us(rows, wire, tokens, kernels)
+                moves[size + at].append((goal, Step("unpack", NORMED, rows=rows, us=us, wire=wire)))
+        return Delivery(moves, goal, with_norm)
+
     def _serve(
-        self, residual: Rows | None, deltas: tuple[Placement, ...], target: Placement, tokens: int
+        self,
+        residual: Rows | None,
+        deltas: tuple[Placement, ...],
+        readers: tuple[Placement, Wire | None, bool],
+        tokens: int,
     ) -> dict[Rows, tuple[float, tuple[Step, ...]]]:
-        """Cheapest way to serve a read, for each rows of the residual that may remain."""
-        sums, wanted = self._sums(deltas, tokens), self._placements.index(target)
+        """Cheapest way to serve a read, for each rows of the residual that may remain. readers: what they take."""
+        sums, delivery = self._sums(deltas, tokens), self._delivery(*readers, tokens)
         before = None if residual is None else self._placements.index(self._home[residual])
-        found = sums.serve(before, wanted)
+        found = sums.serve(before, delivery)
         return {self._placements[at].rows: (way.us, sums.steps(way)) for at, way in found.items()}
 
     def _make(self, tokens: int) -> Plan:
@@ -319,7 +248,7 @@ class Planner:
                 for form in self._different(index):
                     read = replace(forms[form], deltas=forms[before].deltas)
                     inside_us, settled = self._settled(read.settles, tokens)
-                    options = self._served(residual, read.deltas, read.target, tokens)
+                    options = self._served(residual, read.deltas, (read.target, read.wire, read.plain), tokens)
                     for rows, (more_us, steps) in options.items():
                         more_us += inside_us
                         if (rows, form) not in reached or us + more_us < reached[rows, form][0]:
@@ -341,7 +270,8 @@ class Planner:
         found: dict[object, int] = {}
         for form, reads in enumerate(self.chain.forms):
             after = reads[index + 1].deltas if index + 1 < len(reads) else ()
-            found.setdefault((reads[index].target, reads[index].settles, after), form)
+            read = reads[index]
+            found.setdefault((read.target, read.settles, read.wire, read.plain, after), form)
         return list(found.values())
 
     def _refuse(self, plan: Plan) -> None:

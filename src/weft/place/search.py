@@ -12,8 +12,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from weft.place.spec import Placement
@@ -38,33 +38,59 @@ class Graph:
     absorb: tuple[Step, ...]
     norm: tuple[Step, ...]
     norm_of_sum: tuple[Step, ...]
-    known: dict[int, dict[int, tuple[Step, int]]] = field(default_factory=dict, compare=False)
 
-    def toward(self, target: int) -> dict[int, tuple[Step, int]]:
-        """Of each placement that moves lead from to the target: the first step of the cheapest way, and its end."""
-        found = self.known.get(target)
-        if found is None:
-            found = self.known[target] = self._toward(target)
-        return found
 
-    def _toward(self, target: int) -> dict[int, tuple[Step, int]]:
-        into: list[list[tuple[int, Step]]] = [[] for _ in self.placements]
-        for src, moves in enumerate(self.moves):
-            for dst, step in moves:
-                into[dst].append((src, step))
-        best, found, done = {target: (0.0, 0)}, dict[int, tuple[Step, int]](), set[int]()
-        heap = [(0.0, 0, target)]
+Moves = Sequence[Sequence[tuple[int, Step]]]
+"""By the number of where they start: steps, each with the number where it ends."""
+
+
+class Delivery:
+    """The cheapest steps from a normalised value in any placement to what its readers take.
+
+    moves: of the value, numbered as the graph's placements are, and on; goal: what readers take. with_norm: by the
+    placement that is normalised, steps that its norm's kernel takes along, and where they end.
+    """
+
+    def __init__(self, moves: Moves, goal: int, with_norm: Mapping[int, Sequence[tuple[int, Step]]]):
+        self._goal, self._with_norm = goal, with_norm
+        into: dict[int, list[tuple[int, Step]]] = {}
+        for src, steps in enumerate(moves):
+            for dst, step in steps:
+                into.setdefault(dst, []).append((src, step))
+        self._best: dict[int, tuple[float, int]] = {goal: (0.0, 0)}
+        self._first: dict[int, tuple[Step, int]] = {}
+        done, heap = set[int](), [(0.0, 0, goal)]
         while heap:
             us, length, at = heapq.heappop(heap)
             if at in done:
                 continue
             done.add(at)
-            for src, step in into[at]:
+            for src, step in into.get(at, ()):
                 cost = us + step.us, length + 1
-                if src not in done and (src not in best or cost < best[src]):
-                    best[src], found[src] = cost, (step, at)
+                if src not in done and (src not in self._best or cost < self._best[src]):
+                    self._best[src], self._first[src] = cost, (step, at)
                     heapq.heappush(heap, (*cost, src))
-        return found
+        self._known: dict[int, tuple[Step, ...] | None] = {}
+
+    def steps(self, normed: int) -> tuple[Step, ...] | None:
+        """Those after the norm on a placement; None where none lead to the goal."""
+        if normed not in self._known:
+            starts: list[tuple[tuple[float, int], int, Step | None]] = []
+            if normed in self._best:
+                starts.append((self._best[normed], normed, None))
+            for at, step in self._with_norm.get(normed, ()):
+                if at in self._best:
+                    us, length = self._best[at]
+                    starts.append(((us + step.us, length + 1), at, step))
+            self._known[normed] = self._follow(*min(starts, key=lambda s: s[0])[1:]) if starts else None
+        return self._known[normed]
+
+    def _follow(self, at: int, begin: Step | None) -> tuple[Step, ...]:
+        found = [] if begin is None else [begin]
+        while at != self._goal:
+            step, at = self._first[at]
+            found.append(step)
+        return tuple(found)
 
 
 class Way(NamedTuple):
@@ -153,8 +179,8 @@ class Sums:
                             _improve(found, at, graph.merge[at], way, theirs[at])
             self.ways[chosen] = _spread(found, graph)
 
-    def serve(self, residual: int | None, target: int) -> Ways:
-        """By the placement of the residual that stays: the cheapest way to its normalised value in `target`.
+    def serve(self, residual: int | None, delivery: Delivery) -> Ways:
+        """By the placement of the residual that stays: the cheapest way to what readers take of its normalised value.
 
         residual: its placement before; None where the first delta becomes the residual.
         """
@@ -185,14 +211,11 @@ class Sums:
                 for at, step in graph.finishes[src]:
                     if at in taken[before]:
                         _improve(normed, at, step, taken[before][at], delta)
-        toward = graph.toward(target)
         found: Ways = {}
         for end, way in normed.items():
-            at = end
-            while at in toward and at != target:
-                step, at = toward[at]
-                way = Way(way.us + step.us, way.length + 1, step, (way,))
-            if at == target:
+            if (steps := delivery.steps(end)) is not None:
+                for step in steps:
+                    way = Way(way.us + step.us, way.length + 1, step, (way,))
                 found[end] = way
         return found
 

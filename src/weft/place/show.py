@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -31,7 +32,7 @@ def plan_dict(planner: Planner, counts: Counts) -> dict[str, Any]:
         "layout": str(planner.mesh),
         "counts": list(plan.counts),
         "cost": {o.transport: o.cost.name for o in planner.offers},
-        "plan": _totals(planner, plan) | {"reads": _reads(planner, plan)},
+        "plan": _totals(planner, plan) | {"formats": _formats(planner, plan), "reads": _reads(planner, plan)},
         "naive": _totals(planner, naive) | {"reads": _reads(planner, naive)},
     }
 
@@ -50,6 +51,11 @@ def plan_text(planner: Planner, counts: Counts) -> str:
         + (f", all by {by[0]}" if len(by) == 1 else ""),
         *_table(planner, plan, one_transport=len(by) < 2),
         "",
+        *(
+            f"{found['format']}: {found['calls']} calls bring {size_text(found['bytes'])} a rank instead of "
+            f"{size_text(found['plain_bytes'])}"
+            for found in _formats(planner, plan)
+        ),
         *textwrap.wrap(f"naive: {_sum(planner, naive)}: {_kinds(naive)}", 79, subsequent_indent="  "),
         "",
     ]
@@ -83,6 +89,25 @@ def _sum(planner: Planner, plan: Plan) -> str:
     total = _totals(planner, plan)
     us = "not offered" if plan.us == math.inf else f"{plan.us:,.0f} µs"
     return f"{us}, {total['collectives']} collectives, {size_text(total['bytes'])} a rank"
+
+
+def _formats(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
+    """Of each format that rows travel in: how many calls, and the bytes that a rank receives, and would without it."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for _, _, edge in plan.moves():
+        if edge.src.wire is not None:
+            plain = replace(edge, src=replace(edge.src, wire=None), dst=replace(edge.dst, wire=None))
+            sizes = (planner.bytes_received(each, plan.counts) for each in (edge, plain))
+            found.setdefault(str(edge.src.wire.format), []).append((next(sizes), next(sizes)))
+    return [
+        {
+            "format": name,
+            "calls": len(sizes),
+            "bytes": int(sum(size for size, _ in sizes)),
+            "plain_bytes": int(sum(size for _, size in sizes)),
+        }
+        for name, sizes in found.items()
+    ]
 
 
 def _kinds(plan: Plan) -> str:

@@ -21,6 +21,7 @@ from functools import cache, cached_property
 from typing import ClassVar
 
 from weft.place.axes import GROUP_NAMES, Axes, AxisSet
+from weft.place.row_formats import Wire
 
 Partition = tuple[tuple[int, ...], ...]
 
@@ -71,14 +72,18 @@ class Placement:
     owes:  None for a complete value. Otherwise the value is a partial sum: the terms of the group's other ranks are
            still to be added.
     split: the group over which the feature dimension is split, or None; only inside a block, never on the stream.
+    wire:  how complete rows are written down, or None for the activations' dtype; only between a norm and its readers.
     """
 
     rows: Rows
     owes: str | None = None
     split: str | None = None
+    wire: Wire | None = None
 
     def __str__(self) -> str:
         text = self.rows.name
+        if self.wire:
+            text += f" in {self.wire}"
         if self.owes:
             text += f", owes sum over {self.owes}"
         if self.split:

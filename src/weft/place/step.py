@@ -6,10 +6,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weft.place.edges import Edge
+from weft.place.row_formats import Wire
 from weft.place.spec import Rows
 
 RESIDUAL, NORMED = "residual", "normed"
-LOCAL = {"absorb": "add", "merge": "add deltas", "norm": "norm"}
+LOCAL = {
+    "absorb": "add",
+    "merge": "add deltas",
+    "norm": "norm",
+    "quantise": "quantise to",
+    "pack": "quantise and pack as",
+    "unpack": "unpack",
+}
 """Local steps in few words."""
 
 
@@ -23,16 +31,23 @@ class Step:
     norm:   normalise the residual.
     finish: move, absorb and norm in one call of a transport: the edge with its epilogue.
 
+    Of normalised rows that products take in a format; right after the norm, its own kernel makes them:
+
+    quantise: make the rows in `wire`'s format, where they are.
+    pack:     make them, and lay them out as they travel.
+    unpack:   take what travelled apart again.
+
     A delta's index is its place among those that are left. transport: who carries the edge out. us: predicted time.
     """
 
-    op: Literal["move", "merge", "absorb", "norm", "finish"]
+    op: Literal["move", "merge", "absorb", "norm", "finish", "quantise", "pack", "unpack"]
     operand: int | str = RESIDUAL
     edge: Edge | None = None
     into: int = 0
     rows: Rows = Rows.OWN
     us: float = 0.0
     transport: str = "local"
+    wire: Wire | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -47,12 +62,13 @@ class Step:
     def brief(self) -> str:
         """The step in few words, without who carries it out: `reduce_scatterv world → OWN +norm`."""
         if self.edge is None:
-            return f"{LOCAL[self.op]} on {self.rows.name}"
+            return f"{LOCAL[self.op]}{f' {self.wire}' if self.wire else ''} on {self.rows.name}"
         of = f"{self.operand}: " if isinstance(self.operand, str) else ""
         over = f" {self.edge.group}" if self.edge.group else ""
+        wire = f" in {self.edge.dst.wire}" if self.edge.dst.wire else ""
         owes = f", owes {self.edge.dst.owes}" if self.edge.dst.owes else ""
         norm = " +norm" if self.op == "finish" else ""
-        return f"{of}{self.edge.kind}{over} → {self.edge.dst.rows.name}{owes}{norm}"
+        return f"{of}{self.edge.kind}{over} → {self.edge.dst.rows.name}{wire}{owes}{norm}"
 
     def __str__(self) -> str:
         return f"{self.brief()} · {self.transport}"

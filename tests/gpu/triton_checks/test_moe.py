@@ -246,3 +246,22 @@ def test_a_block_of_experts_is_that_of_a_cpu(device: torch.device) -> None:
     assert torch.allclose(found.value.cpu(), wanted.value, rtol=1e-4, atol=1e-5)
     with pytest.raises(PlacementError, match=r"mlp\.experts needs"):
         block.experts.on_gpu(x, block.router, replace(shared, placement=Placement(Rows.WORLD, owes="ep")))
+
+
+def test_what_a_router_chose_before_rows_travelled(device: torch.device) -> None:
+    """Gives the same bits as choosing where the rows arrive. What lies behind the live rows is anything."""
+    b = Builder(mesh := Mesh(), 0, torch.float32, torch.device("cpu"))
+    block = SparseMoE(b, "mlp", 32, experts=15, inner=16, routing=RULES["sigmoid"]).to(device)
+    torch.manual_seed(1)
+    for weight in block.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    live = torch.tensor([3], dtype=torch.int32, device=device)
+    x = Hidden(torch.randn(5, 32, device=device), mesh.placement(Rows.WORLD), mesh, "x", live)
+    wanted = block.experts.on_gpu(x, block.router, None)
+    weight, expert = kernels.choose(block.router.unsummed(x), block.router.routing, live, bias=block.router.bias)
+    weight[3:], expert[3:] = float("nan"), torch.randint_like(expert[3:], -(1 << 20), 1 << 20)
+    expert[3, 0] = 1
+    beside = torch.cat((weight.view(torch.int32), expert), dim=1)
+    found = block.experts.on_gpu(replace(x, beside=beside), block.router, None)
+    assert found.placement == wanted.placement and torch.equal(found.value[:3], wanted.value[:3])
+    assert not found.value[3:].any(), "padding goes to no expert"

@@ -1,0 +1,69 @@
+"""Carries formats of rows out: makes rows in them, lays them out as they travel, and takes them apart again.
+
+A format is a value of the planner's (`weft.place.row_formats`) and a row of `FORMATS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.kernels import float8, rows
+from weft.place.row_formats import Float8, Format, Wire
+
+
+class FormatKernels(NamedTuple):
+    """What computes with a format; a value is whatever its readers take.
+
+    make: of (x `[T, width]`, format) the value. tensors: of a value its tensors `[T, …]`, whose bytes are as many as
+    `Format.parts` says. value: of (format, these tensors as uint8) the value. unfilled: of (x, format) a
+    `weft.kernels.float8.Rows` for a norm of x to fill along with its result; None where norms do not.
+    """
+
+    make: Callable[[Tensor, Any], Any]
+    tensors: Callable[[Any], tuple[Tensor, ...]]
+    value: Callable[..., Any]
+    unfilled: Callable[[Tensor, Any], float8.Rows] | None = None
+
+
+FORMATS: dict[type[Any], FormatKernels] = {
+    Float8: FormatKernels(
+        make=lambda x, format: rows.quantise(x, format.group),
+        tensors=lambda value: (value.values, value.scales),
+        value=lambda format, values, scales: float8.Rows(
+            values.view(float8.FLOAT8), scales.view(torch.float32), format.group
+        ),
+        unfilled=lambda x, format: float8.unfilled(x, format.group),
+    )
+}
+"""Every format that rows may travel in."""
+
+
+def make(x: Tensor, format: Format) -> Any:
+    """The rows of x `[T, width]` in a format."""
+    return FORMATS[type(format)].make(x, format)
+
+
+def unfilled(x: Tensor, format: Format) -> float8.Rows | None:
+    """Where a norm of x `[T, width]` may put its result in a format; None where it cannot."""
+    kernels = FORMATS[type(format)]
+    return kernels.unfilled and kernels.unfilled(x, format)
+
+
+def pack(value: Any, beside: Tensor | None, wire: Wire, width: int) -> Tensor:
+    """uint8 `[T, wire.row_bytes(width)]`: a value's rows as they travel. beside: `[T, …]`, wire.beside bytes each."""
+    parts = [*FORMATS[type(wire.format)].tensors(value), *([] if beside is None else [beside])]
+    flat = [part.contiguous().view(torch.uint8) for part in parts]
+    unused = wire.row_bytes(width) - sum(part.shape[1] for part in flat)
+    return torch.cat([*flat, flat[0].new_empty(len(flat[0]), unused)] if unused else flat, dim=1)
+
+
+def unpack(x: Tensor, wire: Wire, width: int) -> tuple[Any, Tensor | None]:
+    """The value, and what travelled beside it as int32 `[T, n]`, of what `pack` made."""
+    sizes = [*wire.format.parts(width), *([wire.beside] if wire.beside else [])]
+    parts = [part.contiguous() for part in x[:, : sum(sizes)].split(sizes, dim=1)]
+    beside = parts.pop().view(torch.int32) if wire.beside else None
+    return FORMATS[type(wire.format)].value(wire.format, *parts), beside

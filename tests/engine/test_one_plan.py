@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import EVERY, SUMS, run_world, small_model
+from torch import Tensor
 
 from engine.conftest import byte_tokenizer
 from engine.test_engine import GREEDY, config
@@ -17,12 +20,15 @@ from weft.comm.reference import ReferenceTransport
 from weft.comm.settle import Settler
 from weft.engine.config import EngineError
 from weft.engine.engine import Engine
+from weft.engine.inputs import Shape
+from weft.engine.messages import GroupRows
+from weft.engine.outcome import rows_of_draws
 from weft.engine.planning import plan_model
-from weft.engine.runner import ModelRunner
+from weft.engine.worker import Worker
 from weft.models.registry import load_config, registry
 from weft.place import settle as place_settle
 from weft.place.cost import PRESETS, Offer
-from weft.place.plan import Plan
+from weft.place.plan import Plan, Planner
 from weft.place.settle import Merge, Recipe, Settled, Settlements
 from weft.place.show import plan_dict
 from weft.place.spec import Mesh
@@ -96,28 +102,121 @@ def test_every_op_counts_in_the_checksum(model: Path) -> None:
     assert replace(plan, reads=tuple(merged)).checksum() != plan.checksum(), "the recipe of a merge too"
 
 
-@pytest.mark.parametrize("what", ["stream", "queries", "outputs", "best tokens", "logits", "dispatch"])
-def test_a_rank_that_differs_in_one_op_is_found_before_a_token_goes_out(
-    model: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checksum = ModelRunner.plan_checksum
+class Replayed:
+    """Graphs as a CPU has them: of steps of up to 16 rows, each replay of which runs the step eagerly."""
 
-    def other(self: ModelRunner, counts: tuple[int, ...], shape: Any = None) -> int:
-        plan = self.planner.plan(counts)
-        at = next(
-            i
-            for i, (_, op) in enumerate(plan.ops())
-            if str(op).startswith(what) or (what == "stream" and not isinstance(op, Settled))
+    shapes = (Shape(16, 16, True),)
+
+    def __init__(self, worker: Worker):
+        self._worker, self.told = worker, self
+        runner = worker.runner
+        runner._graphs, runner._alone = self, defaultdict(dict)  # type: ignore[assignment]
+        runner._graph_planner = Planner(runner.mesh, runner.planner.chain, runner.planner.offers)
+
+    def shape_of(self, groups: Any, counts: tuple[int, ...]) -> Shape:
+        return self.shapes[0]
+
+    def replay(self, shape: Shape, news: GroupRows, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        table, runner = self._worker.table, self._worker.runner
+        logits = rows_of_draws(news, runner.forward(table.batch(news), counts))
+        self._tokens = table.draw(news, logits)
+        return logits, self._tokens
+
+    def wait(self, draws: int) -> Callable[[], Tensor]:
+        return lambda: self._tokens
+
+
+class Ranks:
+    """The workers of an engine's threads, by rank. captured: their steps are replayed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, captured: bool, begin: Callable[[Worker], None] | None = None):
+        self.workers: dict[int, Worker] = {}
+        true = Worker.__init__
+
+        def init(worker: Worker, *args: Any) -> None:
+            true(worker, *args)
+            if captured:
+                Replayed(worker)
+            if begin:
+                begin(worker)
+            self.workers[worker.rank] = worker
+
+        monkeypatch.setattr(Worker, "__init__", init)
+
+
+def differ(worker: Worker, what: str, captured: bool) -> None:
+    """Has the rank plan, and run, one op otherwise: by another transport, which does the same."""
+    runner = worker.runner
+    planner = runner._graph_planner if captured else runner.planner
+    true = planner.plan
+
+    def plan(counts: tuple[int, ...]) -> Plan:
+        found = true(counts)
+        of_stream = what == "stream"
+        return altered(
+            found,
+            next(
+                at
+                for at, (_, op) in enumerate(found.ops())
+                if (not isinstance(op, Settled) if of_stream else str(op).startswith(what))
+            ),
         )
-        return altered(plan, at).checksum() if self.rank == 1 else checksum(self, counts, shape)
 
-    monkeypatch.setattr(ModelRunner, "plan_checksum", other)
-    layout = dict(attn_dp=2, attn_tp=2, ep=4, moe_tp=1, dcp=2, split_vocabulary="on", experts="dispatch")
-    with Engine(config(model, **layout)) as engine:
+    planner.plan = plan  # type: ignore[method-assign]
+    runner.transports["another"] = next(iter(runner.transports.values()))
+    runner._checksums.clear()
+
+
+LAYOUT = dict(attn_dp=2, attn_tp=2, ep=4, moe_tp=1, dcp=2, split_vocabulary="on", experts="dispatch")
+OPS = pytest.mark.parametrize("what", ["stream", "queries", "outputs", "best tokens", "logits", "dispatch"])
+CAPTURED = pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+
+
+@OPS
+@CAPTURED
+def test_a_rank_that_differs_in_one_op_is_found_before_a_token_goes_out(
+    model: Path, what: str, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(monkeypatch, captured)
+    with Engine(config(model, max_restarts=0, **LAYOUT)) as engine:
+        differ(ranks.workers[1], what, captured)
         came: list[Any] = []
         with pytest.raises(EngineError, match=r"ranks diverge: rank 1 ran .* by plan [0-9a-f]{8} .*, where .* by plan"):
             came += engine.generate(ASKED, GREEDY)
         assert not came
+
+
+@OPS
+@CAPTURED
+def test_a_rank_that_plans_one_op_otherwise_is_found_before_any_step(
+    model: Path, what: str, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Ranks(monkeypatch, captured, lambda worker: differ(worker, what, captured) if worker.rank == 1 else None)
+    plan = rf"plans {'captured ' * captured}steps of 16 rows by plan [0-9a-f]{{8}}"
+    with pytest.raises(EngineError, match=rf"ranks diverge: rank 1 {plan}, where rank 0 {plan}; give all") as error:
+        Engine(config(model, **LAYOUT))
+    assert "\n" not in str(error.value)
+
+
+def test_replayed_steps_give_the_same_tokens(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is found where ranks agree."""
+    found = []
+    for captured in (False, True):
+        with monkeypatch.context() as m:
+            ranks = Ranks(m, captured)
+            with Engine(config(model, **LAYOUT)) as engine:
+                found.append([result.token_ids for result in engine.generate(ASKED, GREEDY)])
+            assert all(bool(worker.runner._replays) == captured for worker in ranks.workers.values())
+    assert found[0] == found[1] and all(found[0])
+
+
+def test_ranks_whose_calls_take_other_rows_differ(model: Path) -> None:
+    """One runs more collectives than the other, of the same op by the same transport; so does one with other rows."""
+    plan = plan_of(model, Mesh(1, 2, 2, 1, dcp=2))
+    [first, *others] = plan.reads
+    split = replace(first, settled=tuple(replace(settled, each=1) for settled in first.settled))
+    assert replace(plan, reads=(split, *others)).checksum() != plan.checksum()
+    assert replace(plan, counts=(8,)).checksum() != plan.checksum()
 
 
 def test_a_recipe_is_added_by_one_registration(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -71,8 +72,8 @@ class Executor(ABC):
         self._results = [deque() for _ in range(self.mesh.world)]
         try:
             self._launch(poll)
-            ready, deadline = 0, time.monotonic() + LOAD_TIMEOUT_S
-            while ready < self.mesh.world:
+            ready, deadline = dict[int, Ready](), time.monotonic() + LOAD_TIMEOUT_S
+            while len(ready) < self.mesh.world:
                 poll()
                 message = self._next(deadline, "loading", poll)
                 if isinstance(message, Progress):
@@ -80,7 +81,9 @@ class Executor(ABC):
                     if progress:
                         progress(message.what, sum(loaded.values()) / len(loaded))
                 if isinstance(message, Ready):
-                    ready, self.groups = ready + 1, message.groups
+                    ready[message.rank] = message
+            self.groups = ready[0].groups
+            _compare_plans(ready)
             self.config = self.config.with_cache(self.groups)  # ranks that are started anew make one of the same size
         except BaseException:
             self._stop_ranks(grace_s=0)
@@ -223,3 +226,14 @@ class Executor(ABC):
         grace_s: how long they may take to leave by themselves; they hold nothing that would be lost.
         """
         self._stop_ranks(grace_s)
+
+
+def _compare_plans(ready: dict[int, Ready]) -> None:
+    """Raises EngineError where a rank plans otherwise than the first."""
+    for rank, message in sorted(ready.items()):
+        for found, asked in itertools.zip_longest(message.plans, ready[0].plans):
+            if found != asked:
+                raise EngineError(
+                    f"ranks diverge: rank {rank} plans {found}, where rank 0 plans {asked}; "
+                    "give all the same options, cost table and version of weft"
+                )

@@ -160,11 +160,25 @@ class Progress(Struct, frozen=True, tag=True):
     what: str = "loading weights"
 
 
+class Planned(Struct, frozen=True, array_like=True):
+    """The plan that a rank follows in steps of so many rows in each DP group, replayed from a graph or not."""
+
+    rows: int
+    captured: bool
+    plan: int
+
+    def __str__(self) -> str:
+        return f"{'captured ' * self.captured}steps of {self.rows} rows by plan {self.plan:08x}"
+
+
 class Ready(Struct, frozen=True, tag=True):
-    """From a rank that may be stepped. groups: of its caches, the same on every rank."""
+    """From a rank that may be stepped. groups: of its caches; plans: of every graph, and of the largest step without
+    one; both the same on every rank.
+    """
 
     rank: int
     groups: tuple[CacheGroup, ...]
+    plans: tuple[Planned, ...] = ()
 
 
 Logprobs = tuple[float, TopLogprobs]

@@ -21,7 +21,7 @@ from weft.dcp.interleave import Interleave
 from weft.engine.exchange_times import exchange_times
 from weft.engine.graphs import StepGraphs
 from weft.engine.inputs import AnswerInputs, Inputs, PromptInputs, Shape, captures_prompts
-from weft.engine.messages import GroupRows
+from weft.engine.messages import GroupRows, Planned
 from weft.engine.planning import plan_model, sharded_context
 from weft.engine.rows import DeviceRows
 from weft.engine.vocabulary import SplitVocabulary
@@ -128,6 +128,13 @@ class ModelRunner:
         if key not in self._checksums:
             self._checksums[key] = plan.checksum()
         return self._checksums[key]
+
+    def planned(self, most_rows: int) -> tuple[Planned, ...]:
+        """The plans of all graphs, and of steps of so many rows in each DP group that run without one."""
+        largest = {shape.rows: shape for shape in (self._graphs.shapes if self._graphs else ())}
+        captured = [Planned(rows, True, self.plan_checksum((), shape)) for rows, shape in sorted(largest.items())]
+        eager = Planned(most_rows, False, self.plan_checksum((most_rows,) * self.mesh.attn_dp))
+        return (*captured, eager)
 
     def capture(self, rows: DeviceRows, most_rows: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Captures graphs for steps of up to as many answers of each DP group as there are sequences, and where

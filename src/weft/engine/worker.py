@@ -178,7 +178,7 @@ class Worker:
 
     def serve(self, receive: Callable[[], ToRank], send: Send) -> None:
         """Answers the controller until it says Stop. send: is called on two threads."""
-        send(Ready(self.rank, self.groups))
+        send(Ready(self.rank, self.groups, self.runner.planned(self.config.max_batch_tokens)))
         begun: queue.SimpleQueue[Finish | None] = queue.SimpleQueue()
         # While a GPU runs a step, one thread waits for what it draws, and the other for the step after it.
         teller = threading.Thread(target=self._tell, args=(begun, send), daemon=True)

@@ -82,8 +82,9 @@ class Plan:
                     yield from ((site, op) for op in settled.ops())
 
     def checksum(self) -> int:
-        """CRC-32 of the ops: ranks that disagree on one run different collectives."""
-        return zlib.crc32("|".join(f"{site} {op}" for site, op in self.ops()).encode())
+        """CRC-32 of the ops, and of the rows that they are for: ranks that disagree on one run other collectives."""
+        ops = (f"{site} {op}" + (f" by {op.each}" if isinstance(op, Settled) else "") for site, op in self.ops())
+        return zlib.crc32("|".join((str(self.counts), *ops)).encode())
 
 
 class Planner(StepPrices):

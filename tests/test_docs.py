@@ -7,18 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from weft.models.registry import FAMILIES
+from test_layout import ORDER
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "weft"
-IN_CELL = re.compile(r"`(?:\w+/)?(\w+\.(?:py|h|cc|cu|cuh))`").findall
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and the documentation site make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), target
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+        file, _, anchor = target.partition("#")
+        to = page.parent / file if file else page
+        assert to.exists(), target
+        assert not anchor or anchor in anchors(to), target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -74,14 +82,5 @@ def test_tests_that_are_named_exist(page: Path) -> None:
         assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
 
 
-def test_the_map_names_every_module() -> None:
-    """But for commands, families of models and Triton's kernels, which are a file each by their names."""
-    text = (ROOT / "docs" / "design.md").read_text()
-    named = {(folder, name) for folder, cell in re.findall(r"^\| `(\w+)/`(.*)$", text, re.M) for name in IN_CELL(cell)}
-    families = {f"{read.__module__.rpartition('.')[2]}.py" for read in FAMILIES.values()}
-    for module in (ROOT / "src" / "weft").glob("*/*.py"):
-        folder, name = module.parent.name, module.name
-        listed = folder == "cli" or name == "__init__.py" or (folder == "models" and name in families)
-        assert listed or (folder, name) in named, f"docs/design.md does not name {folder}/{name}"
-    for folder, name in named:
-        assert list((ROOT / "src" / "weft" / folder).rglob(name)), f"docs/design.md names {folder}/{name}"
+def test_the_design_page_has_the_order_of_imports() -> None:
+    assert f"`{' → '.join(ORDER)}`" in (ROOT / "docs" / "design.md").read_text()

@@ -38,7 +38,8 @@ from weft.engine.planning import plan_model, sharded_context
 from weft.engine.request import SamplingParams
 from weft.engine.transports import cost_model
 from weft.place.dcp import ShardedContext
-from weft.place.settle import Settlements
+from weft.place.recipes import Merge, Prompt
+from weft.place.settle import Recipes, Settlements
 
 
 def serve(engine: Engine, clients: int, requests: int, prompt: int, answer: int, most_s: float) -> dict[str, Any]:
@@ -99,7 +100,8 @@ def planned(config: EngineConfig) -> tuple[ShardedContext, Settlements] | None:
     if mesh.dcp == 1:
         return None
     offers = [offer_of(entry, mesh, table.of(entry.name, mesh.world)) for entry in enabled_transports(config)]
-    planner = plan_model(model, mesh, dtype, offers, merge=config.dcp_exchange)
+    recipes: Recipes = {Merge: config.dcp_exchange, Prompt: config.dcp_prefill}
+    planner = plan_model(model, mesh, dtype, offers, recipes=recipes)
     context = sharded_context(model, mesh, dtype, planner.chain)
     return None if context is None else (context, planner.settlements)
 

@@ -7,6 +7,7 @@ Each list of known exceptions can only shrink: an entry that is not found any mo
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import tomllib
 from collections import Counter
@@ -104,6 +105,14 @@ def test_place_imports_only_the_standard_library(path: Path) -> None:
 def test_models_hold_no_communication(path: Path) -> None:
     names = imports(path)
     assert not any(n.startswith(("torch.distributed", "weft.comm")) for n in names)
+
+
+@pytest.mark.parametrize("name", ["place/plan", "place/search", "place/step", "place/edges", "place/chain", "stream"])
+def test_the_plan_knows_no_block(name: str) -> None:
+    """What a block settles is a row of the table of recipes: plan and stream name no experts, attention or head."""
+    blocks = {"weft.place.experts", "weft.place.dcp", "weft.place.vocabulary", "weft.comm.dispatch", "weft.dcp"}
+    assert not imports(SOURCE / f"{name}.py") & blocks
+    assert not {"experts", "dispatch", "prompts"} & set(re.findall(r"[a-z]+", (SOURCE / f"{name}.py").read_text()))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))

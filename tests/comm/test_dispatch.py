@@ -11,10 +11,10 @@ from support import run_world
 from torch import Tensor
 
 from comm.processes import run_processes, run_threads
-from weft.comm.dispatch import on_host
+from weft.comm.dispatch import Exchanging, all_to_allv
 from weft.comm.transport import Sizes, Transport
-from weft.place.exchange import all_to_allv
-from weft.place.experts import SEND, Dispatch, Permute
+from weft.place import exchange
+from weft.place.experts import RETURN, SEND, Dispatch, Permute
 from weft.place.spec import Mesh
 
 WIDTH, EXPERTS, K = 6, 8, 3
@@ -57,14 +57,15 @@ def dispatch(transport: Transport, mesh: Mesh, case: str, dtype: torch.dtype = t
     def carry(name: str, x: Tensor, sizes: Sizes) -> Tensor:
         if name == SEND:
             assert x.shape[1] * x.element_size() == rows_sent[name]
-        return transport.exchange(x, all_to_allv(mesh.world), world, sizes)
+        return transport.exchange(x, exchange.all_to_allv(mesh.world), world, sizes)
 
-    def empty(*shape: int, like: Tensor) -> Tensor:
+    def empty(name: str, *shape: int, like: Tensor) -> Tensor:
+        assert name in (SEND, RETURN)
         return transport.empty(*shape, like=like).fill_(torch.nan)
 
     def work(rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         arrived.append(rows.clone())
-        out = empty(*rows.shape, like=rows)
+        out = empty(RETURN, *rows.shape, like=rows)
         for i, (row, ws, es) in enumerate(zip(rows, weights, experts, strict=True)):
             chosen = zip(ws.double(), es.tolist(), strict=True)
             terms = [w * (row.double() @ matrices()[e]) for w, e in chosen if e in mine]
@@ -72,7 +73,7 @@ def dispatch(transport: Transport, mesh: Mesh, case: str, dtype: torch.dtype = t
             out[i] = sum(terms) / mesh.moe_tp
         return out
 
-    dispatcher = partial(on_host, mesh, rank, carry, empty)
+    dispatcher = partial(all_to_allv, Exchanging(mesh, rank, (), carry, empty))
     return [*(dispatcher(x, weight, expert, EXPERTS, work) for _ in range(2)), arrived[0]]
 
 
@@ -123,14 +124,11 @@ def test_parts_are_added_in_float32() -> None:
         def work(rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
             return torch.full_like(rows, 256.0 if transport.rank == 0 else 1.0)
 
-        carry = partial(
-            on_host,
-            mesh,
-            transport.rank,
-            lambda name, x, sizes: transport.exchange(x, all_to_allv(8), world, sizes),
-            transport.empty,
-        )
+        def carry(name: str, x: Tensor, sizes: Sizes) -> Tensor:
+            return transport.exchange(x, exchange.all_to_allv(8), world, sizes)
+
+        by = Exchanging(mesh, transport.rank, (), carry, lambda name, *shape, like: transport.empty(*shape, like=like))
         x = torch.ones(1, 1, dtype=torch.bfloat16)
-        return carry(x, torch.ones(1, 8), torch.arange(8)[None], 8, work)
+        return all_to_allv(by, x, torch.ones(1, 8), torch.arange(8)[None], 8, work)
 
     assert [out.item() for out in run_world(8, rank_main)] == [264.0] * 8  # 263, rounded to what bfloat16 has

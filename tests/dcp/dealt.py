@@ -21,8 +21,8 @@ from weft.dcp.interleave import Interleave
 from weft.kv.cache import KVCache
 from weft.kv.cache_spec import Latent
 from weft.place.cost import costs
-from weft.place.dcp import Prefill
-from weft.place.settle import Merge, Settlements
+from weft.place.recipes import Merge, Prompt
+from weft.place.settle import Settlements
 from weft.place.spec import Mesh
 
 Make = Callable[[KVCache, ContextGroup | None], Backend]
@@ -35,7 +35,7 @@ def run_dealt(
     deal: Interleave,
     way: Literal["ag_rs", "a2a", "fused"] = "fused",
     max_bytes: int | None = None,
-    prefill: Prefill = "gather",
+    prefill: Literal["gather", "merge"] = "gather",
 ) -> list[tuple[Tensor, Tensor]]:
     """Runs a step of a case whose pages hold `deal.span` tokens on every rank, with its heads and tokens alone.
 
@@ -48,9 +48,9 @@ def run_dealt(
 
     def rank_main(transport: ReferenceTransport) -> tuple[Tensor, Tensor]:
         found = offer_of(transport, mesh, costs("cpu").of("reference", deal.ranks))
-        settlements = Settlements(mesh, [replace(found, max_bytes=max_bytes)], {Merge: way})
+        settlements = Settlements(mesh, [replace(found, max_bytes=max_bytes)], {Merge: way, Prompt: prefill})
         settler = Settler(mesh, transport.rank, {"reference": transport}, settlements)
-        group = context_group(mesh, deal, settler, prefill)
+        group = context_group(deal, settler)
         assert group is not None
         cache = local_cache(case, deal, transport.rank)
         before = cache.keys.clone()

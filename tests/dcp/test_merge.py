@@ -23,7 +23,8 @@ from weft.comm.transport import CommError, Transport, offer_of
 from weft.kernels.plain import merge_weights, softmax_merge
 from weft.place.cost import PRESETS, AlphaBeta, Offer, Table
 from weft.place.exchange import merge_scatterv
-from weft.place.settle import Merge, Settled, Settlements
+from weft.place.recipes import Merge
+from weft.place.settle import Settled, Settlements
 from weft.place.spec import LayoutError, Mesh
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

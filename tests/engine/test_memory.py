@@ -29,7 +29,8 @@ from weft.engine.runner import ModelRunner
 from weft.engine.worker import failure
 from weft.kv.cache_spec import CacheGroup, Latent, PagedKV, Recurrent, Rule, Spec, Window
 from weft.models.load import build_model, dummy_model
-from weft.place.dcp import Prompts
+from weft.place.recipes import Prompt
+from weft.place.settle import Settlements
 from weft.place.spec import LayoutError
 
 SPECS: dict[str, Spec] = {
@@ -152,7 +153,15 @@ def test_merged_prompts_are_measured_where_there_may_be_some(
     sizes = dict(page_size=4, max_batch_tokens=16, max_running=6, attn_tp=2, ep=2, dcp=2, max_model_len=most)
     made = EngineConfig(tmp_path, load_format="dummy", **sizes)
     model, seen = made.read_model(), list[tuple[int, str | None]]()
-    monkeypatch.setattr(Prompts, "quickest", lambda asked, *_: "merge" if asked.seen >= 23 else "gather")
+    find = Settlements.find
+
+    def pretended(self: Settlements, value: Any, group: str, rows: int) -> Any:
+        if not isinstance(value, Prompt):
+            return find(self, value, group, rows)
+        name = "merge" if value.seen >= 23 else "gather"
+        return next(plan for plan in self.options(value, group, rows) if plan.recipe.name == name)
+
+    monkeypatch.setattr(Settlements, "find", pretended)
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     for name, value in (("memory_allocated", 0), ("max_memory_allocated", 9), ("mem_get_info", (300, 400))):

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import EVERY, SUMS, run_world, small_model
 from torch import Tensor
 
 from engine.conftest import byte_tokenizer
 from engine.test_engine import GREEDY, config
 from weft.comm import settle
+from weft.comm.dispatch import Exchanging, all_to_allv
 from weft.comm.reference import ReferenceTransport
+from weft.comm.rows import StepRows
 from weft.comm.settle import Settler
 from weft.engine.config import EngineError
 from weft.engine.engine import Engine
@@ -26,12 +29,13 @@ from weft.engine.outcome import rows_of_draws
 from weft.engine.planning import plan_model
 from weft.engine.worker import Worker
 from weft.models.registry import load_config, registry
-from weft.place import settle as place_settle
 from weft.place.cost import PRESETS, Offer
+from weft.place.experts import Dispatch, Permute
 from weft.place.plan import Plan, Planner
-from weft.place.settle import Merge, Recipe, Settled, Settlements
+from weft.place.recipes import RECIPES, Merge, Recipe
+from weft.place.settle import Settled, Settlements
 from weft.place.show import plan_dict
-from weft.place.spec import Mesh
+from weft.place.spec import Mesh, PlacementError
 
 ASKED = [[5, 17, 40], [9, 2, 33, 21, 8]]
 KINDS = EVERY | {"all_to_allv", "merge_scatterv"}
@@ -91,7 +95,7 @@ def test_every_op_counts_in_the_checksum(model: Path) -> None:
     ops = list(plan.ops())
     found = {altered(plan, at).checksum() for at in range(len(ops))}
     assert len(found) == len(ops) and plan.checksum() not in found
-    ag_rs = place_settle.RECIPES[Merge][0]
+    ag_rs = RECIPES[Merge][0]
     merged = [
         replace(
             read,
@@ -222,15 +226,13 @@ def test_ranks_whose_calls_take_other_rows_differ(model: Path) -> None:
 def test_a_recipe_is_added_by_one_registration(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of the planner's table, and what carries it out: plans take it, reports name it, tokens are the same."""
     toy = Recipe("toy", lambda value, ranks, rows: [("merge_scatterv", 0.0)], lambda value, ranks, rows: [])
-    monkeypatch.setitem(place_settle.RECIPES, Merge, (*place_settle.RECIPES[Merge], toy))
+    monkeypatch.setitem(RECIPES, Merge, (*RECIPES[Merge], toy))
     monkeypatch.setitem(settle.RUNS, "toy", settle.fused)
     mesh = Mesh(1, 2, 2, 1, dcp=2)
     settlements = Settlements(mesh, [OFFER], {Merge: "auto"})
     assert settlements.plan(Merge(4, 16, 4), "dcp", 8).recipe.name == "toy", "it moves nothing, so it costs least"
 
     def rank_main(transport: ReferenceTransport) -> dict[Any, Any]:
-        import torch
-
         settler = Settler(mesh, transport.rank, {"reference": transport}, settlements)
         settler.site = "layers.0.norm"
         settler.merge("dcp", torch.ones(3, 4, 16), torch.zeros(3, 4))
@@ -246,6 +248,52 @@ def test_a_recipe_is_added_by_one_registration(model: Path, monkeypatch: pytest.
             steps = [stat.step for stat in engine.comm_report()[0] if stat.step.startswith("outputs")]
             assert all(("toy" in step) == (exchange == "auto") for step in steps) and steps
     assert found[0] == found[1]
+
+
+def test_a_recipe_of_a_dispatch_is_added_by_one_registration(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans take it where it costs less, reports name its ops and no others, tokens are the same."""
+
+    def parts(value: Dispatch, ranks: int, tokens: int) -> Any:
+        ops = [part for part in value.parts(ranks) if isinstance(part, Permute)]
+        return tuple((replace(op, what=f"toy {op.what}"), tokens) for op in ops)  # without the kernels' time
+
+    def run(by: Exchanging, *given: Any) -> Any:
+        toy = replace(
+            by,
+            carry=lambda name, x, sizes: by.carry(f"toy {name}", x, sizes),
+            empty=lambda name, *shape, like: by.empty(f"toy {name}", *shape, like=like),
+        )
+        return all_to_allv(toy, *given)
+
+    found = []
+    for toy in (False, True):
+        if toy:
+            monkeypatch.setitem(RECIPES, Dispatch, (*RECIPES[Dispatch], Recipe("toy", parts=parts)))
+            monkeypatch.setitem(settle.DISPATCHES, "toy", run)
+        with Engine(config(model, attn_tp=2, ep=2, experts="dispatch")) as engine:
+            tokens = [result.token_ids for result in engine.generate(ASKED, GREEDY)]
+            found.append((tokens, {s.step: s.bytes for s in engine.comm_report()[0] if "all_to_allv" in s.step}))
+    (tokens, ops), (same, toys) = found
+    assert tokens == same and len(ops) == 3 and toys == {f"toy {op}": size for op, size in ops.items()}
+
+
+def test_a_block_that_dispatches_otherwise_than_it_was_traced_is_found(model: Path) -> None:
+    """Before it communicates, by name: a rank whose peers dispatch otherwise would wait for ever."""
+    mesh = Mesh(2, 1, 2, 1)
+    planned = plan_model(replace(load_config(model, registry(())), experts="dispatch"), mesh, torch.float32, [OFFER])
+
+    def rank_main(transport: ReferenceTransport) -> str:
+        settler = Settler(mesh, transport.rank, {"reference": transport}, planned.settlements)
+        plan, x = planned.plan((2, 1)), torch.ones(2, 64)
+        settler.begin(plan.counts, StepRows(mesh, transport.rank, (2, 1)), None)
+        [read, *_] = [read for read in plan.reads if read.settled]
+        settler.serve(read)
+        with pytest.raises(PlacementError) as found:
+            settler.dispatch(x, torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.int64), 4, lambda x, *_: x)
+        return str(found.value)
+
+    said = run_world(2, rank_main)
+    assert said[0] == said[1] and "post_attention_layernorm" in said[0] and "which the plan has not here" in said[0]
 
 
 def test_plan_json_has_settlements_in_their_places(model: Path) -> None:

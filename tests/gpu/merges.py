@@ -16,7 +16,8 @@ from weft.comm.peer import PeerTransport
 from weft.comm.settle import Settler, a2a, ag_rs
 from weft.comm.transport import CommError, offer_of
 from weft.place.cost import PRESETS
-from weft.place.settle import Merge, Settlements
+from weft.place.recipes import Merge
+from weft.place.settle import Settlements
 from weft.place.spec import Mesh
 
 BF16 = torch.bfloat16

@@ -11,8 +11,9 @@ from support import small_config
 
 from e2e.here import weft_here
 from weft.place.cost import AlphaBeta, Offer
-from weft.place.dcp import KEYS_SHARE, LATENT_SHARE, Prompts, ShardedContext
-from weft.place.settle import Gather, Merge, Settlements
+from weft.place.dcp import KEYS_SHARE, LATENT_SHARE, ShardedContext
+from weft.place.recipes import Gather, Merge, Prompt
+from weft.place.settle import Settlements
 from weft.place.spec import LayoutError, Mesh
 
 KINDS = frozenset(("all_gatherv", "merge_scatterv"))
@@ -40,22 +41,45 @@ def test_exchanges_and_reads_are_weighed() -> None:
 
 def test_prompts_take_the_form_that_moves_less() -> None:
     merge = Merge(heads=4, dim=10, element_bytes=2)
-    asked = Prompts(ranks=2, rows=8, seen=100, query_bytes=50, token_bytes=200, merge=merge)
+    asked = Prompt(seen=100, query_bytes=50, token_bytes=200, merge=merge)
+
+    def us(value: Prompt) -> dict[str, float]:
+        return {plan.recipe.name: plan.us for plan in PRICED.options(value, "dcp", 8)}
+
+    def taken(value: Prompt, settlements: Settlements = PRICED, rows: int = 8) -> str:
+        return settlements.cheapest(value, "dcp", rows).recipe.name
+
     # 100 tokens of 200 bytes come, and are copied before; or 8 rows of queries, copied for both, and 8 · 96 / 2 bytes.
-    assert asked.us("gather", PRICED) == pytest.approx(10 + 20 + 20)
-    assert asked.us("merge", PRICED) == pytest.approx(10 + 0.4 + 0.8 + 10 + 0.384)
-    assert replace(asked, query_bytes=0).us("merge", PRICED) == pytest.approx(10 + 0.384)
-    assert asked.quickest(PRICED) == "merge" and replace(asked, seen=20).quickest(PRICED) == "gather"
+    by_merge = 10 + 0.4 + 0.8 + 10 + 0.384
+    assert us(asked) == {"gather": pytest.approx(10 + 20 + 20), "merge": pytest.approx(by_merge)}
+    assert us(replace(asked, query_bytes=0))["merge"] == pytest.approx(10 + 0.384)
+    assert [step.brief() for step in PRICED.cheapest(asked, "dcp", 8).steps()] == [
+        "queries: all_gatherv dcp",
+        "outputs: fused: merge_scatterv dcp",
+    ]
+    assert [step.brief() for step in PRICED.cheapest(replace(asked, seen=20), "dcp", 8).steps()] == [
+        "copy cached tokens",
+        "cached tokens: all_gatherv dcp",
+    ]
     untimed = Settlements(MESH, [Offer("one", frozenset({"all_gatherv"}), frozenset(), COST)])
-    assert asked.quickest(untimed) == "gather", "nothing merges here"
+    assert taken(asked, untimed) == "gather", "nothing merges here"
+    for recipe in ("gather", "merge"):
+        forced = Settlements(MESH, [OFFER], {Prompt: recipe})
+        assert {taken(replace(asked, seen=n), forced) for n in (1, 20, 10000)} == {recipe}
+    with pytest.raises(LayoutError, match=r"outputs of what prompts see for 8 rows .*one has no .* or merge_scatterv"):
+        taken(asked, Settlements(MESH, untimed.offers, {Prompt: "merge"}))
+    with pytest.raises(LayoutError, match="no recipe to prompt is called 'mix'; there are auto, gather, merge"):
+        Settlements(MESH, [OFFER], {Prompt: "mix"})
     context = ShardedContext(2, [QUERIES, merge] * 3, {200: 3}, 600, 0)
     for rows in (1, 8, 100):
         cached = context.merges_from(rows, PRICED)
         assert cached is not None
         for n in (cached - 1, cached):
             seen = -(-(n + rows) // 2)
-            assert (replace(asked, rows=rows, seen=seen).quickest(PRICED) == "merge") == (n >= cached)
+            assert (taken(replace(asked, seen=seen), rows=rows) == "merge") == (n >= cached)
     assert context.merges_from(8, untimed) is None
+    assert context.merges_from(8, Settlements(MESH, [OFFER], {Prompt: "gather"})) is None
+    assert context.merges_from(8, Settlements(MESH, [OFFER], {Prompt: "merge"})) == 0
 
 
 def test_a_transport_without_room_is_left_out() -> None:

@@ -18,11 +18,13 @@ from place import recipes
 from place.exhaustive import Machine, least
 from place.recipes import Priced, Wanted, priced
 from place.test_exhaustive import ALL, FIXED, machines
-from weft.place import settle, vocabulary
+from weft.place import recipes as table
+from weft.place import vocabulary
 from weft.place.chain import Chain, Read
 from weft.place.cost import Offer
 from weft.place.plan import Planner
-from weft.place.settle import Gather, Merge, Recipe, Settled, Settlement, Settlements, Value
+from weft.place.recipes import Gather, Merge, Recipe, Value
+from weft.place.settle import Settled, Settlement, Settlements
 from weft.place.spec import LayoutError, Mesh, PlacementError, Rows, layouts
 
 SETTLES = frozenset({"all_gatherv", "reduce_scatterv", "all_to_allv", "merge_scatterv"})
@@ -230,9 +232,9 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def recipe_changed(name: str, change: Callable[[Recipe], Recipe]) -> Plant:
     def plant(m: pytest.MonkeyPatch) -> None:
-        for kind, table in settle.RECIPES.items():
-            changed = tuple(change(recipe) if recipe.name == name else recipe for recipe in table)
-            m.setitem(settle.RECIPES, kind, changed)
+        for kind, known in table.RECIPES.items():
+            changed = tuple(change(recipe) if recipe.name == name else recipe for recipe in known)
+            m.setitem(table.RECIPES, kind, changed)
 
     return plant
 
@@ -325,8 +327,8 @@ PLANTED: dict[str, Plant] = {
         vocabulary, "logit_rows", lambda tokens, ranks: Gather("logits", tokens // ranks * 4)
     ),
     "logits in two bytes": lambda m: m.setattr(vocabulary, "LOGIT_BYTES", 2),
-    "an lse in two bytes": lambda m: m.setattr(settle, "LSE_BYTES", 2),
-    "rows are not padded": lambda m: m.setattr(settle, "UNIT_BYTES", 1),
+    "an lse in two bytes": lambda m: m.setattr(table, "LSE_BYTES", 2),
+    "rows are not padded": lambda m: m.setattr(table, "UNIT_BYTES", 1),
     "best tokens travel row by row": method_changed(
         Settlement, "of", lambda self, rows: (self.value, self.group, rows)
     ),

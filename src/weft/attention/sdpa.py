@@ -15,8 +15,7 @@ from weft.dcp.group import ContextGroup
 from weft.kernels.parts import Parts
 from weft.kv.cache import KVCache
 from weft.kv.cache_spec import Latent
-from weft.place.dcp import Prefill, Prompts
-from weft.place.settle import Merge
+from weft.place.recipes import Merge, Prompt
 
 
 class SDPA:
@@ -26,7 +25,7 @@ class SDPA:
 
     group: where the ranks of a dcp group hold parts of the tokens. Rows of one a sequence then attend with all ranks'
     heads over the tokens here, and are merged. For the others either the tokens are gathered, or they are merged too:
-    see `weft.place.dcp.Prefill`.
+    see `weft.place.recipes.Prompt`.
     """
 
     def __init__(self, cache: KVCache, group: ContextGroup | None = None):
@@ -41,7 +40,7 @@ class SDPA:
         self._single: Tensor | slice | None = None  # the rows of the sequences that have one; None: all rows
         self._singles = 0
         self._gathered: tuple[Tensor, tuple[int, ...]] | None = None  # of prompts: slots here, tokens of each rank
-        self._prefill: Prefill | None = None  # chosen by the first layer, which knows how wide queries are
+        self._prefill: str | None = None  # chosen by the first layer, which knows how wide queries are
         return batch.lengths if group is None else group.lengths(batch.lengths)
 
     def plan(self, batch: Batch, tables: PageTables) -> None:
@@ -108,19 +107,12 @@ class SDPA:
         """How the step's prompts attend, and what that takes. Every rank of the group comes to the same."""
         keys, values = self.cache.keys, self.cache.values
         pages, prompts = self._prompts
-        heads, ranks = q.shape[1], group.deal.ranks
+        heads = q.shape[1] * (1 if gathered else group.deal.ranks)
         dim = values.shape[-1] if absorbed is None else absorbed.values.shape[1]
         token = keys[0, 0].nbytes + (0 if isinstance(self.cache.spec, Latent) else values[0, 0].nbytes)
-        self._prefill = group.prefill(
-            Prompts(
-                ranks,
-                len(q),
-                sum(group.deal.most(context + count) for _, count, context, _ in prompts),
-                0 if gathered else q[0].nbytes,
-                token,
-                Merge(heads if gathered else heads * ranks, dim, q.element_size()),
-            )
-        )
+        seen = sum(group.deal.most(context + count) for _, count, context, _ in prompts)
+        what = Prompt(seen, token, 0 if gathered else q[0].nbytes, Merge(heads, dim, q.element_size()))
+        self._prefill = group.prefill(what, len(q))
         self._plan_prompts(pages, prompts, group)
 
     def _plan_gather(

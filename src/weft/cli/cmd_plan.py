@@ -23,6 +23,8 @@ from weft.place.cost import costs
 from weft.place.dcp import dcp_dict, dcp_text
 from weft.place.experts import Forms
 from weft.place.forms import forms_dict, forms_of, forms_text
+from weft.place.recipes import Merge, Prompt
+from weft.place.settle import Recipes
 from weft.place.show import plan_dict, plan_text
 from weft.place.spec import LayoutError, Mesh
 from weft.place.vocabulary import vocabulary_dict, vocabulary_text
@@ -68,11 +70,13 @@ class Command:
     """Ranks of ATTN_TP that deal out a group's cached tokens among them: also says from which length on that pays."""
     dcp_query: Literal["gather", "replicate"] = "gather"
     """replicate: each of them makes the queries of all, where they would gather them."""
+    dcp_exchange: Literal["auto", "ag_rs", "a2a", "fused"] = "auto"
+    """How their attention is merged; auto: whichever costs least."""
+    dcp_prefill: Literal["auto", "gather", "merge"] = "auto"
+    """Whether prompts gather the tokens that they see, or are merged as decode rows are; auto: whichever costs less."""
     experts: Literal["auto", "gather", "dispatch"] = "auto"
     """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back; auto: on CPUs
     whichever costs less, and from where dispatch pays; on GPUs gather."""
-    dcp_exchange: Literal["auto", "ag_rs", "a2a", "fused"] = "auto"
-    """How their attention is merged; auto: whichever costs least."""
     split_vocabulary: Literal["off", "on", "auto"] = "auto"
     """on: embedding and head are split over ATTN_TP, and what decode steps save by it is printed; auto: on GPUs, where
     decode steps are quicker by it."""
@@ -113,7 +117,8 @@ class Command:
         split = self.split_vocabulary == "on" or (bool(steps) and all(step.saved_us > 0 for step in steps))
         config = replace(config, split_vocabulary=split)
         # Slices copy where steps are captured.
-        planner = plan_model(config, mesh, config.dtype, offers, slices_copy=gpus, merge=self.dcp_exchange)
+        recipes: Recipes = {Merge: self.dcp_exchange, Prompt: self.dcp_prefill}
+        planner = plan_model(config, mesh, config.dtype, offers, slices_copy=gpus, recipes=recipes)
         every = [(n,) * mesh.attn_dp for n in tokens]
         shared = sharded_context(config, mesh, config.dtype, planner.chain)
         both = forms_of(mesh, planner.chain, offers)

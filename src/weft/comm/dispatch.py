@@ -10,6 +10,7 @@ just these rows; on GPUs they stay on the device, and tensors have room for all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,24 +26,32 @@ Work = Callable[[Tensor, Tensor, Tensor], Tensor]
 those of a row's experts that are here."""
 
 
-def on_host(
-    mesh: Mesh,
-    rank: int,
-    carry: Carry,
-    empty: Callable[..., Tensor],
-    x: Tensor,
-    weight: Tensor,
-    expert: Tensor,
-    experts: int,
-    work: Work,
-) -> Tensor:
+@dataclass(frozen=True)
+class Exchanging:
+    """A rank's end of a dispatch. capacity: rows of each rank that tensors have room for. carry: its exchanges; on GPUs
+    they take LiveSizes. empty: makes a tensor for the exchange of this name.
+    """
+
+    mesh: Mesh
+    rank: int
+    capacity: Sizes
+    carry: Carry
+    empty: Callable[..., Tensor]
+
+
+def all_to_allv(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
+    """Rows to the ranks of their experts and back, by the recipe of this name."""
+    return (on_device if x.is_cuda else on_host)(by, x, weight, expert, experts, work)
+
+
+def on_host(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
     """Rows to the ranks of their experts, and the results back, on CPUs. Every rank of the world must call it.
 
     x `[T, width]`: this rank's own rows; weight `[T, k]`, expert int64 `[T, k]`, of `experts` in all. Each rank calls
     `work` with the rows that came to it; the ranks of moe_tp that share an expert each get its rows, and each returns
-    its part. empty: makes tensors that will be sent. Gives `[T, width]`, complete.
+    its part. Gives `[T, width]`, complete.
     """
-    (rows, width), (_, k), n = x.shape, expert.shape, mesh.world
+    mesh, carry, (rows, width), (_, k), n = by.mesh, by.carry, x.shape, expert.shape, by.mesh.world
     goes = torch.zeros(rows, mesh.ep, dtype=torch.bool, device=x.device)
     goes.scatter_(1, expert // (experts // mesh.ep), True)
     goes = goes.repeat_interleave(mesh.moe_tp, dim=1)  # by rank
@@ -51,36 +60,34 @@ def on_host(
     send = tuple(counts.flatten().tolist())
     receive = tuple(carry(COUNTS, counts, (1,) * n**2).flatten().tolist())
     listed = listed_bytes(k) // x.element_size()
-    packed = empty(len(row), width + listed, like=x)
+    packed = by.empty(SEND, len(row), width + listed, like=x)
     packed[:, :width] = x.index_select(0, row)
     lists = torch.cat((expert.int(), weight.float().view(torch.int32)), dim=1)
     packed[:, width:] = lists.view(x.dtype).index_select(0, row)
-    came = carry(SEND, packed, to_and_from(send, receive, rank))
+    came = carry(SEND, packed, to_and_from(send, receive, by.rank))
     experts_of, weights = came[:, width:].contiguous().view(torch.int32).split(k, dim=1)
     made = work(came[:, :width], weights.contiguous().view(torch.float32).to(weight.dtype), experts_of.long())
-    back = carry(RETURN, made, to_and_from(receive, send, rank))
+    back = carry(RETURN, made, to_and_from(receive, send, by.rank))
     total = x.new_zeros(rows, width, dtype=torch.promote_types(x.dtype, torch.float32))
     for at, run in zip(row.split(send), back.split(send), strict=True):
         total.index_add_(0, at, run.to(total.dtype))
     return total.to(x.dtype)
 
 
-def on_device(
-    mesh: Mesh, room: Sizes, carry: Carry, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work
-) -> Tensor:
+def on_device(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
     """The same on GPUs: the host waits for nothing, so that a CUDA graph may hold it.
 
-    room: rows of each rank that tensors have room for; experts of −1 are none, as of rows that are padding. carry must
-    take LiveSizes. What `work` gets has room for every row of the world; those behind the live ones have no expert.
+    Experts of −1 are none, as of rows that are padding. What `work` gets has room for every row of the world; those
+    behind the live ones have no expert.
     """
     from weft.kernels.triton import dispatch as kernels  # GPUs only: a CPU need not have Triton
 
-    (rows, width), k, n = x.shape, expert.shape[1], mesh.world
+    mesh, carry, (rows, width), k, n = by.mesh, by.carry, x.shape, expert.shape[1], by.mesh.world
     place, sent = kernels.places(expert, n, experts // mesh.ep, mesh.moe_tp)
     received = carry(COUNTS, sent[:, None], (1,) * n**2).flatten()
     packed = x.new_empty(n * rows, width + listed_bytes(k) // x.element_size())
     kernels.pack(x, weight, expert, place, sent, packed)
-    there, back = tuple(rows for rows in room for _ in range(n)), room * n
+    there, back = tuple(rows for rows in by.capacity for _ in range(n)), by.capacity * n
     came = carry(SEND, packed, LiveSizes(there, torch.cat((sent, received))))
     made = work(came[:, :width], *kernels.lists(came, width, k, received))
     returned = carry(RETURN, made, LiveSizes(back, torch.cat((received, sent))))

@@ -9,14 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import ModuleType
 from typing import Protocol
 
 from torch import Tensor
 from torch.profiler import record_function
 
-from weft.comm.dispatch import Work, on_device, on_host
+from weft.comm.dispatch import Exchanging, Work, all_to_allv
 from weft.comm.rows import StepRows
 from weft.comm.stats import StepTimes
 from weft.comm.transport import COLLECTIVE, CommError, LiveSizes, Ranks, Sizes, Transport, place_in
@@ -24,9 +23,10 @@ from weft.kernels import plain
 from weft.place import exchange
 from weft.place.chain import Counts
 from weft.place.exchange import Exchange
-from weft.place.experts import SEND, Dispatch
+from weft.place.experts import Dispatch
 from weft.place.plan import ReadPlan
-from weft.place.settle import Gather, Merge, Settled, Settlement, Settlements, Value
+from weft.place.recipes import RECIPES, Gather, Merge, Prompt, Value
+from weft.place.settle import Settled, Settlement, Settlements
 from weft.place.spec import Mesh, PlacementError, Rows
 
 Calls = tuple[int, int, float, float]
@@ -37,11 +37,16 @@ MergeRun = Callable[[Transport, Tensor, Tensor, Ranks, Tensor | None], tuple[Ten
 class Settling(Protocol):
     """What blocks are given to settle values by: a rank's `Settler`, or a `TraceSettler`."""
 
+    mesh: Mesh
+    rank: int
+
     def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes) -> Tensor: ...
 
     def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
 
     def dispatch(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor: ...
+
+    def recipe(self, what: Prompt, group: str, rows: int) -> str: ...
 
 
 class Settler:
@@ -94,12 +99,19 @@ class Settler:
             with nullcontext() if self._times is None else self._times.timed(self._counts, self.site, op):
                 return self._transports[op.transport].exchange(x, exchange.all_to_allv(len(world)), world, sizes)
 
-        if x.is_cuda:
-            room = tuple(self.mesh.row_count(Rows.OWN, rank, self._rows.capacity) for rank in world)
-            run = partial(on_device, self.mesh, room, carry)
-        else:
-            run = partial(on_host, self.mesh, self.rank, carry, self._transports[ops[SEND].transport].empty)
-        return run(x, weight, expert, experts, work)
+        def empty(name: str, *shape: int, like: Tensor) -> Tensor:
+            return self._transports[ops[name].transport].empty(*shape, like=like)
+
+        capacity = tuple(self.mesh.row_count(Rows.OWN, rank, self._rows.capacity) for rank in world)
+        by = Exchanging(self.mesh, self.rank, capacity, carry, empty)
+        return DISPATCHES[found[0].recipe.name](by, x, weight, expert, experts, work)
+
+    def recipe(self, what: Prompt, group: str, rows: int) -> str:
+        """The name of the cheapest for just so many rows: its parts are then settled one by one.
+
+        Ranks that ask for the same come to the same. Raises LayoutError where there is none.
+        """
+        return self.settlements.cheapest(what, group, rows).recipe.name
 
     def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes) -> Tensor:
         """Every rank's rows of the group `[sum(sizes), width]`, in rank order. x: this rank's rows `[own, width]`.
@@ -158,7 +170,7 @@ class TraceSettler:
     """Writes down what the blocks of a traced model settle, in order. Carries zero rows. found: since the last read."""
 
     def __init__(self, mesh: Mesh):
-        self._mesh = mesh
+        self.mesh, self.rank = mesh, 0
         self.found: list[Settlement] = []
 
     def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes) -> Tensor:
@@ -167,12 +179,15 @@ class TraceSettler:
 
     def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._note(Merge(out.shape[1], out.shape[2], out.element_size()), group)
-        ranks = range(self._mesh.size(group))
+        ranks = range(self.mesh.size(group))
         return own_heads(out, ranks), own_heads(lse, ranks)
 
     def dispatch(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
-        self._note(Dispatch.on(self._mesh, experts, expert.shape[1], x.shape[1] * x.element_size()), "world")
+        self._note(Dispatch.on(self.mesh, experts, expert.shape[1], x.shape[1] * x.element_size()), "world")
         return work(x, weight, expert)
+
+    def recipe(self, what: Prompt, group: str, rows: int) -> str:
+        return RECIPES[type(what)][0].name  # a decode step is traced, which has no prompts
 
     def _note(self, what: Value, group: str) -> None:
         self.found.append(Settlement(what, group))
@@ -240,3 +255,5 @@ def fused(
 
 RUNS: dict[str, MergeRun] = {"ag_rs": ag_rs, "a2a": a2a, "fused": fused}
 """What carries out each recipe of a merge."""
+DISPATCHES: dict[str, Callable[[Exchanging, Tensor, Tensor, Tensor, int, Work], Tensor]] = {"all_to_allv": all_to_allv}
+"""The same of a dispatch."""

@@ -21,7 +21,7 @@ from weft.place.cost import Cost, Offer
 from weft.place.edges import legal_edges
 from weft.place.exchange import Exchange, input_rows
 from weft.place.experts import expert_exchanges
-from weft.place.settle import merge_exchanges
+from weft.place.recipes import merge_exchanges
 from weft.place.spec import Mesh
 
 COLLECTIVE = "weft collective "

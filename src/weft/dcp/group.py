@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
-from weft.comm.settle import Settler, Settling
+from weft.comm.settle import Settling
 from weft.dcp.interleave import Interleave
-from weft.place.dcp import Prefill, Prompts
-from weft.place.settle import Gather
-from weft.place.spec import Mesh
-
-QUERIES, TOKENS = "queries", "cached tokens"
-"""What attention gathers, as plans name it."""
+from weft.place.recipes import QUERIES, TOKENS, Gather, Prompt
 
 
 @dataclass(frozen=True)
 class ContextGroup:
     """What attention needs where its tokens are sharded over ranks. place: this rank's in the group.
 
-    prefill: how a step's prompts attend, the same on every rank. Without rows neither gather nor merge communicates.
+    Without rows neither gather nor merge communicates.
     """
 
     deal: Interleave
     place: int
     settle: Settling
-    prefill: Callable[[Prompts], Prefill]
 
     def lengths(self, lengths: Tensor) -> Tensor:
         """How many tokens of sequences of these lengths lie here."""
@@ -37,6 +29,10 @@ class ContextGroup:
     def slots(self, slots: Tensor) -> Tensor:
         """Where rows are stored here, −1 for another rank's: see `Interleave.slots`."""
         return self.deal.slots(slots, self.place)
+
+    def prefill(self, what: Prompt, rows: int) -> str:
+        """The recipe by which the prompts of a step of so many rows attend, the same on every rank."""
+        return self.settle.recipe(what, "dcp", rows)
 
     def heads(self, q: Tensor) -> Tensor:
         """Every rank's heads, in rank order: `[T, heads, D]` → `[T, ranks · heads, D]`."""
@@ -54,21 +50,8 @@ class ContextGroup:
         return self.settle.merge("dcp", out, lse, live)
 
 
-def context_group(
-    mesh: Mesh, deal: Interleave, settler: Settler, prefill: Prefill | Literal["auto"] = "auto"
-) -> ContextGroup | None:
-    """The rank's of a settler; prefill: auto, whichever is quicker for a step. None where no tokens are sharded."""
-    if mesh.dcp == 1:
+def context_group(deal: Interleave, settle: Settling) -> ContextGroup | None:
+    """This rank's; None where no tokens are sharded."""
+    if settle.mesh.dcp == 1:
         return None
-
-    def choose(prompts: Prompts) -> Prefill:
-        return prompts.quickest(settler.settlements) if prefill == "auto" else prefill
-
-    return ContextGroup(deal, mesh.peers("dcp", settler.rank).index(settler.rank), settler, choose)
-
-
-def trace_group(mesh: Mesh, settler: Settling) -> ContextGroup | None:
-    """For a model's trace on a mesh; None where no tokens are sharded."""
-    if mesh.dcp == 1:
-        return None
-    return ContextGroup(Interleave(mesh.dcp, 1, 1), 0, settler, lambda prompts: "gather")
+    return ContextGroup(deal, settle.mesh.peers("dcp", settle.rank).index(settle.rank), settle)

@@ -14,7 +14,7 @@ from weft.engine.planning import trace
 from weft.models.config import ModelConfig
 from weft.place.chain import Chain, bucket
 from weft.place.experts import Dispatch
-from weft.place.settle import Merge
+from weft.place.recipes import Merge
 from weft.place.spec import LayoutError, Mesh
 
 

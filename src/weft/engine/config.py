@@ -51,8 +51,8 @@ class EngineConfig:
 
     attn_dp, attn_tp, ep, moe_tp: the layout (`weft.place.spec.Mesh`). dtype auto: float32 on CPUs, bfloat16 on GPUs.
     dcp: neighbouring ranks of attn_tp among which the cached tokens are dealt out (decode context parallelism),
-    dcp_interleave at a time (None: a page). dcp_exchange: how their attention is merged (`weft.place.settle`).
-    dcp_prefill: how prompts attend (`weft.place.dcp.Prefill`; auto: whichever is quicker for a step).
+    dcp_interleave at a time (None: a page). dcp_exchange: how their attention is merged (`weft.place.recipes`).
+    dcp_prefill: how prompts attend (a recipe of `weft.place.recipes.Prompt`; auto: whichever is quicker for a step).
     dcp_query: whether they gather their queries, or each makes those of all, which takes weights instead of time.
     page_size: tokens a page of the key-value cache. kv_tokens: its size on a rank: a DP group holds dcp times as many;
     None: KV_TOKENS on CPUs, and on GPUs what fits. gpu_memory_fraction: of a GPU, what may be used in all then.

@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 
 from weft.attention.caches import Caches, cached_layers
-from weft.dcp.group import trace_group
+from weft.dcp.group import context_group
+from weft.dcp.interleave import Interleave
 from weft.engine.batch import build_batch
 from weft.kv.cache_spec import CacheGroup, Latent, PagedKV, Spec, rule
 from weft.models.config import ModelConfig
@@ -19,7 +20,7 @@ from weft.place.chain import Chain
 from weft.place.cost import Offer
 from weft.place.dcp import ShardedContext
 from weft.place.plan import Choice, Planner
-from weft.place.settle import Merge, Settlement, Settlements
+from weft.place.settle import Recipes, Settlement, Settlements
 from weft.place.spec import LayoutError, Mesh
 from weft.place.vocabulary import Head, SplitStep, best_tokens, logit_rows, split_step
 from weft.stream import TraceStream
@@ -45,7 +46,8 @@ def trace(
 
     def form(number: int) -> TraceStream:
         stream = TraceStream(mesh, config.hidden_size, dtype, cpu, number)
-        caches = Caches(layers, groups, mesh.dcp, dtype, cpu, group=trace_group(mesh, stream.settler))
+        group = context_group(Interleave(mesh.dcp, 1, 1), stream.settler)
+        caches = Caches(layers, groups, mesh.dcp, dtype, cpu, group=group)
         batch = build_batch([], [], mesh.dcp, [group.rule for group in groups], cpu)
         caches.plan(batch)
         model(stream, batch, caches)
@@ -90,12 +92,10 @@ def plan_model(
     offers: Sequence[Offer],
     choice: Choice = "cheapest",
     slices_copy: bool = False,
-    merge: str = "auto",
+    recipes: Recipes | None = None,
 ) -> Planner:
-    """The planner of a model on a mesh, as `Planner`. merge: the recipe by which attention over shards of the keys is
-    merged. Raises LayoutError, PlacementError.
-    """
-    settlements = Settlements(mesh, offers, {Merge: merge}, slices_copy)
+    """The planner of a model on a mesh, as `Planner`. recipes: as `Settlements`. Raises LayoutError, PlacementError."""
+    settlements = Settlements(mesh, offers, recipes, slices_copy)
     return Planner(mesh, trace(config, mesh, dtype), offers, choice, slices_copy, settlements)
 
 

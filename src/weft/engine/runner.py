@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,9 +29,10 @@ from weft.models.decoder import Decoder
 from weft.place.chain import Counts
 from weft.place.cost import Costs
 from weft.place.cost import costs as load_costs
-from weft.place.dcp import Prefill, ShardedContext
+from weft.place.dcp import ShardedContext
 from weft.place.plan import Choice, Plan, Planner
-from weft.place.settle import Merge, Settlements
+from weft.place.recipes import Merge, Prompt
+from weft.place.settle import Recipes, Settlements
 from weft.place.show import fold, plan_text
 from weft.place.spec import Mesh
 from weft.stream import Stream
@@ -46,8 +46,8 @@ class ModelRunner:
 
     transports: the planner chooses among them, edge by edge, by the costs (`weft.place.cost.costs`). groups,
     page_size: of the caches, which are allocated here once. interleave: under decode context parallelism, tokens in a
-    row that one rank holds (None: a page); dcp_exchange: how attention is merged (a recipe of `weft.place.settle`);
-    dcp_prefill: how prompts attend (`weft.place.dcp.Prefill`).
+    row that one rank holds (None: a page); dcp_exchange: how attention is merged (a recipe of `weft.place.recipes`);
+    dcp_prefill: how prompts attend (a recipe too).
     timed_every: how many steps pass from one whose collectives are timed to the next.
     """
 
@@ -65,7 +65,7 @@ class ModelRunner:
         *,
         interleave: int | None = None,
         dcp_exchange: str = "auto",
-        dcp_prefill: Prefill | Literal["auto"] = "auto",
+        dcp_prefill: str = "auto",
         plan: Choice = "cheapest",
     ):
         config, weight = model.config, model.embed.weight
@@ -73,14 +73,14 @@ class ModelRunner:
         self.transports = {t.name: t for t in transports}
         costs = costs or load_costs("cpu")
         offers = [offer_of(t, mesh, costs.of(t.name, mesh.world)) for t in transports]
-        self.planner = plan_model(config, mesh, weight.dtype, offers, plan, merge=dcp_exchange)
+        self._recipes: Recipes = {Merge: dcp_exchange, Prompt: dcp_prefill}
+        self.planner = plan_model(config, mesh, weight.dtype, offers, plan, recipes=self._recipes)
         self.settler = Settler(mesh, rank, self.transports, self.planner.settlements)
         self.vocabulary = None
         if config.split_vocabulary and mesh.attn_tp > 1:
             self.vocabulary = SplitVocabulary(config.vocab_size, mesh, rank, self.settler)
         deal = Interleave(mesh.dcp, interleave or page_size, page_size)
-        self._merge, self._prefill = dcp_exchange, dcp_prefill
-        dealt = context_group(mesh, deal, self.settler, dcp_prefill)
+        dealt = context_group(deal, self.settler)
         self.rules, self._page_size = [group.rule for group in groups], deal.span
         layers, device = cached_layers(model), weight.device
         if device.type == "cuda":
@@ -145,7 +145,7 @@ class ModelRunner:
         able = {name: t for name, t in self.transports.items() if t.takes_live_sizes} or self.transports
         offers = [offer for offer in self.planner.offers if offer.transport in able]
         on_device = all(t.takes_live_sizes for t in able.values())  # and so where the rows of a group begin
-        settlements = Settlements(self.mesh, offers, {Merge: self._merge}, on_device)
+        settlements = Settlements(self.mesh, offers, self._recipes, on_device)
         chain, choice = self.planner.chain, self.planner.choice
         planner = Planner(self.mesh, chain, offers, choice, slices_copy=on_device, settlements=settlements)
         inputs: list[Inputs] = [AnswerInputs(rows, self.rules, self._page_size)]
@@ -228,9 +228,7 @@ class ModelRunner:
 
     def merges_from(self, rows: int) -> int | None:
         """On top of how many cached tokens a prompt's next `rows` are merged over dcp; None: of no number."""
-        if self._context is None or self._prefill == "gather":
-            return None
-        return 0 if self._prefill == "merge" else self._context.merges_from(rows, self.planner.settlements)
+        return None if self._context is None else self._context.merges_from(rows, self.planner.settlements)
 
     def forget(self) -> None:
         """Counts from here on."""

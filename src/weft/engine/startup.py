@@ -22,6 +22,8 @@ from weft.models.load import build_model, float8_says
 from weft.models.registry import plugin_line
 from weft.place.cost import Offer
 from weft.place.experts import Dispatch
+from weft.place.recipes import Merge, Prompt
+from weft.place.settle import Recipes
 from weft.place.spec import LayoutError, PlacementError
 
 
@@ -99,8 +101,9 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             "the naive plan is one of all-reduces, by which experts gather: leave experts or plan as it is"
         )
     mesh, offers = config.mesh, _offers(config)
+    recipes: Recipes = {Merge: config.dcp_exchange, Prompt: config.dcp_prefill}
     try:
-        planner = plan_model(model, mesh, dtype_of(config), offers, config.plan, merge=config.dcp_exchange)
+        planner = plan_model(model, mesh, dtype_of(config), offers, config.plan, recipes=recipes)
     except (LayoutError, PlacementError):
         raise
     except Exception as error:  # sizes that torch has no tensor for, or what a plugin does wrong

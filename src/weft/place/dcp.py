@@ -11,17 +11,14 @@ import bisect
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from weft.place.settle import Gather, Merge, Settlements, Value
+from weft.place.recipes import Gather, Merge, Prompt, Value
+from weft.place.settle import Settlements
 from weft.place.show import columns
 
 T = TypeVar("T")
-Prefill = Literal["gather", "merge"]
-"""How prompts attend: a rank gathers the tokens that they see, and attends with its own heads; or it attends with the
-heads of all over its own tokens, as answers do, and the parts are merged."""
-
 KEYS_SHARE, LATENT_SHARE = 0.6, 0.3
 """Of the memory's bandwidth, what decode attention reaches that reads keys and values, and latent vectors (one H200:
 benchmarks/results/gpu_kernels_h200_2026-11-22.json)."""
@@ -29,36 +26,6 @@ PROBE_BYTES = 1 << 26
 """Between so many bytes and twice as many, local work takes the bandwidth's time and nothing else."""
 MAX_TOKENS = 1 << 24
 """No sequence is thought to be longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """What a layer's attention exchanges in a step with prompts, over `ranks` ranks.
-
-    rows: of the step. seen: of the tokens that its prompts see, the most that a rank holds. query_bytes: of a row's
-    queries on a rank; 0: each makes those of all. token_bytes: of a cached token. merge: of the outputs.
-    """
-
-    ranks: int
-    rows: int
-    seen: int
-    query_bytes: int
-    token_bytes: int
-    merge: Merge
-
-    def us(self, form: Prefill, settlements: Settlements) -> float:
-        """Predicted time of the exchanges, and of what is copied for them; infinite where there is no way."""
-        if form == "gather":
-            gathered = settlements.us(Gather("cached tokens", self.token_bytes), "dcp", self.seen)
-            return gathered + settlements.local_us(2 * self.token_bytes * self.seen)
-        us = settlements.us(self.merge, "dcp", self.rows)
-        if self.query_bytes:
-            us += settlements.us(Gather("queries", self.query_bytes, relaid=True), "dcp", self.rows)
-        return us
-
-    def quickest(self, settlements: Settlements) -> Prefill:
-        """The form that takes less; the one that there is where the other has no way."""
-        return "merge" if self.us("merge", settlements) < self.us("gather", settlements) else "gather"
 
 
 @dataclass(frozen=True)
@@ -103,10 +70,11 @@ class ShardedContext:
         query, token, merge = _usual(queries), _usual(self.tokens), _usual(self.merges)
         if merge is None or token is None:
             return None
-        asked = Prompts(self.ranks, rows, 0, query or 0, token, merge)
 
         def merges(cached: int) -> bool:
-            return replace(asked, seen=-(-(cached + rows) // self.ranks)).quickest(settlements) == "merge"
+            asked = Prompt(-(-(cached + rows) // self.ranks), token, query or 0, merge)
+            found = settlements.find(asked, "dcp", rows)
+            return found is not None and found.recipe.name == "merge"
 
         found = bisect.bisect_left(range(MAX_TOKENS), True, key=merges)
         return found if found < MAX_TOKENS else None

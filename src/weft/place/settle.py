@@ -1,164 +1,25 @@
 """Values that a block settles between ranks: what is exchanged, by which recipes, and what each costs.
 
 A settlement leads from one type of value to another inside a block, so it is no read of the stream and leaves nothing
-behind: the cheapest recipe on the cheapest transport is its plan. A recipe may be made of other values, each of which is
-settled by itself.
-
-| value | from | to | recipe | collectives | between them |
-|---|---|---|---|---|---|
-| Gather | a rank's rows | the rows of all ranks of the group | all_gatherv | all_gatherv | nothing |
-| Merge | all heads of the group over a rank's keys, with log-sum-exp: owes a softmax merge | own heads, complete | ag_rs | all_gatherv of lse, reduce_scatterv | each rank scales its output by its weight, in the output's dtype |
-| | | | a2a | all_to_allv of output and lse in one | pack before, combine in rank order and float32 after |
-| | | | fused | merge_scatterv | nothing |
-| Permute | rows of each rank for others | those that others have for it | all_to_allv | all_to_allv | nothing |
-| Kernel | what lies on a rank | what it makes of it | local | none | itself |
-| Dispatch | own rows, whose experts are anywhere | own rows, with their experts' sums | all_to_allv | three Permutes: counts, rows with their experts, results | two Kernels: pack before, add after |
-
-Queries of a dcp group, cached tokens that prompts see, logits and best tokens of a split vocabulary (an argmax over
-the ranks) are gathers.
-"""  # noqa: E501
+behind: the cheapest recipe on the cheapest transport is its plan. A recipe (`weft.place.recipes`) may be made of other
+values, each of which is settled by itself.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
 
-from weft.place import exchange
 from weft.place.cost import Offer
-from weft.place.exchange import Exchange
-from weft.place.experts import Dispatch, Kernel, Permute
+from weft.place.experts import Permute
+from weft.place.recipes import RECIPES, Calls, Gather, Recipe, Value
 from weft.place.spec import LayoutError, Mesh
 
-LSE_BYTES, UNIT_BYTES = 4, 16
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Rows of `row_bytes` bytes of each rank, for all ranks of the group. what: names them in plans.
-
-    relaid: the rows that came are copied once more, to be laid out otherwise.
-    """
-
-    what: str
-    row_bytes: int
-    relaid: bool = False
-
-    def bytes(self, rows: int, ranks: int) -> int:
-        """Of no tensor of a call more: with every rank's rows, padded to units of 16 bytes."""
-        return rows * ranks * (-(-self.row_bytes // UNIT_BYTES) * UNIT_BYTES)
-
-
-@dataclass(frozen=True, slots=True)
-class Merge:
-    """Attention outputs of `heads` heads of the dcp group together, `dim` elements of so many bytes each; a row is a
-    token.
-    """
-
-    heads: int
-    dim: int
-    element_bytes: int
-
-    @property
-    def what(self) -> str:
-        """Names it in plans."""
-        return "outputs"
-
-    def row_bytes(self) -> int:
-        """What a token's outputs and their lse take."""
-        return self.heads * (self.dim * self.element_bytes + LSE_BYTES)
-
-    def bytes(self, rows: int, ranks: int) -> int:
-        """No tensor of any recipe's calls takes more: with every rank's lse, and padded to units of 16 bytes."""
-        head = -(-self.dim * self.element_bytes // UNIT_BYTES) * UNIT_BYTES
-        return rows * self.heads * (max(head, ranks * LSE_BYTES) + LSE_BYTES) + 2 * UNIT_BYTES * ranks
-
-
-Value = Gather | Merge | Permute | Kernel | Dispatch
-Calls = list[tuple[str, float]]
-"""Collectives in order: each a kind and the bytes that a rank receives."""
-
-
-class Recipe(NamedTuple):
-    """One way to settle values of a kind.
-
-    calls: its collectives for (value, ranks, rows). touched: for the same the bytes that each kernel between them goes
-    over. once: touched is that of one kernel after all calls, where rows go in several. whole: rows never do. live: in
-    a captured step only the device knows the sizes, so transports must take `LiveSizes`. parts: the values that it is
-    made of, for (value, ranks); it has no calls of its own then.
-    """
-
-    name: str
-    calls: Callable[[Any, int, float], Calls] = lambda value, ranks, rows: []
-    touched: Callable[[Any, int, int], list[float]] = lambda value, ranks, rows: []
-    once: bool = False
-    whole: bool = False
-    live: bool = False
-    parts: Callable[[Any, int], Sequence[Value]] | None = None
-
-
-def _gather_calls(value: Gather, ranks: int, rows: float) -> Calls:
-    return [("all_gatherv", rows * (ranks - 1) * value.row_bytes)]
-
-
-def _gather_touched(value: Gather, ranks: int, rows: int) -> list[float]:
-    return [2.0 * value.row_bytes * rows * ranks] if value.relaid else []
-
-
-def _outputs(value: Merge, rows: float) -> tuple[float, float]:
-    """Bytes of a rank's outputs, and of their lse."""
-    lses = rows * value.heads * LSE_BYTES
-    return rows * value.row_bytes() - lses, lses
-
-
-def _ag_rs_calls(value: Merge, ranks: int, rows: float) -> Calls:
-    outs, lses = _outputs(value, rows)
-    return [("all_gatherv", lses * (ranks - 1.0)), ("reduce_scatterv", outs * (ranks - 1) / ranks)]
-
-
-def _ag_rs_touched(value: Merge, ranks: int, rows: int) -> list[float]:
-    outs, lses = _outputs(value, rows)
-    return [2 * outs + ranks * lses]
-
-
-def _at_once(kind: str) -> Callable[[Merge, int, float], Calls]:
-    return lambda value, ranks, rows: [(kind, sum(_outputs(value, rows)) * (ranks - 1) / ranks)]
-
-
-def _a2a_touched(value: Merge, ranks: int, rows: int) -> list[float]:
-    whole = sum(_outputs(value, rows))
-    return [2 * whole, whole + whole / ranks]
-
-
-def _permute_calls(value: Permute, ranks: int, tokens: float) -> Calls:
-    return [("all_to_allv", (ranks - 1) * (value.fixed_bytes + tokens / value.shared * value.row_bytes))]
-
-
-def _kernel_touched(value: Kernel, ranks: int, tokens: int) -> list[float]:
-    return [-(-tokens // value.shared) * value.row_bytes, *[0.0] * value.launches]
-
-
-RECIPES: dict[type[Value], tuple[Recipe, ...]] = {
-    Gather: (Recipe("all_gatherv", _gather_calls, _gather_touched, once=True),),
-    Merge: (
-        Recipe("ag_rs", _ag_rs_calls, _ag_rs_touched),
-        Recipe("a2a", _at_once("all_to_allv"), _a2a_touched),
-        Recipe("fused", _at_once("merge_scatterv")),
-    ),
-    Permute: (Recipe("all_to_allv", _permute_calls, whole=True, live=True),),
-    Kernel: (Recipe("local", touched=_kernel_touched),),
-    Dispatch: (Recipe("all_to_allv", parts=Dispatch.parts),),
-}
-"""The table of recipes; `weft.comm.settle` has what carries each out."""
-
-
-def merge_exchanges(ranks: int) -> set[Exchange]:
-    """Every exchange by which `ranks` ranks can merge; none for a single one."""
-    kinds = (exchange.all_gatherv, exchange.reduce_scatterv, exchange.all_to_allv, exchange.merge_scatterv)
-    return {kind(ranks) for kind in kinds} if ranks > 1 else set()
+Recipes = Mapping[type[Value], str]
+"""By name, which recipe to take of a kind of value; `auto` or left out: whichever costs least."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,15 +96,14 @@ class Settlements:
     """Plans of the values that blocks of a model settle on a mesh, each for a number of rows.
 
     Plans are made for rows rounded up to a power of two, so that every rank of a group comes to the same from what all
-    know. recipes: which to take of a kind of value, `auto` or left out: whichever costs least. captured: of steps that
-    are, where some sizes only the device knows.
+    know. captured: of steps that are, where some sizes only the device knows.
     """
 
     def __init__(
         self,
         mesh: Mesh,
         offers: Sequence[Offer],
-        recipes: Mapping[type[Value], str] | None = None,
+        recipes: Recipes | None = None,
         captured: bool = False,
     ):
         self.mesh, self.offers, self._recipes, self._captured = mesh, tuple(offers), dict(recipes or {}), captured
@@ -270,11 +130,6 @@ class Settlements:
             self._plans[key] = self.find(*key)
         return self._plans[key]
 
-    def us(self, value: Value, group: str, rows: int) -> float:
-        """What just so many rows take; infinite where there is no way."""
-        found = self.find(value, group, rows)
-        return math.inf if found is None else found.us
-
     def options(self, value: Value, group: str, rows: int) -> list[Settled]:
         """Every recipe on every transport that has it, serves the group and has room for a row; quickest first.
 
@@ -284,7 +139,7 @@ class Settlements:
         found = []
         for recipe in RECIPES[type(value)]:
             if recipe.parts is not None:
-                parts = [self.find(part, group, rows) for part in recipe.parts(value, ranks)]
+                parts = [self.find(part, group, n) for part, n in recipe.parts(value, ranks, rows)]
                 some = tuple(filter(None, parts))
                 if len(some) == len(parts):
                     us = sum(part.us for part in some)
@@ -336,9 +191,9 @@ class Settlements:
         """of: the value that it is part of."""
         asked, ranks, hosts = self._recipes.get(type(value), "auto"), self.mesh.size(group), self.mesh.hosts_of(group)
         recipes = [recipe for recipe in RECIPES[type(value)] if asked in ("auto", recipe.name)]
-        for part in recipes[0].parts(value, ranks) if recipes[0].parts else ():
-            if self.find(part, group, rows) is None:
-                return self._refusal(part, group, rows, f" of {value.what}")
+        for part, n in recipes[0].parts(value, ranks, rows) if recipes[0].parts else ():
+            if self.find(part, group, n) is None:
+                return self._refusal(part, group, n, f" of {value.what}")
         calls, whole = [recipe.calls(value, ranks, rows) for recipe in recipes], recipes[0].whole
         kinds = " or ".join(" + ".join(kind for kind, _ in each) for each in calls)
         kinds += " with row counts on the device" * (recipes[0].live and self._captured)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from weft.place.settle import Gather, Settled, Settlements
+from weft.place.recipes import Gather
+from weft.place.settle import Settled, Settlements
 from weft.place.show import columns, size_text
 
 BEST_BYTES, LOGIT_BYTES = 8, 4

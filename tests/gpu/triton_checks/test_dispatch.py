@@ -15,7 +15,7 @@ from torch import Tensor
 from comm.test_dispatch import CASES, WIDTH, matrices, rows_of
 from comm.test_dispatch import EXPERTS as EIGHT
 from comm.test_dispatch import check as compare
-from weft.comm.dispatch import on_device
+from weft.comm.dispatch import Exchanging, on_device
 from weft.comm.reference import ReferenceTransport
 from weft.comm.transport import LiveSizes, Sizes, to_and_from
 from weft.kernels.triton import dispatch as kernels
@@ -153,7 +153,7 @@ def test_ranks_dispatch_as_on_cpus(
             arrived.append(rows[(experts >= 0).any(1)].cpu())
             return out
 
-        dispatcher = partial(on_device, mesh, room, carry)
+        dispatcher = partial(on_device, Exchanging(mesh, rank, room, carry, transport.empty))
         found = [dispatcher(x, weight, expert, EIGHT, work).cpu()[: room[rank] - padding] for _ in range(2)]
         return [*found, arrived[0]]
 

@@ -1,0 +1,197 @@
+"""Values that blocks settle between ranks, and the recipes by which each is settled: one table.
+
+| value | from | to | recipe | collectives | between them |
+|---|---|---|---|---|---|
+| Gather | a rank's rows | the rows of all ranks of the group | all_gatherv | all_gatherv | nothing |
+| Merge | all heads of the group over a rank's keys, with log-sum-exp: owes a softmax merge | own heads, complete | ag_rs | all_gatherv of lse, reduce_scatterv | each rank scales its output by its weight, in the output's dtype |
+| | | | a2a | all_to_allv of output and lse in one | pack before, combine in rank order and float32 after |
+| | | | fused | merge_scatterv | nothing |
+| Permute | rows of each rank for others | those that others have for it | all_to_allv | all_to_allv | nothing |
+| Kernel | what lies on a rank | what it makes of it | local | none | itself |
+| Dispatch | own rows, whose experts are anywhere | own rows, with their experts' sums | all_to_allv | three Permutes: counts, rows with their experts, results | two Kernels: pack before, add after |
+| Prompt | tokens that prompts see, parts of them on each rank | own heads' outputs over all | gather | a Gather of the tokens | a Kernel: copy before |
+| | | | merge | a Gather of queries and a Merge of outputs | nothing |
+
+Queries of a dcp group, cached tokens that prompts see, logits and best tokens of a split vocabulary (an argmax over
+the ranks) are gathers.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from weft.place import exchange
+from weft.place.exchange import Exchange
+from weft.place.experts import Dispatch, Kernel, Permute
+
+QUERIES, TOKENS = "queries", "cached tokens"
+"""What attention gathers, as plans name it."""
+LSE_BYTES, UNIT_BYTES = 4, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Rows of `row_bytes` bytes of each rank, for all ranks of the group. what: names them in plans.
+
+    relaid: the rows that came are copied once more, to be laid out otherwise.
+    """
+
+    what: str
+    row_bytes: int
+    relaid: bool = False
+
+    def bytes(self, rows: int, ranks: int) -> int:
+        """Of no tensor of a call more: with every rank's rows, padded to units of 16 bytes."""
+        return rows * ranks * (-(-self.row_bytes // UNIT_BYTES) * UNIT_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Attention outputs of `heads` heads of the dcp group together, `dim` elements of so many bytes each; a row is a
+    token.
+    """
+
+    heads: int
+    dim: int
+    element_bytes: int
+
+    @property
+    def what(self) -> str:
+        """Names it in plans."""
+        return "outputs"
+
+    def row_bytes(self) -> int:
+        """What a token's outputs and their lse take."""
+        return self.heads * (self.dim * self.element_bytes + LSE_BYTES)
+
+    def bytes(self, rows: int, ranks: int) -> int:
+        """No tensor of any recipe's calls takes more: with every rank's lse, and padded to units of 16 bytes."""
+        head = -(-self.dim * self.element_bytes // UNIT_BYTES) * UNIT_BYTES
+        return rows * self.heads * (max(head, ranks * LSE_BYTES) + LSE_BYTES) + 2 * UNIT_BYTES * ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the prompts of a step see, of which each rank holds a part; a row is one of the step's.
+
+    seen: of the tokens that they see, the most that a rank holds, each of so many bytes. query_bytes: of a row's
+    queries on a rank; 0: each makes those of all. merge: of the outputs.
+    """
+
+    seen: int
+    token_bytes: int
+    query_bytes: int
+    merge: Merge
+
+    @property
+    def what(self) -> str:
+        """Names it in errors."""
+        return "what prompts see"
+
+    def gathered(self, ranks: int, rows: int) -> Parts:
+        """A rank gets all tokens that they see, and attends with its own heads."""
+        copy = Kernel("copy cached tokens", 1, 2.0 * self.token_bytes, 0)
+        return (copy, self.seen), (Gather(TOKENS, self.token_bytes), self.seen)
+
+    def merged(self, ranks: int, rows: int) -> Parts:
+        """A rank attends with the heads of all over its own tokens, as in decode steps, and outputs are merged."""
+        queries = ((Gather(QUERIES, self.query_bytes, relaid=True), rows),) if self.query_bytes else ()
+        return *queries, (self.merge, rows)
+
+    def bytes(self, rows: int, ranks: int) -> int:
+        """Of the largest tensor, either way."""
+        parts = (*self.gathered(ranks, rows), *self.merged(ranks, rows))
+        return max(value.bytes(n, ranks) for value, n in parts)
+
+
+Value = Gather | Merge | Permute | Kernel | Dispatch | Prompt
+Parts = tuple[tuple[Value, int], ...]
+"""Values, and how many rows of each."""
+Calls = list[tuple[str, float]]
+"""Collectives in order: each a kind and the bytes that a rank receives."""
+
+
+class Recipe(NamedTuple):
+    """One way to settle values of a kind.
+
+    calls: its collectives for (value, ranks, rows). touched: for the same the bytes that each kernel between them goes
+    over. once: touched is that of one kernel after all calls, where rows go in several. whole: rows never do. live: in
+    a captured step only the device knows the sizes, so transports must take `LiveSizes`. parts: the values that it is
+    made of, for (value, ranks, rows); it has no calls of its own then.
+    """
+
+    name: str
+    calls: Callable[[Any, int, float], Calls] = lambda value, ranks, rows: []
+    touched: Callable[[Any, int, int], list[float]] = lambda value, ranks, rows: []
+    once: bool = False
+    whole: bool = False
+    live: bool = False
+    parts: Callable[[Any, int, int], Parts] | None = None
+
+
+def _gather_calls(value: Gather, ranks: int, rows: float) -> Calls:
+    return [("all_gatherv", rows * (ranks - 1) * value.row_bytes)]
+
+
+def _gather_touched(value: Gather, ranks: int, rows: int) -> list[float]:
+    return [2.0 * value.row_bytes * rows * ranks] if value.relaid else []
+
+
+def _outputs(value: Merge, rows: float) -> tuple[float, float]:
+    """Bytes of a rank's outputs, and of their lse."""
+    lses = rows * value.heads * LSE_BYTES
+    return rows * value.row_bytes() - lses, lses
+
+
+def _ag_rs_calls(value: Merge, ranks: int, rows: float) -> Calls:
+    outs, lses = _outputs(value, rows)
+    return [("all_gatherv", lses * (ranks - 1.0)), ("reduce_scatterv", outs * (ranks - 1) / ranks)]
+
+
+def _ag_rs_touched(value: Merge, ranks: int, rows: int) -> list[float]:
+    outs, lses = _outputs(value, rows)
+    return [2 * outs + ranks * lses]
+
+
+def _at_once(kind: str) -> Callable[[Merge, int, float], Calls]:
+    return lambda value, ranks, rows: [(kind, sum(_outputs(value, rows)) * (ranks - 1) / ranks)]
+
+
+def _a2a_touched(value: Merge, ranks: int, rows: int) -> list[float]:
+    whole = sum(_outputs(value, rows))
+    return [2 * whole, whole + whole / ranks]
+
+
+def _permute_calls(value: Permute, ranks: int, tokens: float) -> Calls:
+    return [("all_to_allv", (ranks - 1) * (value.fixed_bytes + tokens / value.shared * value.row_bytes))]
+
+
+def _kernel_touched(value: Kernel, ranks: int, tokens: int) -> list[float]:
+    return [-(-tokens // value.shared) * value.row_bytes, *[0.0] * value.launches]
+
+
+def _dispatch_parts(value: Dispatch, ranks: int, tokens: int) -> Parts:
+    return tuple((part, tokens) for part in value.parts(ranks))
+
+
+RECIPES: dict[type[Value], tuple[Recipe, ...]] = {
+    Gather: (Recipe("all_gatherv", _gather_calls, _gather_touched, once=True),),
+    Merge: (
+        Recipe("ag_rs", _ag_rs_calls, _ag_rs_touched),
+        Recipe("a2a", _at_once("all_to_allv"), _a2a_touched),
+        Recipe("fused", _at_once("merge_scatterv")),
+    ),
+    Permute: (Recipe("all_to_allv", _permute_calls, whole=True, live=True),),
+    Kernel: (Recipe("local", touched=_kernel_touched),),
+    Dispatch: (Recipe("all_to_allv", parts=_dispatch_parts),),
+    Prompt: (Recipe("gather", parts=Prompt.gathered), Recipe("merge", parts=Prompt.merged)),
+}
+"""The table of recipes; `weft.comm.settle` has what carries each out."""
+
+
+def merge_exchanges(ranks: int) -> set[Exchange]:
+    """Every exchange by which `ranks` ranks can merge; none for a single one."""
+    kinds = (exchange.all_gatherv, exchange.reduce_scatterv, exchange.all_to_allv, exchange.merge_scatterv)
+    return {kind(ranks) for kind in kinds} if ranks > 1 else set()

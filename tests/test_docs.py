@@ -11,7 +11,7 @@ from test_layout import ORDER
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "weft"
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [path for folder in (".", "docs", "benchmarks", "tests") for path in sorted((ROOT / folder).glob("*.md"))]
 
 
 def anchors(page: Path) -> set[str]:
@@ -84,3 +84,17 @@ def test_tests_that_are_named_exist(page: Path) -> None:
 
 def test_the_design_page_has_the_order_of_imports() -> None:
     assert f"`{' → '.join(ORDER)}`" in (ROOT / "docs" / "design.md").read_text()
+
+
+def test_results_that_are_kept_are_cited() -> None:
+    """Raw figures that no page cites are deleted; those that pages cite are there, as links and named files resolve."""
+    pages = " ".join(page.read_text() for page in PAGES)
+    kept = [path.name for path in (ROOT / "benchmarks" / "results").iterdir()]
+    assert not [name for name in kept if name not in pages]
+
+
+def test_every_benchmark_is_in_the_list_of_them() -> None:
+    listed = (ROOT / "benchmarks" / "README.md").read_text().partition("## Results")[0]
+    assert {f"`{path.name}`" for path in (ROOT / "benchmarks").glob("*.*") if path.suffix != ".md"} == set(
+        re.findall(r"^\| (`[^`]+`)", listed, re.M)
+    )

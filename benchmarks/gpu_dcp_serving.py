@@ -30,13 +30,13 @@ from gpu_decode import decode, layout
 from weft.assets import preset_dir
 from weft.bench.host import describe_host
 from weft.comm.transport import offer_of
-from weft.engine.answer import Answer
 from weft.engine.config import EngineConfig
 from weft.engine.device import dtype_of, enabled_transports
 from weft.engine.engine import Engine
+from weft.engine.output.request_output import Answer
 from weft.engine.planning import plan_model, sharded_context
 from weft.engine.request import SamplingParams
-from weft.engine.transports import cost_model
+from weft.engine.worker.open_transports import cost_model
 from weft.place.dcp import ShardedContext
 from weft.place.recipes import Merge, Prompt
 from weft.place.settle import Recipes, Settlements

@@ -40,11 +40,11 @@ import torch
 from weft.assets import preset_dir
 from weft.bench.host import describe_host
 from weft.cli.command import stop_on_sigterm
-from weft.engine.answer import Answer
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.output.request_output import Answer
+from weft.engine.output.results import whole
 from weft.engine.request import SamplingParams
-from weft.engine.results import whole
 
 WAIT_S = 120.0
 CARRIERS = ("auto", "peer", "nccl", "nccl_window", "naive")

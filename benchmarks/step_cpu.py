@@ -40,15 +40,15 @@ from weft.bench.host import describe_host
 from weft.comm.reference import ReferenceWorld
 from weft.comm.rows import PaddedRows
 from weft.engine import engine as engine_module
-from weft.engine import runner as runner_module
-from weft.engine.answer import Answer
 from weft.engine.config import EngineConfig
+from weft.engine.controller.executor import Executor
 from weft.engine.engine import Engine
-from weft.engine.executor import Executor
-from weft.engine.graphs import StepGraphs
 from weft.engine.messages import Ran, Result, Step, decode_from_rank, decode_to_rank, encode
+from weft.engine.output.request_output import Answer
 from weft.engine.request import SamplingParams
-from weft.engine.worker import Worker
+from weft.engine.worker import model_runner as runner_module
+from weft.engine.worker.step_graphs import StepGraphs
+from weft.engine.worker.worker import Worker
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.place.cost import costs
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from weft.engine import runner
-from weft.engine.forkserver import ForkServer, RankProcess
+from weft.engine.controller.fork_client import ForkServer, RankProcess
+from weft.engine.worker import model_runner as runner
 
 torch.set_num_threads(1)
 settings.register_profile("weft", deadline=None)  # no test depends on how fast a busy machine is
@@ -119,7 +119,7 @@ def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_fork_server() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("weft.engine.launch.ForkServer", SharedForkServer)
+        patched.setattr("weft.engine.controller.rank_executors.ForkServer", SharedForkServer)
         yield
     if SharedForkServer.shared is not None:
         SharedForkServer.shared.close()

@@ -21,9 +21,9 @@ from weft.attention.forward_batch import Batch
 from weft.comm.rows import StepRows
 from weft.comm.transport import CommError, Transport
 from weft.engine import planning
-from weft.engine.batch import SeqRows, build_batch
 from weft.engine.planning import trace
-from weft.engine.runner import ModelRunner
+from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.worker.model_runner import ModelRunner
 from weft.hidden import Hidden
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.config import ModelConfig

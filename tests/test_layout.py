@@ -42,7 +42,14 @@ MODULES = {"weft." + ".".join(path.relative_to(SOURCE).with_suffix("").parts): p
 MODULES = {name.removesuffix(".__init__"): path for name, path in MODULES.items()}
 
 KNOWN_CIRCLES = {
-    frozenset({"weft.engine.engine", "weft.engine.launch", "weft.engine.profiling", "weft.engine.worker"}),
+    frozenset(
+        {
+            "weft.engine.engine",
+            "weft.engine.controller.rank_executors",
+            "weft.engine.profiling",
+            "weft.engine.worker.worker",
+        }
+    ),
     frozenset({"weft.kernels.triton.moe", "weft.kernels.triton.moe_float8"}),
     frozenset({"weft.models.config", "weft.models.decoder"}),
     frozenset(

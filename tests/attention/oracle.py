@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.attention.backend import Backend
 from weft.attention.forward_batch import Batch, PageTables
-from weft.engine.batch import SeqRows, build_batch
+from weft.engine.worker.build_batch import SeqRows, build_batch
 from weft.kv.cache import KVCache
 from weft.kv.cache_spec import Latent, PagedKV, Window
 

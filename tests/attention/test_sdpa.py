@@ -7,7 +7,7 @@ import torch
 
 from attention.oracle import NAN, check, make_case, padded, roomy
 from weft.attention.sdpa import SDPA
-from weft.engine.batch import SeqRows, build_batch
+from weft.engine.worker.build_batch import SeqRows, build_batch
 from weft.kv.cache import KVCache, StateCache
 from weft.kv.cache_spec import Latent, PagedKV, Recurrent, Window
 

@@ -14,13 +14,13 @@ from support import small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from weft.engine.answer import Answer, OnOutput
 from weft.engine.engine import Engine, Request
 from weft.engine.messages import Step
+from weft.engine.output.request_output import Answer, OnOutput
+from weft.engine.output.results import GenerationResult, gather
 from weft.engine.request import SamplingParams
-from weft.engine.results import GenerationResult, gather
-from weft.engine.rows import NO_TOKEN
-from weft.engine.worker import Worker
+from weft.engine.worker.row_table import NO_TOKEN
+from weft.engine.worker.worker import Worker
 
 WAIT_S = 240.0
 """For what comes soon unless something is wrong; a busy machine may take long."""

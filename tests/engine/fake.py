@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.engine.messages import GroupRows, Ran, Result, Scored
 from weft.engine.request import EQUALS, SamplingParams, Sequence, Sharing, TokenLogprob
-from weft.engine.scheduler import Scheduled, Scheduler
+from weft.engine.scheduler.scheduler import Scheduled, Scheduler
 from weft.kv.cache_spec import CacheGroup, Rule
 
 VOCABULARY = 50

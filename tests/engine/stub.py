@@ -19,11 +19,11 @@ import pytest
 from engine.conftest import WAIT_S
 from engine.fake import FakeDevice, Parts
 from engine.fake import answer as expected_answer
-from weft.engine.answer import Answer, OnOutput
 from weft.engine.config import EngineConfig, EngineError
+from weft.engine.controller.executor import Executor
 from weft.engine.engine import Engine
-from weft.engine.executor import Executor
 from weft.engine.messages import Ran, Result, Step
+from weft.engine.output.request_output import Answer, OnOutput
 from weft.engine.request import Output, SamplingParams, Sharing
 from weft.kv.cache_spec import CacheGroup, Rule
 

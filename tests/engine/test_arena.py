@@ -15,10 +15,10 @@ from torch import Tensor
 from comm.processes import run_threads
 from weft.comm.shm import ShmTransport
 from weft.comm.transport import CommError
-from weft.engine.arena import ArenaNeed, Ledger, arena_need, available_bytes, check_memory
-from weft.engine.batch import SeqRows, build_batch
 from weft.engine.config import EngineConfig
-from weft.engine.runner import ModelRunner
+from weft.engine.worker.arena import ArenaNeed, Ledger, arena_need, available_bytes, check_memory
+from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.worker.model_runner import ModelRunner
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.load import load_model
 from weft.models.registry import load_config

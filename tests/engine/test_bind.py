@@ -8,7 +8,7 @@ import os
 import pytest
 
 from weft.engine.config import EngineConfig
-from weft.engine.transports import bind
+from weft.engine.worker.open_transports import bind
 
 EIGHT = set(range(8))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from support import small_model
 
 from weft.comm.reference import ReferenceWorld
-from weft.engine.inputs import Shape
-from weft.engine.runner import ModelRunner
+from weft.engine.worker.graph_inputs import Shape
+from weft.engine.worker.model_runner import ModelRunner
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.load import load_model
 from weft.models.registry import load_config

@@ -58,7 +58,7 @@ def expected(model_dir: Path) -> list[tuple[int, ...]]:
 
 def test_what_ranks_have_run_is_published_while_they_run(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while others ask for it, and the answers are the same."""
-    monkeypatch.setattr("weft.engine.executor.REPORT_S", 0.0)
+    monkeypatch.setattr("weft.engine.controller.executor.REPORT_S", 0.0)
     with Engine(config(model_dir, attn_tp=2, ep=2)) as engine:
         expected = engine.generate(prompts(), GREEDY)
         known = sum(stat.count for stat in engine.comm_report()[0])

@@ -18,15 +18,15 @@ import pytest
 
 from engine.conftest import WAIT_S
 from engine.test_engine import GREEDY, config, prompts
-from weft.engine.answer import Answer, OnOutput
 from weft.engine.config import EngineConfig, EngineError, QueueFull
+from weft.engine.controller.executor import Executor
+from weft.engine.controller.rank_executors import ProcessExecutor, make_executor
+from weft.engine.controller.request_queue import Intake
 from weft.engine.engine import Engine
-from weft.engine.executor import Executor
-from weft.engine.intake import Intake
-from weft.engine.launch import ProcessExecutor, make_executor
 from weft.engine.messages import Chunk, GroupRows, Join, Sampling, Step
+from weft.engine.output.request_output import Answer, OnOutput
 from weft.engine.request import Output, SamplingParams
-from weft.engine.runner import ModelRunner
+from weft.engine.worker.model_runner import ModelRunner
 from weft.kv.cache_spec import CacheGroup, Rule
 
 RANKS = dict(attn_dp=2, attn_tp=2, ep=4)
@@ -151,7 +151,7 @@ def test_ranks_of_a_killed_controller_leave_and_take_its_folder_along_even_befor
     script = (
         "import sys; sys.path.insert(0, 'tests')\n"
         "from engine.test_engine import config; from pathlib import Path\n"
-        "from weft.engine.launch import make_executor\n"
+        "from weft.engine.controller.rank_executors import make_executor\n"
         "e = make_executor(config(Path(sys.argv[1]), executor='process', attn_dp=2, ep=2))\n"
         "e._launch(lambda: None); print(*(p.pid for p in e.processes), e._directory, flush=True); sys.stdin.read()\n"
     )

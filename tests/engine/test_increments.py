@@ -12,11 +12,11 @@ from transformers import AutoTokenizer
 
 from engine.conftest import WAIT_S
 from weft.assets import embedded_model_dir
-from weft.engine.answer import Answer, prepare
-from weft.engine.language import Language
 from weft.engine.messages import Scored
+from weft.engine.output.detokenizer import TextStream
+from weft.engine.output.language import Language
+from weft.engine.output.request_output import Answer, prepare
 from weft.engine.request import Output, SamplingParams
-from weft.engine.text import TextStream
 
 LANGUAGE = Language(AutoTokenizer.from_pretrained(embedded_model_dir()), embedded_model_dir(), 1024, (2,))
 TEXT = LANGUAGE.tokenizer.encode("The 漢 stop 😀 é is here. ", add_special_tokens=False)

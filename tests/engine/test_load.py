@@ -13,8 +13,8 @@ from engine.stub import Client, World
 from weft.engine.config import QueueFull
 from weft.engine.engine import NEWCOMERS_PER_STEP
 from weft.engine.request import SamplingParams, Sequence, Sharing
-from weft.engine.scheduler import Scheduled, Scheduler
-from weft.engine.waiting import WaitingQueue
+from weft.engine.scheduler.scheduler import Scheduled, Scheduler
+from weft.engine.scheduler.waiting_queue import WaitingQueue
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.kv.manager import CacheManager
 

@@ -13,11 +13,11 @@ import pytest
 from engine.conftest import WAIT_S
 from engine.fake import answer
 from engine.stub import Client, World
-from weft.engine.answer import Answer, OnOutput
 from weft.engine.engine import Engine
-from weft.engine.grammar import Grammar
+from weft.engine.output.detokenizer import TextStream
+from weft.engine.output.grammar import Grammar
+from weft.engine.output.request_output import Answer, OnOutput
 from weft.engine.request import SamplingParams
-from weft.engine.text import TextStream
 
 PROMPT, LENGTH = [1, 2], 5
 ANY = {"grammar": '{"grammars": [{"lark_grammar": "start: /(.|\\n)*/"}]}'}
@@ -65,7 +65,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[Any, str, int] | None, int]] = {
     "stop strings": ({"stop": ("never",)}, (TextStream, "push", 3), 2),
     "grammar": (ANY, (Grammar, "accept", 1), 0),
     "mask of a grammar": (ANY, (Grammar, "mask", 1), 0),
-    "logprobs of the prompt": ({"prompt_logprobs": 0}, ("weft.engine.answer", "TokenLogprob", 1), 0),
+    "logprobs of the prompt": ({"prompt_logprobs": 0}, ("weft.engine.output.request_output", "TokenLogprob", 1), 0),
     "listener": ({}, None, 2),
 }
 

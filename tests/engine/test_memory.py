@@ -14,7 +14,7 @@ from support import run_world, small_config
 from engine.test_families import CONFIG, PLUGIN
 from weft.attention.caches import Caches, cached_layers
 from weft.engine.config import KV_TOKENS, EngineConfig
-from weft.engine.memory import (
+from weft.engine.worker.memory import (
     GIB,
     Memory,
     cache_bytes,
@@ -25,8 +25,8 @@ from weft.engine.memory import (
     measure,
     sized,
 )
-from weft.engine.runner import ModelRunner
-from weft.engine.worker import failure
+from weft.engine.worker.model_runner import ModelRunner
+from weft.engine.worker.worker import failure
 from weft.kv.cache_spec import CacheGroup, Latent, PagedKV, Recurrent, Rule, Spec, Window
 from weft.models.load import build_model, dummy_model
 from weft.place.recipes import Prompt

@@ -23,11 +23,11 @@ from weft.comm.rows import StepRows
 from weft.comm.settle import Settler
 from weft.engine.config import EngineError
 from weft.engine.engine import Engine
-from weft.engine.inputs import Shape
 from weft.engine.messages import GroupRows
-from weft.engine.outcome import rows_of_draws
 from weft.engine.planning import plan_model
-from weft.engine.worker import Worker
+from weft.engine.worker.graph_inputs import Shape
+from weft.engine.worker.step_output import rows_of_draws
+from weft.engine.worker.worker import Worker
 from weft.models.registry import load_config, registry
 from weft.place.cost import PRESETS, Offer
 from weft.place.experts import Dispatch, Permute

@@ -20,8 +20,8 @@ from weft.engine.config import EngineError
 from weft.engine.engine import Engine
 from weft.engine.messages import Chunk, GroupRows, Join, Sampling
 from weft.engine.request import SamplingParams
-from weft.engine.rows import NO_TOKEN, RowTable
-from weft.engine.worker import Worker
+from weft.engine.worker.row_table import NO_TOKEN, RowTable
+from weft.engine.worker.worker import Worker
 from weft.kv.cache_spec import Rule
 
 SEEDED = SamplingParams(max_tokens=12, temperature=9.0, top_p=0.95, min_p=0.001, seed=7, ignore_eos=True, logprobs=1)

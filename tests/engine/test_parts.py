@@ -29,9 +29,9 @@ from weft.engine.messages import (
     decode_to_rank,
     encode,
 )
+from weft.engine.output.detokenizer import Detokenizer, TextStream
 from weft.engine.request import SamplingParams, Sequence
-from weft.engine.scheduler import Scheduler
-from weft.engine.text import Detokenizer, TextStream
+from weft.engine.scheduler.scheduler import Scheduler
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.kv.manager import CacheManager
 from weft.kv.pages import PagePool

@@ -16,7 +16,7 @@ from weft.cli.command import UserError
 from weft.cli.start import start_engine
 from weft.engine import startup
 from weft.engine.config import EngineConfig
-from weft.engine.transports import cost_model, open_transports, untuned
+from weft.engine.worker.open_transports import cost_model, open_transports, untuned
 from weft.place.cost import host_table, read_table
 from weft.place.spec import LayoutError
 

@@ -15,10 +15,10 @@ from engine.fake import answer
 from engine.stub import Client, World
 from engine.test_engine import GREEDY, config, prompts
 from weft.engine.config import EngineError
+from weft.engine.controller.fault_window import FaultWindow
 from weft.engine.engine import Engine
-from weft.engine.faults import FaultWindow
 from weft.engine.request import SamplingParams
-from weft.engine.worker import Worker
+from weft.engine.worker.worker import Worker
 
 
 @pytest.fixture

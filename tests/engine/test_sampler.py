@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from weft.engine.messages import Adjust, GroupRows, Sampling
-from weft.engine.outcome import Outcome
 from weft.engine.request import SamplingParams, Sequence
-from weft.engine.sampler import sample
-from weft.engine.sampling import adjust, bits
+from weft.engine.scheduler.sampling_rows import adjust, bits
+from weft.engine.worker.sampler import sample
+from weft.engine.worker.step_output import Outcome
 
 LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]))
 GREEDY = Sampling(0.0, 1.0, 0, 0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.fake import VOCABULARY, Driver, answer
 from weft.engine.messages import GroupRows
 from weft.engine.request import Sharing
-from weft.engine.scheduler import PAGES_AHEAD, Scheduled, Scheduler
+from weft.engine.scheduler.scheduler import PAGES_AHEAD, Scheduled, Scheduler
 from weft.kv.cache_spec import PagedKV, Recurrent, Spec, Window, cache_groups
 from weft.kv.manager import CacheManager
 

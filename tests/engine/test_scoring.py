@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.conftest import WAIT_S
-from weft.engine.answer import OnOutput
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.output.request_output import OnOutput
 from weft.engine.request import Output, SamplingParams
 
 

@@ -11,7 +11,7 @@ import torch
 from weft.comm import stats as stats_module
 from weft.comm.rows import EqualRows, PaddedRows
 from weft.comm.stats import Stats, StepTimes, step_key
-from weft.engine.exchange_times import exchange_times
+from weft.engine.worker.exchange_times import exchange_times
 from weft.place.chain import Chain, Read
 from weft.place.cost import Offer, costs
 from weft.place.edges import legal_edges

@@ -16,7 +16,7 @@ from weft.comm.settle import Settler
 from weft.comm.transport import Transport, offer_of
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
-from weft.engine.vocabulary import SplitVocabulary
+from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.models.layers import vocabulary_share
 from weft.place.cost import costs
 from weft.place.settle import Settlements

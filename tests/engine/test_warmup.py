@@ -17,8 +17,8 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.messages import Step
 from weft.engine.request import SamplingParams
-from weft.engine.warmup import sizes, warm_steps
-from weft.engine.worker import Worker
+from weft.engine.worker.warmup import sizes, warm_steps
+from weft.engine.worker.worker import Worker
 from weft.kv.cache_spec import CacheGroup, Rule
 
 GROUPS = (CacheGroup(Rule(), 4), CacheGroup(Rule(state=True), 3))

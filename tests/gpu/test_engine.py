@@ -22,13 +22,13 @@ from models.qwen35 import small_qwen35
 from models.stepfun import small_step
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.graphs import StepGraphs
-from weft.engine.inputs import Shape
 from weft.engine.messages import GroupRows, Step
 from weft.engine.request import SamplingParams, Sequence
-from weft.engine.scheduler import Scheduled, make_schedulers
-from weft.engine.transports import cost_model, open_transports, untuned
-from weft.engine.worker import Finish, Worker
+from weft.engine.scheduler.scheduler import Scheduled, make_schedulers
+from weft.engine.worker.graph_inputs import Shape
+from weft.engine.worker.open_transports import cost_model, open_transports, untuned
+from weft.engine.worker.step_graphs import StepGraphs
+from weft.engine.worker.worker import Finish, Worker
 from weft.evals import word_problems
 from weft.place.chain import Counts
 from weft.place.spec import LayoutError

@@ -18,8 +18,8 @@ from models.glm import small_glm
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
 from weft.comm.reference import ReferenceWorld
-from weft.engine.batch import SeqRows, build_batch
-from weft.engine.runner import ModelRunner
+from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.worker.model_runner import ModelRunner
 from weft.kernels import float8
 from weft.kernels.float8 import Rows, Weight
 from weft.kv.cache_spec import CacheGroup, rule

@@ -16,8 +16,8 @@ from weft.comm.nccl_window import NcclWindowTransport
 from weft.comm.peer import PeerTransport
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError
-from weft.engine.batch import SeqRows, build_batch
-from weft.engine.runner import ModelRunner
+from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.worker.model_runner import ModelRunner
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.load import load_model
 from weft.models.registry import load_config

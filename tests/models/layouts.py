@@ -21,9 +21,9 @@ from torch import Tensor
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
 from weft.comm.transport import Transport
-from weft.engine.batch import SeqRows, build_batch
 from weft.engine.planning import plan_model
-from weft.engine.runner import ModelRunner
+from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.worker.model_runner import ModelRunner
 from weft.hidden import Hidden
 from weft.kv.cache_spec import CacheGroup, rule
 from weft.models.layers import Builder, Layer

@@ -10,8 +10,8 @@ from support import FAMILIES, run_world, small_model
 from torch.nn import functional as F
 
 from weft.comm.transport import Transport
-from weft.engine.batch import SeqRows, build_batch
-from weft.engine.runner import ModelRunner
+from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.worker.model_runner import ModelRunner
 from weft.hidden import Hidden
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.layers import Builder

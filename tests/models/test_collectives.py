@@ -11,9 +11,9 @@ import torch
 from support import BASIC, EVERY, FAMILIES, run_world, small_config, small_model
 
 from weft.comm.reference import ReferenceTransport
-from weft.engine.batch import SeqRows, build_batch
 from weft.engine.planning import plan_model
-from weft.engine.runner import ModelRunner
+from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.worker.model_runner import ModelRunner
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.load import load_model
 from weft.models.registry import load_config, read_config

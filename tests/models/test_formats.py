@@ -25,10 +25,10 @@ from weft.comm.formats import FormatKernels
 from weft.comm.peer_launch import PeerTuning
 from weft.comm.rows import StepRows
 from weft.comm.transport import Transport, offer_of
-from weft.engine import launch
 from weft.engine.config import EngineError
+from weft.engine.controller import rank_executors as launch
 from weft.engine.engine import Engine
-from weft.engine.runner import ModelRunner
+from weft.engine.worker.model_runner import ModelRunner
 from weft.hidden import Hidden
 from weft.kernels import float8
 from weft.models.routing import Router

@@ -15,8 +15,8 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7RMSNorm
 
 from comm.processes import run_threads
 from weft.comm.transport import Transport
-from weft.engine.batch import SeqRows, build_batch
-from weft.engine.runner import ModelRunner
+from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.worker.model_runner import ModelRunner
 from weft.hidden import Hidden
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.layers import Builder, ColumnLinear, Embedding, Linear, Out, RMSNorm, RowLinear

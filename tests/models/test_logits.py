@@ -13,8 +13,8 @@ import torch
 from support import FAMILIES, run_world, small_model
 
 from weft.comm.transport import Transport
-from weft.engine.batch import SeqRows, build_batch
-from weft.engine.runner import ModelRunner
+from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.worker.model_runner import ModelRunner
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.load import load_model
 from weft.models.registry import load_config

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from engine.conftest import WAIT_S, byte_tokenizer
 from weft.engine.config import EngineConfig, QueueFull
 from weft.engine.engine import Engine
-from weft.engine.language import Language
+from weft.engine.output.language import Language
 from weft.engine.request import Output, Sharing
 from weft.server.app import create_app
 from weft.server.engine_client import Intake

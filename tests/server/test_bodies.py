@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from server.conftest import Served
 from weft.engine.engine import Engine
-from weft.engine.grammar import Grammars
+from weft.engine.output.grammar import Grammars
 from weft.server import bodies
 from weft.server.prompts import Prompts
 

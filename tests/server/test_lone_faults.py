@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.conftest import QuietEngine, Served, output, serve
-from weft.engine.text import TextStream
+from weft.engine.output.detokenizer import TextStream
 from weft.server.prompts import Prompts
 from weft.server.render import Chat, Completion
 from weft.server.responses import _Made

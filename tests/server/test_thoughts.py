@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from server.conftest import QuietEngine, Served, output, serve
 from server.test_tools import CALL, TOOLS
-from weft.engine.grammar import Grammars, grammar
+from weft.engine.output.grammar import Grammars, grammar
 from weft.server.chats import ChatRequest
 from weft.server.completions import Service
 from weft.server.engine_client import Intake

@@ -19,8 +19,8 @@ from weft.bench.ranks import Report, every_core
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
-from weft.engine.batch import SeqRows, build_batch
-from weft.engine.runner import ModelRunner
+from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.worker.model_runner import ModelRunner
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.load import build_model, load_model
 from weft.models.registry import load_config, read_config

@@ -74,7 +74,7 @@ class Command:
         from rich.progress import Progress
 
         from weft.engine.config import EngineError
-        from weft.engine.results import whole
+        from weft.engine.output.results import whole
 
         texts, ended = [""] * len(chats), queue.SimpleQueue[Any]()
 

@@ -12,7 +12,7 @@ def start_engine(config: Any) -> Any:
     from transformers.utils import logging as transformers_logging
 
     from weft.engine.engine import Engine
-    from weft.engine.transports import untuned
+    from weft.engine.worker.open_transports import untuned
 
     if untuned(config):
         from weft.cli.cmd_tune import tune_first

@@ -73,8 +73,8 @@ class EngineConfig:
     experts: the form in which mixtures of experts take rows (`weft.place.experts`): gather, dispatch (on GPUs over
     peer alone), or auto: on CPUs whichever costs less, step by step. Where a step dispatches, shared experts are whole.
     device: cuda (a GPU a rank), cpu, or auto: GPUs where there are as many as ranks. cuda_graphs: steps replay captured
-    graphs, but for those with prompts of some models (`weft.engine.inputs.captures_prompts`), or whose own logprobs are
-    wanted.
+    graphs, but for those with prompts of some models (`weft.engine.worker.graph_inputs.captures_prompts`), or whose own
+    logprobs are wanted.
     transport: of processes: one of `weft.comm.registry.transports`, or auto: those of the ranks' device, chosen edge by
     edge by cost. cost: the cost model (`weft.place.cost.costs`); auto: this host's table where `weft tune` has written
     one, else what is known of hosts like it.

@@ -15,18 +15,18 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from weft.comm.stats import StepStat
-from weft.engine.answer import Answer, OnOutput, prepare
-from weft.engine.answers import Answers
 from weft.engine.config import EngineConfig, EngineError, QueueFull
-from weft.engine.executor import Executor
-from weft.engine.faults import FaultWindow, one_line
-from weft.engine.intake import Intake
-from weft.engine.language import Language
-from weft.engine.launch import make_executor
+from weft.engine.controller.executor import Executor
+from weft.engine.controller.fault_window import FaultWindow, one_line
+from weft.engine.controller.rank_executors import make_executor
+from weft.engine.controller.request_queue import Intake
 from weft.engine.messages import Step
+from weft.engine.output.language import Language
+from weft.engine.output.output_processor import Answers
+from weft.engine.output.request_output import Answer, OnOutput, prepare
+from weft.engine.output.results import EngineStats, GenerationResult, gather, step_stats
 from weft.engine.request import EQUALS, FinishReason, SamplingParams, Sequence, Sharing
-from weft.engine.results import EngineStats, GenerationResult, gather, step_stats
-from weft.engine.scheduler import Scheduled, Scheduler, make_schedulers
+from weft.engine.scheduler.scheduler import Scheduled, Scheduler, make_schedulers
 from weft.engine.startup import check_plans, context_tokens, load_tokenizer, read_model, settled
 
 T = TypeVar("T")

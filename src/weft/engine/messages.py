@@ -2,8 +2,8 @@
 
 A step is one message, the same bytes for every rank, with the rows of every DP group. So every rank knows every count:
 an idle group steps with zero rows, and no rank can leave out a collective. Ranks keep what they were told of a group's
-sequences, each in a row of a table (`weft.engine.rows`), so that a step says only what is new, and steps can be sent
-before the tokens of the one before have come back: the ranks hold these already.
+sequences, each in a row of a table (`weft.engine.worker.row_table`), so that a step says only what is new, and steps
+can be sent before the tokens of the one before have come back: the ranks hold these already.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from weft.attention.caches import Caches, cached_layers
 from weft.dcp.group import context_group
 from weft.dcp.interleave import Interleave
-from weft.engine.batch import build_batch
+from weft.engine.worker.build_batch import build_batch
 from weft.kv.cache_spec import CacheGroup, Latent, PagedKV, Spec, rule
 from weft.models.config import ModelConfig
 from weft.models.layers import Workspace, torch_empty

@@ -18,14 +18,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.engine.config import EngineError
-from weft.engine.inputs import Shape
 from weft.engine.messages import Profiled, StartProfile, StopProfile
+from weft.engine.worker.graph_inputs import Shape
 from weft.place.chain import Counts
 
 if TYPE_CHECKING:
+    from weft.engine.controller.executor import Executor
     from weft.engine.engine import Engine
-    from weft.engine.executor import Executor
-    from weft.engine.runner import ModelRunner
+    from weft.engine.worker.model_runner import ModelRunner
 
 POLL_S = 0.005
 """How often is asked whether the steps have run; to count its pages holds the engine's thread up a little."""

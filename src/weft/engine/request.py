@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from weft.engine.grammar import Compiled, Grammar
+from weft.engine.output.grammar import Compiled, Grammar
 from weft.kv.manager import Holding
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
@@ -25,9 +25,9 @@ class SamplingParams:
     are as in OpenAI's and vLLM's APIs.
 
     logit_bias: (token, what is added to its logit). bad_words: each as its tokens. allowed_token_ids: None for all.
-    grammar: of llguidance, which the answer's text follows (`weft.engine.grammar`), or compiled already; min_tokens and
-    bad_words do not count then. keep_stop: a stop string or token is a part of the text. keep_special: so are special
-    tokens. stop_after: strings that end the text and are a part of it in any case.
+    grammar: of llguidance, which the answer's text follows (`weft.engine.output.grammar`), or compiled already;
+    min_tokens and bad_words do not count then. keep_stop: a stop string or token is a part of the text. keep_special:
+    so are special tokens. stop_after: strings that end the text and are a part of it in any case.
     """
 
     max_tokens: int | None = 16

@@ -13,9 +13,9 @@ from weft.comm.registry import transports
 from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
 from weft.engine.device import dtype_of, enabled_transports, on_gpus
-from weft.engine.language import read_tokenizer
+from weft.engine.output.language import read_tokenizer
 from weft.engine.planning import plan_model, split_steps
-from weft.engine.transports import cost_model
+from weft.engine.worker.open_transports import cost_model
 from weft.models.checkpoint import tensor_files
 from weft.models.config import ModelConfig, ModelError, first_line
 from weft.models.load import build_model, float8_says

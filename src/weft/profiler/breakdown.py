@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from weft.comm.transport import COLLECTIVE
-from weft.engine.answer import OnOutput
 from weft.engine.engine import Engine
+from weft.engine.output.request_output import OnOutput
 from weft.engine.profiling import STEP, Window, merge_traces, watch
 from weft.engine.request import SamplingParams
 from weft.place.spec import Mesh

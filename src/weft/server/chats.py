@@ -8,7 +8,7 @@ import msgspec
 from jinja2 import TemplateError
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from weft.engine.grammar import Grammars
+from weft.engine.output.grammar import Grammars
 from weft.server.errors import ApiError
 from weft.server.protocol import Body, CommonRequest, Text, not_too_many
 from weft.server.templates import Templates
@@ -208,7 +208,8 @@ class ChatRequest(CommonRequest):
 
     def calls_grammar(self, form: Form | None, grammars: Grammars, *, any_whitespace: bool = False) -> str | None:
         """Of answers that must be calls, or may have strict ones in them, in this form; None where they are free.
-        grammars: what compiles it. any_whitespace: in JSON, as in `weft.engine.grammar.schema_text`. ApiError 400."""
+        grammars: what compiles it. any_whitespace: in JSON, as in `weft.engine.output.grammar.schema_text`. ApiError
+        400."""
         if form is None or not (self.must_call or self.strict):
             return None
         functions = self.offered

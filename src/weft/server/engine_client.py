@@ -14,9 +14,9 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
-from weft.engine.answer import Answer, OnOutput
 from weft.engine.config import EngineError, QueueFull
 from weft.engine.engine import Engine
+from weft.engine.output.request_output import Answer, OnOutput
 from weft.engine.request import EQUALS, Output, SamplingParams, Sharing, TokenLogprob
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from weft.engine.language import Language
+from weft.engine.output.language import Language
 from weft.engine.request import SamplingParams
 from weft.server.errors import ApiError
 
@@ -82,7 +82,7 @@ class StreamOptions(Body):
 
 
 class StructuredOutputs(Body):
-    """One of these; see `weft.engine.grammar`."""
+    """One of these; see `weft.engine.output.grammar`."""
 
     json_: Any = Field(None, alias="json")
     regex: Text | None = None

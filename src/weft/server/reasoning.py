@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal
 
-from weft.engine.grammar import followed
+from weft.engine.output.grammar import followed
 from weft.server.tool_formats import literals
 from weft.server.tools import Parser, Parts, any_of, begun
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from weft.engine.language import Language
+from weft.engine.output.language import Language
 from weft.engine.request import Output, TokenLogprob
 from weft.server.engine_client import Choice
 from weft.server.tools import Parser, Parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.engine.grammar import Kind, grammar
+from weft.engine.output.grammar import Kind, grammar
 from weft.server.errors import ApiError
 from weft.server.protocol import CommonRequest, ResponseFormat
 
@@ -23,7 +23,7 @@ NAMES: dict[str, Kind] = {
 
 def grammar_of(body: CommonRequest, *, any_whitespace: bool = False) -> str | None:
     """As `SamplingParams.grammar` takes it; None where the answer is free. ApiError 400. any_whitespace: in JSON, as in
-    `weft.engine.grammar.schema_text`."""
+    `weft.engine.output.grammar.schema_text`."""
     wanted = [(name, kind, getattr(body, name)) for name, kind in NAMES.items() if getattr(body, name) is not None]
     if body.response_format is not None:
         wanted += _response_format(body.response_format)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from weft.engine.grammar import schema_text
+from weft.engine.output.grammar import schema_text
 
 TEXT = "TEXT: /(.|\\n)+/\n"
 """A terminal of Lark: whatever matches no special token."""
@@ -72,7 +72,7 @@ class Form:
     ) -> str:
         """Of answers that are calls of these functions, and nothing else, or text with such calls in it.
 
-        named: tokens; see `Grammars.named`. any_whitespace: in JSON, as in `weft.engine.grammar.schema_text`.
+        named: tokens; see `Grammars.named`. any_whitespace: in JSON, as in `weft.engine.output.grammar.schema_text`.
         ValueError where text has no calls in it in this form.
         """
         named = set(named) & set(self.tokens)

@@ -26,15 +26,18 @@ from gpu.triton_checks.worker import INTERPRETED
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
 from weft.comm.rows import CapturedRows, EqualRows, PaddedRows
-from weft.engine import graphs, inputs, runner, sampler
 from weft.engine.config import EngineError
 from weft.engine.engine import Engine
-from weft.engine.graphs import StepGraphs
-from weft.engine.inputs import Shape
 from weft.engine.request import SamplingParams
-from weft.engine.rows import DeviceRows
-from weft.engine.vocabulary import SplitVocabulary
-from weft.engine.worker import Worker
+from weft.engine.worker import graph_inputs as inputs
+from weft.engine.worker import model_runner as runner
+from weft.engine.worker import sampler
+from weft.engine.worker import step_graphs as graphs
+from weft.engine.worker.graph_inputs import Shape
+from weft.engine.worker.row_table import DeviceRows
+from weft.engine.worker.split_vocabulary import SplitVocabulary
+from weft.engine.worker.step_graphs import StepGraphs
+from weft.engine.worker.worker import Worker
 from weft.models.deltanet import GatedDeltaNet
 from weft.place.spec import Mesh
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.engine.memory import MOST_SPLIT
+from weft.engine.worker.memory import MOST_SPLIT
 from weft.kernels.triton.decode_attention import cut_of
 from weft.kernels.triton.splits import Cut, order_splits
 

@@ -1,4 +1,4 @@
-"""A process that has imported what ranks need and forks them: `python -m weft.engine.forks DIRECTORY`.
+"""A process that has imported what ranks need and forks them: `python -m weft.engine.controller.fork_server DIRECTORY`.
 
 Importing torch takes seconds of a core. With this process one import serves every rank, the first time and each time
 that ranks are started anew, and its memory is shared. It must stay single-threaded and touch no device: a fork copies
@@ -23,7 +23,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from weft.engine import rank
+from weft.engine.worker import rank
 
 
 def main(root: Path) -> None:

@@ -4,10 +4,10 @@ Policy, in this order, within `max_batch_tokens` rows a step:
 1. running sequences that need one row (they answer), in their order: by priority, then oldest first;
 2. running sequences that still read their prompt, in that order, cut to what is left (chunked prefill: Sarathi-Serve,
    arXiv 2403.02310);
-3. waiting ones, by priority, clients taking turns (`weft.engine.waiting`), while the whole prompt's pages can be had.
-When a running sequence needs a page and none is to be had, the last in that order gives up its pages and waits again,
-at the head of the queue of its priority; it will be computed anew. The first always goes on, so nobody starves for
-others of its priority.
+3. waiting ones, by priority, clients taking turns (`weft.engine.scheduler.waiting_queue`), while the whole prompt's
+pages can be had. When a running sequence needs a page and none is to be had, the last in that order gives up its pages
+and waits again, at the head of the queue of its priority; it will be computed anew. The first always goes on, so nobody
+starves for others of its priority.
 
 A step may be scheduled while the one before still runs, supposing that every sequence goes on: the token that it is
 about to get counts as `pending`, and its next row is in the step. Where an answer has ended after all, that row was for
@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from weft.engine.config import EngineConfig
 from weft.engine.messages import Adjust, Chunk, Entry, GroupRows, Join, Logprobs, Result, Scored
 from weft.engine.request import Sequence
-from weft.engine.sampling import adjust, sampling, scoring
-from weft.engine.waiting import WaitingQueue
+from weft.engine.scheduler.sampling_rows import adjust, sampling, scoring
+from weft.engine.scheduler.waiting_queue import WaitingQueue
 from weft.kv.cache_spec import CacheGroup
 from weft.kv.manager import CacheManager, Holding
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from weft.engine.rows import NO_TOKEN
+from weft.engine.worker.row_table import NO_TOKEN
 
 STEPS = 8
 """Steps whose tokens have a place, a power of two. The controller sends a step once it has the tokens of the one but

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import llguidance
 import llguidance.hf
 
-from weft.engine.trial import LIMITS, Trial
+from weft.engine.output.grammar_trial import LIMITS, Trial
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
@@ -85,7 +85,9 @@ class Grammar:
         self._matcher = matcher
 
     def mask(self, allowed: bytes) -> bytes:
-        """Which tokens may come next, as `weft.engine.sampling.bits`; of `allowed` only, where that is not empty."""
+        """Which tokens may come next, as `weft.engine.scheduler.sampling_rows.bits`; of `allowed` only, where
+        that is not empty.
+        """
         mask = self._matcher.compute_bitmask()
         return bytes(a & b for a, b in zip(mask, allowed, strict=False)) if allowed else mask
 

@@ -17,13 +17,13 @@ from weft.comm.stats import Stats, StepKey, StepStat, StepTimes
 from weft.comm.transport import Transport, offer_of
 from weft.dcp.group import context_group
 from weft.dcp.interleave import Interleave
-from weft.engine.exchange_times import exchange_times
-from weft.engine.graphs import StepGraphs
-from weft.engine.inputs import AnswerInputs, Inputs, PromptInputs, Shape, captures_prompts
 from weft.engine.messages import GroupRows, Planned
 from weft.engine.planning import plan_model, sharded_context
-from weft.engine.rows import DeviceRows
-from weft.engine.vocabulary import SplitVocabulary
+from weft.engine.worker.exchange_times import exchange_times
+from weft.engine.worker.graph_inputs import AnswerInputs, Inputs, PromptInputs, Shape, captures_prompts
+from weft.engine.worker.row_table import DeviceRows
+from weft.engine.worker.split_vocabulary import SplitVocabulary
+from weft.engine.worker.step_graphs import StepGraphs
 from weft.kv.cache_spec import CacheGroup
 from weft.models.decoder import Decoder
 from weft.place.chain import Counts

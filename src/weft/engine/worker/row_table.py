@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from weft.attention.forward_batch import Batch
-from weft.engine.batch import SeqRows, build_batch
 from weft.engine.device import on_device
 from weft.engine.messages import Adjust, GroupRows, Join, Sampling
-from weft.engine.sampler import cuts, sample, sample_share
-from weft.engine.vocabulary import SplitVocabulary
+from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.worker.sampler import cuts, sample, sample_share
+from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.kv.cache_spec import Rule
 
 NO_TOKEN = -1

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.engine.device import on_device
 from weft.engine.messages import Adjust, Sampling
-from weft.engine.vocabulary import SplitVocabulary
+from weft.engine.worker.split_vocabulary import SplitVocabulary
 
 
 def sample(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], adjust: Mapping[int, Adjust]) -> Tensor:

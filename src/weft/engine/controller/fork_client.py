@@ -1,4 +1,4 @@
-"""The controller's end of `weft.engine.forks`, and of each rank's process."""
+"""The controller's end of `weft.engine.controller.fork_server`, and of each rank's process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ForkServer:
         with open(self._log, "wb") as log:
             # A session of its own, so that Ctrl-C reaches the controller alone and it can stop the ranks in order.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "weft.engine.forks", str(directory)],
+                [sys.executable, "-m", "weft.engine.controller.fork_server", str(directory)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -1,4 +1,4 @@
-"""What a rank's process does, from its start by `weft.engine.forks` to its end.
+"""What a rank's process does, from its start by `weft.engine.controller.fork_server` to its end.
 
 Its directory holds config.json (the EngineConfig), the sockets, and where the transports' ranks meet.
 """
@@ -20,8 +20,8 @@ from transformers.utils import logging as transformers_logging
 
 from weft.engine.config import EngineConfig
 from weft.engine.messages import Failure, FromRank, ToRank, decode_to_rank, encode
-from weft.engine.transports import bind, cost_model, open_transports
-from weft.engine.worker import Worker, failure
+from weft.engine.worker.open_transports import bind, cost_model, open_transports
+from weft.engine.worker.worker import Worker, failure
 from weft.models.config import ModelError
 from weft.place.spec import LayoutError
 

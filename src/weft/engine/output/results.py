@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from weft.comm.stats import StepStat
-from weft.engine.answer import Answer, OnOutput
 from weft.engine.messages import Stat
+from weft.engine.output.request_output import Answer, OnOutput
 from weft.engine.request import FinishReason, TokenLogprob
 
 

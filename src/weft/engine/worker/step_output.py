@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.engine.device import on_device, to_host
 from weft.engine.messages import GroupRows, Logprobs
-from weft.engine.rows import NO_TOKEN
+from weft.engine.worker.row_table import NO_TOKEN
 
 
 def rows_of_draws(rows: GroupRows, logits: Tensor) -> Tensor:

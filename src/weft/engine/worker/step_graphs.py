@@ -19,11 +19,11 @@ from weft.attention.caches import Caches
 from weft.comm.rows import CapturedRows, captured_rows
 from weft.comm.settle import Settler
 from weft.comm.transport import Transport
-from weft.engine.inputs import Inputs, Shape
 from weft.engine.messages import GroupRows
-from weft.engine.rows import DeviceRows
-from weft.engine.told import Told
-from weft.engine.vocabulary import SplitVocabulary
+from weft.engine.worker.graph_inputs import Inputs, Shape
+from weft.engine.worker.pinned_tokens import Told
+from weft.engine.worker.row_table import DeviceRows
+from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.models.decoder import Decoder
 from weft.place.chain import Counts
 from weft.place.plan import Plan

@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import Iterator
 from functools import partial
 
-from weft.engine.answer import Answer
-from weft.engine.intake import Intake
+from weft.engine.controller.request_queue import Intake
 from weft.engine.messages import Result
+from weft.engine.output.request_output import Answer
 from weft.engine.request import FinishReason
-from weft.engine.scheduler import Scheduled
+from weft.engine.scheduler.scheduler import Scheduled
 
 
 class Answers:
     """Of all requests between `begin` and their end; on the engine's thread. intake: is told of every end.
 
-    The counts are totals so far, as in `weft.engine.results.EngineStats`; they may be read on any thread.
+    The counts are totals so far, as in `weft.engine.output.results.EngineStats`; they may be read on any thread.
     """
 
     def __init__(self, intake: Intake):

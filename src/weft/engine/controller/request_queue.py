@@ -9,8 +9,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
-from weft.engine.answer import Answer
 from weft.engine.config import EngineError, QueueFull
+from weft.engine.output.request_output import Answer
 
 T = TypeVar("T")
 Command = Callable[[], None]

@@ -1,4 +1,4 @@
-"""A process in which grammars are compiled before this one does: `python -m weft.engine.trial`.
+"""A process in which grammars are compiled before this one does: `python -m weft.engine.output.grammar_trial`.
 
 llguidance may take minutes for a grammar of a hundred bytes, gigabytes, or all of the stack, which ends the process.
 Its own limits prevent none of these. So a grammar is tried in a fork of a process that knows the tokenizer, with limits
@@ -79,7 +79,7 @@ class Trial:
     def _start(self) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C is for the controller.
         process = subprocess.Popen(
-            [sys.executable, "-m", "weft.engine.trial"],
+            [sys.executable, "-m", "weft.engine.output.grammar_trial"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -13,7 +13,6 @@ from weft.attention.caches import cached_layers
 from weft.comm.transport import CommError, Transport
 from weft.engine.config import EngineConfig
 from weft.engine.device import check_float8, device_of, dtype_of, on_device
-from weft.engine.memory import check_cache, check_weights, groups_of, least_of, measure, sized
 from weft.engine.messages import (
     AskPlan,
     AskReport,
@@ -33,11 +32,12 @@ from weft.engine.messages import (
     StopProfile,
     ToRank,
 )
-from weft.engine.outcome import Outcome, rows_of_draws
 from weft.engine.profiling import RankProfile
-from weft.engine.rows import DeviceRows, RowTable
-from weft.engine.runner import ModelRunner
-from weft.engine.warmup import warm_steps
+from weft.engine.worker.memory import check_cache, check_weights, groups_of, least_of, measure, sized
+from weft.engine.worker.model_runner import ModelRunner
+from weft.engine.worker.row_table import DeviceRows, RowTable
+from weft.engine.worker.step_output import Outcome, rows_of_draws
+from weft.engine.worker.warmup import warm_steps
 from weft.kv.cache_spec import CacheGroup
 from weft.models.load import dummy_model, load_model
 from weft.place.cost import Costs

@@ -1,7 +1,8 @@
 """What CUDA graphs read of a step, and how it gets to the device: of steps of answers alone, and of those with prompts.
 
 Of a row of the table its last token, length, page tables and states' slots lie on the device already
-(`weft.engine.rows.DeviceRows`). So the host copies no more than which rows take part, and the tokens of prompts.
+(`weft.engine.worker.row_table.DeviceRows`). So the host copies no more than which rows take part, and the tokens of
+prompts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from weft.attention.forward_batch import Batch, PageTables, StateSlots
 from weft.engine.device import fill
 from weft.engine.messages import GroupRows
-from weft.engine.rows import DeviceRows
+from weft.engine.worker.row_table import DeviceRows
 from weft.kv.cache_spec import Rule
 from weft.place.spec import Mesh
 

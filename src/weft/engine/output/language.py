@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from weft.engine.grammar import Grammars
-from weft.engine.text import Detokenizer
+from weft.engine.output.detokenizer import Detokenizer
+from weft.engine.output.grammar import Grammars
 from weft.models.config import ModelError, first_line
 
 ADVICE = "it needs the tokenizer.json and tokenizer_config.json that the model was published with"

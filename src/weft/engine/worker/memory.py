@@ -16,10 +16,10 @@ import torch
 
 from weft.attention.forward_batch import Batch
 from weft.comm.transport import Transport
-from weft.engine.batch import SeqRows, build_batch
 from weft.engine.config import EngineConfig
-from weft.engine.inputs import answer_capacities, captures_prompts
-from weft.engine.runner import ModelRunner
+from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.worker.graph_inputs import answer_capacities, captures_prompts
+from weft.engine.worker.model_runner import ModelRunner
 from weft.kv.cache_spec import CacheGroup, Latent, Recurrent, Rule, Spec, Window, cache_groups, rule
 from weft.models.config import ModelConfig
 from weft.models.load import build_model

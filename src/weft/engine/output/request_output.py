@@ -9,12 +9,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from weft.engine.language import Language
 from weft.engine.messages import Logprobs, Scored
+from weft.engine.output.detokenizer import TextStream
+from weft.engine.output.language import Language
 from weft.engine.request import FinishReason, Output, SamplingParams, Sequence, TokenLogprob
-from weft.engine.sampling import bits
-from weft.engine.scheduler import Scheduler
-from weft.engine.text import TextStream
+from weft.engine.scheduler.sampling_rows import bits
+from weft.engine.scheduler.scheduler import Scheduler
 
 OnOutput = Callable[["Answer"], None]
 log = logging.getLogger(__name__)

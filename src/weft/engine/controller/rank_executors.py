@@ -15,10 +15,10 @@ import zmq
 
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
 from weft.engine.config import EngineConfig, EngineError
-from weft.engine.executor import LOAD_TIMEOUT_S, POLL_S, Executor
-from weft.engine.forkserver import ForkServer, RankProcess
+from weft.engine.controller.executor import LOAD_TIMEOUT_S, POLL_S, Executor
+from weft.engine.controller.fork_client import ForkServer, RankProcess
 from weft.engine.messages import Failure, FromRank, Stop, ToRank, decode_from_rank, encode
-from weft.engine.worker import Worker, failure
+from weft.engine.worker.worker import Worker, failure
 from weft.models.config import ModelError
 from weft.place.cost import costs
 from weft.place.spec import LayoutError

@@ -11,10 +11,17 @@ import torch
 
 from weft.comm.registry import PEER
 from weft.comm.transport import Transport
-from weft.engine.arena import arena_need, available_bytes, check_memory, gathered_logits, merged_bytes, sent_bytes
 from weft.engine.config import EngineConfig
 from weft.engine.device import device_of, dtype_of, enabled_transports, on_gpus
 from weft.engine.planning import trace
+from weft.engine.worker.arena import (
+    arena_need,
+    available_bytes,
+    check_memory,
+    gathered_logits,
+    merged_bytes,
+    sent_bytes,
+)
 from weft.place.chain import bucket
 from weft.place.cost import Costs, costs, host_table, read_tuning
 from weft.place.spec import Mesh

@@ -1,0 +1,1 @@
+"""From tokens to what a request gets: text, stops, grammars, logprobs."""

@@ -39,7 +39,7 @@ from weft.engine.request import SamplingParams
 from weft.engine.worker.open_transports import cost_model
 from weft.place.dcp import ShardedContext
 from weft.place.recipes import Merge, Prompt
-from weft.place.settle import Recipes, Settlements
+from weft.place.settlements import Recipes, Settlements
 
 
 def serve(engine: Engine, clients: int, requests: int, prompt: int, answer: int, most_s: float) -> dict[str, Any]:

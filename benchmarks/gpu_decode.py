@@ -7,7 +7,8 @@ Prompts are read with answers of one token. Experts gather or dispatch (with car
 
 Carriers are transports, or a plan: auto (peer and NCCL, chosen edge by edge), peer, nccl, `nccl_window` (NCCL on
 registered memory, whose captured kernels have been seen to race), or `naive`: the plan of all-reduces that every other
-is compared with, carried as auto. With NCCL every DP group exchanges its graph's whole capacity (`weft.comm.rows`).
+is compared with, carried as auto. With NCCL every DP group exchanges its graph's whole capacity
+(`weft.comm.step_rows`).
 
 equal_tokens says for each carrier that ran before in the same layout, and for the same one in its turns before, how
 much of the answers was the same: of each answer, the part up to the first token that differs. All cases have the same

@@ -24,17 +24,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.kernels.triton import (
-    decode_attention,
-    moe,
-    norm_rope_cache,
-    plain,
-    prefill_attention,
-    rms_norm,
-    route,
-    sample,
-    step,
-)
+from weft.kernels.triton import decode_attention, norm_rope_cache, prefill_attention, rms_norm, route, sample
+from weft.kernels.triton import decode_step as step
+from weft.kernels.triton import definitions as plain
+from weft.kernels.triton import fused_experts as moe
 from weft.models.routing import Routing
 
 DEVICE = torch.device("cuda")

@@ -38,7 +38,7 @@ import torch
 
 from weft.bench.host import describe_host
 from weft.comm.reference import ReferenceWorld
-from weft.comm.rows import PaddedRows
+from weft.comm.step_rows import PaddedRows
 from weft.engine import engine as engine_module
 from weft.engine.config import EngineConfig
 from weft.engine.controller.executor import Executor

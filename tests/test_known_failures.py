@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.attention.caches import Caches
 from weft.attention.forward_batch import Batch
-from weft.comm.rows import StepRows
+from weft.comm.step_rows import StepRows
 from weft.comm.transport import CommError, Transport
 from weft.engine import planning
 from weft.engine.planning import trace
@@ -26,11 +26,11 @@ from weft.engine.worker.build_batch import SeqRows, build_batch
 from weft.engine.worker.model_runner import ModelRunner
 from weft.hidden import Hidden
 from weft.kv.cache_spec import CacheGroup, Rule
-from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder, DecoderLayer
 from weft.models.layers import Builder, ColumnLinear, Linear, Out, RMSNorm, RowLinear
 from weft.models.load import build_model, load_model
 from weft.models.mlp import GatedMLP
+from weft.models.model_config import ModelConfig
 from weft.models.moe import SparseMoE
 from weft.models.registry import load_config, read_config
 from weft.place.cost import PRESETS, Offer

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.comm.settle import Settling
+from weft.comm.settler import Settling
 from weft.kernels.float8 import Rows, Weight
 from weft.place.row_formats import Float8, Format
 from weft.place.spec import Mesh, Placement, PlacementError

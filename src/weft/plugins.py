@@ -12,7 +12,7 @@ from types import ModuleType
 
 DEFINES = {
     "FAMILIES": "a dict from model type to the reader of its config",
-    "TRANSPORTS": "a tuple of weft.comm.registry.TransportEntry",
+    "TRANSPORTS": "a tuple of weft.comm.transport_registry.TransportEntry",
 }
 
 

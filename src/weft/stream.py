@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 
 from weft.comm import formats
-from weft.comm.rows import StepRows
-from weft.comm.settle import Settler, TraceSettler
+from weft.comm.settler import Settler, TraceSettler
 from weft.comm.stats import StepTimes
+from weft.comm.step_rows import StepRows
 from weft.comm.transport import Epilogue, Transport
 from weft.hidden import Hidden
 from weft.kernels import float8
-from weft.kernels.rows import add_rms_norm, rms_norm
+from weft.kernels.row_ops import add_rms_norm, rms_norm
 from weft.place.chain import Chain, Read
 from weft.place.plan import Plan
+from weft.place.plan_step import NORMED, RESIDUAL, Step
 from weft.place.row_formats import Format, Wire
 from weft.place.spec import Mesh, Placement, PlacementError, Rows
-from weft.place.step import NORMED, RESIDUAL, Step
 
 NORMS = "norm", "finish"
 """Steps that normalise."""

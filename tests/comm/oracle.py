@@ -12,7 +12,7 @@ import torch
 from support import held
 from torch import Tensor
 
-from weft.comm.rows import StepRows
+from weft.comm.step_rows import StepRows
 from weft.comm.transport import Epilogue, Ranks, Sizes, Transport, finish
 from weft.kernels import float8
 from weft.place.axes import GROUP_NAMES

@@ -14,7 +14,7 @@ from attention.oracle import NAN, Case, check_rows
 from weft.attention.backend import Backend
 from weft.attention.forward_batch import PageTables
 from weft.comm.reference import ReferenceTransport
-from weft.comm.settle import Settler
+from weft.comm.settler import Settler
 from weft.comm.transport import offer_of
 from weft.dcp.group import ContextGroup, context_group
 from weft.dcp.interleave import Interleave
@@ -22,7 +22,7 @@ from weft.kv.cache import KVCache
 from weft.kv.cache_spec import Latent
 from weft.place.cost import costs
 from weft.place.recipes import Merge, Prompt
-from weft.place.settle import Settlements
+from weft.place.settlements import Settlements
 from weft.place.spec import Mesh
 
 Make = Callable[[KVCache, ContextGroup | None], Backend]

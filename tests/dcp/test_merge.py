@@ -18,13 +18,13 @@ from comm.processes import run_processes, run_threads
 from dcp.shards import Shards, check, own, shards_of
 from weft.bench.tune import merges_to_price
 from weft.comm.reference import ReferenceWorld
-from weft.comm.settle import Settler, TraceSettler, a2a, ag_rs
+from weft.comm.settler import Settler, TraceSettler, a2a, ag_rs
 from weft.comm.transport import CommError, Transport, offer_of
-from weft.kernels.plain import merge_weights, softmax_merge
+from weft.kernels.torch_reference import merge_weights, softmax_merge
 from weft.place.cost import PRESETS, AlphaBeta, Offer, Table
 from weft.place.exchange import merge_scatterv
 from weft.place.recipes import Merge
-from weft.place.settle import Settled, Settlements
+from weft.place.settlements import Settled, Settlements
 from weft.place.spec import LayoutError, Mesh
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

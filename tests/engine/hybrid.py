@@ -17,9 +17,9 @@ from weft.attention.caches import Caches
 from weft.attention.forward_batch import Batch
 from weft.hidden import Hidden
 from weft.kv.cache_spec import Latent, Recurrent, Window
-from weft.models.config import Fields, ModelConfig, common_fields
 from weft.models.layers import Builder, ColumnLinear, Embedding, Layer, Linear, Out, RMSNorm, RowLinear
 from weft.models.mlp import GatedMLP
+from weft.models.model_config import Fields, ModelConfig, common_fields
 from weft.models.rotary import Rotary, RotaryTable
 from weft.stream import GROUP, WORLD
 

@@ -19,7 +19,7 @@ from weft.engine.output.request_output import prepare
 from weft.engine.request import SamplingParams
 from weft.engine.scheduler.sampling_rows import adjust, sampling
 from weft.engine.worker.sampler import sample
-from weft.models.config import ModelError
+from weft.models.model_config import ModelError
 
 TOKENIZER = AutoTokenizer.from_pretrained(embedded_model_dir())
 LANGUAGE = Language(TOKENIZER, embedded_model_dir(), 1024, (2,))

@@ -18,7 +18,7 @@ from models.oss import small_gpt_oss
 from models.stepfun import small_step
 from weft.attention.forward_batch import PageTables
 from weft.comm.reference import ReferenceWorld
-from weft.comm.rows import PaddedRows
+from weft.comm.step_rows import PaddedRows
 from weft.engine.config import EngineConfig
 from weft.engine.messages import GroupRows, Result, Step
 from weft.engine.request import SamplingParams, Sequence
@@ -26,7 +26,7 @@ from weft.engine.scheduler.scheduler import make_schedulers
 from weft.engine.worker.graph_inputs import PromptInputs, Shape, answer_capacities, captures_prompts, prompt_capacities
 from weft.engine.worker.row_table import DeviceRows
 from weft.engine.worker.worker import Worker
-from weft.kernels.triton import plain
+from weft.kernels.triton import definitions as plain
 from weft.kv.cache_spec import Rule
 from weft.place.cost import costs
 from weft.place.spec import Mesh, Rows

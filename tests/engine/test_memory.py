@@ -30,7 +30,7 @@ from weft.engine.worker.worker import failure
 from weft.kv.cache_spec import CacheGroup, Latent, PagedKV, Recurrent, Rule, Spec, Window
 from weft.models.load import build_model, dummy_model
 from weft.place.recipes import Prompt
-from weft.place.settle import Settlements
+from weft.place.settlements import Settlements
 from weft.place.spec import LayoutError
 
 SPECS: dict[str, Spec] = {

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from engine.conftest import byte_tokenizer
 from engine.test_engine import GREEDY, config
-from weft.comm import settle
+from weft.comm import settler as settle
 from weft.comm.dispatch import Exchanging, all_to_allv
 from weft.comm.reference import ReferenceTransport
-from weft.comm.rows import StepRows
-from weft.comm.settle import Settler
+from weft.comm.settler import Settler
+from weft.comm.step_rows import StepRows
 from weft.engine.config import EngineError
 from weft.engine.engine import Engine
 from weft.engine.messages import GroupRows
@@ -33,7 +33,7 @@ from weft.place.cost import PRESETS, Offer
 from weft.place.experts import Dispatch, Permute
 from weft.place.plan import Plan, Planner
 from weft.place.recipes import RECIPES, Merge, Recipe
-from weft.place.settle import Settled, Settlements
+from weft.place.settlements import Settled, Settlements
 from weft.place.show import plan_dict
 from weft.place.spec import Mesh, PlacementError
 

@@ -16,7 +16,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.controller.rank_executors import ProcessExecutor, ThreadExecutor
 from weft.engine.engine import Engine
 from weft.engine.startup import check_plans, read_model
-from weft.models.config import ModelError
+from weft.models.model_config import ModelError
 from weft.place.spec import LayoutError
 
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from weft.comm import stats as stats_module
-from weft.comm.rows import EqualRows, PaddedRows
 from weft.comm.stats import Stats, StepTimes, step_key
+from weft.comm.step_rows import EqualRows, PaddedRows
 from weft.engine.worker.exchange_times import exchange_times
 from weft.place.chain import Chain, Read
 from weft.place.cost import Offer, costs
 from weft.place.edges import legal_edges
 from weft.place.experts import Dispatch
 from weft.place.plan import Planner
-from weft.place.settle import Settlement
+from weft.place.settlements import Settlement
 from weft.place.spec import Mesh, Rows
 
 MESH = Mesh(2, 1, 2, 1)

@@ -11,12 +11,12 @@ from support import run_world
 
 from comm.processes import run_threads
 from e2e.here import weft_here
-from weft.comm import registry
+from weft.comm import transport_registry as registry
 from weft.comm.peer import PeerTransport
 from weft.comm.reference import ReferenceTransport
-from weft.comm.registry import GLOO, NCCL, PEER, REFERENCE, SHM, TRANSPORTS, automatic, transports
 from weft.comm.shm import ShmTransport
 from weft.comm.transport import CommError, LiveSizes, Transport, offer_of
+from weft.comm.transport_registry import GLOO, NCCL, PEER, REFERENCE, SHM, TRANSPORTS, automatic, transports
 from weft.engine.config import EngineConfig
 from weft.engine.device import enabled_transports
 from weft.engine.engine import Engine
@@ -78,7 +78,7 @@ def test_the_engine_knows_it_by_its_row() -> None:
 
 def test_a_row_that_is_there_already_is_refused(tmp_path: Path) -> None:
     (plugin := tmp_path / "twice.py").write_text(
-        "from dataclasses import replace\nfrom weft.comm.registry import GLOO\n"
+        "from dataclasses import replace\nfrom weft.comm.transport_registry import GLOO\n"
         "TRANSPORTS = (replace(GLOO, name='another'),)\n"
     )
     with pytest.raises(PluginError, match=r"twice.py adds a transport gloo, as another one is called"):

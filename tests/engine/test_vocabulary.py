@@ -12,14 +12,14 @@ from engine.conftest import byte_tokenizer
 from engine.test_engine import GREEDY, config, prompts
 from models.layouts import check
 from models.stepfun import small_step
-from weft.comm.settle import Settler
+from weft.comm.settler import Settler
 from weft.comm.transport import Transport, offer_of
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.models.layers import vocabulary_share
 from weft.place.cost import costs
-from weft.place.settle import Settlements
+from weft.place.settlements import Settlements
 from weft.place.spec import LayoutError, Mesh
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.comm.registry import Opening, TransportEntry
 from weft.comm.torchdist import TorchDistTransport
+from weft.comm.transport_registry import Opening, TransportEntry
 from weft.place.exchange import Exchange
 
 

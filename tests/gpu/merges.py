@@ -13,11 +13,11 @@ from torch import Tensor
 
 from dcp.shards import Shards, check, own, shards_of
 from weft.comm.peer import PeerTransport
-from weft.comm.settle import Settler, a2a, ag_rs
+from weft.comm.settler import Settler, a2a, ag_rs
 from weft.comm.transport import CommError, offer_of
 from weft.place.cost import PRESETS
 from weft.place.recipes import Merge
-from weft.place.settle import Settlements
+from weft.place.settlements import Settlements
 from weft.place.spec import Mesh
 
 BF16 = torch.bfloat16

@@ -11,7 +11,7 @@ from support import run_world
 from torch import Tensor
 
 from weft.comm.peer import PeerTransport
-from weft.comm.rows import PaddedRows, StepRows
+from weft.comm.step_rows import PaddedRows, StepRows
 from weft.comm.transport import Transport, offer_of
 from weft.hidden import Hidden
 from weft.kernels import float8

@@ -14,7 +14,7 @@ from gpu.padded import Step, check_padded
 from gpu.test_peer import GPUS, captured
 from weft.comm.peer import PeerTransport, PeerTuning
 from weft.comm.reference import ReferenceWorld
-from weft.comm.rows import EqualRows, PaddedRows, captured_rows
+from weft.comm.step_rows import EqualRows, PaddedRows, captured_rows
 from weft.comm.transport import CommError
 from weft.place.edges import legal_edges
 from weft.place.spec import NAMED_ROWS, Mesh, Rows

@@ -26,26 +26,26 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from weft.kernels.float8 import FLOAT8, Weight, unfilled  # noqa: E402
 from weft.kernels.parts import Parts  # noqa: E402
-from weft.kernels.plain import packed_shards  # noqa: E402
+from weft.kernels.torch_reference import packed_shards  # noqa: E402
 from weft.kernels.triton import (  # noqa: E402
     decode_attention,
     delta_step,
     dense,
-    dispatch,
     embed,
-    float8,
     gate_heads,
     launch,
     merge,
-    moe,
     norm_rope_cache,
     overlap,
     prefill_attention,
     rms_norm,
     route,
     sample,
-    step,
 )
+from weft.kernels.triton import decode_step as step  # noqa: E402
+from weft.kernels.triton import float8_linear as float8  # noqa: E402
+from weft.kernels.triton import fused_experts as moe  # noqa: E402
+from weft.kernels.triton import moe_permute as dispatch  # noqa: E402
 from weft.models.routing import Routing  # noqa: E402
 
 SHARED_BYTES, REGISTERS = 227 << 10, 64 << 10

@@ -18,9 +18,9 @@ from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from models import glm, oss, qwen35, stepfun
 from models.layouts import check
 from weft.assets import preset_dir
-from weft.models.config import ModelError
 from weft.models.layers import Head
 from weft.models.load import load_model
+from weft.models.model_config import ModelError
 from weft.models.registry import load_config, read_config
 from weft.place.spec import Mesh
 

@@ -15,8 +15,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from models.layouts import float8
 from weft.models.checkpoint import Checkpoint
-from weft.models.config import ModelError
 from weft.models.load import load_model
+from weft.models.model_config import ModelError
 from weft.models.registry import load_config
 from weft.models.source import Fused, Source, Stacked, Transposed, View
 from weft.place.spec import Mesh

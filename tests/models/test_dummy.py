@@ -15,8 +15,8 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
 from weft.models import load
-from weft.models.config import ModelError
 from weft.models.load import build_model, dummy_model
+from weft.models.model_config import ModelError
 from weft.models.moe import SparseMoE
 from weft.models.registry import load_config, read_config
 from weft.place.spec import Mesh

@@ -25,12 +25,13 @@ from weft.engine.planning import trace
 from weft.engine.request import SamplingParams
 from weft.engine.startup import float8_products
 from weft.hidden import Hidden
-from weft.kernels import float8, rows
+from weft.kernels import float8
+from weft.kernels import row_ops as rows
 from weft.kernels.float8 import FLOAT8, Rows, Weight, dequantise
-from weft.kernels.triton import plain
-from weft.models.config import ModelError, Storage
+from weft.kernels.triton import definitions as plain
 from weft.models.layers import Layer
 from weft.models.load import build_model, dummy_model, float8_says, load_model
+from weft.models.model_config import ModelError, Storage
 from weft.models.registry import load_config, read_config
 from weft.place.row_formats import Float8
 from weft.place.spec import LayoutError, Mesh

@@ -23,7 +23,7 @@ from models.test_float8 import saved
 from weft.comm import formats
 from weft.comm.formats import FormatKernels
 from weft.comm.peer_launch import PeerTuning
-from weft.comm.rows import StepRows
+from weft.comm.step_rows import StepRows
 from weft.comm.transport import Transport, offer_of
 from weft.engine.config import EngineError
 from weft.engine.controller import rank_executors as launch
@@ -36,9 +36,9 @@ from weft.place import plan as plan_module
 from weft.place.chain import Chain
 from weft.place.cost import AlphaBeta, Costs
 from weft.place.plan import Plan, Planner
+from weft.place.plan_step import Step
 from weft.place.row_formats import Float8, Format, Wire
 from weft.place.spec import Mesh, PlacementError, Rows
-from weft.place.step import Step
 from weft.stream import Stream, TraceStream
 
 SLOW_BYTES = AlphaBeta("slow", alpha_us=0.1, hop_us=0.0, gb_s=1e-3, launch_us=0.1, mem_gb_s=100.0)

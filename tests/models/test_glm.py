@@ -13,7 +13,7 @@ from models.glm import Glm, small_config, small_glm
 from models.layouts import MESHES, check, nearness, stored_shapes
 from weft.assets import preset_dir
 from weft.engine.engine import Engine
-from weft.models.config import ModelError
+from weft.models.model_config import ModelError
 from weft.models.registry import read_config
 from weft.place.spec import Mesh
 

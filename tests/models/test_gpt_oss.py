@@ -16,9 +16,9 @@ from models.oss import GptOss, small_config, small_gpt_oss
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
 from weft.kv.cache_spec import PagedKV, Window
-from weft.models.config import ModelError
 from weft.models.layers import Builder
 from weft.models.load import load_model
+from weft.models.model_config import ModelError
 from weft.models.registry import load_config, read_config
 from weft.place.spec import Mesh
 

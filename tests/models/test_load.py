@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import small_model
 
-from weft.models.config import ModelError
 from weft.models.load import load_model
+from weft.models.model_config import ModelError
 from weft.models.registry import load_config
 from weft.place.spec import LayoutError, Mesh
 

@@ -15,9 +15,9 @@ from models.qwen35 import Qwen35, small_config, small_qwen35
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
 from weft.kv.cache_spec import PagedKV, Recurrent
-from weft.models.config import ModelError
 from weft.models.deltanet import delta_rule
 from weft.models.layers import Builder
+from weft.models.model_config import ModelError
 from weft.models.registry import load_config, read_config
 from weft.place.spec import LayoutError, Mesh
 

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 from models import glm, oss, qwen35, stepfun
 from weft.engine.config import EngineConfig
 from weft.engine.startup import check_plans
-from weft.models.config import HARMLESS, ModelError
+from weft.models.model_config import HARMLESS, ModelError
 from weft.models.registry import FAMILIES, load_config, read_config, registry
 
 PLUGIN = """

@@ -14,8 +14,8 @@ from models.stepfun import Step, small_config, small_step
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
 from weft.kv.cache_spec import PagedKV, Window
-from weft.models.config import ModelError
 from weft.models.layers import Builder
+from weft.models.model_config import ModelError
 from weft.models.registry import load_config, read_config
 from weft.place.spec import Mesh
 

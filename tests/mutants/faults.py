@@ -78,7 +78,7 @@ ONCE_MISSED = [
     ),
     Fault(
         "static FP8 is taken",
-        "models/config.py",
+        "models/model_config.py",
         "any(fp8.get(name) != value for name, value in rest.items())",
         'any(fp8.get(name) != value for name, value in rest.items() if name != "activation_scheme")',
         ("tests/models/test_load.py::test_directories_that_cannot_be_served",),
@@ -141,14 +141,14 @@ ONCE_MISSED = [
     ),
     Fault(
         "counts of equal sum are not filled",
-        "comm/rows.py",
+        "comm/step_rows.py",
         "if counts == self._counts:",
         "if self._counts is not None and sum(counts) == sum(self._counts):",
         ("tests/gpu/test_padded.py::test_other_counts_with_the_same_sum_are_filled",),
     ),
     Fault(
         "a norm about one is rounded first",
-        "kernels/plain.py",
+        "kernels/torch_reference.py",
         "else (weight * normed).to(x.dtype)",
         "else (weight * normed.to(x.dtype)).to(x.dtype)",
         (f"{HIDDEN}::test_a_norm_about_one_is_rounded_once",),
@@ -216,7 +216,7 @@ OWN = [
     ),
     Fault(
         "a merge in several calls is priced as one",
-        "place/settle.py",
+        "place/settlements.py",
         "us += times * sum(offer.cost.collective_us(",
         "us += sum(offer.cost.collective_us(",
         ("tests/dcp/test_merge.py",),
@@ -267,7 +267,7 @@ OWN = [
     ),
     Fault(
         "live counts of ranks are those of groups",
-        "comm/rows.py",
+        "comm/step_rows.py",
         "own = rows == Rows.OWN\n",
         "own = False\n",
         (
@@ -292,7 +292,7 @@ OWN = [
     # dcp
     Fault(
         "an empty part with +∞ counts",
-        "kernels/plain.py",
+        "kernels/torch_reference.py",
         "lses.nan_to_num(nan=-inf, posinf=-inf, neginf=-inf)",
         "lses.nan_to_num(nan=-inf, posinf=inf, neginf=-inf)",
         ("tests/dcp/test_merge.py::test_each_part_empty_in_turn_and_all",),
@@ -313,7 +313,7 @@ OWN = [
     ),
     Fault(
         "parts of a merge in several calls are live as the whole",
-        "comm/settle.py",
+        "comm/settler.py",
         "(live - begin).clamp(0, plan.each)",
         "live.clamp(0, plan.each)",
         ("tests/dcp/test_merge.py::test_each_of_several_calls_has_its_own_live_tokens",),
@@ -512,7 +512,7 @@ OWN = [
     ),
     Fault(
         "a sink takes from other rows",
-        "kernels/plain.py",
+        "kernels/torch_reference.py",
         "(lse - sinks).sigmoid()",
         "(sinks - lse).sigmoid()",
         (f"tests/models/test_gpt_oss.py::test_logits_are_transformers[{ONE}]",),
@@ -526,7 +526,7 @@ OWN = [
     ),
     Fault(
         "gate and up of limited experts share a bound",
-        "kernels/plain.py",
+        "kernels/torch_reference.py",
         "value = F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)",
         "value = F.silu(gate).clamp(max=limit) * up.clamp(max=limit)",
         (f"tests/models/test_step.py::test_logits_are_transformers[{ONE}]",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from support import held
 
-from weft.comm.rows import StepRows
+from weft.comm.step_rows import StepRows
 from weft.comm.transport import Transport
 from weft.hidden import Hidden
 from weft.place.plan import Plan

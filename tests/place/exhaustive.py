@@ -18,9 +18,9 @@ from typing import Literal
 from weft.place.chain import Chain, Read
 from weft.place.cost import AlphaBeta, Network, Offer
 from weft.place.plan import Plan
+from weft.place.plan_step import NORMED, RESIDUAL, Step
 from weft.place.row_formats import Float8, Wire
 from weft.place.spec import Mesh, Placement
-from weft.place.step import NORMED, RESIDUAL, Step
 
 Shares = int
 """Rows, as shares of the world's: bit r is the share of rank r."""

@@ -1,7 +1,7 @@
 """The cheapest way to settle what a block settles, by trying everything: an oracle that shares nothing with `settle`.
 
 What each rank of a group holds is written down tensor by tensor: of whose heads, or whose rows, over whose keys. The
-steps are those of the table in the documentation (`weft.place.settle`): each is legal by what the ranks hold, and
+steps are those of the table in the documentation (`weft.place.settlements`): each is legal by what the ranks hold, and
 priced by the tensors that it takes and gives. Every sequence of steps on every transport that ends in what was asked
 for is tried. A format of rows would be one more form of a tensor here, and the steps that lead to it.
 """

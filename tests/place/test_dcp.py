@@ -13,7 +13,7 @@ from e2e.here import weft_here
 from weft.place.cost import AlphaBeta, Offer
 from weft.place.dcp import KEYS_SHARE, LATENT_SHARE, ShardedContext
 from weft.place.recipes import Gather, Merge, Prompt
-from weft.place.settle import Settlements
+from weft.place.settlements import Settlements
 from weft.place.spec import LayoutError, Mesh
 
 KINDS = frozenset(("all_gatherv", "merge_scatterv"))

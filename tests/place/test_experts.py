@@ -16,7 +16,7 @@ from weft.place.cost import PRESETS, AlphaBeta, Offer, Table
 from weft.place.experts import RETURN, SEND, Dispatch
 from weft.place.forms import forms_of, forms_text
 from weft.place.plan import Plan, Planner, ReadPlan
-from weft.place.settle import Settled, Settlement, Settlements
+from weft.place.settlements import Settled, Settlement, Settlements
 from weft.place.show import plan_text
 from weft.place.spec import LayoutError, Mesh, Rows, layouts
 

@@ -18,8 +18,8 @@ from weft.place.chain import Chain, Read
 from weft.place.cost import PRESETS, AlphaBeta, Offer
 from weft.place.edges import legal_edges, rows_received
 from weft.place.plan import Plan, Planner
+from weft.place.plan_step import NORMED, RESIDUAL
 from weft.place.spec import NAMED_ROWS, LayoutError, Mesh, Placement, PlacementError, Rows, layouts
-from weft.place.step import NORMED, RESIDUAL
 
 meshes = st.sampled_from(layouts(8))
 costs = st.one_of(

@@ -24,7 +24,7 @@ from weft.place.chain import Chain, Read
 from weft.place.cost import Offer
 from weft.place.plan import Planner
 from weft.place.recipes import Gather, Merge, Recipe, Value
-from weft.place.settle import Settled, Settlement, Settlements
+from weft.place.settlements import Settled, Settlement, Settlements
 from weft.place.spec import LayoutError, Mesh, PlacementError, Rows, layouts
 
 SETTLES = frozenset({"all_gatherv", "reduce_scatterv", "all_to_allv", "merge_scatterv"})

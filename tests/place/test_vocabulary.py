@@ -10,11 +10,11 @@ import pytest
 from support import small_config
 
 from e2e.here import weft_here
-from weft.comm.registry import PEER
+from weft.comm.transport_registry import PEER
 from weft.engine import startup
 from weft.engine.config import EngineConfig
 from weft.place.cost import AlphaBeta, Offer
-from weft.place.settle import Settlements
+from weft.place.settlements import Settlements
 from weft.place.spec import Mesh
 from weft.place.vocabulary import SMALL_KERNELS, Head, split_step
 

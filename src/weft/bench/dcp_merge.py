@@ -22,11 +22,11 @@ from torch import Tensor
 from weft.bench.collectives import ROUND_S, ROUNDS, time_phases
 from weft.bench.cuda import SMALL, SMALL_CALLS, World, capture, replays_us
 from weft.bench.ranks import Report, every_core
-from weft.comm.settle import a2a, ag_rs
+from weft.comm.settler import a2a, ag_rs
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError, Ranks, Transport
-from weft.kernels.plain import softmax_merge
+from weft.kernels.torch_reference import softmax_merge
 from weft.place import exchange
 from weft.place.exchange import merge_scatterv
 from weft.place.spec import Mesh

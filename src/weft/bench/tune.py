@@ -17,10 +17,10 @@ from torch import Tensor
 
 from weft.bench.collectives import mesh_of, time_phases
 from weft.bench.ranks import Report, every_core
-from weft.comm.registry import SHM, transports
-from weft.comm.rows import StepRows
 from weft.comm.shm import ShmTransport, ShmTuning
+from weft.comm.step_rows import StepRows
 from weft.comm.transport import Epilogue, Ranks, Transport
+from weft.comm.transport_registry import SHM, transports
 from weft.place.edges import Edge, legal_edges, rows_received
 from weft.place.exchange import Exchange, all_to_allv, merge_scatterv
 from weft.place.spec import Mesh
@@ -36,7 +36,8 @@ BUDGET_S, ROUNDS = 0.02, 3
 
 @dataclass(frozen=True)
 class Opening:
-    """What a measurement gives to transports that it opens: `weft.comm.registry.Opening`. largest: bytes of a tensor;
+    """What a measurement gives to transports that it opens: `weft.comm.transport_registry.Opening`. largest: bytes of a
+    tensor;
     tunings: by their keys.
     """
 

@@ -15,9 +15,9 @@ from weft.bench.cuda import Case, World, graph_us, peer_us
 from weft.bench.ranks import Report
 from weft.bench.tune import Opening, edges_to_price, evened, merges_to_price
 from weft.comm.peer_launch import NEVER, PeerTuning, Split, spared_by_two_shot
-from weft.comm.registry import NCCL, PEER, TransportEntry, transports
-from weft.comm.rows import StepRows
+from weft.comm.step_rows import StepRows
 from weft.comm.transport import Epilogue, Transport
+from weft.comm.transport_registry import NCCL, PEER, TransportEntry, transports
 from weft.place.exchange import all_reduce, reduce_scatterv_all_reduce
 
 WIDTH, DTYPE = 4096, "bf16"

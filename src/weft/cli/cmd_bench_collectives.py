@@ -21,8 +21,8 @@ from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.comm.peer_launch import PeerTuning
-from weft.comm.registry import SHM_RANKS
 from weft.comm.shm import ShmTuning
+from weft.comm.transport_registry import SHM_RANKS
 from weft.place.cost import host_table, read_tuning
 
 OURS = ("shm", "peer")

@@ -14,8 +14,8 @@ from transformers.utils import logging as transformers_logging
 
 from weft.cli.command import ModelDir, TransportName, model_dir
 from weft.comm import peer
-from weft.comm.registry import NCCL, PEER, REFERENCE, TransportEntry, automatic, transports
 from weft.comm.transport import offer_of
+from weft.comm.transport_registry import NCCL, PEER, REFERENCE, TransportEntry, automatic, transports
 from weft.engine.planning import plan_model, sharded_context, split_steps
 from weft.models.load import build_model, float8_says
 from weft.models.registry import load_config, registry
@@ -24,7 +24,7 @@ from weft.place.dcp import dcp_dict, dcp_text
 from weft.place.experts import Forms
 from weft.place.forms import forms_dict, forms_of, forms_text
 from weft.place.recipes import Merge, Prompt
-from weft.place.settle import Recipes
+from weft.place.settlements import Recipes
 from weft.place.show import plan_dict, plan_text
 from weft.place.spec import LayoutError, Mesh
 from weft.place.vocabulary import vocabulary_dict, vocabulary_text

@@ -17,7 +17,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from weft.assets import embedded_model_dir, preset_dir
 from weft.cli.other_engines import hint
-from weft.comm.registry import AUTO, REFERENCE, TRANSPORTS, transports
+from weft.comm.transport_registry import AUTO, REFERENCE, TRANSPORTS, transports
 from weft.models.directory import no_model
 from weft.place.spec import LayoutError, Mesh
 from weft.plugins import PluginError

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         # Imported here, not above: `weft --help` must not wait for torch.
         from weft.comm.transport import CommError
         from weft.engine.config import EngineError
-        from weft.models.config import ModelError
+        from weft.models.model_config import ModelError
         from weft.place.spec import LayoutError, PlacementError
 
         if not isinstance(error, CommError | EngineError | LayoutError | ModelError | PlacementError):

@@ -80,7 +80,7 @@ def on_device(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts
     Experts of −1 are none, as of rows that are padding. What `work` gets has room for every row of the world; those
     behind the live ones have no expert.
     """
-    from weft.kernels.triton import dispatch as kernels  # GPUs only: a CPU need not have Triton
+    from weft.kernels.triton import moe_permute as kernels  # GPUs only: a CPU need not have Triton
 
     mesh, carry, (rows, width), k, n = by.mesh, by.carry, x.shape, expert.shape[1], by.mesh.world
     place, sent = kernels.places(expert, n, experts // mesh.ep, mesh.moe_tp)

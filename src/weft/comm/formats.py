@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft.kernels import float8, rows
+from weft.kernels import float8
+from weft.kernels import row_ops as rows
 from weft.place.row_formats import Float8, Format, Wire
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.registry import NCCL, Opening
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError, Ranks, Sizes
+from weft.comm.transport_registry import NCCL, Opening
 from weft.place.spec import Mesh
 
 

@@ -28,7 +28,6 @@ from weft.comm.peer_launch import (
     merge_launch,
     spared_by_two_shot,
 )
-from weft.comm.registry import PEER
 from weft.comm.shm import ShmTransport
 from weft.comm.transport import (
     CommError,
@@ -42,6 +41,7 @@ from weft.comm.transport import (
     check_call,
     check_merge,
 )
+from weft.comm.transport_registry import PEER
 from weft.kernels.build import KernelError, cuda_kernels
 from weft.kernels.float8 import FLOAT8
 from weft.place.exchange import Exchange, result_rows

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from weft.comm.registry import REFERENCE
 from weft.comm.transport import (
     CommError,
     Epilogue,
@@ -27,7 +26,8 @@ from weft.comm.transport import (
     place_in,
     sizes_on_host,
 )
-from weft.kernels.plain import softmax_merge
+from weft.comm.transport_registry import REFERENCE
+from weft.kernels.torch_reference import softmax_merge
 from weft.place.exchange import Exchange, parts
 from weft.place.spec import PlacementError
 

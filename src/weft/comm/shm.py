@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from weft.comm.registry import SHM, SHM_RANKS
 from weft.comm.rendezvous import pidfds, rendezvous
 from weft.comm.transport import (
     CommError,
@@ -32,6 +31,7 @@ from weft.comm.transport import (
     place_in,
     sizes_on_host,
 )
+from weft.comm.transport_registry import SHM, SHM_RANKS
 from weft.kernels import float8
 from weft.kernels.build import KernelError, KernelPeerLost, KernelTimeout, cpu_kernels
 from weft.place.exchange import Exchange, parts

@@ -15,9 +15,9 @@ from torch.profiler import record_function
 from weft.comm.transport import COLLECTIVE
 from weft.place.chain import Counts
 from weft.place.plan import Plan, Planner
-from weft.place.settle import Settled
+from weft.place.plan_step import Step
+from weft.place.settlements import Settled
 from weft.place.show import fold
-from weft.place.step import Step
 
 MAX_EVENTS = 4096
 """How many timed calls are kept before those that have ended are added up."""

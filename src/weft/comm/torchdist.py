@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.registry import GLOO, NCCL
 from weft.comm.transport import CommError, Epilogue, LiveSizes, NamedCalls, Ranks, Sizes, check_call, sizes_on_host
+from weft.comm.transport_registry import GLOO, NCCL
 from weft.place.exchange import Exchange, Part, in_two_steps, parts
 from weft.place.spec import Mesh
 

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from weft.comm.registry import TransportEntry
+from weft.comm.transport_registry import TransportEntry
 from weft.kernels import float8
-from weft.kernels.plain import rms_norm
+from weft.kernels.torch_reference import rms_norm
 from weft.place import exchange as named
 from weft.place.cost import Cost, Offer
 from weft.place.edges import legal_edges
@@ -67,7 +67,7 @@ class Epilogue:
     """What a sum goes on to do with its rows while they are at hand: residual add, then RMSNorm.
 
     residual: `[rows, width]` for the result's rows, of the input's dtype; weight: `[width]`, of the same or float32, as
-    `weft.kernels.plain.rms_norm` takes it. See `finish`.
+    `weft.kernels.torch_reference.rms_norm` takes it. See `finish`.
     quantised: to be filled with the normalised rows in FP8 too, for products that take them so.
     """
 
@@ -80,7 +80,7 @@ class Epilogue:
 def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
     """What a sum with an epilogue gives instead of delta `[rows, width]`: `[2, rows, width]`.
 
-    First the new residual, residual + delta; then its `weft.kernels.plain.rms_norm`, of which
+    First the new residual, residual + delta; then its `weft.kernels.torch_reference.rms_norm`, of which
     `weft.kernels.float8.quantise` makes what fills `epilogue.quantised`.
     """
     residual = epilogue.residual + delta
@@ -91,7 +91,8 @@ def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
 
 
 class Described(Protocol):
-    """What a plan is made by, of a transport or of its row in the table (`weft.comm.registry.TransportEntry`).
+    """What a plan is made by, of a transport or of its row in the table
+    (`weft.comm.transport_registry.TransportEntry`).
 
     name: as plans and reports print it. max_bytes: of the larger of a call's input and result; max_normed_bytes: of a
     row that an epilogue takes; max_ranks: of a host, max_hosts: that it serves; None: any. takes_live_sizes: whether
@@ -147,9 +148,9 @@ class Transport(Described, Protocol):
         """Merges attention over the ranks' shards of the keys: each rank gets its own heads, complete.
 
         out `[T, H, D]`, its last dimension contiguous, and lse `[T, H]`, float32: this rank's part of every head, as
-        `weft.kernels.plain.softmax_merge` takes them. live: int32 `[1]` in device memory, where only so many of the T
-        tokens count. Gives new tensors `[T, H/n, D]` and `[T, H/n]`: the i-th rank's are the i-th run of heads. T is
-        the same on all ranks. Raises CommError as `exchange` does.
+        `weft.kernels.torch_reference.softmax_merge` takes them. live: int32 `[1]` in device memory, where only so many
+        of the T tokens count. Gives new tensors `[T, H/n, D]` and `[T, H/n]`: the i-th rank's are the i-th run of
+        heads. T is the same on all ranks. Raises CommError as `exchange` does.
         """
         ...
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.comm.settle import Settling
+from weft.comm.settler import Settling
 from weft.dcp.interleave import Interleave
 from weft.place.recipes import QUERIES, TOKENS, Gather, Prompt
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from weft.assets import embedded_model_dir
-from weft.comm.registry import AUTO, transports
+from weft.comm.transport_registry import AUTO, transports
 from weft.dcp.interleave import Interleave
 from weft.kv.cache_spec import CacheGroup, Rule
-from weft.models.config import ModelConfig
+from weft.models.model_config import ModelConfig
 from weft.models.registry import load_config, registry
 from weft.place.experts import Forms
 from weft.place.plan import Choice
@@ -69,15 +69,15 @@ class EngineConfig:
     temperature alone, only each rank's best travels, of the others all logits. auto: on GPUs, where decode steps are
     predicted to be quicker by it.
     float8: whether weights that a checkpoint has in FP8 stay so, and products with them are computed in it; off: they
-    are dequantised when they are loaded (`weft.models.float8`); auto: on for GPUs.
+    are dequantised when they are loaded (`weft.models.products`); auto: on for GPUs.
     experts: the form in which mixtures of experts take rows (`weft.place.experts`): gather, dispatch (on GPUs over
     peer alone), or auto: on CPUs whichever costs less, step by step. Where a step dispatches, shared experts are whole.
     device: cuda (a GPU a rank), cpu, or auto: GPUs where there are as many as ranks. cuda_graphs: steps replay captured
     graphs, but for those with prompts of some models (`weft.engine.worker.graph_inputs.captures_prompts`), or whose own
     logprobs are wanted.
-    transport: of processes: one of `weft.comm.registry.transports`, or auto: those of the ranks' device, chosen edge by
-    edge by cost. cost: the cost model (`weft.place.cost.costs`); auto: this host's table where `weft tune` has written
-    one, else what is known of hosts like it.
+    transport: of processes: one of `weft.comm.transport_registry.transports`, or auto: those of the ranks' device,
+    chosen edge by edge by cost. cost: the cost model (`weft.place.cost.costs`); auto: this host's table where `weft
+    tune` has written one, else what is known of hosts like it.
     plan: naive follows the plan of all-reduces that every other is compared with (`weft.place.plan.Planner.naive`).
     threads: of each rank's process; more ranks use more cores better. cpu_bind: cores of each rank, as `0-3|4-7`; auto:
     this process's cores dealt out evenly; None: wherever the system puts them. seed: of requests that bring none.

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from weft.comm.registry import AUTO, REFERENCE, TransportEntry, automatic, transports
+from weft.comm.transport_registry import AUTO, REFERENCE, TransportEntry, automatic, transports
 from weft.engine.config import EngineConfig
-from weft.models.config import ModelConfig
+from weft.models.model_config import ModelConfig
 from weft.place.spec import LayoutError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -13,14 +13,14 @@ from weft.dcp.group import context_group
 from weft.dcp.interleave import Interleave
 from weft.engine.worker.build_batch import build_batch
 from weft.kv.cache_spec import CacheGroup, Latent, PagedKV, Spec, rule
-from weft.models.config import ModelConfig
 from weft.models.layers import Workspace, torch_empty
 from weft.models.load import build_model
+from weft.models.model_config import ModelConfig
 from weft.place.chain import Chain
 from weft.place.cost import Offer
 from weft.place.dcp import ShardedContext
 from weft.place.plan import Choice, Planner
-from weft.place.settle import Recipes, Settlement, Settlements
+from weft.place.settlements import Recipes, Settlement, Settlements
 from weft.place.spec import LayoutError, Mesh
 from weft.place.vocabulary import Head, SplitStep, best_tokens, logit_rows, split_step
 from weft.stream import TraceStream

@@ -9,21 +9,21 @@ from typing import Any
 import jinja2
 import torch
 
-from weft.comm.registry import transports
 from weft.comm.transport import offer_of
+from weft.comm.transport_registry import transports
 from weft.engine.config import EngineConfig
 from weft.engine.device import dtype_of, enabled_transports, on_gpus
 from weft.engine.output.language import read_tokenizer
 from weft.engine.planning import plan_model, split_steps
 from weft.engine.worker.open_transports import cost_model
 from weft.models.checkpoint import tensor_files
-from weft.models.config import ModelConfig, ModelError, first_line
 from weft.models.load import build_model, float8_says
+from weft.models.model_config import ModelConfig, ModelError, first_line
 from weft.models.registry import plugin_line
 from weft.place.cost import Offer
 from weft.place.experts import Dispatch
 from weft.place.recipes import Merge, Prompt
-from weft.place.settle import Recipes
+from weft.place.settlements import Recipes
 from weft.place.spec import LayoutError, PlacementError
 
 

@@ -11,7 +11,7 @@ from weft.attention.backend import HeadSplit
 from weft.attention.caches import Caches
 from weft.hidden import Hidden
 from weft.kernels.parts import Parts
-from weft.kernels.rows import gate_heads
+from weft.kernels.row_ops import gate_heads
 from weft.kv.cache_spec import PagedKV, Window
 from weft.models.decoder import on_group_rows
 from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Out, RowLinear

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weft.models.config import ModelError
+from weft.models.model_config import ModelError
 from weft.models.source import Shape, Slices, Source
 
 MXFP4_BLOCK = 32

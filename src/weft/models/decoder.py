@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from weft.attention.caches import Caches
 from weft.attention.forward_batch import Batch
 from weft.hidden import Hidden
-from weft.models.config import ModelConfig
 from weft.models.layers import Builder, Embedding, Head, Layer, RMSNorm
 from weft.models.mlp import FeedForward
+from weft.models.model_config import ModelConfig
 from weft.models.rotary import Rope, Rotary, RotaryTable
 from weft.stream import GROUP, Stream, TraceStream
 

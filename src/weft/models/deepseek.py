@@ -10,10 +10,10 @@ from weft.attention.backend import Absorbed, LatentSplit
 from weft.attention.caches import Caches
 from weft.hidden import Hidden
 from weft.kv.cache_spec import Latent
-from weft.models.config import Fields, common_fields
 from weft.models.decoder import on_group_rows
 from weft.models.first_dense import FirstDenseConfig, first_dense_fields
 from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Linear, Out, RMSNorm, RowLinear
+from weft.models.model_config import Fields, common_fields
 from weft.models.rotary import RotaryTable
 from weft.models.source import Source
 

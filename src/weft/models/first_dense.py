@@ -6,11 +6,11 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from weft.models.config import Fields
 from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.expert_sources import Stored
 from weft.models.layers import Builder, Layer
 from weft.models.mlp import FeedForward, GatedMLP
+from weft.models.model_config import Fields
 from weft.models.moe import SparseMoE
 from weft.models.routing import Routing
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.models.attention import Attention, HeadNorms, Heads
-from weft.models.config import Fields, common_fields, rope_of
 from weft.models.first_dense import FirstDenseConfig, first_dense_fields
 from weft.models.layers import Builder, Layer
+from weft.models.model_config import Fields, common_fields, rope_of
 
 
 @dataclass(frozen=True)

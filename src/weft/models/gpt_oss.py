@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.models.attention import Attention, Heads
-from weft.models.config import Fields, ModelError, common_fields
 from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.expert_sources import Stored
 from weft.models.layers import Builder
+from weft.models.model_config import Fields, ModelError, common_fields
 from weft.models.moe import SparseMoE
 from weft.models.routing import Routing
 
@@ -17,7 +17,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class GptOssConfig(DecoderConfig):
-    """Widths in elements. heads: of each layer. limit, alpha: of the experts (`weft.kernels.plain.gated`)."""
+    """Widths in elements. heads: of each layer. limit, alpha: of the experts (`weft.kernels.torch_reference.gated`)."""
 
     heads: tuple[Heads, ...]
     num_experts: int

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from weft.hidden import Hidden
 from weft.kernels.float8 import FLOAT8, Weight
 from weft.kernels.parts import Parts
-from weft.kernels.rows import embed, rms_norm
-from weft.models.float8 import product, product_or_parts, unit_of
+from weft.kernels.row_ops import embed, rms_norm
+from weft.models.products import product, product_or_parts, unit_of
 from weft.models.source import LessOne, Source, View
 from weft.place.experts import Forms
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
@@ -118,7 +118,7 @@ class Layer(nn.Module):
         self.register_parameter(f"{name}_scales", b.empty(*blocks, dtype=torch.float32))
 
     def declared(self, name: str) -> Tensor | Weight:
-        """The weight, as `weft.models.float8.product` takes it."""
+        """The weight, as `weft.models.products.product` takes it."""
         weight, unit = getattr(self, name), self.units.get(name)
         return weight if unit is None else Weight(weight, getattr(self, f"{name}_scales"), unit)
 
@@ -249,7 +249,7 @@ class RowLinear(Layer):
 
 
 class RMSNorm(Layer):
-    """`weft.kernels.plain.rms_norm` over all features of hidden states; split features or a debt are refused.
+    """`weft.kernels.torch_reference.rms_norm` over all features of hidden states; split features or a debt are refused.
 
     less_one: checkpoints store the weight's difference from one. One is added in float32, and the weight kept so.
     """

@@ -10,9 +10,9 @@ import torch
 
 from weft.kernels.float8 import LARGEST
 from weft.models.checkpoint import Checkpoint
-from weft.models.config import ModelConfig
 from weft.models.decoder import Decoder
 from weft.models.layers import Builder, Head, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
+from weft.models.model_config import ModelConfig
 from weft.models.source import Source
 from weft.place.spec import Mesh
 

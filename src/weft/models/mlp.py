@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from weft.hidden import Hidden
-from weft.kernels.rows import gated
-from weft.models.float8 import product
+from weft.kernels.row_ops import gated
 from weft.models.layers import Builder, ColumnLinear, Layer, Linear, Out, RowLinear
+from weft.models.products import product
 from weft.models.source import Source
 from weft.place.spec import Rows
 
@@ -25,8 +25,8 @@ class FeedForward(Layer):
 class GatedMLP(FeedForward):
     """down(silu(gate(x)) · up(x)), features split over the whole world; owes a sum over it.
 
-    limit: see `weft.kernels.plain.gated`. Called with a score, a layer of one output, it scales each row by the sigmoid
-    of that.
+    limit: see `weft.kernels.torch_reference.gated`. Called with a score, a layer of one output, it scales each row by
+    the sigmoid of that.
     """
 
     def __init__(self, b: Builder, path: str, width: int, inner: int, limit: float | None = None):
@@ -75,5 +75,5 @@ class WholeMLP(Layer):
 
 
 def _score(x: Hidden, score: Linear | None) -> tuple[Tensor, Tensor] | None:
-    """As `weft.kernels.rows.gated` takes it."""
+    """As `weft.kernels.row_ops.gated` takes it."""
     return None if score is None else (x.require_complete(score.path), score.weight)

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from weft.hidden import Hidden
 from weft.kernels import float8
 from weft.kernels.float8 import Weight
-from weft.kernels.rows import gated
-from weft.kernels.triton import plain
+from weft.kernels.row_ops import gated
+from weft.kernels.triton import definitions as plain
 from weft.models.expert_sources import MOSTLY, Form, Stored, expert_sources, gate_up_biases
 from weft.models.layers import Builder, Layer, Linear
 from weft.models.mlp import FeedForward, GatedMLP, WholeMLP
@@ -33,9 +33,9 @@ class Experts(Layer):
     world; or each rank's own, which are dispatched to the ranks of their experts and back: complete.
 
     x: complete `[T, width]`; probability `[T, k]` and expert int64 `[T, k]` from the router. form: as `Stored`; limit,
-    alpha: as `weft.kernels.plain.gated` takes them. bias: products have one; the last is added on the first rank of
-    moe_tp only, so that the sum holds it once. Building raises LayoutError where the split leaves sizes that grouped
-    products do not take. Both products are in FP8, or none.
+    alpha: as `weft.kernels.torch_reference.gated` takes them. bias: products have one; the last is added on the first
+    rank of moe_tp only, so that the sum holds it once. Building raises LayoutError where the split leaves sizes that
+    grouped products do not take. Both products are in FP8, or none.
     """
 
     gate_up: nn.Parameter
@@ -100,7 +100,8 @@ class Experts(Layer):
 
         shared: what is added to the sum, and overwritten.
         """
-        from weft.kernels.triton import moe, route  # GPUs only: a CPU need not have Triton
+        from weft.kernels.triton import fused_experts as moe  # GPUs only: a CPU need not have Triton
+        from weft.kernels.triton import route  # GPUs only: a CPU need not have Triton
 
         if self._dispatches(x):
             owned = self._dispatched(x, *router.choose(x), self._sum_on_gpu)
@@ -123,7 +124,7 @@ class Experts(Layer):
 
     def _sum_on_gpu(self, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
         """What this rank's experts make of rows; expert: of all there are, −1 for none."""
-        from weft.kernels.triton import moe
+        from weft.kernels.triton import fused_experts as moe
 
         return self._sum_routed(x, x, self._sorted(weight, expert, moe.tile_rows_of(x.shape[0], bool(self.units))))
 
@@ -139,7 +140,7 @@ class Experts(Layer):
         self, x: Tensor | float8.Rows, like: Tensor, routing: PairRouting, shared: Tensor | None = None
     ) -> Tensor:
         """shared: to which it is added, where it lies; like: as for `_sum`."""
-        from weft.kernels.triton import moe
+        from weft.kernels.triton import fused_experts as moe
 
         out = self.workspace(*like.shape, like=like) if shared is None else shared
         return moe.experts(
@@ -213,8 +214,8 @@ class SparseMoE(FeedForward):
     (`weft.place.experts`). A shared expert that may get either is whole on every rank.
 
     shared: its inner features; 0: there is none. shared_gate: it has a sigmoid gate. limit, shared_limit, alpha: of
-    the routed experts and of the shared one, as `weft.kernels.plain.gated` takes them. expert_bias: the routed experts'
-    products have biases.
+    the routed experts and of the shared one, as `weft.kernels.torch_reference.gated` takes them. expert_bias: the
+    routed experts' products have biases.
     """
 
     def __init__(

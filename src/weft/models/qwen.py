@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.models.attention import Attention, HeadNorms, Heads
-from weft.models.config import Fields, ModelError, common_fields
 from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.layers import Builder
 from weft.models.mlp import FeedForward, GatedMLP
+from weft.models.model_config import Fields, ModelError, common_fields
 from weft.models.moe import SparseMoE
 from weft.models.routing import Routing
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from weft.models.attention import Attention, HeadNorms, Heads
-from weft.models.config import Fields, ModelError, common_fields, rope_of
 from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.deltanet import DeltaHeads, GatedDeltaNet
 from weft.models.expert_sources import Stored
 from weft.models.layers import Builder, Layer
+from weft.models.model_config import Fields, ModelError, common_fields, rope_of
 from weft.models.moe import SparseMoE
 from weft.models.routing import Routing
 

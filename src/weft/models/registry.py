@@ -14,8 +14,8 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from weft.models import deepseek, glm, gpt_oss, qwen, qwen35, step
-from weft.models.config import Fields, ModelConfig, ModelError, first_line
 from weft.models.directory import no_model
+from weft.models.model_config import Fields, ModelConfig, ModelError, first_line
 from weft.plugins import PluginError, load_plugins
 
 Registry = Mapping[str, Callable[[Fields], ModelConfig]]

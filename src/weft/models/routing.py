@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from weft.hidden import Hidden
 from weft.kernels.parts import Parts
-from weft.models.config import ModelError
 from weft.models.layers import Builder, Linear
+from weft.models.model_config import ModelError
 from weft.models.source import Source
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weft.models.attention import Attention, HeadNorms, Heads
-from weft.models.config import Fields, ModelError, common_fields, rope_of
 from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.expert_sources import Stored
 from weft.models.layers import Builder
 from weft.models.mlp import FeedForward, GatedMLP
+from weft.models.model_config import Fields, ModelError, common_fields, rope_of
 from weft.models.moe import SparseMoE
 from weft.models.rotary import Rope
 from weft.models.routing import Routing
@@ -25,7 +25,7 @@ class StepConfig(DecoderConfig):
     """Widths in elements. heads: of each layer; rope_of_layer: which of `ropes` it turns by.
 
     limits, shared_limits: of the gated products of each layer's routed experts, and of its shared expert or MLP
-    (`weft.kernels.plain.gated`).
+    (`weft.kernels.torch_reference.gated`).
     """
 
     norms_less_one: ClassVar[bool] = True

@@ -109,7 +109,7 @@ class Axes:
         """Every union of the axes over which hidden states gather rows and owe sums, none of them first.
 
         The cut between the ranks of a dcp group is left out: these hold the same heads' outputs over parts of the keys,
-        which is no sum (`weft.place.settle`).
+        which is no sum (`weft.place.settlements`).
         """
         cuts = sorted({1, self.attn_tp, self.moe_tp, *self._host_cuts, self.world} & set(self._cuts))
         single = [axes for low, high in itertools.pairwise(cuts) if (axes := self.between(low, high))]

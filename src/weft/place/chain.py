@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.place.row_formats import Wire
-from weft.place.settle import Settlement
+from weft.place.settlements import Settlement
 from weft.place.spec import Placement
 
 Counts = tuple[int, ...]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from weft.place.recipes import Gather, Merge, Prompt, Value
-from weft.place.settle import Settlements
+from weft.place.settlements import Settlements
 from weft.place.show import columns
 
 T = TypeVar("T")

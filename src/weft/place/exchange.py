@@ -34,7 +34,7 @@ class Exchange(NamedTuple):
     ranks want their own. permute: every rank holds a run for each rank.
 
     combine: what becomes of the terms of a run: they are added (sum), or merged by their log-sum-exp (softmax_merge:
-    attention over parts of the keys, `weft.kernels.plain.softmax_merge`); none where a run has one source.
+    attention over parts of the keys, `weft.kernels.torch_reference.softmax_merge`); none where a run has one source.
     """
 
     kind: str

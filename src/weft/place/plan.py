@@ -19,12 +19,12 @@ from typing import Literal
 from weft.place.chain import Chain, Counts, Read, bucket
 from weft.place.cost import Offer
 from weft.place.edges import Edge, legal_edges, wire_edges
+from weft.place.plan_step import NORMED, Step
 from weft.place.prices import StepPrices
 from weft.place.row_formats import Wire
 from weft.place.search import Delivery, Graph, Sums
-from weft.place.settle import Settled, Settlement, Settlements
+from weft.place.settlements import Settled, Settlement, Settlements
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
-from weft.place.step import NORMED, Step
 
 Choice = Literal["cheapest", "naive"]
 

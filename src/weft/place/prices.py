@@ -14,10 +14,10 @@ from weft.place.cost import Offer
 from weft.place.edges import Edge
 from weft.place.edges import rows_received as rows_of_edge
 from weft.place.exchange import rows_received
+from weft.place.plan_step import NORMED, Step
 from weft.place.row_formats import Wire
-from weft.place.settle import Settled
+from weft.place.settlements import Settled
 from weft.place.spec import Mesh, Placement, Rows
-from weft.place.step import NORMED, Step
 
 
 class StepPrices:

@@ -188,7 +188,7 @@ RECIPES: dict[type[Value], tuple[Recipe, ...]] = {
     Dispatch: (Recipe("all_to_allv", parts=_dispatch_parts),),
     Prompt: (Recipe("gather", parts=Prompt.gathered), Recipe("merge", parts=Prompt.merged)),
 }
-"""The table of recipes; `weft.comm.settle` has what carries each out."""
+"""The table of recipes; `weft.comm.settler` has what carries each out."""
 
 
 def merge_exchanges(ranks: int) -> set[Exchange]:

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from weft.place.plan_step import NORMED, RESIDUAL, Step
 from weft.place.spec import Placement
-from weft.place.step import NORMED, RESIDUAL, Step
 
 Deltas = tuple[int, ...]
 """Some of a read's deltas: how many of each placement."""

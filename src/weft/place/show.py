@@ -13,8 +13,8 @@ from typing import Any
 
 from weft.place.chain import Counts
 from weft.place.plan import Plan, Planner, ReadPlan
-from weft.place.settle import Settled
-from weft.place.step import Step
+from weft.place.plan_step import Step
+from weft.place.settlements import Settled
 
 
 def fold(site: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from weft.place.recipes import Gather
-from weft.place.settle import Settled, Settlements
+from weft.place.settlements import Settled, Settlements
 from weft.place.show import columns, size_text
 
 BEST_BYTES, LOGIT_BYTES = 8, 4

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.triton import decode_attention as kernels
-from weft.kernels.triton import plain
+from weft.kernels.triton import definitions as plain
 from weft.kernels.triton.splits import order_splits
 
 PAGE = 16

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from weft.kernels.triton import definitions as plain
 from weft.kernels.triton import delta_step as kernels
-from weft.kernels.triton import plain
 
 NAN = float("nan")
 BEFORE = (-1, 6, 3, -1, 2, -1)  # begins; goes on elsewhere; in place; begins; goes on where another begins; padding

@@ -18,8 +18,8 @@ from comm.test_dispatch import check as compare
 from weft.comm.dispatch import Exchanging, on_device
 from weft.comm.reference import ReferenceTransport
 from weft.comm.transport import LiveSizes, Sizes, to_and_from
-from weft.kernels.triton import dispatch as kernels
-from weft.kernels.triton import plain
+from weft.kernels.triton import definitions as plain
+from weft.kernels.triton import moe_permute as kernels
 from weft.models.layers import Builder
 from weft.models.moe import Experts
 from weft.place.exchange import all_to_allv

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.kernels import plain
+from weft.kernels import torch_reference as plain
 from weft.kernels.triton import embed as kernels
 
 

@@ -11,7 +11,9 @@ from gpu.triton_checks import test_moe
 from weft.kernels.float8 import FLOAT8, LARGEST, Rows, Weight, dequantise
 from weft.kernels.float8 import linear as plain_linear
 from weft.kernels.float8 import quantise as plain_quantise
-from weft.kernels.triton import float8, moe, plain
+from weft.kernels.triton import definitions as plain
+from weft.kernels.triton import float8_linear as float8
+from weft.kernels.triton import fused_experts as moe
 
 NAN = float("nan")
 

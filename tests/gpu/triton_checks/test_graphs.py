@@ -25,7 +25,7 @@ from engine.test_hybrids import SIZES
 from gpu.triton_checks.worker import INTERPRETED
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
-from weft.comm.rows import CapturedRows, EqualRows, PaddedRows
+from weft.comm.step_rows import CapturedRows, EqualRows, PaddedRows
 from weft.engine.config import EngineError
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams

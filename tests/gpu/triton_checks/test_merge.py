@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dcp.shards import check, own, shards_of
-from weft.kernels import plain
+from weft.kernels import torch_reference as plain
 from weft.kernels.triton import merge as kernels
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from gpu.triton_checks.worker import INTERPRETED
 from weft.hidden import Hidden
 from weft.kernels.parts import Parts
-from weft.kernels.triton import moe, plain
+from weft.kernels.triton import definitions as plain
+from weft.kernels.triton import fused_experts as moe
 from weft.kernels.triton import route as kernels
 from weft.models.layers import Builder
 from weft.models.moe import SparseMoE

@@ -10,9 +10,10 @@ import torch
 from weft.attention.backend import LatentSplit
 from weft.kernels import float8
 from weft.kernels.parts import Parts
-from weft.kernels.plain import gate_heads as gate_heads_of_torch
-from weft.kernels.plain import gated
-from weft.kernels.triton import gate_heads, plain, rms_norm
+from weft.kernels.torch_reference import gate_heads as gate_heads_of_torch
+from weft.kernels.torch_reference import gated
+from weft.kernels.triton import definitions as plain
+from weft.kernels.triton import gate_heads, rms_norm
 from weft.kernels.triton import norm_rope_cache as kernels
 from weft.models.rotary import RotaryTable
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.kernels.triton import plain
+from weft.kernels.triton import definitions as plain
 from weft.kernels.triton import sample as kernels
 
 VOCABULARY = 2600

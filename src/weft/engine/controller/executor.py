@@ -29,7 +29,7 @@ from weft.engine.messages import (
     ToRank,
 )
 from weft.kv.cache_spec import CacheGroup
-from weft.models.config import ModelError
+from weft.models.model_config import ModelError
 from weft.place.chain import Counts
 
 M = TypeVar("M", Result, Report, PlanText, Profiled, Ready)

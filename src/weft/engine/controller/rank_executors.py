@@ -19,7 +19,7 @@ from weft.engine.controller.executor import LOAD_TIMEOUT_S, POLL_S, Executor
 from weft.engine.controller.fork_client import ForkServer, RankProcess
 from weft.engine.messages import Failure, FromRank, Stop, ToRank, decode_from_rank, encode
 from weft.engine.worker.worker import Worker, failure
-from weft.models.config import ModelError
+from weft.models.model_config import ModelError
 from weft.place.cost import costs
 from weft.place.spec import LayoutError
 

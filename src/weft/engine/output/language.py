@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from weft.engine.output.detokenizer import Detokenizer
 from weft.engine.output.grammar import Grammars
-from weft.models.config import ModelError, first_line
+from weft.models.model_config import ModelError, first_line
 
 ADVICE = "it needs the tokenizer.json and tokenizer_config.json that the model was published with"
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

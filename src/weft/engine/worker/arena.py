@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.engine.config import EngineConfig
 from weft.engine.planning import trace
-from weft.models.config import ModelConfig
+from weft.models.model_config import ModelConfig
 from weft.place.chain import Chain, bucket
 from weft.place.experts import Dispatch
 from weft.place.recipes import Merge

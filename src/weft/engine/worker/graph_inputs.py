@@ -23,7 +23,7 @@ from weft.kv.cache_spec import Rule
 from weft.place.spec import Mesh
 
 if TYPE_CHECKING:
-    from weft.kernels.triton.step import Parts
+    from weft.kernels.triton.decode_step import Parts
 
 
 class Shape(NamedTuple):
@@ -111,7 +111,7 @@ class AnswerInputs:
 
     def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, Draws]:
         """See `Inputs.batch`. Padding rows have length 0, and are stored nowhere."""
-        from weft.kernels.triton.step import step_in  # a CPU need not have Triton
+        from weft.kernels.triton.decode_step import step_in  # a CPU need not have Triton
 
         rows, answers = self._rows, self._answers[: shape.rows]
         state = rows.last_token, rows.length, rows.entries, rows.steps
@@ -124,7 +124,7 @@ class AnswerInputs:
 
     @cached_property
     def _parts(self) -> Parts:
-        from weft.kernels.triton.step import parts
+        from weft.kernels.triton.decode_step import parts
 
         return parts(self._rows.widths, [rule.state for rule in self._rules], self._answers.device)
 

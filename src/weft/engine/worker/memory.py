@@ -21,8 +21,8 @@ from weft.engine.worker.build_batch import SeqRows, build_batch
 from weft.engine.worker.graph_inputs import answer_capacities, captures_prompts
 from weft.engine.worker.model_runner import ModelRunner
 from weft.kv.cache_spec import CacheGroup, Latent, Recurrent, Rule, Spec, Window, cache_groups, rule
-from weft.models.config import ModelConfig
 from weft.models.load import build_model
+from weft.models.model_config import ModelConfig
 from weft.place.exchange import all_gatherv
 from weft.place.spec import LayoutError
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from weft.attention.caches import Caches, cached_layers
 from weft.attention.forward_batch import Batch
-from weft.comm.rows import StepRows, captured_rows
-from weft.comm.settle import Settler
+from weft.comm.settler import Settler
 from weft.comm.stats import Stats, StepKey, StepStat, StepTimes
+from weft.comm.step_rows import StepRows, captured_rows
 from weft.comm.transport import Transport, offer_of
 from weft.dcp.group import context_group
 from weft.dcp.interleave import Interleave
@@ -32,7 +32,7 @@ from weft.place.cost import costs as load_costs
 from weft.place.dcp import ShardedContext
 from weft.place.plan import Choice, Plan, Planner
 from weft.place.recipes import Merge, Prompt
-from weft.place.settle import Recipes, Settlements
+from weft.place.settlements import Recipes, Settlements
 from weft.place.show import fold, plan_text
 from weft.place.spec import Mesh
 from weft.stream import Stream

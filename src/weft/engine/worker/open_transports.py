@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from weft.comm.registry import PEER
 from weft.comm.transport import Transport
+from weft.comm.transport_registry import PEER
 from weft.engine.config import EngineConfig
 from weft.engine.device import device_of, dtype_of, enabled_transports, on_gpus
 from weft.engine.planning import trace
@@ -70,7 +70,7 @@ def open_transports(config: EngineConfig, rank: int, directory: Path) -> list[Tr
 
 @dataclass(frozen=True)
 class _Opening:
-    """What a rank of the engine gives to its transports: `weft.comm.registry.Opening`."""
+    """What a rank of the engine gives to its transports: `weft.comm.transport_registry.Opening`."""
 
     config: EngineConfig
     rank: int

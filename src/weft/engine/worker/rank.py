@@ -22,7 +22,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.messages import Failure, FromRank, ToRank, decode_to_rank, encode
 from weft.engine.worker.open_transports import bind, cost_model, open_transports
 from weft.engine.worker.worker import Worker, failure
-from weft.models.config import ModelError
+from weft.models.model_config import ModelError
 from weft.place.spec import LayoutError
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.comm.settle import Settler
+from weft.comm.settler import Settler
 from weft.models.layers import vocabulary_share
 from weft.place.chain import bucket
 from weft.place.spec import LayoutError, Mesh

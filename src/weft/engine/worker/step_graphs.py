@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from weft.attention.caches import Caches
-from weft.comm.rows import CapturedRows, captured_rows
-from weft.comm.settle import Settler
+from weft.comm.settler import Settler
+from weft.comm.step_rows import CapturedRows, captured_rows
 from weft.comm.transport import Transport
 from weft.engine.messages import GroupRows
 from weft.engine.worker.graph_inputs import Inputs, Shape
@@ -123,8 +123,8 @@ class StepGraphs:
         return drawn
 
     def _step(self, shape: Shape, counts: CapturedRows) -> Tensor:
+        from weft.kernels.triton.decode_step import step_out
         from weft.kernels.triton.sample import best, candidates  # a CPU need not have Triton
-        from weft.kernels.triton.step import step_out
 
         rows, split = self._rows, self._vocabulary
         batch, draws = self._inputs[shape.prompts].batch(shape, counts.live(Rows.GROUP))

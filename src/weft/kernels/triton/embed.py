@@ -64,7 +64,7 @@ def _cos_sin(
 
 
 def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
-    """`weft.kernels.plain.embed`."""
+    """`weft.kernels.torch_reference.embed`."""
     (held, width), (rows,) = weight.shape, tokens.shape
     if weight.stride(1) != 1 or not tokens.is_contiguous():
         raise ValueError(f"weights have strides {weight.stride()}, tokens {tokens.stride()}: rows must be contiguous")
@@ -81,7 +81,7 @@ def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
 def cos_sin(
     positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """`weft.kernels.plain.cos_sin`, whose values these are to 10⁻⁶."""
+    """`weft.kernels.torch_reference.cos_sin`, whose values these are to 10⁻⁶."""
     (rows,), (pairs,) = positions.shape, inverse.shape
     if inverse.dtype != torch.float32 or not (positions.is_contiguous() and inverse.is_contiguous()):
         raise ValueError(f"frequencies are {inverse.dtype}: they must be float32, and contiguous as the positions")

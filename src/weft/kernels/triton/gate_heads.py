@@ -32,7 +32,7 @@ def _gate_heads(
 def gate_heads(
     out: Tensor, gate: Tensor | None = None, lse: Tensor | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """`weft.kernels.plain.gate_heads`, in float32, rounded once. A row whose lse is −inf has output 0.
+    """`weft.kernels.torch_reference.gate_heads`, in float32, rounded once. A row whose lse is −inf has output 0.
 
     Raises ValueError where shapes do not fit together.
     """

@@ -1,6 +1,6 @@
-"""What a GPU does around the collectives by which attention over shards of the keys is merged; see `weft.comm.settle`.
+"""What a GPU does around the collectives by which attention over shards of the keys is merged; see `weft.comm.settler`.
 
-The functions are those of `weft.kernels.plain`. A program has a head of a token.
+The functions are those of `weft.kernels.torch_reference`. A program has a head of a token.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.plain import packed_shards
+from weft.kernels.torch_reference import packed_shards
 from weft.kernels.triton.launch import kernel, next_power_of_2
 
 
@@ -88,7 +88,7 @@ def _cut(dim: int) -> dict[str, int]:
 
 
 def scale_shard(out: Tensor, lses: Tensor, place: int, by_rank: Tensor) -> Tensor:
-    """See `weft.kernels.plain.scale_shard`. lses, by_rank: contiguous."""
+    """See `weft.kernels.torch_reference.scale_shard`. lses, by_rank: contiguous."""
     (tokens, heads, dim), n = out.shape, len(lses)
     own_lse = lses.new_empty(tokens, heads // n)
     _scale[(tokens * heads,)](
@@ -98,7 +98,7 @@ def scale_shard(out: Tensor, lses: Tensor, place: int, by_rank: Tensor) -> Tenso
 
 
 def pack_shard(out: Tensor, lse: Tensor, packed: Tensor) -> None:
-    """See `weft.kernels.plain.pack_shard`."""
+    """See `weft.kernels.torch_reference.pack_shard`."""
     (tokens, heads, dim), n = out.shape, len(packed)
     begin, size = packed_shards(n, tokens, heads, dim, out.dtype)
     packed_lse = packed.view(torch.float32)
@@ -109,7 +109,7 @@ def pack_shard(out: Tensor, lse: Tensor, packed: Tensor) -> None:
 
 
 def merge_packed(packed: Tensor, tokens: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:
-    """See `weft.kernels.plain.merge_packed`. No float64."""
+    """See `weft.kernels.torch_reference.merge_packed`. No float64."""
     n, own = len(packed), heads // len(packed)
     begin, size = packed_shards(n, tokens, heads, dim, packed.dtype)
     packed_lse = packed.view(torch.float32)

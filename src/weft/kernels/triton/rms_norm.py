@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.kernels.float8 import Rows
 from weft.kernels.triton import overlap
-from weft.kernels.triton.float8 import to_float8
+from weft.kernels.triton.float8_linear import to_float8
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
@@ -45,7 +45,7 @@ def _rms_norm(
 
 @triton.jit
 def activated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """silu(gate) · up in float32, with the limits of `weft.kernels.plain.gated`."""
+    """silu(gate) · up in float32, with the limits of `weft.kernels.torch_reference.gated`."""
     if LIMIT is not None:
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     if ALPHA is not None:
@@ -118,7 +118,8 @@ def rms_norm(
 def gated(
     x: Tensor, limit: float | None = None, alpha: float | None = None, score: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """`weft.kernels.plain.gated`, where each row of x `[T, 2 · width]` is gate, then up; in float32, rounded once.
+    """`weft.kernels.torch_reference.gated`, where each row of x `[T, 2 · width]` is gate, then up; in float32, rounded
+    once.
 
     score: (rows `[S, inputs]`, weight `[1, inputs]`), where T is a multiple of S: equal runs of rows share one of them.
     """

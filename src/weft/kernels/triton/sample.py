@@ -146,7 +146,8 @@ def candidates(
     table: Tensor | None = None,
 ) -> Tensor:
     """float32 `[rows, shares, 2]`: of each share of a row's tokens the greatest of logits / temperature + noise, and
-    whose it is. Together with those of other ranks' shares they are what `weft.kernels.triton.step.step_out` takes.
+    whose it is. Together with those of other ranks' shares they are what `weft.kernels.triton.decode_step.step_out`
+    takes.
 
     logits: `[rows, vocabulary]` of any float dtype with contiguous rows, −inf for what may not be drawn. temperature
     float32 `[R]`: 0 takes the greatest logit, the lower token where several are equal. seed int64 `[R]`; position int32

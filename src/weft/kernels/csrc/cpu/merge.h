@@ -1,5 +1,5 @@
 // Attention over shards of the keys, merged: every rank has outputs and log-sum-exps of all heads over its own tokens,
-// and gets its own heads over all tokens. What is computed, `softmax_merge` in weft/kernels/plain.py says.
+// and gets its own heads over all tokens. What is computed, `softmax_merge` in weft/kernels/torch_reference.py says.
 //
 // Each rank stages the other ranks' heads, and each reads its own from the others' slots and merges them in rank order,
 // in float. Rows, a head of a token each, go in chunks that fit a lane, in the pipeline of exchange.h: in each phase a

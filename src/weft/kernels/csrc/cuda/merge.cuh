@@ -1,5 +1,5 @@
 // Attention over shards of the keys, merged in one kernel: every rank has outputs and log-sum-exps of all heads over its
-// own tokens, and gets its own heads over all. What is computed, `softmax_merge` in weft/kernels/plain.py says.
+// own tokens, and gets its own heads over all. What is computed, `softmax_merge` in weft/kernels/torch_reference.py says.
 //
 // A row is a head of a token. A team, some neighbouring threads of a warp, moves a row's piece of up to 32 units: it
 // stores each reader's into that rank's inbox, with the row's log-sum-exp in a unit of its own, and then waits for its

@@ -10,11 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from weft.kernels import float8, plain
+from weft.kernels import float8
+from weft.kernels import torch_reference as plain
 
 
 def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
-    """`weft.kernels.plain.embed`."""
+    """`weft.kernels.torch_reference.embed`."""
     if not weight.is_cuda:
         return plain.embed(tokens, weight, first)
     from weft.kernels.triton import embed as kernels  # GPUs only: a CPU need not have Triton
@@ -25,7 +26,7 @@ def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
 def cos_sin(
     positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """`weft.kernels.plain.cos_sin`."""
+    """`weft.kernels.torch_reference.cos_sin`."""
     if not positions.is_cuda:
         return plain.cos_sin(positions, inverse, factor, dtype, interleaved)
     from weft.kernels.triton import embed as kernels
@@ -34,7 +35,9 @@ def cos_sin(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, quantised: float8.Rows | None = None) -> Tensor:
-    """`weft.kernels.plain.rms_norm` of x `[…, width]`. quantised: of x `[rows, width]`, filled with it in FP8 too."""
+    """`weft.kernels.torch_reference.rms_norm` of x `[…, width]`. quantised: of x `[rows, width]`, filled with it in
+    FP8 too.
+    """
     if not x.is_cuda:
         normed = plain.rms_norm(x, weight, eps)
         if quantised is not None:
@@ -61,7 +64,7 @@ def add_rms_norm(
 def gated(
     x: Tensor, limit: float | None = None, alpha: float | None = None, score: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """`weft.kernels.plain.gated` of x `[T, …, 2 · inner]`.
+    """`weft.kernels.torch_reference.gated` of x `[T, …, 2 · inner]`.
 
     score: (rows `[T, width]`, weight `[1, width]`), whose product's sigmoid scales all of a row.
     """
@@ -76,7 +79,7 @@ def gated(
 def gate_heads(
     out: Tensor, gate: Tensor | None = None, lse: Tensor | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """`weft.kernels.plain.gate_heads`."""
+    """`weft.kernels.torch_reference.gate_heads`."""
     if not out.is_cuda:
         return plain.gate_heads(out, gate, lse, sinks)
     from weft.kernels.triton.gate_heads import gate_heads as kernel
@@ -88,7 +91,7 @@ def quantise(x: Tensor, run: int) -> float8.Rows:
     """`weft.kernels.float8.quantise` of x `[T, width]`."""
     if not x.is_cuda:
         return float8.quantise(x, run)
-    from weft.kernels.triton import float8 as kernels
+    from weft.kernels.triton import float8_linear as kernels
 
     return kernels.quantise(x, run)
 

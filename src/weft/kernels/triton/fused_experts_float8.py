@@ -12,13 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Rows, Weight
-from weft.kernels.triton import float8, overlap
+from weft.kernels.triton import float8_linear as float8
+from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel
 from weft.kernels.triton.rms_norm import activated
 from weft.kernels.triton.route import Routing
 
 if TYPE_CHECKING:
-    from weft.kernels.triton.moe import Tile
+    from weft.kernels.triton.fused_experts import Tile
 
 PROGRAMS = 1024
 """About how many programs a product of few rows in FP8 is cut into: about a quarter of the tiles have an expert."""

@@ -1,7 +1,7 @@
 """Carries settlements out: the values that a block settles between ranks, by the plan's recipe and transport.
 
-The plan says which recipe, which transport and how many rows a call takes (`weft.place.settle`); here values are cut
-into calls, exchanged, timed and counted. A recipe is a row of the planner's table and a function of `RUNS`.
+The plan says which recipe, which transport and how many rows a call takes (`weft.place.settlements`); here values are
+cut into calls, exchanged, timed and counted. A recipe is a row of the planner's table and a function of `RUNS`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from weft.comm.dispatch import Exchanging, Work, all_to_allv
-from weft.comm.rows import StepRows
 from weft.comm.stats import StepTimes
+from weft.comm.step_rows import StepRows
 from weft.comm.transport import COLLECTIVE, CommError, LiveSizes, Ranks, Sizes, Transport, place_in
-from weft.kernels import plain
+from weft.kernels import torch_reference as plain
 from weft.place import exchange
 from weft.place.chain import Counts
 from weft.place.exchange import Exchange
 from weft.place.experts import Dispatch
 from weft.place.plan import ReadPlan
 from weft.place.recipes import RECIPES, Gather, Merge, Prompt, Value
-from weft.place.settle import Settled, Settlement, Settlements
+from weft.place.settlements import Settled, Settlement, Settlements
 from weft.place.spec import Mesh, PlacementError, Rows
 
 Calls = tuple[int, int, float, float]

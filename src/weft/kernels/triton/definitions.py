@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.kernels.float8 import Rows, Weight, dequantise, quantise
-from weft.kernels.plain import gated
+from weft.kernels.torch_reference import gated
 
 if TYPE_CHECKING:
     from weft.kernels.triton.route import Rule
@@ -85,7 +85,7 @@ def experts(
     """`[T, width]`; pairs whose expert is −1 are left out. With weights in FP8 both products' rows are quantised, those
     of x unless they come so: then the result is float32.
 
-    Between the products is `weft.kernels.plain.gated`.
+    Between the products is `weft.kernels.torch_reference.gated`.
     """
     given, dtype = (x.values, torch.float32) if isinstance(x, Rows) else (x, x.dtype)
     wide = torch.promote_types(dtype, torch.float32)

@@ -114,7 +114,7 @@ class ModelConfig(ABC):
     of the decoder's weights. split_vocabulary, replicate_queries: the layout's choices, not config.json's: embedding
     and head are split over attn_tp by tokens of the vocabulary; each rank of a dcp group makes the queries of all.
     experts, too: the forms in which mixtures of experts may take their rows (`weft.place.experts`). float8: products
-    with weights that are stored in FP8 are computed in it (`weft.models.float8`); else they are dequantised.
+    with weights that are stored in FP8 are computed in it (`weft.models.products`); else they are dequantised.
     """
 
     norms_less_one: ClassVar[bool] = False

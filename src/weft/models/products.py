@@ -59,7 +59,7 @@ def product(
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
     out = like.new_empty(like.shape[0], weight.values.shape[0]) if out is None else out
     if out.is_cuda:
-        from weft.kernels.triton import float8
+        from weft.kernels.triton import float8_linear as float8
 
         float8.linear(x, weight, out)
     elif out.shape[0]:

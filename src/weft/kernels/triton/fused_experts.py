@@ -17,7 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Rows, Weight
-from weft.kernels.triton import float8, moe_float8, overlap
+from weft.kernels.triton import float8_linear as float8
+from weft.kernels.triton import fused_experts_float8 as moe_float8
+from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.kernels.triton.rms_norm import activated
 from weft.kernels.triton.route import Routing, pairs_of

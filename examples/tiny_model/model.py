@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from weft.models.attention import Attention, Heads
-from weft.models.model_config import ModelConfig, common_fields
 from weft.models.layers import Embedding, Layer, RMSNorm
+from weft.models.model_config import ModelConfig, common_fields
 from weft.models.moe import SparseMoE
 from weft.models.rotary import Rotary
 from weft.models.routing import Routing

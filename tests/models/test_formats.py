@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comm.processes import run_threads
 from engine.conftest import byte_tokenizer
-from engine.test_engine import GREEDY, config
+from engine.test_engine import config
 from gpu.emulation import run_emulated
 from models.layouts import drive, sequences
 from models.test_float8 import saved
@@ -217,7 +217,7 @@ def test_a_block_that_takes_plain_what_came_in_a_format_is_refused() -> None:
 
 
 def test_a_rank_whose_rows_travel_in_another_format_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a token goes out."""
+    """Before the engine takes a request."""
     saved("qwen3", tmp_path)
     byte_tokenizer(tmp_path)
     monkeypatch.setattr(launch, "costs", lambda name: Costs("slow", {"*": {0: SLOW_BYTES}}))
@@ -239,8 +239,5 @@ def test_a_rank_whose_rows_travel_in_another_format_is_found(tmp_path: Path, mon
 
     monkeypatch.setattr(ModelRunner, "plan_checksum", other)
     layout = dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, float8="on")
-    with Engine(config(tmp_path, **layout)) as engine:
-        came: list[Any] = []
-        with pytest.raises(EngineError, match=r"ranks diverge: rank 1 ran .* by plan [0-9a-f]{8} .*, where .* by plan"):
-            came += engine.generate([[5, 17, 40]], GREEDY)
-        assert not came
+    with pytest.raises(EngineError, match=r"ranks diverge: rank 1 plans steps .*, where rank 0 plans"):
+        Engine(config(tmp_path, **layout))

@@ -152,7 +152,10 @@ void norms(const Rows& rows, DType dtype, int64_t height, int64_t width, bool ta
     fail(rows, "writes past a norm", dtype, int64_t(count), -1, 0, 0);
   // Of any bits only the residual is the same: in a sum of huge squares the order decides what overflows.
   if (!tame) return;
-  const double tolerance = dtype == DType::f64 ? 1e-12 : dtype == DType::f32 ? 1e-5 : dtype == DType::bf16 ? 0x1p-6 : 0x1p-9;  // two roundings
+  const double tolerance = dtype == DType::f64    ? 1e-12
+                           : dtype == DType::f32  ? 1e-5
+                           : dtype == DType::bf16 ? 0x1p-6
+                                                  : 0x1p-9;  // two roundings
   expect(rows, "norm", dtype, int64_t(count), normed_got.data(), normed_wanted.data(), tolerance);
 }
 

@@ -56,8 +56,13 @@ float value(uint32_t call, int rank, int64_t i) {
 Shape draw(Random& random, int groups) {
   Shape s;
   const uint32_t kind = random.below(17);
-  s.kind = kind < 6 ? Kind::sum : kind < 8 ? Kind::scatter : kind < 10 ? Kind::gather
-         : kind < 12 ? Kind::exchange : kind < 15 ? Kind::any : kind < 16 ? Kind::barrier : Kind::merge;
+  s.kind = kind < 6    ? Kind::sum
+           : kind < 8  ? Kind::scatter
+           : kind < 10 ? Kind::gather
+           : kind < 12 ? Kind::exchange
+           : kind < 15 ? Kind::any
+           : kind < 16 ? Kind::barrier
+                       : Kind::merge;
   s.group = random.below(2) ? 0 : int(random.below(uint32_t(groups)));
   s.count = random.below(random.below(16) && s.kind != Kind::merge ? 40 : uint32_t(kMost) + 1);
   if (s.kind == Kind::merge) s.count /= 8;

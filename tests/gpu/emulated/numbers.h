@@ -49,8 +49,8 @@ inline uint8_t __nv_cvt_float_to_fp8(float f, int, int) {
   const float size = std::fabs(f);
   if (f != f) return sign | 0x7f;
   if (size >= 448) return sign | 0x7e;
-  const int exponent = std::max(-6, size > 0 ? std::ilogb(size) : -6);  // below, the numbers lie 2^-9 apart
-  const int steps = int(std::nearbyint(std::ldexp(size, 3 - exponent)));   // 8 to 16 of them, or fewer
+  const int exponent = std::max(-6, size > 0 ? std::ilogb(size) : -6);    // below, the numbers lie 2^-9 apart
+  const int steps = int(std::nearbyint(std::ldexp(size, 3 - exponent)));  // 8 to 16 of them, or fewer
   return sign | uint8_t(((exponent + 6) << 3) + steps);
 }
 inline uint16_t __nv_cvt_float2_to_fp8x2(float2 f, int saturate, int kind) {

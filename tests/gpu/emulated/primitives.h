@@ -59,7 +59,8 @@ inline void change(uint64_t* word, uint32_t arrived, int64_t bytes) {
     if (b.pending < arrived) emulated::fail("more arrivals at a barrier than it is for");
     b.pending -= arrived, b.bytes += bytes;
     if (!b.pending && !b.bytes) b.phase ^= 1, b.pending = b.arrivals;
-    if (__atomic_compare_exchange_n(word, &before, emulated::bits(b), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return;
+    if (__atomic_compare_exchange_n(word, &before, emulated::bits(b), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+      return;
   }
 }
 inline void init_barrier(uint64_t* barrier, uint32_t arrivals) {

@@ -75,8 +75,8 @@ inline void enter() {
 }
 
 // Runs a block to its end, on this OS thread.
-inline void run_block(const std::function<void()>& kernel, Index block, Index blocks, unsigned threads, Cluster* cluster,
-                      unsigned rank_in_cluster) {
+inline void run_block(const std::function<void()>& kernel, Index block, Index blocks, unsigned threads,
+                      Cluster* cluster, unsigned rank_in_cluster) {
   blockIdx = block, gridDim = blocks, blockDim = {threads};
   here.cluster = cluster, here.kernel = &kernel;
   here.warps = {}, here.meetings = {};
@@ -165,8 +165,8 @@ inline bool emulated_any(const uint64_t* lanes) {
 #define __shfl_sync(mask, value, from) emulated::value_of<decltype(value + 0)>(EMULATED_LANES(value)[(from) & 31])
 #define __shfl_xor_sync(mask, value, bits) \
   emulated::value_of<decltype(value + 0)>(EMULATED_LANES(value)[(threadIdx.x % 32) ^ (bits)])
-#define __shfl_up_sync(mask, value, by)                                           \
-  emulated::value_of<decltype(value + 0)>(                                        \
+#define __shfl_up_sync(mask, value, by)    \
+  emulated::value_of<decltype(value + 0)>( \
       EMULATED_LANES(value)[threadIdx.x % 32 >= unsigned(by) ? threadIdx.x % 32 - (by) : threadIdx.x % 32])
 inline uint32_t emulated_max(const uint64_t* lanes) { return uint32_t(*std::max_element(lanes, lanes + 32)); }
 #define __reduce_max_sync(mask, value) emulated_max(EMULATED_LANES(value))

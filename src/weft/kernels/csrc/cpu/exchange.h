@@ -35,7 +35,7 @@ struct Call {
   DType dtype = DType::f32;
   int64_t element = 0;  // bytes
   const char* x = nullptr;
-  char* out = nullptr;  // in the arena
+  char* out = nullptr;                                  // in the arena
   bool two_shot = false, sums = false, ragged = false;  // ragged: in one shot, lengths that only two ranks know
   int lanes = 1;
   int64_t row = 1;    // elements that a chunk never cuts
@@ -47,11 +47,11 @@ struct Call {
 
 // What is fastest differs by host: `weft tune` measures it. All in bytes.
 struct Tuning {
-  int64_t two_shot_bytes = 16 << 10;       // larger sums take two shots; the same on every rank
-  int64_t chunk_bytes = 256 << 10;        // of a share that is read where it lies; the same on every rank
-  int64_t zero_copy_bytes = 8 << 10;      // smaller inputs are staged though they lie in the arena: one wait less
-  int64_t stream_slot_bytes = 32 << 10;   // runs from here on that peers will read are stored past the cache
-  int64_t stream_out_bytes = 32 << 20;    // larger results are stored past the cache
+  int64_t two_shot_bytes = 16 << 10;     // larger sums take two shots; the same on every rank
+  int64_t chunk_bytes = 256 << 10;       // of a share that is read where it lies; the same on every rank
+  int64_t zero_copy_bytes = 8 << 10;     // smaller inputs are staged though they lie in the arena: one wait less
+  int64_t stream_slot_bytes = 32 << 10;  // runs from here on that peers will read are stored past the cache
+  int64_t stream_out_bytes = 32 << 20;   // larger results are stored past the cache
 };
 
 enum class Holds { note, staged, input, result };
@@ -126,8 +126,8 @@ class Exchange {
     int me;
     uint32_t first;
     bool staged = false, exit = false;
-    bool late = false;  // the norm comes after all else, since no slot holds a whole row
-    int64_t row = 1;    // elements that a chunk never cuts
+    bool late = false;              // the norm comes after all else, since no slot holds a whole row
+    int64_t row = 1;                // elements that a chunk never cuts
     int64_t stride = 0, piece = 0;  // bytes between a slot's lanes, which start on cache lines; elements of a chunk
     int64_t head = 0;               // bytes of a lane before its elements: in ragged calls the part's length
     uint32_t chunks = 1;

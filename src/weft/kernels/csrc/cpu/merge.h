@@ -90,8 +90,7 @@ class Merge {
     return c_.out + row / own_heads_ * c_.out_token + (reader * own_heads_ + row % own_heads_) * c_.out_head;
   }
   float lse(int reader, int64_t row) const {
-    return known_lse(
-        c_.lse[row / own_heads_ * c_.lse_token + (reader * own_heads_ + row % own_heads_) * c_.lse_head]);
+    return known_lse(c_.lse[row / own_heads_ * c_.lse_token + (reader * own_heads_ + row % own_heads_) * c_.lse_head]);
   }
 
   void stage(int reader, uint32_t chunk, uint32_t phase) {

@@ -26,8 +26,8 @@ struct Rows {
   // memcpy to a 64-byte aligned place past the cache: a plain store would first fetch lines that a peer has read.
   void (*copy_stream)(void* out, const void* in, int64_t bytes);
   // residual_out = residual + delta; normed = RMSNorm(residual_out) · weight, in float (f64: double).
-  void (*add_norm)(DType, void* residual_out, void* normed, const void* delta, const void* residual,
-                   const void* weight, int64_t rows, int64_t width, double eps);
+  void (*add_norm)(DType, void* residual_out, void* normed, const void* delta, const void* residual, const void* weight,
+                   int64_t rows, int64_t width, double eps);
 };
 
 // Makes streamed stores visible before the next publication.

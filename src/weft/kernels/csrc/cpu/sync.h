@@ -90,8 +90,8 @@ struct Waiter {
   double yield_s = 0.002, timeout_s = 60;
   std::atomic<int32_t>* lost = nullptr;   // shared: 1 + the first rank known to be gone
   std::atomic<uint32_t>* left = nullptr;  // shared: bit r: rank r was done, and may end: lost only to who calls it
-  std::vector<pollfd> peers;             // a pidfd of each other process, -1 where it has none
-  void (*interrupt)() = nullptr;         // may throw: lets Ctrl-C end a wait
+  std::vector<pollfd> peers;              // a pidfd of each other process, -1 where it has none
+  void (*interrupt)() = nullptr;          // may throw: lets Ctrl-C end a wait
 
   // Returns once `rank` has published the phase. Acquire: what that rank stored before is then visible. Throws
   // PeerLostError, TimeoutError, or what `interrupt` throws.

@@ -14,11 +14,12 @@
 namespace weft {
 
 constexpr int kMaxRanks = 8, kRotations = 2;
-constexpr uint32_t kTooManyRows = 0x80000000u;  // an error code: counts in device memory ask for more than there is room
-constexpr int kUnit = 16;                       // bytes that are stored and polled at a time
-constexpr int kUnitAndMark = kUnit + 1;         // bytes of an inbox for each unit: its mark lies behind all units
-constexpr int kWorkers = 480;                   // threads of a block that move data, at most
-constexpr int kMaxRuns = 128, kRunUnits = 32;   // a row to be normalised is added by so many runs of so many units
+constexpr uint32_t kTooManyRows =
+    0x80000000u;                               // an error code: counts in device memory ask for more than there is room
+constexpr int kUnit = 16;                      // bytes that are stored and polled at a time
+constexpr int kUnitAndMark = kUnit + 1;        // bytes of an inbox for each unit: its mark lies behind all units
+constexpr int kWorkers = 480;                  // threads of a block that move data, at most
+constexpr int kMaxRuns = 128, kRunUnits = 32;  // a row to be normalised is added by so many runs of so many units
 
 struct Unit {
   uint32_t w[4];
@@ -71,11 +72,11 @@ struct Call {
   uint32_t row_bytes = 0, row_units = 0;
   // In device memory, instead of `lanes`: rows of each segment; in a permute, rows sent to each rank, then got from each.
   const int32_t* device_counts = nullptr;
-  uint32_t x_units = 0;                    // that x has room for; what device counts ask for may be less
+  uint32_t x_units = 0;  // that x has room for; what device counts ask for may be less
   uint32_t most_rows = 0, most_mine = 0, most_in_all = 0;  // that there is room for: of a segment, this rank's, all
-  char* inbox[kMaxRanks] = {};             // of each rank, in this rank's address space
-  uint32_t inbox_units = 0;                // of one rotation, behind which lie their marks
-  uint32_t lane_units[2] = {};             // a rank's part of it, in one shot and in two: these leave half to sums
+  char* inbox[kMaxRanks] = {};                             // of each rank, in this rank's address space
+  uint32_t inbox_units = 0;                                // of one rotation, behind which lie their marks
+  uint32_t lane_units[2] = {};  // a rank's part of it, in one shot and in two: these leave half to sums
   State* state = nullptr;
   uint32_t* error = nullptr;  // host memory: 1 + the rank that was waited for in vain
   int64_t limit_cycles = 0;

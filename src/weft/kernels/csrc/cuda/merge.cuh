@@ -16,15 +16,15 @@ constexpr uint32_t kPieceUnits = 32;
 // In a lane of an inbox lie the outputs of the reader's rows, then a unit for each piece with its log-sum-exp.
 struct Merge {
   int n = 0, me = 0;
-  const char* x = nullptr;                      // outputs [tokens, heads, dim]
-  uint32_t x_token = 0, x_head = 0;             // units from one to the next
-  const float* lse = nullptr;                   // [tokens, heads]
-  uint32_t lse_token = 0, lse_head = 0;         // elements from one to the next
-  char* out = nullptr;                          // [tokens, own_heads, dim], dense, as out_lse
+  const char* x = nullptr;               // outputs [tokens, heads, dim]
+  uint32_t x_token = 0, x_head = 0;      // units from one to the next
+  const float* lse = nullptr;            // [tokens, heads]
+  uint32_t lse_token = 0, lse_head = 0;  // elements from one to the next
+  char* out = nullptr;                   // [tokens, own_heads, dim], dense, as out_lse
   float* out_lse = nullptr;
   uint32_t tokens = 0, own_heads = 0, row_units = 0, pieces = 0;
-  const int32_t* live = nullptr;                // how many tokens count, in device memory; null: all
-  uint32_t team = 0;                            // threads: 8, 16 or 32
+  const int32_t* live = nullptr;  // how many tokens count, in device memory; null: all
+  uint32_t team = 0;              // threads: 8, 16 or 32
   char* inbox[kMaxRanks] = {};
   uint32_t inbox_units = 0, lane_units = 0;
   State* state = nullptr;
@@ -43,8 +43,9 @@ struct Team {
   const Merge& c;
   uint32_t rows = 0;     // live ones
   int64_t rotation = 0;  // bytes from an inbox of the first rotation to this call's
-  const uint32_t lane = threadIdx.x % c.team, first = threadIdx.x % 32 - lane;  // in the team; its first one in the warp
-  const uint32_t rank = lane < uint32_t(c.n) ? lane : uint32_t(c.me);           // whose log-sum-exp this thread looks after
+  const uint32_t lane = threadIdx.x % c.team,
+                 first = threadIdx.x % 32 - lane;                      // in the team; its first one in the warp
+  const uint32_t rank = lane < uint32_t(c.n) ? lane : uint32_t(c.me);  // whose log-sum-exp this thread looks after
   const bool other = rank != uint32_t(c.me);
 
   __device__ static float known(float lse) { return lse < INFINITY ? lse : -INFINITY; }
@@ -94,7 +95,8 @@ struct Team {
   }
   // By whole warps.
   __device__ void push(const Piece& p, const Sent& s) const {
-    if (p.active && other) push_unit(lane_of(rank, uint32_t(c.me)) + header(p), Unit{{__float_as_uint(s.lse), 0, 0, 0}});
+    if (p.active && other)
+      push_unit(lane_of(rank, uint32_t(c.me)) + header(p), Unit{{__float_as_uint(s.lse), 0, 0, 0}});
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float theirs = __shfl_sync(~0u, s.lse, int(first) + i);
@@ -106,7 +108,8 @@ struct Team {
   // Waits for what every source says of the piece, and for the outputs of those that hold something, all loads in flight
   // at once, and empties their places. lses: of every source. By whole warps. Memory order: as `await` in wait.cuh.
   __device__ void await(const Piece& p, Unit (&got)[N], float (&lses)[N]) const {
-    char *const inbox = lane_of(uint32_t(c.me), 0) + payload(p), *const said = lane_of(uint32_t(c.me), rank) + header(p);
+    char *const inbox = lane_of(uint32_t(c.me), 0) + payload(p), *const said =
+                                                                     lane_of(uint32_t(c.me), rank) + header(p);
     const int64_t lane_bytes = int64_t(c.lane_units) * kUnit;
     const bool waits = p.active && other;
     const float own = p.active && lane == uint32_t(c.me) ? lse_of(p, uint32_t(c.me)) : -INFINITY;
@@ -169,8 +172,7 @@ struct Team {
 #pragma unroll
       for (int e = 0; e < E::count; ++e) total[e] += lses[i] * inverse * f[e];
     }
-    if (p.moves)
-      store_local<true>(c.out + (int64_t(p.row) * c.row_units + p.unit) * kUnit, 0, E::narrow(total), 0, 0);
+    if (p.moves) store_local<true>(c.out + (int64_t(p.row) * c.row_units + p.unit) * kUnit, 0, E::narrow(total), 0, 0);
     if (p.active && p.number == 0 && lane == 0) c.out_lse[p.row] = sum > 0 ? most + logf(sum) : -INFINITY;
   }
 

@@ -48,7 +48,8 @@ struct World {
   int rank = 0;
   bool imported = false;  // from other processes
   uint32_t *error_host = nullptr, *error_device = nullptr;
-  std::map<std::tuple<const void*, int, int>, int> resident;  // blocks of a kernel, of so many threads, in such clusters
+  std::map<std::tuple<const void*, int, int>, int>
+      resident;  // blocks of a kernel, of so many threads, in such clusters
 };
 
 template <class T, bool kWhole, int N, Algorithm kHow>
@@ -60,7 +61,8 @@ Kernels kernel_then(Epilogue then) {
 }
 template <class T, bool kWhole, int N>
 Kernels kernel_of(Algorithm how, Epilogue then) {
-  if (how == Algorithm::kCopy) return exchange<float, kWhole, N, Algorithm::kCopy, Epilogue::kNone>;  // of whatever type
+  if (how == Algorithm::kCopy)
+    return exchange<float, kWhole, N, Algorithm::kCopy, Epilogue::kNone>;  // of whatever type
   if constexpr (N > 2)
     if (how == Algorithm::kTwoShot) return kernel_then<T, kWhole, N, Algorithm::kTwoShot>(then);
   return kernel_then<T, kWhole, N, Algorithm::kOneShot>(then);
@@ -103,8 +105,7 @@ World& world_of(int64_t handle) { return *reinterpret_cast<World*>(handle); }
 void place_groups(World& w) {
   for (size_t g = 0; g < w.groups.size(); ++g) {
     GroupMemory& group = w.groups[g];
-    for (size_t i = 0; i < group.ranks.size(); ++i)
-      group.inbox[i] = w.mapped[size_t(group.ranks[i])] + group.offset;
+    for (size_t i = 0; i < group.ranks.size(); ++i) group.inbox[i] = w.mapped[size_t(group.ranks[i])] + group.offset;
     group.state = reinterpret_cast<State*>(w.base) + g;
   }
 }
@@ -224,11 +225,13 @@ void clear_error(int64_t handle) { *reinterpret_cast<volatile uint32_t*>(world_o
 //   push, sum, write            blocks that do so; without the first all do all work. cluster: blocks that share a row to
 //                               be normalised; threads: workers of a block; early: blocks may take their places before
 //                               the kernel before this one ends; stream: a cudaStream_t
+// clang-format off
 #define WEFT_REQUEST(FIELD, FIELDS)                                                                                      \
   FIELD(group) FIELD(direction) FIELD(segments) FIELD(span) FIELD(two_shot) FIELD(x) FIELD(x_rows) FIELD(out)             \
   FIELD(out_rows) FIELD(row_bytes) FIELD(width) FIELD(dtype) FIELD(device_counts) FIELD(residual) FIELD(residual_out)     \
   FIELD(weight) FIELD(wide_weight) FIELD(quantised) FIELD(scales) FIELD(run) FIELD(push) FIELD(sum) FIELD(write) FIELD(cluster)         \
   FIELD(threads) FIELD(early) FIELD(stream) FIELDS(rows) FIELDS(received)
+// clang-format on
 struct Request {
 #define FIELD(name) int64_t name;
 #define FIELDS(name) int64_t name[kMaxRanks];
@@ -240,10 +243,12 @@ struct Request {
 
 // The same of `merge`. x, lse: this rank's outputs and log-sum-exps, token and head strides in bytes; out, out_lse: this
 // rank's heads; live: null, or int32 in device memory.
+// clang-format off
 #define WEFT_MERGE_REQUEST(FIELD)                                                                                        \
   FIELD(group) FIELD(x) FIELD(x_token) FIELD(x_head) FIELD(lse) FIELD(lse_token) FIELD(lse_head) FIELD(out)               \
   FIELD(out_lse) FIELD(live) FIELD(tokens) FIELD(heads) FIELD(dim) FIELD(dtype) FIELD(blocks) FIELD(threads)              \
   FIELD(early) FIELD(stream)
+// clang-format on
 struct MergeRequest {
 #define FIELD(name) int64_t name;
   WEFT_MERGE_REQUEST(FIELD)
@@ -260,9 +265,9 @@ ffi::String layout() {
 #define FIELD(name) all += #name "@" + std::to_string(offsetof(MergeRequest, name)) + " ";
   WEFT_MERGE_REQUEST(FIELD)
 #undef FIELD
-  return all + "size " + std::to_string(sizeof(MergeRequest)) + ", max_ranks " + std::to_string(kMaxRanks) + ", max_threads " + std::to_string(kWorkers) + ", unit_bytes " +
-         std::to_string(kUnit) + ", max_normed_bytes " + std::to_string(kMaxRuns * kRunUnits * kUnit) +
-         ", too_many_rows " + std::to_string(kTooManyRows);
+  return all + "size " + std::to_string(sizeof(MergeRequest)) + ", max_ranks " + std::to_string(kMaxRanks) +
+         ", max_threads " + std::to_string(kWorkers) + ", unit_bytes " + std::to_string(kUnit) + ", max_normed_bytes " +
+         std::to_string(kMaxRuns * kRunUnits * kUnit) + ", too_many_rows " + std::to_string(kTooManyRows);
 }
 
 // request: where a Request lies. dtype: 0 float32, 1 bfloat16, 2 float16.
@@ -278,9 +283,7 @@ void run(int64_t handle, int64_t request) {
   const bool scatters = c.exchange.direction == Direction::kScatter, norm = r.weight != 0;
   const Epilogue then = !norm ? Epilogue::kNone : r.quantised ? Epilogue::kQuantise : Epilogue::kNorm;
   const int terms = c.exchange.direction == Direction::kPermute ? 1 : scatters ? c.n : c.exchange.span;
-  const Algorithm how = r.two_shot             ? Algorithm::kTwoShot
-                        : terms == 1 && !norm ? Algorithm::kCopy
-                                              : Algorithm::kOneShot;
+  const Algorithm how = r.two_shot ? Algorithm::kTwoShot : terms == 1 && !norm ? Algorithm::kCopy : Algorithm::kOneShot;
   const auto at = [](int64_t address) { return reinterpret_cast<char*>(address); };
   c.x = at(r.x), c.out = at(r.out);
   c.row_bytes = uint32_t(r.row_bytes), c.row_units = (c.row_bytes + kUnit - 1) / kUnit;
@@ -291,7 +294,8 @@ void run(int64_t handle, int64_t request) {
     c.eps = float(r.eps), c.inverse_width = 1.0f / float(r.width);
     while (1 << c.log2_run < r.run && c.quantised) ++c.log2_run;
     if (c.quantised && (r.run < 8 || r.run > 128 || 1 << c.log2_run != r.run))
-      TVM_FFI_THROW(WeftCallError) << "the epilogue quantises by runs of 8 to 128 columns, a power of two, not " << r.run;
+      TVM_FFI_THROW(WeftCallError) << "the epilogue quantises by runs of 8 to 128 columns, a power of two, not "
+                                   << r.run;
     if (c.row_units > kMaxRuns * kRunUnits)
       TVM_FFI_THROW(WeftCallError) << "the epilogue takes rows of at most " << kMaxRuns * kRunUnits * kUnit << " bytes";
   }
@@ -366,7 +370,8 @@ void merge_shards(int64_t handle, int64_t request) {
   c.state = g.state, c.error = w.error_device, c.limit_cycles = w.limit_cycles;
   const int64_t pieces = int64_t(c.tokens) * c.own_heads * c.pieces;
   if (int64_t(c.tokens) * c.own_heads * c.row_units + pieces > c.lane_units)
-    TVM_FFI_THROW(WeftCallError) << "a merge of so many tokens does not fit an inbox; give the transport more max_bytes";
+    TVM_FFI_THROW(WeftCallError)
+        << "a merge of so many tokens does not fit an inbox; give the transport more max_bytes";
   const Merges kernel = r.dtype == 0   ? merge_for<float>(c.n)
                         : r.dtype == 1 ? merge_for<__nv_bfloat16>(c.n)
                                        : merge_for<__half>(c.n);

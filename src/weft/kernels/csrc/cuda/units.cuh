@@ -16,8 +16,8 @@ namespace weft {
 constexpr uint32_t kSentinel = 0xffffffffu, kEscape = kSentinel - 1, kNoMark = 0xff;
 
 __device__ inline void push_unit(char* p, const Unit& u) {
-  store_published(p, {at_most(u.w[0], kEscape), at_most(u.w[1], kEscape), at_most(u.w[2], kEscape),
-                      at_most(u.w[3], kEscape)});
+  store_published(
+      p, {at_most(u.w[0], kEscape), at_most(u.w[1], kEscape), at_most(u.w[2], kEscape), at_most(u.w[3], kEscape)});
 }
 __device__ inline uint32_t largest_word(const Unit& u) { return max(max(u.w[0], u.w[1]), max(u.w[2], u.w[3])); }
 __device__ inline bool needs_mark(const Unit& u) { return largest_word(u) >= kEscape; }  // before it is sent

@@ -12,8 +12,8 @@
 
 namespace weft {
 
-constexpr int kInFlight = 4;       // polls of a thread, at least, where it has so many units to wait for
-constexpr int kBookkeepers = 32;   // threads of the bookkeeping warp, beside a block's workers: see kernel.cuh
+constexpr int kInFlight = 4;      // polls of a thread, at least, where it has so many units to wait for
+constexpr int kBookkeepers = 32;  // threads of the bookkeeping warp, beside a block's workers: see kernel.cuh
 
 // kCopy: nothing is summed. kOneShot: sources push to every reader, which sums. kTwoShot: each part of a segment goes to
 // its owner, which sums it and pushes the sum.

@@ -210,7 +210,7 @@ def test_what_has_no_room_goes_in_several_calls_and_what_has_no_way_is_refused()
     whole = plan_merge(merge, 2, 8, [offered("large", ALL, 1.0, 10.0, room)], "fused")
     parts = plan_merge(merge, 2, 8, [small, other], "fused")
     assert (whole.each, parts.each, parts.bytes) == (8, 7, whole.bytes)
-    seven, one = (Settlements(Mesh(1, 2, 2, 1, dcp=2), [small], {Merge: "fused"}).us(merge, "dcp", n) for n in (7, 1))
+    seven, one = (plan_merge(merge, 2, n, [small], "fused").us for n in (7, 1))
     assert parts.us > whole.us and parts.us == pytest.approx(seven + one)
     none = replace(small, max_bytes=merge.bytes(1, 2) - 1)
     with pytest.raises(

@@ -254,8 +254,8 @@ def test_a_recipe_of_a_dispatch_is_added_by_one_registration(model: Path, monkey
     """Plans take it where it costs less, reports name its ops and no others, tokens are the same."""
 
     def parts(value: Dispatch, ranks: int, tokens: int) -> Any:
-        ops = [part for part in value.parts(ranks) if isinstance(part, Permute)]
-        return tuple((replace(op, what=f"toy {op.what}"), tokens) for op in ops)  # without the kernels' time
+        ops = [(part, rows) for part, rows in value.parts(ranks, tokens) if isinstance(part, Permute)]
+        return tuple((replace(op, what=f"toy {op.what}"), rows) for op, rows in ops)  # without the kernels' time
 
     def run(by: Exchanging, *given: Any) -> Any:
         toy = replace(

@@ -16,6 +16,7 @@ from weft.place.cost import PRESETS, AlphaBeta, Offer, Table
 from weft.place.experts import RETURN, SEND, Dispatch
 from weft.place.forms import forms_of, forms_text
 from weft.place.plan import Plan, Planner, ReadPlan
+from weft.place.recipes import Merge
 from weft.place.settlements import Settled, Settlement, Settlements
 from weft.place.show import plan_text
 from weft.place.spec import LayoutError, Mesh, Rows, layouts
@@ -123,7 +124,7 @@ def test_few_tokens_gather_and_many_dispatch() -> None:
     """A layer without experts stays as it is; what is planned is what is said to pay, from there on."""
     mesh, offers = Mesh(8, 1, 8, 1), [offer(PRESETS["h100-nvlink"])]
     chain = decoder(mesh, 3, dense=frozenset({1}))
-    forms = forms_of(mesh, chain, offers)
+    forms = forms_of(Planner(mesh, chain, offers))
     assert forms is not None
     first = forms.pays_from()
     assert first is not None and first > 1
@@ -139,7 +140,7 @@ def test_few_tokens_gather_and_many_dispatch() -> None:
 def test_what_is_shown_fits_the_terminal() -> None:
     mesh, offers = Mesh(8, 1, 8, 1), [offer(PRESETS["h100-nvlink"])]
     planner = Planner(mesh, decoder(mesh, 3), offers)
-    forms = forms_of(mesh, planner.chain, offers)
+    forms = forms_of(planner)
     assert forms is not None
     many = forms.pays_from()
     assert many is not None
@@ -194,4 +195,26 @@ def test_a_rank_has_room_for_every_row_with_its_list() -> None:
 
 def test_a_dense_model_has_one_form() -> None:
     mesh = Mesh(2, 1, 2, 1)
-    assert forms_of(mesh, replace(decoder(mesh, 1), others=()), [offer()]) is None
+    assert forms_of(Planner(mesh, replace(decoder(mesh, 1), others=()), [offer()])) is None
+
+
+def test_forms_are_compared_by_the_recipes_that_were_asked_for() -> None:
+    """And as steps run: attention's merge by a dear recipe is in what both forms take."""
+    mesh = Mesh(2, 2, 4, 1, dcp=2)
+    offers = [offer(kinds=WITH_PERMUTE | {"merge_scatterv"})]
+    merge = Settlement(Merge(heads=64, dim=128, element_bytes=2), "dcp")
+
+    def merging(reads: tuple[Read, ...]) -> tuple[Read, ...]:
+        return tuple(replace(r, settles=(merge,)) if r.site.endswith("attention") else r for r in reads)
+
+    plain = decoder(mesh, 2)
+    chain = replace(plain, reads=merging(plain.reads), others=(merging(plain.others[0]),))
+    for slices_copy in (False, True):
+        for recipe in ("auto", "ag_rs"):
+            asked = Settlements(mesh, offers, {Merge: recipe}, slices_copy)
+            planner = Planner(mesh, chain, offers, slices_copy=slices_copy, settlements=asked)
+            forms, counts = forms_of(planner), (1 << 14,) * 2
+            assert forms is not None
+            plan = planner.plan(counts)
+            assert len({dispatches(read) for read in plan.reads if read.read.site.endswith("experts")}) == 1
+            assert min(forms.us(1 << 14)) == pytest.approx(plan.us)

@@ -121,7 +121,7 @@ class Command:
         planner = plan_model(config, mesh, config.dtype, offers, slices_copy=gpus, recipes=recipes)
         every = [(n,) * mesh.attn_dp for n in tokens]
         shared = sharded_context(config, mesh, config.dtype, planner.chain)
-        both = forms_of(mesh, planner.chain, offers)
+        both = forms_of(planner)
         steps = steps if split else []
         if self.json:
             found = [plan_dict(planner, counts) for counts in every]

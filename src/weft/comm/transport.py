@@ -20,8 +20,7 @@ from weft.place import exchange as named
 from weft.place.cost import Cost, Offer
 from weft.place.edges import legal_edges
 from weft.place.exchange import Exchange, input_rows
-from weft.place.experts import expert_exchanges
-from weft.place.recipes import merge_exchanges
+from weft.place.recipes import settled_exchanges
 from weft.place.spec import Mesh
 
 COLLECTIVE = "weft collective "
@@ -328,7 +327,7 @@ def offer_of(transport: Described, mesh: Mesh, cost: Cost) -> Offer:
     which attention over shards is merged and rows are sent to experts, that it carries.
     """
     exchanges = {e.exchange for found in legal_edges(mesh).values() for e in found if e.exchange is not None}
-    exchanges |= merge_exchanges(mesh.dcp) | expert_exchanges(mesh)
+    exchanges |= settled_exchanges(mesh)
     kinds, epilogues = (
         frozenset(e.kind for e in exchanges if transport.offers(e, epilogue)) for epilogue in (False, True)
     )

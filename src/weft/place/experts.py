@@ -17,11 +17,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.place import exchange
-from weft.place.exchange import Exchange
 from weft.place.spec import Mesh
 
-Form = Literal["gather", "dispatch"]
 Forms = Literal["auto", "gather", "dispatch"]
 """What a model may take: auto is both, chosen by cost."""
 COUNTS, SEND, RETURN = "counts", "dispatch", "combine"
@@ -58,16 +55,15 @@ class Permute:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What a rank does alone between exchanges. what: names it in plans. shared: as of Permute; row_bytes: that it goes
-    over for each of a rank's rows; launches: small kernels beside.
+    """What a rank does alone between exchanges. what: names it in plans. row_bytes: that it goes over for each of its
+    rows; launches: small kernels beside.
     """
 
     what: str
-    shared: int
     row_bytes: float
-    launches: int
+    launches: int = 0
 
-    def bytes(self, tokens: int, ranks: int) -> int:
+    def bytes(self, rows: int, ranks: int) -> int:
         """No transport carries any."""
         return 0
 
@@ -101,28 +97,23 @@ class Dispatch:
         elsewhere = self.experts - self.experts // self.ep
         return 1 - math.comb(elsewhere, self.k) / math.comb(self.experts, self.k)
 
-    def parts(self, ranks: int) -> tuple[Permute | Kernel, ...]:
+    def parts(self, ranks: int, tokens: int) -> tuple[tuple[Permute | Kernel, int], ...]:
         """By all_to_allv, in order. Packing reads rows and writes those that are sent, adding reverses it."""
-        share, sent = self.share, self.row_bytes + listed_bytes(self.k)
+        share, sent, own = self.share, self.row_bytes + listed_bytes(self.k), -(-tokens // self.shared)
         moved = self.row_bytes * (1 + ranks * share)
         return (
-            Permute(COUNTS, self.shared, COUNT_BYTES, 0.0, 0),
-            Kernel("pack rows for their experts on OWN", self.shared, moved, PACK_KERNELS),
-            Permute(SEND, self.shared, 0, share * sent, sent),
-            Permute(RETURN, self.shared, 0, share * self.row_bytes, self.row_bytes),
-            Kernel("add results on OWN", self.shared, moved, ranks),  # a kernel for each rank's
+            (Permute(COUNTS, self.shared, COUNT_BYTES, 0.0, 0), tokens),
+            (Kernel("pack rows for their experts on OWN", moved, PACK_KERNELS), own),
+            (Permute(SEND, self.shared, 0, share * sent, sent), tokens),
+            (Permute(RETURN, self.shared, 0, share * self.row_bytes, self.row_bytes), tokens),
+            (Kernel("add results on OWN", moved, ranks), own),  # a kernel for each rank's
         )
 
     def bytes(self, tokens: int, ranks: int) -> int:
         """Of the largest tensor of all exchanges."""
-        return max(part.bytes(tokens, ranks) for part in self.parts(ranks))
+        return max(part.bytes(rows, ranks) for part, rows in self.parts(ranks, tokens))
 
 
 def listed_bytes(k: int) -> int:
     """What a row takes along: for each of its k experts a number and a weight, in four bytes each."""
     return 8 * k
-
-
-def expert_exchanges(mesh: Mesh) -> set[Exchange]:
-    """What a dispatch takes on a mesh; nothing on a single rank."""
-    return {exchange.all_to_allv(mesh.world)} if mesh.world > 1 else set()

@@ -7,29 +7,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from weft.place.chain import Chain, Read
-from weft.place.cost import Offer
+from weft.place.chain import Chain
 from weft.place.experts import Dispatch
 from weft.place.plan import Planner
 from weft.place.show import columns
-from weft.place.spec import LayoutError, Mesh
+from weft.place.spec import LayoutError
 
 MOST_TOKENS = 1 << 16
 """Up to so many tokens in each DP group dispatch is tried."""
 
 
 class FormCosts:
-    """A step's time by gather and by dispatch, for a chain with both forms."""
+    """A step's time by gather and by dispatch, where a planner's chain has both forms."""
 
-    def __init__(self, mesh: Mesh, chain: Chain, offers: Sequence[Offer]):
-        self.mesh, reads = mesh, chain.others[-1]
-        self.dispatch = _dispatched(reads)[0]
-        self._gather = Planner(mesh, replace(chain, others=()), offers)
-        self._dispatch = Planner(mesh, replace(chain, reads=reads, others=()), offers)
+    def __init__(self, planner: Planner):
+        self.mesh, self.dispatch, chain = planner.mesh, _dispatched(planner.chain)[0], planner.chain
+        alone = [replace(chain, reads=reads, others=()) for reads in chain.forms]
+        mesh, copy, settlements = planner.mesh, planner.slices_copy, planner.settlements
+        self._planners = [Planner(mesh, c, planner.offers, slices_copy=copy, settlements=settlements) for c in alone]
 
-    def us(self, tokens: int) -> tuple[float, float]:
+    def us(self, tokens: int) -> list[float]:
         """Of a step of so many tokens in each DP group: by gather, by dispatch; infinite where it cannot be."""
-        return self._us(self._gather, tokens), self._us(self._dispatch, tokens)
+        return [self._us(planner, tokens) for planner in self._planners]
 
     def pays_from(self) -> int | None:
         """From how many tokens on, powers of two, dispatch takes less in every step; None: not up to MOST_TOKENS."""
@@ -50,13 +49,14 @@ class FormCosts:
             return math.inf
 
 
-def forms_of(mesh: Mesh, chain: Chain, offers: Sequence[Offer]) -> FormCosts | None:
+def forms_of(planner: Planner) -> FormCosts | None:
     """None where a chain has one form alone."""
-    return FormCosts(mesh, chain, offers) if any(map(_dispatched, chain.others)) else None
+    return FormCosts(planner) if _dispatched(planner.chain) else None
 
 
-def _dispatched(reads: Sequence[Read]) -> list[Dispatch]:
-    return [s.value for read in reads for s in read.settles if isinstance(s.value, Dispatch)]
+def _dispatched(chain: Chain) -> list[Dispatch]:
+    settled = (settlement.value for reads in chain.others for read in reads for settlement in read.settles)
+    return [value for value in settled if isinstance(value, Dispatch)]
 
 
 def forms_dict(forms: FormCosts, tokens: int) -> dict[str, Any]:

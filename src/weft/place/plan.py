@@ -165,7 +165,7 @@ class Planner(StepPrices):
         """How values are settled, up to one that nothing offers, and the time that every step takes for them."""
         settled, us = [], 0.0
         for settlement in settles:
-            plan = self.settlements.planned(*settlement.of(tokens))
+            plan = self.settlements.find(*settlement.of(tokens))
             if plan is None:
                 us = math.inf
                 break

@@ -28,7 +28,7 @@ class StepPrices:
     """
 
     def __init__(self, mesh: Mesh, chain: Chain, offers: Sequence[Offer], slices_copy: bool):
-        self.mesh, self.chain, self.offers, self._slices_copy = mesh, chain, tuple(offers), slices_copy
+        self.mesh, self.chain, self.offers, self.slices_copy = mesh, chain, tuple(offers), slices_copy
         self._home = {rows: mesh.placement(rows) for rows in mesh.row_kinds}
         self._priced = cache(self._price)
         self.bytes_received = lru_cache(1 << 16)(self._bytes_received)
@@ -50,7 +50,7 @@ class StepPrices:
     def _price(self, edge: Edge, tokens: int) -> tuple[float, str]:
         """µs, and the transport that takes so long; infinite where none has room, or none was measured."""
         if not edge.moves:
-            return (self._local_us(edge.dst, 2, tokens) if self._slices_copy else 0.0), "local"
+            return (self._local_us(edge.dst, 2, tokens) if self.slices_copy else 0.0), "local"
         times = [(self._collective_us(o, edge, tokens), o.transport) for o in self._able(edge, tokens)]
         us, transport = min(times, default=(math.inf, "nobody"))
         return us + self._reorder_us(edge, tokens), transport

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from weft.place import exchange
 from weft.place.exchange import Exchange
 from weft.place.experts import Dispatch, Kernel, Permute
+from weft.place.spec import Mesh
 
 QUERIES, TOKENS = "queries", "cached tokens"
 """What attention gathers, as plans name it."""
@@ -92,7 +93,7 @@ class Prompt:
 
     def gathered(self, ranks: int, rows: int) -> Parts:
         """A rank gets all tokens that they see, and attends with its own heads."""
-        copy = Kernel("copy cached tokens", 1, 2.0 * self.token_bytes, 0)
+        copy = Kernel("copy cached tokens", 2.0 * self.token_bytes)
         return (copy, self.seen), (Gather(TOKENS, self.token_bytes), self.seen)
 
     def merged(self, ranks: int, rows: int) -> Parts:
@@ -168,12 +169,8 @@ def _permute_calls(value: Permute, ranks: int, tokens: float) -> Calls:
     return [("all_to_allv", (ranks - 1) * (value.fixed_bytes + tokens / value.shared * value.row_bytes))]
 
 
-def _kernel_touched(value: Kernel, ranks: int, tokens: int) -> list[float]:
-    return [-(-tokens // value.shared) * value.row_bytes, *[0.0] * value.launches]
-
-
-def _dispatch_parts(value: Dispatch, ranks: int, tokens: int) -> Parts:
-    return tuple((part, tokens) for part in value.parts(ranks))
+def _kernel_touched(value: Kernel, ranks: int, rows: int) -> list[float]:
+    return [rows * value.row_bytes, *[0.0] * value.launches]
 
 
 RECIPES: dict[type[Value], tuple[Recipe, ...]] = {
@@ -185,13 +182,16 @@ RECIPES: dict[type[Value], tuple[Recipe, ...]] = {
     ),
     Permute: (Recipe("all_to_allv", _permute_calls, whole=True, live=True),),
     Kernel: (Recipe("local", touched=_kernel_touched),),
-    Dispatch: (Recipe("all_to_allv", parts=_dispatch_parts),),
+    Dispatch: (Recipe("all_to_allv", parts=Dispatch.parts),),
     Prompt: (Recipe("gather", parts=Prompt.gathered), Recipe("merge", parts=Prompt.merged)),
 }
 """The table of recipes; `weft.comm.settler` has what carries each out."""
 
 
-def merge_exchanges(ranks: int) -> set[Exchange]:
-    """Every exchange by which `ranks` ranks can merge; none for a single one."""
+def settled_exchanges(mesh: Mesh) -> set[Exchange]:
+    """Every exchange by which attention can be merged on a mesh, and rows reach their experts; not those of gathers,
+    which are a stream's too.
+    """
     kinds = (exchange.all_gatherv, exchange.reduce_scatterv, exchange.all_to_allv, exchange.merge_scatterv)
-    return {kind(ranks) for kind in kinds} if ranks > 1 else set()
+    merges = {kind(mesh.dcp) for kind in kinds} if mesh.dcp > 1 else set()
+    return merges | ({exchange.all_to_allv(mesh.world)} if mesh.world > 1 else set())

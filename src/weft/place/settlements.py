@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 from weft.place.cost import Offer
 from weft.place.experts import Permute
@@ -113,7 +113,7 @@ class Settlements:
                 raise LayoutError(
                     f"no recipe to {kind.__name__.lower()} is called {asked!r}; there are {', '.join(known)}"
                 )
-        self._plans: dict[tuple[Value, str, int], Settled | None] = {}
+        self.find = lru_cache(1 << 12)(self._find)
 
     def local_us(self, touched: float) -> float:
         """Of a kernel of a rank's own: what the first offer says."""
@@ -121,14 +121,7 @@ class Settlements:
 
     def plan(self, value: Value, group: str, rows: int) -> Settled:
         """The plan to follow for up to so many rows of each rank of a group: `cheapest` for the rounded rows."""
-        return self.planned(value, group, rows) or self.cheapest(value, group, _rounded(rows))
-
-    def planned(self, value: Value, group: str, rows: int) -> Settled | None:
-        """The same; None where there is none."""
-        key = value, group, _rounded(rows)
-        if key not in self._plans:
-            self._plans[key] = self.find(*key)
-        return self._plans[key]
+        return self.cheapest(value, group, 1 << max(rows - 1, 0).bit_length())
 
     def options(self, value: Value, group: str, rows: int) -> list[Settled]:
         """Every recipe on every transport that has it, serves the group and has room for a row; quickest first.
@@ -172,7 +165,7 @@ class Settlements:
         fixed = value.bytes(0, ranks)
         return int(min(rows, max(0, max_bytes - fixed) // (value.bytes(1, ranks) - fixed)))
 
-    def find(self, value: Value, group: str, rows: int) -> Settled | None:
+    def _find(self, value: Value, group: str, rows: int) -> Settled | None:
         """The cheapest of the options, of the recipe that was asked for, which need not have been measured; or None."""
         asked = self._recipes.get(type(value), "auto")
         for plan in self.options(value, group, rows):
@@ -215,10 +208,6 @@ class Settlements:
             + (", none of which weft tune measured here" if found and asked == "auto" else "")
             + ("; leave experts at auto, or plan for fewer tokens" if whole else "")
         )
-
-
-def _rounded(rows: int) -> int:
-    return 1 << max(rows - 1, 0).bit_length()
 
 
 @dataclass(frozen=True, slots=True)

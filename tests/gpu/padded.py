@@ -22,7 +22,7 @@ from weft.place.row_formats import Float8, Wire
 from weft.place.spec import Mesh, Placement, Rows
 from weft.stream import Stream
 
-WIDTH, RUN, CAPACITY = 24, 16, 5
+WIDTH, RUN, CAPACITY = 40, 16, 5
 COUNTS = {2: [(5, 5), (3, 0), (0, 0), (0, 4), (1, 5), (2, 2)], 1: [(5,), (1,), (0,), (4,), (3,)]}
 FEW_CALLS = AlphaBeta("few calls", alpha_us=100, hop_us=0, gb_s=1e4, launch_us=5, mem_gb_s=1e3)
 FEW_BYTES = AlphaBeta("few bytes", alpha_us=0.1, hop_us=0, gb_s=1e-4, launch_us=0.1, mem_gb_s=1e3)
@@ -39,15 +39,22 @@ class Norm:
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
 
-def chain_of(mesh: Mesh) -> Chain:
-    """Attention and experts in turn: what a mixture of experts reads and adds, and a read of every kind of rows."""
+WIRE = Wire(Float8(RUN), beside=4 * RUN)
+"""Rows in FP8, with their first columns as they were beside them."""
+
+
+def chain_of(mesh: Mesh, plain: bool) -> Chain:
+    """Attention and experts in turn: what a mixture of experts reads and adds, and a read of every kind of rows.
+
+    plain: rows are read as they are, and in FP8 too; else in FP8 alone.
+    """
     group, own = mesh.placement(Rows.GROUP), mesh.placement(Rows.OWN)
     world = mesh.placement(Rows.WORLD)
     by_attention, by_experts = mesh.placement(Rows.GROUP, "attn_tp"), mesh.placement(Rows.WORLD, "world")
     reads: list[tuple[Placement, tuple[Placement, ...]]] = [(group, (group,))]
     for target in (group, own, world):
         reads += [(world, (by_attention,)), (target, (by_experts,))]
-    norms = (Read(f"{i}.norm", target, deltas, wire=Wire(Float8(RUN))) for i, (target, deltas) in enumerate(reads))
+    norms = (Read(f"{i}.norm", target, deltas, wire=WIRE, plain=plain) for i, (target, deltas) in enumerate(reads))
     return Chain(tuple(norms), WIDTH, 4)
 
 
@@ -73,12 +80,20 @@ def walk(stream: Stream, plan: Plan, deltas: list[Tensor], norms: list[Norm]) ->
     for read_plan, delta, norm in zip(plan.reads, deltas, norms, strict=True):
         [placement] = read_plan.read.deltas
         stream.add(Hidden(delta, placement, plan.mesh, norm.path))
-        x = stream.read(norm, read_plan.read.target.rows)
+        x = stream.read(norm, read_plan.read.target.rows, beside)
         assert x.in_format is not None
-        values, scales, _ = x.in_format(Float8(RUN))
-        out.append((x.value, values.view(torch.uint8), scales))
+        made = x.in_format(Float8(RUN))
+        rows = x.value
+        if x.beside is not None:
+            rows = torch.cat((x.beside.view(torch.float32), float8.dequantise(made)[:, RUN:]), dim=1)
+        out.append((rows, made.values.view(torch.uint8), made.scales))
     stream.finish()
     return out
+
+
+def beside(x: Hidden) -> Tensor:
+    """The first columns."""
+    return x.require_complete("beside")[:, :RUN].contiguous().view(torch.int32)
 
 
 def norms_of(plan: Plan, device: torch.device) -> list[Norm]:
@@ -87,13 +102,16 @@ def norms_of(plan: Plan, device: torch.device) -> list[Norm]:
 
 
 def plans_of(transport: Transport, mesh: Mesh) -> list[tuple[Planner, Plan]]:
-    """By two prices, with epilogues and without: between them every exchange of the mesh is walked."""
+    """By two prices, with epilogues and without: between them every exchange of the mesh is walked. Where bytes cost
+    much, rows that are read in FP8 alone travel in it.
+    """
     found = []
-    for cost in (FEW_CALLS, FEW_BYTES):
+    for cost, plain in ((FEW_CALLS, True), (FEW_BYTES, True), (FEW_BYTES, False)):
         offer = replace(offer_of(transport, mesh, cost), max_bytes=None)
         for offered in (offer, replace(offer, epilogues=frozenset())):
-            planner = Planner(mesh, chain_of(mesh), [offered])
+            planner = Planner(mesh, chain_of(mesh, plain), [offered])
             found.append((planner, planner.plan((CAPACITY,) * mesh.attn_dp)))
+    assert mesh.world == 1 or any(edge.src.wire for _, _, edge in found[-1][1].moves())
     return found
 
 
@@ -168,8 +186,12 @@ def check_padded(
             for read, out, right in zip(plan.reads, outs, expected, strict=True):
                 got, values, scales = (part[: len(right[0])].cpu() for part in out)
                 what = (rank, read.read.site, counts, plan)
-                assert torch.allclose(got, right[0], rtol=1e-5, atol=1e-6), what
-                eight = float8.quantise(got, RUN)
-                assert torch.equal(values, eight.values.view(torch.uint8)) and torch.equal(scales, eight.scales), what
+                travelled = any(step.op == "unpack" for step in read.steps)
+                exact, groups = (RUN, 1) if travelled else (WIDTH, len(scales[0]) if len(scales) else 0)
+                assert torch.allclose(got[:, :exact], right[0][:, :exact], rtol=1e-5, atol=1e-6), what
+                assert torch.allclose(got, right[0], rtol=0.15, atol=1e-3), what  # half of FP8's last bit, twice
+                eight = float8.quantise(got[:, :exact], RUN)
+                assert torch.equal(values[:, :exact], eight.values.view(torch.uint8)), what
+                assert torch.equal(scales[:, :groups], eight.scales[:, :groups]), what
     if mesh.attn_dp > 1 and mesh.attn_tp > 1:
         assert seen >= {"all_reduce+all_gatherv", "reduce_scatterv+all_reduce", "all_gatherv"}, seen

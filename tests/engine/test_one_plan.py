@@ -296,6 +296,27 @@ def test_a_block_that_dispatches_otherwise_than_it_was_traced_is_found(model: Pa
     assert said[0] == said[1] and "post_attention_layernorm" in said[0] and "which the plan has not here" in said[0]
 
 
+def test_the_naive_plan_merges_by_ag_rs(model: Path) -> None:
+    """Beside another plan it is what would have been moved; where it is followed, that is what runs."""
+    found, tokens = {}, []
+    for plan in ("cheapest", "naive"):
+        with Engine(config(model, attn_tp=2, ep=2, dcp=2, plan=plan)) as engine:
+            tokens.append([result.token_ids for result in engine.generate(ASKED, GREEDY)])
+            for report, stats in zip(("ran", "beside"), engine.comm_report(), strict=True):
+                outputs = [stat for stat in stats if stat.step.startswith("outputs")]
+                found[plan, report] = [(s.step.split(" dcp ")[0], s.count, s.bytes) for s in outputs]
+    by = {key: {step for step, _, _ in steps} for key, steps in found.items()}
+    assert by["cheapest", "ran"] == {"outputs: fused: merge_scatterv"}
+    ag_rs = "outputs: ag_rs: all_gatherv + reduce_scatterv"
+    assert by["cheapest", "beside"] == by["naive", "ran"] == by["naive", "beside"] == {ag_rs}
+    for (_, count, moved), (_, naive_count, naive) in zip(
+        found["cheapest", "ran"], found["cheapest", "beside"], strict=True
+    ):
+        output, lse = 5 * 4, 4  # bytes of a head of which half are other ranks', or all
+        assert naive_count == count and naive == pytest.approx(moved * (output / 2 + lse) / ((output + lse) / 2))
+    assert found["naive", "ran"] == found["naive", "beside"] and tokens[0] == tokens[1]
+
+
 def test_plan_json_has_settlements_in_their_places(model: Path) -> None:
     read = replace(load_config(model, registry(())), split_vocabulary=True)
     planner = plan_model(read, Mesh(1, 2, 2, 1, dcp=2), read.dtype, [OFFER])

@@ -20,6 +20,7 @@ from weft.place.chain import Chain
 from weft.place.cost import Offer
 from weft.place.dcp import ShardedContext
 from weft.place.plan import Choice, Planner
+from weft.place.recipes import RECIPES
 from weft.place.settlements import Recipes, Settlement, Settlements
 from weft.place.spec import LayoutError, Mesh
 from weft.place.vocabulary import Head, SplitStep, best_tokens, logit_rows, split_step
@@ -64,7 +65,7 @@ def _head(config: ModelConfig, mesh: Mesh) -> list[Settlement]:
     if not config.split_vocabulary or mesh.attn_tp == 1:
         return []
     best, logits = best_tokens(1), logit_rows(config.vocab_size, mesh.attn_tp)
-    return [Settlement(best, "attn_tp", packed=True), Settlement(logits, "attn_tp", asked=True)]
+    return [Settlement(best, "attn_tp", packed=True, spares=True), Settlement(logits, "attn_tp", asked=True)]
 
 
 def check_heads(config: ModelConfig, mesh: Mesh, caches: Iterable[Spec]) -> None:
@@ -94,7 +95,12 @@ def plan_model(
     slices_copy: bool = False,
     recipes: Recipes | None = None,
 ) -> Planner:
-    """The planner of a model on a mesh, as `Planner`. recipes: as `Settlements`. Raises LayoutError, PlacementError."""
+    """The planner of a model on a mesh, as `Planner`. recipes: as `Settlements`; those that `auto` leaves open are the
+    first of the table where the naive plan is to be followed. Raises LayoutError, PlacementError.
+    """
+    if choice == "naive":
+        auto = [kind for kind, asked in (recipes or {}).items() if asked == "auto"]
+        recipes = {**(recipes or {}), **{kind: RECIPES[kind][0].name for kind in auto}}
     settlements = Settlements(mesh, offers, recipes, slices_copy)
     return Planner(mesh, trace(config, mesh, dtype), offers, choice, slices_copy, settlements)
 

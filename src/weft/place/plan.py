@@ -23,7 +23,7 @@ from weft.place.plan_step import NORMED, Step
 from weft.place.prices import StepPrices
 from weft.place.row_formats import Wire
 from weft.place.search import Delivery, Graph, Sums
-from weft.place.settlements import Settled, Settlement, Settlements
+from weft.place.settlements import Settled, Settlement, Settlements, by_default
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
 
 Choice = Literal["cheapest", "naive"]
@@ -131,7 +131,8 @@ class Planner(StepPrices):
         return plan
 
     def naive(self, counts: Counts) -> Plan:
-        """What engines do by default: all-reduce every debt, slice to the group, add, norm, gather what is asked.
+        """What engines do by default: all-reduce every debt, slice to the group, add, norm, gather what is asked; and
+        merge attention by the first recipe, and gather all logits of a split vocabulary.
 
         Only for comparison, so it never fails: an edge that no transport offers takes infinitely long, by `nobody`.
         """
@@ -151,8 +152,13 @@ class Planner(StepPrices):
             if read.wire:
                 delivered.append(self._quantise(read.target.rows, read.wire, tokens, with_norm=not delivered))
             steps += [self._norm(home.rows, tokens, added), *delivered]
-            us, settled = self._settled(read.settles, tokens)
-            reads.append(ReadPlan(read, tuple(steps), home.rows, us + sum(s.us for s in steps), settled))
+            settles, (us, settled) = read.settles, self._settled(read.settles, tokens)
+            if self.choice != "naive":  # blocks settle as they do, where it is the plan to follow
+                settles = by_default(settles)
+                settled = tuple(self.settlements.naive(*settlement.of(tokens)) for settlement in settles)
+                us = sum(each.us for each in settled)
+            us += sum(s.us for s in steps)
+            reads.append(ReadPlan(replace(read, settles=settles), tuple(steps), home.rows, us, settled))
         return self._whole(tokens, tuple(reads), sum(r.us for r in reads))
 
     def _whole(self, tokens: int, reads: tuple[ReadPlan, ...], us: float) -> Plan:

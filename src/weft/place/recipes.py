@@ -185,7 +185,7 @@ RECIPES: dict[type[Value], tuple[Recipe, ...]] = {
     Dispatch: (Recipe("all_to_allv", parts=Dispatch.parts),),
     Prompt: (Recipe("gather", parts=Prompt.gathered), Recipe("merge", parts=Prompt.merged)),
 }
-"""The table of recipes; `weft.comm.settler` has what carries each out."""
+"""The table of recipes, that first by which engines settle by default; `weft.comm.settler` carries each out."""
 
 
 def settled_exchanges(mesh: Mesh) -> set[Exchange]:

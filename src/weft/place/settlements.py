@@ -106,14 +106,14 @@ class Settlements:
         recipes: Recipes | None = None,
         captured: bool = False,
     ):
-        self.mesh, self.offers, self._recipes, self._captured = mesh, tuple(offers), dict(recipes or {}), captured
-        for kind, asked in self._recipes.items():
+        self.mesh, self.offers, self.recipes, self._captured = mesh, tuple(offers), dict(recipes or {}), captured
+        for kind, asked in self.recipes.items():
             known = ["auto", *(recipe.name for recipe in RECIPES[kind])]
             if asked not in known:
                 raise LayoutError(
                     f"no recipe to {kind.__name__.lower()} is called {asked!r}; there are {', '.join(known)}"
                 )
-        self.find = lru_cache(1 << 12)(self._find)
+        self.find, self.naive = lru_cache(1 << 12)(self._find), lru_cache(1 << 12)(self._find_naive)
 
     def local_us(self, touched: float) -> float:
         """Of a kernel of a rank's own: what the first offer says."""
@@ -122,6 +122,15 @@ class Settlements:
     def plan(self, value: Value, group: str, rows: int) -> Settled:
         """The plan to follow for up to so many rows of each rank of a group: `cheapest` for the rounded rows."""
         return self.cheapest(value, group, 1 << max(rows - 1, 0).bit_length())
+
+    def _find_naive(self, value: Value, group: str, rows: int) -> Settled:
+        """What engines do by default for so many rows: the first recipe of the table, by the quickest transport.
+
+        Only for comparison, so it never fails: what no transport offers takes infinitely long, by `nobody`.
+        """
+        recipe = RECIPES[type(value)][0]
+        nobody = Settled(value, group, self.mesh.size(group), rows, recipe, "nobody", math.inf, rows)
+        return next((plan for plan in self.options(value, group, rows) if plan.recipe is recipe), nobody)
 
     def options(self, value: Value, group: str, rows: int) -> list[Settled]:
         """Every recipe on every transport that has it, serves the group and has room for a row; quickest first.
@@ -167,7 +176,7 @@ class Settlements:
 
     def _find(self, value: Value, group: str, rows: int) -> Settled | None:
         """The cheapest of the options, of the recipe that was asked for, which need not have been measured; or None."""
-        asked = self._recipes.get(type(value), "auto")
+        asked = self.recipes.get(type(value), "auto")
         for plan in self.options(value, group, rows):
             if asked == plan.recipe.name or (asked == "auto" and plan.us < math.inf):
                 return plan
@@ -182,7 +191,7 @@ class Settlements:
 
     def _refusal(self, value: Value, group: str, rows: int, of: str = "") -> str:
         """of: the value that it is part of."""
-        asked, ranks, hosts = self._recipes.get(type(value), "auto"), self.mesh.size(group), self.mesh.hosts_of(group)
+        asked, ranks, hosts = self.recipes.get(type(value), "auto"), self.mesh.size(group), self.mesh.hosts_of(group)
         recipes = [recipe for recipe in RECIPES[type(value)] if asked in ("auto", recipe.name)]
         for part, n in recipes[0].parts(value, ranks, rows) if recipes[0].parts else ():
             if self.find(part, group, n) is None:
@@ -214,16 +223,23 @@ class Settlements:
 class Settlement:
     """A value that a block settles once it has read the stream.
 
-    packed: the rows of a rank travel as one. asked: only in steps in which a row asks for it.
+    packed: the rows of a rank travel as one. asked: only in steps in which a row asks for it; spares: what is asked for
+    would have been settled in every step but for this.
     """
 
     value: Value
     group: str
     packed: bool = False
     asked: bool = False
+    spares: bool = False
 
     def of(self, tokens: int) -> tuple[Value, str, int]:
         """In a step of so many tokens in each DP group: the value, its group, and how many rows of it."""
         if self.packed and isinstance(self.value, Gather):
             return replace(self.value, row_bytes=self.value.row_bytes * tokens), self.group, 1
         return self.value, self.group, tokens
+
+
+def by_default(settles: Sequence[Settlement]) -> tuple[Settlement, ...]:
+    """What engines settle in every step of these: what some rows ask for of all rows, and nothing that spares it."""
+    return tuple(replace(settlement, asked=False) for settlement in settles if not settlement.spares)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -32,7 +33,7 @@ from weft.place.cost import costs as load_costs
 from weft.place.dcp import ShardedContext
 from weft.place.plan import Choice, Plan, Planner
 from weft.place.recipes import Merge, Prompt
-from weft.place.settlements import Recipes, Settlements
+from weft.place.settlements import Recipes, Settled, Settlements
 from weft.place.show import fold, plan_text
 from weft.place.spec import Mesh
 from weft.stream import Stream
@@ -73,8 +74,8 @@ class ModelRunner:
         self.transports = {t.name: t for t in transports}
         costs = costs or load_costs("cpu")
         offers = [offer_of(t, mesh, costs.of(t.name, mesh.world)) for t in transports]
-        self._recipes: Recipes = {Merge: dcp_exchange, Prompt: dcp_prefill}
-        self.planner = plan_model(config, mesh, weight.dtype, offers, plan, recipes=self._recipes)
+        recipes: Recipes = {Merge: dcp_exchange, Prompt: dcp_prefill}
+        self.planner = plan_model(config, mesh, weight.dtype, offers, plan, recipes=recipes)
         self.settler = Settler(mesh, rank, self.transports, self.planner.settlements)
         self.vocabulary = None
         if config.split_vocabulary and mesh.attn_tp > 1:
@@ -145,7 +146,7 @@ class ModelRunner:
         able = {name: t for name, t in self.transports.items() if t.takes_live_sizes} or self.transports
         offers = [offer for offer in self.planner.offers if offer.transport in able]
         on_device = all(t.takes_live_sizes for t in able.values())  # and so where the rows of a group begin
-        settlements = Settlements(self.mesh, offers, self._recipes, on_device)
+        settlements = Settlements(self.mesh, offers, self.planner.settlements.recipes, on_device)
         chain, choice = self.planner.chain, self.planner.choice
         planner = Planner(self.mesh, chain, offers, choice, slices_copy=on_device, settlements=settlements)
         inputs: list[Inputs] = [AnswerInputs(rows, self.rules, self._page_size)]
@@ -270,8 +271,17 @@ class ModelRunner:
         self._replays.clear()
         for (site, settled), (calls, moved, seconds, predicted) in self.settler.ran.items():
             self._stats.add(site, settled, calls, moved, seconds, predicted)
-            self._naive_stats.add(site, settled, calls, moved, 0.0, predicted)
+            self._add_naively(site, settled, calls, moved)
         self.settler.ran.clear()
+
+    def _add_naively(self, site: str, settled: Settled, calls: int, moved: int) -> None:
+        """What eager steps settled, as the naive plan merges attention; vocabularies as they are."""
+        naive = settled
+        if isinstance(settled.value, Merge) and self.planner.choice != "naive":
+            naive = self.planner.settlements.naive(settled.value, settled.group, settled.rows)
+            moved = round(moved * naive.bytes / settled.bytes) if settled.bytes else calls * naive.bytes
+        us = naive.us if naive.us < math.inf else 0.0
+        self._naive_stats.add(site, naive, calls, moved, 0.0, calls * us / 1e6)
 
     @cached_property
     def _context(self) -> ShardedContext | None:

@@ -68,13 +68,13 @@ def test_greedy_tokens_are_transformers(shapes: Any, shape: str, executor: str, 
         assert [r.cached_tokens for r in warm] == [len(prompt) - 1 for prompt in asked], "partial pages too"
         assert sum(r.cached_tokens for r in cold) < sum(r.cached_tokens for r in warm)
         steps, (ran, naive) = engine.stats().steps, engine.comm_report()
-        merges, every = (
+        queries, merges, every = (
             [sum(s.count for s in found if s.group == "dcp" and s.step.startswith(what)) for found in (ran, naive)]
-            for what in ("outputs", "")
+            for what in ("queries", "outputs", "")
         )
         assert every[0] == every[1] and merges[0] == merges[1], "the naive plan settles the same, as often"
         replicates = layout.get("dcp_query") == "replicate"
-        assert every[0] > merges[0] > 0 or replicates, "queries are gathered besides"
+        assert merges[0] > 0 and queries[0] == (0 if replicates else merges[0]), "gathered unless each rank makes all"
         if layout.get("dcp_prefill") == "merge":
             assert merges[0] == 2 * steps, "in each of two layers, whatever a step has"
         engine.check_idle()

@@ -132,4 +132,4 @@ def test_plans_of_many_ranks_ask_no_rank_one_by_one(mesh: Mesh, monkeypatch: pyt
     planner = Planner(mesh, layers(mesh, 4, 7168, 2), offers())
     planner.plan((16,) * mesh.attn_dp)
     planner.naive((16,) * mesh.attn_dp)
-    assert counted[0] < 60_000
+    assert 0 < counted[0] < mesh.world / 2

@@ -26,7 +26,7 @@ class Hidden:
     """value: `[rows, width]`; origin: the qualified name of the block or parameter that made it, for messages.
 
     live: int32 `[1]` on the device, how many of the rows are tokens; those behind are padding. None: all are. Set on
-    what a stream reads, for blocks whose work depends on it, such as routers.
+    what a stream reads, for blocks that work on live rows alone, such as routers.
     settler: set by a stream: what the block that reads settles between ranks, it settles by this.
     in_format: set by a stream: gives the rows in a format, for products that take them so.
     beside: int32 `[rows, n]`, where the rows came in a format: what was computed from them before (`Stream.read`).
@@ -88,7 +88,7 @@ class Hidden:
     def rowwise(self, function: Callable[[Tensor], Tensor], origin: str) -> Hidden:
         """A nonlinear function of whole rows, such as a norm or a softmax.
 
-        Raises PlacementError for a value that owes a sum or whose features are split.
+        Raises PlacementError for a value that owes a sum or has split features.
         """
         return Hidden(function(self.require_complete(origin)), self.placement, self.mesh, origin)
 

@@ -172,7 +172,7 @@ class Costs:
         Raises LayoutError with what was measured.
         """
         by_world = self.by_transport.get(transport) or self.by_transport.get("*")
-        if by_world is None and world == 1:  # nothing is exchanged: whose times of local work these are is all the same
+        if by_world is None and world == 1:  # nothing is exchanged, and all tables have the same local times
             by_world = next(iter(self.by_transport.values()))
         if by_world is None:
             known = ", ".join(self.by_transport) or "nothing"
@@ -226,7 +226,7 @@ def read_tuning(path: Path, key: str, kind: type[T]) -> T:
 
 
 def host_table(gpus: bool = False) -> Path:
-    """Where `weft tune` writes this host's table unless told otherwise, and where the engine looks for it.
+    """Where `weft tune` writes this host's table unless it is given another path, and where the engine looks for it.
 
     gpus: the one of ranks on GPUs, which also lists other times of local kernels.
     """

@@ -110,9 +110,9 @@ class Planner(StepPrices):
         self.choice = choice
         self.settlements = settlements or Settlements(mesh, offers, captured=slices_copy)
         self._kinds = frozenset[str]().union(*(o.kinds for o in offers))
-        every = [*self._home.values(), *(d for reads in chain.forms for read in reads for d in read.deltas)]
-        every += [p for edges in legal_edges(mesh).values() for edge in edges for p in (edge.src, edge.dst)]
-        self._placements = tuple(dict.fromkeys(every))
+        found = [*self._home.values(), *(d for reads in chain.forms for read in reads for d in read.deltas)]
+        found += [p for edges in legal_edges(mesh).values() for edge in edges for p in (edge.src, edge.dst)]
+        self._placements = tuple(dict.fromkeys(found))
         self._edges = [
             [e for e in legal_edges(mesh).get(at, ()) if not e.moves or e.kind in self._kinds]
             for at in self._placements
@@ -244,7 +244,7 @@ class Planner(StepPrices):
         sums, delivery = self._sums(deltas, tokens), self._delivery(*readers, tokens)
         before = None if residual is None else self._placements.index(self._home[residual])
         found = sums.serve(before, delivery)
-        return {self._placements[at].rows: (way.us, sums.steps(way)) for at, way in found.items()}
+        return {self._placements[at].rows: (node.us, sums.steps(node)) for at, node in found.items()}
 
     def _make(self, tokens: int) -> Plan:
         # What is left to remember: the residual's rows, and in which form the last read was served.
@@ -291,8 +291,8 @@ class Planner(StepPrices):
             raise LayoutError(f"the naive plan takes {most.kind}, which {names} has not; leave plan at cheapest")
         if all(o.max_bytes is None or needed <= o.max_bytes for o in having):
             raise LayoutError(f"{most.kind} on {names} was not measured: run weft tune")
-        room = ", ".join(f"{o.transport} has max_bytes={o.max_bytes}" for o in having)
+        limits = ", ".join(f"{o.transport} has max_bytes={o.max_bytes}" for o in having)
         raise LayoutError(
-            f"steps of {max(plan.counts)} tokens a group exchange tensors of {needed} bytes, but {room}: "
+            f"steps of {max(plan.counts)} tokens a group exchange tensors of {needed} bytes, but {limits}: "
             f"give it max_bytes={needed}, or plan for fewer tokens"
         )

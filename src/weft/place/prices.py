@@ -48,7 +48,7 @@ class StepPrices:
         return 0 if op.edge is None else int(self.bytes_received(op.edge, counts))
 
     def _price(self, edge: Edge, tokens: int) -> tuple[float, str]:
-        """µs, and the transport that takes so long; infinite where none has room, or none was measured."""
+        """µs, and the transport that takes so long; infinite where none has the capacity, or none was measured."""
         if not edge.moves:
             return (self._local_us(edge.dst, 2, tokens) if self.slices_copy else 0.0), "local"
         times = [(self._collective_us(o, edge, tokens), o.transport) for o in self._able(edge, tokens)]
@@ -80,7 +80,7 @@ class StepPrices:
         return max(self._local_us(p, 2, tokens) for p in (edge.src, edge.dst))
 
     def _able(self, edge: Edge, tokens: int) -> list[Offer]:
-        """Who carries the edge out: has it, serves the group, and has room for it."""
+        """Who carries the edge out: has it, serves the group, and has the capacity."""
         ranks, hosts = self.mesh.size(edge.group), self.mesh.hosts_of(edge.group)
         needed = self._needed_bytes(edge, tokens)
         return [

@@ -13,7 +13,7 @@ UNIT_BYTES, SCALE_BYTES = 16, 4
 
 
 class Format(Protocol):
-    """A way to write a row down. Equal formats are written alike; its text names it in plans."""
+    """How a row is written down. Equal formats are written alike; its text names it in plans."""
 
     def __hash__(self) -> int: ...
 

@@ -93,22 +93,22 @@ class Delivery:
         return tuple(found)
 
 
-class Way(NamedTuple):
-    """The cheapest way found to a value: its last step, and the ways to what that step works on.
+class SearchNode(NamedTuple):
+    """The cheapest steps found so far that make a value: the last one, and the nodes of what it works on.
 
-    us, length: of all steps together; of equally quick ways the one of fewer steps is taken. given: the number of the
+    us, length: of all steps; of nodes that take equally long the one of fewer steps is kept. given: the number of the
     placement of the delta that it begins with, where it has no step; -1 for the residual.
     """
 
     us: float
     length: int
     step: Step | None = None
-    after: tuple[Way, ...] = ()
+    after: tuple[SearchNode, ...] = ()
     given: int = -1
 
 
-Ways = dict[int, Way]
-"""The cheapest way to a value in each placement where there is one."""
+Nodes = dict[int, SearchNode]
+"""The node of a value in each placement that can be reached."""
 
 
 def _within(of: Deltas) -> Iterator[Deltas]:
@@ -116,29 +116,29 @@ def _within(of: Deltas) -> Iterator[Deltas]:
     return itertools.product(*(range(n + 1) for n in of))
 
 
-def _improve(ways: Ways, at: int, step: Step, *after: Way) -> None:
-    """Takes the way of `step` after these ways, where it is better than what was found."""
+def _improve(nodes: Nodes, at: int, step: Step, *after: SearchNode) -> None:
+    """Keeps the node that takes `step` after these, where it is better than what was found."""
     us, length = step.us, 1
-    for way in after:
-        us, length = us + way.us, length + way.length
-    found = ways.get(at)
+    for node in after:
+        us, length = us + node.us, length + node.length
+    found = nodes.get(at)
     if found is None or us < found.us or (us == found.us and length < found.length):
-        ways[at] = Way(us, length, step, after)
+        nodes[at] = SearchNode(us, length, step, after)
 
 
-def _cost(way: Way) -> tuple[float, int]:
-    return way.us, way.length
+def _cost(node: SearchNode) -> tuple[float, int]:
+    return node.us, node.length
 
 
-def _better(one: Ways, other: Ways) -> Ways:
-    """Of two ways to a value the better, in each placement."""
-    return {at: min((ways[at] for ways in (one, other) if at in ways), key=_cost) for at in one | other}
+def _better(one: Nodes, other: Nodes) -> Nodes:
+    """The better of two nodes of a value, in each placement."""
+    return {at: min((nodes[at] for nodes in (one, other) if at in nodes), key=_cost) for at in one | other}
 
 
-def _spread(begin: Ways, graph: Graph) -> Ways:
-    """The cheapest ways to all placements that moves lead to (Dijkstra)."""
+def _spread(begin: Nodes, graph: Graph) -> Nodes:
+    """The nodes of a value in all placements that moves lead to (Dijkstra's algorithm)."""
     best, done = dict(begin), set[int]()
-    heap = [(way.us, way.length, at) for at, way in best.items()]
+    heap = [(node.us, node.length, at) for at, node in best.items()]
     heapq.heapify(heap)
     while heap:
         at = heapq.heappop(heap)[2]
@@ -155,7 +155,7 @@ def _spread(begin: Ways, graph: Graph) -> Ways:
 
 
 class Sums:
-    """The cheapest way to the sum of each set of a read's deltas, in each placement. deltas: numbers of placements."""
+    """The nodes of the sum of each set of a read's deltas, in each placement. deltas: numbers of placements."""
 
     def __init__(self, deltas: Sequence[int], graph: Graph):
         kinds = tuple(dict.fromkeys(deltas))
@@ -165,73 +165,73 @@ class Sums:
             chosen: [(part, tuple(map(operator.sub, chosen, part))) for part in _within(chosen) if any(part)]
             for chosen in _within(self.all)
         }
-        self.ways: dict[Deltas, Ways] = {}
+        self.nodes: dict[Deltas, Nodes] = {}
         for chosen, parts in self.parts.items():
-            found: Ways = {}
+            found: Nodes = {}
             if sum(chosen) == 1:
                 given = kinds[chosen.index(1)]
-                found[given] = Way(0.0, 0, given=given)
+                found[given] = SearchNode(0.0, 0, given=given)
             for part, rest in parts:
                 if part <= rest:
-                    theirs = self.ways[rest]
-                    for at, way in self.ways[part].items():
+                    theirs = self.nodes[rest]
+                    for at, node in self.nodes[part].items():
                         if at in theirs:
-                            _improve(found, at, graph.merge[at], way, theirs[at])
-            self.ways[chosen] = _spread(found, graph)
+                            _improve(found, at, graph.merge[at], node, theirs[at])
+            self.nodes[chosen] = _spread(found, graph)
 
-    def serve(self, residual: int | None, delivery: Delivery) -> Ways:
-        """By the placement of the residual that stays: the cheapest way to what readers take of its normalised value.
+    def serve(self, residual: int | None, delivery: Delivery) -> Nodes:
+        """By the placement of the residual that stays: the node of what readers take of its normalised value.
 
         residual: its placement before; None where the first delta becomes the residual.
         """
         graph = self.graph
-        taken: dict[Deltas, Ways] = {}  # the residual, once it has taken up a set of deltas
+        taken: dict[Deltas, Nodes] = {}  # the residual, once it has taken up a set of deltas
         for chosen, parts in self.parts.items():
-            begun: Ways = {}
+            begun: Nodes = {}
             if residual is not None and not parts:
-                begun[residual] = Way(0.0, 0)
+                begun[residual] = SearchNode(0.0, 0)
             if residual is None and parts:
-                for at, delta in self.ways[chosen].items():
+                for at, delta in self.nodes[chosen].items():
                     if graph.placements[at].owes is None:
                         _improve(begun, at, replace(graph.absorb[at], us=0.0), delta)
-            added: Ways = {}
+            added: Nodes = {}
             for part, before in parts:
-                deltas = self.ways[part]
+                deltas = self.nodes[part]
                 for at, kept in taken[before].items():
                     if at in deltas:
                         _improve(added, at, graph.absorb[at], kept, deltas[at])
             taken[chosen] = _spread(_better(begun, added), graph)
-        normed: Ways = {}
+        normed: Nodes = {}
         for at, kept in taken[self.all].items():
             _improve(normed, at, graph.norm[at], kept)
         for at, kept in added.items():  # of all deltas, which come last
             _improve(normed, at, graph.norm_of_sum[at], kept)
         for part, before in self.parts[self.all]:
-            for src, delta in self.ways[part].items():
+            for src, delta in self.nodes[part].items():
                 for at, step in graph.finishes[src]:
                     if at in taken[before]:
                         _improve(normed, at, step, taken[before][at], delta)
-        found: Ways = {}
-        for end, way in normed.items():
+        found: Nodes = {}
+        for end, node in normed.items():
             if (steps := delivery.steps(end)) is not None:
                 for step in steps:
-                    way = Way(way.us + step.us, way.length + 1, step, (way,))
-                found[end] = way
+                    node = SearchNode(node.us + step.us, node.length + 1, step, (node,))
+                found[end] = node
         return found
 
-    def steps(self, way: Way) -> tuple[Step, ...]:
-        """A way of `serve` in order, with the indices that deltas have by then."""
+    def steps(self, node: SearchNode) -> tuple[Step, ...]:
+        """The steps of a node of `serve` in order, with the indices that deltas have by then."""
         live = list(range(len(self.deltas)))
         unused = list(live)
         written: list[Step] = []
 
-        def write(way: Way) -> int | str:
-            """Writes the way; gives what it is the value of: a delta by its number in the read, RESIDUAL or NORMED."""
-            if way.step is None:
-                if way.given < 0:
+        def write(node: SearchNode) -> int | str:
+            """Writes the steps down; gives what they make: a delta by its number in the read, RESIDUAL or NORMED."""
+            if node.step is None:
+                if node.given < 0:
                     return RESIDUAL
-                return unused.pop(next(i for i, n in enumerate(unused) if self.deltas[n] == way.given))
-            step, values = way.step, [write(before) for before in way.after]
+                return unused.pop(next(i for i, n in enumerate(unused) if self.deltas[n] == node.given))
+            step, values = node.step, [write(before) for before in node.after]
             value = values[-1]
             if isinstance(value, str):  # moved or normalised
                 written.append(replace(step, operand=value))
@@ -245,5 +245,5 @@ class Sums:
             live.remove(value)
             return first if step.op == "merge" else NORMED if step.op == "finish" else RESIDUAL
 
-        write(way)
+        write(node)
         return tuple(written)

@@ -8,7 +8,7 @@ The mesh cuts the rank numbers at each of these boundaries into the digits of a 
 set of axes: the ranks that differ in these digits alone. So the rows that a rank holds and the sum that a value owes
 are both sets of axes, and a sum is legal where owed ⊆ gathered: ranks that are summed hold the same rows. Models and
 people use the names of such sets (`attn_tp`, `ep`, `world` …). Where two cuts do not divide each other (attn_tp 2 and
-moe_tp 3), the one that fits no axis stays a pair of named groups, which together make the world.
+moe_tp 3), the one that fits no axis stays a pair of named groups that make up the world.
 
 A `Placement` is the type of a hidden state on that mesh. All is normalised, so that placements that mean the
 same compare equal: a group of one rank is `None`, and two names of the same set are one name.
@@ -52,7 +52,7 @@ class Rows:
 
     @property
     def name(self) -> str:
-        """OWN, GROUP, WORLD, or the group whose rows they are."""
+        """OWN, GROUP, WORLD, or the name of the group that holds them."""
         return {None: "OWN", "attn_tp": "GROUP", "world": "WORLD"}.get(self.over, f"{self.over} rows")
 
     def __str__(self) -> str:
@@ -345,7 +345,7 @@ class Mesh:
     def row_range(self, rows: Rows, rank: int, counts: tuple[int, ...]) -> tuple[int, int]:
         """[start, stop) of a rank's OWN, GROUP or WORLD rows, counted in WORLD rows. `counts`: tokens of each DP group.
 
-        OWN rows are the group's rows cut into attn_tp runs whose lengths differ by at most one, longer ones first.
+        OWN rows are the group's rows cut into attn_tp runs; their lengths differ by at most one, longer ones first.
         """
         rows = self.rows(rows)
         start = 0 if rows == self.rows(Rows.WORLD) else sum(counts[: self.group_of(rank)])

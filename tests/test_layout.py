@@ -59,14 +59,11 @@ KNOWN_CIRCLES = {
 }
 MOST_LINES, MOST_FIELDS = 80, 25
 KNOWN_LONG_FUNCTIONS = {
-    "server/app.py:create_app",
     "kernels/triton/decode_attention.py:_attend_splits",
     "kernels/triton/fused_experts.py:experts",
 }
 KNOWN_LARGE_CLASSES = {
     "engine/config.py:EngineConfig",
-    "cli/cmd_serve.py:Command",
-    "server/protocol.py:CommonRequest",
 }
 
 

@@ -26,7 +26,7 @@ from weft.server.run import Server, bind
 @pytest.fixture
 def strict(engine: Engine) -> Iterator[Served]:
     """Small limits."""
-    yield from serve(engine, api_key="secret", max_body_bytes=1000, max_connections=8)
+    yield from serve(engine, api_key="secret", max_body_mb=1000 / 2**20, max_connections=8)
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def test_the_output_of_a_function_follows_its_call(served: Served, monkeypatch: 
 
 
 def test_a_server_that_stores_nothing_says_so(quiet: QuietEngine) -> None:
-    for served in serve(quiet, max_stored_bytes=0):
+    for served in serve(quiet, max_stored_mb=0):
         with served.http() as http:
             for name, value in (("store", True), ("previous_response_id", "resp_1")):
                 error = http.post("/v1/responses", json={"input": "a", name: value}).json()["error"]

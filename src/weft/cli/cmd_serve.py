@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +13,35 @@ import tyro
 
 from weft.cli.command import Layout, ModelDir, UserError, engine_config, stop_on_sigterm
 from weft.cli.start import start_engine
+from weft.server.options import Options
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Of the engine: what it holds and how it behaves."""
+
+    max_waiting: int = 1024
+    """Requests that may wait for a place; more are refused with 429, and told when to come again."""
+    step_timeout_s: float = 60.0
+    """A step that takes longer counts as a failure of the ranks."""
+    max_restarts: int = 3
+    """Failures of ranks within ten minutes after which they are started anew; one more ends the server."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and activations; auto is float32 on CPUs."""
+    kv_tokens: int | None = None
+    """Tokens in the key-value cache of each rank; left out, 65536 on CPUs, and on GPUs what fits."""
+    gpu_memory_fraction: float = 0.9
+    """Of each GPU's memory, what may be used in all where --kv-tokens is left out."""
+    max_batch_tokens: int = 2048
+    """Rows of one step of a DP group; longer prompts are read in chunks."""
+    max_running: int = 64
+    """Sequences that a DP group runs at once."""
+    max_model_len: int | None = None
+    """Tokens of prompt and output together; left out, what the model allows."""
+    threads: int = 1
+    """Threads of each rank; more ranks usually use the cores better."""
+    executor: Literal["process", "thread"] = "process"
+    """thread runs all ranks in this process on the reference transport: slow, for a close look."""
 
 
 @dataclass(frozen=True)
@@ -34,57 +63,12 @@ class Command:
     """Address to listen on; 0.0.0.0 for all."""
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
-    api_key: str | None = None
-    """Clients must send it as a Bearer token; left out, what WEFT_API_KEY holds, as others can read command lines."""
-    cors_origins: tuple[str, ...] = ()
-    """Web pages that may call the server from a browser, such as https://app.example; * for all."""
-    max_body_mb: int = 8
-    """Largest request, in MiB; streams pause while it is parsed."""
-    max_connections: int = 4096
-    """Connections at once; those without a request give way to newcomers."""
-    any_whitespace: bool = False
-    """JSON of structured outputs and tools may hold whitespace wherever JSON allows it; some models then write blanks
-    until max_tokens. Left out, one space may follow a comma or a colon."""
-    drain_s: float = 30.0
-    """After SIGTERM or Ctrl-C: how long requests that run may go on."""
-    max_stored_mb: int = 64
-    """Memory for responses of /v1/responses, to fetch or go on from by their ids, in MiB; the longest unused are
-    forgotten; 0 stores none."""
-    trust_request_chat_template: bool = False
-    """Chats may bring their own chat_template, which is rendered in a sandbox with bounded time and memory."""
-    profile_dir: Path | None = None
-    """Lets POST /weft/profile?steps=20 watch steps of the ranks, and write their trace to this folder."""
-    max_waiting: int = 1024
-    """Requests that may wait for a place; more are refused with 429, and told when to come again."""
-    request_timeout_s: float | None = None
-    """For a request, its wait included; left out, it may take any time."""
-    step_timeout_s: float = 60.0
-    """A step that takes longer counts as a failure of the ranks."""
-    max_restarts: int = 3
-    """Failures of ranks within ten minutes after which they are started anew; one more ends the server."""
+    http: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
+    engine: Annotated[EngineOptions, tyro.conf.arg(name="")] = field(default_factory=EngineOptions)
     log_format: Literal["text", "json"] = "text"
     """Of the log on stderr."""
-    reasoning_parser: Literal["auto", "think", "off"] = "auto"
-    """Gives what a model writes between <think> and </think> as reasoning_content: auto, where its chat template or
-    tokenizer knows these; think, for any model; off, for none: it stays in the text."""
     served_model_name: str | None = None
     """The model's name for clients; left out, its directory's name."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and activations; auto is float32 on CPUs."""
-    kv_tokens: int | None = None
-    """Tokens in the key-value cache of each rank; left out, 65536 on CPUs, and on GPUs what fits."""
-    gpu_memory_fraction: float = 0.9
-    """Of each GPU's memory, what may be used in all where --kv-tokens is left out."""
-    max_batch_tokens: int = 2048
-    """Rows of one step of a DP group; longer prompts are read in chunks."""
-    max_running: int = 64
-    """Sequences that a DP group answers at once."""
-    max_model_len: int | None = None
-    """Prompt and answer together; left out, what the model allows."""
-    threads: int = 1
-    """Threads of each rank; more ranks usually use the cores better."""
-    executor: Literal["process", "thread"] = "process"
-    """thread runs all ranks in this process on the reference transport: slow, for a close look."""
 
     def run(self) -> int:
         """Serves. Raises UserError, LayoutError, ModelError, EngineError."""
@@ -93,41 +77,15 @@ class Command:
         from weft.server import app, log, run
         from weft.server.engine_client import Intake
         from weft.server.metrics import Metrics
-        from weft.server.options import Options
 
+        options = replace(self.http, api_key=self._key(), profile_dir=self._profile_folder())
         try:
-            options = Options(
-                api_key=self._key(),
-                cors_origins=self.cors_origins,
-                max_body_bytes=self.max_body_mb * 2**20,
-                max_connections=self.max_connections,
-                request_timeout_s=self.request_timeout_s,
-                any_whitespace=self.any_whitespace,
-                drain_s=self.drain_s,
-                max_stored_bytes=self.max_stored_mb * 2**20,
-                trust_request_chat_template=self.trust_request_chat_template,
-                reasoning_parser=self.reasoning_parser,
-                profile_dir=self._profile_folder(),
-            )
+            options.check()
         except ValueError as error:
             raise UserError(str(error)) from error
         if self.served_model_name == "":
             raise UserError("served_model_name is empty; give one, or leave it out")
-        config = engine_config(
-            self.model,
-            self.layout,
-            dtype=self.dtype,
-            kv_tokens=self.kv_tokens,
-            gpu_memory_fraction=self.gpu_memory_fraction,
-            max_batch_tokens=self.max_batch_tokens,
-            max_running=self.max_running,
-            max_model_len=self.max_model_len,
-            max_waiting=self.max_waiting,
-            step_timeout_s=self.step_timeout_s,
-            max_restarts=self.max_restarts,
-            threads=self.threads,
-            executor=self.executor,
-        )
+        config = engine_config(self.model, self.layout, **vars(self.engine))
         try:
             listener = run.bind(self.host, self.port)
         except OSError as error:
@@ -157,17 +115,17 @@ class Command:
 
     def _key(self) -> str | None:
         """What clients must send. A secret that is mounted as a file often ends in a newline, which none can send."""
-        key = os.environ.get("WEFT_API_KEY") or None if self.api_key is None else self.api_key
+        key = os.environ.get("WEFT_API_KEY") or None if self.http.api_key is None else self.http.api_key
         if key is not None and key != key.strip():
             print("the API key is taken without the spaces and newlines around it", file=sys.stderr)
         return key and key.strip()
 
     def _profile_folder(self) -> Path | None:
-        if self.profile_dir is None:
+        if (folder := self.http.profile_dir) is None:
             return None
         try:
-            self.profile_dir.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             advice = "choose another folder with --profile-dir"
-            raise UserError(f"cannot write {self.profile_dir}: {error.strerror}; {advice}") from error
-        return self.profile_dir.resolve()
+            raise UserError(f"cannot write {folder}: {error.strerror}; {advice}") from error
+        return folder.resolve()

@@ -8,13 +8,14 @@ from dataclasses import asdict
 from typing import Any
 
 import anyio
-from fastapi import FastAPI, Response
+from fastapi import APIRouter, FastAPI, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from weft import __version__
+from weft.engine.engine import Engine
 from weft.engine.profiling import NotWatched
 from weft.profiler.breakdown import LEAST_STEPS, watch_now
 from weft.server import errors, extras, router_routes
@@ -57,9 +58,6 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
         )
     app.state.slow = anyio.CapacityLimiter(SLOW_AT_ONCE)
     errors.install(app)
-    created = int(time.time())
-    card = {"id": model_name, "object": "model", "created": created, "owned_by": "weft"}
-    card |= {"max_model_len": engine.max_model_len}
     templates = Templates() if options.trust_request_chat_template else None
     service = Service(intake, model_name, templates, options.reasoning_parser, options.any_whitespace)
     app.include_router(service.router())
@@ -67,46 +65,61 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
     app.include_router(Messages(service).router())
     app.include_router(extras.router(service))
     app.include_router(router_routes.router(service))
+    app.include_router(_status_routes(intake, model_name))
+    app.include_router(_step_routes(engine, options))
+    return app
 
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health")
+
+def _status_routes(intake: Intake, model_name: str) -> APIRouter:
+    """Health, the model, metrics: what may be asked while a step hangs."""
+    made, engine = APIRouter(), intake.engine
+    created = int(time.time())
+    card = {"id": model_name, "object": "model", "created": created, "owned_by": "weft"}
+    card |= {"max_model_len": engine.max_model_len}
+
+    @made.head("/health", include_in_schema=False)
+    @made.get("/health")
     async def health() -> Response:
         state = "draining" if intake.closed else engine.state
         if state == "failed":
             return ApiError(503, engine.error or "the engine has failed").response()
         return JSONResponse({"status": "ok" if state == "serving" else state}, 200 if state == "serving" else 503)
 
-    @app.get("/v1/models")
+    @made.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [card]}
 
-    @app.get("/v1/models/{name:path}")
+    @made.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         if name != model_name:
             raise errors.unknown_model(name, model_name)
         return card
 
-    # Not on a thread: those may all wait for the engine, as below.
-    @app.get("/metrics")
+    # Not on a thread: those may all wait for the engine (`_step_routes`).
+    @made.get("/metrics")
     async def prometheus() -> Response:
         return Response(intake.metrics.text(model_name), media_type=CONTENT_TYPE_LATEST)
 
-    # What asks the engine's thread waits for its current step, so it must not hold up the event loop.
+    return made
 
-    @app.get("/weft/plan")
+
+def _step_routes(engine: Engine, options: Options) -> APIRouter:
+    """What the engine's steps exchange and take. They ask its thread, which waits for its current step, so they must
+    not hold up the event loop."""
+    made, watching = APIRouter(), threading.Lock()
+
+    @made.get("/weft/plan")
     async def plan(tokens: int = 1) -> Response:
         if not 0 <= tokens <= MOST_PLANNED:
             raise ApiError(400, f"tokens is {tokens}; it must be between 0 and {MOST_PLANNED}", param="tokens")
         return PlainTextResponse(await run_in_threadpool(engine.plan_text, tokens))
 
-    @app.get("/weft/report")
+    @made.get("/weft/report")
     async def report() -> dict[str, Any]:
         ran, naive = await run_in_threadpool(engine.comm_report)
         return {"ran": [asdict(s) for s in ran], "naive": [asdict(s) for s in naive]}
 
-    watching = threading.Lock()
-
-    @app.post("/weft/profile")
+    @made.post("/weft/profile")
     async def profile(steps: int = 20) -> dict[str, Any]:
         if (folder := options.profile_dir) is None:
             raise ApiError(400, "start weft serve with --profile-dir FOLDER, where the trace goes")
@@ -122,4 +135,4 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
         finally:
             watching.release()
 
-    return app
+    return made

@@ -1,4 +1,4 @@
-"""What the one who starts the server decides."""
+"""What the one who starts the server decides: each field is an option of `weft serve`, with its docstring as help."""
 
 from __future__ import annotations
 
@@ -13,42 +13,58 @@ ReasoningParser = Literal["auto", "think", "off"]
 HEADER_TEXT = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 """What every client can send as part of a header, and every server gets as it was sent."""
 
-
-MAY_BE_ZERO = ("drain_s", "max_stored_bytes")
+MAY_BE_ZERO = ("drain_s", "max_stored_mb")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of the HTTP side; ValueError in one line for a value out of range. The time-outs are in seconds.
-
-    api_key: clients must send it as a Bearer token. cors_origins: web pages that may call, "*" for all. max_body_bytes:
-    of a request. max_connections: at once; fewer where the process may not open so many files. header_timeout_s,
-    body_timeout_s: for a request to arrive. idle_timeout_s: a kept connection without a request. stall_timeout_s: a
-    client that reads nothing of its response. request_timeout_s: until the whole answer; None: it may take any time.
-    drain_s: how long requests may go on after SIGTERM. max_stored_bytes: of responses that clients may go on from; 0:
-    none are stored. trust_request_chat_template: whether chats may bring their own
-    chat template; else that is refused. reasoning_parser: whose thoughts are told apart from text.
-    any_whitespace: in JSON of structured outputs, wherever JSON allows it, without end; else a space after a comma or
-    a colon at most. profile_dir: where `POST /weft/profile` writes; None: it is refused.
-    """
+    """Of the HTTP side. Times are in seconds."""
 
     api_key: str | None = None
+    """Clients must send it as a Bearer token; left out, what WEFT_API_KEY holds, as others can read command lines."""
     cors_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 8 * 2**20
+    """Web pages that may call the server from a browser, such as https://app.example; * for all."""
+    max_body_mb: int = 8
+    """Largest request, in MiB; streams pause while it is parsed."""
     max_connections: int = 4096
+    """Connections at once; those without a request give way to newcomers. Fewer where the process may not open so many
+    files."""
     header_timeout_s: float = 10.0
+    """For the headers of a request to arrive."""
     body_timeout_s: float = 120.0
+    """For the body of a request to arrive."""
     idle_timeout_s: float = 60.0
+    """After which a connection without a request is closed."""
     stall_timeout_s: float = 120.0
+    """After which a client that reads nothing of its response is cut off."""
     request_timeout_s: float | None = None
+    """For a request, its wait included; left out, it may take any time."""
     drain_s: float = 30.0
-    max_stored_bytes: int = 64 * 2**20
+    """After SIGTERM or Ctrl-C: how long requests that run may go on."""
+    max_stored_mb: int = 64
+    """Memory for responses of /v1/responses, to fetch or go on from by their ids, in MiB; the longest unused are
+    forgotten; 0 stores none."""
     trust_request_chat_template: bool = False
+    """Chats may bring their own chat_template, which is rendered in a sandbox with bounded time and memory."""
     reasoning_parser: ReasoningParser = "auto"
+    """Gives what a model writes between <think> and </think> as reasoning_content: auto, where its chat template or
+    tokenizer knows these; think, for any model; off, for none: it stays in the text."""
     any_whitespace: bool = False
+    """JSON of structured outputs and tools may hold whitespace wherever JSON allows it; some models then write blanks
+    until max_tokens. Left out, one space may follow a comma or a colon."""
     profile_dir: Path | None = None
+    """Lets POST /weft/profile?steps=20 watch steps of the ranks, and write their trace to this folder."""
 
-    def __post_init__(self) -> None:
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mb * 2**20)
+
+    @property
+    def max_stored_bytes(self) -> int:
+        return int(self.max_stored_mb * 2**20)
+
+    def check(self) -> None:
+        """ValueError in one line for a value out of range."""
         for name, value in vars(self).items():
             if type(value) in (int, float) and (value < 0 or (value == 0 and name not in MAY_BE_ZERO)):
                 rule = "0 or more" if name in MAY_BE_ZERO else "above 0"

@@ -115,39 +115,16 @@ class SharedRequest(Body):
     cache_salt: Text = Field("", min_length=1, max_length=1024)
 
 
-GRAMMARS = frozenset({"response_format", "structured_outputs", "json_schema", "regex", "ebnf"})
-GRAMMARS |= {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
-"""Fields that ask for an answer of a grammar."""
+class SamplingFields(Body):
+    """How tokens are sampled, and where the output ends: OpenAI's parameters, then vLLM's and SGLang's."""
 
-
-class CommonRequest(SharedRequest):
-    """What both kinds of completion share: OpenAI's parameters, then vLLM's."""
-
-    harmless = HARMLESS
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "use_beam_search": (False,),
-        "length_penalty": (1,),
-        "modalities": (["text"],),
-        "return_tokens_as_token_ids": (False,),
-        "return_hidden_states": (False,),
-        "separate_reasoning": (True,),
-        "stream_reasoning": (True,),
-        "include_reasoning": (True,),
-        "data_parallel_rank": (0,),  # of the one that `weft.server.router_routes` tells of
-    }
-
-    model: str | None = None
-    n: int = Field(1, ge=1, le=128)
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
     stop: Text | Texts | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Annotated[dict[int, float], BeforeValidator(not_too_many)] = {}
-    response_format: ResponseFormat | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -156,25 +133,9 @@ class CommonRequest(SharedRequest):
     stop_token_ids: Tokens = []
     bad_words: Texts = []
     allowed_token_ids: Tokens | None = None
-    prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
-    return_token_ids: bool = False
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Any = None
-    guided_regex: Text | None = None
-    guided_choice: Texts | None = None
-    guided_grammar: Text | None = None
-    json_schema: Any = None
-    regex: Text | None = None
-    ebnf: Text | None = None
-
-    @property
-    def slow(self) -> bool:
-        """A grammar may take a second to compile."""
-        return not GRAMMARS.isdisjoint(self.model_fields_set)
 
     def sampling(self, language: Language, **more: Any) -> SamplingParams:
         """The engine's parameters; `more` of them as they are. ApiError 400 for a value out of range."""
@@ -205,6 +166,50 @@ class CommonRequest(SharedRequest):
         except ValueError as error:
             name = re.match(r"\w+", str(error))  # that SamplingParams begins its line with
             raise ApiError(400, str(error), param=name and name[0]) from error
+
+
+class GrammarFields(Body):
+    """The grammar that the output follows, by any of the names that clients have for it; see `structure.grammar_of`."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: Text | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: Text | None = None
+    json_schema: Any = None
+    regex: Text | None = None
+    ebnf: Text | None = None
+
+    @property
+    def slow(self) -> bool:
+        """A grammar may take a second to compile."""
+        return not self.model_fields_set.isdisjoint(GrammarFields.model_fields)
+
+
+class CommonRequest(SharedRequest, SamplingFields, GrammarFields):
+    """What both kinds of completion share."""
+
+    harmless = HARMLESS
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "use_beam_search": (False,),
+        "length_penalty": (1,),
+        "modalities": (["text"],),
+        "return_tokens_as_token_ids": (False,),
+        "return_hidden_states": (False,),
+        "separate_reasoning": (True,),
+        "stream_reasoning": (True,),
+        "include_reasoning": (True,),
+        "data_parallel_rank": (0,),  # of the one that `weft.server.router_routes` tells of
+    }
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=128)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
 
 
 def _spellings(word: str, tokenizer: Any) -> set[tuple[int, ...]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from weft.engine.output.grammar import Kind, grammar
 from weft.server.errors import ApiError
-from weft.server.protocol import CommonRequest, ResponseFormat
+from weft.server.protocol import GrammarFields, ResponseFormat
 
 ANY_OBJECT = {"type": "object"}
 NAMES: dict[str, Kind] = {
@@ -21,7 +21,7 @@ NAMES: dict[str, Kind] = {
 """vLLM's older names and SGLang's."""
 
 
-def grammar_of(body: CommonRequest, *, any_whitespace: bool = False) -> str | None:
+def grammar_of(body: GrammarFields, *, any_whitespace: bool = False) -> str | None:
     """As `SamplingParams.grammar` takes it; None where the answer is free. ApiError 400. any_whitespace: in JSON, as in
     `weft.engine.output.grammar.schema_text`."""
     wanted = [(name, kind, getattr(body, name)) for name, kind in NAMES.items() if getattr(body, name) is not None]

@@ -24,7 +24,7 @@ import tyro
 
 from weft.bench.chaos_clients import Load, ask, questions
 from weft.bench.host import describe_host
-from weft.bench.server_process import Served
+from weft.bench.server_process import ServerProcess
 from weft.bench.streamed_completion import LoadError
 
 SAMPLE_S = 5.0
@@ -43,7 +43,7 @@ class Options:
 
 def main(options: Options) -> int:
     with tempfile.TemporaryDirectory(prefix="weft-overload-") as folder:
-        served = Served(Path(folder), options.arguments)
+        served = ServerProcess(Path(folder), options.arguments)
         try:
             report = measure(served, options)
         finally:
@@ -56,7 +56,7 @@ def main(options: Options) -> int:
     return 0 if report["flat"] and code == 0 else 1
 
 
-def measure(served: Served, options: Options) -> dict[str, Any]:
+def measure(served: ServerProcess, options: Options) -> dict[str, Any]:
     asked = questions(32, 48, seed=0)
     expected = [ask(served.port, served.name, question) for question in asked]
     began = time.monotonic()

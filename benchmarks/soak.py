@@ -29,8 +29,8 @@ from typing import Any
 import aiohttp
 
 from weft.bench.host import describe_host
-from weft.bench.server_process import Served
-from weft.bench.streamed_completion import LoadError, Streamed
+from weft.bench.server_process import ServerProcess
+from weft.bench.streamed_completion import LoadError, StreamedCompletion
 
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_read=300)
 SMALL = ("--kv-tokens", "640", "--max-running", "12", "--max-batch-tokens", "128", "--max-waiting", "4096")
@@ -68,7 +68,7 @@ class Client:
             if not streams:
                 [choice] = (await response.json())["choices"]
                 return list(choice["logprobs"]["tokens"])
-            answer, found = Streamed(), []
+            answer, found = StreamedCompletion(), []
             async for line in response.content:
                 answer.take(line, time.monotonic())
                 if line.startswith(b"data: {"):
@@ -121,7 +121,7 @@ async def soak(url: str, model: str, options: argparse.Namespace) -> dict[str, A
         }
 
 
-def idle(served: Served) -> dict[str, float]:
+def idle(served: ServerProcess) -> dict[str, float]:
     """Requests that run or wait, once nobody asks; they take a step or two to go."""
     names = ("weft_requests_running", "weft_requests_waiting")
     deadline = time.monotonic() + 30
@@ -144,7 +144,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weft-soak-") as folder:
-        served = Served(Path(folder), [*SMALL, *options.serve_arguments])
+        served = ServerProcess(Path(folder), [*SMALL, *options.serve_arguments])
         try:
             found = asyncio.run(soak(f"http://127.0.0.1:{served.port}", served.name, options))
             found |= {name: served.metric(name) for name in METRICS} | idle(served)

@@ -16,8 +16,8 @@ import pytest
 from aiohttp import web
 
 from e2e.here import weft_here
-from weft.bench.serving import Ask, Outcome, Workload, arrivals, run, summary
-from weft.bench.streamed_completion import LoadError, Streamed
+from weft.bench.serving import Outcome, RequestSpec, Workload, arrivals, run, summary
+from weft.bench.streamed_completion import LoadError, StreamedCompletion
 
 Events = AsyncIterator[dict[str, Any] | str]
 
@@ -118,7 +118,7 @@ def test_as_many_requests_are_open_as_may_be(most: int | None) -> None:
     open_now, most_open, order = 0, 0, []
 
     class Slow:
-        async def ask(self, model: str, ask: Ask) -> Outcome:
+        async def ask(self, model: str, ask: RequestSpec) -> Outcome:
             nonlocal open_now, most_open
             order.append(ask)
             open_now += 1
@@ -269,9 +269,9 @@ def test_texts_have_as_many_tokens() -> None:
 
 
 def test_lines_that_are_no_events() -> None:
-    answer = Streamed()
+    answer = StreamedCompletion()
     for line in (b": a comment\n", b"\n", b"event: ping\n"):
         answer.take(line, 1.0)
-    assert answer == Streamed()
+    assert answer == StreamedCompletion()
     with pytest.raises(LoadError, match="not JSON"):
         answer.take(b"data: <html>\n", 1.0)

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from weft.bench.server_process import Served
+from weft.bench.server_process import ServerProcess
 
 KEY = "a key that no command line shows"
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[Served]:
-    server = Served(folder, ["--log-format", "json", "--max-running", "1", *arguments])
+def serving(folder: Path, *arguments: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(folder, ["--log-format", "json", "--max-running", "1", *arguments])
     try:
         yield server
     finally:
@@ -28,7 +28,7 @@ def serving(folder: Path, *arguments: str) -> Iterator[Served]:
 
 
 @contextmanager
-def streaming(server: Served) -> Iterator[http.client.HTTPResponse]:
+def streaming(server: ServerProcess) -> Iterator[http.client.HTTPResponse]:
     """An answer that has begun, of 128 choices one after the other, which takes minutes at the least."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     body = {"prompt": "Tom has", "max_tokens": 480, "ignore_eos": True, "n": 128, "stream": True}
@@ -69,7 +69,7 @@ def test_ctrl_c_twice_while_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @contextmanager
-def http_without_key(server: Served) -> Iterator[http.client.HTTPResponse]:
+def http_without_key(server: ServerProcess) -> Iterator[http.client.HTTPResponse]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("GET", "/v1/models")
     yield connection.getresponse()

@@ -215,7 +215,7 @@ class Driver:
         for s in self.scheduler.running:
             assert s.pending <= 1 or not s.params.reads_answer, "a draw that needs the token before it"
             most, size = max(s.prompt_tokens, s.to_run), self.scheduler.caches.page_size
-            for rule, table in zip(self.scheduler.caches.rules, s.holding.tables, strict=True):
+            for rule, table in zip(self.scheduler.caches.rules, s.allocation.tables, strict=True):
                 assert rule.state or len(table) <= -(-most // size), "a page that nothing can ever be written to"
         if parts.count:
             self.under_way.append((scheduled, parts))
@@ -260,13 +260,13 @@ class Driver:
         for group, (rule, pool) in enumerate(zip(scheduler.caches.rules, scheduler.caches.pools, strict=True)):
             holders: dict[int, set[int]] = {}
             for sequence in scheduler.running:
-                table = [page for page in sequence.holding.tables[group] if page != UNWRITTEN]
+                table = [page for page in sequence.allocation.tables[group] if page != UNWRITTEN]
                 assert rule.state or len(set(table)) == len(table), "a page twice in one table"
                 for page in table:
                     holders.setdefault(page, set()).add(sequence.request)
             for sequence, count in scheduler._step:
                 first, end = sequence.computed // size, -(-(sequence.computed + count) // size)
-                table = sequence.holding.tables[group]
+                table = sequence.allocation.tables[group]
                 for page in table[1:] if rule.state else table[first:end]:
                     assert holders[page] == {sequence.request}, "a row is written into a shared page"
                     assert pool.holders(page) == 1, "a row is written into a page of the prefix tree"

@@ -59,7 +59,7 @@ def test_who_gave_way_goes_on_from_what_is_cached_but_reports_what_was_at_first(
     while not driver.scheduler.preemptions:
         driver.step()
     assert young.drawn > 0 and young.computed == 0
-    while young.holding is None:
+    while young.allocation is None:
         cached = driver.scheduler.cached_tokens(young.tokens)
         rows = driver.step()
     (part,) = (p for p in rows.parts if p.request == 2)
@@ -238,10 +238,10 @@ def test_a_window_keeps_what_later_rows_see_and_no_page_more(window: int) -> Non
     tokens = list(range(30))
     admitted = caches.admit(tokens, 1)
     assert admitted is not None
-    holding, _ = admitted
+    allocation, _ = admitted
     for computed in range(1, len(tokens)):
-        assert caches.grow(holding, len(tokens), computed + 1)
-        caches.advance(holding, tokens, computed, keep=False)
+        assert caches.grow(allocation, len(tokens), computed + 1)
+        caches.advance(allocation, tokens, computed, keep=False)
         seen = range(max(0, computed - window + 1), computed + 1)  # by the next row
-        pages = {page for page, held in enumerate(holding.tables[0]) if held != ABSENT}
+        pages = {page for page, held in enumerate(allocation.tables[0]) if held != ABSENT}
         assert pages == set(range(seen[0] // 4, seen[-1] // 4 + 1)), computed

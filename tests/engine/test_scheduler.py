@@ -205,7 +205,7 @@ def test_a_lower_priority_number_goes_first_and_gives_way_last() -> None:
     assert [s.request for s in driver.scheduler.waiting] == [3, 0, 2]
     late = driver.add(5, [5] * 7, 9, sharing=Sharing(priority=-3))
     assert driver.scheduler.waiting.first() is late
-    while late.holding is None:
+    while late.allocation is None:
         driver.step()
     assert driver.scheduler.running[0] is late, "it came last, and is the last to give way"
     driver.finish_all()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from e2e.here import weft_here
-from weft.bench.server_process import Served
+from weft.bench.server_process import ServerProcess
 from weft.evals import word_problems
 
 GPUS = torch.cuda.device_count()
@@ -24,11 +24,11 @@ QUESTIONS = [problem.question for problem in word_problems.generate("heldout", 8
 
 
 @contextmanager
-def serving(folder: Path, device: str, layout: str) -> Iterator[Served]:
+def serving(folder: Path, device: str, layout: str) -> Iterator[ServerProcess]:
     """With less room than all questions and answers take, so that sequences give up their pages."""
     folder.mkdir()
     sizes = "--dtype float32 --kv-tokens 320 --max-running 8 --max-batch-tokens 64 --max-model-len 256"
-    served = Served(folder, ["--device", device, *sizes.split(), *layout.split()])
+    served = ServerProcess(folder, ["--device", device, *sizes.split(), *layout.split()])
     try:
         yield served
         assert served.end(60) == 0
@@ -37,7 +37,7 @@ def serving(folder: Path, device: str, layout: str) -> Iterator[Served]:
             served.kill()
 
 
-def asked(served: Served) -> list[list[str]]:
+def asked(served: ServerProcess) -> list[list[str]]:
     """The tokens of every question's answer, all asked at once."""
 
     def ask(question: str) -> list[str]:
@@ -64,7 +64,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     return found
 
 
-def check_what_it_tells(served: Served) -> None:
+def check_what_it_tells(served: ServerProcess) -> None:
     """Of its exchanges: what ran, how long that took, and what the naive plan takes in the same graphs."""
     status, text = served.get("/weft/report", 60)
     report = json.loads(text)
@@ -77,7 +77,7 @@ def check_what_it_tells(served: Served) -> None:
     assert {plan: float(seconds) > 0 for plan, seconds in measured} == {"followed": True, "naive": True}
 
 
-def check_it_bears_load(served: Served) -> None:
+def check_it_bears_load(served: ServerProcess) -> None:
     sizes = "--num-prompts 12 --random-input-len 20 --random-output-len 8 --ignore-eos --max-concurrency 4"
     url = f"http://127.0.0.1:{served.port}"
     code, out, err = weft_here(*f"bench serving --base-url {url} {sizes} --vocab-size 900 --json".split())

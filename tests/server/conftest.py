@@ -23,7 +23,7 @@ from weft.engine.engine import Engine
 from weft.engine.output.language import Language
 from weft.engine.request import Output, Sharing
 from weft.server.app import create_app
-from weft.server.engine_client import Intake
+from weft.server.engine_client import EngineClient
 from weft.server.metrics import Metrics
 from weft.server.options import Options
 from weft.server.run import Server, bind
@@ -105,8 +105,8 @@ class Served:
 def serve(engine: Any, **options: Any) -> Iterator[Served]:
     listener = bind("127.0.0.1", 0)
     chosen = Options(**options)
-    intake = Intake(engine, Metrics(engine))
-    server = Server(create_app(intake, "small", chosen), intake, chosen)
+    engine_client = EngineClient(engine, Metrics(engine))
+    server = Server(create_app(engine_client, "small", chosen), engine_client, chosen)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -70,7 +70,7 @@ def test_pythons_parser_reads_no_large_body(served: Served, monkeypatch: pytest.
 
 @pytest.mark.parametrize("value", [[[]] * 60, [{}] * 60, {str(i): 0 for i in range(60)}])
 def test_too_many_containers_are_refused_unread(served: Served, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
-    monkeypatch.setattr(bodies, "MOST_CONTAINERS", 50)
+    monkeypatch.setattr(bodies, "MAX_CONTAINERS", 50)
     with served.http() as http:
         assert http.post(C, json={"prompt": "[{:" * 60, "max_tokens": 1}).status_code == 200
         monkeypatch.setattr(bodies, "msgspec", None)
@@ -79,7 +79,7 @@ def test_too_many_containers_are_refused_unread(served: Served, monkeypatch: pyt
 
 
 def test_too_many_values_are_refused_unread(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MOST_VALUES", 50)
+    monkeypatch.setattr(bodies, "MAX_VALUES", 50)
     with served.http() as http:
         assert http.post(C, json={"prompt": [5] * 40, "max_tokens": 1}).status_code == 200
         assert http.post(C, json={"prompt": "," * 60, "max_tokens": 1}).status_code == 200

@@ -164,8 +164,8 @@ def test_half_sent_requests_keep_nobody_out(engine: Engine) -> None:
 def serve_app(app: Any, **options: Any) -> Iterator[tuple[str, int]]:
     """Any ASGI application behind the server's connections."""
     listener = bind("127.0.0.1", 0)
-    intake: Any = SimpleNamespace(live=0, close=lambda: None)
-    server = Server(app, intake, Options(**options))
+    engine_client: Any = SimpleNamespace(live=0, close=lambda: None)
+    server = Server(app, engine_client, Options(**options))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -231,10 +231,10 @@ async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
     await send({"type": "http.response.body", "body": b""})
 log.configure("text")
-intake = types.SimpleNamespace(live=0, close=lambda: None)
+engine_client = types.SimpleNamespace(live=0, close=lambda: None)
 listener = run.bind("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
-run.Server(app, intake, Options()).run(sockets=[listener])
+run.Server(app, engine_client, Options()).run(sockets=[listener])
 """
 
 

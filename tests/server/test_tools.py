@@ -17,11 +17,11 @@ from server.conftest import QuietEngine, Served, output, serve
 from weft.engine.output.grammar import Grammars
 from weft.server.chats import ChatRequest
 from weft.server.completions import Service
-from weft.server.engine_client import Intake
+from weft.server.engine_client import EngineClient
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
-from weft.server.tool_formats import FORMS, Form, form_of
-from weft.server.tools import Parts, parser
+from weft.server.tool_formats import TOOL_FORMATS, ToolFormat, tool_format_of
+from weft.server.tools import OutputDelta, parser
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 TOOLS: Any = [
@@ -47,13 +47,13 @@ TEMPLATE = (
 )
 
 
-HARMONY, XML, GLM, HERMES, DEEPSEEK, DEEPSEEK_31, LLAMA = FORMS
+HARMONY, XML, GLM, HERMES, DEEPSEEK, DEEPSEEK_31, LLAMA = TOOL_FORMATS
 
 
 def parse(
-    pieces: list[str], form: Form = HERMES, functions: Any = (), hidden: Any = ()
+    pieces: list[str], form: ToolFormat = HERMES, functions: Any = (), hidden: Any = ()
 ) -> tuple[str, list[tuple[str, Any]]]:
-    found, parts = parser(form, functions, hidden), Parts()
+    found, parts = parser(form, functions, hidden), OutputDelta()
     for at, piece in enumerate(pieces):
         parts += found.push(piece, last=at == len(pieces) - 1)
     return parts.thought + parts.text, [(c.name, loaded(c.arguments)) for c in parts.calls]
@@ -162,7 +162,7 @@ TWICE = [TIMED, ("time", {"city": "x"})]
     ],
     ids=range(27),
 )
-def test_calls_of_every_form_however_they_are_cut(form: Form, answer: str, wanted: Any) -> None:
+def test_calls_of_every_form_however_they_are_cut(form: ToolFormat, answer: str, wanted: Any) -> None:
     assert parse([answer, ""], form, [WEATHER, TIME]) == wanted
     assert parse([*answer, ""], form, [WEATHER, TIME]) == wanted
     assert parse([answer], form, [WEATHER, TIME]) == wanted
@@ -179,10 +179,10 @@ STREAMED = {
 
 
 @pytest.mark.parametrize("form", STREAMED, ids=["hermes", "llama", "deepseek", "deepseek-v3.1", "harmony"])
-def test_arguments_come_as_they_are_written(form: Form) -> None:
+def test_arguments_come_as_they_are_written(form: ToolFormat) -> None:
     """Every character at once; what ends a call elsewhere does not within a string."""
     answer = STREAMED[form].format(STRINGS, STRINGS)
-    found, parts, pieces = parser(form, [TIME]), Parts(), 0
+    found, parts, pieces = parser(form, [TIME]), OutputDelta(), 0
     for character in answer:
         new = found.push(character, last=False)
         pieces += bool(new.arguments)
@@ -193,8 +193,10 @@ def test_arguments_come_as_they_are_written(form: Form) -> None:
     assert pieces >= calls * (len(STRINGS) - 3) and not parts.text
 
 
-@pytest.mark.parametrize("form", FORMS, ids=["harmony", "xml", "glm", "hermes", "deepseek", "deepseek-v3.1", "llama"])
-def test_any_answer_is_read_alike_however_it_is_cut(form: Form) -> None:
+@pytest.mark.parametrize(
+    "form", TOOL_FORMATS, ids=["harmony", "xml", "glm", "hermes", "deepseek", "deepseek-v3.1", "llama"]
+)
+def test_any_answer_is_read_alike_however_it_is_cut(form: ToolFormat) -> None:
     """Of pieces of calls in any order, of which few are calls."""
     whole = [SPELLED[form], STREAMED[form].format(STRINGS, STRINGS)] if form in STREAMED else [SPELLED[form]]
     pieces = [
@@ -221,8 +223,8 @@ def test_any_answer_is_read_alike_however_it_is_cut(form: Form) -> None:
         assert read_in_pieces(form, cut) == wanted and read_in_pieces(form, [*answer, ""]) == wanted, (seed, answer)
 
 
-def read_in_pieces(form: Form, pieces: list[str]) -> Any:
-    found, parts = parser(form, [WEATHER, TIME]), Parts()
+def read_in_pieces(form: ToolFormat, pieces: list[str]) -> Any:
+    found, parts = parser(form, [WEATHER, TIME]), OutputDelta()
     for at, piece in enumerate(pieces):
         parts += found.push(piece, last=at == len(pieces) - 1)
     assert not parts.arguments
@@ -246,7 +248,7 @@ def test_a_template_says_which_form() -> None:
         ("<|start|>assistant<|channel|>analysis<|message|>", HARMONY),
         ("{{ messages }}", None),
     ]:
-        assert form_of(template) is form
+        assert tool_format_of(template) is form
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -287,7 +289,7 @@ def test_calls_in_later_chunks_are_numbered_on(quiet: QuietEngine) -> None:
 
 
 def test_special_tokens_are_kept_for_the_parser_alone(quiet: QuietEngine) -> None:
-    service = Service(Intake(quiet, Metrics(quiet)), "small")  # type: ignore[arg-type]
+    service = Service(EngineClient(quiet, Metrics(quiet)), "small")  # type: ignore[arg-type]
     quiet.tokenizer.chat_template = "<tool_call>"
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS})
     plain = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}]})
@@ -321,8 +323,8 @@ NAMES = ["harmony", "xml", "glm", "hermes", "deepseek", "deepseek-v3.1", "llama"
 
 
 @pytest.mark.parametrize("marks", ["text", "added tokens", "special tokens"])
-@pytest.mark.parametrize("form", FORMS, ids=NAMES)
-def test_a_grammar_takes_what_its_parser_reads(chat_model_dir: Path, form: Form, marks: str) -> None:
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=NAMES)
+def test_a_grammar_takes_what_its_parser_reads(chat_model_dir: Path, form: ToolFormat, marks: str) -> None:
     """Also where the marks are tokens of their own, special or, as <tool_call> is in Qwen3, not."""
     tokenizer = AutoTokenizer.from_pretrained(chat_model_dir)
     tokens = [AddedToken(t, normalized=False) for t in form.tokens if t in SPELLED[form] and marks != "text"]
@@ -339,8 +341,10 @@ def test_a_grammar_takes_what_its_parser_reads(chat_model_dir: Path, form: Form,
 
 
 @pytest.mark.parametrize("marks", ["text", "special tokens"])
-@pytest.mark.parametrize("form", FORMS, ids=NAMES)
-def test_strict_calls_are_held_to_their_schema_among_free_text(chat_model_dir: Path, form: Form, marks: str) -> None:
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=NAMES)
+def test_strict_calls_are_held_to_their_schema_among_free_text(
+    chat_model_dir: Path, form: ToolFormat, marks: str
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(chat_model_dir)
     if marks == "special tokens":
         tokenizer.add_special_tokens({"additional_special_tokens": list(form.tokens)})
@@ -375,10 +379,10 @@ def test_strict_calls_are_held_to_their_schema_among_free_text(chat_model_dir: P
     assert taken(before + other) == len(before) + other.index("town")
 
 
-@pytest.mark.parametrize("form", FORMS, ids=NAMES)
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=NAMES)
 @pytest.mark.parametrize("choice", ["required", "time"])
 def test_every_form_can_be_made_to_call(
-    served: Served, monkeypatch: pytest.MonkeyPatch, form: Form, choice: str
+    served: Served, monkeypatch: pytest.MonkeyPatch, form: ToolFormat, choice: str
 ) -> None:
     marked = "".join("{# " + mark + " #}" for mark in form.marks)
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", marked + "{{ messages[0].content }}")

@@ -18,13 +18,13 @@ from server.test_tools import TEMPLATE
 from weft.server.anthropic_messages import InputMessage, MessagesRequest
 from weft.server.chats import ChatRequest, Function, Message
 from weft.server.completions import Service
-from weft.server.engine_client import Intake
+from weft.server.engine_client import EngineClient
 from weft.server.errors import ApiError
 from weft.server.items import ITEMS
 from weft.server.metrics import Metrics
 from weft.server.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.server.responses import ResponsesRequest
-from weft.server.tool_formats import FORMS, Form
+from weft.server.tool_formats import TOOL_FORMATS, ToolFormat
 
 ROUTES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
@@ -151,10 +151,10 @@ def written(body: Any) -> bytes:
     return json.dumps(body).replace(json.dumps(HUGE), "7" * 5000).encode()
 
 
-@pytest.mark.parametrize("form", FORMS, ids=range(len(FORMS)))
-def test_no_schema_of_a_function_is_the_servers_fault(quiet: QuietEngine, form: Form) -> None:
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=range(len(TOOL_FORMATS)))
+def test_no_schema_of_a_function_is_the_servers_fault(quiet: QuietEngine, form: ToolFormat) -> None:
     """In every form, whether it must be called or is strict."""
-    service = Service(Intake(quiet, Metrics(quiet)), "small")  # type: ignore[arg-type]
+    service = Service(EngineClient(quiet, Metrics(quiet)), "small")  # type: ignore[arg-type]
     quiet.tokenizer.chat_template = "".join("{# " + mark + " #}" for mark in form.marks)
     for schema in SCHEMAS:
         for more in ({"tool_choice": "required"}, {}):
@@ -175,8 +175,8 @@ def test_no_body_is_the_servers_fault(served: Served, path: str, made: Any, monk
         @settings(
             max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
         )
-        @given(made(ROUTES[path]), st.sampled_from(FORMS))
-        def check(body: Any, form: Form) -> None:
+        @given(made(ROUTES[path]), st.sampled_from(TOOL_FORMATS))
+        def check(body: Any, form: ToolFormat) -> None:
             marks = "".join("{# " + mark + " #}" for mark in form.marks)
             monkeypatch.setattr(served.engine.tokenizer, "chat_template", marks + TEMPLATE)
             answer = http.post(path, content=written(body), headers={"Content-Type": "application/json"})

@@ -14,7 +14,7 @@ from weft.kernels.parts import Parts
 from weft.kv.cache import KVCache
 
 
-class Turn(Protocol):
+class RotaryTable(Protocol):
     """A rotary embedding's table: cos, sin `[T, 1, dim]`; turns `[T, heads, dim]`."""
 
     @property
@@ -29,7 +29,7 @@ class Turn(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-class Scaled(Protocol):
+class NormScale(Protocol):
     """A norm over the last dimension of `[T, heads, dim]`, with a weight `[dim]`."""
 
     @property
@@ -44,13 +44,13 @@ class Scaled(Protocol):
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
     """How `[T, features]` becomes queries, keys and values: sizes features of each, heads of `dim`, then each head of
-    queries and keys is normalised, where norms are given, and turned. gathered: as `Backend.__call__`, of the queries.
+    queries and keys is normalised, where norms are given, and rotated. gathered: as `Backend.__call__`, of the queries.
     """
 
     sizes: Sequence[int]
     dim: int
-    turn: Turn
-    norms: tuple[Scaled, Scaled] | None
+    rotary: RotaryTable
+    norms: tuple[NormScale, NormScale] | None
     gathered: bool = False
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,28 +58,28 @@ class HeadSplit:
         q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in qkv.split(list(self.sizes), dim=-1))
         if self.norms is not None:
             q, k = self.norms[0](q), self.norms[1](k)
-        return self.turn(q), self.turn(k), v
+        return self.rotary(q), self.rotary(k), v
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSplit:
     """How queries `[T, heads · dim]` and what the cache holds of each token, `[T, width]`, become what latent attention
-    takes: of the latter all but the last elements, as many as are turned, are normalised; those and the last of each
-    head's query are turned. gathered: as `Backend.__call__`.
+    takes: of the latter all but the last elements, as many as are rotated, are normalised; those and the last of each
+    head's query are rotated. gathered: as `Backend.__call__`.
     """
 
     dim: int
-    turn: Turn
-    norm: Scaled
+    rotary: RotaryTable
+    norm: NormScale
     gathered: bool = False
 
     def split(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Queries `[T, heads, dim]` and keys `[T, 1, width]`."""
         (left, rest), (latent, key) = (
-            x.tensor_split([x.shape[-1] - self.turn.cos.shape[-1]], dim=-1)
+            x.tensor_split([x.shape[-1] - self.rotary.cos.shape[-1]], dim=-1)
             for x in (q.unflatten(-1, (-1, self.dim)), kv[:, None])
         )
-        return torch.cat((left, self.turn(rest)), dim=-1), torch.cat((self.norm(latent), self.turn(key)), dim=-1)
+        return torch.cat((left, self.rotary(rest)), dim=-1), torch.cat((self.norm(latent), self.rotary(key)), dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Backend(Protocol):
         self, layer: int, qkv: Tensor | Parts, heads: HeadSplit, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """The same from queries, keys and values side by side, `[T, features]` or its parts, which are still to be
-        added up, split, normalised and turned as `heads` says: what one kernel can do on the way into the cache.
+        added up, split, normalised and rotated as `heads` says: what one kernel can do on the way into the cache.
         """
         ...
 
@@ -162,6 +162,6 @@ class Backend(Protocol):
         self, layer: int, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
     ) -> Tensor:
         """The same for a latent cache, from queries `[T, heads · dim]` and `[T, width]`, which are still to be
-        normalised and turned as `parts` says. q may be overwritten. Gives the output.
+        normalised and rotated as `parts` says. q may be overwritten. Gives the output.
         """
         ...

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.attention.backend import Absorbed, HeadSplit, LatentSplit, Turn
+from weft.attention.backend import Absorbed, HeadSplit, LatentSplit, RotaryTable
 from weft.attention.forward_batch import Batch, PageTables
 from weft.attention.sdpa import SDPA
 from weft.dcp.group import ContextGroup
@@ -24,7 +24,7 @@ class PagedTriton(SDPA):
     tokens are not dealt out, with prompts too.
     """
 
-    _turn: Turn | None = None
+    _rotary: RotaryTable | None = None
 
     def plan(self, batch: Batch, tables: PageTables) -> None:
         """See `Backend.plan`."""
@@ -62,7 +62,7 @@ class PagedTriton(SDPA):
         self, layer: int, qkv: Tensor | Parts, heads: HeadSplit, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.project`."""
-        cos, sin = self._angles(heads.turn)
+        cos, sin = self._angles(heads.rotary)
         keys, values = self.cache.of_layer(layer)
         q_norm, k_norm = heads.norms or (None, None)
         q = norm_rope_cache(
@@ -76,33 +76,33 @@ class PagedTriton(SDPA):
             q_weight=None if q_norm is None else q_norm.weight,
             k_weight=None if k_norm is None else k_norm.weight,
             eps=0.0 if q_norm is None else q_norm.eps,
-            interleaved=heads.turn.interleaved,
+            interleaved=heads.rotary.interleaved,
         )
         return self._attend(layer, q, scale, lse, None, heads.gathered)
 
-    def _angles(self, turn: Turn) -> tuple[Tensor, Tensor]:
+    def _angles(self, rotary: RotaryTable) -> tuple[Tensor, Tensor]:
         """cos and sin `[T, dim / 2]` of what turns two elements by one angle: worked out once for a step's layers."""
-        if self._turn is not turn:
-            self._turn, half = turn, turn.cos.shape[-1] // 2
-            at = slice(0, None, 2) if turn.interleaved else slice(half)
-            cos, sin = turn.cos[:, 0, at], turn.sin[:, 0, at]
-            self._cos_sin = (cos.contiguous(), sin.contiguous()) if turn.interleaved else (cos, sin)
+        if self._rotary is not rotary:
+            self._rotary, half = rotary, rotary.cos.shape[-1] // 2
+            at = slice(0, None, 2) if rotary.interleaved else slice(half)
+            cos, sin = rotary.cos[:, 0, at], rotary.sin[:, 0, at]
+            self._cos_sin = (cos.contiguous(), sin.contiguous()) if rotary.interleaved else (cos, sin)
         return self._cos_sin
 
     def project_latent(
         self, layer: int, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
     ) -> Tensor:
         """See `Backend.project_latent`."""
-        q, turn, norm = q.unflatten(-1, (-1, parts.dim)), parts.turn, parts.norm
-        table = turn.cos[:, 0], turn.sin[:, 0]
+        q, rotary, norm = q.unflatten(-1, (-1, parts.dim)), parts.rotary, parts.norm
+        table = rotary.cos[:, 0], rotary.sin[:, 0]
         cache, keys = self.cache.keys[layer], absorbed.keys
         store = partial(latent_rope_cache, q, kv, *table, self._stored, cache, norm.weight, norm.eps)
         if keys is None or (self._group is not None and not (self._single is None and parts.gathered)):
-            store(interleaved=turn.interleaved)
+            store(interleaved=rotary.interleaved)
         else:  # both parts of what attends are written side by side, where a concatenation would copy them
             n, width = keys.shape[1:]
             whole = q.new_empty(*q.shape[:2], width + parts.dim - n)
-            store(interleaved=turn.interleaved, q_turned=whole[..., width:])
+            store(interleaved=rotary.interleaved, q_turned=whole[..., width:])
             torch.bmm(q[..., :n].transpose(0, 1), keys, out=whole[..., :width].transpose(0, 1))
             q, absorbed = whole, Absorbed(None, absorbed.values)
         return self._attend(layer, q, scale, False, absorbed, parts.gathered)[0]

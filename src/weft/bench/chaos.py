@@ -21,7 +21,7 @@ from typing import Any
 
 from weft.bench.chaos_clients import Load, ask, questions
 from weft.bench.host import describe_host
-from weft.bench.server_process import Served, ServerError, segments
+from weft.bench.server_process import ServerError, ServerProcess, segments
 
 BACK_S = 300.0
 """How long the server may take until it serves again after a fault."""
@@ -30,7 +30,7 @@ BACK_S = 300.0
 class Chaos:
     """Does faults to a server. ranks: of its layout; draw: decides where chance does."""
 
-    def __init__(self, served: Served, ranks: int, draw: random.Random):
+    def __init__(self, served: ServerProcess, ranks: int, draw: random.Random):
         self.served, self.draw = served, draw
         self.half_open: list[socket.socket] = []
         self.faults: dict[str, Callable[[], None]] = {
@@ -121,7 +121,7 @@ def run(
     """
     draw, began, shared = random.Random(seed), time.monotonic(), segments()
     with tempfile.TemporaryDirectory(prefix="weft-chaos-") as name:
-        served = Served(Path(name), [*arguments, "--max-restarts", str(2 * faults + 2)])
+        served = ServerProcess(Path(name), [*arguments, "--max-restarts", str(2 * faults + 2)])
         chaos = Chaos(served, ranks, draw)
         try:
             asked = questions(4 * clients, tokens, seed)
@@ -173,7 +173,7 @@ def run(
 
 
 def _do_faults(
-    served: Served, chaos: Chaos, faults: int, draw: random.Random, say: Callable[[str], None]
+    served: ServerProcess, chaos: Chaos, faults: int, draw: random.Random, say: Callable[[str], None]
 ) -> tuple[Counter[str], list[float], list[str]]:
     """How often each was done, how long the server took to be back, and what went wrong."""
     kinds = list(chaos.faults)
@@ -199,7 +199,7 @@ def _do_faults(
     return done, back, []
 
 
-def _at_rest(served: Served) -> dict[str, Any]:
+def _at_rest(served: ServerProcess) -> dict[str, Any]:
     """What the server holds once nobody asks."""
     deadline = time.monotonic() + 30
     with suppress(OSError, http.client.HTTPException):

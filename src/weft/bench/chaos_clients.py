@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.bench.streamed_completion import LoadError, Streamed
+from weft.bench.streamed_completion import LoadError, StreamedCompletion
 
 TIMEOUT_S = 300.0
 """Without a byte for so long, an answer hangs."""
@@ -57,7 +57,7 @@ def ask(port: int, model: str, question: Question, gaps: list[float] | None = No
         response = connection.getresponse()
         if response.status != 200:
             raise LoadError(f"status {response.status}: {response.read(500)!r}")
-        answer, last, longest = Streamed(), time.monotonic(), 0.0
+        answer, last, longest = StreamedCompletion(), time.monotonic(), 0.0
         for line in response:
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
             answer.take(line, last)

@@ -19,7 +19,7 @@ class ServerError(RuntimeError):
     """The server did not start, or did not come back: one line."""
 
 
-class Served:
+class ServerProcess:
     """A server in `folder`: its log there, its temporary files in a folder of its own there."""
 
     def __init__(self, folder: Path, arguments: Sequence[str]):

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import aiohttp
 import numpy as np
 
-from weft.bench.streamed_completion import LoadError, Streamed
+from weft.bench.streamed_completion import LoadError, StreamedCompletion
 
 Backend = Literal["openai", "openai-chat"]
 PATHS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
@@ -31,7 +31,7 @@ LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 @dataclass(frozen=True)
-class Ask:
+class RequestSpec:
     """One request: prompt as token ids or text, and how many tokens it has and wants."""
 
     prompt: list[int] | str
@@ -60,7 +60,7 @@ class Workload:
         if not 0 <= self.range_ratio < 1:
             raise ValueError(f"range_ratio is {self.range_ratio}; it must be from 0 to below 1")
 
-    def asks(self, vocabulary: int, tokenizer: Any = None) -> list[Ask]:
+    def asks(self, vocabulary: int, tokenizer: Any = None) -> list[RequestSpec]:
         """The requests. Prompts are token ids below vocabulary, or with a tokenizer texts of as many of its tokens."""
         draw = random.Random(self.seed)
 
@@ -75,7 +75,7 @@ class Workload:
         for _ in range(self.num_prompts):
             prompt = prefix + tokens(length(self.input_len))
             text = None if tokenizer is None else _text_of(tokenizer, prompt, tokens)
-            made.append(Ask(prompt if text is None else text, len(prompt), length(self.output_len)))
+            made.append(RequestSpec(prompt if text is None else text, len(prompt), length(self.output_len)))
         return made
 
 
@@ -147,14 +147,14 @@ class Server:
         except (ValueError, KeyError, TypeError) as error:
             raise LoadError(f"{url} gives no list of models: {_line(error)}") from error
 
-    async def ask(self, model: str, ask: Ask) -> Outcome:
+    async def ask(self, model: str, ask: RequestSpec) -> Outcome:
         """Sends a request and reads its stream to the end."""
         prompt: dict[str, Any] = {"prompt": ask.prompt}
         if self.backend == "openai-chat":
             prompt = {"messages": [{"role": "user", "content": ask.prompt}]}
         body = {"model": model, **prompt, "max_tokens": ask.output_tokens, "stream": True}
         body |= {"stream_options": {"include_usage": True}} | self.extra
-        answer, error, began = Streamed(), "", time.perf_counter()
+        answer, error, began = StreamedCompletion(), "", time.perf_counter()
         try:
             async with self._session.post(self.base_url + PATHS[self.backend], json=body) as response:
                 if response.status != 200:
@@ -190,7 +190,7 @@ def _line(error: BaseException) -> str:
 async def run(
     server: Server,
     model: str,
-    asks: Sequence[Ask],
+    asks: Sequence[RequestSpec],
     times: Sequence[float],
     max_concurrency: int | None = None,
     done: Callable[[Outcome], None] = lambda outcome: None,
@@ -199,7 +199,7 @@ async def run(
     room = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     began = time.perf_counter()
 
-    async def one(ask: Ask, at: float) -> Outcome:
+    async def one(ask: RequestSpec, at: float) -> Outcome:
         await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
         async with room:
             outcome = await server.ask(model, ask)

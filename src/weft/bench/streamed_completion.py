@@ -11,7 +11,7 @@ class LoadError(Exception):
 
 
 @dataclass
-class Streamed:
+class StreamedCompletion:
     """What has come so far of one completion or chat.
 
     times: of each piece, on the clock of who reads: an event that brings tokens, though their text may still be empty.

@@ -13,7 +13,7 @@ from weft.cli.command import Layout, ModelDir, UserError, engine_config, stop_on
 from weft.cli.start import start_engine
 from weft.place.show import columns, size_text
 
-MOST_KERNELS = 12
+MAX_KERNELS = 12
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Command:
     def run(self) -> int:
         """Prints tables. Raises UserError, LayoutError, ModelError, EngineError."""
         from weft.bench.host import describe_host
-        from weft.profiler.breakdown import LEAST_STEPS, SPARE_TOKENS, answer_length, run
+        from weft.profiler.breakdown import MIN_STEPS, SPARE_TOKENS, answer_length, run
         from weft.profiler.chart import draw
 
         for name in ("batch", "context", "steps", "max_batch_tokens"):
-            least = LEAST_STEPS if name == "steps" else 1
+            least = MIN_STEPS if name == "steps" else 1
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
         tokens = answer_length(self.steps, -(-self.batch * self.context // self.max_batch_tokens))
@@ -119,7 +119,7 @@ def tables(report: dict[str, Any]) -> str:
             rows += [(row["what"],), ("", *_cells(row), size_text(row["bytes"]), f"{row['gb_s']:,.1f}")]
         lines += [*_narrow(rows), ""]
     rows = [("other kernels of a step", "calls", "µs", "", "share")]
-    for row in report["kernels"][:MOST_KERNELS]:
+    for row in report["kernels"][:MAX_KERNELS]:
         rows.append(
             (f"{row['what'][:40]} ({row['kind']})", f"{row['calls']:,.0f}", f"{row['us']:,.1f}", "", _share(row))
         )

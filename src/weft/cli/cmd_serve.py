@@ -75,7 +75,7 @@ class Command:
         from weft.engine.config import EngineError
         from weft.engine.startup import float8_products
         from weft.server import app, log, run
-        from weft.server.engine_client import Intake
+        from weft.server.engine_client import EngineClient
         from weft.server.metrics import Metrics
 
         options = replace(self.http, api_key=self._key(), profile_dir=self._profile_folder())
@@ -100,8 +100,8 @@ class Command:
             if engine.language.says:
                 print(f"generation_config.json: {engine.language.says}", file=sys.stderr, flush=True)
             log.configure(self.log_format)
-            intake = Intake(engine, Metrics(engine), options.request_timeout_s)
-            server = run.Server(app.create_app(intake, name, options), intake, options)
+            engine_client = EngineClient(engine, Metrics(engine), options.request_timeout_s)
+            server = run.Server(app.create_app(engine_client, name, options), engine_client, options)
 
             def leave_with_engine() -> None:
                 engine.wait()

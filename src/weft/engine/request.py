@@ -10,7 +10,7 @@ from typing import Literal
 from msgspec import Struct
 
 from weft.engine.output.grammar import Compiled, Grammar
-from weft.kv.manager import Holding
+from weft.kv.manager import CacheAllocation
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
@@ -154,9 +154,9 @@ class Sequence:
 
     tokens: the prompt and what was drawn so far, as far as the controller knows. pending: tokens that steps under way
     draw for it; they come after these. computed: how many of all these have run, or will have once those steps have,
-    and are in the caches by what `holding` says; the rest are rows still to run. row: of its DP group's table on the
-    ranks, while it has a holding; told: what they were told of its tables, empty before they heard of it. answering:
-    its next row is the token that was drawn last, which the ranks know.
+    and are in the caches by what `allocation` says; the rest are rows still to run. row: of its DP group's table on the
+    ranks, while it has an allocation; told: what they were told of its tables, empty before they heard of it.
+    answering: its next row is the token that was drawn last, which the ranks know.
     to_run: tokens that have a row if it ends by its length: all but the last, which nothing follows.
     cached: prompt tokens that came from the prefix cache when it was first admitted. allowed, grammar: which tokens may
     come, as a mask and as a grammar; empty and None: all.
@@ -179,7 +179,7 @@ class Sequence:
     told: list[list[int]] = field(default_factory=list)
     answering: bool = False
     cached: int | None = None
-    holding: Holding | None = None
+    allocation: CacheAllocation | None = None
     allowed: bytes = b""
     grammar: Grammar | None = None
     scores: list[TokenLogprob] = field(default_factory=list)
@@ -228,5 +228,5 @@ class Sequence:
 
         Its pages are not given back.
         """
-        self.computed, self.pending, self.holding = 0, 0, None
+        self.computed, self.pending, self.allocation = 0, 0, None
         self.row, self.told, self.answering = -1, [], False

@@ -17,18 +17,18 @@ from weft.kv.prefix import ABSENT, Match, PrefixTree
 
 
 @dataclass(eq=False, slots=True)
-class Holding:
+class CacheAllocation:
     """What one request holds, of each group: its page table, or [slot of the state before the next rows, after them].
 
     ABSENT stands for pages that a window has passed, and for the state of a request that begins. Of the two slots the
     first holds the state of now; they are the same one where it is updated in place. copy: (page, page): what the first
     holds is to be copied to the second, before any row of the request's first step is written, or of any other's in it.
-    room: tokens for which `grow` need take nothing more. salt: under which prefixes are reused for it and of it.
+    capacity: tokens for which `grow` need take nothing more. salt: under which prefixes are reused for it and of it.
     """
 
     tables: list[list[int]]
     copy: tuple[int, int] | None = None
-    room: int = 0
+    capacity: int = 0
     salt: str = ""
 
 
@@ -42,7 +42,7 @@ class CacheManager:
         self.tree = PrefixTree(self.rules, self.pools, page_size) if prefix_cache else None
         self._states = [g for g, rule in enumerate(self.rules) if rule.state]
         self._paged = [g for g, rule in enumerate(self.rules) if not rule.state]
-        self.gives_back = any(rule.state or rule.window is not None for rule in self.rules)
+        self.frees_on_advance = any(rule.state or rule.window is not None for rule in self.rules)
         """Whether `advance` gives anything back after rows that end no prompt."""
 
     @property
@@ -51,9 +51,9 @@ class CacheManager:
         whole = [self.pools[g].total for g in self._paged if self.rules[g].window is None]
         return min(whole) * self.page_size if whole else 2**62
 
-    def used(self, holdings: Sequence[Holding]) -> int:
+    def used(self, allocations: Sequence[CacheAllocation]) -> int:
         """Of `total`, how many some requests hold."""
-        return len({at for holding in holdings for at in holding.tables[0]} - {ABSENT})
+        return len({at for allocation in allocations for at in allocation.tables[0]} - {ABSENT})
 
     @property
     def total(self) -> int:
@@ -71,7 +71,7 @@ class CacheManager:
 
     def admit(
         self, tokens: Sequence[int], rows: int, *, reuse: bool = True, salt: str = ""
-    ) -> tuple[Holding, int] | None:
+    ) -> tuple[CacheAllocation, int] | None:
         """Room for a request and its next `rows` tokens, and how many of its tokens it need not run.
 
         None where there is too little, and then nothing is taken. reuse: whether it may begin with what others
@@ -82,23 +82,23 @@ class CacheManager:
         reused, tables = found.tokens + found.more, found.tables
         for group in self._states:
             tables[group] = [*(tables[group] or [ABSENT]), ABSENT]
-        holding = Holding(tables, salt=salt)
-        if self.grow(holding, len(tokens), min(len(tokens), reused + rows)):
+        allocation = CacheAllocation(tables, salt=salt)
+        if self.grow(allocation, len(tokens), min(len(tokens), reused + rows)):
             if found.more:  # room for it may have come of the page itself: it is read before anything is written
-                holding.copy = found.page, tables[0][found.tokens // self.page_size]
-            return holding, reused
-        self.release(holding)
+                allocation.copy = found.page, tables[0][found.tokens // self.page_size]
+            return allocation, reused
+        self.release(allocation)
         return None
 
-    def grow(self, holding: Holding, tokens: int, end: int) -> bool:
+    def grow(self, allocation: CacheAllocation, tokens: int, end: int) -> bool:
         """Room for all `tokens` of a request, of which those before `end` run next: windows need no more yet.
 
         False where there is too little, and then nothing is taken.
         """
-        missing = {group: 1 for group in self._states if holding.tables[group][1] == ABSENT}
+        missing = {group: 1 for group in self._states if allocation.tables[group][1] == ABSENT}
         for group in self._paged:
             upto = tokens if self.rules[group].window is None else end
-            if (count := -(-upto // self.page_size) - len(holding.tables[group])) > 0:
+            if (count := -(-upto // self.page_size) - len(allocation.tables[group])) > 0:
                 missing[group] = count
         for group, count in missing.items():
             if count > (free := self.pools[group].free) and self.tree:
@@ -108,25 +108,25 @@ class CacheManager:
         for group, count in missing.items():
             taken = self.pools[group].take(count)
             assert taken is not None
-            table = holding.tables[group]
+            table = allocation.tables[group]
             table[len(table) - (1 if self.rules[group].state else 0) :] = taken
-        self._note_room(holding)
+        self._note_capacity(allocation)
         return True
 
-    def grow_all(self, ends: Sequence[tuple[Holding, int]]) -> None:
-        """Room for so many tokens of each of several requests, as far as there is any; not with `gives_back`."""
+    def grow_all(self, ends: Sequence[tuple[CacheAllocation, int]]) -> None:
+        """Room for so many tokens of each of several requests, as far as there is any; not with `frees_on_advance`."""
         for group, pool in enumerate(self.pools):
-            missing = [-(-end // self.page_size) - len(holding.tables[group]) for holding, end in ends]
+            missing = [-(-end // self.page_size) - len(allocation.tables[group]) for allocation, end in ends]
             if (count := sum(max(0, each) for each in missing) - pool.free) > 0 and self.tree:
                 self.tree.evict(group, count)
-            for (holding, _), count in zip(ends, missing, strict=True):
+            for (allocation, _), count in zip(ends, missing, strict=True):
                 if count > 0:
-                    holding.tables[group] += pool.take(count) or []
-        for holding, _ in ends:
-            self._note_room(holding)
+                    allocation.tables[group] += pool.take(count) or []
+        for allocation, _ in ends:
+            self._note_capacity(allocation)
 
-    def _note_room(self, holding: Holding) -> None:
-        holding.room = min((len(holding.tables[g]) * self.page_size for g in self._paged), default=1 << 62)
+    def _note_capacity(self, allocation: CacheAllocation) -> None:
+        allocation.capacity = min((len(allocation.tables[g]) * self.page_size for g in self._paged), default=1 << 62)
 
     def rows_to_border(self, computed: int, tokens: int) -> int:
         """How many rows may run before a state has to be kept: at the last page's border before a prompt's last token.
@@ -136,48 +136,48 @@ class CacheManager:
         border = self._border(tokens)
         return border - computed if self._states and self.tree and computed < border else tokens - computed
 
-    def advance(self, holding: Holding, tokens: Sequence[int], computed: int, *, keep: bool) -> None:
+    def advance(self, allocation: CacheAllocation, tokens: Sequence[int], computed: int, *, keep: bool) -> None:
         """After the first `computed` of a request's tokens have run: gives back what no later row reads.
 
         keep: whether others may start from here; from a border where a state is kept they may in any case.
         """
         for group in self._states:
-            before, after = holding.tables[group]
+            before, after = allocation.tables[group]
             if before not in (ABSENT, after):
                 self.pools[group].release([before])
-            holding.tables[group] = [after, after]
+            allocation.tables[group] = [after, after]
         if keep or (self._states and computed == self._border(len(tokens))):
-            self.remember(holding, tokens[:computed])
+            self.remember(allocation, tokens[:computed])
         for group in self._paged:
             window = self.rules[group].window
             if window is not None:
-                table = holding.tables[group]
+                table = allocation.tables[group]
                 passed = max(0, computed - window + 1) // self.page_size
                 self.pools[group].release(page for page in table[:passed] if page != ABSENT)
                 table[:passed] = [ABSENT] * passed
 
-    def remember(self, holding: Holding, tokens: Sequence[int], *, ended: bool = False) -> None:
+    def remember(self, allocation: CacheAllocation, tokens: Sequence[int], *, ended: bool = False) -> None:
         """Lets others start from what the request has run, `tokens`. ended: it runs no more, and its last page is kept
         too, though it is not full.
         """
         if self.tree is None:
             return
-        tables = [list(table) for table in holding.tables]
+        tables = [list(table) for table in allocation.tables]
         for group in self._states:
-            table, at_border = holding.tables[group], len(tokens) % self.page_size == 0
+            table, at_border = allocation.tables[group], len(tokens) % self.page_size == 0
             if at_border and table[0] == table[1]:
                 # The next rows must not write over what others start from: without another slot, it is not kept.
                 if not self.pools[group].free:
                     self.tree.evict(group, 1)
                 table[1:] = self.pools[group].take(1) or table[1:]
             tables[group] = table[:1] if at_border and table[0] != table[1] else []
-        self.tree.insert(tokens, tables, part=ended, salt=holding.salt)
+        self.tree.insert(tokens, tables, part=ended, salt=allocation.salt)
 
-    def release(self, holding: Holding) -> None:
+    def release(self, allocation: CacheAllocation) -> None:
         """Gives back all that a request holds."""
-        for group, table in enumerate(holding.tables):
+        for group, table in enumerate(allocation.tables):
             self.pools[group].release(page for page in dict.fromkeys(table) if page != ABSENT)
-            holding.tables[group] = []
+            allocation.tables[group] = []
 
     def forget(self) -> None:
         """Gives back what nobody but the prefix tree holds."""

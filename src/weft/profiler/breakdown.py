@@ -29,7 +29,7 @@ from weft.place.spec import Mesh
 
 SKIPPED = 2
 """Steps at a window's beginning that are not counted: ranks leave the start of their profilers at different times."""
-LEAST_STEPS = 2
+MIN_STEPS = 2
 """In a window: from the beginning of one to the beginning of the next is what a step takes."""
 SPARE_TOKENS = 512
 """By so many are answers longer where there is room: many steps are run while a profiler starts on a busy machine."""
@@ -282,7 +282,7 @@ def answer_length(steps: int, chunks: int) -> int:
 def watch_now(engine: Engine, steps: int, folder: Path) -> Found:
     """Watches the next steps of an engine that answers requests: once for CPU time, and once with the profiler.
 
-    Writes folder/trace.json.gz, one Chrome trace, a process of it for every rank. steps: LEAST_STEPS or more. Raises
+    Writes folder/trace.json.gz, one Chrome trace, a process of it for every rank. steps: MIN_STEPS or more. Raises
     NotWatched where the requests end before the steps are over, and EngineError.
     """
     window = watch(engine, steps)

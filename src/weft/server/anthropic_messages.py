@@ -17,7 +17,7 @@ from weft.server.chats import ChatRequest, only_text
 from weft.server.completions import ChatJob, Service
 from weft.server.engine_client import usage
 from weft.server.errors import AnthropicBody, ApiError, anthropic_body, described, field_errors
-from weft.server.parsed_output import Parted, respond
+from weft.server.parsed_output import ParsedOutput, respond
 from weft.server.protocol import Body, Text, Texts, not_too_many
 from weft.server.tool_formats import Call
 from weft.server.tools import Parser
@@ -253,12 +253,12 @@ class Messages:
     async def _answer(self, body: MessagesRequest, request: Request) -> Response:
         service = self._service
         chat, (prompt, params, parsers) = await work_on(request, self._chat, body)
-        stream = service.intake.answers(request, [prompt], [params], service.sharing(chat, request))
+        stream = service.engine_client.generate(request, [prompt], [params], service.sharing(chat, request))
         made = _Made(body, service.model_name, prompt, parsers() if parsers else None)
         return await respond(request, stream, made, body.stream)
 
 
-class _Made(Parted):
+class _Made(ParsedOutput):
     """A message as far as it has come, and the events that tell of it."""
 
     def __init__(self, body: MessagesRequest, model: str, prompt: list[int], parser: Parser | None):

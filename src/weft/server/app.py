@@ -17,28 +17,28 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from weft import __version__
 from weft.engine.engine import Engine
 from weft.engine.profiling import NotWatched
-from weft.profiler.breakdown import LEAST_STEPS, watch_now
+from weft.profiler.breakdown import MIN_STEPS, watch_now
 from weft.server import errors, extras, router_routes
 from weft.server.anthropic_messages import Messages
 from weft.server.bodies import SLOW_AT_ONCE
 from weft.server.completions import Service
-from weft.server.engine_client import Intake
+from weft.server.engine_client import EngineClient
 from weft.server.errors import ApiError
 from weft.server.guard import Guard
 from weft.server.options import Options
 from weft.server.responses import Responses
 from weft.server.templates import Templates
 
-MOST_WATCHED = 1000
+MAX_WATCHED = 1000
 """Steps in one trace, at most: it is written and read as a whole."""
-MOST_PLANNED = 2**20
+MAX_PLANNED = 2**20
 """Tokens of the largest plan to ask for: far above any step, and numbers that the cost model can hold."""
 
 
-def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
+def create_app(engine_client: EngineClient, model_name: str, options: Options) -> FastAPI:
     """The OpenAI-compatible application. What asks for its schema needs the key too; pages about it would load code
     from elsewhere, and are left out."""
-    engine = intake.engine
+    engine = engine_client.engine
     app = FastAPI(
         title="Weft",
         version=__version__,
@@ -47,7 +47,7 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
         redirect_slashes=False,  # they would lead to whatever the Host header says
         responses=errors.described(errors.ErrorBody),
     )
-    app.add_middleware(Guard, options=options, metrics=intake.metrics)
+    app.add_middleware(Guard, options=options, metrics=engine_client.metrics)
     if options.cors_origins:  # outermost: a browser asks without the key whether it may ask
         app.add_middleware(
             CORSMiddleware,
@@ -59,20 +59,20 @@ def create_app(intake: Intake, model_name: str, options: Options) -> FastAPI:
     app.state.slow = anyio.CapacityLimiter(SLOW_AT_ONCE)
     errors.install(app)
     templates = Templates() if options.trust_request_chat_template else None
-    service = Service(intake, model_name, templates, options.reasoning_parser, options.any_whitespace)
+    service = Service(engine_client, model_name, templates, options.reasoning_parser, options.any_whitespace)
     app.include_router(service.router())
     app.include_router(Responses(service, options.max_stored_bytes).router())
     app.include_router(Messages(service).router())
     app.include_router(extras.router(service))
     app.include_router(router_routes.router(service))
-    app.include_router(_status_routes(intake, model_name))
+    app.include_router(_status_routes(engine_client, model_name))
     app.include_router(_step_routes(engine, options))
     return app
 
 
-def _status_routes(intake: Intake, model_name: str) -> APIRouter:
+def _status_routes(engine_client: EngineClient, model_name: str) -> APIRouter:
     """Health, the model, metrics: what may be asked while a step hangs."""
-    made, engine = APIRouter(), intake.engine
+    made, engine = APIRouter(), engine_client.engine
     created = int(time.time())
     card = {"id": model_name, "object": "model", "created": created, "owned_by": "weft"}
     card |= {"max_model_len": engine.max_model_len}
@@ -80,7 +80,7 @@ def _status_routes(intake: Intake, model_name: str) -> APIRouter:
     @made.head("/health", include_in_schema=False)
     @made.get("/health")
     async def health() -> Response:
-        state = "draining" if intake.closed else engine.state
+        state = "draining" if engine_client.closed else engine.state
         if state == "failed":
             return ApiError(503, engine.error or "the engine has failed").response()
         return JSONResponse({"status": "ok" if state == "serving" else state}, 200 if state == "serving" else 503)
@@ -98,7 +98,7 @@ def _status_routes(intake: Intake, model_name: str) -> APIRouter:
     # Not on a thread: those may all wait for the engine (`_step_routes`).
     @made.get("/metrics")
     async def prometheus() -> Response:
-        return Response(intake.metrics.text(model_name), media_type=CONTENT_TYPE_LATEST)
+        return Response(engine_client.metrics.text(model_name), media_type=CONTENT_TYPE_LATEST)
 
     return made
 
@@ -110,8 +110,8 @@ def _step_routes(engine: Engine, options: Options) -> APIRouter:
 
     @made.get("/weft/plan")
     async def plan(tokens: int = 1) -> Response:
-        if not 0 <= tokens <= MOST_PLANNED:
-            raise ApiError(400, f"tokens is {tokens}; it must be between 0 and {MOST_PLANNED}", param="tokens")
+        if not 0 <= tokens <= MAX_PLANNED:
+            raise ApiError(400, f"tokens is {tokens}; it must be between 0 and {MAX_PLANNED}", param="tokens")
         return PlainTextResponse(await run_in_threadpool(engine.plan_text, tokens))
 
     @made.get("/weft/report")
@@ -123,8 +123,8 @@ def _step_routes(engine: Engine, options: Options) -> APIRouter:
     async def profile(steps: int = 20) -> dict[str, Any]:
         if (folder := options.profile_dir) is None:
             raise ApiError(400, "start weft serve with --profile-dir FOLDER, where the trace goes")
-        if not LEAST_STEPS <= steps <= MOST_WATCHED:
-            limits = f"between {LEAST_STEPS} and {MOST_WATCHED}"
+        if not MIN_STEPS <= steps <= MAX_WATCHED:
+            limits = f"between {MIN_STEPS} and {MAX_WATCHED}"
             raise ApiError(400, f"steps is {steps}; it must be {limits}", param="steps")
         if not watching.acquire(blocking=False):
             raise ApiError(409, "steps are being watched already")

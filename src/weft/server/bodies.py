@@ -25,9 +25,9 @@ SMALL = 4096
 """Bytes of a body that is read on the event loop: a thread would take longer to hear of it."""
 SLOW_AT_ONCE = 2
 """Bodies that ask for what takes long."""
-MOST_VALUES = 2**20
+MAX_VALUES = 2**20
 """Values in a body: the parser lets no other thread run until it has read them all."""
-MOST_CONTAINERS = 2**17
+MAX_CONTAINERS = 2**17
 """Lists and objects among them, and members of objects: each takes ten times as long as a number."""
 EXPLAINED = 2**16
 """Bytes of a body that Python's parser may read too: it is slower, and lets no other thread run either."""
@@ -83,8 +83,8 @@ class JsonRoute(APIRoute):
 
 def decode(data: bytes) -> dict[str, Any]:
     """A JSON object. ApiError 400 for anything else, and for more values than may be."""
-    if has_more_values(data, MOST_VALUES, MOST_CONTAINERS):
-        most = f"{MOST_VALUES} values, or {MOST_CONTAINERS} lists and objects, or {MOST_CONTAINERS} members of objects"
+    if has_more_values(data, MAX_VALUES, MAX_CONTAINERS):
+        most = f"{MAX_VALUES} values, or {MAX_CONTAINERS} lists and objects, or {MAX_CONTAINERS} members of objects"
         raise ApiError(400, f"the body holds more than {most}; send several requests")
     try:
         value = _parsed(data)

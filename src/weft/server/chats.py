@@ -12,7 +12,7 @@ from weft.engine.output.grammar import Grammars
 from weft.server.errors import ApiError
 from weft.server.protocol import Body, CommonRequest, Text, not_too_many
 from weft.server.templates import Templates
-from weft.server.tool_formats import Form, form_of
+from weft.server.tool_formats import ToolFormat, tool_format_of
 
 OUR_ARGUMENTS = {"conversation", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
 OUR_ARGUMENTS |= {"continue_final_message"}
@@ -206,7 +206,7 @@ class ChatRequest(CommonRequest):
         """Whether calls that the answer may hold follow the functions' schemas: all of them, where one is strict."""
         return any(function.get("strict") for function in self.offered)
 
-    def calls_grammar(self, form: Form | None, grammars: Grammars, *, any_whitespace: bool = False) -> str | None:
+    def calls_grammar(self, form: ToolFormat | None, grammars: Grammars, *, any_whitespace: bool = False) -> str | None:
         """Of answers that must be calls, or may have strict ones in them, in this form; None where they are free.
         grammars: what compiles it. any_whitespace: in JSON, as in `weft.engine.output.grammar.schema_text`. ApiError
         400."""
@@ -240,7 +240,7 @@ class ChatRequest(CommonRequest):
         if self.chat_template is not None and templates is None:
             message = "chat_template is not taken here; start weft serve with --trust-request-chat-template"
             raise ApiError(400, message, param="chat_template")
-        if self.offered and form_of(template) is None:
+        if self.offered and tool_format_of(template) is None:
             raise ApiError(400, "this model's chat template knows no tools; leave them out", param="tools")
         messages = [m.plain() for m in self.messages]
         arguments = self.chat_template_kwargs | {

@@ -19,16 +19,16 @@ from weft.engine.request import Output, SamplingParams, Sharing
 from weft.server import render
 from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest
-from weft.server.engine_client import Choice, Intake, usage
+from weft.server.engine_client import Choice, EngineClient, usage
 from weft.server.errors import ApiError, unknown_model
 from weft.server.options import ReasoningParser
 from weft.server.prompts import Prompts
 from weft.server.protocol import CommonRequest, CompletionRequest, SharedRequest, StreamOptions
 from weft.server.reasoning import BEGIN, END, Start, ThoughtParser, Unspoken, after_thought, start_of
-from weft.server.record import heard
+from weft.server.record import as_api_error
 from weft.server.structure import grammar_of
 from weft.server.templates import Templates
-from weft.server.tool_formats import Form, form_of
+from weft.server.tool_formats import ToolFormat, tool_format_of
 from weft.server.tools import Parser, parser
 from weft.server.wire import EventStream, event, json_response
 
@@ -38,10 +38,10 @@ Job = tuple[list[list[int]], SamplingParams, render.Style]
 """Prompts, how to answer each, and how answers look."""
 
 
-class PartsOf(NamedTuple):
+class OutputFormat(NamedTuple):
     """What the parts of a chat's answer are told apart by. form: of calls; start: of a thought; None: has none."""
 
-    form: Form | None
+    form: ToolFormat | None
     start: Start | None
 
 
@@ -58,7 +58,7 @@ class Service:
     """Answers both endpoints for one engine and the one model name that it serves. templates: as in `Prompts`;
     reasoning_parser, any_whitespace: as in `Options`."""
 
-    intake: Intake
+    engine_client: EngineClient
     model_name: str
     templates: Templates | None = None
     reasoning_parser: ReasoningParser = "auto"
@@ -67,7 +67,7 @@ class Service:
     @property
     def engine(self) -> Engine:
         """What answers."""
-        return self.intake.engine
+        return self.engine_client.engine
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -127,17 +127,17 @@ class Service:
             self.prompts.of_chat_text(text, body), self._chat_params(body, parts), self._parsers(body, parts)
         )
 
-    def _parts(self, body: ChatRequest, prompt: str) -> PartsOf:
+    def _parts(self, body: ChatRequest, prompt: str) -> OutputFormat:
         template = body.template(self.engine.tokenizer)
-        form = form_of(template)
+        form = tool_format_of(template)
         if form and form.channels:
             if not body.separate_reasoning:
                 message = "separate_reasoning must be true: what this model answers has a channel for it"
                 raise ApiError(400, message, param="separate_reasoning")
-            return PartsOf(form, None)
+            return OutputFormat(form, None)
         begun = body.messages[-1].text if body.continue_final_message else ""
         start = start_of(prompt, begun) if self._thinks(template) and body.separate_reasoning else None
-        return PartsOf(form if body.offered else None, start)
+        return OutputFormat(form if body.offered else None, start)
 
     def _thinks(self, template: str) -> bool:
         """Whether the model's thoughts are told apart from text."""
@@ -149,7 +149,7 @@ class Service:
     def _added(self) -> frozenset[str]:
         return frozenset(self.engine.tokenizer.get_added_vocab())
 
-    def _parsers(self, body: ChatRequest, parts: PartsOf) -> Callable[[], Parser] | None:
+    def _parsers(self, body: ChatRequest, parts: OutputFormat) -> Callable[[], Parser] | None:
         """What makes a parser for each answer; None where it is all text."""
         form, start = parts
         hidden = self.engine.language.special if body.skip_special_tokens else ()
@@ -162,7 +162,7 @@ class Service:
 
         return made if form or start else None
 
-    def _chat_params(self, body: ChatRequest, parts: PartsOf) -> SamplingParams:
+    def _chat_params(self, body: ChatRequest, parts: OutputFormat) -> SamplingParams:
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs, form = (body.top_logprobs or 0) if body.logprobs else None, parts.form
         params = self._params(
@@ -229,7 +229,7 @@ class Service:
         jobs = [(prompt, how) for prompt in prompts for how in each]
         head = {"id": f"{style.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model_name}
         sharing = self.sharing(body, request)
-        stream = self.intake.answers(request, [p for p, _ in jobs], [how for _, how in jobs], sharing)
+        stream = self.engine_client.generate(request, [p for p, _ in jobs], [how for _, how in jobs], sharing)
         choices = [Choice() for _ in jobs]
         if body.stream:
             # Fetch the first increment before the headers go out: a refusal must still be an HTTP status.
@@ -282,5 +282,5 @@ class Service:
             if options.include_usage:
                 yield event(head | {"choices": [], "usage": usage(prompts, choices)})
         except Exception as error:  # the headers are gone: say it in the stream
-            yield event(heard(error, request.scope["state"]).body())
+            yield event(as_api_error(error, request.scope["state"]).body())
         yield b"data: [DONE]\n\n"

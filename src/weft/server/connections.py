@@ -16,11 +16,11 @@ ACCEPTED_AT_ONCE = 16
 """Connections that asyncio accepts before any other code runs."""
 SPARE_DESCRIPTORS = 5 * ACCEPTED_AT_ONCE
 """Left free: asyncio takes four turns from accepting a connection to closing the one that gave way to it."""
-MOST_HEADERS = 2**16
+MAX_HEADERS = 2**16
 """Bytes of a request's headers."""
 FULL = ApiError(503, "every connection to this server is in use; try again", headers={"Retry-After": "1"})
 NO_HTTP = ApiError(400, "this is no HTTP/1.1 request that can be read")
-TOO_LONG = ApiError(431, f"the headers of a request are larger than {MOST_HEADERS} bytes, the limit here")
+TOO_LONG = ApiError(431, f"the headers of a request are larger than {MAX_HEADERS} bytes, the limit here")
 
 
 class TooLong(Exception):
@@ -70,7 +70,7 @@ class Connection(HttpToolsProtocol):
         self._watch_request()
         # The parser tells of a header once it is whole.
         self._unfinished = self._unfinished + len(data) if self._awaited == "headers" else 0
-        if self._unfinished > MOST_HEADERS:
+        if self._unfinished > MAX_HEADERS:
             self._refuse(TOO_LONG)
 
     def on_message_begin(self) -> None:
@@ -86,7 +86,7 @@ class Connection(HttpToolsProtocol):
         self._count(len(name) + len(value) + len(b": \r\n"))
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(TOO_LONG if self._headers > MOST_HEADERS else NO_HTTP)
+        self._refuse(TOO_LONG if self._headers > MAX_HEADERS else NO_HTTP)
 
     def on_response_complete(self) -> None:
         self._since = self.loop.time()
@@ -103,7 +103,7 @@ class Connection(HttpToolsProtocol):
 
     def _count(self, size: int) -> None:
         self._headers += size
-        if self._headers > MOST_HEADERS:
+        if self._headers > MAX_HEADERS:
             raise TooLong
 
     def _refuse(self, error: ApiError) -> None:

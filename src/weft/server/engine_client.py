@@ -25,10 +25,10 @@ from weft.server.record import Record
 RETRY_S = 5
 """When to try again what a server that leaves refuses: by then another may have its place."""
 
-MOST_UNREAD = 1024
+MAX_UNREAD = 1024
 """Increments of each choice that may wait for a client that reads slowly, beside what the sockets hold: of logprobs,
 each takes kilobytes."""
-LEAST_UNREAD = 8 * MOST_UNREAD
+MIN_UNREAD = 8 * MAX_UNREAD
 """The same of a request that has few choices."""
 OUTCOMES = {400: "refused", 408: "client_slow", 429: "queue_full", 504: "timeout"}
 Job = tuple[Sequence[int], SamplingParams, OnOutput]
@@ -43,7 +43,7 @@ class Increments(asyncio.Queue["tuple[int, Answer] | ApiError | None"]):
     def __init__(self, choices: int):
         super().__init__()
         self.running: dict[int, int] = {}
-        self._most = max(LEAST_UNREAD, MOST_UNREAD * choices)
+        self._most = max(MIN_UNREAD, MAX_UNREAD * choices)
 
     @property
     def overrun(self) -> bool:
@@ -91,7 +91,7 @@ def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[s
     }
 
 
-class Intake:
+class EngineClient:
     """Takes requests to the engine, and knows those that run. Lives on the event loop. timeout_s: for each request."""
 
     def __init__(self, engine: Engine, metrics: Metrics, timeout_s: float | None = None):
@@ -119,7 +119,7 @@ class Intake:
         message = "the server is shutting down; try again"
         return ApiError(503, message, code="shutting_down", headers={"Retry-After": str(RETRY_S)})
 
-    async def answers(
+    async def generate(
         self,
         request: Request,
         prompts: Sequence[Sequence[int]],

@@ -100,7 +100,7 @@ def unknown_model(asked: str, served: str) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Gives every error of the application that was foreseen that shape; see `weft.server.record.heard` for others."""
+    """Gives each expected error of the application that shape; see `weft.server.record.as_api_error` for others."""
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
 from weft.server.options import Options
-from weft.server.record import heard, refused
+from weft.server.record import as_api_error, refused
 
 OPEN_PATHS = ("/health", "/metrics")
 """Paths that need no API key: probes and scrapers have none."""
@@ -72,7 +72,7 @@ class Guard:
         try:
             await self._app(scope, limited, reply)
         except Exception as error:
-            refusal = heard(error, state)
+            refusal = as_api_error(error, state)
             if not begun:
                 await refusal.response(scope["path"])(scope, receive, reply)
         finally:

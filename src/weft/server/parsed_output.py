@@ -12,12 +12,12 @@ from fastapi.responses import JSONResponse, Response
 from weft.engine.request import Output
 from weft.server.engine_client import Choice
 from weft.server.errors import ApiError
-from weft.server.record import heard
-from weft.server.tools import Parser, Parts
+from weft.server.record import as_api_error
+from weft.server.tools import OutputDelta, Parser
 from weft.server.wire import EventStream
 
 
-class Parted:
+class ParsedOutput:
     """An answer as far as it has come. parser: tells its parts apart; None: it is all text. reasoning_tokens: up to the
     end of its thought."""
 
@@ -31,11 +31,11 @@ class Parted:
         """Whether its last increment has come."""
         return self.choice.last is not None and self.choice.last.finish_reason is not None
 
-    def add(self, output: Output) -> Parts:
+    def add(self, output: Output) -> OutputDelta:
         """Takes an increment: what has become clear."""
         self.choice.add(output)
         if self._parser is None:
-            return Parts(output.text)
+            return OutputDelta(output.text)
         parts = self._parser.push(output.text, last=output.finish_reason is not None)
         if parts.thought:
             self.reasoning_tokens = output.completion_tokens
@@ -75,7 +75,7 @@ async def respond(
                 for event in made.end():
                     yield event
             except Exception as error:
-                yield made.failed(heard(error, request.scope["state"]))
+                yield made.failed(as_api_error(error, request.scope["state"]))
 
         return EventStream(events())
     async with aclosing(stream):

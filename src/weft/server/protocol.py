@@ -12,7 +12,7 @@ from weft.engine.output.language import Language
 from weft.engine.request import SamplingParams
 from weft.server.errors import ApiError
 
-MOST_ITEMS = 2**16
+MAX_ITEMS = 2**16
 """Messages of a chat, or prompts of a completion."""
 
 
@@ -22,8 +22,8 @@ Text = str
 
 def not_too_many(values: Any) -> Any:
     """Before each is looked at: a long list of little takes much more memory than its text."""
-    if isinstance(values, list | dict) and len(values) > MOST_ITEMS:
-        raise ValueError(f"{len(values)} items; at most {MOST_ITEMS}")
+    if isinstance(values, list | dict) and len(values) > MAX_ITEMS:
+        raise ValueError(f"{len(values)} items; at most {MAX_ITEMS}")
     return values
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from weft.engine.output.grammar import followed
 from weft.server.tool_formats import literals
-from weft.server.tools import Parser, Parts, any_of, begun
+from weft.server.tools import OutputDelta, Parser, any_of, begun
 
 BEGIN, END = "<think>", "</think>"
 Start = Literal["inside", "free"]
@@ -47,9 +47,9 @@ class ThoughtParser:
         self._held = ""
         self._thought = False  # some of it has come
 
-    def push(self, text: str, last: bool) -> Parts:
+    def push(self, text: str, last: bool) -> OutputDelta:
         self._held += text
-        parts = Parts()
+        parts = OutputDelta()
         if self._state == "free":
             beginning = self._held.lstrip()
             if beginning.startswith(BEGIN):
@@ -65,7 +65,7 @@ class ThoughtParser:
                 self._state = "behind"
             sure = self._hidden.sub("", sure if self._thought else sure.lstrip("\n"))
             self._thought = self._thought or bool(sure)
-            parts = Parts(thought=sure)
+            parts = OutputDelta(thought=sure)
         if self._state == "behind":
             self._held = self._held.lstrip("\n")
             if self._held:
@@ -82,5 +82,5 @@ class Unspoken:
     def __init__(self, inner: Parser):
         self._inner = inner
 
-    def push(self, text: str, last: bool) -> Parts:
+    def push(self, text: str, last: bool) -> OutputDelta:
         return self._inner.push(text, last)._replace(thought="")

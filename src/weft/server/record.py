@@ -23,7 +23,7 @@ def refused(metrics: Metrics, request_id: str, path: str, status: int) -> None:
     log.info("request", extra={"fields": {"id": request_id, "path": path, "outcome": outcome, "status": status}})
 
 
-def heard(error: Exception, state: Mapping[str, Any]) -> ApiError:
+def as_api_error(error: Exception, state: Mapping[str, Any]) -> ApiError:
     """How a client hears of an error. One that nobody foresaw is logged, and is what the request is remembered by.
 
     state: the request's, with `request_id`, and `record` where there is one.

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from weft.engine.output.language import Language
 from weft.engine.request import Output, TokenLogprob
 from weft.server.engine_client import Choice
-from weft.server.tools import Parser, Parts
+from weft.server.tools import OutputDelta, Parser
 
 UTF8 = codecs.getincrementaldecoder("utf-8")
 
@@ -150,7 +150,7 @@ class Chat:
 
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.last is not None
-        parts = self._new_parser().push(choice.text, last=True) if self._new_parser else Parts(choice.text)
+        parts = self._new_parser().push(choice.text, last=True) if self._new_parser else OutputDelta(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": parts.text}
         if parts.thought:
             message |= _reasoning(parts.thought)
@@ -165,7 +165,7 @@ class Chat:
         if begins:
             role = {"index": index, "delta": {"role": "assistant", "content": ""}}
             yield role | {"logprobs": None, "finish_reason": None}
-        parts = Parts(output.text)
+        parts = OutputDelta(output.text)
         if self._new_parser:
             parts = self._parsers[index].push(output.text, last=output.finish_reason is not None)
         delta: dict[str, Any] = {"content": parts.text} if parts.text else {}

@@ -20,7 +20,7 @@ from weft.server.completions import ChatJob, Service
 from weft.server.engine_client import usage
 from weft.server.errors import ApiError, field_errors
 from weft.server.items import messages_of
-from weft.server.parsed_output import Parted, respond
+from weft.server.parsed_output import ParsedOutput, respond
 from weft.server.protocol import HARMLESS, Body, JsonSchema, SharedRequest, Text
 from weft.server.stored import Store, Stored
 from weft.server.tool_formats import Call
@@ -179,7 +179,7 @@ class Responses:
     async def _answer(self, body: ResponsesRequest, request: Request) -> Response:
         service = self._service
         (prompt, params, parsers), items = await work_on(request, partial(self._chat, self._before(body)), body)
-        stream = service.intake.answers(request, [prompt], [params], service.sharing(body, request))
+        stream = service.engine_client.generate(request, [prompt], [params], service.sharing(body, request))
         made = _Made(body, service.model_name, prompt, parsers() if parsers else None)
         if self._store is not None and body.store is not False:
             made.stored = partial(self._put, self._store, items)
@@ -189,7 +189,7 @@ class Responses:
         store.put(made.id, Stored(_json(made.body()), (*before, _json(made.items))))
 
 
-class _Made(Parted):
+class _Made(ParsedOutput):
     """A response as far as it has come, and the events that tell of it. stored: called with it once it is whole."""
 
     def __init__(self, body: ResponsesRequest, model: str, prompt: list[int], parser: Parser | None):

@@ -21,7 +21,7 @@ FAREWELL_S = 2.0
 
 
 class Running(Protocol):
-    """What the server waits for before it leaves; see `weft.server.engine_client.Intake`."""
+    """What the server waits for before it leaves; see `weft.server.engine_client.EngineClient`."""
 
     @property
     def live(self) -> int: ...
@@ -49,7 +49,7 @@ def bind(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """Serves until SIGINT or SIGTERM, or until `stop`. A second signal ends the requests that still run at once."""
 
-    def __init__(self, app: ASGIApp, intake: Running, options: Options):
+    def __init__(self, app: ASGIApp, engine_client: Running, options: Options):
         config = uvicorn.Config(
             app,
             http=connection_class(options),
@@ -62,7 +62,7 @@ class Server(uvicorn.Server):
             server_header=False,
         )
         super().__init__(config)
-        self._intake, self._drain_s = intake, options.drain_s
+        self._intake, self._drain_s = engine_client, options.drain_s
         self._stops = 0
         self._deadline: float | None = None
 

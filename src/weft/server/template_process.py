@@ -14,9 +14,9 @@ from pathlib import Path
 
 MEMORY = 2**28
 """Bytes that templates may take."""
-MOST_TEXT = 2**24
+MAX_TEXT = 2**24
 """Characters of a prompt."""
-MOST_ERROR = 500
+MAX_ERROR = 500
 """Characters of an error, which may hold the prompt."""
 
 
@@ -37,9 +37,9 @@ def serve(connection: Connection) -> None:
             return
         try:
             text = render_jinja_template(**asked)[0][0]
-            said = {"text": text} if len(text) <= MOST_TEXT else {"error": f"it makes more than {MOST_TEXT} characters"}
+            said = {"text": text} if len(text) <= MAX_TEXT else {"error": f"it makes more than {MAX_TEXT} characters"}
         except MemoryError:
             return
         except Exception as error:
-            said = {"error": str(error)[:MOST_ERROR] or type(error).__name__}
+            said = {"error": str(error)[:MAX_ERROR] or type(error).__name__}
         connection.send_bytes(json.dumps(said).encode())

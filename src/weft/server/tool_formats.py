@@ -14,7 +14,7 @@ from weft.engine.output.grammar import schema_text
 
 TEXT = "TEXT: /(.|\\n)+/\n"
 """A terminal of Lark: whatever matches no special token."""
-MOST_CALLS = 16
+MAX_CALLS = 16
 """Calls in one answer that must be calls."""
 Functions = Sequence[dict[str, Any]]
 """The functions that may be called: `name`, and `parameters`, a JSON schema."""
@@ -38,7 +38,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Form:
+class ToolFormat:
     """How a model writes calls. marks: what all stands in a chat template that asks for this form.
 
     begin, end: calls stand between; without them, a call is the whole answer. read(text, functions): the calls; none
@@ -81,7 +81,7 @@ class Form:
             literal = literals({*named, self.begin}, {self.begin: "begun"})
         calls = "call"
         if several and not self.channels:
-            calls += f" ({literal(self.between)} call)~0..{MOST_CALLS - 1}"
+            calls += f" ({literal(self.between)} call)~0..{MAX_CALLS - 1}"
         calls = f"{literal(self.head)} {calls} {literal(self.tail)}"
         rules = self.call(functions, literal, partial(schema_text, any_whitespace=any_whitespace))
         if not among_text:
@@ -113,9 +113,9 @@ def literals(named: Collection[str], rules: Mapping[str, str] = {}) -> Literal:
     return literal
 
 
-def form_of(template: str) -> Form | None:
+def tool_format_of(template: str) -> ToolFormat | None:
     """The form that a chat template asks for; None where it knows no tools."""
-    return next((form for form in FORMS if all(mark in template for mark in form.marks)), None)
+    return next((form for form in TOOL_FORMATS if all(mark in template for mark in form.marks)), None)
 
 
 def _quoted(text: str) -> str:
@@ -337,9 +337,9 @@ def _harmony_call(functions: Functions, literal: Literal, schema: Schema) -> str
 
 
 _MANY = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-_in_tool_call = partial(Form, begin="<tool_call>", end="</tool_call>", tokens=("<tool_call>", "</tool_call>"))
+_in_tool_call = partial(ToolFormat, begin="<tool_call>", end="</tool_call>", tokens=("<tool_call>", "</tool_call>"))
 _in_many = partial(
-    Form,
+    ToolFormat,
     opening=DEEPSEEK_CALL,
     begin=_MANY[0],
     end=_MANY[1],
@@ -347,8 +347,8 @@ _in_many = partial(
     tail=_MANY[1],
     tokens=(*_MANY, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
 )
-FORMS = (
-    Form(
+TOOL_FORMATS = (
+    ToolFormat(
         ("<|start|>assistant", "<|channel|>"),
         _read_arguments,
         _harmony_call,
@@ -361,6 +361,6 @@ FORMS = (
     _in_tool_call(("<tool_call>",), _read_json, _json_call, JSON_CALL),
     _in_many((_MANY[0], "```json"), _read_deepseek, _deepseek_call("function<｜tool▁sep｜>", "\n```json\n", "\n```")),
     _in_many(_MANY[:1], _read_deepseek, _deepseek_call("", "<｜tool▁sep｜>", "")),
-    Form(('{"name": function name, "parameters": ',), _read_bare, _bare_call, JSON_CALL, between="; "),
+    ToolFormat(('{"name": function name, "parameters": ',), _read_bare, _bare_call, JSON_CALL, between="; "),
 )
 """The first that fits is taken."""

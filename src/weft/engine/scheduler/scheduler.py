@@ -16,7 +16,7 @@ is known beforehand where a length ends them, and those whose next draw needs th
 What a sequence gives back may be handed out at once, also while steps under way name it: ranks run steps in the order
 in which they were scheduled, each after the one before.
 
-What a sequence holds in the caches is its `holding`; who owns what there, `weft.kv.manager` says.
+What a sequence holds in the caches is its `allocation`; who owns what there, `weft.kv.manager` says.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weft.engine.request import Sequence
 from weft.engine.scheduler.sampling_rows import adjust, sampling, scoring
 from weft.engine.scheduler.waiting_queue import WaitingQueue
 from weft.kv.cache_spec import CacheGroup
-from weft.kv.manager import CacheManager, Holding
+from weft.kv.manager import CacheAllocation, CacheManager
 
 PAGES_AHEAD = 4
 """Pages that a sequence takes at once, at most: taking them for all costs as much as dozens of steps in between."""
@@ -45,26 +45,26 @@ SCORED_COST = 8
 class Scheduled:
     """What a step runs of one group: its rows, and the sequences that wait for a token or for scores of it, in order.
 
-    A sequence that ends or gives way while the step runs has another holding by then, or none.
+    A sequence that ends or gives way while the step runs has another allocation by then, or none.
     """
 
     rows: GroupRows
-    draws: list[tuple[Sequence, Holding]]
-    scores: list[tuple[Sequence, Holding]]
+    draws: list[tuple[Sequence, CacheAllocation]]
+    scores: list[tuple[Sequence, CacheAllocation]]
 
     def drawn(self, result: Result) -> list[tuple[Sequence, int, Logprobs | None]]:
         """Once its tokens have come: what is whose, pending no longer; what is nobody's any more is left out."""
         drawn, logprobs = [], result.logprobs or [None] * len(result.tokens)
-        for (sequence, holding), token, known in zip(self.draws, result.tokens, logprobs, strict=True):
-            if sequence.holding is holding:
+        for (sequence, allocation), token, known in zip(self.draws, result.tokens, logprobs, strict=True):
+            if sequence.allocation is allocation:
                 sequence.pending -= 1
                 drawn.append((sequence, token, known))
         return drawn
 
     def scored(self, result: Result) -> Iterator[tuple[Sequence, Scored]]:
         """Whose the scores are, in the same way."""
-        for (sequence, holding), scored in zip(self.scores, result.scored, strict=True):
-            if sequence.holding is holding:
+        for (sequence, allocation), scored in zip(self.scores, result.scored, strict=True):
+            if sequence.allocation is allocation:
                 yield sequence, scored
 
 
@@ -97,12 +97,12 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is; its pages are free, or the tree's, at once."""
-        if sequence.holding is not None:
+        if sequence.allocation is not None:
             self.running.remove(sequence)
             self._repeats = 0
             # A step's tokens are taken before the next but one is scheduled: whatever has a row is known here.
             assert sequence.computed <= len(sequence.tokens)
-            self.caches.remember(sequence.holding, sequence.tokens[: sequence.computed], ended=True)
+            self.caches.remember(sequence.allocation, sequence.tokens[: sequence.computed], ended=True)
             self._give_up(sequence)
         else:
             self.waiting.remove(sequence)
@@ -122,7 +122,7 @@ class Scheduler:
     @property
     def used_pages(self) -> int:
         """Pages that sequences hold; what only the tree holds can be had at any time and does not count."""
-        return self.caches.used([s.holding for s in self.running if s.holding])
+        return self.caches.used([s.allocation for s in self.running if s.allocation])
 
     def forget(self) -> None:
         """Forgets the prefixes that no request holds."""
@@ -135,17 +135,17 @@ class Scheduler:
         if self._repeats and not (self.waiting and len(self.running) < self.max_running):
             return self._repeat()
         budget, answering = self.max_batch_tokens, [s for s in self.running if s.answering]
-        if any(s.holding is not None and s.computed >= s.holding.room and not s.ending for s in answering):
+        if any(s.allocation is not None and s.computed >= s.allocation.capacity and not s.ending for s in answering):
             self._grow_ahead(answering)
         for sequence in answering:  # in the order of those that run, as in all that follows
-            if budget and sequence.holding is not None and not sequence.ending:  # else an earlier one took its pages
+            if budget and sequence.allocation is not None and not sequence.ending:  # else an earlier one took its pages
                 if sequence.stalled:
                     self.stalls += 1
-                elif sequence.computed < sequence.holding.room or self._grow(sequence, budget):
+                elif sequence.computed < sequence.allocation.capacity or self._grow(sequence, budget):
                     self._step.append((sequence, 1))
                     budget -= 1
         for sequence in [s for s in self.running if not s.answering]:
-            if budget and sequence.holding is not None and self._grow(sequence, budget):
+            if budget and sequence.allocation is not None and self._grow(sequence, budget):
                 budget -= self._plan_rows(sequence, budget)
         while budget and len(self.running) < self.max_running and (admitted := self._admit(budget)):
             budget -= self._plan_rows(admitted, budget)
@@ -153,11 +153,11 @@ class Scheduler:
         for sequence, rows in self._step:
             sequence.computed += rows
             done = sequence.left == 0
-            assert sequence.holding is not None
-            if not sequence.answering or self.caches.gives_back:
+            assert sequence.allocation is not None
+            if not sequence.answering or self.caches.frees_on_advance:
                 # Where the prompt is done, others may start from it.
                 first = done and not sequence.drawn and not sequence.pending
-                self.caches.advance(sequence.holding, sequence.tokens, sequence.computed, keep=first)
+                self.caches.advance(sequence.allocation, sequence.tokens, sequence.computed, keep=first)
             if done:
                 sequence.pending, sequence.answering = sequence.pending + 1, True
         self._step = []
@@ -174,8 +174,8 @@ class Scheduler:
     def _foresee(self, scheduled: Scheduled) -> None:
         """How often a step comes again after this one, with nothing new to say, unless somebody comes or goes."""
         rows, self._repeats = scheduled.rows, 0
-        if len(rows.answers) == len(self.running) and not (rows.adjust or self.caches.gives_back):
-            left = (min(s.holding.room, s.to_run) - s.computed for s in self.running if s.holding)
+        if len(rows.answers) == len(self.running) and not (rows.adjust or self.caches.frees_on_advance):
+            left = (min(s.allocation.capacity, s.to_run) - s.computed for s in self.running if s.allocation)
             self._repeats, self._same = min(left, default=0), Scheduled(GroupRows(rows.answers), scheduled.draws, [])
 
     def _repeat(self) -> Scheduled:
@@ -191,11 +191,11 @@ class Scheduler:
 
         They take no page that another may need soon, but such as only the prefix tree holds.
         """
-        held = sum(len(s.holding.tables[0]) for s in self.running if s.holding)
-        if self.waiting or self.caches.gives_back or held + 2 * len(self.running) > self.caches.total:
+        held = sum(len(s.allocation.tables[0]) for s in self.running if s.allocation)
+        if self.waiting or self.caches.frees_on_advance or held + 2 * len(self.running) > self.caches.total:
             return
         ahead = self.caches.page_size * max(1, min(PAGES_AHEAD, self.caches.free // len(self.running)))
-        self.caches.grow_all([(s.holding, min(s.computed + ahead, s.to_run)) for s in answering if s.holding])
+        self.caches.grow_all([(s.allocation, min(s.computed + ahead, s.to_run)) for s in answering if s.allocation])
 
     def _rows_of_step(self) -> Scheduled:
         """What the ranks are told of the step."""
@@ -204,28 +204,28 @@ class Scheduler:
         joins: list[Join] = []
         entries: list[Entry] = []
         asked: list[tuple[int, Adjust]] = []
-        draws: list[tuple[Sequence, Holding]] = []
-        scores: list[tuple[Sequence, Holding]] = []
+        draws: list[tuple[Sequence, CacheAllocation]] = []
+        scores: list[tuple[Sequence, CacheAllocation]] = []
         for sequence, rows in self._step:
-            holding = sequence.holding
-            assert holding is not None
+            allocation = sequence.allocation
+            assert allocation is not None
             if not sequence.told:
-                sequence.told = [list(table) for table in holding.tables]
-                tables = tuple(map(tuple, holding.tables))
-                draw, copy = sampling(sequence), holding.copy
+                sequence.told = [list(table) for table in allocation.tables]
+                tables = tuple(map(tuple, allocation.tables))
+                draw, copy = sampling(sequence), allocation.copy
                 joins.append(Join(sequence.row, sequence.request, sequence.computed, tables, draw, copy))
-            elif self.caches.gives_back or len(holding.tables[0]) != len(sequence.told[0]):
-                entries += self._news(sequence, holding)
+            elif self.caches.frees_on_advance or len(allocation.tables[0]) != len(sequence.told[0]):
+                entries += self._news(sequence, allocation)
             if sequence.answering:
                 answers.append(sequence.row)
             else:
                 tokens = tuple(sequence.tokens[sequence.computed : sequence.computed + rows])
                 chunks.append(Chunk(sequence.row, tokens, rows == sequence.left, scoring(sequence, rows)))
                 if chunks[-1].score:
-                    scores.append((sequence, holding))
+                    scores.append((sequence, allocation))
                 if not chunks[-1].draws:
                     continue
-            draws.append((sequence, holding))
+            draws.append((sequence, allocation))
             try:
                 how = adjust(sequence)
             except Exception as error:  # of one answer: it ends when its token comes, and the others go on
@@ -235,9 +235,9 @@ class Scheduler:
         rows_of_step = GroupRows(tuple(answers), tuple(chunks), tuple(joins), tuple(entries), tuple(asked))
         return Scheduled(rows_of_step, draws, scores)
 
-    def _news(self, sequence: Sequence, holding: Holding) -> Iterator[Entry]:
+    def _news(self, sequence: Sequence, allocation: CacheAllocation) -> Iterator[Entry]:
         """What of its tables the ranks do not know yet."""
-        for group, (table, told) in enumerate(zip(holding.tables, sequence.told, strict=True)):
+        for group, (table, told) in enumerate(zip(allocation.tables, sequence.told, strict=True)):
             if self.caches.rules[group].state:
                 new = [i for i in (0, 1) if table[i] != told[i]]
                 told[:] = table
@@ -265,9 +265,9 @@ class Scheduler:
         False where it had to give way itself, or where it sits this step out: because others are about to end, or
         because its own token is pending and would be lost, so that it might never get beyond it.
         """
-        assert sequence.holding is not None
+        assert sequence.allocation is not None
         end = sequence.computed + self._rows(sequence, budget)
-        while not self.caches.grow(sequence.holding, sequence.computed + sequence.left, end):
+        while not self.caches.grow(sequence.allocation, sequence.computed + sequence.left, end):
             if any(other.ending for other in self.running):
                 return False
             planned = [s for s, _ in self._step]
@@ -292,7 +292,7 @@ class Scheduler:
             return None
         self.waiting.take()
         bisect.insort(self.running, sequence, key=lambda s: s.sharing.priority)
-        sequence.holding, sequence.computed = admitted
+        sequence.allocation, sequence.computed = admitted
         sequence.row = self._free_rows.pop()
         if sequence.cached is None:
             sequence.cached = min(sequence.computed, sequence.prompt_tokens)
@@ -307,8 +307,8 @@ class Scheduler:
         self.waiting.put_back(sequence)
 
     def _give_up(self, sequence: Sequence) -> None:
-        assert sequence.holding is not None
-        self.caches.release(sequence.holding)
+        assert sequence.allocation is not None
+        self.caches.release(sequence.allocation)
         self._free_rows.append(sequence.row)
         sequence.forget_pages()
 

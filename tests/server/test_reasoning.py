@@ -17,15 +17,15 @@ from server.test_tools import CALL, TOOLS
 from weft.engine.output.grammar import Grammars, grammar
 from weft.server.chats import ChatRequest
 from weft.server.completions import Service
-from weft.server.engine_client import Intake
+from weft.server.engine_client import EngineClient
 from weft.server.metrics import Metrics
 from weft.server.options import ReasoningParser
-from weft.server.parsed_output import Parted
+from weft.server.parsed_output import ParsedOutput
 from weft.server.reasoning import Start, ThoughtParser, after_thought, start_of
-from weft.server.tool_formats import FORMS
-from weft.server.tools import Parts, parser
+from weft.server.tool_formats import TOOL_FORMATS
+from weft.server.tools import OutputDelta, parser
 
-HERMES = next(form for form in FORMS if form.marks == ("<tool_call>",))
+HERMES = next(form for form in TOOL_FORMATS if form.marks == ("<tool_call>",))
 THOUGHT = "<think>\nHm, a<b.\n\nSo </thin\n</think>\n\n"
 SPLIT = "Hm, a<b.\n\nSo </thin"
 OPENS = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}{{ m.content }}\n{% endfor %}<think>\n"
@@ -57,7 +57,7 @@ def test_thoughts_however_they_are_cut(start: Start, answer: str, wanted: Any) -
         cuts = sorted(random.Random(seed).choices(range(len(answer) + 1), k=seed))
         pieces = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
         for split in (pieces, [*answer, ""]):
-            found, parts = ThoughtParser(parser(HERMES), start), Parts()
+            found, parts = ThoughtParser(parser(HERMES), start), OutputDelta()
             for at, piece in enumerate(split):
                 parts += found.push(piece, last=at == len(split) - 1)
             assert (parts.text, parts.thought, len(parts.calls)) == wanted
@@ -72,25 +72,25 @@ def test_where_an_answer_begins() -> None:
 
 
 def service(quiet: QuietEngine, how: ReasoningParser = "auto") -> Service:
-    return Service(Intake(quiet, Metrics(quiet)), "small", reasoning_parser=how)  # type: ignore[arg-type]
+    return Service(EngineClient(quiet, Metrics(quiet)), "small", reasoning_parser=how)  # type: ignore[arg-type]
 
 
-def parts(of: Service, answer: str, **more: Any) -> Parts:
+def parts(of: Service, answer: str, **more: Any) -> OutputDelta:
     made = of.chat_job(ChatRequest.model_validate({"messages": HELLO} | more)).parsers
-    return made().push(answer, last=True) if made else Parts(answer)
+    return made().push(answer, last=True) if made else OutputDelta(answer)
 
 
 def test_who_thinks(quiet: QuietEngine) -> None:
     """By template or tokenizer, unless the option says it; and clients may have it unsaid or unsplit."""
     assert parts(service(quiet), THOUGHT + "Yes.").text == THOUGHT + "Yes."
-    assert parts(service(quiet, "think"), THOUGHT + "Yes.") == Parts("Yes.", thought=SPLIT)
+    assert parts(service(quiet, "think"), THOUGHT + "Yes.") == OutputDelta("Yes.", thought=SPLIT)
     quiet.tokenizer.add_tokens([AddedToken("</think>")])
-    assert parts(service(quiet), THOUGHT + "Yes.") == Parts("Yes.", thought=SPLIT)
+    assert parts(service(quiet), THOUGHT + "Yes.") == OutputDelta("Yes.", thought=SPLIT)
     quiet.tokenizer.chat_template = OPENS
-    assert parts(service(quiet), "Hm</think>Yes.") == Parts("Yes.", thought="Hm")
-    assert parts(service(quiet), "Hm</think>Yes.", include_reasoning=False) == Parts("Yes.")
-    assert parts(service(quiet), "Hm</think>Yes.", separate_reasoning=False) == Parts("Hm</think>Yes.")
-    assert parts(service(quiet, "off"), "Hm</think>Yes.") == Parts("Hm</think>Yes.")
+    assert parts(service(quiet), "Hm</think>Yes.") == OutputDelta("Yes.", thought="Hm")
+    assert parts(service(quiet), "Hm</think>Yes.", include_reasoning=False) == OutputDelta("Yes.")
+    assert parts(service(quiet), "Hm</think>Yes.", separate_reasoning=False) == OutputDelta("Hm</think>Yes.")
+    assert parts(service(quiet, "off"), "Hm</think>Yes.") == OutputDelta("Hm</think>Yes.")
 
 
 def test_marks_that_are_special_tokens_are_seen_by_the_parser_alone(quiet: QuietEngine) -> None:
@@ -100,11 +100,11 @@ def test_marks_that_are_special_tokens_are_seen_by_the_parser_alone(quiet: Quiet
     quiet.tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<|x|>"]})
     del quiet.language.special
     assert service(quiet).chat_job(body).params.keep_special
-    assert parts(service(quiet), "<think>H<|x|>m</think>Y<|x|>es.") == Parts("Yes.", thought="Hm")
+    assert parts(service(quiet), "<think>H<|x|>m</think>Y<|x|>es.") == OutputDelta("Yes.", thought="Hm")
 
 
 def test_tokens_of_a_thought_are_counted() -> None:
-    made = Parted(ThoughtParser(parser(None), "inside"))
+    made = ParsedOutput(ThoughtParser(parser(None), "inside"))
     for at, piece in enumerate(["H", "m", "</think>", "Y", "es."], 1):
         made.add(msgspec.structs.replace(output(piece), completion_tokens=at))
     assert made.reasoning_tokens == 2

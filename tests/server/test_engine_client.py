@@ -11,7 +11,7 @@ import pytest
 
 from server.conftest import QuietEngine, output
 from weft.engine.request import Output, SamplingParams
-from weft.server.engine_client import Intake
+from weft.server.engine_client import EngineClient
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
 
@@ -36,7 +36,7 @@ async def waiting(engine: Any, gone: asyncio.Event, count: int) -> asyncio.Task[
     async def collect() -> list[str]:
         state, url = SimpleNamespace(small=True), SimpleNamespace(path="/")
         request: Any = SimpleNamespace(receive=receive, state=state, url=url)
-        stream = Intake(engine, Metrics(engine)).answers(request, [[1]] * count, [SamplingParams()] * count)
+        stream = EngineClient(engine, Metrics(engine)).generate(request, [[1]] * count, [SamplingParams()] * count)
         return [output.text async for _, output in stream]
 
     task = asyncio.create_task(collect())
@@ -69,7 +69,7 @@ def test_what_a_client_does_not_read_is_bounded(choices: int, most: int) -> None
         state, url = SimpleNamespace(small=True), SimpleNamespace(path="/")
         request: Any = SimpleNamespace(receive=asyncio.Event().wait, state=state, url=url)
         params = [SamplingParams()] * choices
-        stream = Intake(engine, Metrics(engine)).answers(request, [[1]] * choices, params)
+        stream = EngineClient(engine, Metrics(engine)).generate(request, [[1]] * choices, params)
         first = asyncio.create_task(anext(stream))
         while len(engine.listeners) < choices:
             await asyncio.sleep(0)

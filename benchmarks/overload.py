@@ -63,7 +63,7 @@ def measure(served: ServerProcess, options: Options) -> dict[str, Any]:
     load = Load(served.port, served.name, asked, expected, clients=24)
     time.sleep(20.0)
     load.stop()
-    capacity = load.counts["whole"] / (time.monotonic() - began)
+    capacity = load.counts["completed"] / (time.monotonic() - began)
     print(f"capacity: {capacity:.2f} answers a second; twice that from now on", file=sys.stderr, flush=True)
 
     outcomes: Counter[str] = Counter()
@@ -71,7 +71,7 @@ def measure(served: ServerProcess, options: Options) -> dict[str, Any]:
 
     def one(at: int) -> None:
         try:
-            outcome = "whole" if ask(served.port, served.name, asked[at]) == expected[at] else "different"
+            outcome = "completed" if ask(served.port, served.name, asked[at]) == expected[at] else "different"
         except LoadError as error:
             outcome = "refused" if "status 429" in str(error) else "lost"
         except (OSError, http.client.HTTPException):

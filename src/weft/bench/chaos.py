@@ -28,10 +28,10 @@ BACK_S = 300.0
 
 
 class Chaos:
-    """Does faults to a server. ranks: of its layout; draw: decides where chance does."""
+    """Injects faults into a server. ranks: of its layout; rng: decides when and how."""
 
-    def __init__(self, served: ServerProcess, ranks: int, draw: random.Random):
-        self.served, self.draw = served, draw
+    def __init__(self, served: ServerProcess, ranks: int, rng: random.Random):
+        self.served, self.rng = served, rng
         self.half_open: list[socket.socket] = []
         self.faults: dict[str, Callable[[], None]] = {
             **{f"kill rank {r}": partial(self._signal, r, signal.SIGKILL) for r in range(ranks)},
@@ -59,7 +59,7 @@ class Chaos:
             return
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(self.draw.uniform(0.1, 2.0))
+            time.sleep(self.rng.uniform(0.1, 2.0))
             os.kill(pid, signal.SIGCONT)
 
     def _kill_forker(self) -> None:
@@ -79,12 +79,12 @@ class Chaos:
 
     def _leave(self) -> None:
         with suppress(OSError), self._open_stream() as stream:
-            stream.recv(self.draw.randrange(1, 400))
+            stream.recv(self.rng.randrange(1, 400))
 
     def _read_slowly(self) -> None:
         with suppress(OSError), self._open_stream() as stream:
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            for _ in range(self.draw.randrange(5, 20)):
+            for _ in range(self.rng.randrange(5, 20)):
                 stream.recv(1)
                 time.sleep(0.1)
 
@@ -99,8 +99,8 @@ class Chaos:
         limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (length, limits[1]))
         try:
-            self._signal(self.draw.randrange(8), signal.SIGKILL)  # something to write about, if there is such a rank
-            time.sleep(self.draw.uniform(0.5, 2.0))
+            self._signal(self.rng.randrange(8), signal.SIGKILL)  # something to write about, if there is such a rank
+            time.sleep(self.rng.uniform(0.5, 2.0))
         finally:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
 
@@ -116,20 +116,20 @@ def run(
 ) -> dict[str, Any]:
     """Serves with these arguments of `weft serve`, and does so many faults, each kind about equally often.
 
-    clients: that ask at once; tokens: of their answers, at most. Gives the report; `report["held"]` says whether all
-    that must hold did. Raises ServerError where the server does not start.
+    clients: that ask at once; tokens: of an output, at most. Gives the report; `report["passed"]` says whether no
+    request was lost and nothing hung or stayed behind. Raises ServerError where the server does not start.
     """
-    draw, began, shared = random.Random(seed), time.monotonic(), segments()
+    rng, began, shared = random.Random(seed), time.monotonic(), segments()
     with tempfile.TemporaryDirectory(prefix="weft-chaos-") as name:
         served = ServerProcess(Path(name), [*arguments, "--max-restarts", str(2 * faults + 2)])
-        chaos = Chaos(served, ranks, draw)
+        chaos = Chaos(served, ranks, rng)
         try:
             asked = questions(4 * clients, tokens, seed)
             say(f"serving on port {served.port}; asking {len(asked)} questions without faults")
             expected = [ask(served.port, served.name, question) for question in asked]
             before = {"descriptors": served.descriptors(), "memory_mib": round(served.memory_mib())}
             load = Load(served.port, served.name, asked, expected, clients)
-            done, back, trouble = _do_faults(served, chaos, faults, draw, say)
+            done, back, trouble = _do_faults(served, chaos, faults, rng, say)
             load.stop()
             chaos.close()
             after: dict[str, Any] = {}
@@ -142,7 +142,7 @@ def run(
             chaos.close()
             if served.process.poll() is None:
                 served.kill()
-    held = (
+    passed = (
         not any(load.counts[bad] for bad in ("lost", "hung", "different"))
         and not trouble
         and not any(left.values())
@@ -150,19 +150,19 @@ def run(
         and after.get("running") == after.get("waiting") == 0
     )
     return {
-        "held": held,
+        "passed": passed,
         "faults": dict(sorted(done.items())),
         "requests": dict(load.counts),
         "errors": load.errors[:20],
         "trouble": trouble,
         "restarts": restarts,
-        "back_s": _spread(back),
+        "recovery_s": _spread(back),
         "longest_pause_s": round(max(load.gaps, default=0.0), 2),
         "left_behind": left,
         "exit_code": code,
         "before": before,
         "after": after,
-        "last_of_the_log": [] if held else log[-20:],
+        "log_tail": [] if passed else log[-20:],
         "seconds": round(time.monotonic() - began),
         "arguments": list(arguments),
         "clients": clients,
@@ -173,21 +173,21 @@ def run(
 
 
 def _do_faults(
-    served: ServerProcess, chaos: Chaos, faults: int, draw: random.Random, say: Callable[[str], None]
+    served: ServerProcess, chaos: Chaos, faults: int, rng: random.Random, say: Callable[[str], None]
 ) -> tuple[Counter[str], list[float], list[str]]:
-    """How often each was done, how long the server took to be back, and what went wrong."""
+    """How often each was done, seconds until the server served again, and what went wrong."""
     kinds = list(chaos.faults)
     order = [kinds[i % len(kinds)] for i in range(faults)]
-    draw.shuffle(order)
+    rng.shuffle(order)
     done: Counter[str] = Counter()
     back: list[float] = []
     for number, kind in enumerate(order):
-        time.sleep(draw.uniform(0.0, 1.5))
+        time.sleep(rng.uniform(0.0, 1.5))
         say(f"{number + 1} of {faults}: {kind}")
         try:
             chaos.faults[kind]()
             done[kind] += 1
-            if draw.random() < 0.8:  # else the next fault comes while the server may still recover from this one
+            if rng.random() < 0.8:  # else the next fault comes while the server may still recover from this one
                 time.sleep(0.5)
                 back.append(served.wait_healthy(BACK_S))
         except (OSError, ServerError) as error:
@@ -228,4 +228,4 @@ def _left_segments(before: set[str], wait_s: float = 10.0) -> list[str]:
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
     if not seconds:
         return {}
-    return {"median": round(statistics.median(seconds), 2), "most": round(max(seconds), 2)}
+    return {"median": round(statistics.median(seconds), 2), "max": round(max(seconds), 2)}

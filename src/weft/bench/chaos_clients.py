@@ -1,4 +1,4 @@
-"""Clients that stream completions from a server on this host, again and again, and check each answer."""
+"""Clients that stream completions from a server on this host, again and again, and check each output."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 from weft.bench.streamed_completion import LoadError, StreamedCompletion
 
 TIMEOUT_S = 300.0
-"""Without a byte for so long, an answer hangs."""
+"""A stream without a byte for so long counts as hung."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A request whose answer depends on nothing but itself: greedy, or sampled from a seed."""
+    """A request with a deterministic output: greedy, or sampled from a seed."""
 
     prompt: str
     max_tokens: int
@@ -35,18 +35,18 @@ class Question:
 
 def questions(count: int, tokens: int, seed: int) -> list[Question]:
     """Half of them greedy, half sampled; prompts of several lengths, some with a common beginning."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     words = "apples boxes Tom has buys gives seven three with and then how many are left".split()  # noqa: SIM905
-    stem = " ".join(draw.choices(words, k=30))
+    stem = " ".join(rng.choices(words, k=30))
     made = []
     for i in range(count):
-        prompt = (stem + " " if i % 3 == 0 else "") + " ".join(draw.choices(words, k=draw.randrange(4, 60)))
-        made.append(Question(prompt, draw.randrange(tokens // 2, tokens + 1), 0.8 * (i % 2), draw.randrange(2**31)))
+        prompt = (stem + " " if i % 3 == 0 else "") + " ".join(rng.choices(words, k=rng.randrange(4, 60)))
+        made.append(Question(prompt, rng.randrange(tokens // 2, tokens + 1), 0.8 * (i % 2), rng.randrange(2**31)))
     return made
 
 
 def ask(port: int, model: str, question: Question, gaps: list[float] | None = None) -> str:
-    """The streamed answer. gaps: takes the longest pause between two pieces of it, in seconds.
+    """The streamed text. gaps: takes the longest pause between two pieces of it, in seconds.
 
     Raises LoadError, OSError, http.client.HTTPException; TimeoutError where nothing comes for TIMEOUT_S.
     """
@@ -57,32 +57,32 @@ def ask(port: int, model: str, question: Question, gaps: list[float] | None = No
         response = connection.getresponse()
         if response.status != 200:
             raise LoadError(f"status {response.status}: {response.read(500)!r}")
-        answer, last, longest = StreamedCompletion(), time.monotonic(), 0.0
+        completion, last, longest = StreamedCompletion(), time.monotonic(), 0.0
         for line in response:
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
-            answer.take(line, last)
-        if not answer.done:
+            completion.take(line, last)
+        if not completion.done:
             raise LoadError("the stream ended without [DONE]")
-        if answer.reason != "length":
-            raise LoadError(f"it ended with finish_reason {answer.reason!r}")
+        if completion.reason != "length":
+            raise LoadError(f"it ended with finish_reason {completion.reason!r}")
         if gaps is not None:
             gaps.append(longest)
-        return answer.text
+        return completion.text
     finally:
         connection.close()
 
 
 class Load:
-    """Clients on threads of their own, each asking one question after the other. expected: the right answers.
+    """Clients on threads of their own, each asking one question after the other. expected: outputs without faults.
 
-    counts: answers by how they ended; a client that is refused (429) comes again later. errors: what was wrong. gaps:
-    the longest pause within each whole answer, in seconds.
+    counts: completions by how they ended; a client that is refused (429) comes again later. errors: what was wrong.
+    gaps: the longest pause within each complete output, in seconds.
     """
 
     def __init__(self, port: int, model: str, asked: Sequence[Question], expected: Sequence[str], clients: int):
         self._port, self._model, self._asked, self._expected = port, model, asked, expected
         self._stop, self._lock = threading.Event(), threading.Lock()
-        self.counts: Counter[str] = Counter(whole=0, different=0, lost=0, refused=0, hung=0)
+        self.counts: Counter[str] = Counter(completed=0, different=0, lost=0, refused=0, hung=0)
         self.errors: list[str] = []
         self.gaps: list[float] = []
         self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(clients)]
@@ -98,12 +98,12 @@ class Load:
             self.counts["hung"] += thread.is_alive()
 
     def _run(self, number: int) -> None:
-        draw = random.Random(number)
+        rng = random.Random(number)
         while not self._stop.is_set():
-            at = draw.randrange(len(self._asked))
+            at = rng.randrange(len(self._asked))
             try:
                 text = ask(self._port, self._model, self._asked[at], self.gaps)
-                outcome, error = ("whole" if text == self._expected[at] else "different"), ""
+                outcome, error = ("completed" if text == self._expected[at] else "different"), ""
                 if outcome == "different":
                     error = f"{text!r} instead of {self._expected[at]!r}"
             except TimeoutError:
@@ -118,5 +118,5 @@ class Load:
                 self.counts[outcome] += 1
                 if error:
                     self.errors.append(error)
-            if outcome != "whole":
+            if outcome != "completed":
                 self._stop.wait(1.0)

@@ -1,7 +1,8 @@
 """Times every edge of transport shm beside others, and the floor, in one run.
 
 Before each timed call every rank rewrites its input, as a model would, and all meet at a barrier. A figure is the
-median over a rank's calls, the slowest rank's. Carriers take turns: a machine that changes its mind does so for all.
+median over a rank's calls, the slowest rank's. Implementations take turns: what disturbs the machine for a while
+disturbs all.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """us: median µs of a call, by carrier: shm (any input), shm zero copy (input in the arena), in place, baselines."""
+    """us: median µs of a call, by implementation: shm (any input), shm zero copy (input in the arena), shm in place, and
+    baselines."""
 
     case: Case
     us: dict[str, float]
@@ -75,8 +77,8 @@ def measure(
     rank: int, directory: Path, report: Report, cases: list[Case], baselines: list[str], tuning: ShmTuning
 ) -> None:
     """A rank's part; rank 0 reports a Timing for each case."""
-    mesh, room = mesh_of(cases[0].ranks), max(1 << 20, *(2 * c.bytes for c in cases))
-    shm = ShmTransport(mesh, rank, directory / "shm", tuning=tuning, block_bytes=room)
+    mesh, capacity = mesh_of(cases[0].ranks), max(1 << 20, *(2 * c.bytes for c in cases))
+    shm = ShmTransport(mesh, rank, directory / "shm", tuning=tuning, block_bytes=capacity)
     group = tuple(range(mesh.world))
     # Between calls of gloo a rank must not spin: gloo's own thread has to get onto the rank's core.
     patient = ShmTransport(mesh, rank, directory / "patient", spins=0)
@@ -108,7 +110,7 @@ def _case(shm: ShmTransport, patient: ShmTransport, mesh: Mesh, others: list[Glo
     fresh = torch.randn(held, width).to(dtype)
     private, arena = fresh.clone(), shm.empty(held, width, like=fresh)
     epilogue = Epilogue(torch.randn(rows, width).to(dtype), torch.randn(width).to(dtype), 1e-6)
-    turns = [shares[rank:] + shares[:rank]]  # rank i sends shares[(i + j) mod n] rows to rank j
+    rotated = [shares[rank:] + shares[:rank]]  # rank i sends shares[(i + j) mod n] rows to rank j
     receive = tuple(shares[(i + rank) % n] for i in range(n))
 
     def carry(x: Tensor) -> Callable[[], object]:
@@ -116,7 +118,7 @@ def _case(shm: ShmTransport, patient: ShmTransport, mesh: Mesh, others: list[Glo
             "all_reduce": lambda: shm.all_reduce(x, group),
             "reduce_scatterv": lambda: shm.reduce_scatterv(x, group, shares),
             "all_gatherv": lambda: shm.all_gatherv(x, group, shares),
-            "all_to_allv": lambda: shm.all_to_allv(x, group, turns[0], receive),
+            "all_to_allv": lambda: shm.all_to_allv(x, group, rotated[0], receive),
             "broadcast": lambda: shm.broadcast(x, group, 0),
             "barrier": lambda: shm.barrier(group),
             MIXED[0]: lambda: shm.all_reduce_all_gatherv(x, group, per_group),
@@ -124,32 +126,32 @@ def _case(shm: ShmTransport, patient: ShmTransport, mesh: Mesh, others: list[Glo
             "all_reduce+norm": lambda: shm.all_reduce(x, group, epilogue),
         }[case.edge]
 
-    carriers: dict[str, tuple[Tensor, Callable[[], object]]] = {"shm": (private, carry(private))}
+    implementations: dict[str, tuple[Tensor, Callable[[], object]]] = {"shm": (private, carry(private))}
     if case.edge != "barrier":
-        carriers["shm zero copy"] = (arena, carry(arena))
+        implementations["shm zero copy"] = (arena, carry(arena))
     if case.edge == "all_reduce":
-        carriers["shm in place"] = (arena, lambda: shm.all_reduce_(arena, group))
+        implementations["shm in place"] = (arena, lambda: shm.all_reduce_(arena, group))
     for other in others:
         plain = case.edge.removesuffix("+norm")
         call = other.call(plain, private, shares)
         if call is not None and plain != case.edge:
-            carriers[other.name] = (private, lambda call=call: (call(), finish(private, epilogue)))  # type: ignore[misc]
+            implementations[other.name] = (private, lambda call=call: (call(), finish(private, epilogue)))  # type: ignore[misc]
         elif call is not None:
-            carriers[other.name] = (private, call)
-    # Below 64 KiB a call takes as long as Python's way to it; ranks that share a core would time each other's turns.
+            implementations[other.name] = (private, call)
+    # Below 64 KiB a call takes as long as its Python code; ranks that share a core would time each other.
     alone = n <= (os.cpu_count() or 1)
     floors = _floors(shm, arena, case.edge, mesh, shares, per_group, width) if case.bytes >= 1 << 16 and alone else []
     budget = ROUND_S * (3 if case.bytes > 1 << 20 else 1)
     found: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
-        for name, (x, call) in carriers.items():
+        for name, (x, call) in implementations.items():
             if name != Gloo.name:
                 found.setdefault(name, []).extend(time_phases(shm, group, x, fresh, [call], budget)[0])
                 continue
             # Which suits gloo better depends on how many ranks share a core: it gets both, and keeps the better.
-            for way, cores in (("gloo on its core", nullcontext()), ("gloo on every core", every_core())):
+            for name, cores in (("gloo on its core", nullcontext()), ("gloo on every core", every_core())):
                 with cores:
-                    found.setdefault(way, []).extend(time_phases(patient, group, x, fresh, [call], budget)[0])
+                    found.setdefault(name, []).extend(time_phases(patient, group, x, fresh, [call], budget)[0])
         for i, phases in enumerate(floors):
             times = time_phases(shm, group, arena, fresh, phases, budget)
             found.setdefault(f"{FLOOR} {i}", []).extend(map(sum, zip(*times, strict=True)))
@@ -157,8 +159,8 @@ def _case(shm: ShmTransport, patient: ShmTransport, mesh: Mesh, others: list[Glo
     slowest = shm.all_gatherv(torch.tensor([list(medians.values())]).double(), group, (1,) * n).amax(0).tolist()
     us = dict(zip(medians, slowest, strict=True))
     low = [us.pop(name) for name in list(us) if name.startswith(FLOOR)]
-    ways = [us.pop(name) for name in list(us) if name.startswith(Gloo.name)]
-    us |= {Gloo.name: min(ways)} if ways else {}
+    gloo_us = [us.pop(name) for name in list(us) if name.startswith(Gloo.name)]
+    us |= {Gloo.name: min(gloo_us)} if gloo_us else {}
     return Timing(case, us | ({FLOOR: min(low)} if low else {}))
 
 
@@ -188,8 +190,8 @@ def time_phases(
         if not warm:
             return times
         wanted = int(budget / ((time.perf_counter() - began) / calls))
-        told = shm.broadcast(torch.tensor([min(MOST, max(LEAST, wanted))]), group, group[0])
-        calls, warm, times = int(told), False, [[] for _ in phases]
+        agreed = shm.broadcast(torch.tensor([min(MOST, max(LEAST, wanted))]), group, group[0])
+        calls, warm, times = int(agreed), False, [[] for _ in phases]
 
 
 def _floors(
@@ -201,13 +203,14 @@ def _floors(
     per_group: tuple[int, ...],
     width: int,
 ) -> list[list[Callable[[], object]]]:
-    """Ways to move an edge's bytes with no protocol at all, each a list of phases: the least of them is the floor."""
+    """Moves an edge's bytes with no protocol at all, in one or more orders, each a list of phases. The fastest is the
+    floor."""
     rank, n = shm.rank, mesh.world
     group, row_bytes = tuple(range(n)), width * arena.element_size()
     rows = sum(shares)
     out = shm.empty(rows, width, like=arena)
-    told = torch.tensor([[shm.offset_of(arena), shm.offset_of(out)]])
-    places = shm.all_gatherv(told, group, (1,) * n).tolist()
+    offsets = torch.tensor([[shm.offset_of(arena), shm.offset_of(out)]])
+    places = shm.all_gatherv(offsets, group, (1,) * n).tolist()
     xs, outs = [p[0] for p in places], [p[1] for p in places]
     starts = [sum(shares[:i]) for i in range(n)]
 

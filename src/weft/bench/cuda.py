@@ -1,8 +1,8 @@
 """Times every edge of transport peer on the GPUs of this host beside others, in one run.
 
 A figure is µs a call: the median over replays of a CUDA graph of many calls, the slowest rank's. Inputs take turns, so
-that no call finds its own in a cache; carriers too, so that what disturbs the host for a while disturbs all. Before it
-is timed, peer's result is compared with NCCL's, gathered in float32.
+that no call finds its own in a cache; implementations too, so that what disturbs the host for a while disturbs all.
+Before it is timed, peer's result is compared with NCCL's, gathered in float32.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RAGGED = ("reduce_scatterv ragged", "all_gatherv ragged")
 REPLAYS, WARM, GRAPH_TURNS = 6, 2, 5  # of a graph in each of its turns
 CALLS, SMALL_CALLS, SMALL = 20, 100, 1 << 20  # in a graph; up to so many bytes more, as ranks begin some µs apart
 TURNS = 4  # inputs
-LIMIT_S = 40.0  # of a carrier in a case: less than the minute after which NCCL ends a rank that waits
+LIMIT_S = 40.0  # of an implementation in a case: less than the minute after which NCCL ends a rank that waits
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 
@@ -56,7 +56,7 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 class Case:
     """rows: what a rank puts in (gathers, all_reduce, all_to_all from each) or gets (scatters), of `hidden` elements.
 
-    The mixed edges run on half the ranks' DP groups of two; ragged ones draw skewed sizes with the same mean.
+    The mixed edges run on half the ranks' DP groups of two; ragged ones have skewed sizes with the same mean.
     """
 
     ranks: int
@@ -104,7 +104,7 @@ class Case:
 
     @property
     def capacity(self) -> tuple[int, ...]:
-        """Of each segment; ragged gathers have room for the most."""
+        """Of each segment; of ragged gathers, the largest segment for all."""
         ragged = self.edge == "all_gatherv ragged"
         return (max(self.sizes),) * self.ranks if ragged else self.segments
 
@@ -121,7 +121,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """us: median µs of a call, by carrier."""
+    """us: median µs of a call, by implementation."""
 
     case: Case
     us: dict[str, float]
@@ -176,9 +176,9 @@ def measure(
     """A rank's part of the cases; rank 0 reports a Timing for each. tunings: of peer, by the name it is to have."""
     world = cases[0].ranks
     sizes = [(c.plain, c.input_bytes) for c in cases]
-    most = max(size for _, size in sizes)
-    here = World.open(rank, world, directory, (world + 1) * most)
-    arena_bytes = 2 * (TURNS + 1) * (most + 4096)
+    largest = max(size for _, size in sizes)
+    here = World.open(rank, world, directory, (world + 1) * largest)
+    arena_bytes = 2 * (TURNS + 1) * (largest + 4096)
     baselines: list[Baseline] = []
     reduced = [size for edge, size in sizes if edge == "all_reduce"]
     if "flashinfer" in others and reduced:  # first: their results are checked, and NCCL works in place
@@ -281,9 +281,9 @@ def _epilogue(case: Case, rank: int, device: torch.device) -> Epilogue:
 
 def _expected(case: Case, x: Tensor, mesh: Mesh, rank: int) -> Tensor:
     """The definition, from every rank's input in float32."""
-    every = torch.empty(mesh.world * x.shape[0], case.hidden, device=x.device)
-    dist.all_gather_into_tensor(every, x.float())
-    inputs = every.view(mesh.world, x.shape[0], case.hidden)
+    gathered = torch.empty(mesh.world * x.shape[0], case.hidden, device=x.device)
+    dist.all_gather_into_tensor(gathered, x.float())
+    inputs = gathered.view(mesh.world, x.shape[0], case.hidden)
     out = inputs.new_zeros(result_rows(case.exchange, case.segments, rank), case.hidden)
     for part in parts(case.exchange, case.segments):
         if rank in part.readers:
@@ -363,6 +363,6 @@ def _events_us(stream: torch.cuda.Stream, run: Callable[[], object]) -> float:
 
 
 def _slowest(us: list[float]) -> list[float]:
-    took = torch.tensor(us, device="cuda")
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return took.tolist()
+    slowest = torch.tensor(us, device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.tolist()

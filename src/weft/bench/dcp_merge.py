@@ -1,8 +1,8 @@
-"""Times the merge of attention over shards, way by way, beside a bare reduce_scatterv of as many bytes, in one run.
+"""Times the merge of attention over shards, by each algorithm, beside a bare reduce_scatterv of as many bytes.
 
 On GPUs a figure is µs a call in a CUDA graph (`weft.bench.cuda`), on CPUs of a call from Python, inputs rewritten
-before each (`weft.bench.collectives`): the median, the slowest rank's. Carriers take turns, and each way's result is
-compared with the definition before it is timed.
+before each (`weft.bench.collectives`): the median, the slowest rank's. Transports take turns, and each algorithm's
+result is compared with the definition before it is timed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """us: median µs of a call, by way and transport."""
+    """us: median µs of a call, by algorithm and transport."""
 
     case: Case
     us: dict[str, float]
@@ -87,7 +87,7 @@ def given(case: Case, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def calls_of(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> dict[str, Callable[[], object]]:
-    """Every way over a transport, and the bare sum, by name: `fused peer`."""
+    """Each algorithm over a transport, and the bare sum, by name: `fused peer`."""
     n = len(group)
     found: dict[str, Callable[[], object]] = {}
     if transport.offers(merge_scatterv(n)):
@@ -96,11 +96,11 @@ def calls_of(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> di
     found["ag_rs"] = partial(ag_rs, transport, out, lse, group)
     rows = out.reshape(n, -1)
     found[BARE] = partial(transport.exchange, rows, exchange.reduce_scatterv(n), group, (1,) * n)
-    return {f"{way} {transport.name.removeprefix('torchdist/')}": call for way, call in found.items()}
+    return {f"{algorithm} {transport.name.removeprefix('torchdist/')}": call for algorithm, call in found.items()}
 
 
 def check(name: str, got: object, case: Case, rank: int, device: torch.device) -> None:
-    """Raises CommError where a way's result is not what the definition makes of every rank's part."""
+    """Raises CommError where an algorithm's result is not what the definition makes of all ranks' parts."""
     if name.startswith(BARE):
         return
     parts = [given(case, r, device) for r in range(case.ranks)]
@@ -139,8 +139,8 @@ def measure_gpus(rank: int, directory: Path, report: Report, cases: Sequence[Cas
 def measure_cpus(rank: int, directory: Path, report: Report, cases: Sequence[Case], tuning: ShmTuning) -> None:
     """A rank's part on CPUs; rank 0 reports a Timing for each case."""
     world = cases[0].ranks
-    mesh, group, most = Mesh(1, world, world, 1), tuple(range(world)), max(case.bytes for case in cases)
-    shm = ShmTransport(mesh, rank, directory / "shm", tuning=tuning, block_bytes=4 * most)
+    mesh, group, largest = Mesh(1, world, world, 1), tuple(range(world)), max(case.bytes for case in cases)
+    shm = ShmTransport(mesh, rank, directory / "shm", tuning=tuning, block_bytes=4 * largest)
     patient = ShmTransport(mesh, rank, directory / "patient", spins=0)  # see bench/collectives.py
     with every_core():
         gloo = TorchDistTransport(mesh, rank, f"file://{directory}/gloo")
@@ -158,8 +158,8 @@ def measure_cpus(rank: int, directory: Path, report: Report, cases: Sequence[Cas
                 with every_core() if over_gloo else nullcontext():
                     meeting = patient if over_gloo else shm
                     times[name] += time_phases(meeting, group, out, fresh, [call], ROUND_S)[0]
-        took = torch.tensor([[statistics.median(found) * 1e6 for found in times.values()]]).double()
-        slowest = shm.all_gatherv(took, group, (1,) * world).amax(0).tolist()
+        medians = torch.tensor([[statistics.median(found) * 1e6 for found in times.values()]]).double()
+        slowest = shm.all_gatherv(medians, group, (1,) * world).amax(0).tolist()
         if rank == 0:
             report(Timing(case, dict(zip(times, slowest, strict=True))))
         gc.collect()

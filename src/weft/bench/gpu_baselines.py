@@ -22,7 +22,7 @@ INSTALL_FLASHINFER = "pip install flashinfer-python==0.7.2.post1"  # as the extr
 
 
 class Baseline:
-    """Another carrier of the same exchanges. name: as tables have it. gives_result: a bare call returns it."""
+    """Another implementation of the same exchanges. name: as tables have it. gives_result: a bare call returns it."""
 
     name: str
     gives_result = False
@@ -163,8 +163,8 @@ def has_flashinfer() -> bool:
     return find_spec("flashinfer") is not None
 
 
-def flashinfer_baselines(world: int, rank: int, device: torch.device, most: int, inputs: int) -> list[Baseline]:
-    """Those of FlashInfer's that run on so many ranks. most: bytes of the largest all_reduce, of `inputs` in turn.
+def flashinfer_baselines(world: int, rank: int, device: torch.device, max_bytes: int, inputs: int) -> list[Baseline]:
+    """Those of FlashInfer's that run on so many ranks. max_bytes: bytes of the largest all_reduce, of `inputs` in turn.
 
     Collective. Raises CommError where it does not load. Its kernels are compiled when first used: it takes minutes.
     """
@@ -174,10 +174,10 @@ def flashinfer_baselines(world: int, rank: int, device: torch.device, most: int,
         raise CommError(f"FlashInfer does not load ({error}): {INSTALL_FLASHINFER}") from error
     baselines: list[Baseline] = []
     if world in (2, 4, 8, 16):
-        workspace = TrtLlmWorkspace(comm, world, rank, device, most)
+        workspace = TrtLlmWorkspace(comm, world, rank, device, max_bytes)
         baselines += [TrtLlm(shots, workspace) for shots in ("one", "two")]
     if world in (2, 4, 6, 8):
-        baselines.append(VllmCustom(comm, world, rank, device, most, inputs))
+        baselines.append(VllmCustom(comm, world, rank, device, max_bytes, inputs))
     return baselines
 
 
@@ -195,18 +195,18 @@ class _Shared:
 
 
 class TrtLlmWorkspace:
-    """What TensorRT-LLM's kernels meet in, for bf16 inputs of up to `most` bytes; laid out as they expect it.
+    """What TensorRT-LLM's kernels meet in, for bf16 inputs of up to `max_bytes` bytes; laid out as they expect it.
 
-    FlashInfer's own constructors take symmetric memory for it, and with that, unless told not to, an NVLink multicast
+    FlashInfer's own constructors take symmetric memory for it, and with that, unless disabled, an NVLink multicast
     object, which they have no use for. This takes plain memory.
 
     lamport_bytes: of each of the three buffers that one-shot calls take turns in.
     """
 
-    def __init__(self, comm: Any, world: int, rank: int, device: torch.device, most: int):
+    def __init__(self, comm: Any, world: int, rank: int, device: torch.device, max_bytes: int):
         self.comm, self.world, self.rank = comm, world, rank
-        self.lamport_bytes = min(world * most, 1 << 29)  # the kernel multiplies it by up to 2, in an int
-        two_shot = _Shared(comm, rank, device, 2 * most)
+        self.lamport_bytes = min(world * max_bytes, 1 << 29)  # the kernel multiplies it by up to 2, in an int
+        two_shot = _Shared(comm, rank, device, 2 * max_bytes)
         flags = _Shared(comm, rank, device, world * 256 * 4)
         lamport = _Shared(comm, rank, device, 3 * self.lamport_bytes)
         comm.trtllm_lamport_initialize(lamport.pointers[rank], 3 * self.lamport_bytes // 2, torch.float16)
@@ -269,9 +269,9 @@ class VllmCustom(Baseline):
     name, gives_result = "vllm custom", True
     BLOCKS = 36  # what vLLM launches, and the most
 
-    def __init__(self, comm: Any, world: int, rank: int, device: torch.device, most: int, inputs: int):
+    def __init__(self, comm: Any, world: int, rank: int, device: torch.device, max_bytes: int, inputs: int):
         self._comm, self._world = comm, world
-        self._most = -(-most // 256) * 256
+        self._most = -(-max_bytes // 256) * 256
         self._signals = _Shared(comm, rank, device, comm.vllm_meta_size() + self._most)
         self._inputs = _Shared(comm, rank, device, inputs * self._most)
         self._pointers = torch.empty(8 << 20, dtype=torch.uint8, device=device)  # 64 bytes a registered input
@@ -297,7 +297,7 @@ class VllmCustom(Baseline):
         return out
 
     def captured(self) -> None:
-        """Tells the kernels in the graph where each other's inputs are."""
+        """Gives the kernels in the graph the addresses where each other's inputs are."""
         everyones: list[Any] = [None] * self._world
         dist.all_gather_object(everyones, self._comm.vllm_get_graph_buffer_ipc_meta(self._handle))
         handles, offsets = zip(*everyones, strict=True)

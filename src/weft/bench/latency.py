@@ -48,13 +48,13 @@ RANDOM = Qwen2MoeConfig(
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence of `prompt` tokens, then `answer` tokens. model: a directory; None: RANDOM, with random weights."""
+    """One sequence of `prompt` tokens, then `output` tokens. model: a directory; None: RANDOM, with random weights."""
 
     model: Path | None
     mesh: Mesh
     dtype: str
     prompt: int
-    answer: int
+    output: int
     rounds: int
     transports: tuple[str, ...]
     tuning: ShmTuning
@@ -94,7 +94,7 @@ def measure(rank: int, directory: Path, report: Report, request: Request) -> Non
             weight.data.fill_(1.0) if "norm" in name else weight.data.normal_(0, 0.05)
     else:
         model = load_model(request.model, load_config(request.model), mesh, rank, dtype, cpu, workspace=shm.empty)
-    total = request.prompt + request.answer
+    total = request.prompt + request.output
     pages = -(-total // PAGE)
     group = tuple(range(mesh.world))
     # The shm runner prices by the host's table; gloo's is the same plan that it would get alone.
@@ -107,7 +107,7 @@ def measure(rank: int, directory: Path, report: Report, request: Request) -> Non
         for name, runner in runners.items():
             steps = []
             tokens, at = prompt, 0
-            for _ in range(1 + request.answer - 1):
+            for _ in range(1 + request.output - 1):
                 batch = build_batch(tokens, [SeqRows(len(tokens), at, [list(range(pages))], True)], PAGE)
                 with every_core() if name == "gloo" else nullcontext():
                     patient.barrier(group)
@@ -116,8 +116,8 @@ def measure(rank: int, directory: Path, report: Report, request: Request) -> Non
                     steps.append((time.perf_counter() - began) * 1e3)
                 at += len(tokens)
                 tokens = [int(logits[-1].argmax())]
-            took = torch.tensor([[steps[0], statistics.median(steps[1:])]]).double()
-            slowest = shm.all_gatherv(took, group, (1,) * mesh.world).amax(0).tolist()
+            latencies = torch.tensor([[steps[0], statistics.median(steps[1:])]]).double()
+            slowest = shm.all_gatherv(latencies, group, (1,) * mesh.world).amax(0).tolist()
             if rank == 0 and turn:
                 report(Latency(name, *slowest))
     for transport in (*opened.values(), patient):

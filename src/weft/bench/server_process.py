@@ -76,19 +76,19 @@ class ServerProcess:
             connection.close()
 
     def wait_healthy(self, timeout_s: float) -> float:
-        """Seconds until /health answers 200. Raises ServerError where that takes too long, or the server has ended."""
+        """Seconds until /health gives 200. Raises ServerError where that takes too long, or the server has ended."""
         began = time.monotonic()
-        status, said = 0, "nothing"
+        status, body = 0, "nothing"
         while time.monotonic() - began < timeout_s and self.process.poll() is None:
             try:
-                status, said = self.get("/health")
+                status, body = self.get("/health")
             except (OSError, http.client.HTTPException) as error:
-                said = str(error)
+                body = str(error)
             if status == 200:
                 return time.monotonic() - began
             time.sleep(0.1)
         ended = self.process.poll()
-        raise ServerError(f"the server ended with {ended}" if ended is not None else f"/health still says {said}")
+        raise ServerError(f"the server ended with {ended}" if ended is not None else f"/health still says {body}")
 
     def metric(self, name: str) -> float:
         """Sum of a metric's samples."""
@@ -150,7 +150,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, which tells it from a later one of the same number; None where none lives."""
+    """When a process began, which distinguishes it from a later one of the same number; None where none lives."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,7 +1,7 @@
 """A load on an OpenAI-compatible server, and what its clients saw: the conventions of `vllm bench serve`.
 
 Requests arrive with gamma-distributed intervals (burstiness 1: a Poisson process) or all at once, at most so many being
-open. Of each answer: TTFT is the time from sending to its first piece, ITL the time between two pieces, E2EL until its
+open. Of each output: TTFT is the time from sending to its first piece, ITL the time between two pieces, E2EL until its
 last, and TPOT = (E2EL - TTFT) / (output tokens - 1).
 """
 
@@ -41,7 +41,7 @@ class RequestSpec:
 
 @dataclass(frozen=True)
 class Workload:
-    """Random prompts. Lengths are drawn evenly from len · (1 - range_ratio) to len · (1 + range_ratio), both rounded.
+    """Random prompts. Lengths are sampled evenly from len · (1 - range_ratio) to len · (1 + range_ratio), both rounded.
 
     prefix_len: tokens that all prompts begin with, beside input_len. Raises ValueError.
     """
@@ -62,14 +62,14 @@ class Workload:
 
     def asks(self, vocabulary: int, tokenizer: Any = None) -> list[RequestSpec]:
         """The requests. Prompts are token ids below vocabulary, or with a tokenizer texts of as many of its tokens."""
-        draw = random.Random(self.seed)
+        rng = random.Random(self.seed)
 
         def tokens(count: int) -> list[int]:
-            return [draw.randrange(FIRST_TOKEN, vocabulary) for _ in range(count)]
+            return [rng.randrange(FIRST_TOKEN, vocabulary) for _ in range(count)]
 
         def length(mean: int) -> int:
             spread = self.range_ratio
-            return draw.randint(max(1, math.floor(mean * (1 - spread))), max(1, math.ceil(mean * (1 + spread))))
+            return rng.randint(max(1, math.floor(mean * (1 - spread))), max(1, math.ceil(mean * (1 + spread))))
 
         prefix, made = tokens(self.prefix_len), []
         for _ in range(self.num_prompts):
@@ -95,10 +95,10 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     """Seconds from the start at which requests are sent: all at once where the rate is infinite."""
     if math.isinf(rate):
         return [0.0] * count
-    draw, at, times = random.Random(seed), 0.0, []
+    rng, at, times = random.Random(seed), 0.0, []
     for _ in range(count):
         times.append(at)
-        at += draw.gammavariate(burstiness, 1 / (rate * burstiness))
+        at += rng.gammavariate(burstiness, 1 / (rate * burstiness))
     return times
 
 
@@ -140,7 +140,7 @@ class Server:
         try:
             async with self._session.get(url) as response:
                 if response.status != 200:
-                    raise LoadError(f"{url} answers with status {response.status}: {await _why(response)}")
+                    raise LoadError(f"{url} gives status {response.status}: {await _why(response)}")
                 return [card["id"] for card in (await response.json(content_type=None))["data"]]
         except (aiohttp.ClientError, OSError) as error:
             raise LoadError(f"no server at {self.base_url}: {_line(error)}") from error
@@ -154,26 +154,26 @@ class Server:
             prompt = {"messages": [{"role": "user", "content": ask.prompt}]}
         body = {"model": model, **prompt, "max_tokens": ask.output_tokens, "stream": True}
         body |= {"stream_options": {"include_usage": True}} | self.extra
-        answer, error, began = StreamedCompletion(), "", time.perf_counter()
+        completion, error, began = StreamedCompletion(), "", time.perf_counter()
         try:
             async with self._session.post(self.base_url + PATHS[self.backend], json=body) as response:
                 if response.status != 200:
                     raise LoadError(f"status {response.status}: {await _why(response)}")
                 async for line in response.content:
-                    answer.take(line, time.perf_counter())
-            if not answer.done:
+                    completion.take(line, time.perf_counter())
+            if not completion.done:
                 raise LoadError("the stream ended without [DONE]")
-            if not answer.times:
-                raise LoadError("the answer has no tokens")
+            if not completion.times:
+                raise LoadError("the output has no tokens")
         except LoadError as caught:
             error = str(caught)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as caught:
             error = _line(caught)
         return Outcome(
             error,
-            tuple(t - began for t in answer.times),
-            ask.input_tokens if answer.prompt_tokens is None else answer.prompt_tokens,
-            len(answer.times) if answer.completion_tokens is None else answer.completion_tokens,
+            tuple(t - began for t in completion.times),
+            ask.input_tokens if completion.prompt_tokens is None else completion.prompt_tokens,
+            len(completion.times) if completion.completion_tokens is None else completion.completion_tokens,
         )
 
 
@@ -196,12 +196,12 @@ async def run(
     done: Callable[[Outcome], None] = lambda outcome: None,
 ) -> tuple[list[Outcome], float]:
     """Sends each request at its time, or later where max_concurrency are open. Gives outcomes in order, and seconds."""
-    room = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+    slots = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     began = time.perf_counter()
 
     async def one(ask: RequestSpec, at: float) -> Outcome:
         await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-        async with room:
+        async with slots:
             outcome = await server.ask(model, ask)
         done(outcome)
         return outcome
@@ -213,7 +213,7 @@ async def run(
 def summary(outcomes: Sequence[Outcome], duration: float, goodput: Mapping[str, float] = {}) -> dict[str, Any]:
     """The figures, under the names that `vllm bench serve` writes; latencies in ms, None where there is none.
 
-    duration: seconds. goodput: most ms by ttft, tpot or e2el; requests that keep all of them count.
+    duration: seconds. goodput: limits in ms by ttft, tpot or e2el; requests that keep all of them count.
     """
     whole = [o for o in outcomes if not o.error]
     read, written = sum(o.input_tokens for o in whole), sum(o.output_tokens for o in whole)

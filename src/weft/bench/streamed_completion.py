@@ -1,4 +1,4 @@
-"""An answer as an OpenAI-compatible server streams it: its text, its token counts, and when each piece came."""
+"""A completion as an OpenAI-compatible server streams it: its text, its token counts, and when each chunk came."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 class LoadError(Exception):
-    """An answer that ended before its end: the text says how."""
+    """A completion that failed or was cut short; the message says how."""
 
 
 @dataclass
@@ -15,7 +15,7 @@ class StreamedCompletion:
     """What has come so far of one completion or chat.
 
     times: of each piece, on the clock of who reads: an event that brings tokens, though their text may still be empty.
-    reason: the finish_reason. prompt_tokens, completion_tokens: the usage, where the server tells it. done: the stream
+    reason: the finish_reason. prompt_tokens, completion_tokens: the usage, where the server sends it. done: the stream
     has ended as it must, with [DONE].
     """
 

@@ -88,8 +88,8 @@ def find_sizes(rank: int, directory: Path, report: Report, world: int) -> None:
                     x = shm.empty(*fresh.shape, like=fresh) if in_arena else torch.empty_like(fresh)
                     call = partial(shm.all_reduce, x, group)
                     found[name] += time_phases(meeting, group, x, fresh, [call], BUDGET_S)[0]
-            took = [statistics.median(found[before]), statistics.median(found[after])]
-            slowest = meeting.all_gatherv(torch.tensor([took]).double(), group, (1,) * world).amax(0)
+            medians = [statistics.median(found[before]), statistics.median(found[after])]
+            slowest = meeting.all_gatherv(torch.tensor([medians]).double(), group, (1,) * world).amax(0)
             best[at] = int(slowest.argmin())
         last = max((at for at in range(len(sizes)) if best[at] == 0), default=-1)
         return 0 if last < 0 else NEVER if last == len(sizes) - 1 else sizes[last]
@@ -205,8 +205,8 @@ def _call_us(
     for _ in range(ROUNDS):
         with nullcontext() if transport is meeting else every_core():
             times += time_phases(meeting, group, x, fresh, [partial(call, x)], BUDGET_S)[0]
-    took = torch.tensor([[statistics.median(times) * 1e6]]).double()
-    return float(meeting.all_gatherv(took, group, (1,) * len(group)).max())
+    median = torch.tensor([[statistics.median(times) * 1e6]]).double()
+    return float(meeting.all_gatherv(median, group, (1,) * len(group)).max())
 
 
 def price_locals(rank: int, directory: Path, report: Report, sizes: list[int]) -> None:

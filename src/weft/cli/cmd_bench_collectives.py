@@ -63,7 +63,7 @@ class Command:
     edges: tuple[str, ...] = ()
     """Which exchanges; left out, all."""
     baselines: tuple[Literal["gloo", "deepspeed", "nccl", "window", "symm", "flashinfer"], ...] = ()
-    """Whom to compare with. On CPUs gloo and deepspeed, which must be installed (docs/shared-memory.md); on GPUs NCCL,
+    """What to compare with. On CPUs gloo and deepspeed, which must be installed (docs/shared-memory.md); on GPUs NCCL,
     NCCL over registered windows, torch's symmetric memory, and FlashInfer's kernels (TensorRT-LLM's and vLLM's), which
     must be installed. Left out, all but deepspeed, and FlashInfer's where they are installed."""
     json: Path | None = None
@@ -143,9 +143,9 @@ class Command:
             tunings = {"peer": read_tuning(host_table(gpus=True), "peer_tuning", PeerTuning)}
             yield f"{ranks} ranks", len(cases), run_ranks(ranks, gpu.measure, cases, tunings, baselines)
 
-    def _ranks(self, default: tuple[int, ...], most: int) -> tuple[int, ...]:
-        if not all(2 <= n <= most for n in self.ranks):
-            raise UserError(f"--ranks takes numbers from 2 to {most}")
+    def _ranks(self, default: tuple[int, ...], limit: int) -> tuple[int, ...]:
+        if not all(2 <= n <= limit for n in self.ranks):
+            raise UserError(f"--ranks takes numbers from 2 to {limit}")
         return self.ranks or default
 
     def _edges(self, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -161,14 +161,14 @@ class Command:
 
 
 def heading(timing: Any) -> str:
-    """What the rows below it have in common: ranks, exchange, who carries it."""
+    """What the rows below it have in common: ranks, exchange, implementations."""
     names = "".join(f"{_short(name):>{_width(name)}}" for name in timing.us)
     ranks = str(timing.case).partition("  ")[0]
     return f"\n{timing.case.edge}, {ranks}: µs a call, and how many times the best of ours\n{'':{LABEL}}{names}"
 
 
 def line(timing: Any) -> str:
-    """One row of the table: the case, and each carrier's µs."""
+    """One row of the table: the case, and µs of each implementation."""
     best = min(us for name, us in timing.us.items() if name.startswith(OURS))
     label = str(timing.case).partition(timing.case.edge)[2].strip()
     cells = ""

@@ -22,7 +22,7 @@ from weft.place.cost import host_table, read_tuning
 
 @dataclass(frozen=True)
 class Command:
-    """Time the merge of attention over the shards of a dcp group, one layer's: every way on every transport.
+    """Time the merge of attention over the shards of a dcp group, one layer's: each algorithm on each transport.
 
     fused is one call of Weft's own transport; a2a one all_to_all of outputs with their log-sum-exps, and a combine;
     ag_rs a gather of the log-sum-exps, a scaling, and a reduce-scatter. reduce_scatterv beside them is a bare sum of as
@@ -54,10 +54,10 @@ class Command:
         on_gpus, have = self.device == "cuda", torch.cuda.device_count()
         if on_gpus and have < 2:
             raise UserError(f"--device cuda takes two GPUs or more; this machine has {have}")
-        most = min(have, PEER_RANKS) if on_gpus else SHM_RANKS
-        ranks = self.ranks or ((most,) if on_gpus else (2,))
-        if not all(2 <= n <= most and 64 % n == 0 for n in ranks):
-            raise UserError(f"--ranks takes powers of two from 2 to {most}, which divide the heads")
+        limit = min(have, PEER_RANKS) if on_gpus else SHM_RANKS
+        ranks = self.ranks or ((limit,) if on_gpus else (2,))
+        if not all(2 <= n <= limit and 64 % n == 0 for n in ranks):
+            raise UserError(f"--ranks takes powers of two from 2 to {limit}, which divide the heads")
         if not self.batches or min(self.batches) < 1:
             raise UserError("--batches takes numbers of 1 or more")
         stop_on_sigterm()

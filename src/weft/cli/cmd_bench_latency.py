@@ -41,7 +41,7 @@ class Command:
     input: int = 1024
     """Tokens of the prompt."""
     output: int = 8
-    """Tokens of the answer."""
+    """Tokens of the output."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     rounds: int = 7
     """Rounds that count; one more goes before them."""

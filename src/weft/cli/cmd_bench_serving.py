@@ -29,7 +29,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Command:
-    """Load an OpenAI-compatible server with random prompts, and say how fast it answers.
+    """Load an OpenAI-compatible server with random prompts, and report its throughput and latencies.
 
     Options and figures are those of `vllm bench serve` and its random data set. Prompts are token ids, which most
     servers take; with --tokenizer they are texts. Exit code 1 where a request fails.
@@ -57,9 +57,9 @@ class Command:
     random_input_len: int = 1024
     """Tokens of a prompt."""
     random_output_len: int = 128
-    """Tokens of an answer, at most; with --ignore-eos exactly."""
+    """Tokens of an output, at most; with --ignore-eos exactly."""
     random_range_ratio: float = 0.0
-    """Lengths are drawn from len × (1 - ratio) to len × (1 + ratio)."""
+    """Lengths are sampled from len × (1 - ratio) to len × (1 + ratio)."""
     random_prefix_len: int = 0
     """Tokens that all prompts begin with, beside their own."""
     request_rate: float = math.inf
@@ -71,9 +71,9 @@ class Command:
     num_warmups: int = 1
     """Requests that are sent, one after the other, before the clock starts."""
     ignore_eos: bool = False
-    """Ask for answers of full length: a field that vLLM, SGLang and Weft know, and others may refuse."""
+    """Ask for outputs of full length: a field that vLLM, SGLang and Weft know, and others may refuse."""
     temperature: float = 0.0
-    """Of the answers."""
+    """Of sampling; 0 is greedy."""
     seed: int = 0
     """Of prompts, lengths and arrivals."""
     goodput: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ class Command:
     Ranks are killed, or stopped for a while; clients leave, read slowly, or never finish their headers; the log cannot
     be written. It starts a server of its own, and asks that alone.
 
-    It holds where no request is lost or answered differently, nothing hangs, and no process, file or segment is left.
+    It passes where no request is lost or completed differently, nothing hangs, and no process, file or segment is left.
     Exit code 1 where it does not.
 
     Examples:
@@ -36,7 +36,7 @@ class Command:
     clients: int = 4
     """That ask at once, each one request after the other."""
     tokens: int = 48
-    """Of an answer, at most."""
+    """Tokens of an output, at most."""
     seed: int = 0
     """Of the questions, and of which fault comes when."""
     step_timeout_s: float = 60.0
@@ -75,4 +75,4 @@ class Command:
         if self.json is not None:
             self.json.write_text(text + "\n")
         print(text)
-        return 0 if report["held"] else 1
+        return 0 if report["passed"] else 1

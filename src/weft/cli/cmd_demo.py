@@ -30,10 +30,10 @@ class Command:
     """Serve the embedded model on 4 ranks of this machine, ask it word problems, and show what moved.
 
     Starts `weft serve` with attn_dp=2 attn_tp=2 ep=2 moe_tp=2, sends the questions at once through the official openai
-    client, streams the answers, prints the plan that ran and the collectives beside the naive plan's, and stops.
+    client, streams the outputs, prints the plan that ran and the collectives beside the naive plan's, and stops.
 
     With --dcp 2 there are 8 ranks, attn_tp=8 ep=2 moe_tp=4: the model's 4 key-value heads are each held by 2 of them,
-    which deal out the cached tokens among them.
+    which shard the cached tokens among them.
 
     Examples:
       weft demo --questions 6
@@ -43,7 +43,7 @@ class Command:
     questions: int = 4
     """How many word problems to ask."""
     dcp: Literal[1, 2] = 1
-    """Ranks that share a key-value head and deal out its tokens."""
+    """Ranks that hold the same key-value head, each with a shard of its tokens."""
 
     def run(self) -> int:
         """Runs the demonstration. Raises UserError where the server does not start, EngineError where it fails."""
@@ -51,7 +51,7 @@ class Command:
 
         if self.questions < 1:
             raise UserError(f"questions is {self.questions}; it must be 1 or more")
-        with tempfile.TemporaryFile() as log:  # of the server: beside the answers it would be noise; a failure shows it
+        with tempfile.TemporaryFile() as log:  # of the server; only a failure shows it
             return self._run(Console(highlight=False), log)
 
     def _run(self, console: Console, log: IO[bytes]) -> int:
@@ -74,7 +74,7 @@ class Command:
                 return 130
             with console.status(f"starting {4 * self.dcp} ranks"):
                 _wait_until_healthy(server, base, log)
-            right = self._ask(console, base)
+            correct = self._ask(console, base)
             with urllib.request.urlopen(f"{base}/weft/plan?tokens=1", timeout=30) as plan:
                 console.print("\n[bold]The plan of a decode step[/bold]")
                 console.print(plan.read().decode(), markup=False, soft_wrap=True)
@@ -87,11 +87,11 @@ class Command:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
-        console.print(f"\n{right} of {self.questions} answers are right. The server has stopped.")
+        console.print(f"\n{correct} of {self.questions} answers are correct. The server has stopped.")
         return 0
 
     def _ask(self, console: Console, base: str) -> int:
-        """Asks all questions at once; each answer is streamed to one line of the terminal."""
+        """Asks all questions at once, and streams each completion to a row of a table. Gives how many are correct."""
         import openai
         from rich.live import Live
 
@@ -99,7 +99,7 @@ class Command:
         from weft.evals import word_problems
 
         problems = word_problems.generate("heldout", self.questions, seed=int(time.time()))
-        answers = [""] * len(problems)
+        completions = [""] * len(problems)
         client = openai.OpenAI(base_url=f"{base}/v1", api_key="none")
         model = client.models.list().data[0].id
         failures: list[openai.OpenAIError] = []
@@ -111,14 +111,14 @@ class Command:
                     model=model, messages=messages, temperature=0, max_tokens=200, stream=True
                 )
                 for chunk in stream:
-                    answers[at] += chunk.choices[0].delta.content or ""
+                    completions[at] += chunk.choices[0].delta.content or ""
             except openai.OpenAIError as error:
                 failures.append(error)
 
         def table() -> Table:
-            shown = Table("question", "answer, as it comes", show_lines=True)
-            for problem, answer in zip(problems, answers, strict=True):
-                shown.add_row(problem.question, answer)
+            shown = Table("question", "output, as it comes", show_lines=True)
+            for problem, completion in zip(problems, completions, strict=True):
+                shown.add_row(problem.question, completion)
             return shown
 
         threads = [threading.Thread(target=ask, args=(at,), daemon=True) for at in range(len(problems))]
@@ -131,7 +131,7 @@ class Command:
             live.update(table())
         if failures:
             raise EngineError(f"{len(failures)} of {self.questions} questions failed, one with: {failures[0]}")
-        return sum(word_problems.extract(a) == p.answer for a, p in zip(answers, problems, strict=True))
+        return sum(word_problems.extract(c) == p.answer for c, p in zip(completions, problems, strict=True))
 
 
 def _wait_until_healthy(server: subprocess.Popen[bytes], base: str, log: IO[bytes]) -> None:
@@ -152,8 +152,8 @@ def _wait_until_healthy(server: subprocess.Popen[bytes], base: str, log: IO[byte
 def _report_text(report: dict[str, Any]) -> str:
     """What ran, beside what the naive plan would have run, in 80 columns."""
     ran, naive = report["ran"], report["naive"]
-    carriers = {r["step"].rpartition(" · ")[2] for r in ran}
-    by = f", all by {next(iter(carriers))}" if len(carriers) == 1 else ""
+    used = {r["step"].rpartition(" · ")[2] for r in ran}
+    by = f", all by {next(iter(used))}" if len(used) == 1 else ""
     lines = [f"What ran (rank 0{by}; bytes: those that the busiest rank receives)"]
     lines += _table(ran, "calls", "bytes", "a call")
     lines += ["", "What the naive plan would have run", *_table(naive, "calls", "bytes")]
@@ -165,7 +165,7 @@ def _report_text(report: dict[str, Any]) -> str:
 
 
 def _table(rows: list[dict[str, Any]], *names: str) -> list[str]:
-    """The steps under the reads that they serve. Who carries a step out is said where it is not one for all."""
+    """The steps, under the reads that they serve. A step names its transport unless one transport runs them all."""
     one = len({r["step"].rpartition(" · ")[2] for r in rows}) == 1
     lines = [("", *names)]
     for site in dict.fromkeys(r["site"] for r in rows):

@@ -19,8 +19,8 @@ from weft.cli.start import start_engine
 class Command:
     """Score a model on arithmetic word problems whose templates and numbers it was not trained on.
 
-    An answer counts when the number is right in digits and in words. Decoding is greedy, so the score is the same on
-    every layout.
+    An output counts when its number is correct in digits and in words. Decoding is greedy, so all layouts have the
+    same score.
 
     Examples:
       weft eval                                     the embedded model, 200 questions
@@ -36,9 +36,9 @@ class Command:
     seed: int = 0
     """Which problems."""
     max_tokens: int = 200
-    """Tokens in an answer, at most."""
+    """Tokens of an output, at most."""
     json: bool = False
-    """Print one JSON object with every answer instead."""
+    """Print one JSON object with all outputs instead."""
 
     def run(self) -> int:
         """Evaluates. Raises UserError, LayoutError, ModelError, EngineError."""
@@ -52,24 +52,24 @@ class Command:
         params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
         with start_engine(config) as engine:
             began = time.perf_counter()
-            answers = self._ask(engine, [word_problems.prompt(p.question) for p in problems], params)
+            outputs = self._complete(engine, [word_problems.prompt(p.question) for p in problems], params)
             seconds = time.perf_counter() - began
             tokens = engine.stats().generated_tokens
-        right = [word_problems.extract(a) == p.answer for a, p in zip(answers, problems, strict=True)]
-        score = sum(right) / len(right)
+        correct = [word_problems.extract(o) == p.answer for o, p in zip(outputs, problems, strict=True)]
+        score = sum(correct) / len(correct)
         if self.json:
             rows = [
-                {"question": p.question, "expected": p.answer, "answer": a, "right": r}
-                for p, a, r in zip(problems, answers, right, strict=True)
+                {"question": p.question, "expected": p.answer, "output": o, "correct": c}
+                for p, o, c in zip(problems, outputs, correct, strict=True)
             ]
             summary = {"score": score, "questions": len(rows), "layout": str(config.mesh)}
-            print(json.dumps(summary | {"tokens_per_second": tokens / seconds, "answers": rows}, ensure_ascii=False))
+            print(json.dumps(summary | {"tokens_per_second": tokens / seconds, "results": rows}, ensure_ascii=False))
         else:
-            counted = f"{sum(right)} of {len(right)}"
+            counted = f"{sum(correct)} of {len(correct)}"
             print(f"exact match {score:.1%} ({counted}), {tokens / seconds:.0f} tokens/s, {config.mesh}")
         return 0
 
-    def _ask(self, engine: Any, chats: list[Any], params: Any) -> list[str]:
+    def _complete(self, engine: Any, chats: list[Any], params: Any) -> list[str]:
         from rich.console import Console
         from rich.progress import Progress
 
@@ -78,24 +78,24 @@ class Command:
 
         texts, ended = [""] * len(chats), queue.SimpleQueue[Any]()
 
-        def listen(at: int) -> Any:
-            def on_output(answer: Any) -> None:
-                if answer.end is not None:
-                    ended.put((at, answer))
+        def callback(at: int) -> Any:
+            def on_output(completion: Any) -> None:
+                if completion.end is not None:
+                    ended.put((at, completion))
 
             return on_output
 
         for at, chat in enumerate(chats):
             text = engine.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             try:
-                engine.submit(engine.tokenizer.encode(text, add_special_tokens=False), params, listen(at))
+                engine.submit(engine.tokenizer.encode(text, add_special_tokens=False), params, callback(at))
             except ValueError as error:
                 raise UserError(f"question {at + 1}: {error}") from error
         console = Console(file=sys.stderr)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            for _ in bar.track(range(len(chats)), description="answering"):
-                at, answer = ended.get()
-                if (result := whole(answer)).finish_reason == "error":
+            for _ in bar.track(range(len(chats)), description="completing"):
+                at, completion = ended.get()
+                if (result := whole(completion)).finish_reason == "error":
                     raise EngineError(engine.error or "the engine failed")
                 texts[at] = result.text
         return texts

@@ -16,7 +16,7 @@ from weft.cli.start import start_engine
 
 @dataclass(frozen=True)
 class Command:
-    """Answer prompts on the terminal, as the tokens come.
+    """Complete prompts on the terminal, as the tokens come.
 
     Examples:
       weft generate --chat --prompt "Tom has 3 apples and buys 4 more. How many apples does Tom have?"
@@ -32,15 +32,15 @@ class Command:
     chat: bool = False
     """Put each prompt into the model's chat template, as a user's message."""
     max_tokens: int = 128
-    """Tokens in an answer, at most."""
+    """Tokens of an output, at most."""
     temperature: float = 0.0
     """0 takes the most probable token each time."""
     top_p: float = 1.0
-    """Draw from the fewest most probable tokens that reach this probability."""
+    """Sample from the fewest most probable tokens that reach this probability."""
     top_k: int = 0
-    """Draw from this many most probable tokens; 0: from all."""
+    """Sample from this many most probable tokens; 0: from all."""
     seed: int | None = None
-    """The same seed draws the same tokens."""
+    """The same seed samples the same tokens."""
     json: bool = False
     """Print one JSON object a prompt instead, when all are done."""
 
@@ -82,10 +82,10 @@ class Command:
 
         if len(self.prompt) > 1:
             print(f"> {text}")
-        news: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        engine.submit(prompt, params, news.put)
+        increments: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        engine.submit(prompt, params, increments.put)
         while True:
-            output = news.get().take()
+            output = increments.get().take()
             sys.stdout.write(output.text)
             sys.stdout.flush()
             if output.finish_reason == "error":
@@ -96,5 +96,5 @@ class Command:
 
     def _print_json(self, results: list[Any]) -> None:
         for text, result in zip(self.prompt, results, strict=True):
-            answer = {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
-            print(json.dumps({"prompt": text} | answer, ensure_ascii=False))
+            completion = {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
+            print(json.dumps({"prompt": text} | completion, ensure_ascii=False))

@@ -67,7 +67,7 @@ class Command:
     hosts: int = 1
     """Hosts that the ranks are on, as many on each: plans then exchange inside hosts, across them, or both."""
     dcp: int = 1
-    """Ranks of ATTN_TP that deal out a group's cached tokens among them: also says from which length on that pays."""
+    """Ranks of ATTN_TP that shard a group's cached tokens; the context length from which that pays is printed too."""
     dcp_query: Literal["gather", "replicate"] = "gather"
     """replicate: each of them makes the queries of all, where they would gather them."""
     dcp_exchange: Literal["auto", "ag_rs", "a2a", "fused"] = "auto"
@@ -119,12 +119,12 @@ class Command:
         # Slices copy where steps are captured.
         recipes: Recipes = {Merge: self.dcp_exchange, Prompt: self.dcp_prefill}
         planner = plan_model(config, mesh, config.dtype, offers, slices_copy=gpus, recipes=recipes)
-        every = [(n,) * mesh.attn_dp for n in tokens]
+        counts_of = [(n,) * mesh.attn_dp for n in tokens]
         shared = sharded_context(config, mesh, config.dtype, planner.chain)
         both = forms_of(planner)
         steps = steps if split else []
         if self.json:
-            found = [plan_dict(planner, counts) for counts in every]
+            found = [plan_dict(planner, counts) for counts in counts_of]
             if shared is not None:
                 found = [
                     f | {"dcp": dcp_dict(shared, n, planner.settlements)} for f, n in zip(found, tokens, strict=True)
@@ -136,13 +136,13 @@ class Command:
                 found = [f | {"vocabulary": of.get(n)} for f, n in zip(found, tokens, strict=True)]
             print(json.dumps(found, indent=1))
         else:
-            texts = [plan_text(planner, counts) for counts in every]
+            texts = [plan_text(planner, counts) for counts in counts_of]
             texts += [] if both is None else [forms_text(both, tokens)]
             texts += [] if shared is None else [dcp_text(shared, tokens, planner.settlements)]
             texts += [vocabulary_text(config.vocab_size, mesh.attn_tp, steps)] if steps else []
             if gpus and config.storage.float8_block:
-                hollow = build_model(config, mesh, 0, config.dtype, torch.device("cpu"), hollow=True)
-                texts += [fill(says, 120)] if (says := float8_says(hollow)) else []
+                meta = build_model(config, mesh, 0, config.dtype, torch.device("cpu"), hollow=True)
+                texts += [fill(note, 120)] if (note := float8_says(meta)) else []
             print("\n\n".join(texts))
         return 0
 

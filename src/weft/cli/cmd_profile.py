@@ -20,7 +20,7 @@ MAX_KERNELS = 12
 class Command:
     """Watch decode steps on every rank, and say what they are made of.
 
-    Starts the engine, lets it answer prompts of random tokens, and watches steps in which all sequences decode: first
+    Starts the engine, lets it complete prompts of random tokens, and watches steps in which all sequences decode: first
     for the CPU time that controller and ranks take, then with torch's profiler. Prints tables of collectives, with the
     waiting for the slowest rank apart, of what else runs, and of idle time, and writes to --output: profile.json,
     profile.png, and trace.json.gz, one Chrome trace of all ranks (https://ui.perfetto.dev shows it).
@@ -47,14 +47,14 @@ class Command:
     def run(self) -> int:
         """Prints tables. Raises UserError, LayoutError, ModelError, EngineError."""
         from weft.bench.host import describe_host
-        from weft.profiler.breakdown import MIN_STEPS, SPARE_TOKENS, answer_length, run
+        from weft.profiler.breakdown import MIN_STEPS, SPARE_TOKENS, output_length, run
         from weft.profiler.chart import draw
 
         for name in ("batch", "context", "steps", "max_batch_tokens"):
             least = MIN_STEPS if name == "steps" else 1
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
-        tokens = answer_length(self.steps, -(-self.batch * self.context // self.max_batch_tokens))
+        tokens = output_length(self.steps, -(-self.batch * self.context // self.max_batch_tokens))
         config = engine_config(
             self.model,
             self.layout,
@@ -62,15 +62,15 @@ class Command:
             max_batch_tokens=max(self.max_batch_tokens, self.batch),
             prefix_cache=False,
         )
-        most = config.read_model().max_position
-        if self.context + tokens > most:
-            left = most - tokens
+        positions = config.read_model().max_position
+        if self.context + tokens > positions:
+            left = positions - tokens
             advice = f"--context {left}" if left > 0 else f"--steps below {self.steps}"
             raise UserError(
-                f"a context of {self.context} and the {tokens} tokens that the steps take exceed the model's {most} "
-                f"positions; at most {advice} fits"
+                f"a context of {self.context} and the {tokens} tokens that the steps take exceed the model's "
+                f"{positions} positions; at most {advice} fits"
             )
-        tokens = min(tokens + SPARE_TOKENS, most - self.context)
+        tokens = min(tokens + SPARE_TOKENS, positions - self.context)
         config = replace(
             config,
             kv_tokens=self.batch * (self.context + tokens + 16),

@@ -21,7 +21,7 @@ class EngineOptions:
     """Of the engine: what it holds and how it behaves."""
 
     max_waiting: int = 1024
-    """Requests that may wait for a place; more are refused with 429, and told when to come again."""
+    """Requests that may wait for a place; more are refused with 429 and a time to retry after."""
     step_timeout_s: float = 60.0
     """A step that takes longer counts as a failure of the ranks."""
     max_restarts: int = 3

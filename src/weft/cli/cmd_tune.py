@@ -67,12 +67,12 @@ class Command:
         gpus = torch.cuda.device_count() if self.device == "cuda" else 0
         if self.device == "cuda" and gpus < 2:
             raise UserError(f"--device cuda takes two GPUs or more; this machine has {gpus}")
-        known, most = transports(self.plugins), gpus or SHM_RANKS
+        known, limit = transports(self.plugins), gpus or SHM_RANKS
         if unknown := [n for n in self.transports if n not in known or not known[n].runs_on(self.device)]:
             raise UserError(f"--transports {unknown[0]} does not run on --device {self.device}")
         ranks = sorted(self.ranks or ((gpus,) if gpus else (2, 4)))
-        if not all(2 <= n <= most for n in ranks):
-            raise UserError(f"--ranks takes numbers from 2 to {most}")
+        if not all(2 <= n <= limit for n in ranks):
+            raise UserError(f"--ranks takes numbers from 2 to {limit}")
         stop_on_sigterm()
         sizes = GPU_SIZES if gpus else SIZES
         named = [str(n) for n in self.transports]

@@ -26,16 +26,16 @@ T = TypeVar("T")
 
 COMMANDS = {
     "serve": "serve a model over HTTP, OpenAI-compatible",
-    "generate": "answer prompts on the terminal",
+    "generate": "complete prompts on the terminal",
     "eval": "score a model on held-out word problems",
     "plan": "print the collectives that a layout needs, and what they cost",
     "tune": "measure this host: the table by which the planner chooses",
     "bench collectives": "time every edge of Weft's own transport beside others, and the floor",
-    "bench dcp": "time the merge of attention over shards of the keys, way by way",
+    "bench dcp": "time the merge of attention over shards of the keys, by each algorithm",
     "bench latency": "time first and next tokens of a request, transport by transport",
-    "bench serving": "load an OpenAI-compatible server, and say how fast it answers",
+    "bench serving": "load an OpenAI-compatible server: throughput and latencies",
     "profile": "watch decode steps on every rank: collectives, kernels, idle",
-    "chaos": "do faults to a server under load: nothing may be lost, hang or stay behind",
+    "chaos": "inject faults into a server under load: nothing may be lost, hang or stay behind",
     "doctor": "look at this host: what will be slow, and why",
     "demo": "serve the embedded model on 4 ranks and ask it word problems",
 }
@@ -76,17 +76,17 @@ class Layout:
     attn_tp: int = 1
     """Ranks that share a group's attention heads."""
     ep: int | None = None
-    """Parts that the experts are dealt out to; left out, the same as --attn-dp."""
+    """Parts that the experts are split into; left out, the same as --attn-dp."""
     moe_tp: int | None = None
     """Ranks that share each expert; left out, the same as --attn-tp."""
     dcp: int = 1
-    """Ranks of --attn-tp that deal out a group's cached tokens among them, so that it holds so many times as many."""
+    """Ranks of --attn-tp that shard a group's cached tokens, so that it holds so many times as many."""
     dcp_interleave: int | None = None
     """Tokens in a row that one of them holds; left out, a page."""
     dcp_exchange: Literal["auto", "ag_rs", "a2a", "fused"] = "auto"
     """How their attention is merged; auto: whichever costs least."""
     dcp_prefill: Literal["auto", "gather", "merge"] = "auto"
-    """Whether prompts gather the tokens that they see, or are merged as answers are; auto: whichever costs less."""
+    """Whether prompts gather the tokens that they see, or are merged as decode rows are; auto: whichever costs less."""
     dcp_query: Literal["gather", "replicate"] = "gather"
     """replicate: each of them makes the queries of all, from more weights, where they would gather them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -112,10 +112,10 @@ class Layout:
     cuda_graphs: bool = True
     """Whether steps on GPUs are captured."""
     cpu_bind: str | None = None
-    """Cores of each rank, such as 0-3|4-7, or auto to deal them out; left out, ranks are not bound."""
+    """Cores of each rank, such as 0-3|4-7, or auto to divide them evenly; left out, ranks are not bound."""
 
     def check(self, model: Path | None) -> None:
-        """What can be told without torch, of the layout and the model directory beside it. Raises UserError."""
+        """What can be checked without torch, of the layout and the model directory beside it. Raises UserError."""
         if self.preset is not None and self.load_format != "dummy":
             add = "add --load-format dummy to make some up"
             raise UserError(f"--preset {self.preset} is a shape without weights; {add}")
@@ -154,8 +154,8 @@ class Layout:
 
 
 def parse(command: type[T], name: str, arguments: list[str]) -> T:
-    """The command from its arguments; its docstring, as written, is the help. Raises UserError for what can be told
-    before its `run` imports torch: options of other engines, and a model or a layout that cannot be."""
+    """The command from its arguments; its docstring, as written, is the help. Raises UserError for what can be
+    checked before its `run` imports torch: options of other engines, and a model or a layout that cannot be."""
     starts_engine = get_type_hints(command).get("layout") is Layout
     if starts_engine and (advice := hint(arguments)) is not None:
         raise UserError(advice)
@@ -211,7 +211,7 @@ def check_writable(path: Path, option: str) -> None:
     """Before anything is measured for it. Raises UserError, and leaves no file behind."""
     new = not path.exists()
     try:
-        path.open("a").close()  # a folder, a file or a system that is read-only: only trying tells, for root too
+        path.open("a").close()  # a folder, a file or a system that is read-only: only trying shows it, for root too
         if new:
             path.unlink()
     except OSError as error:
@@ -219,7 +219,7 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def model_dir(model: Path | None, preset: str | None) -> Path:
-    """The directory that a command names, in either way; the embedded model's for neither. Raises UserError."""
+    """The directory that a command names, by path or preset; the embedded model's for neither. Raises UserError."""
     if preset is None:
         if model is not None and (why := no_model(model)) is not None:
             raise UserError(why)

@@ -32,7 +32,8 @@ SKIPPED = 2
 MIN_STEPS = 2
 """In a window: from the beginning of one to the beginning of the next is what a step takes."""
 SPARE_TOKENS = 512
-"""By so many are answers longer where there is room: many steps are run while a profiler starts on a busy machine."""
+"""Tokens by which outputs are longer where the model allows it, as a busy machine runs many steps while a profiler
+starts."""
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 KINDS = {
     "collectives": r"^weft collective |exchange<|weft::merge<|^nccl",
@@ -129,7 +130,7 @@ def _name_collectives(events: list[Event], moves: dict[int, Any], mesh: Mesh, ra
         if event.kind == "collectives":
             places[event.step].append(at)
     for step, here in places.items():
-        if len(here) != len(moves[step]):  # something else than the plan ran: its kernels tell all that is known
+        if len(here) != len(moves[step]):  # something else than the plan ran: only its kernels are known
             for i in here:
                 events[i] = replace(events[i], what=short(events[i].what), ranks=tuple(range(mesh.world)))
             continue
@@ -216,7 +217,7 @@ def summarise(ranks: Sequence[Sequence[Event]]) -> dict[str, Any]:
         within.append(max(0.0, 1 - _busy(events) / span - pauses / span))
     step_us, count = statistics.mean(spans), len(ranks) * len({e.step for events in ranks for e in events})
     rows: dict[str, list[dict[str, Any]]] = {}
-    every = [e for events in ranks for e in events]
+    all_events = [e for events in ranks for e in events]
     named: dict[str, Callable[[Event], Any]] = {
         "kinds": lambda e: (e.kind,),
         "kernels": lambda e: (e.kind, short(e.what)) if e.kind != "collectives" else None,
@@ -224,7 +225,7 @@ def summarise(ranks: Sequence[Sequence[Event]]) -> dict[str, Any]:
     }
     for name, key in named.items():
         groups: dict[Any, list[Event]] = defaultdict(list)
-        for event in every:
+        for event in all_events:
             if (at := key(event)) is not None:
                 groups[at].append(event)
         found = []
@@ -271,16 +272,16 @@ class Found:
         return {"unprofiled_step_us": us * window.seconds, "cpu_us_a_step": cpu} | self.figures
 
 
-def answer_length(steps: int, chunks: int) -> int:
-    """The least tokens that each answer of `run` must have, so that none ends before both windows are over.
+def output_length(steps: int, chunks: int) -> int:
+    """The fewest tokens that each output of `run` must have, so that none ends before both windows are over.
 
-    chunks: steps in which prompts are read, while the first sequences answer already. See SPARE_TOKENS.
+    chunks: steps in which prompts are read, while the first sequences decode already. See SPARE_TOKENS.
     """
     return 3 * (steps + SKIPPED) + chunks
 
 
 def watch_now(engine: Engine, steps: int, folder: Path) -> Found:
-    """Watches the next steps of an engine that answers requests: once for CPU time, and once with the profiler.
+    """Watches the next steps of an engine that runs requests: once for CPU time, and once with the profiler.
 
     Writes folder/trace.json.gz, one Chrome trace, a process of it for every rank. steps: MIN_STEPS or more. Raises
     NotWatched where the requests end before the steps are over, and EngineError.
@@ -303,9 +304,9 @@ def watch_now(engine: Engine, steps: int, folder: Path) -> Found:
 
 
 def run(engine: Engine, batch: int, context: int, steps: int, tokens: int, folder: Path) -> Found:
-    """Lets an engine answer so many prompts of random tokens, and watches steps in which all of them decode.
+    """Lets an engine complete so many prompts of random tokens, and watches steps in which all of them decode.
 
-    tokens: of each answer, see `answer_length`. Otherwise as `watch_now`.
+    tokens: of each output, see `output_length`. Otherwise as `watch_now`.
     """
     generator = torch.Generator().manual_seed(batch)
     vocabulary = engine.model_config.vocab_size
@@ -313,10 +314,10 @@ def run(engine: Engine, batch: int, context: int, steps: int, tokens: int, folde
     begun: set[int] = set()
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
-    def listener(at: int) -> OnOutput:
-        return lambda answer: begun.add(at)
+    def callback(at: int) -> OnOutput:
+        return lambda completion: begun.add(at)
 
-    requests = [engine.submit(prompt, params, listener(at)) for at, prompt in enumerate(prompts)]
+    requests = [engine.submit(prompt, params, callback(at)) for at, prompt in enumerate(prompts)]
     try:
         while len(begun) < batch and engine.healthy:
             engine.wait(0.01)

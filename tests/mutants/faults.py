@@ -93,14 +93,14 @@ ONCE_MISSED = [
     Fault(
         "an echoed prompt has more alternatives than asked for",
         "server/render.py",
-        "for t, value in p.top[:most]} for p in scores]",
+        "for t, value in p.top[:limit]} for p in scores]",
         "for t, value in p.top} for p in scores]",
         (f"{FIELDS}::test_each_table_has_as_many_alternatives_as_were_asked_for",),
     ),
     Fault(
         "a prompt has more alternatives than asked for",
         "server/render.py",
-        "[(p.token_id, p.logprob), *p.top[:most]]",
+        "[(p.token_id, p.logprob), *p.top[:limit]]",
         "[(p.token_id, p.logprob), *p.top]",
         (f"{FIELDS}::test_each_table_has_as_many_alternatives_as_were_asked_for",),
     ),
@@ -371,8 +371,8 @@ OWN = [
     Fault(
         "a page of which a part is reused is not copied",
         "kv/manager.py",
-        "            if found.more:  # room",
-        "            if False:  # room",
+        "            if found.more:  # its",
+        "            if False:  # its",
         ("tests/engine/test_reuse.py",),
     ),
     Fault(

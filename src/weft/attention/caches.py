@@ -43,7 +43,7 @@ class Caches:
 
     layers: as `cached_layers` gives them. groups: what there is of each rule; batches carry tables in their order.
     page_size: tokens of a sequence that an entry of its page tables stands for. backend: makes what attends over a
-    paged cache. group: where the tokens of whole sequences are dealt out over ranks; of windows and states every rank
+    paged cache. group: where the tokens of whole sequences are sharded over ranks; of windows and states every rank
     has all.
     """
 
@@ -72,9 +72,9 @@ class Caches:
                 self.states.append((at, states))
                 self._states_of |= {name: (states, i, at) for i, name in enumerate(names)}
             else:
-                dealt = None if isinstance(spec, Window) else group
-                slots = page_size if dealt is None else dealt.deal.page_size
-                attend = backend(KVCache(spec, len(names), groups[at].size, slots, dtype, device), dealt)
+                shards = None if isinstance(spec, Window) else group
+                slots = page_size if shards is None else shards.deal.page_size
+                attend = backend(KVCache(spec, len(names), groups[at].size, slots, dtype, device), shards)
                 self.paged.append((at, attend))
                 self._backend_of |= {name: (attend, i) for i, name in enumerate(names)}
 

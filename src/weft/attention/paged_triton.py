@@ -21,7 +21,7 @@ from weft.kv.cache_spec import Latent
 
 class PagedTriton(SDPA):
     """A `weft.attention.backend.Backend` on a GPU, which CUDA graphs may capture: with one row a sequence, and where
-    tokens are not dealt out, with prompts too.
+    tokens are not sharded, with prompts too.
     """
 
     _rotary: RotaryTable | None = None
@@ -81,7 +81,7 @@ class PagedTriton(SDPA):
         return self._attend(layer, q, scale, lse, None, heads.gathered)
 
     def _angles(self, rotary: RotaryTable) -> tuple[Tensor, Tensor]:
-        """cos and sin `[T, dim / 2]` of what turns two elements by one angle: worked out once for a step's layers."""
+        """cos and sin `[T, dim / 2]` of a table that rotates pairs of elements, once for all layers of a step."""
         if self._rotary is not rotary:
             self._rotary, half = rotary, rotary.cos.shape[-1] // 2
             at = slice(0, None, 2) if rotary.interleaved else slice(half)

@@ -21,7 +21,7 @@ from weft.place.recipes import Merge, Prompt
 class SDPA:
     """A `weft.attention.backend.Backend` that gathers the tokens a row sees and calls torch.
 
-    Sequences of one row are attended together, padded to the longest; the others one by one.
+    Sequences of one row are attended in one call, padded to the longest; the others one by one.
 
     group: where the ranks of a dcp group hold parts of the tokens. Rows of one a sequence then attend with all ranks'
     heads over the tokens here, and are merged. For the others either the tokens are gathered, or they are merged too:
@@ -199,8 +199,8 @@ class SDPA:
         if own is not None:
             out = own.output(out)
         if self._singles:
-            answers = q[self._single]
-            out[self._single], total = self._merge_single(layer, answers, scale, lse, absorbed, gathered)
+            decode_rows = q[self._single]
+            out[self._single], total = self._merge_single(layer, decode_rows, scale, lse, absorbed, gathered)
             if sums is not None and total is not None:
                 sums[self._single] = total
         return out, sums
@@ -228,9 +228,9 @@ class SDPA:
         slots, sizes = self._gathered
         (_, heads, dim), latent = keys.shape, isinstance(self.cache.spec, Latent)
         here = [_rows(kind, slots).flatten(1) for kind in ((keys,) if latent else (keys, values))]
-        every = self._group.tokens(here[0] if latent else torch.cat(here, dim=1), sizes)
-        keys = every[:, : heads * dim].unflatten(1, (heads, dim))
-        values = keys[..., : values.shape[-1]] if latent else every[:, heads * dim :].unflatten(1, (heads, dim))
+        gathered_rows = self._group.tokens(here[0] if latent else torch.cat(here, dim=1), sizes)
+        keys = gathered_rows[:, : heads * dim].unflatten(1, (heads, dim))
+        values = keys[..., : values.shape[-1]] if latent else gathered_rows[:, heads * dim :].unflatten(1, (heads, dim))
         return keys, values
 
     def _merge_single(

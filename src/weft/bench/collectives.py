@@ -57,8 +57,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """us: median µs of a call, by implementation: shm (any input), shm zero copy (input in the arena), shm in place, and
-    baselines."""
+    """us: median µs of a call, by implementation: shm (any input), shm zero copy (input in the arena), shm in place,
+    and baselines."""
 
     case: Case
     us: dict[str, float]

@@ -43,10 +43,10 @@ class CacheManager:
         self._states = [g for g, rule in enumerate(self.rules) if rule.state]
         self._paged = [g for g, rule in enumerate(self.rules) if not rule.state]
         self.frees_on_advance = any(rule.state or rule.window is not None for rule in self.rules)
-        """Whether `advance` gives anything back after rows that end no prompt."""
+        """Whether `advance` frees anything after rows that end no prompt."""
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """The longest request that can ever run here."""
         whole = [self.pools[g].total for g in self._paged if self.rules[g].window is None]
         return min(whole) * self.page_size if whole else 2**62
@@ -72,7 +72,7 @@ class CacheManager:
     def admit(
         self, tokens: Sequence[int], rows: int, *, reuse: bool = True, salt: str = ""
     ) -> tuple[CacheAllocation, int] | None:
-        """Room for a request and its next `rows` tokens, and how many of its tokens it need not run.
+        """Allocates for a request and its next `rows` tokens, and how many of its tokens it need not run.
 
         None where there is too little, and then nothing is taken. reuse: whether it may begin with what others
         computed, under the same salt.
@@ -84,14 +84,14 @@ class CacheManager:
             tables[group] = [*(tables[group] or [ABSENT]), ABSENT]
         allocation = CacheAllocation(tables, salt=salt)
         if self.grow(allocation, len(tokens), min(len(tokens), reused + rows)):
-            if found.more:  # room for it may have come of the page itself: it is read before anything is written
+            if found.more:  # its place may be the page itself, evicted: it is read before anything is written
                 allocation.copy = found.page, tables[0][found.tokens // self.page_size]
             return allocation, reused
         self.release(allocation)
         return None
 
     def grow(self, allocation: CacheAllocation, tokens: int, end: int) -> bool:
-        """Room for all `tokens` of a request, of which those before `end` run next: windows need no more yet.
+        """Allocates for all `tokens` of a request, of which those before `end` run next: windows need no more yet.
 
         False where there is too little, and then nothing is taken.
         """
@@ -114,7 +114,7 @@ class CacheManager:
         return True
 
     def grow_all(self, ends: Sequence[tuple[CacheAllocation, int]]) -> None:
-        """Room for so many tokens of each of several requests, as far as there is any; not with `frees_on_advance`."""
+        """Allocates for so many tokens of several requests each, while pages are free; not with `frees_on_advance`."""
         for group, pool in enumerate(self.pools):
             missing = [-(-end // self.page_size) - len(allocation.tables[group]) for allocation, end in ends]
             if (count := sum(max(0, each) for each in missing) - pool.free) > 0 and self.tree:
@@ -137,7 +137,7 @@ class CacheManager:
         return border - computed if self._states and self.tree and computed < border else tokens - computed
 
     def advance(self, allocation: CacheAllocation, tokens: Sequence[int], computed: int, *, keep: bool) -> None:
-        """After the first `computed` of a request's tokens have run: gives back what no later row reads.
+        """After the first `computed` of a request's tokens have run: frees what no later row reads.
 
         keep: whether others may start from here; from a border where a state is kept they may in any case.
         """
@@ -174,13 +174,13 @@ class CacheManager:
         self.tree.insert(tokens, tables, part=ended, salt=allocation.salt)
 
     def release(self, allocation: CacheAllocation) -> None:
-        """Gives back all that a request holds."""
+        """Frees all that a request holds."""
         for group, table in enumerate(allocation.tables):
             self.pools[group].release(page for page in dict.fromkeys(table) if page != ABSENT)
             allocation.tables[group] = []
 
     def forget(self) -> None:
-        """Gives back what nobody but the prefix tree holds."""
+        """Frees what the prefix tree alone holds."""
         for group, each in enumerate(self.pools if self.tree else []):
             assert self.tree is not None
             self.tree.evict(group, each.total)

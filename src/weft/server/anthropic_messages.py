@@ -72,7 +72,7 @@ AnyBlock = Annotated[TextBlock | ThinkingBlock | ToolUse | ToolResult, Field(dis
 
 
 class InputMessage(Body):
-    """One message; a last one of the assistant is what the answer goes on with."""
+    """One message; a last one of the assistant is what the output continues."""
 
     role: Literal["user", "assistant", "system"]
     content: Text | list[AnyBlock]
@@ -196,7 +196,7 @@ class CountRequest(Body):
 
 
 class MessagesRequest(CountRequest):
-    """POST /v1/messages. metadata: its user_id tells clients apart in the queue."""
+    """POST /v1/messages. metadata: its user_id distinguishes clients in the queue."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: Texts = Field(default_factory=list)
@@ -222,7 +222,7 @@ def _text(content: str | list[TextBlock]) -> str:
 
 
 class Messages:
-    """Answers both endpoints by a chat service."""
+    """Serves both endpoints by a chat service."""
 
     def __init__(self, service: Service):
         self._service = service
@@ -233,7 +233,7 @@ class Messages:
 
         @made.post("/v1/messages", response_model=None)
         async def messages(body: MessagesRequest, request: Request) -> Response:
-            return await self._answer(body, request)
+            return await self._respond(body, request)
 
         @made.post("/v1/messages/count_tokens", response_model=None)
         async def count(body: CountRequest, request: Request) -> Response:
@@ -250,16 +250,16 @@ class Messages:
         chat = body.chat()
         return chat, self._service.chat_job(chat)
 
-    async def _answer(self, body: MessagesRequest, request: Request) -> Response:
+    async def _respond(self, body: MessagesRequest, request: Request) -> Response:
         service = self._service
         chat, (prompt, params, parsers) = await work_on(request, self._chat, body)
         stream = service.engine_client.generate(request, [prompt], [params], service.sharing(chat, request))
-        made = _Made(body, service.model_name, prompt, parsers() if parsers else None)
+        made = _MessageBuilder(body, service.model_name, prompt, parsers() if parsers else None)
         return await respond(request, stream, made, body.stream)
 
 
-class _Made(ParsedOutput):
-    """A message as far as it has come, and the events that tell of it."""
+class _MessageBuilder(ParsedOutput):
+    """A message as far as it has come, and the events of its parts."""
 
     def __init__(self, body: MessagesRequest, model: str, prompt: list[int], parser: Parser | None):
         super().__init__(parser)

@@ -84,8 +84,8 @@ class JsonRoute(APIRoute):
 def decode(data: bytes) -> dict[str, Any]:
     """A JSON object. ApiError 400 for anything else, and for more values than may be."""
     if has_more_values(data, MAX_VALUES, MAX_CONTAINERS):
-        most = f"{MAX_VALUES} values, or {MAX_CONTAINERS} lists and objects, or {MAX_CONTAINERS} members of objects"
-        raise ApiError(400, f"the body holds more than {most}; send several requests")
+        limits = f"{MAX_VALUES} values, or {MAX_CONTAINERS} lists and objects, or {MAX_CONTAINERS} members of objects"
+        raise ApiError(400, f"the body holds more than {limits}; send several requests")
     try:
         value = _parsed(data)
     except json.JSONDecodeError as error:
@@ -132,13 +132,13 @@ def _half_character(value: Any) -> str | None:
     return None
 
 
-def has_more_values(data: bytes, most: int, most_containers: int) -> bool:
-    """Whether JSON holds more commas than `most` outside of strings, or more lists and objects, or more members of
-    objects, than `most_containers`."""
+def has_more_values(data: bytes, max_values: int, max_containers: int) -> bool:
+    """Whether JSON holds more commas outside of strings than `max_values`, or more lists and objects, or more members
+    of objects, than `max_containers`."""
 
     def exceeds(text: bytes) -> bool:
         containers = text.count(b"[") + text.count(b"{")
-        return text.count(b",") > most or max(containers, text.count(b":")) > most_containers
+        return text.count(b",") > max_values or max(containers, text.count(b":")) > max_containers
 
     if not exceeds(data):
         return False

@@ -170,7 +170,7 @@ class ChatRequest(CommonRequest):
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The functions that the answer may call."""
+        """The functions that the output may call."""
         if self.tool_choice == "none":
             return []
         return [t.function.model_dump(exclude_none=True) for t in self.tools]
@@ -181,7 +181,7 @@ class ChatRequest(CommonRequest):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer has to be calls."""
+        """Whether the output must be calls."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     def refuse_unsupported(self, place: str = "") -> None:
@@ -203,11 +203,11 @@ class ChatRequest(CommonRequest):
 
     @property
     def strict(self) -> bool:
-        """Whether calls that the answer may hold follow the functions' schemas: all of them, where one is strict."""
+        """Whether calls in the output follow the functions' schemas: all of them, where one is strict."""
         return any(function.get("strict") for function in self.offered)
 
     def calls_grammar(self, form: ToolFormat | None, grammars: Grammars, *, any_whitespace: bool = False) -> str | None:
-        """Of answers that must be calls, or may have strict ones in them, in this form; None where they are free.
+        """Of outputs that must be calls, or may have strict ones in them, in this form; None where they are free.
         grammars: what compiles it. any_whitespace: in JSON, as in `weft.engine.output.grammar.schema_text`. ApiError
         400."""
         if form is None or not (self.must_call or self.strict):

@@ -24,7 +24,7 @@ from weft.server.errors import ApiError, unknown_model
 from weft.server.options import ReasoningParser
 from weft.server.prompts import Prompts
 from weft.server.protocol import CommonRequest, CompletionRequest, SharedRequest, StreamOptions
-from weft.server.reasoning import BEGIN, END, Start, ThoughtParser, Unspoken, after_thought, start_of
+from weft.server.reasoning import BEGIN, END, Start, ThoughtParser, WithoutThought, after_thought, start_of
 from weft.server.record import as_api_error
 from weft.server.structure import grammar_of
 from weft.server.templates import Templates
@@ -35,18 +35,18 @@ from weft.server.wire import EventStream, event, json_response
 QUICK_LOGPROBS = 256
 """Logprobs that are written on the event loop; a thread writes more."""
 Job = tuple[list[list[int]], SamplingParams, render.Style]
-"""Prompts, how to answer each, and how answers look."""
+"""Prompts, the sampling parameters of all, and the style of the response."""
 
 
 class OutputFormat(NamedTuple):
-    """What the parts of a chat's answer are told apart by. form: of calls; start: of a thought; None: has none."""
+    """How a chat's output is parsed. form: of tool calls; start: where a thought begins; None: it has none."""
 
     form: ToolFormat | None
     start: Start | None
 
 
 class ChatJob(NamedTuple):
-    """A chat for the engine. parsers: make what tells the parts of an answer apart; None: it is all text."""
+    """A chat for the engine. parsers: makes a parser of an output; None: the output is all text."""
 
     prompt: list[int]
     params: SamplingParams
@@ -55,7 +55,7 @@ class ChatJob(NamedTuple):
 
 @dataclass(frozen=True)
 class Service:
-    """Answers both endpoints for one engine and the one model name that it serves. templates: as in `Prompts`;
+    """Serves both endpoints for one engine and the one model name that it serves. templates: as in `Prompts`;
     reasoning_parser, any_whitespace: as in `Options`."""
 
     engine_client: EngineClient
@@ -66,7 +66,7 @@ class Service:
 
     @property
     def engine(self) -> Engine:
-        """What answers."""
+        """What generates."""
         return self.engine_client.engine
 
     @cached_property
@@ -91,12 +91,12 @@ class Service:
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Text in, text out."""
         prompts, params, style = await work_on(request, self._completion, body)
-        return await self._answer(body, request, prompts, params, style)
+        return await self._respond(body, request, prompts, params, style)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Messages in, a message out."""
         prompts, params, style = await work_on(request, self._chat, body)
-        return await self._answer(body, request, prompts, params, style)
+        return await self._respond(body, request, prompts, params, style)
 
     def _completion(self, body: CompletionRequest) -> Job:
         self._check(body)
@@ -120,7 +120,7 @@ class Service:
         return [job.prompt], job.params, render.Chat(self.engine.language, job.prompt, wanted, job.parsers)
 
     def chat_job(self, body: ChatRequest) -> ChatJob:
-        """What answers a chat. ApiError 400."""
+        """The engine's part of a chat. ApiError 400."""
         text = self.prompts.chat_text(body)
         parts = self._parts(body, text)
         return ChatJob(
@@ -132,7 +132,7 @@ class Service:
         form = tool_format_of(template)
         if form and form.channels:
             if not body.separate_reasoning:
-                message = "separate_reasoning must be true: what this model answers has a channel for it"
+                message = "separate_reasoning must be true: the output of this model has a channel for it"
                 raise ApiError(400, message, param="separate_reasoning")
             return OutputFormat(form, None)
         begun = body.messages[-1].text if body.continue_final_message else ""
@@ -140,7 +140,7 @@ class Service:
         return OutputFormat(form if body.offered else None, start)
 
     def _thinks(self, template: str) -> bool:
-        """Whether the model's thoughts are told apart from text."""
+        """Whether the model's thoughts are parsed, apart from text."""
         if self.reasoning_parser != "auto":
             return self.reasoning_parser == "think"
         return BEGIN in template or END in template or END in self._added
@@ -150,7 +150,7 @@ class Service:
         return frozenset(self.engine.tokenizer.get_added_vocab())
 
     def _parsers(self, body: ChatRequest, parts: OutputFormat) -> Callable[[], Parser] | None:
-        """What makes a parser for each answer; None where it is all text."""
+        """What makes a parser for each choice; None where it is all text."""
         form, start = parts
         hidden = self.engine.language.special if body.skip_special_tokens else ()
 
@@ -158,18 +158,18 @@ class Service:
             found = parser(form, body.offered, hidden)
             if start:
                 found = ThoughtParser(found, start, hidden)
-            return found if body.include_reasoning else Unspoken(found)
+            return found if body.include_reasoning else WithoutThought(found)
 
         return made if form or start else None
 
     def _chat_params(self, body: ChatRequest, parts: OutputFormat) -> SamplingParams:
-        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs, form = (body.top_logprobs or 0) if body.logprobs else None, parts.form
         params = self._params(
             body,
             calls=body.calls_grammar(form, self.engine.language.grammars, any_whitespace=self.any_whitespace),
             start=parts.start,
-            max_tokens=most,
+            max_tokens=limit,
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
         )
@@ -186,7 +186,7 @@ class Service:
             raise unknown_model(asked, self.model_name)
 
     def sharing(self, body: SharedRequest, request: Request) -> Sharing:
-        """How it shares the engine with others: clients are told apart by `user`, else by their address."""
+        """How it shares the engine with others: clients are distinguished by `user`, else by their address."""
         client = body.user or (request.client.host if request.client else "")
         return Sharing(client, body.priority, body.cache_salt)
 
@@ -201,8 +201,8 @@ class Service:
     def _params(
         self, body: CommonRequest, *, calls: str | None = None, start: Start | None = None, **more: Any
     ) -> SamplingParams:
-        """calls: the grammar of an answer that must be calls, or may hold some, which none does that has another
-        grammar. start: where the answer has a thought."""
+        """calls: the grammar of an output that must be calls, or may hold some; an output with another grammar holds
+        none. start: where the output has a thought."""
         grammar = grammar_of(body, any_whitespace=self.any_whitespace)
         if grammar and isinstance(body, ChatRequest) and body.must_call:
             raise ApiError(
@@ -217,7 +217,7 @@ class Service:
             raise ApiError(400, str(error), param="response_format") from error
         return body.sampling(self.engine.language, grammar=compiled, **more)
 
-    async def _answer(
+    async def _respond(
         self,
         body: CommonRequest,
         request: Request,
@@ -225,11 +225,11 @@ class Service:
         params: SamplingParams,
         style: render.Style,
     ) -> Response:
-        each = [replace(params, seed=None if params.seed is None else params.seed + i) for i in range(body.n)]
-        jobs = [(prompt, how) for prompt in prompts for how in each]
+        choice_params = [replace(params, seed=None if params.seed is None else params.seed + i) for i in range(body.n)]
+        jobs = [(prompt, each) for prompt in prompts for each in choice_params]
         head = {"id": f"{style.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model_name}
         sharing = self.sharing(body, request)
-        stream = self.engine_client.generate(request, [p for p, _ in jobs], [how for _, how in jobs], sharing)
+        stream = self.engine_client.generate(request, [p for p, _ in jobs], [each for _, each in jobs], sharing)
         choices = [Choice() for _ in jobs]
         if body.stream:
             # Fetch the first increment before the headers go out: a refusal must still be an HTTP status.

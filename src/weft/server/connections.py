@@ -15,7 +15,7 @@ from weft.server.options import Options
 ACCEPTED_AT_ONCE = 16
 """Connections that asyncio accepts before any other code runs."""
 SPARE_DESCRIPTORS = 5 * ACCEPTED_AT_ONCE
-"""Left free: asyncio takes four turns from accepting a connection to closing the one that gave way to it."""
+"""Left free: asyncio takes four iterations from accepting a connection to closing the one that it replaces."""
 MAX_HEADERS = 2**16
 """Bytes of a request's headers."""
 FULL = ApiError(503, "every connection to this server is in use; try again", headers={"Retry-After": "1"})
@@ -33,7 +33,7 @@ class Connection(HttpToolsProtocol):
     """
 
     options: ClassVar[Options]
-    most: ClassVar[int]
+    limit: ClassVar[int]
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -51,12 +51,12 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._watch_request()
-        if len(self.connections) > self.most:
+        if len(self.connections) > self.limit:
             others = [c for c in self.connections if isinstance(c, Connection) and c is not self and not c.has_request]
             if not others:
                 self._refuse(FULL)
             leaver = min(others, key=lambda c: c._since, default=self)
-            leaver.connections.discard(leaver)  # what leaves does not count, though it hears of it a moment later
+            leaver.connections.discard(leaver)  # it does not count any more, though it is closed a moment later
             leaver.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -68,7 +68,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_request()
-        # The parser tells of a header once it is whole.
+        # The parser reports a header once it is complete.
         self._unfinished = self._unfinished + len(data) if self._awaited == "headers" else 0
         if self._unfinished > MAX_HEADERS:
             self._refuse(TOO_LONG)
@@ -107,7 +107,7 @@ class Connection(HttpToolsProtocol):
             raise TooLong
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers what no application hears of, and closes. In the middle of another response it only closes."""
+        """Responds to what never reaches the application, and closes. Amid another response it only closes."""
         if self.transport.is_closing():
             return
         if not (self.has_request and self.cycle.response_started):
@@ -141,5 +141,5 @@ def connection_class(options: Options) -> type[Connection]:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     free = hard - len(os.listdir("/proc/self/fd")) - SPARE_DESCRIPTORS
-    most = options.max_connections if hard == resource.RLIM_INFINITY else min(options.max_connections, max(1, free))
-    return type("Connection", (Connection,), {"options": options, "most": most})
+    limit = options.max_connections if hard == resource.RLIM_INFINITY else min(options.max_connections, max(1, free))
+    return type("Connection", (Connection,), {"options": options, "limit": limit})

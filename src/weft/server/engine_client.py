@@ -43,23 +43,23 @@ class Increments(asyncio.Queue["tuple[int, Answer] | ApiError | None"]):
     def __init__(self, choices: int):
         super().__init__()
         self.running: dict[int, int] = {}
-        self._most = max(MIN_UNREAD, MAX_UNREAD * choices)
+        self._limit = max(MIN_UNREAD, MAX_UNREAD * choices)
 
     @property
     def overrun(self) -> bool:
         """Whether the client has left too many unread."""
-        return self.qsize() >= self._most
+        return self.qsize() >= self._limit
 
     def give_up(self) -> None:
         """Drops what is unread, and ends with that as the reason."""
         while not self.empty():
             self.get_nowait()
-        self.put_nowait(ApiError(408, f"{self._most} increments were not read in time; read them as they come"))
+        self.put_nowait(ApiError(408, f"{self._limit} increments were not read in time; read them as they come"))
 
 
 @dataclass
 class Choice:
-    """One answer as far as it has come."""
+    """One choice: the output so far."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -92,7 +92,7 @@ def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[s
 
 
 class EngineClient:
-    """Takes requests to the engine, and knows those that run. Lives on the event loop. timeout_s: for each request."""
+    """Submits requests to the engine and tracks those that run, on the event loop. timeout_s: for each request."""
 
     def __init__(self, engine: Engine, metrics: Metrics, timeout_s: float | None = None):
         self.engine, self.metrics, self.timeout_s = engine, metrics, timeout_s
@@ -129,7 +129,7 @@ class EngineClient:
         """(choice, increment) as they come, until every choice has ended; one choice for each prompt and params.
 
         Cancels what still runs when the client is gone or the caller stops. ApiError: 400 for what the engine refuses,
-        at once or later, 429 where too many wait, 500 where the answer cannot be made, 503 where the engine fails or
+        at once or later, 429 where too many wait, 500 where the output cannot be made, 503 where the engine fails or
         the server leaves, 504 where the request's time is over.
         """
         if self.closed:
@@ -143,10 +143,10 @@ class EngineClient:
                 pass
             increments.put_nowait(None)
 
-        def listen(choice: int) -> OnOutput:
+        def callback(choice: int) -> OnOutput:
             return partial(self._arrive, loop, increments, choice)
 
-        jobs = [(prompt, how, listen(i)) for i, (prompt, how) in enumerate(zip(prompts, params, strict=True))]
+        jobs = [(prompt, each, callback(i)) for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))]
         running = increments.running
 
         def submit() -> None:
@@ -157,7 +157,7 @@ class EngineClient:
         try:
             if request.state.small:
                 submit()
-            else:  # the engine looks at each token of each answer
+            else:  # the engine checks each token of each prompt
                 await run_in_threadpool(submit)
             while running and (increment := await increments.get()):
                 if isinstance(increment, ApiError):
@@ -165,7 +165,7 @@ class EngineClient:
                 choice, output = increment[0], increment[1].take()
                 record.increment(choice, output)
                 if output.finish_reason in ("error", "timeout"):
-                    ended = 503 if self.engine.state == "failed" else 500  # by a fault of this answer alone
+                    ended = 503 if self.engine.state == "failed" else 500  # by a fault of this request alone
                     status = 504 if output.finish_reason == "timeout" else 400 if output.refused else ended
                     raise ApiError(status, output.error or "the engine failed")
                 if output.finish_reason:
@@ -180,9 +180,9 @@ class EngineClient:
             self._live.discard(increments)
             self._cancel(increments)
 
-    def _arrive(self, loop: asyncio.AbstractEventLoop, increments: Increments, choice: int, answer: Answer) -> None:
+    def _arrive(self, loop: asyncio.AbstractEventLoop, increments: Increments, choice: int, completion: Answer) -> None:
         """On the engine's thread. What comes of a step wakes the loop once, not once for each stream."""
-        self._arrived.append((increments, choice, answer))
+        self._arrived.append((increments, choice, completion))
         if not self._woken:
             self._woken = True
             with contextlib.suppress(RuntimeError):  # the loop has ended, and all who waited
@@ -191,11 +191,11 @@ class EngineClient:
     def _deliver(self) -> None:
         self._woken = False  # first: what arrives from now on wakes the loop anew
         while self._arrived:
-            increments, choice, answer = self._arrived.popleft()
+            increments, choice, completion = self._arrived.popleft()
             if increments.overrun:
                 increments.give_up()
                 self._cancel(increments)
-            increments.put_nowait((choice, answer))
+            increments.put_nowait((choice, completion))
 
     def _cancel(self, increments: Increments) -> None:
         for request_id in increments.running.values():
@@ -205,7 +205,7 @@ class EngineClient:
         try:
             return self.engine.submit_all(jobs, sharing=sharing, timeout_s=self.timeout_s, name=name)
         except ValueError as error:
-            longest = max((len(prompt) + (how.max_tokens or 1) for prompt, how, _ in jobs), default=0)
+            longest = max((len(prompt) + (each.max_tokens or 1) for prompt, each, _ in jobs), default=0)
             code = "context_length_exceeded" if longest > self.engine.max_model_len else None
             raise ApiError(400, str(error), code=code) from error
         except QueueFull as error:

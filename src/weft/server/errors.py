@@ -24,7 +24,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """What every error is answered with."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
@@ -35,7 +35,7 @@ class AnthropicDetail(BaseModel):
 
 
 class AnthropicBody(BaseModel):
-    """What errors of /v1/messages are answered with."""
+    """The body of error responses of /v1/messages."""
 
     type: Literal["error"]
     error: AnthropicDetail
@@ -127,9 +127,9 @@ def field_errors(problems: Sequence[Any], body: Any, place: str = "") -> ApiErro
     place of it, which ends in a dot."""
     # A field of several types has a problem for each type, named at the end of its place; the client's field is before.
     field = _field(problems[0], body)
-    ways = [p["msg"] for p in problems if _field(p, body) == field]
+    messages = [p["msg"] for p in problems if _field(p, body) == field]
     field = place + field
-    return ApiError(400, f"{field}: {' or '.join(dict.fromkeys(ways))}", param=field)
+    return ApiError(400, f"{field}: {' or '.join(dict.fromkeys(messages))}", param=field)
 
 
 def _field(problem: dict[str, Any], value: Any) -> str:

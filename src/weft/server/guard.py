@@ -24,8 +24,8 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class Guard:
     """An ASGI middleware around the whole application. The client's X-Request-Id, or a new one, comes back to it.
 
-    When the response has gone out, it ends the request's `Record`; what is answered with an error and has none, it logs
-    and counts. A fault that nobody foresaw is answered with 500.
+    When the response has gone out, it ends the request's `Record`; an error response without one is logged and
+    counted. An unexpected exception gives 500.
     """
 
     def __init__(self, app: ASGIApp, options: Options, metrics: Metrics):
@@ -48,10 +48,10 @@ class Guard:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                answered = MutableHeaders(scope=message)
-                answered["X-Request-Id"] = request_id
+                response_headers = MutableHeaders(scope=message)
+                response_headers["X-Request-Id"] = request_id
                 if unread:  # what still comes of the request would be taken for the next one, or have to be waited for
-                    answered["Connection"] = "close"
+                    response_headers["Connection"] = "close"
                 if message["status"] >= 400 and "record" not in state and scope["path"] not in OPEN_PATHS:
                     refused(self._metrics, request_id, scope["path"], message["status"])
             await send(message)

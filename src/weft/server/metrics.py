@@ -21,7 +21,7 @@ class Metrics(Collector):
         self._engine = engine
         self.registry = CollectorRegistry()
         self._first = self._histogram("weft_time_to_first_token_seconds", "From the request to its first token")
-        self._between = self._histogram("weft_inter_token_latency_seconds", "Between an answer's tokens")
+        self._between = self._histogram("weft_inter_token_latency_seconds", "Between tokens of an output")
         self._queue = self._histogram("weft_request_queue_seconds", "From the request to its place in the batch")
         self._whole = self._histogram("weft_request_seconds", "From the request to its last token")
         self._requests = Counter(
@@ -43,7 +43,7 @@ class Metrics(Collector):
         self._queue.observe(queued)
 
     def refused(self, outcome: str) -> None:
-        """A request has ended before the engine heard of it: it has no time that tells anything."""
+        """A request has ended before it reached the engine: its times mean nothing."""
         self._requests.labels(outcome).inc()
 
     def text(self, model_name: str) -> bytes:
@@ -66,9 +66,9 @@ class Metrics(Collector):
         for name, text, total in (
             ("weft_prompt_tokens", "Prompt tokens taken in", s.prompt_tokens),
             ("weft_prefix_cached_tokens", "Prompt tokens found in the prefix cache", s.cached_tokens),
-            ("weft_generated_tokens", "Tokens drawn", s.generated_tokens),
+            ("weft_generated_tokens", "Tokens sampled", s.generated_tokens),
             ("weft_preemptions", "Sequences that gave up their pages", s.preemptions),
-            ("weft_stalls", "Rows that waited a step for a token which their next draw depends on", s.stalls),
+            ("weft_stalls", "Rows that waited a step for a token which their next sample depends on", s.stalls),
             ("weft_steps", "Steps of the engine", s.steps),
             ("weft_requests_rejected", "Requests refused because too many waited", s.rejected),
             ("weft_restarts", "Failures of ranks, after which they were started anew", s.failures),

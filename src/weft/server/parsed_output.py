@@ -1,4 +1,4 @@
-"""Answers that are told part by part: as events while they come, or as a whole in the end."""
+"""Outputs with parts (text, thought, calls): streamed as events while they come, or sent whole at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.server.wire import EventStream
 
 
 class ParsedOutput:
-    """An answer as far as it has come. parser: tells its parts apart; None: it is all text. reasoning_tokens: up to the
+    """The output of one choice so far. parser: finds its parts; None: it is all text. reasoning_tokens: up to the
     end of its thought."""
 
     def __init__(self, parser: Parser | None):
@@ -43,7 +43,7 @@ class ParsedOutput:
 
 
 class Shape(Protocol):
-    """How an endpoint tells it: the events of its beginning, of each increment and of its end, or the whole body."""
+    """How an endpoint sends it: the events of its beginning, of each increment and of its end, or the whole body."""
 
     @property
     def whole(self) -> bool: ...

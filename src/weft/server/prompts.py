@@ -72,10 +72,10 @@ class Prompts:
         return str(self._tokenizer.decode(tokens))
 
     def check_choices(self, count: int) -> None:
-        """Refuses more answers at once than are given."""
-        most = self._engine.config.max_choices
-        if count > most:
-            raise ApiError(400, f"{count} answers are asked for at once (prompts × n); at most {most} are given")
+        """Refuses more choices than the engine takes at once."""
+        limit = self._engine.config.max_choices
+        if count > limit:
+            raise ApiError(400, f"the request has {count} choices (prompts × n); at most {limit} are allowed")
 
     def check_length(self, characters: int, param: str, prompts: int = 1) -> None:
         """Refuses text that cannot fit, before it is encoded: that takes a hundred times its size of memory."""
@@ -84,11 +84,11 @@ class Prompts:
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     def _kept(self, body: CommonRequest) -> int | None:
-        """How many of a prompt's tokens are kept, its last; None: all. -1 keeps what fits beside one of the answer."""
-        longest, most = self._engine.max_model_len - 1, body.truncate_prompt_tokens
-        if most is None or most > longest:
+        """How many of a prompt's last tokens are kept; None: all. -1 keeps what fits beside one token of output."""
+        longest, wanted = self._engine.max_model_len - 1, body.truncate_prompt_tokens
+        if wanted is None or wanted > longest:
             return None  # what is longer than the context is refused as ever
-        return longest if most == -1 else max(most, 1)
+        return longest if wanted == -1 else max(wanted, 1)
 
     def _tokens(self, prompt: str | list[int], kept: int | None, special: bool) -> list[int]:
         """A prompt's tokens, of which so many are kept. Of a text only an end is encoded that holds more tokens than

@@ -1,5 +1,5 @@
 """Request bodies of the OpenAI API, checked. A field is served, or refused by its name; none is ignored silently, but
-for those that change no answer."""
+for those that change no output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Texts = Annotated[list[Text], Field(fail_fast=True)]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 HARMLESS |= {"prompt_cache_retention", "request_id", "parallel_tool_calls", "spaces_between_special_tokens"}
-"""Fields of a request that are taken and change no answer."""
+"""Fields of a request that are accepted and change no output."""
 
 
 class Body(BaseModel):
@@ -41,13 +41,13 @@ class Body(BaseModel):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Fields that are not served, with the values that ask for nothing."""
     harmless: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are taken and change no answer."""
+    """Fields that are accepted and change no output."""
     open: ClassVar[bool] = False
     """Whether any further field is served."""
 
     @property
     def slow(self) -> bool:
-        """Whether it asks for what takes long before an answer can begin, though it may be short itself."""
+        """Whether much work comes before the first token, though the body may be short."""
         return False
 
     @model_validator(mode="before")
@@ -142,10 +142,10 @@ class SamplingFields(Body):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > 16:
             raise ApiError(400, f"{len(stop)} stop strings; at most 16", param="stop")
-        said = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-        drawing = language.defaults | {name: value for name, value in said.items() if value is not None}
-        if "top_k" in drawing:
-            drawing["top_k"] = max(int(drawing["top_k"]), 0)  # -1 is some clients' word for off
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        sampling = language.defaults | {name: value for name, value in given.items() if value is not None}
+        if "top_k" in sampling:
+            sampling["top_k"] = max(int(sampling["top_k"]), 0)  # -1 is some clients' word for off
         try:
             return SamplingParams(
                 min_tokens=self.min_tokens,
@@ -160,7 +160,7 @@ class SamplingFields(Body):
                 allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
                 keep_stop=self.include_stop_str_in_output or self.no_stop_trim,
                 keep_special=not self.skip_special_tokens,
-                **drawing,
+                **sampling,
                 **more,
             )
         except ValueError as error:
@@ -200,7 +200,7 @@ class CommonRequest(SharedRequest, SamplingFields, GrammarFields):
         "separate_reasoning": (True,),
         "stream_reasoning": (True,),
         "include_reasoning": (True,),
-        "data_parallel_rank": (0,),  # of the one that `weft.server.router_routes` tells of
+        "data_parallel_rank": (0,),  # of the one that `weft.server.router_routes` reports
     }
 
     model: str | None = None

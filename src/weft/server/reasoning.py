@@ -1,4 +1,4 @@
-"""Thoughts that models write before they answer, between <think> and </think>: no part of the text or its grammar."""
+"""The thought that a model writes first, between <think> and </think>: no part of the text or its grammar."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weft.server.tools import OutputDelta, Parser, any_of, begun
 
 BEGIN, END = "<think>", "</think>"
 Start = Literal["inside", "free"]
-"""Where an answer begins: inside a thought that the prompt opens, or where a thought may come first."""
+"""Where an output begins: inside a thought that the prompt opens, or where a thought may come first."""
 
 
 def start_of(prompt: str, continued: str = "") -> Start | None:
-    """None: the prompt leaves no place for a thought. continued: the message that the answer goes on with."""
+    """None: the prompt leaves no place for a thought. continued: the message that the output continues."""
     if continued:
         return "inside" if continued.rfind(BEGIN) > continued.rfind(END) else None
     end = prompt.rstrip()
@@ -25,7 +25,7 @@ def start_of(prompt: str, continued: str = "") -> Start | None:
 
 
 def after_thought(grammar: str, start: Start, named: Collection[str]) -> str:
-    """Of an answer that follows the grammar once its thought, if any, has ended. named: see `Grammars.named`."""
+    """Of an output that follows the grammar once its thought, if any, has ended. named: see `Grammars.named`."""
     literal = literals({BEGIN, END} & set(named))
     # Where the end is a token that no text matches, it ends the text by itself.
     inside = f"inside: /(?s:.*)/ {END}" if END in named else f'inside[suffix="{END}"]: /(?s:.*)/'
@@ -42,8 +42,8 @@ class ThoughtParser:
     def __init__(self, inner: Parser, start: Start, hidden: Collection[str] = ()):
         self._inner = inner
         self._hidden = any_of(hidden)
-        self._without: Literal["inside", "answer"] = "inside" if start == "inside" else "answer"
-        self._state: Literal["free", "inside", "behind", "answer"] = "free"
+        self._without: Literal["inside", "content"] = "inside" if start == "inside" else "content"
+        self._state: Literal["free", "inside", "behind", "content"] = "free"
         self._held = ""
         self._thought = False  # some of it has come
 
@@ -69,15 +69,15 @@ class ThoughtParser:
         if self._state == "behind":
             self._held = self._held.lstrip("\n")
             if self._held:
-                self._state = "answer"
-        if self._state == "answer" or last:
-            answer, self._held = ("" if self._state == "inside" else self._held), ""
-            parts += self._inner.push(answer, last)
+                self._state = "content"
+        if self._state == "content" or last:
+            content, self._held = ("" if self._state == "inside" else self._held), ""
+            parts += self._inner.push(content, last)
         return parts
 
 
-class Unspoken:
-    """Of an answer whose thought is not wanted."""
+class WithoutThought:
+    """Parses an output and drops its thought."""
 
     def __init__(self, inner: Parser):
         self._inner = inner

@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 
 
 def refused(metrics: Metrics, request_id: str, path: str, status: int) -> None:
-    """A request was answered with an error before it came to have a Record."""
+    """A request got an error response before it had a Record."""
     outcome = "error" if status == 500 else "refused"
     metrics.refused(outcome)
     log.info("request", extra={"fields": {"id": request_id, "path": path, "outcome": outcome, "status": status}})
 
 
 def as_api_error(error: Exception, state: Mapping[str, Any]) -> ApiError:
-    """How a client hears of an error. One that nobody foresaw is logged, and is what the request is remembered by.
+    """The error that a client gets. An unexpected one is logged and becomes the outcome of the request.
 
     state: the request's, with `request_id`, and `record` where there is one.
     """

@@ -1,4 +1,4 @@
-"""How answers look on the wire: one style for each of OpenAI's two endpoints."""
+"""How completions look on the wire: one style for each of OpenAI's two endpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Style(Protocol):
-    """Names and bodies of an endpoint's answers."""
+    """Names and bodies of an endpoint's responses."""
 
     id_prefix: str
     name: str
@@ -36,10 +36,10 @@ class Style(Protocol):
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which logprobs go out: alternatives of each token of the answer, and of the prompt; None for none. tokens: the
-    prompt's and the answer's, as numbers."""
+    """Which logprobs go out: how many alternatives of each token of the output, and of the prompt; None for none.
+    tokens: whether token ids of prompt and output go out."""
 
-    answer: int | None = None
+    output: int | None = None
     prompt: int | None = None
     tokens: bool = False
 
@@ -74,7 +74,7 @@ class Completion:
         body = {
             "index": index,
             "text": text,
-            "logprobs": None if self._wanted.answer is None else self._table(index, entries, self._wanted.answer),
+            "logprobs": None if self._wanted.output is None else self._table(index, entries, self._wanted.output),
             "finish_reason": last.finish_reason,
             "stop_reason": last.stop_reason,
         }
@@ -86,7 +86,7 @@ class Completion:
             body["prompt_logprobs"] = prompt_table(self._language, prompt, self._wanted.prompt)
         return body
 
-    def _table(self, index: int, entries: Sequence[TokenLogprob | int], most: int) -> dict[str, Any]:
+    def _table(self, index: int, entries: Sequence[TokenLogprob | int], limit: int) -> dict[str, Any]:
         """A prompt's first token is a number alone: nothing comes before it that could say how likely it is."""
         scores = [TokenLogprob(e, None) if isinstance(e, int) else e for e in entries]
         offsets, characters = [], self._characters[index]
@@ -96,7 +96,7 @@ class Completion:
             offsets.append(self._offsets[index] + _breaks(characters.getstate()[0], raw))
             self._offsets[index] += len(characters.decode(raw))
         names = self._language.token_name
-        tops = [{names(t): value for t, value in p.top[:most]} for p in scores]
+        tops = [{names(t): value for t, value in p.top[:limit]} for p in scores]
         return {
             "tokens": [names(p.token_id) for p in scores],
             "token_logprobs": [p.logprob for p in scores],
@@ -114,12 +114,12 @@ def _breaks(begun: bytes, more: bytes) -> bool:
     return False
 
 
-def prompt_table(language: Language, scores: Sequence[TokenLogprob], most: int) -> list[dict[str, Any] | None]:
+def prompt_table(language: Language, scores: Sequence[TokenLogprob], limit: int) -> list[dict[str, Any] | None]:
     """In vLLM's shape, but for ranks: of a prompt's each token, and the best in its place, the logprob."""
     return [None] + [
         {
             str(token): {"logprob": value, "decoded_token": language.token_name(token)}
-            for token, value in [(p.token_id, p.logprob), *p.top[:most]]
+            for token, value in [(p.token_id, p.logprob), *p.top[:limit]]
         }
         for p in scores
     ]
@@ -131,8 +131,7 @@ def _reasoning(thought: str) -> dict[str, str]:
 
 
 class Chat:
-    """/v1/chat/completions. prompt: its tokens. parsers: make what tells the parts of an answer apart; None: it is all
-    text."""
+    """/v1/chat/completions. prompt: its tokens. parsers: makes a parser of an output; None: the output is all text."""
 
     id_prefix, name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -183,7 +182,7 @@ class Chat:
 
     def _rest(self, what: Choice | Output, last: Output, called: bool) -> dict[str, Any]:
         reason = "tool_calls" if called and last.finish_reason == "stop" else last.finish_reason
-        logprobs = {"content": [self._token(p) for p in what.logprobs]} if self._wanted.answer is not None else None
+        logprobs = {"content": [self._token(p) for p in what.logprobs]} if self._wanted.output is not None else None
         rest = {"logprobs": logprobs, "finish_reason": reason, "stop_reason": last.stop_reason}
         return rest | ({"token_ids": what.token_ids} if self._wanted.tokens else {})
 
@@ -191,6 +190,6 @@ class Chat:
         return self._entry(p.token_id, p.logprob) | {"top_logprobs": [self._entry(t, value) for t, value in p.top]}
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        # A token may be a part of a character, or hold none at all: its bytes are told apart from its text.
+        # A token may be a part of a character, or hold none at all: so its bytes are given beside its text.
         raw = self._language.grammars.tokens.decode_bytes([token])
         return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}

@@ -131,7 +131,7 @@ class ResponsesRequest(SharedRequest):
 
 
 class Responses:
-    """Answers the endpoint by a chat service. max_stored_bytes: of responses that are stored; 0: none are."""
+    """Serves the endpoint by a chat service. max_stored_bytes: of responses that are stored; 0: none are."""
 
     def __init__(self, service: Service, max_stored_bytes: int):
         self._service = service
@@ -143,7 +143,7 @@ class Responses:
 
         @made.post("/v1/responses", response_model=None)
         async def responses(body: ResponsesRequest, request: Request) -> Response:
-            return await self._answer(body, request)
+            return await self._respond(body, request)
 
         @made.get("/v1/responses/{response_id}", response_model=None)
         async def stored(response_id: str) -> Response:
@@ -176,26 +176,26 @@ class Responses:
         self._service.check_model(body.model)
         return self._service.chat_job(chat), (*before, _json(body.items))
 
-    async def _answer(self, body: ResponsesRequest, request: Request) -> Response:
+    async def _respond(self, body: ResponsesRequest, request: Request) -> Response:
         service = self._service
         (prompt, params, parsers), items = await work_on(request, partial(self._chat, self._before(body)), body)
         stream = service.engine_client.generate(request, [prompt], [params], service.sharing(body, request))
-        made = _Made(body, service.model_name, prompt, parsers() if parsers else None)
+        made = _ResponseBuilder(body, service.model_name, prompt, parsers() if parsers else None)
         if self._store is not None and body.store is not False:
             made.stored = partial(self._put, self._store, items)
         return await respond(request, stream, made, body.stream)
 
-    def _put(self, store: Store, before: tuple[bytes, ...], made: _Made) -> None:
+    def _put(self, store: Store, before: tuple[bytes, ...], made: _ResponseBuilder) -> None:
         store.put(made.id, Stored(_json(made.body()), (*before, _json(made.items))))
 
 
-class _Made(ParsedOutput):
-    """A response as far as it has come, and the events that tell of it. stored: called with it once it is whole."""
+class _ResponseBuilder(ParsedOutput):
+    """A response as far as it has come, and the events of its parts. stored: called with it once it is whole."""
 
     def __init__(self, body: ResponsesRequest, model: str, prompt: list[int], parser: Parser | None):
         super().__init__(parser)
         self._asked, self._model, self._prompt = body, model, prompt
-        self.stored: Callable[[_Made], None] | None = None
+        self.stored: Callable[[_ResponseBuilder], None] | None = None
         self.id, self._created, self._number = f"resp_{uuid.uuid4().hex}", int(time.time()), 0
         self.items: list[dict[str, Any]] = []
         self._open: Kind | Literal["function_call"] | None = None
@@ -261,7 +261,7 @@ class _Made(ParsedOutput):
 
     def end(self) -> list[bytes]:
         """After everything has come."""
-        events = [] if self.items else self._text_events("")  # an empty answer is a message too
+        events = [] if self.items else self._text_events("")  # an empty output is a message too
         events += self._close()
         body = self.body()
         if self.stored is not None and self.whole:  # before its client hears of the end

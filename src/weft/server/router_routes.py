@@ -24,7 +24,7 @@ def router(service: Service) -> APIRouter:
             "model_path": str(config.model.resolve()),
             "tokenizer_path": str(config.tokenizer.resolve()),
             "version": __version__,
-            "dp_size": 1,  # the engine itself deals requests out to its data-parallel groups
+            "dp_size": 1,  # the engine itself distributes requests over its data-parallel groups
             "max_running_requests": config.max_running * config.attn_dp,
             "max_total_num_tokens": config.cached_tokens * config.attn_dp,
         }
@@ -47,8 +47,8 @@ def router(service: Service) -> APIRouter:
         """200 once a token has been generated; else the status that a completion would have."""
         request.state.small = True
         asked = CompletionRequest.model_validate({"prompt": [0], "max_tokens": 1, "temperature": 0})
-        answered = await service.complete(asked, request)
-        return Response() if answered.status_code == 200 else answered
+        response = await service.complete(asked, request)
+        return Response() if response.status_code == 200 else response
 
     @made.post("/flush_cache")
     async def flush_cache() -> Response:

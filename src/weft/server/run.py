@@ -1,4 +1,4 @@
-"""Listening, serving, and ending well: requests may go on for a while, then each is told that the server leaves."""
+"""Listening, serving, and shutting down: requests may go on for a while, then each gets an error that says so."""
 
 from __future__ import annotations
 

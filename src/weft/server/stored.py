@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-MOST = 10_000
+MAX_RESPONSES = 10_000
 """Responses, however small."""
 
 
@@ -24,19 +24,19 @@ class Stored:
 
 
 class Store:
-    """By their ids, up to so many bytes and MOST. For one thread, that of the event loop."""
+    """By their ids, up to so many bytes and MAX_RESPONSES. For one thread, that of the event loop."""
 
     def __init__(self, max_bytes: int):
         self._max_bytes, self._bytes = max_bytes, 0
         self._stored: OrderedDict[str, Stored] = OrderedDict()
 
     def put(self, name: str, stored: Stored) -> None:
-        """Remembers one; not where it is larger alone than all may be together."""
+        """Remembers one; not where it alone exceeds the limit of all."""
         if stored.size > self._max_bytes:
             return
         self._stored[name] = stored
         self._bytes += stored.size
-        while self._bytes > self._max_bytes or len(self._stored) > MOST:
+        while self._bytes > self._max_bytes or len(self._stored) > MAX_RESPONSES:
             self._bytes -= self._stored.popitem(last=False)[1].size
 
     def get(self, name: str) -> Stored | None:

@@ -1,4 +1,4 @@
-"""Which grammar an answer must follow, by any of the names that clients have for it."""
+"""Which grammar an output must follow, by any of the names that clients have for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES: dict[str, Kind] = {
 
 
 def grammar_of(body: GrammarFields, *, any_whitespace: bool = False) -> str | None:
-    """As `SamplingParams.grammar` takes it; None where the answer is free. ApiError 400. any_whitespace: in JSON, as in
+    """As `SamplingParams.grammar` takes it; None where the output is free. ApiError 400. any_whitespace: in JSON, as in
     `weft.engine.output.grammar.schema_text`."""
     wanted = [(name, kind, getattr(body, name)) for name, kind in NAMES.items() if getattr(body, name) is not None]
     if body.response_format is not None:
@@ -60,6 +60,6 @@ def _response_format(form: ResponseFormat) -> list[tuple[str, Kind, Any]]:
         message = f"response_format {form.type!r} is not supported; use text, json_object or json_schema"
         raise ApiError(400, message, param="response_format")
     if form.json_schema is not None:
-        message = f"response_format.json_schema says nothing to the type {form.type}; use the type json_schema"
+        message = f"response_format.json_schema has no meaning for the type {form.type}; use the type json_schema"
         raise ApiError(400, message, param="response_format.json_schema")
     return [("response_format", "json", ANY_OBJECT)] if form.type == "json_object" else []

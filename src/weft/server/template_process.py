@@ -27,19 +27,19 @@ def serve(connection: Connection) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     connection.send_bytes(b"ready")
     while True:
         try:
-            asked = json.loads(connection.recv_bytes())
+            request = json.loads(connection.recv_bytes())
         except EOFError:
             return
         try:
-            text = render_jinja_template(**asked)[0][0]
-            said = {"text": text} if len(text) <= MAX_TEXT else {"error": f"it makes more than {MAX_TEXT} characters"}
+            text = render_jinja_template(**request)[0][0]
+            result = {"text": text} if len(text) <= MAX_TEXT else {"error": f"it makes more than {MAX_TEXT} characters"}
         except MemoryError:
             return
         except Exception as error:
-            said = {"error": str(error)[:MAX_ERROR] or type(error).__name__}
-        connection.send_bytes(json.dumps(said).encode())
+            result = {"error": str(error)[:MAX_ERROR] or type(error).__name__}
+        connection.send_bytes(json.dumps(result).encode())

@@ -32,12 +32,12 @@ class Templates:
         if not self._lock.acquire(timeout=RENDER_S):
             raise ApiError(503, "chat templates of other requests are being rendered; try again")
         try:
-            said = self._ask(json.dumps({**arguments, "chat_template": template}).encode())
+            result = self._ask(json.dumps({**arguments, "chat_template": template}).encode())
         finally:
             self._lock.release()
-        if "error" in said:
-            raise ApiError(400, f"chat_template: {said['error']}", param="chat_template")
-        return str(said["text"])
+        if "error" in result:
+            raise ApiError(400, f"chat_template: {result['error']}", param="chat_template")
+        return str(result["text"])
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -55,8 +55,8 @@ class Templates:
                 self._ready = True
             self._connection.send_bytes(asked)
             if self._connection.poll(RENDER_S):
-                said: dict[str, str] = json.loads(self._connection.recv_bytes())
-                return said
+                result: dict[str, str] = json.loads(self._connection.recv_bytes())
+                return result
         except (EOFError, OSError):
             why = "it takes more memory than it may"
         self._process.kill()

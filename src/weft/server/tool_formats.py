@@ -15,7 +15,7 @@ from weft.engine.output.grammar import schema_text
 TEXT = "TEXT: /(.|\\n)+/\n"
 """A terminal of Lark: whatever matches no special token."""
 MAX_CALLS = 16
-"""Calls in one answer that must be calls."""
+"""Calls in one output that must be calls."""
 Functions = Sequence[dict[str, Any]]
 """The functions that may be called: `name`, and `parameters`, a JSON schema."""
 Literal = Callable[[str], str]
@@ -41,11 +41,11 @@ class Call:
 class ToolFormat:
     """How a model writes calls. marks: what all stands in a chat template that asks for this form.
 
-    begin, end: calls stand between; without them, a call is the whole answer. read(text, functions): the calls; none
+    begin, end: calls stand between; without them, a call is the whole output. read(text, functions): the calls; none
     where it is no call. call(functions, literal, schema): Lark rules, of which `call` is one call. opening: where
     arguments are JSON, matches what stands before the object that they are, from the end of another call's or the
-    beginning on; `name` is the function's. head, between, tail: around the calls of an answer that must be calls.
-    tokens: what stands in an answer and may be special tokens, which are then no text. channels: every answer has parts
+    beginning on; `name` is the function's. head, between, tail: around the calls of an output that must be calls.
+    tokens: what stands in an output and may be special tokens, which are then no text. channels: every output has parts
     for several readers, with calls or without.
     """
 
@@ -70,7 +70,7 @@ class ToolFormat:
         among_text: bool = False,
         any_whitespace: bool = False,
     ) -> str:
-        """Of answers that are calls of these functions, and nothing else, or text with such calls in it.
+        """Of outputs that are calls of these functions, and nothing else, or text with such calls in it.
 
         named: tokens; see `Grammars.named`. any_whitespace: in JSON, as in `weft.engine.output.grammar.schema_text`.
         ValueError where text has no calls in it in this form.
@@ -89,8 +89,8 @@ class ToolFormat:
         if self.channels:
             if not {"<|channel|>", "<|message|>", "<|end|>", "<|start|>"} <= named:
                 raise ValueError("its marks are no tokens of this tokenizer")
-            start = 'start: (said <|end|> <|start|> "assistant")* (said | call)\n'
-            start += f"said: <|channel|> /analysis|commentary|final/ <|message|> TEXT?\n{TEXT}"
+            start = 'start: (message <|end|> <|start|> "assistant")* (message | call)\n'
+            start += f"message: <|channel|> /analysis|commentary|final/ <|message|> TEXT?\n{TEXT}"
         elif not self.begin:
             start = f"start: {calls} | /(\\s*[^\\s{{](.|\\n)*)?/\n"
         elif self.begin in named:
@@ -159,7 +159,7 @@ def _json_call(functions: Functions, literal: Literal, schema: Schema) -> str:
     return f"call: {around[0]} body {around[1]}\nbody: %json {schema(_calls_schema(functions, 'arguments'))}\n"
 
 
-# Llama 3.1 to 3.3: {"name": …, "parameters": {…}}, several with ; between, as the whole answer
+# Llama 3.1 to 3.3: {"name": …, "parameters": {…}}, several with ; between, as the whole output
 
 
 def _read_bare(text: str, functions: Functions) -> list[Call]:
@@ -193,7 +193,7 @@ def _is_text(schema: Any) -> bool:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """A parameter is bare text; what else it is only the schema tells."""
+    """A parameter is bare text; the schema alone says what else it is."""
     if _is_text(schema):
         return text
     try:
@@ -245,8 +245,8 @@ def _tagged_call(
             if _is_text(kind) and "enum" in (kind or {}):
                 body = " | ".join(literal(f"{choice}{end}") for choice in kind["enum"])
             elif _is_text(kind):
-                most = (kind or {}).get("maxLength", "")
-                body = f"/[^<]{{0,{most}}}{json.dumps(end)[1:-1]}/"
+                limit = (kind or {}).get("maxLength", "")
+                body = f"/[^<]{{0,{limit}}}{json.dumps(end)[1:-1]}/"
             else:
                 body = f"%json {schema(kind)} {literal(end)}"
             rules.append(f"{value}_value: {body}")

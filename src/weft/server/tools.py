@@ -1,4 +1,4 @@
-"""The parts of what a model answers, told apart as it comes: text, calls of tools, and what it thought before."""
+"""Parsers of a model's output as it streams: text, tool calls, and the thought before them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.server.tool_formats import Call, Functions, ToolFormat
 
 
 class OutputDelta(NamedTuple):
-    """What has become clear of an answer. arguments: more of those of the call that began last; the calls come after
+    """What an increment of the output adds. arguments: more of those of the call that began last; the calls come after
     it. thought: not meant for the user."""
 
     text: str = ""
@@ -30,7 +30,7 @@ class OutputDelta(NamedTuple):
 
 
 class Parser(Protocol):
-    """Splits one answer. What is no call in the end is text."""
+    """Splits one output into its parts. What is no call in the end is text."""
 
     def push(self, text: str, last: bool) -> OutputDelta:
         """What is whole now; last: nothing more comes."""
@@ -38,7 +38,7 @@ class Parser(Protocol):
 
 
 def parser(form: ToolFormat | None, functions: Functions = (), hidden: Collection[str] = ()) -> Parser:
-    """For one answer in this form; None: it is all text. hidden: special tokens, which no client sees; each comes in
+    """For one output in this form; None: it is all text. hidden: special tokens, which no client sees; each comes in
     one piece."""
     if form is None:
         return TextParser(hidden)
@@ -152,7 +152,7 @@ class TaggedParser:
 
 
 class BareParser:
-    """Calls are the whole answer, which then begins as JSON; until a call has begun nobody can know."""
+    """Calls are the whole output, which then begins as JSON; until a call has begun nobody can know."""
 
     def __init__(self, form: ToolFormat, functions: Functions):
         self._form, self._functions = form, functions

@@ -88,10 +88,10 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. ValueError where it could never fit in the cache."""
         most = sequence.prompt_tokens + sequence.max_tokens
-        if most > self.caches.most_tokens:
+        if most > self.caches.max_tokens:
             raise ValueError(
                 f"prompt and answer may take {most} tokens, but the key-value cache of a group holds "
-                f"{self.caches.most_tokens}; ask for fewer or start with a larger kv_tokens"
+                f"{self.caches.max_tokens}; ask for fewer or start with a larger kv_tokens"
             )
         self.waiting.add(sequence)
 

@@ -218,13 +218,14 @@ def test_a_wrong_path_or_layout_is_told_before_torch_is_imported() -> None:
 def test_an_api_key_is_taken_without_the_newline_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
 
-    class Taken(Options):
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            asked.append(self.api_key)
-            raise ValueError("started")
+    check = Options.check
 
-    monkeypatch.setattr("weft.server.options.Options", Taken)
+    def checked(options: Options) -> None:
+        check(options)
+        asked.append(options.api_key)
+        raise ValueError("started")
+
+    monkeypatch.setattr(Options, "check", checked)
     monkeypatch.setenv("WEFT_API_KEY", "sec ret\r\n")
     assert weft_here("serve")[2].splitlines()[0] == "the API key is taken without the spaces and newlines around it"
     weft_here("serve", "--api-key", "\tsecret ")
@@ -334,7 +335,7 @@ def test_the_demo(tmp_path: Path) -> None:
     assert re.search(r"^\d+ collectives instead of \d+, .* a rank instead of", done.stdout, re.MULTILINE)
     answers = " ".join(line.split("│")[2].strip() for line in done.stdout.splitlines() if line.count("│") == 3)
     assert "The answer is" in answers, "in the second column, over whose lines a sentence may break"
-    for text in ("plan:", "naive:", "What ran", "of 3 answers are right", "has stopped"):
+    for text in ("plan:", "naive:", "What ran", "of 3 answers are correct", "has stopped"):
         assert text in done.stdout, text
     assert not left_behind(tmp_path)
 

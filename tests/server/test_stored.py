@@ -11,7 +11,7 @@ import pytest
 from server.conftest import QuietEngine, Served, serve
 from server.test_responses import FIXED, FLAT
 from server.test_tools import TEMPLATE
-from weft.server.stored import MOST, Store, Stored
+from weft.server.stored import MAX_RESPONSES, Store, Stored
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -88,6 +88,6 @@ def test_the_longest_unused_are_forgotten() -> None:
 
 def test_small_responses_are_counted() -> None:
     store = Store(2**40)
-    for name in range(MOST + 2):
+    for name in range(MAX_RESPONSES + 2):
         store.put(str(name), Stored(b"", ()))
-    assert [name for name in range(MOST + 2) if not store.get(str(name))] == [0, 1]
+    assert [name for name in range(MAX_RESPONSES + 2) if not store.get(str(name))] == [0, 1]

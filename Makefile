@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test test-nightly test-processors test-gpu test-gpu-parts test-mutants lint counts clean
+.PHONY: help setup demo test test-nightly test-processors test-gpu test-gpu-parts test-mutants lint docs counts clean
 help:
 	@echo "make demo   serve the embedded model on 4 ranks and ask it word problems; ARGS=\"--dcp 2\" for more"
 	@echo "make test   run the tests         make lint   ruff and mypy"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-gpu  what needs GPUs, with the Python at hand; writes gpu-tests.log"
 	@echo "make test-gpu-parts PARTS=\"peer soak\"   that, sanitizers and soaks, in parts of nine minutes; without PARTS: which"
 	@echo "make test-mutants  plant faults in a copy of the sources, and see that tests fail; ARGS=\"place --jobs 2\""
+	@echo "make docs   build the documentation site into build/site; every link is checked"
 	@echo "make counts lines of code         make clean  remove the virtual environment"
 
 setup: $(VENV)/.ready
@@ -61,6 +62,11 @@ test-mutants: setup
 lint: setup
 	@$(BIN)/ruff check
 	@$(BIN)/mypy
+
+# Their packages are no part of the set-up: who serves or tests Weft needs none of them.
+docs: setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict && echo "built build/site"
 
 counts:
 	@printf 'Python lines: src %s, tests %s\n' \

@@ -11,7 +11,8 @@ from test_layout import ORDER
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "weft"
-PAGES = [path for folder in (".", "docs", "benchmarks", "tests") for path in sorted((ROOT / folder).glob("*.md"))]
+FOLDERS = (".", "docs", "docs/api", "benchmarks", "tests")
+PAGES = [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
 
 
 def anchors(page: Path) -> set[str]:

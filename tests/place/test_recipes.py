@@ -8,17 +8,22 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import small_config
 
 from place import recipes
 from place.exhaustive import Machine, least
 from place.recipes import Priced, Wanted, priced
 from place.test_exhaustive import ALL
+from weft.engine.planning import trace
+from weft.models.registry import load_config, registry
 from weft.place import recipes as table
 from weft.place import vocabulary
 from weft.place.chain import Chain, Read
@@ -189,6 +194,20 @@ def test_the_ways_are_the_recipes_of_the_table() -> None:
                 ("all_gatherv", None, "all_to_allv", None),  # gathers what it then has no use for
             }
             assert found == ({("all_gatherv",)} if wanted.relaid else merges)
+
+
+@pytest.mark.parametrize(
+    "family, of_query, of_value", [("deepseek_v2", 6 + 4, 5), ("qwen2_moe", 4, 4), ("qwen3", 8, 8)]
+)
+def test_models_settle_what_problems_have(family: str, of_query: int, of_value: int, tmp_path: Path) -> None:
+    """Of eight heads a rank of four has two; queries are gathered and outputs merged in each of three layers."""
+    small_config(family, 4).save_pretrained(tmp_path)
+    config = replace(load_config(tmp_path, registry(())), split_vocabulary=True)
+    mesh = Mesh(2, 4, 8, 1, dcp=2)
+    wanted = [("queries", of_query), ("outputs", of_value)] * 3 + [("best tokens", 0), ("logits", 0)]
+    problems = [Problem(mesh, what, 1, heads=2, dim=dim, element_bytes=2, tokens=61) for what, dim in wanted]
+    found = trace(config, mesh, torch.bfloat16).settlements
+    assert list(found) == [problem.settlement() for problem in problems]
 
 
 Model = tuple[Mesh, list[tuple[int, Problem]], list[Machine], int]

@@ -42,11 +42,6 @@ class ShardedContext:
     kept_bytes: int
     latent_bytes: int
 
-    @property
-    def merges(self) -> Mapping[Merge, int]:
-        """Of how many layers attention is merged so."""
-        return Counter(value for value in self.settlements if isinstance(value, Merge))
-
     def exchange_us(self, batch: int, settlements: Settlements) -> float:
         """What gathering queries and merging outputs of so many sequences takes. Raises LayoutError."""
         return sum(settlements.cheapest(value, "dcp", batch).us for value in self.settlements)
@@ -67,7 +62,8 @@ class ShardedContext:
         of no number. By the layers that there are most of.
         """
         queries = Counter(value.row_bytes for value in self.settlements if isinstance(value, Gather))
-        query, token, merge = _usual(queries), _usual(self.tokens), _usual(self.merges)
+        merged = Counter(value for value in self.settlements if isinstance(value, Merge))
+        query, token, merge = _usual(queries), _usual(self.tokens), _usual(merged)
         if merge is None or token is None:
             return None
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from weft.place.spec import Mesh
 
@@ -80,16 +80,12 @@ class Dispatch:
     ep: int
     shared: int
     row_bytes: int
+    what: ClassVar[str] = "dispatch"
 
     @staticmethod
     def on(mesh: Mesh, experts: int, k: int, row_bytes: int) -> Dispatch:
         """Over the world of a mesh."""
         return Dispatch(experts, k, mesh.ep, mesh.attn_tp, row_bytes)
-
-    @property
-    def what(self) -> str:
-        """Names it in plans."""
-        return "dispatch"
 
     @property
     def share(self) -> float:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from weft.place import exchange
 from weft.place.exchange import Exchange
@@ -57,11 +57,7 @@ class Merge:
     heads: int
     dim: int
     element_bytes: int
-
-    @property
-    def what(self) -> str:
-        """Names it in plans."""
-        return "outputs"
+    what: ClassVar[str] = "outputs"
 
     def row_bytes(self) -> int:
         """What a token's outputs and their lse take."""
@@ -85,11 +81,7 @@ class Prompt:
     token_bytes: int
     query_bytes: int
     merge: Merge
-
-    @property
-    def what(self) -> str:
-        """Names it in errors."""
-        return "what prompts see"
+    what: ClassVar[str] = "what prompts see"
 
     def gathered(self, ranks: int, rows: int) -> Parts:
         """A rank gets all tokens that they see, and attends with its own heads."""
@@ -130,6 +122,10 @@ class Recipe(NamedTuple):
     whole: bool = False
     live: bool = False
     parts: Callable[[Any, int, int], Parts] | None = None
+
+    def kinds(self, value: Value, ranks: int) -> tuple[str, ...]:
+        """Of its collectives, where no rows go in several calls."""
+        return tuple(kind for kind, _ in self.calls(value, ranks, 1))
 
 
 def _gather_calls(value: Gather, ranks: int, rows: float) -> Calls:

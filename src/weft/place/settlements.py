@@ -7,15 +7,14 @@ values, each of which is settled by itself.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from weft.place.cost import Offer
 from weft.place.experts import Permute
-from weft.place.recipes import RECIPES, Calls, Gather, Recipe, Value
+from weft.place.recipes import RECIPES, Gather, Recipe, Value
 from weft.place.spec import LayoutError, Mesh
 
 Recipes = Mapping[type[Value], str]
@@ -53,8 +52,8 @@ class Settled:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of its collectives, where nothing goes in several calls."""
-        return tuple(kind for kind, _ in self.recipe.calls(self.value, self.ranks, 1))
+        """See `Recipe.kinds`."""
+        return self.recipe.kinds(self.value, self.ranks)
 
     @property
     def by_counts(self) -> bool:
@@ -149,10 +148,8 @@ class Settlements:
                 continue
             for offer in self.offers:
                 each = self._most_rows(value, ranks, rows, offer.max_bytes)
-                calls = recipe.calls(value, ranks, each)
-                if not each or (recipe.whole and each < rows) or not self._has(offer, recipe, calls):
-                    continue
-                if not offer.serves(ranks, hosts):
+                able = self._has(offer, recipe, value, ranks) and offer.serves(ranks, hosts)
+                if not able or not each or (recipe.whole and each < rows):
                     continue
                 us, cuts = 0.0, [(times, part) for times, part in ((rows // each, each), (1, rows % each)) if part]
                 for times, part in cuts:
@@ -160,13 +157,13 @@ class Settlements:
                     us += times * sum(offer.cost.collective_us(kind, ranks, moved, hosts) for kind, moved in moves)
                 for times, part in [(1, rows)] if recipe.once else cuts:
                     us += times * sum(map(self.local_us, recipe.touched(value, ranks, part)))
-                by = offer.transport if calls else "local"
+                by = offer.transport if recipe.kinds(value, ranks) else "local"
                 found.append(Settled(value, group, ranks, rows, recipe, by, us, each))
         return sorted(found, key=lambda plan: plan.us)
 
-    def _has(self, offer: Offer, recipe: Recipe, calls: Calls) -> bool:
+    def _has(self, offer: Offer, recipe: Recipe, value: Value, ranks: int) -> bool:
         counting = offer.live_sizes or not (recipe.live and self._captured)
-        return counting and offer.kinds.issuperset(kind for kind, _ in calls)
+        return counting and offer.kinds.issuperset(recipe.kinds(value, ranks))
 
     def _most_rows(self, value: Value, ranks: int, rows: int, max_bytes: int | None) -> int:
         if max_bytes is None or value.bytes(rows, ranks) <= max_bytes:
@@ -196,15 +193,14 @@ class Settlements:
         for part, n in recipes[0].parts(value, ranks, rows) if recipes[0].parts else ():
             if self.find(part, group, n) is None:
                 return self._refusal(part, group, n, f" of {value.what}")
-        calls, whole = [recipe.calls(value, ranks, rows) for recipe in recipes], recipes[0].whole
-        kinds = " or ".join(" + ".join(kind for kind, _ in each) for each in calls)
+        kinds = " or ".join(" + ".join(recipe.kinds(value, ranks)) for recipe in recipes)
         kinds += " with row counts on the device" * (recipes[0].live and self._captured)
-        takes = value.bytes(rows if whole else 1, ranks)
+        whole, takes = recipes[0].whole, value.bytes(rows if recipes[0].whole else 1, ranks)
         why = [f"{f'{rows} rows take' if whole else 'a row takes'} {takes} bytes"] if takes else []
         for offer in self.offers:
             if not offer.serves(ranks, hosts):
                 why.append(f"{offer.transport} serves fewer ranks or hosts")
-            elif not any(itertools.starmap(partial(self._has, offer), zip(recipes, calls, strict=True))):
+            elif not any(self._has(offer, recipe, value, ranks) for recipe in recipes):
                 why.append(f"{offer.transport} has no {kinds}")
             elif offer.max_bytes is not None:
                 why.append(f"{offer.transport} has max_bytes={offer.max_bytes}")

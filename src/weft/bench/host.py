@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -37,6 +39,13 @@ def describe_host() -> dict[str, str | int]:
         host |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
         host |= {"cuda": torch.version.cuda or "", "nccl": nccl}
     return host
+
+
+def results_text(what: str, rows: Iterable[dict[str, object]]) -> str:
+    """JSON of measured rows, a row a line. what: the command that measured them."""
+    head = json.dumps({"what": what, "host": describe_host()}, indent=1).removesuffix("\n}")
+    lines = ",\n  ".join(map(json.dumps, rows))
+    return f'{head},\n "rows": [\n  {lines}\n ]\n}}\n'
 
 
 def _lines(path: str) -> list[str]:

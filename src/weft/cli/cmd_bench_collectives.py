@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,16 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from weft.bench import collectives as cpu
 from weft.bench import cuda as gpu
 from weft.bench.baselines import build_deepspeed
 from weft.bench.gpu_baselines import INSTALL_FLASHINFER, has_flashinfer
-from weft.bench.host import describe_host
+from weft.bench.host import results_text
 from weft.bench.ranks import run_ranks
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
+from weft.cli.progress import progress_bar
 from weft.comm.peer_launch import PeerTuning
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import SHM_RANKS
@@ -75,13 +73,12 @@ class Command:
             check_writable(self.json, "--json")
         stop_on_sigterm()
         work = self._on_gpus() if self.device == "cuda" else self._on_cpus()
-        console = Console(stderr=True)
         timings: list[Any] = []
         try:
-            with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            with progress_bar() as bar:
                 for what, cases, results in work:
                     task = bar.add_task(what, total=cases)
-                    if not cases and not console.is_terminal:
+                    if not cases and bar.disable:
                         print(what, file=sys.stderr, flush=True)
                     for timing in results:
                         if not timings or heading(timing) != heading(timings[-1]):
@@ -92,10 +89,8 @@ class Command:
                     bar.update(task, total=cases or 1, completed=cases or 1)
         finally:
             if self.json is not None and timings:  # also what an interrupted run has found so far
-                head = {"what": f"weft bench collectives --device {self.device}", "host": describe_host()}
-                rows = [json.dumps(t.row()) for t in timings]
-                head_text = json.dumps(head, indent=1).removesuffix("\n}")
-                self.json.write_text(f'{head_text},\n "rows": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n")
+                what = f"weft bench collectives --device {self.device}"
+                self.json.write_text(results_text(what, (t.row() for t in timings)))
         return 0
 
     def _on_cpus(self) -> Iterator[Work]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Literal
 import torch
 
 from weft.bench.dcp_merge import SHAPES, Case, Shape, Timing, measure_cpus, measure_gpus
-from weft.bench.host import describe_host
+from weft.bench.host import results_text
 from weft.bench.ranks import run_ranks
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.comm.peer import MAX_RANKS as PEER_RANKS
@@ -68,10 +67,8 @@ class Command:
                 timings.append(timing)
         finally:
             if self.json is not None and timings:  # also what an interrupted run has found so far
-                head = {"what": f"weft bench dcp --device {self.device}", "host": describe_host()}
-                rows = ",\n  ".join(json.dumps(t.row()) for t in timings)
-                head_text = json.dumps(head, indent=1).removesuffix("\n}")
-                self.json.write_text(f'{head_text},\n "rows": [\n  {rows}\n ]\n}}\n')
+                what = f"weft bench dcp --device {self.device}"
+                self.json.write_text(results_text(what, (t.row() for t in timings)))
         return 0
 
     def _measure(self, ranks: int, on_gpus: bool) -> Iterator[Timing]:

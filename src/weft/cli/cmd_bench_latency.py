@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-from rich.progress import Progress
-
 from weft.bench.host import describe_host
 from weft.bench.latency import Latency, Request, measure, parameters
 from weft.bench.ranks import run_ranks
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
+from weft.cli.progress import progress_bar
 from weft.comm.shm import ShmTuning
 from weft.place.cost import host_table, read_tuning
 from weft.place.spec import Mesh
@@ -64,9 +62,8 @@ class Command:
         request = Request(
             self.model, mesh, self.dtype, self.input, self.output, self.rounds, self.transports, tuning, "cpu"
         )
-        console = Console(stderr=True)
         found: list[Latency] = []
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        with progress_bar() as bar:
             task = bar.add_task("rounds", total=self.rounds * len(self.transports))
             for latency in run_ranks(self.tp, measure, request):
                 found.append(latency)

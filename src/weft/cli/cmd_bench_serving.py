@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from weft.bench.serving import LATENCIES, Backend, Server, Workload, arrivals, run, summary
 from weft.bench.streamed_completion import LoadError
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
+from weft.cli.progress import progress_bar
 from weft.place.show import columns
 
 NAMES = {
@@ -25,6 +25,9 @@ NAMES = {
     "itl": "inter-token latency",
     "e2el": "end to end",
 }
+
+UNREPORTED = ("api_key", "tokenizer", "vocab_size", "goodput", "json", "output_file")
+"""Options that the results do not name."""
 
 
 @dataclass(frozen=True)
@@ -155,32 +158,17 @@ class Command:
                 for ask in other.asks(vocabulary, tokenizer):
                     if error := (await server.ask(model, ask)).error:
                         raise LoadError(f"a first request to {server.base_url} failed: {error}")
-            console = Console(stderr=True)
             shown = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as bar:
+            with progress_bar(*shown) as bar:
                 task = bar.add_task("requests", total=len(asks))
                 times = arrivals(len(asks), self.request_rate, self.burstiness, self.seed)
                 outcomes, seconds = await run(
                     server, model, asks, times, self.max_concurrency, lambda outcome: bar.advance(task)
                 )
-        head = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "base_url": server.base_url,
-            "backend": self.backend,
-            "model": model,
-            "num_prompts": self.num_prompts,
-            "random_input_len": self.random_input_len,
-            "random_output_len": self.random_output_len,
-            "random_range_ratio": self.random_range_ratio,
-            "random_prefix_len": self.random_prefix_len,
-            "request_rate": "inf" if math.isinf(self.request_rate) else self.request_rate,
-            "burstiness": self.burstiness,
-            "max_concurrency": self.max_concurrency,
-            "num_warmups": self.num_warmups,
-            "ignore_eos": self.ignore_eos,
-            "temperature": self.temperature,
-            "seed": self.seed,
-        }
+        rate = "inf" if math.isinf(self.request_rate) else self.request_rate
+        head: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+        head |= {name: value for name, value in vars(self).items() if name not in UNREPORTED}
+        head |= {"base_url": server.base_url, "model": model, "request_rate": rate}
         return head | summary(outcomes, seconds, limits), [o.error for o in outcomes if o.error]
 
     async def _choose_model(self, server: Server) -> str:

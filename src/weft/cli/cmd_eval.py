@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -70,9 +69,7 @@ class Command:
         return 0
 
     def _complete(self, engine: Any, chats: list[Any], params: Any) -> list[str]:
-        from rich.console import Console
-        from rich.progress import Progress
-
+        from weft.cli.progress import progress_bar
         from weft.engine.config import EngineError
         from weft.engine.output.results import whole
 
@@ -91,8 +88,7 @@ class Command:
                 engine.submit(engine.tokenizer.encode(text, add_special_tokens=False), params, callback(at))
             except ValueError as error:
                 raise UserError(f"question {at + 1}: {error}") from error
-        console = Console(file=sys.stderr)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        with progress_bar() as bar:
             for _ in bar.track(range(len(chats)), description="completing"):
                 at, completion = ended.get()
                 if (result := whole(completion)).finish_reason == "error":

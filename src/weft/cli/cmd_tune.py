@@ -11,14 +11,13 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
-from rich.console import Console
-from rich.progress import Progress
 
 from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
 from weft.bench.tune import find_sizes, price, price_locals
 from weft.bench.tune_gpu import measure_gpus
 from weft.cli.command import TransportName, UserError, check_writable, stop_on_sigterm
+from weft.cli.progress import progress_bar
 from weft.comm.transport_registry import SHM_RANKS, automatic, transports
 from weft.place.cost import host_table
 
@@ -84,10 +83,9 @@ class Command:
 
     def measure(self, ranks: list[int], options: list[str], sizes: list[int]) -> dict[str, Any]:
         """The table, of so many ranks, transports and bytes."""
-        console = Console(stderr=True)
         prices: dict[str, list[dict[str, Any]]] = {}
         table: dict[str, Any] = {"host": describe_host(), "transports": prices}
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        with progress_bar() as bar:
             task = bar.add_task("tuning", total=None)
             on = self._on_gpus if self.device == "cuda" else self._on_cpus
             found = on(ranks, options, sizes)

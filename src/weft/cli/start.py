@@ -7,10 +7,10 @@ from typing import Any
 
 def start_engine(config: Any) -> Any:
     """A started engine, with a progress bar on stderr while it loads."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from transformers.utils import logging as transformers_logging
 
+    from weft.cli.progress import progress_bar
     from weft.engine.engine import Engine
     from weft.engine.worker.open_transports import untuned
 
@@ -25,8 +25,7 @@ def start_engine(config: Any) -> Any:
         TaskProgressColumn(),
         TimeElapsedColumn(),
     )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress_bar(*columns) as bar:
         # Without a total the bar swings, so that it moves while processes start, of which nothing can be counted.
         task = bar.add_task(f"starting {config.mesh.world} rank(s)", total=None)
         return Engine(config, lambda what, part: bar.update(task, description=what, completed=part, total=1.0))

@@ -69,8 +69,8 @@ docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict && echo "built build/site"
 
 counts:
-	@printf 'Python lines: src %s, tests %s\n' \
-	  "$$(git ls-files 'src/*.py' | xargs cat | wc -l)" "$$(git ls-files 'tests/*.py' | xargs cat | wc -l)"
+	@printf 'Python lines: src %s, tests %s, benchmarks %s; benchmarks/results %s\n' $$(for files in 'src/*.py' 'tests/*.py' \
+	  'benchmarks/*.py' 'benchmarks/results/*'; do git ls-files "$$files" | xargs cat | wc -l; done)
 
 clean:
 	rm -rf $(VENV)

@@ -162,13 +162,15 @@ BAD = [
     (["plan", "--transport", "shm", "--cost", "h200x4"], "h200x4 has no times of shm, only of peer, torchdist/nccl"),
     (["plan", "--layout", "1x3"], "do not divide over"),
     (
-        ["plan", "--experts", "dispatch", "--transport", "nccl"],
+        ["plan", "--moe-exchange", "dispatch", "--transport", "nccl"],
         "nccl has no all_to_allv with row counts on the device",
     ),
     (["plan", "--tokens", "few"], "are not whole numbers"),
     (["eval", "--questions", "0"], "questions is 0"),
     (["serve", "--attn-dp", "2", "--ep", "3"], "both must be the number of ranks"),
     (["serve", "--kv-tokens", "1"], "less than one page"),
+    (["serve", "--experts=dispatch"], "--experts is now --moe-exchange"),
+    (["plan", "--experts", "dispatch"], "--experts is now --moe-exchange"),
     (["serve", "--port", "99999"], "no such port"),
     (["serve", "--request-timeout-s", "0"], "request_timeout_s is 0.0; it must be above 0"),
     (["serve", "--api-key="], "api_key is empty"),
@@ -297,7 +299,9 @@ def test_plan_shows_what_it_saves_and_by_whose_times() -> None:
 
 
 def test_plan_shows_the_form_of_experts() -> None:
-    _, out, _ = weft_here("plan", "--layout", "4x1", "--transport", "shm", "--tokens", "64", "--experts", "dispatch")
+    _, out, _ = weft_here(
+        "plan", "--layout", "4x1", "--transport", "shm", "--tokens", "64", "--moe-exchange", "dispatch"
+    )
     assert "post_attention_layernorm  × 4  by dispatch" in out and "combine: all_to_allv world" in out
     [both] = json.loads(weft_here("plan", "--layout", "4x1", "--transport", "shm", "--tokens", "64", "--json")[1])
     assert both["plan"]["us"] == pytest.approx(min(both["experts"]["gather_us"], both["experts"]["dispatch_us"]))

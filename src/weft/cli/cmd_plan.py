@@ -74,7 +74,7 @@ class Command:
     """How their attention is merged; auto: whichever costs least."""
     dcp_prefill: Literal["auto", "gather", "merge"] = "auto"
     """Whether prompts gather the tokens that they see, or are merged as decode rows are; auto: whichever costs less."""
-    experts: Literal["auto", "gather", "dispatch"] = "auto"
+    moe_exchange: Literal["auto", "gather", "dispatch"] = "auto"
     """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back; auto: on CPUs
     whichever costs less, and from where dispatch pays; on GPUs gather."""
     split_vocabulary: Literal["off", "on", "auto"] = "auto"
@@ -110,7 +110,7 @@ class Command:
         offers = [offer_of(entry, mesh, model.of(entry.name, mesh.world)) for entry in entries]
         config = load_config(model_dir(self.model, self.preset), registry(self.plugins))
         gpus = any(entry.device == "cuda" for entry in entries)
-        forms: Forms = "gather" if gpus and self.experts == "auto" else self.experts
+        forms: Forms = "gather" if gpus and self.moe_exchange == "auto" else self.moe_exchange
         config = replace(config, replicate_queries=self.dcp_query == "replicate", experts=forms, float8=gpus)
         asked = self.split_vocabulary == "on" or (self.split_vocabulary == "auto" and gpus)
         steps = split_steps(config, mesh, config.dtype, offers, [n for n in tokens if n and asked])

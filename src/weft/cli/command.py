@@ -16,7 +16,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from weft.assets import embedded_model_dir, preset_dir
-from weft.cli.other_engines import hint
+from weft.cli.other_engines import hint, renamed
 from weft.comm.transport_registry import AUTO, REFERENCE, TRANSPORTS, transports
 from weft.models.directory import no_model
 from weft.place.spec import LayoutError, Mesh
@@ -104,7 +104,7 @@ class Layout:
     """Only the model's first so many layers."""
     split_vocabulary: Literal["off", "on", "auto"] = "auto"
     """on: embedding and head are split over --attn-tp too; auto: on GPUs, where decode steps are quicker by it."""
-    experts: Literal["auto", "gather", "dispatch"] = "auto"
+    moe_exchange: Literal["auto", "gather", "dispatch"] = "auto"
     """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back (on GPUs with
     --transport peer); auto: on CPUs whichever costs less. Where a step dispatches, shared experts are whole on all."""
     float8: Literal["auto", "on", "off"] = "auto"
@@ -130,7 +130,13 @@ class Layout:
         """As EngineConfig takes them."""
         ep = self.attn_dp if self.ep is None else self.ep
         moe_tp = self.attn_tp if self.moe_tp is None else self.moe_tp
-        return {"attn_dp": self.attn_dp, "attn_tp": self.attn_tp, "ep": ep, "moe_tp": moe_tp} | {
+        return {
+            "attn_dp": self.attn_dp,
+            "attn_tp": self.attn_tp,
+            "ep": ep,
+            "moe_tp": moe_tp,
+            "experts": self.moe_exchange,
+        } | {
             name: getattr(self, name)
             for name in (
                 "dcp",
@@ -145,7 +151,6 @@ class Layout:
                 "load_format",
                 "num_layers",
                 "split_vocabulary",
-                "experts",
                 "float8",
                 "cuda_graphs",
                 "cpu_bind",
@@ -156,6 +161,8 @@ class Layout:
 def parse(command: type[T], name: str, arguments: list[str]) -> T:
     """The command from its arguments; its docstring, as written, is the help. Raises UserError for what can be
     checked before its `run` imports torch: options of other engines, and a model or a layout that cannot be."""
+    if (advice := renamed(arguments)) is not None:
+        raise UserError(advice)
     starts_engine = get_type_hints(command).get("layout") is Layout
     if starts_engine and (advice := hint(arguments)) is not None:
         raise UserError(advice)

@@ -1,4 +1,4 @@
-"""Options that users of vLLM and SGLang know, and what says the same in Weft."""
+"""Options that users of vLLM, SGLang and earlier versions know, and what says the same in Weft."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NAMES = {
     "--attn-dp": "data-parallel-size dp-size dp enable-dp-attention",
     "--ep, beside --moe-tp for the ranks that share each expert": "enable-expert-parallel expert-parallel-size ep-size",
     "--dcp": "decode-context-parallel-size dcp-size",
-    "--experts": "all2all-backend moe-a2a-backend",
+    "--moe-exchange": "all2all-backend moe-a2a-backend",
     "--max-model-len": "context-length",
     "--max-running": "max-num-seqs max-running-requests",
     "--max-waiting": "max-queued-requests",
@@ -27,6 +27,8 @@ NAMES = {
     "not to be had: layers are split by --attn-tp and --ep, over ranks of one host": "pipeline-parallel-size pp-size",
 }
 """What Weft calls it, or says of it: names in vLLM or SGLang, without the dashes before them."""
+RENAMED = {"experts": "moe-exchange"}
+"""Weft's own options that have another name now: old → new, without the dashes."""
 ADVICE = {name: advice for advice, names in NAMES.items() for name in names.split()}
 
 
@@ -36,4 +38,13 @@ def hint(arguments: Sequence[str]) -> str | None:
         option = argument.partition("=")[0]
         if option.startswith("-") and (advice := ADVICE.get(option.lstrip("-").replace("_", "-"))):
             return f"{option} is an option of vLLM or SGLang; in Weft it is {advice}"
+    return None
+
+
+def renamed(arguments: Sequence[str]) -> str | None:
+    """A line for the first argument that is the old name of an option; None where there is none."""
+    for argument in arguments:
+        option = argument.partition("=")[0]
+        if option.startswith("--") and (name := RENAMED.get(option[2:].replace("_", "-"))):
+            return f"{option} is now --{name}"
     return None

@@ -28,6 +28,7 @@ from weft.kernels.triton import decode_attention, norm_rope_cache, prefill_atten
 from weft.kernels.triton import decode_step as step
 from weft.kernels.triton import definitions as plain
 from weft.kernels.triton import fused_experts as moe
+from weft.kernels.triton.experts_tiles import tile_rows_of
 from weft.models.routing import Routing
 
 DEVICE = torch.device("cuda")
@@ -226,7 +227,7 @@ def time_moe(report: Report, split: str, rows: int) -> None:
     gate_up, down = normal(held, 2 * inner, HIDDEN, scale=0.02), normal(held, HIDDEN, inner, scale=0.03)
     live = ints(rows)
     sets = [(normal(rows, HIDDEN), skewed_logits(rows)) for _ in range(2 if rows == 4096 else 12)]
-    out, tile_rows = torch.empty(rows, HIDDEN, device=DEVICE, dtype=BF16), moe.tile_rows_of(rows)
+    out, tile_rows = torch.empty(rows, HIDDEN, device=DEVICE, dtype=BF16), tile_rows_of(rows)
 
     def routed(logits: Tensor) -> route.Routing:
         return route.route(logits, RULE, live, tile_rows, 0, held)

@@ -50,7 +50,6 @@ KNOWN_CIRCLES = {
             "weft.engine.worker.worker",
         }
     ),
-    frozenset({"weft.kernels.triton.fused_experts", "weft.kernels.triton.fused_experts_float8"}),
     frozenset({"weft.models.model_config", "weft.models.decoder"}),
     frozenset(
         f"weft.comm.{name}"
@@ -60,7 +59,6 @@ KNOWN_CIRCLES = {
 MOST_LINES, MOST_FIELDS = 80, 25
 KNOWN_LONG_FUNCTIONS = {
     "kernels/triton/decode_attention.py:_attend_splits",
-    "kernels/triton/fused_experts.py:experts",
 }
 KNOWN_LARGE_CLASSES = {
     "engine/config.py:EngineConfig",

@@ -46,6 +46,7 @@ from weft.kernels.triton import decode_step as step  # noqa: E402
 from weft.kernels.triton import float8_linear as float8  # noqa: E402
 from weft.kernels.triton import fused_experts as moe  # noqa: E402
 from weft.kernels.triton import moe_permute as dispatch  # noqa: E402
+from weft.kernels.triton.experts_tiles import tile_rows_of  # noqa: E402
 from weft.models.routing import Routing  # noqa: E402
 
 SHARED_BYTES, REGISTERS = 227 << 10, 64 << 10
@@ -190,7 +191,7 @@ def parts_of(rows: int, outputs: int, width: int, bias: torch.Tensor | None = No
 
 
 def route_rows(rows: int) -> None:
-    live, tile_rows = empty(1, dtype=INT), moe.tile_rows_of(rows)
+    live, tile_rows = empty(1, dtype=INT), tile_rows_of(rows)
     logits = parts_of(rows, 128, 2048, empty(128))
     route.route(logits, Routing(8, renormalise=True), live, tile_rows, 64, 64)
 
@@ -213,7 +214,7 @@ def mix_experts(
     def new(*shape: int) -> torch.Tensor:
         return empty(*shape, dtype=dtype or torch.bfloat16)
 
-    routing = routed(rows, held, moe.tile_rows_of(rows))
+    routing = routed(rows, held, tile_rows_of(rows))
     gate_up, down = new(held, 2 * inner, width), new(held, width, inner)
     more = dict(limit=7.0, alpha=1.702, gate_up_bias=new(held, 2 * inner), down_bias=new(held, width))
     moe.experts(new(rows, width), routing, gate_up, down, new(rows, width), **more if biased else {})
@@ -236,7 +237,7 @@ def in_float8(*shape: int, unit: tuple[int, int] = (128, 128)) -> Weight:
 
 
 def mix_float8_experts(rows: int, held: int, inner: int, width: int, unit: tuple[int, int] = (128, 128)) -> None:
-    routing = routed(rows, held, moe.tile_rows_of(rows, float8=True))
+    routing = routed(rows, held, tile_rows_of(rows, float8=True))
     gate_up, down = in_float8(held, 2 * inner, width, unit=unit), in_float8(held, width, inner, unit=unit)
     moe.experts(empty(rows, width), routing, gate_up, down, empty(rows, width))
 

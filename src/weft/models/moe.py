@@ -100,8 +100,8 @@ class Experts(Layer):
 
         shared: what is added to the sum, and overwritten.
         """
-        from weft.kernels.triton import fused_experts as moe  # GPUs only: a CPU need not have Triton
-        from weft.kernels.triton import route  # GPUs only: a CPU need not have Triton
+        from weft.kernels.triton import route
+        from weft.kernels.triton.experts_tiles import tile_rows_of  # GPUs only: a CPU need not have Triton
 
         if self._dispatches(x):
             owned = self._dispatched(x, *router.choose(x), self._sum_on_gpu)
@@ -109,7 +109,7 @@ class Experts(Layer):
                 owned += shared
             return owned
         taken, held = self._world_rows(x), self.gate_up.shape[0]
-        tile_rows = moe.tile_rows_of(x.value.shape[0], bool(self.units))
+        tile_rows = tile_rows_of(x.value.shape[0], bool(self.units))
         if x.beside is None:
             how = router.routing, live_rows(x), tile_rows, self.first, held, router.bias
             routing = route.route(router.unsummed(x), *how)
@@ -124,9 +124,9 @@ class Experts(Layer):
 
     def _sum_on_gpu(self, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
         """What this rank's experts make of rows; expert: of all there are, −1 for none."""
-        from weft.kernels.triton import fused_experts as moe
+        from weft.kernels.triton.experts_tiles import tile_rows_of
 
-        return self._sum_routed(x, x, self._sorted(weight, expert, moe.tile_rows_of(x.shape[0], bool(self.units))))
+        return self._sum_routed(x, x, self._sorted(weight, expert, tile_rows_of(x.shape[0], bool(self.units))))
 
     def _sorted(self, weight: Tensor, expert: Tensor, tile_rows: int) -> PairRouting:
         """The routing of rows to experts that are chosen, of all there are, −1 for none."""

@@ -14,6 +14,7 @@ from weft.kernels.float8 import quantise as plain_quantise
 from weft.kernels.triton import definitions as plain
 from weft.kernels.triton import float8_linear as float8
 from weft.kernels.triton import fused_experts as moe
+from weft.kernels.triton.experts_tiles import ExpertsTile
 
 NAN = float("nan")
 
@@ -174,7 +175,7 @@ def test_experts(case: str, quantised: bool, device: torch.device) -> None:
     gate_up.scales[unchosen], down.scales[unchosen] = NAN, NAN
     out = torch.full((rows, width), NAN, device=device)
     given: Tensor | Rows = float8.quantise(x, first_unit[1]) if quantised else x
-    tile = None if not quantised else moe.Tile(64, 128, 4, 2)  # of few rows, the depth is cut into two parts
+    tile = None if not quantised else ExpertsTile(64, 128, 4, 2)  # of few rows, the depth is cut into two parts
     moe.experts(given, found, gate_up, down, out, tile, tile)
     wanted = plain.experts(x.double(), probability, expert, gate_up, down)
     assert (out[(expert < 0).all(-1)] == 0).all()
@@ -194,7 +195,7 @@ def test_experts_with_limits_and_biases(
     gate_up = weight_of(held, 384, 160, unit=(64, 128), device=device)
     down = weight_of(held, 160, 192, unit=(128, 128), device=device)  # both are two runs deep, each of them a part
     x, biases = skewed(rows, 160, device), [torch.randn(held, n, device=device) for n in (384, 160)]
-    tile = moe.Tile(64, 128, 4, 2)
+    tile = ExpertsTile(64, 128, 4, 2)
     out = moe.experts(x, found, gate_up, down, torch.full_like(x, NAN), tile, tile, limit, alpha, *biases)
     wanted = plain.experts(x.double(), probability, expert, gate_up, down, limit, alpha, *biases)
     assert off(out[:live], wanted[:live]) <= turned(device)

@@ -14,6 +14,7 @@ from weft.kernels.parts import Parts
 from weft.kernels.triton import definitions as plain
 from weft.kernels.triton import fused_experts as moe
 from weft.kernels.triton import route as kernels
+from weft.kernels.triton.experts_tiles import ExpertsTile
 from weft.models.layers import Builder
 from weft.models.moe import SparseMoE
 from weft.models.routing import Router, Routing
@@ -176,7 +177,7 @@ def test_experts(case: tuple[int, ...], dtype: torch.dtype, device: torch.device
     down = (torch.randn(held, width, inner, device=device) / 4).to(dtype)
     gate_up[[e for e in range(held) if e not in expert.flatten().tolist()]] = NAN  # unchosen weights are not read
     out = torch.full((rows, width), NAN, dtype=dtype, device=device)
-    tile = moe.Tile(32, 32, 4, 2)
+    tile = ExpertsTile(32, 32, 4, 2)
     moe.experts(x, found, gate_up, down, out, tile, tile)
     wanted = plain.experts(x.double(), weight, expert, gate_up.double(), down.double())
     assert (out.double() - wanted).norm() <= (2e-6 if dtype == torch.float32 else 3e-3) * wanted.norm()
@@ -197,7 +198,7 @@ def test_experts_with_limits_and_biases_and_a_shared_one(
         torch.randn(held, width, inner, device=device),
     )
     biases = [torch.randn(held, n, device=device) if biased else None for n in (2 * inner, width)]
-    tile = moe.Tile(32, 32, 4, 2)
+    tile = ExpertsTile(32, 32, 4, 2)
     shared = torch.randn_like(x)
     out = moe.experts(x, found, gate_up, down, shared.clone(), tile, tile, limit, alpha, *biases, add=True)
     wide = [None if b is None else b.double() for b in biases]

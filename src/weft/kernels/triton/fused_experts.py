@@ -11,8 +11,6 @@ before it still runs, docs/gpu-engine.md.)
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton.language as tl
 from torch import Tensor
 
@@ -20,18 +18,10 @@ from weft.kernels.float8 import Rows, Weight
 from weft.kernels.triton import float8_linear as float8
 from weft.kernels.triton import fused_experts_float8 as moe_float8
 from weft.kernels.triton import overlap
+from weft.kernels.triton.experts_tiles import ExpertsTile, down_tile_of, float8_tiles_of, up_tile_of
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.kernels.triton.rms_norm import activated
 from weft.kernels.triton.route import Routing, pairs_of
-
-
-class Tile(NamedTuple):
-    """How a product is cut: columns and depth of a block, warps, and stages of the pipeline of loads."""
-
-    columns: int
-    depth: int
-    warps: int
-    stages: int
 
 
 @kernel(do_not_specialize=["pairs"])
@@ -181,52 +171,14 @@ def _sum_choices(
     tl.store(to, total.to(out.dtype.element_ty), mask=column < WIDTH)
 
 
-def tile_rows_of(rows: int, float8: bool = False) -> int:
-    """Rows of a tile, for tensors of `rows` tokens. In FP8, whose sums take more registers, 64 at most."""
-    return 16 if rows <= 64 else 32 if rows <= 128 else 64 if rows < 1024 or float8 else 128
-
-
-def up_tile_of(rows: int, itemsize: int) -> Tile:
-    """The tile of the first product, whose columns are of gate and of up: twice as many are read."""
-    if rows == 1:
-        return Tile(32, 512 // itemsize, 4, 4)
-    if rows <= 4:
-        return Tile(32, 128, 4, 4)
-    if rows <= 128:
-        return Tile(32, 512 // itemsize, 4, 3)
-    if rows < 1024:
-        return Tile(64, 128 // itemsize, 4, 3)
-    return Tile(128, 128 // itemsize, 8, 4)
-
-
-def down_tile_of(rows: int, inner: int, itemsize: int) -> Tile:
-    """The tile of the second product, whose depth is `inner`: of few rows, a program reads about 100 kB of weights."""
-    if rows <= 4:
-        return Tile(64, 128, 4, 6 if rows == 1 else 4)
-    if rows <= 128:
-        return Tile(128 if inner * itemsize <= 1024 else 64, 128, 4, 3)
-    if rows < 1024:
-        return Tile(256 // itemsize, 128 // itemsize, 4, 3)
-    return Tile(512 // itemsize, 128 // itemsize, 8, 4)
-
-
-def float8_tiles_of(rows: int) -> tuple[Tile, Tile]:
-    """The tiles of both products in FP8, but for what the weights' blocks decide; for few rows, for how much of the
-    depth is a part.
-    """
-    if rows <= float8.FEW_ROWS:
-        return Tile(128, 0, 4, 5), Tile(128, 0, 4, 3)
-    return Tile(0, 0, 8, 3), Tile(64, 0, 4, 4) if rows <= 128 else Tile(128, 0, 8, 3)
-
-
 def experts(
     x: Tensor | Rows,
     routing: Routing,
     gate_up: Tensor | Weight,
     down: Tensor | Weight,
     out: Tensor,
-    up_tile: Tile | None = None,
-    down_tile: Tile | None = None,
+    up_tile: ExpertsTile | None = None,
+    down_tile: ExpertsTile | None = None,
     limit: float | None = None,
     alpha: float | None = None,
     gate_up_bias: Tensor | None = None,
@@ -248,23 +200,13 @@ def experts(
     rows it quantises.
     Raises ValueError where shapes or dtypes do not fit together.
     """
-    up, last = (w.values if isinstance(w, Weight) else w for w in (gate_up, down))
-    given = x.values if isinstance(x, Rows) else x
-    (rows, width), k = given.shape, routing.expert.shape[1]
-    inner = last.shape[2]
-    if up.shape[1:] != (2 * inner, width) or last.shape[1] != width or routing.expert.shape[0] != rows:
-        raise ValueError(f"x is {list(given.shape)}, gate_up {list(up.shape)}, down {list(last.shape)}")
-    if not (up.dtype == last.dtype and (isinstance(gate_up, Weight) or given.dtype == up.dtype)):
-        raise ValueError(f"x is {given.dtype}, gate_up {up.dtype}, down {last.dtype}; they must be alike")
-    if not (up.is_contiguous() and last.is_contiguous() and given.stride(1) == 1 and out.stride(1) == 1):
-        raise ValueError("the weights and the rows of x and out must be contiguous")
-    if not rows:
+    if not _check(x, routing, gate_up, down, out, gate_up_bias, down_bias):
         return out
     if alpha is not None and limit is None:
         raise ValueError("alpha without a limit")
-    for bias, shape in ((gate_up_bias, up.shape[:2]), (down_bias, last.shape[:2])):
-        if bias is not None and (bias.shape != shape or not bias.is_contiguous()):
-            raise ValueError(f"a bias is {list(bias.shape)}; it must be contiguous {list(shape)}")
+    up, last = (w.values if isinstance(w, Weight) else w for w in (gate_up, down))
+    given = x.values if isinstance(x, Rows) else x
+    (rows, width), k, inner = given.shape, routing.expert.shape[1], last.shape[2]
     pairs = rows * k
     x_scale, up_scale, hidden_scale, down_scale = given, up, last, last  # none of them is read without FP8
     up_unit, down_unit = (0, 0), (0, 0)
@@ -306,6 +248,31 @@ def experts(
         BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
     return _sum(each, routing, out, 0, None, add)
+
+
+def _check(
+    x: Tensor | Rows,
+    routing: Routing,
+    gate_up: Tensor | Weight,
+    down: Tensor | Weight,
+    out: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> bool:
+    """Whether there are rows. Raises ValueError where shapes, dtypes or strides do not fit together."""
+    up, last = (w.values if isinstance(w, Weight) else w for w in (gate_up, down))
+    given = x.values if isinstance(x, Rows) else x
+    (rows, width), inner = given.shape, last.shape[2]
+    if up.shape[1:] != (2 * inner, width) or last.shape[1] != width or routing.expert.shape[0] != rows:
+        raise ValueError(f"x is {list(given.shape)}, gate_up {list(up.shape)}, down {list(last.shape)}")
+    if not (up.dtype == last.dtype and (isinstance(gate_up, Weight) or given.dtype == up.dtype)):
+        raise ValueError(f"x is {given.dtype}, gate_up {up.dtype}, down {last.dtype}; they must be alike")
+    if not (up.is_contiguous() and last.is_contiguous() and given.stride(1) == 1 and out.stride(1) == 1):
+        raise ValueError("the weights and the rows of x and out must be contiguous")
+    for bias, shape in ((gate_up_bias, up.shape[:2]), (down_bias, last.shape[:2])):
+        if bias is not None and (bias.shape != shape or not bias.is_contiguous()):
+            raise ValueError(f"a bias is {list(bias.shape)}; it must be contiguous {list(shape)}")
+    return rows > 0
 
 
 def _sum(parts: Tensor, routing: Routing, out: Tensor, count: int, bias: Tensor | None, add: bool) -> Tensor:

@@ -6,20 +6,16 @@ second where a token's pairs are summed (`moe`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Rows, Weight
 from weft.kernels.triton import float8_linear as float8
 from weft.kernels.triton import overlap
+from weft.kernels.triton.experts_tiles import ExpertsTile
 from weft.kernels.triton.launch import cdiv, kernel
 from weft.kernels.triton.rms_norm import activated
 from weft.kernels.triton.route import Routing
-
-if TYPE_CHECKING:
-    from weft.kernels.triton.fused_experts import Tile
 
 PROGRAMS = 1024
 """About how many programs a product of few rows in FP8 is cut into: about a quarter of the tiles have an expert."""
@@ -61,8 +57,8 @@ def parts_of_pairs(
     routing: Routing,
     gate_up: Weight,
     down: Weight,
-    up_tile: Tile,
-    down_tile: Tile,
+    up_tile: ExpertsTile,
+    down_tile: ExpertsTile,
     limit: float | None,
     alpha: float | None,
     gate_up_bias: Tensor | None,
@@ -83,7 +79,7 @@ def parts_of_pairs(
     return _parts(hidden, routing, down, 1, down_tile)
 
 
-def _parts(x: Rows, routing: Routing, weight: Weight, k: int, cut: Tile) -> Tensor:
+def _parts(x: Rows, routing: Routing, weight: Weight, k: int, cut: ExpertsTile) -> Tensor:
     """float32 `[parts, pairs, outputs]`: the parts of each pair's product. x: a row a pair, or for each k of them."""
     (_, outputs, width), (unit, run) = weight.values.shape, weight.unit
     order, tile_expert, tiles = routing.tiles()

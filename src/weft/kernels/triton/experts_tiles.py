@@ -1,0 +1,54 @@
+"""The tiles of the routed experts' products: by the number of rows and the sizes alone; the quickest on an H200."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from weft.kernels.triton.float8_linear import FEW_ROWS
+
+
+class ExpertsTile(NamedTuple):
+    """How a product is cut: columns and depth of a block, warps, and stages of the pipeline of loads."""
+
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def tile_rows_of(rows: int, float8: bool = False) -> int:
+    """Rows of a tile, for tensors of `rows` tokens. In FP8, whose sums take more registers, 64 at most."""
+    return 16 if rows <= 64 else 32 if rows <= 128 else 64 if rows < 1024 or float8 else 128
+
+
+def up_tile_of(rows: int, itemsize: int) -> ExpertsTile:
+    """The tile of the first product, whose columns are of gate and of up: twice as many are read."""
+    if rows == 1:
+        return ExpertsTile(32, 512 // itemsize, 4, 4)
+    if rows <= 4:
+        return ExpertsTile(32, 128, 4, 4)
+    if rows <= 128:
+        return ExpertsTile(32, 512 // itemsize, 4, 3)
+    if rows < 1024:
+        return ExpertsTile(64, 128 // itemsize, 4, 3)
+    return ExpertsTile(128, 128 // itemsize, 8, 4)
+
+
+def down_tile_of(rows: int, inner: int, itemsize: int) -> ExpertsTile:
+    """The tile of the second product, whose depth is `inner`: of few rows, a program reads about 100 kB of weights."""
+    if rows <= 4:
+        return ExpertsTile(64, 128, 4, 6 if rows == 1 else 4)
+    if rows <= 128:
+        return ExpertsTile(128 if inner * itemsize <= 1024 else 64, 128, 4, 3)
+    if rows < 1024:
+        return ExpertsTile(256 // itemsize, 128 // itemsize, 4, 3)
+    return ExpertsTile(512 // itemsize, 128 // itemsize, 8, 4)
+
+
+def float8_tiles_of(rows: int) -> tuple[ExpertsTile, ExpertsTile]:
+    """The tiles of both products in FP8, but for what the weights' blocks decide; for few rows, for how much of the
+    depth is a part.
+    """
+    if rows <= FEW_ROWS:
+        return ExpertsTile(128, 0, 4, 5), ExpertsTile(128, 0, 4, 3)
+    return ExpertsTile(0, 0, 8, 3), ExpertsTile(64, 0, 4, 4) if rows <= 128 else ExpertsTile(128, 0, 8, 3)

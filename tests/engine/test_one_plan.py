@@ -29,7 +29,7 @@ from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.step_output import rows_of_draws
 from weft.engine.worker.worker import Worker
 from weft.models.registry import load_config, registry
-from weft.place.cost import PRESETS, Offer
+from weft.place.cost import PRESETS, AlphaBeta, Offer
 from weft.place.experts import Dispatch, Permute
 from weft.place.plan import Plan, Planner
 from weft.place.recipes import RECIPES, Merge, Recipe
@@ -324,3 +324,32 @@ def test_plan_json_has_settlements_in_their_places(model: Path) -> None:
     assert [step["value"] for step in reads[0]["steps"] if step["op"] == "settle"] == ["queries", "outputs"]
     assert [step["value"] for step in reads[-1]["steps"] if step["op"] == "settle"] == ["best tokens", "logits"]
     assert [step["asked"] for step in reads[-1]["steps"][-2:]] == [False, True]
+
+
+def test_groups_with_fewer_rows_settle_as_the_plan_does(model: Path) -> None:
+    """A plan is made for the fullest DP group: its recipes run in all of them, not the cheapest for each one's rows."""
+    mesh = Mesh(2, 2, 4, 1, dcp=2)
+    few = AlphaBeta("few", alpha_us=1.0, hop_us=0.0, gb_s=0.1, launch_us=1.0, mem_gb_s=1e6)
+    many = replace(few, name="many", alpha_us=100.0, gb_s=1e6)
+    offers = [Offer("reference", KINDS - {"merge_scatterv"}, SUMS, few), Offer("other", KINDS, SUMS, many)]
+    read = replace(load_config(model, registry(())), split_vocabulary=True)
+    planner = plan_model(read, mesh, read.dtype, offers)
+    tokens = 1 << 14
+    plan = planner.plan((tokens, 1))
+    attention = next(r for r in plan.reads if any(isinstance(s.value, Merge) for s in r.settled))
+    [merge] = [s for s in attention.settled if isinstance(s.value, Merge)]
+    alone = planner.settlements.plan(merge.value, "dcp", 1)
+    assert (alone.transport, alone.recipe.name) != (merge.transport, merge.recipe.name), "otherwise nothing is tested"
+
+    def rank_main(transport: ReferenceTransport) -> dict[Any, Any]:
+        settler = Settler(mesh, transport.rank, {"reference": transport, "other": transport}, planner.settlements)
+        settler.begin(plan.counts, StepRows(mesh, transport.rank, (3, 1)), None)
+        settler.serve(attention)
+        rows = (3, 1)[mesh.group_of(transport.rank)]
+        value = merge.value
+        assert isinstance(value, Merge)
+        settler.merge("dcp", torch.ones(rows, value.heads, value.dim, dtype=read.dtype), torch.zeros(rows, value.heads))
+        return settler.ran
+
+    for ran in run_world(4, rank_main):
+        assert [settled for _, settled in ran] == [merge]

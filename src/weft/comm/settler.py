@@ -61,6 +61,7 @@ class Settler:
         self.mesh, self.rank, self.settlements = mesh, rank, settlements
         self._transports = transports
         self.site = ""
+        self._planned: tuple[Settled, ...] = ()  # what the read's block settles
         self.ran: dict[tuple[str, Settled], Calls] = {}
 
     @contextmanager
@@ -78,7 +79,7 @@ class Settler:
 
     def serve(self, read: ReadPlan) -> None:
         """A read of the pass; what is settled from now on follows it."""
-        self.site, self._read = read.read.site, read
+        self.site, self._planned = read.read.site, read.settled
 
     def dispatch(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
         """This rank's own rows x `[T, width]` to the ranks of their experts, and the results back, `[T, width]`.
@@ -89,7 +90,7 @@ class Settler:
         if self._rows.idle:  # no rank has a row, and every rank knows it: nothing is sent, and no expert asked
             return x.new_empty(x.shape)
         what = Dispatch.on(self.mesh, experts, expert.shape[1], x.shape[1] * x.element_size())
-        found = [settled for settled in self._read.settled if settled.value == what]
+        found = [settled for settled in self._planned if settled.value == what]
         if not found:
             raise PlacementError(f"what {self.site} gives is dispatched by {what}, which the plan has not here")
         ops, world = {op.value.what: op for op in found[0].ops()}, tuple(range(self.mesh.world))
@@ -120,7 +121,7 @@ class Settler:
         """
         if not sum(sizes):
             return x
-        plan, ranks = self.settlements.plan(what, group, max(sizes)), self.mesh.peers(group, self.rank)
+        plan, ranks = self._plan(what, group, max(sizes)), self.mesh.peers(group, self.rank)
         transport, kind = self._transports[plan.transport], exchange.all_gatherv(len(ranks))
         with self._counted(plan, (sum(sizes) - min(sizes)) * x.shape[1] * x.element_size(), x):
             if plan.each >= max(sizes):
@@ -143,7 +144,7 @@ class Settler:
         if not tokens:
             return own_heads(out, ranks), own_heads(lse, ranks)
         what = Merge(heads, dim, out.element_size())
-        plan = self.settlements.plan(what, group, tokens)
+        plan = self._plan(what, group, tokens)
         run, transport = RUNS[plan.recipe.name], self._transports[plan.transport]
         with self._counted(plan, sum(moved for _, moved in plan.calls(tokens, tokens)), out):
             if tokens <= plan.each:
@@ -155,6 +156,15 @@ class Settler:
                 own[at], total[at] = run(transport, out[at], lse[at], ranks, here)
         return own, total
 
+    def _plan(self, what: Gather | Merge, group: str, rows: int) -> Settled:
+        """As the step's plan has it, which is made for the fullest DP group; what it has not, as prompts', the cheapest
+        for so many rows.
+        """
+        for settled in self._planned:
+            if settled.group == group and settled.rows >= rows and _covers(settled.value, what):
+                return settled
+        return self.settlements.plan(what, group, rows)
+
     @contextmanager
     def _counted(self, plan: Settled, moved: int, x: Tensor) -> Iterator[None]:
         began = time.perf_counter()
@@ -164,6 +174,13 @@ class Settler:
         calls, size, spent, predicted = self.ran.get(key, (0, 0, 0.0, 0.0))
         us = plan.us if plan.us < float("inf") else 0.0
         self.ran[key] = calls + 1, size + moved, spent + seconds, predicted + us / 1e6
+
+
+def _covers(planned: Value, what: Value) -> bool:
+    """Whether the plan of a value serves this one: the rows of a rank that travel as one may be fewer than planned."""
+    if isinstance(planned, Gather) and isinstance(what, Gather):
+        return (planned.what, planned.relaid) == (what.what, what.relaid) and planned.row_bytes >= what.row_bytes
+    return planned == what
 
 
 class TraceSettler:

@@ -353,3 +353,19 @@ def test_groups_with_fewer_rows_settle_as_the_plan_does(model: Path) -> None:
 
     for ran in run_world(4, rank_main):
         assert [settled for _, settled in ran] == [merge]
+
+
+def test_plan_json_has_a_dispatch_in_its_place(model: Path) -> None:
+    read = replace(load_config(model, registry(())), experts="dispatch")
+    plans = plan_dict(plan_model(read, Mesh(2, 1, 2, 1), read.dtype, [OFFER]), (4, 4))
+    found = [[step for step in each["steps"] if step["op"] == "settle"] for each in plans["plan"]["reads"]]
+    dispatches = [steps for steps in found if steps]
+    assert len(dispatches) == read.num_layers - 1, "the first layer has no experts"
+    for counts, pack, send, back, add in dispatches:
+        assert [step["value"] for step in (counts, send, back)] == ["counts", "dispatch", "combine"]
+        for step in (counts, send, back):
+            assert (step["recipe"], step["transport"], step["group"]) == ("all_to_allv", "reference", "world")
+            assert step["bytes"] > 0 and step["us"] > 0
+        assert [(step["recipe"], step["bytes"], step["us"] > 0) for step in (pack, add)] == [("local", 0, True)] * 2
+    moved = sum(step.get("bytes", 0) for each in plans["plan"]["reads"] for step in each["steps"])
+    assert moved == plans["plan"]["bytes"]

@@ -162,10 +162,10 @@ def test_an_exchange_without_times_is_not_chosen_unless_asked_for() -> None:
     for offers in ([offer(table)], [offer(kinds=EVERY)]):
         assert not exchanges(Planner(mesh, chain, offers).plan((4096,) * 4))
     only = replace(chain, reads=chain.others[0], others=())
-    untimed = "counts of dispatch .* all_to_allv on any, none of which weft tune measured here; leave experts at auto"
+    untimed = "counts of dispatch .* all_to_allv on any, none of which weft tune measured here; leave --moe-exchange at"
     with pytest.raises(LayoutError, match=untimed):
         Planner(mesh, only, [offer(table)]).plan((4,) * 4)
-    with pytest.raises(LayoutError, match=r"counts of dispatch .*any has no all_to_allv\).*leave experts at auto"):
+    with pytest.raises(LayoutError, match=r"counts of dispatch .*any has no all_to_allv\).*--moe-exchange at auto"):
         Planner(mesh, only, [offer(kinds=EVERY)]).plan((4,) * 4)
 
 
@@ -177,7 +177,7 @@ def test_captured_steps_dispatch_by_transports_that_take_counts_on_the_device() 
     for slices_copy in (False, True):
         plan = Planner(mesh, only, [quick, able], slices_copy=slices_copy).plan((4,) * 4)
         assert {op.transport for op in exchanges(plan)} == {"other" if slices_copy else "any"}
-    with pytest.raises(LayoutError, match=r"any has no all_to_allv with row counts on the device\).*leave experts at"):
+    with pytest.raises(LayoutError, match=r"any has no all_to_allv with row counts on the device\).*--moe-exchange at"):
         Planner(mesh, only, [quick], slices_copy=True).plan((4,) * 4)
 
 

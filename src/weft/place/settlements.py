@@ -211,7 +211,7 @@ class Settlements:
             f"over {group}={ranks}{because}; there is "
             + (", ".join(f"{plan.recipe.name} on {plan.transport}" for plan in found) or "none")
             + (", none of which weft tune measured here" if found and asked == "auto" else "")
-            + ("; leave experts at auto, or plan for fewer tokens" if whole else "")
+            + ("; leave --moe-exchange at auto, or plan for fewer tokens" if whole else "")
         )
 
 

@@ -16,8 +16,8 @@ or three times as long as without.
     git worktree add ../before COMMIT
     python benchmarks/step_cpu.py --trees ../before/src src --runs 4 --json step_cpu.json
 
-runs two source trees in turn, so that a machine that changes its mind does so for both, prints medians of their runs
-with the ratio, and writes what each run gave.
+runs two source trees in turn, each by its own copy of this script, so that a machine that changes its mind does so for
+both, prints medians of their runs with the ratio, and writes what each run gave.
 """
 
 from __future__ import annotations
@@ -179,12 +179,13 @@ def rank(config: EngineConfig, sequences: int, messages: list[bytes], pause_s: f
 
 def compare(asked: argparse.Namespace) -> None:
     """Runs both trees in turn, prints the medians of their figures, and writes all runs."""
-    command = [sys.executable, __file__, "--rounds", str(asked.rounds), "--world", str(asked.world), "--sequences"]
-    command += [*map(str, asked.sequences), "--pause-ms", str(asked.pause_ms), *["--take"] * asked.take]
+    options = ["--rounds", str(asked.rounds), "--world", str(asked.world), "--sequences"]
+    options += [*map(str, asked.sequences), "--pause-ms", str(asked.pause_ms), *["--take"] * asked.take]
     runs: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
     for _ in range(asked.runs):
         for name, tree in zip(runs, asked.trees, strict=True):
-            where = os.environ | {"PYTHONPATH": str(tree.resolve())}
+            own = tree.resolve().parent / "benchmarks" / Path(__file__).name  # which knows the tree's names
+            command, where = [sys.executable, str(own), *options], os.environ | {"PYTHONPATH": str(tree.resolve())}
             done = subprocess.run(command, env=where, stdout=subprocess.PIPE, text=True, check=True)
             runs[name] += map(json.loads, done.stdout.splitlines())
     for sequences in asked.sequences:

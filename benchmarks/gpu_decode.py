@@ -115,7 +115,7 @@ def measure(send: Send, args: argparse.Namespace, case: dict[str, Any]) -> None:
         num_layers=args.num_layers,
         device=args.device,
         transport="auto" if carrier == "naive" else carrier,
-        plugins=("weft.comm.nccl_window",) if carrier == "nccl_window" else (),
+        plugins=("weft.bench.nccl_window",) if carrier == "nccl_window" else (),
         plan="naive" if carrier == "naive" else "cheapest",
         experts=case["experts"],
         split_vocabulary=case["split_vocabulary"],

@@ -42,7 +42,7 @@ def test_the_server_gets_the_layout_that_chaos_was_given() -> None:
     assert arguments_of(Layout()) == []
 
 
-NAMES = {"plugins": ("weft.comm.nccl_window",), "transport": "shm", "preset": "qwen3-30b-a3b"}
+NAMES = {"plugins": ("weft.bench.nccl_window",), "transport": "shm", "preset": "qwen3-30b-a3b"}
 """Values of options that are looked up as they are read."""
 
 

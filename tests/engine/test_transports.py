@@ -98,7 +98,7 @@ def test_auto_takes_those_of_the_device_that_have_room() -> None:
 
 
 def test_windows_of_nccl_are_a_plugin_of_benchmarks() -> None:
-    known = transports(["weft.comm.nccl_window"])
+    known = transports(["weft.bench.nccl_window"])
     assert known["nccl_window"].name == NCCL.name and not known["nccl_window"].auto
     assert automatic(known, "cuda", 2) == (PEER, NCCL)
 

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from support import small_model
 
 from comm.oracle import check_calls, check_edges
-from weft.comm.nccl_window import NcclWindowTransport
+from weft.bench.nccl_window import NcclWindowTransport
 from weft.comm.peer import PeerTransport
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError

@@ -1,8 +1,8 @@
-"""NCCL on memory that every rank has registered as a symmetric window: a kernel with no handshake for small calls.
+"""A rival to compare with: NCCL on memory that every rank has registered as a symmetric window.
 
-NCCL's own kernels (2.27 and later, NVIDIA's user guide, "Window registration"); torch.distributed makes the calls. In a
-captured CUDA graph these kernels have been seen to race (NCCL 2.28), so that capture is refused, unless it is asked for
-to compare times. So this is no transport of the engine's, but a plugin that benchmarks name.
+NCCL's own kernels need no handshake there for small calls (2.27 and later, NVIDIA's user guide, "Window registration");
+torch.distributed makes the calls. In a captured CUDA graph these kernels have been seen to race and to give wrong sums
+(NCCL 2.28). So this is a plugin that benchmarks name, and no transport to serve with.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from weft.place.spec import Mesh
 
 
 class NcclWindowTransport(TorchDistTransport):
-    """As TorchDistTransport over NCCL, by whose name and costs plans know it; equal rows go through the window.
+    """TorchDistTransport over NCCL whose exchanges of equal rows go through the window; plans know it as NCCL.
 
-    The window is registered with the communicator of each of the rank's groups; ragged rows take NCCL's other kernels.
-    arena_bytes: of the window, half for inputs, half for results; taken and registered once. Raises CommError for
-    calls that need more. Inputs are copied into the window and results out of it.
+    The window is registered with the communicator of each of the rank's groups. Ragged rows take NCCL's other kernels.
+    Calls that run eagerly copy inputs into the window and results out of it. Captured calls spare both copies: `empty`
+    and each result take the next piece of the window, in rotation, and all_reduce leaves its result in the input's
+    memory. A tensor of a captured step lasts until the window's size in bytes has been handed out after it.
 
-    captured: for comparisons alone: **results under capture have been seen wrong**. Calls may then be captured, and
-    spare both copies: `empty` gives memory in the window, and so does a call for its result, each the next piece of it,
-    in turns. So a tensor of a captured step lasts until as many bytes have been handed out after it as the window has,
-    and all_reduce leaves its result in the input's memory.
+    arena_bytes: size of the window, half for inputs, half for results. Raises CommError for a call that needs more.
     """
 
     def __init__(
@@ -42,10 +40,9 @@ class NcclWindowTransport(TorchDistTransport):
         *,
         arena_bytes: int = 256 << 20,
         timeout_s: float = 60.0,
-        captured: bool = False,
     ):
-        super().__init__(mesh, rank, init_method, backend="nccl", timeout_s=timeout_s, in_place=captured)
-        self._captured, self._handed_out = captured, 0
+        super().__init__(mesh, rank, init_method, backend="nccl", timeout_s=timeout_s, in_place=True)
+        self._handed_out = 0
         mine = [g for ranks, g in self._groups.items() if g is not None and rank in ranks]
         for group in mine:
             dist.all_reduce(torch.zeros(1, device=device), group=group)  # a communicator comes with its first call
@@ -57,12 +54,14 @@ class NcclWindowTransport(TorchDistTransport):
             backend.register_mem_pool(self._pool, symm=True)
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        return self._piece(shape, like) if self._captures() else super().empty(*shape, like=like)
+        return (
+            self._piece(shape, like) if torch.cuda.is_current_stream_capturing() else super().empty(*shape, like=like)
+        )
 
     def _nccl(self, x: Tensor, kind: str, group: Ranks, sizes: Sizes, place: int) -> Tensor:
         if kind == "all_to_allv" or len(set(sizes)) > 1 or not sizes[0]:
             return super()._nccl(x, kind, group, sizes, place)
-        captures = self._captures()
+        captures = torch.cuda.is_current_stream_capturing()
         own = x if captures and self._holds(x) else self._window(0, x.shape[0], x).copy_(x)
         if kind == "all_reduce":
             self._call(kind, group, lambda g: dist.all_reduce(own, group=g))
@@ -72,16 +71,9 @@ class NcclWindowTransport(TorchDistTransport):
         self._call(kind, group, lambda g: call(out, own, group=g))
         return out if captures else out.clone()
 
-    def _captures(self) -> bool:
-        """Whether a graph is being captured. Raises CommError where that was not asked for."""
-        found = torch.cuda.is_current_stream_capturing()
-        if found and not self._captured:
-            raise CommError("NCCL windows are not captured in CUDA graphs: their kernels race there")
-        return found
-
     def _window(self, half: int, rows: int, like: Tensor) -> Tensor:
         shape = (rows, *like.shape[1:])
-        if self._captures():
+        if torch.cuda.is_current_stream_capturing():
             return self._piece(shape, like)
         size = torch.Size(shape).numel() * like.element_size()
         if size > self._arena.shape[1]:
@@ -104,10 +96,8 @@ class NcclWindowTransport(TorchDistTransport):
 
 def _open(rank: Opening) -> NcclWindowTransport:
     torch.cuda.set_device(rank.device)
-    room, meet = max(256 << 20, 2 * rank.max_bytes()), f"file://{rank.directory}/rendezvous"
-    return NcclWindowTransport(
-        rank.mesh, rank.rank, meet, rank.device, arena_bytes=room, timeout_s=rank.timeout_s, captured=True
-    )
+    size, meet = max(256 << 20, 2 * rank.max_bytes()), f"file://{rank.directory}/rendezvous"
+    return NcclWindowTransport(rank.mesh, rank.rank, meet, rank.device, arena_bytes=size, timeout_s=rank.timeout_s)
 
 
 TRANSPORTS = (replace(NCCL, option="nccl_window", open=_open, auto=False),)

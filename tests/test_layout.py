@@ -50,11 +50,6 @@ KNOWN_CIRCLES = {
             "weft.engine.worker.worker",
         }
     ),
-    frozenset({"weft.models.model_config", "weft.models.decoder"}),
-    frozenset(
-        f"weft.comm.{name}"
-        for name in ("peer", "reference", "transport_registry", "rendezvous", "shm", "torchdist", "transport")
-    ),
 }
 MOST_LINES, MOST_FIELDS = 80, 25
 KNOWN_LONG_FUNCTIONS = {

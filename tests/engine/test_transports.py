@@ -115,6 +115,22 @@ def test_transports_are_what_their_rows_say() -> None:
     assert [kind.entry for kind in (ShmTransport, PeerTransport, ReferenceTransport)] == [SHM, PEER, REFERENCE]
 
 
+class Unopened:
+    """An opening that is asked for something."""
+
+    class Asked(Exception):
+        pass
+
+    def __getattr__(self, name: str) -> object:
+        raise Unopened.Asked(name)
+
+
+@pytest.mark.parametrize("entry", TRANSPORTS, ids=lambda entry: entry.option)
+def test_every_row_names_a_module_that_opens_it(entry: registry.TransportEntry) -> None:
+    with pytest.raises(Unopened.Asked):
+        entry.open(Unopened())  # type: ignore[arg-type]
+
+
 def live_sizes_are_refused(transport: Transport, mesh: Mesh | None = None) -> None:
     sizes = LiveSizes((2, 2), torch.ones(2, dtype=torch.int32))
     assert not transport.takes_live_sizes

@@ -41,7 +41,7 @@ from weft.comm.transport import (
     check_call,
     check_merge,
 )
-from weft.comm.transport_registry import PEER
+from weft.comm.transport_registry import PEER, Opening
 from weft.kernels.build import KernelError, cuda_kernels
 from weft.kernels.float8 import FLOAT8
 from weft.place.exchange import Exchange, result_rows
@@ -369,6 +369,14 @@ class PeerTransport(NamedCalls):
                 f"rank {self.rank}: {what} must be {dtype} {list(shape)}, contiguous, on {self.device.type}; "
                 f"not {given.dtype} {list(given.shape)} on {given.device}"
             )
+
+
+def open_transport(rank: Opening) -> PeerTransport:
+    """Transport peer, as its row of the table has it. Raises LayoutError."""
+    check_peer_access(rank.mesh.world, rank.rank)
+    tuning = rank.tuning("peer_tuning", PeerTuning)
+    path = rank.directory / "peer"
+    return PeerTransport(rank.mesh, rank.rank, path, rank.device, max_bytes=rank.max_bytes(), tuning=tuning)
 
 
 __all__ = ["MAX_NORMED_BYTES", "MAX_RANKS", "PeerLost", "PeerTransport", "PeerTuning"]

@@ -26,7 +26,7 @@ from weft.comm.transport import (
     place_in,
     sizes_on_host,
 )
-from weft.comm.transport_registry import REFERENCE
+from weft.comm.transport_registry import REFERENCE, Opening
 from weft.kernels.torch_reference import softmax_merge
 from weft.place.exchange import Exchange, parts
 from weft.place.spec import PlacementError
@@ -146,6 +146,11 @@ class ReferenceTransport(NamedCalls):
             return merged.to(out.dtype), total.float()
 
         return self._world.meet(self.rank, group, ("merge_scatterv", out.shape, out.dtype), (out, lse), combine)
+
+
+def open_transport(rank: Opening) -> ReferenceTransport:
+    """Transport reference of a rank that is alone."""
+    return ReferenceWorld(1).transports()[0]
 
 
 def _sent(given: list[tuple[Tensor, Sizes]], place: int) -> Sizes:

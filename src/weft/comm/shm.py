@@ -31,7 +31,7 @@ from weft.comm.transport import (
     place_in,
     sizes_on_host,
 )
-from weft.comm.transport_registry import SHM, SHM_RANKS
+from weft.comm.transport_registry import SHM, SHM_RANKS, Opening
 from weft.kernels import float8
 from weft.kernels.build import KernelError, KernelPeerLost, KernelTimeout, cpu_kernels
 from weft.place.exchange import Exchange, parts
@@ -305,6 +305,20 @@ class ShmTransport(NamedCalls):
                 f"rank {self.rank}: {what} over {group} waited {self._timeout_s:g} s for rank {error}"
             ) from None
         raise CommError(f"rank {self.rank}: {what} over {group}: {error}") from error
+
+
+def open_transport(rank: Opening) -> ShmTransport:
+    """Transport shm, as its row of the table has it."""
+    blocks, block_bytes = rank.arena()
+    return ShmTransport(
+        rank.mesh,
+        rank.rank,
+        rank.directory / "shm",
+        timeout_s=rank.timeout_s,
+        blocks=blocks,
+        block_bytes=block_bytes,
+        tuning=rank.tuning("shm_tuning", ShmTuning),
+    )
 
 
 def _mask(places: Ranks) -> int:

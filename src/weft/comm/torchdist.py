@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.transport import CommError, Epilogue, LiveSizes, NamedCalls, Ranks, Sizes, check_call, sizes_on_host
-from weft.comm.transport_registry import GLOO, NCCL
+from weft.comm.transport_registry import GLOO, NCCL, Opening
 from weft.place.exchange import Exchange, Part, in_two_steps, parts
 from weft.place.spec import Mesh
 
@@ -140,6 +140,15 @@ class TorchDistTransport(NamedCalls):
             call(self._groups[group])
         except RuntimeError as error:
             raise CommError(f"rank {self.rank}: {what} over {group} failed: {error}") from error
+
+
+def open_transport(rank: Opening) -> TorchDistTransport:
+    """Transport gloo on CPUs, nccl on GPUs, as their rows of the table have them."""
+    backend = "nccl" if rank.device.type == "cuda" else "gloo"
+    init_method = f"file://{rank.directory}/rendezvous"
+    return TorchDistTransport(
+        rank.mesh, rank.rank, init_method, backend=backend, timeout_s=rank.timeout_s, in_place=backend == "nccl"
+    )
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from weft.comm.transport_registry import TransportEntry
 from weft.kernels import float8
 from weft.kernels.torch_reference import rms_norm
 from weft.place import exchange as named
@@ -175,7 +174,7 @@ class NamedCalls:
     `Transport.exchange`.
     """
 
-    entry: TransportEntry
+    entry: Described
     rank: int
     max_bytes: int | None = None
 

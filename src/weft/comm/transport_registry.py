@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
@@ -122,62 +123,32 @@ def _offers_what_nccl_calls(exchange: Exchange, epilogue: bool = False) -> bool:
     return exchange.kind in ("all_reduce", "reduce_scatterv", "all_gatherv", "all_to_allv") and not epilogue
 
 
-def _open_shm(rank: Opening) -> Transport:
-    from weft.comm.shm import ShmTransport, ShmTuning
+def _opener(module: str) -> Callable[[Opening], Transport]:
+    """The `open_transport` of a module, which is imported when it is first called."""
 
-    blocks, block_bytes = rank.arena()
-    return ShmTransport(
-        rank.mesh,
-        rank.rank,
-        rank.directory / "shm",
-        timeout_s=rank.timeout_s,
-        blocks=blocks,
-        block_bytes=block_bytes,
-        tuning=rank.tuning("shm_tuning", ShmTuning),
-    )
+    def open_transport(opening: Opening) -> Transport:
+        opened: Transport = import_module(module).open_transport(opening)
+        return opened
+
+    return open_transport
 
 
-def _open_peer(rank: Opening) -> Transport:
-    from weft.comm.peer import PeerTransport, check_peer_access
-
-    check_peer_access(rank.mesh.world, rank.rank)
-    tuning = rank.tuning("peer_tuning", peer_launch.PeerTuning)
-    where = rank.directory / "peer"
-    return PeerTransport(rank.mesh, rank.rank, where, rank.device, max_bytes=rank.max_bytes(), tuning=tuning)
-
-
-def _open_torchdist(rank: Opening) -> Transport:
-    from weft.comm.torchdist import TorchDistTransport
-
-    backend = "nccl" if rank.device.type == "cuda" else "gloo"
-    meet = f"file://{rank.directory}/rendezvous"
-    return TorchDistTransport(
-        rank.mesh, rank.rank, meet, backend=backend, timeout_s=rank.timeout_s, in_place=backend == "nccl"
-    )
-
-
-def _open_reference(rank: Opening) -> Transport:
-    from weft.comm.reference import ReferenceWorld
-
-    return ReferenceWorld(1).transports()[0]
-
-
-SHM = TransportEntry("shm", "shm", "cpu", offers_every, _open_shm, SHM_RANKS, max_hosts=1)
-GLOO = TransportEntry("gloo", "torchdist/gloo", "cpu", _offers_moves_and_sums, _open_torchdist)
+SHM = TransportEntry("shm", "shm", "cpu", offers_every, _opener("weft.comm.shm"), SHM_RANKS, max_hosts=1)
+GLOO = TransportEntry("gloo", "torchdist/gloo", "cpu", _offers_moves_and_sums, _opener("weft.comm.torchdist"))
 PEER = TransportEntry(
     "peer",
     "peer",
     "cuda",
     offers_every,
-    _open_peer,
+    _opener("weft.comm.peer"),
     peer_launch.MAX_RANKS,
     max_hosts=1,
     max_normed_bytes=peer_launch.MAX_NORMED_BYTES,
     takes_live_sizes=True,
 )
-NCCL = TransportEntry("nccl", "torchdist/nccl", "cuda", _offers_what_nccl_calls, _open_torchdist)
+NCCL = TransportEntry("nccl", "torchdist/nccl", "cuda", _offers_what_nccl_calls, _opener("weft.comm.torchdist"))
 TRANSPORTS = (SHM, GLOO, PEER, NCCL)
-REFERENCE = TransportEntry("reference", "reference", "any", offers_every, _open_reference, auto=False)
+REFERENCE = TransportEntry("reference", "reference", "any", offers_every, _opener("weft.comm.reference"), auto=False)
 """Of ranks that are threads of one process, and of a rank that is alone: no option of ranks that are processes."""
 
 

@@ -13,7 +13,7 @@ from weft.attention.forward_batch import Batch
 from weft.hidden import Hidden
 from weft.models.layers import Builder, Embedding, Head, Layer, RMSNorm
 from weft.models.mlp import FeedForward
-from weft.models.model_config import ModelConfig
+from weft.models.model_config import LanguageModel, ModelConfig
 from weft.models.rotary import Rope, Rotary, RotaryTable
 from weft.stream import GROUP, Stream, TraceStream
 
@@ -55,7 +55,7 @@ class DecoderLayer(Layer):
         stream.add(self.mlp(stream.read(self.post_norm, rows=self.mlp.takes, beside=self.mlp.beside)))
 
 
-class Decoder(Layer):
+class Decoder(LanguageModel):
     """The decoder and its head. forward gives logits `[S, vocabulary]` of the batch's sampled rows, in the weights'
     dtype, of this rank's run of the vocabulary where it is split.
     """

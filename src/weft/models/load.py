@@ -10,9 +10,8 @@ import torch
 
 from weft.kernels.float8 import LARGEST
 from weft.models.checkpoint import Checkpoint
-from weft.models.decoder import Decoder
 from weft.models.layers import Builder, Head, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
-from weft.models.model_config import ModelConfig
+from weft.models.model_config import LanguageModel, ModelConfig
 from weft.models.source import Source
 from weft.place.spec import Mesh
 
@@ -30,7 +29,7 @@ def build_model(
     workspace: Workspace = torch_empty,
     hollow: bool = False,
     in_float8: Callable[[str], bool] | None = None,
-) -> Decoder:
+) -> LanguageModel:
     """The model of one rank with unfilled weights (none at all on the `meta` device).
 
     workspace: makes the tensors that the ranks will sum. hollow: weights take no memory, for a run on zero rows.
@@ -52,7 +51,7 @@ def load_model(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     workspace: Workspace = torch_empty,
-) -> Decoder:
+) -> LanguageModel:
     """The model of one rank, weights filled. progress(done, total) counts tensors; workspace: as `build_model`.
 
     Raises ModelError for missing or misshapen tensors, LayoutError as `build_model`.
@@ -90,7 +89,7 @@ def dummy_model(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     workspace: Workspace = torch_empty,
-) -> Decoder:
+) -> LanguageModel:
     """The model of one rank with made-up weights, for measuring a shape whose checkpoint is not there.
 
     A weight's value is a hash of its tensor's name and its place there, so that every layout, rank and device has
@@ -115,7 +114,7 @@ def dummy_model(
     return model
 
 
-def float8_says(model: Decoder) -> str:
+def float8_says(model: LanguageModel) -> str:
     """One line: the products that a model computes in FP8, and their bytes; empty where there are none."""
     names, size = dict[str, None](), 0
     for layer in model.modules():

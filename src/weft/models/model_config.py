@@ -6,16 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from weft.models.layers import Builder, Embedding, Layer
 from weft.models.rotary import ROPES, Rope
 from weft.place.experts import Forms
-
-if TYPE_CHECKING:
-    from weft.models.decoder import Decoder
-    from weft.models.layers import Builder
 
 HARMLESS = (
     frozenset({"_name_or_path", "architectures", "auto_map", "model_type", "transformers_version", "id2label"})
@@ -139,8 +136,17 @@ class ModelConfig(ABC):
     float8: bool = field(default=False, kw_only=True)
 
     @abstractmethod
-    def build(self, b: Builder) -> Decoder:
+    def build(self, b: Builder) -> LanguageModel:
         """The model on one rank, its weights unfilled. Raises LayoutError where it does not divide over the layout."""
+
+
+class LanguageModel(Layer):
+    """A model on one rank. forward: (stream, batch, caches) → logits `[S, vocabulary]` of the sampled rows, or of this
+    rank's share of the vocabulary where it is split.
+    """
+
+    config: ModelConfig
+    embed: Embedding
 
 
 def common_fields(

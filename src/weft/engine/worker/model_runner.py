@@ -26,7 +26,7 @@ from weft.engine.worker.row_table import DeviceRows
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.kv.cache_spec import CacheGroup
-from weft.models.decoder import Decoder
+from weft.models.model_config import LanguageModel
 from weft.place.chain import Counts
 from weft.place.cost import Costs
 from weft.place.cost import costs as load_costs
@@ -56,7 +56,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: LanguageModel,
         mesh: Mesh,
         rank: int,
         transports: Sequence[Transport],

@@ -24,7 +24,7 @@ from weft.engine.worker.graph_inputs import Inputs, Shape
 from weft.engine.worker.pinned_tokens import Told
 from weft.engine.worker.row_table import DeviceRows
 from weft.engine.worker.split_vocabulary import SplitVocabulary
-from weft.models.decoder import Decoder
+from weft.models.model_config import LanguageModel
 from weft.place.chain import Counts
 from weft.place.plan import Plan
 from weft.place.spec import Mesh, Rows
@@ -42,7 +42,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        model: Decoder,
+        model: LanguageModel,
         mesh: Mesh,
         rank: int,
         plan: Callable[[Counts], Plan],

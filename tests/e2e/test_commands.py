@@ -169,8 +169,6 @@ BAD = [
     (["eval", "--questions", "0"], "questions is 0"),
     (["serve", "--attn-dp", "2", "--ep", "3"], "both must be the number of ranks"),
     (["serve", "--kv-tokens", "1"], "less than one page"),
-    (["serve", "--experts=dispatch"], "--experts is now --moe-exchange"),
-    (["plan", "--experts", "dispatch"], "--experts is now --moe-exchange"),
     (["serve", "--port", "99999"], "no such port"),
     (["serve", "--request-timeout-s", "0"], "request_timeout_s is 0.0; it must be above 0"),
     (["serve", "--api-key="], "api_key is empty"),
@@ -197,6 +195,13 @@ def test_bad_input_ends_in_one_line(arguments: list[str], text: str) -> None:
     code, _, err = weft_here(*arguments)
     assert code == 2, err
     assert text in err and err.count("\n") == 1 and err.startswith("weft: ")
+
+
+def test_old_names_of_options_still_work() -> None:
+    for option in (["--experts", "dispatch"], ["--experts=dispatch"]):
+        code, out, err = weft_here("plan", "--preset", "deepseek-v3", "--layout", "2x4", *option)
+        assert code == 0 and "combine: all_to_allv world" in out
+        assert err == "weft: --experts is now --moe-exchange\n"
 
 
 WITHOUT_TORCH = """

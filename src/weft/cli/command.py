@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import inspect
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,8 +162,9 @@ class Layout:
 def parse(command: type[T], name: str, arguments: list[str]) -> T:
     """The command from its arguments; its docstring, as written, is the help. Raises UserError for what can be
     checked before its `run` imports torch: options of other engines, and a model or a layout that cannot be."""
-    if (advice := renamed(arguments)) is not None:
-        raise UserError(advice)
+    arguments, old_names = renamed(arguments)
+    for line in old_names:
+        print(f"weft: {line}", file=sys.stderr)
     starts_engine = get_type_hints(command).get("layout") is Layout
     if starts_engine and (advice := hint(arguments)) is not None:
         raise UserError(advice)

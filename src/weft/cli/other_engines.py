@@ -41,10 +41,13 @@ def hint(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def renamed(arguments: Sequence[str]) -> str | None:
-    """A line for the first argument that is the old name of an option; None where there is none."""
+def renamed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments with today's names of options, and a line for each old name among them."""
+    found, lines = [], []
     for argument in arguments:
-        option = argument.partition("=")[0]
+        option, *value = argument.partition("=")
         if option.startswith("--") and (name := RENAMED.get(option[2:].replace("_", "-"))):
-            return f"{option} is now --{name}"
-    return None
+            lines.append(f"{option} is now --{name}")
+            option = f"--{name}"
+        found.append("".join((option, *value)))
+    return found, lines

@@ -33,7 +33,7 @@ from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
 from weft.engine.device import dtype_of, enabled_transports
 from weft.engine.engine import Engine
-from weft.engine.output.request_output import Answer
+from weft.engine.output.request_output import RequestOutput
 from weft.engine.planning import plan_model, sharded_context
 from weft.engine.request import SamplingParams
 from weft.engine.worker.open_transports import cost_model
@@ -56,7 +56,7 @@ def serve(engine: Engine, clients: int, requests: int, prompt: int, answer: int,
         asked = time.perf_counter()
         waits = True
 
-        def on_output(answer: Answer) -> None:
+        def on_output(answer: RequestOutput) -> None:
             nonlocal waits
             output = answer.take()
             if waits and output.token_ids:

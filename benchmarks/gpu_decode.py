@@ -43,7 +43,7 @@ from weft.bench.host import describe_host
 from weft.cli.command import stop_on_sigterm
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.output.request_output import Answer
+from weft.engine.output.request_output import RequestOutput
 from weft.engine.output.results import whole
 from weft.engine.request import SamplingParams
 
@@ -66,11 +66,11 @@ def answer(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float
     most = min(5000, engine.model_config.vocab_size)
     prompts = torch.randint(10, most, (batch, context), generator=generator).tolist()
     times: list[list[float]] = [[] for _ in prompts]
-    ended: dict[int, Answer] = {}
+    ended: dict[int, RequestOutput] = {}
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
     def listener(at: int) -> Any:
-        def listen(answer: Answer) -> None:
+        def listen(answer: RequestOutput) -> None:
             if answer.end is not None:
                 ended[at] = answer
             times[at].append(time.perf_counter())

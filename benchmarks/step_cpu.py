@@ -16,8 +16,8 @@ or three times as long as without.
     git worktree add ../before COMMIT
     python benchmarks/step_cpu.py --trees ../before/src src --runs 4 --json step_cpu.json
 
-runs two source trees in turn, each by its own copy of this script, so that a machine that changes its mind does so for
-both, prints medians of their runs with the ratio, and writes what each run gave.
+runs two source trees in turn, so that a machine that changes its mind does so for both, prints medians of their runs
+with the ratio, and writes what each run gave.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.controller.executor import Executor
 from weft.engine.engine import Engine
 from weft.engine.messages import Ran, Result, Step, decode_from_rank, decode_to_rank, encode
-from weft.engine.output.request_output import Answer
+from weft.engine.output.request_output import RequestOutput
 from weft.engine.request import SamplingParams
 from weft.engine.worker import model_runner as runner_module
 from weft.engine.worker.step_graphs import StepGraphs
@@ -99,7 +99,7 @@ class InstantRanks(Executor):
             group = self.mesh.group_of(rank)
             leads = rank == self.mesh.leader(group)
             ran = Ran(message.number, message.counts, 7, 9)
-            tokens = (TOKEN,) * len(message.groups[group].draws)
+            tokens = (TOKEN,) * len(message.groups[group].sampled_rows)
             answers.append(encode(Result(rank, ran, tokens if leads else ())))
         return answers
 
@@ -126,7 +126,7 @@ def controller(
     params = SamplingParams(max_tokens=config.max_model_len - 32, temperature=0.0, ignore_eos=True)
 
     def listen(answer: Any) -> None:
-        if take and isinstance(answer, Answer):  # trees before 120fa98 give the increment itself
+        if take and isinstance(answer, RequestOutput):  # trees before 120fa98 give the increment itself
             answer.take()
 
     with Engine(config) as engine:
@@ -142,9 +142,9 @@ class NoGraph:
 def no_capture(graphs: StepGraphs, progress: Any = None) -> None:
     for shape in graphs.shapes:
         graphs._counts[shape.rows] = PaddedRows(graphs._mesh, graphs._rank, shape.rows, graphs._device)
-        logits = torch.zeros(shape.draws, graphs._model.config.vocab_size)
+        logits = torch.zeros(shape.sampled, graphs._model.config.vocab_size)
         graphs._graphs[shape] = (NoGraph(), logits)  # type: ignore[assignment]
-    graphs.told.rows.fill_(TOKEN)
+    graphs.token_ring.rows.fill_(TOKEN)
 
 
 def rank(config: EngineConfig, sequences: int, messages: list[bytes], pause_s: float) -> float:
@@ -171,7 +171,7 @@ def rank(config: EngineConfig, sequences: int, messages: list[bytes], pause_s: f
             worker.table.last_token.fill_(TOKEN)
             continue
         finish = worker.step(step)
-        if len(step.groups[0].answers) == sequences // config.attn_dp:
+        if len(step.groups[0].decode_rows) == sequences // config.attn_dp:
             times.append(time.thread_time() - began)
         finish()  # on a GPU another thread does
     return min(statistics.mean(times[i : i + ROUND]) for i in range(0, len(times) - ROUND + 1, ROUND))
@@ -179,13 +179,12 @@ def rank(config: EngineConfig, sequences: int, messages: list[bytes], pause_s: f
 
 def compare(asked: argparse.Namespace) -> None:
     """Runs both trees in turn, prints the medians of their figures, and writes all runs."""
-    options = ["--rounds", str(asked.rounds), "--world", str(asked.world), "--sequences"]
-    options += [*map(str, asked.sequences), "--pause-ms", str(asked.pause_ms), *["--take"] * asked.take]
+    command = [sys.executable, __file__, "--rounds", str(asked.rounds), "--world", str(asked.world), "--sequences"]
+    command += [*map(str, asked.sequences), "--pause-ms", str(asked.pause_ms), *["--take"] * asked.take]
     runs: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
     for _ in range(asked.runs):
         for name, tree in zip(runs, asked.trees, strict=True):
-            own = tree.resolve().parent / "benchmarks" / Path(__file__).name  # which knows the tree's names
-            command, where = [sys.executable, str(own), *options], os.environ | {"PYTHONPATH": str(tree.resolve())}
+            where = os.environ | {"PYTHONPATH": str(tree.resolve())}
             done = subprocess.run(command, env=where, stdout=subprocess.PIPE, text=True, check=True)
             runs[name] += map(json.loads, done.stdout.splitlines())
     for sequences in asked.sequences:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from weft.engine.engine import Engine, Request
 from weft.engine.messages import Step
-from weft.engine.output.request_output import Answer, OnOutput
+from weft.engine.output.request_output import OutputCallback, RequestOutput
 from weft.engine.output.results import GenerationResult, gather
 from weft.engine.request import SamplingParams
 from weft.engine.worker.row_table import NO_TOKEN
@@ -48,18 +48,18 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return byte_model(tmp_path_factory.mktemp("engine-model"))
 
 
-def greedy_answers(
+def greedy_outputs(
     logits: Callable[[torch.Tensor], torch.Tensor], prompts: Sequence[Sequence[int]], count: int
 ) -> list[tuple[int, ...]]:
     """The likeliest `count` tokens after each prompt. logits: of tokens `[n]`, those after the last, `[vocabulary]`."""
-    answers = []
+    outputs = []
     for prompt in prompts:
         tokens = list(prompt)
         for _ in range(count):
             with torch.no_grad():
                 tokens.append(int(logits(torch.tensor(tokens)).argmax()))
-        answers.append(tuple(tokens[len(prompt) :]))
-    return answers
+        outputs.append(tuple(tokens[len(prompt) :]))
+    return outputs
 
 
 def generate_together(
@@ -70,39 +70,39 @@ def generate_together(
     asked: list[Request] = []
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
 
-    def submit(prompt: Sequence[int], listen: OnOutput) -> None:
-        asked.append((prompt, each[len(asked)], listen))
+    def submit(prompt: Sequence[int], callback_for: OutputCallback) -> None:
+        asked.append((prompt, each[len(asked)], callback_for))
         if len(asked) == len(prompts):
             engine.submit_all(asked)
 
     return gather(prompts, submit)
 
 
-def answers_of_some(
+def outputs_of_some(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, cut: Mapping[int, int]
 ) -> tuple[list[str], list[tuple[int, ...]]]:
     """Why each prompt's answer ended, and its tokens. cut: answers of some that grow longer than this are cancelled."""
-    answers: list[list[int]] = [[] for _ in prompts]
+    outputs: list[list[int]] = [[] for _ in prompts]
     ended: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
     ids: list[int] = []
     known = threading.Event()  # a listener may hear of a request before its submitter knows the number
 
-    def listen(at: int) -> OnOutput:
-        def on_output(answer: Answer) -> None:
-            output = answer.take()
-            answers[at].extend(output.token_ids)
-            if output.finish_reason:
-                ended.put((at, output.finish_reason))
-            elif at in cut and len(answers[at]) > cut[at]:
+    def callback_for(at: int) -> OutputCallback:
+        def callback(output: RequestOutput) -> None:
+            increment = output.take()
+            outputs[at].extend(increment.token_ids)
+            if increment.finish_reason:
+                ended.put((at, increment.finish_reason))
+            elif at in cut and len(outputs[at]) > cut[at]:
                 known.wait()
                 engine.cancel(ids[at])
 
-        return on_output
+        return callback
 
-    ids += engine.submit_all([(prompt, params, listen(at)) for at, prompt in enumerate(prompts)])
+    ids += engine.submit_all([(prompt, params, callback_for(at)) for at, prompt in enumerate(prompts)])
     known.set()
     reasons = dict(ended.get(timeout=WAIT_S) for _ in prompts)
-    return [reasons[at] for at in range(len(prompts))], [tuple(tokens) for tokens in answers]
+    return [reasons[at] for at in range(len(prompts))], [tuple(tokens) for tokens in outputs]
 
 
 def lose_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def next_token(history: Seq[int], vocabulary: int = VOCABULARY) -> int:
     return zlib.crc32(repr(list(history)).encode()) % vocabulary
 
 
-def answer(prompt: Seq[int], max_tokens: int, end_ids: frozenset[int] = frozenset()) -> list[int]:
+def expected_output(prompt: Seq[int], max_tokens: int, end_ids: frozenset[int] = frozenset()) -> list[int]:
     """What a request gets when it runs alone, without pages or batches."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens:
@@ -46,7 +46,7 @@ class Part:
     context: int
     tokens: tuple[int, ...] | None
     tables: tuple[tuple[int, ...], ...]
-    draws: bool
+    samples: bool
     scored: tuple[int, ...] = ()
 
     @property
@@ -95,14 +95,14 @@ class FakeDevice:
             changes = self.rules[entry.group].state and table[entry.index] != entry.value
             assert changes or entry.index == len(table), "an entry that is no news, or beyond the table's end"
             table[entry.index : entry.index + 1] = [entry.value]
-        rest = [(row, None, True, None) for row in rows.answers]
-        rest += [(c.row, c.tokens, c.draws, c.score) for c in rows.chunks]
+        rest = [(row, None, True, None) for row in rows.decode_rows]
+        rest += [(c.row, c.tokens, c.samples, c.score) for c in rows.chunks]
         parts = []
-        for row, tokens, draws, score in rest:
+        for row, tokens, sampled, score in rest:
             request, tables = self.table[row]
             scored = score.tokens if score else ()
             assert not score or scored[:-1] == tokens[1 : len(scored)], "other tokens are scored than follow the rows"
-            parts.append(Part(row, request, self.length[row], tokens, tuple(map(tuple, tables)), draws, scored))
+            parts.append(Part(row, request, self.length[row], tokens, tuple(map(tuple, tables)), sampled, scored))
             self.length[row] += parts[-1].rows
         return Parts(parts, [join.copy for join in rows.joins if join.copy])
 
@@ -123,15 +123,15 @@ class FakeDevice:
                 if not rule.state:
                     for slot, token in zip(at, new, strict=True):
                         self.slots[group][slot] = token
-        drawn, states = [], []
+        sampled, states = [], []
         for part, new in zip(step.parts, given, strict=True):
             seen = [self._read(group, part, new) for group in range(len(self.rules))]
             history = max(seen, key=len)
             assert all(history[len(history) - len(each) :] == each for each in seen), "groups hold different tokens"
             states += [(g, part.tables[g][1], history) for g, rule in enumerate(self.rules) if rule.state]
-            if part.draws:
-                drawn.append(next_token(history))
-                self.last[part.row] = drawn[-1]
+            if part.samples:
+                sampled.append(next_token(history))
+                self.last[part.row] = sampled[-1]
         for group, slot, history in states:  # all have been read: one may be written where another was read
             assert (group, slot) not in {
                 (g, p.tables[g][0])
@@ -141,7 +141,7 @@ class FakeDevice:
                 if p.tables[g][0] != p.tables[g][1]
             }, "a state is written that another reads"
             self.states[group][slot] = history
-        return drawn
+        return sampled
 
     def _read(self, group: int, part: Part, new: list[int]) -> list[int]:
         """What a part's rows can see of their sequence in a group: its last tokens, or all."""
@@ -172,7 +172,7 @@ class Driver:
         self.scheduler, self.ahead = scheduler, ahead
         self.device = FakeDevice(scheduler.caches.groups, scheduler.caches.page_size)
         self.live: dict[int, Sequence] = {}
-        self.answers: dict[int, list[int]] = {}
+        self.outputs: dict[int, list[int]] = {}
         self.steps = 0
         self.under_way: deque[tuple[Scheduled, Parts]] = deque()
         rows_of_step = scheduler._rows_of_step
@@ -207,13 +207,13 @@ class Driver:
         return sequence.tokens[sequence.prompt_tokens :]
 
     def step(self) -> Parts:
-        """Schedules a step, and takes the tokens of the one before, or its own; requests that end go to `answers`."""
+        """Schedules a step, and takes the tokens of the one before, or its own; requests that end go to `outputs`."""
         self.steps += 1
         scheduled = self.scheduler.schedule()
         parts = self.device.take(scheduled.rows)
         assert parts.count == scheduled.rows.count
         for s in self.scheduler.running:
-            assert s.pending <= 1 or not s.params.reads_answer, "a draw that needs the token before it"
+            assert s.pending <= 1 or not s.params.depends_on_output, "a draw that needs the token before it"
             most, size = max(s.prompt_tokens, s.to_run), self.scheduler.caches.page_size
             for rule, table in zip(self.scheduler.caches.rules, s.allocation.tables, strict=True):
                 assert rule.state or len(table) <= -(-most // size), "a page that nothing can ever be written to"
@@ -230,22 +230,22 @@ class Driver:
         for sequence, scored in scheduled.scored(result):
             found = [TokenLogprob(int(value), value) for value, _ in scored.logprobs]
             sequence.scores[scored.first - 1 : scored.first - 1 + len(found)] = found
-        for sequence, token, _ in scheduled.drawn(result):
+        for sequence, token, _ in scheduled.take_tokens(result):
             if sequence.params.prompt_logprobs is not None:
                 prompt = sequence.tokens[1 : sequence.prompt_tokens]
                 assert [score.token_id for score in sequence.scores] == prompt, (
                     "a prompt that is not scored, or wrongly"
                 )
             sequence.tokens.append(token)
-            if token in sequence.end_ids or sequence.drawn >= sequence.max_tokens:
-                self.answers[sequence.request] = self.cancel(sequence.request)
+            if token in sequence.end_ids or sequence.output_tokens >= sequence.max_tokens:
+                self.outputs[sequence.request] = self.cancel(sequence.request)
 
-    def finish_all(self, most_steps: int = 10_000) -> None:
+    def finish_all(self, max_steps: int = 10_000) -> None:
         """Steps until nothing is left. AssertionError where that takes too long: somebody starves."""
         began = self.steps
         while self.live or self.under_way:
             self.step()
-            assert self.steps - began < most_steps, f"requests {sorted(self.live)} starve"
+            assert self.steps - began < max_steps, f"requests {sorted(self.live)} starve"
 
     def _check(self, rows: GroupRows) -> None:
         scheduler = self.scheduler

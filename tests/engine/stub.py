@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 
 from engine.conftest import WAIT_S
-from engine.fake import FakeDevice, Parts
-from engine.fake import answer as expected_answer
+from engine.fake import FakeDevice, Parts, expected_output
 from weft.engine.config import EngineConfig, EngineError
 from weft.engine.controller.executor import Executor
 from weft.engine.engine import Engine
 from weft.engine.messages import Ran, Result, Step
-from weft.engine.output.request_output import Answer, OnOutput
+from weft.engine.output.request_output import OutputCallback, RequestOutput
 from weft.engine.request import Output, SamplingParams, Sharing
 from weft.kv.cache_spec import CacheGroup, Rule
 
@@ -72,11 +71,11 @@ class StubExecutor(Executor):
         self.world.run += 1
         if self.world.fail(self, "before"):
             raise EngineError("rank 1 was killed by signal 9")
-        drawn = [tuple(device.run(parts)) for device, parts in zip(self.devices, step.groups, strict=True)]
+        sampled = [tuple(device.run(parts)) for device, parts in zip(self.devices, step.groups, strict=True)]
         if self.world.fail(self, "after"):
             raise EngineError("rank 2 was killed by signal 9")
         ran = Ran(step.number, tuple(parts.count for parts in step.groups), 0, 0)
-        of_groups = enumerate(zip(step.groups, drawn, strict=True))
+        of_groups = enumerate(zip(step.groups, sampled, strict=True))
         return [Result(self.mesh.leader(g), ran, tokens, scored=parts.scored) for g, (parts, tokens) in of_groups]
 
     def report(self) -> None: ...
@@ -123,48 +122,48 @@ class Client:
 
     def __init__(self, engine: Engine, name: str = ""):
         self.engine, self.name = engine, name
-        self.outputs: dict[int, list[Output]] = {}
+        self.increments: dict[int, list[Output]] = {}
         self.prompts: dict[int, list[int]] = {}
         self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.at: list[int] = []
 
-    def listen(self, at: int) -> OnOutput:
-        self.outputs[at] = []
+    def callback_for(self, at: int) -> OutputCallback:
+        self.increments[at] = []
 
-        def on_output(answer: Answer) -> None:
-            self.outputs[at].append(output := answer.take())
-            if output.finish_reason:
+        def callback(output: RequestOutput) -> None:
+            self.increments[at].append(increment := output.take())
+            if increment.finish_reason:
                 self.ended.put(at)
 
-        return on_output
+        return callback
 
     def ask(self, prompt: list[int], max_tokens: int, **options: Any) -> int:
         """Queues a request; gives its place here."""
-        at = len(self.outputs)
+        at = len(self.increments)
         self.prompts[at] = prompt
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        self.at.append(self.engine.submit(prompt, params, self.listen(at), sharing=Sharing(self.name), **options))
+        self.at.append(self.engine.submit(prompt, params, self.callback_for(at), sharing=Sharing(self.name), **options))
         return at
 
     def ask_together(self, *asked: tuple[list[int], int]) -> None:
         """Queues requests that come in between the same two steps."""
-        first = len(self.outputs)
+        first = len(self.increments)
         self.prompts |= {first + i: prompt for i, (prompt, _) in enumerate(asked)}
         how = [SamplingParams(max_tokens=most, temperature=0, ignore_eos=True) for _, most in asked]
-        listeners = [self.listen(first + i) for i in range(len(asked))]
-        self.at += self.engine.submit_all([(p, h, on) for (p, _), h, on in zip(asked, how, listeners, strict=True)])
+        callbacks = [self.callback_for(first + i) for i in range(len(asked))]
+        self.at += self.engine.submit_all([(p, h, on) for (p, _), h, on in zip(asked, how, callbacks, strict=True)])
 
     def wait(self, count: int) -> list[int]:
         """Which requests ended, in that order."""
         return [self.ended.get(timeout=WAIT_S) for _ in range(count)]
 
     def last(self, at: int) -> Output:
-        return self.outputs[at][-1]
+        return self.increments[at][-1]
 
     def tokens(self, at: int) -> list[int]:
-        return [token for output in self.outputs[at] for token in output.token_ids]
+        return [token for increment in self.increments[at] for token in increment.token_ids]
 
     def check_whole(self, at: int, max_tokens: int) -> None:
         """The answer is what the request gets alone, every token once."""
         assert self.last(at).finish_reason == "length", self.last(at)
-        assert self.tokens(at) == expected_answer(self.prompts[at], max_tokens)
+        assert self.tokens(at) == expected_output(self.prompts[at], max_tokens)

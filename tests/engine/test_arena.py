@@ -40,9 +40,9 @@ def random_steps(transport: ShmTransport, mesh: Mesh, directory: Path, steps: in
     config = replace(load_config(directory), experts=experts)
     model = load_model(directory, config, mesh, transport.rank, workspace=transport.empty)
     runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(Rule(), MOST // PAGE)], PAGE)
-    draw = random.Random(3)
+    rng = random.Random(3)
     for _ in range(steps):
-        counts = tuple(draw.choice([0, 1, draw.randrange(MOST), MOST]) for _ in range(mesh.attn_dp))
+        counts = tuple(rng.choice([0, 1, rng.randrange(MOST), MOST]) for _ in range(mesh.attn_dp))
         mine = counts[mesh.group_of(transport.rank)]
         seqs = [SeqRows(mine, 0, [list(range(-(-mine // PAGE)))], True)] if mine else []
         runner.forward(build_batch([5] * mine, seqs, PAGE), counts)
@@ -75,17 +75,17 @@ def test_rows_that_are_sent_to_their_experts_fit_too(mesh: Mesh, tmp_path: Path)
 
 def test_any_order_of_any_sizes_fits(tmp_path: Path) -> None:
     """10⁵ steps that take and free in random order: what is in use at once never grows, and is never refused."""
-    blocks, size, draw = 6, 1 << 16, random.Random(11)
+    blocks, size, rng = 6, 1 << 16, random.Random(11)
     transport = ShmTransport(Mesh(), 0, tmp_path / "meet", blocks=blocks, block_bytes=size)
     like, alive = torch.empty(0, dtype=torch.uint8), []
     for step in range(100_000):
-        rows = draw.choice([0, 1, 64, size // 3, size // 2 + 1, size - 1, size, draw.randrange(size + 1)])
+        rows = rng.choice([0, 1, 64, size // 3, size // 2 + 1, size - 1, size, rng.randrange(size + 1)])
         if len(alive) == blocks:
-            del alive[draw.randrange(blocks)]
+            del alive[rng.randrange(blocks)]
         alive.append(transport.empty(rows, like=like))
         if step % 97 == 0:  # as at the end of a step, in an order that no stack would like
-            draw.shuffle(alive)
-            del alive[draw.randrange(blocks) :]
+            rng.shuffle(alive)
+            del alive[rng.randrange(blocks) :]
     assert transport.peak_blocks == blocks
     alive += [transport.empty(1, like=like) for _ in range(blocks - len(alive))]
     with pytest.raises(CommError, match=r"all 6 blocks .* give the transport more blocks"):
@@ -116,10 +116,10 @@ def test_the_ledger_counts_storages_not_names() -> None:
         other = ledger.empty(4, 2, like=like)
         del whole, other
         third = ledger.empty(1, like=like)
-        assert ledger.most == 2  # the view keeps the first
+        assert ledger.peak == 2  # the view keeps the first
         del third, view
         ledger.empty(1, like=like)
-        assert ledger.most == 2
+        assert ledger.peak == 2
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:

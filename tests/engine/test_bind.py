@@ -19,18 +19,18 @@ def bound(text: str | None, world: int = 2) -> EngineConfig:
 
 def cores_in_a_fork(config: EngineConfig, rank: int) -> set[int]:
     """What a process has after `bind`."""
-    heard, told = os.pipe()
+    reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
             bind(config, rank)
-            os.write(told, json.dumps(sorted(os.sched_getaffinity(0))).encode())
+            os.write(writer, json.dumps(sorted(os.sched_getaffinity(0))).encode())
         finally:
             os._exit(0)
-    os.close(told)
+    os.close(writer)
     os.waitpid(child, 0)
-    with open(heard) as answer:
-        return set(json.load(answer))
+    with open(reader) as reply:
+        return set(json.load(reply))
 
 
 @pytest.fixture
@@ -92,9 +92,9 @@ def test_each_rank_gets_its_cores() -> None:
     first, last = here[0], here[-1]
     for text, cores in ((f"{first}|{last}", [{first}, {last}]), (None, [set(here)] * 2)):
         assert [cores_in_a_fork(bound(text), rank) for rank in (0, 1)] == cores
-    dealt = bound("auto").cores
-    assert [cores_in_a_fork(bound("auto"), rank) for rank in (0, 1)] == dealt
-    assert set().union(*dealt) == set(here) and set(here) == os.sched_getaffinity(0)
+    cores = bound("auto").cores
+    assert [cores_in_a_fork(bound("auto"), rank) for rank in (0, 1)] == cores
+    assert set().union(*cores) == set(here) and set(here) == os.sched_getaffinity(0)
 
 
 def test_a_rank_reads_the_same_cores_from_its_file() -> None:

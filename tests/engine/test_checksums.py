@@ -29,6 +29,6 @@ def test_a_graphs_steps_report_the_plan_that_it_holds(tmp_path: Path) -> None:
     eager, other = runner("cheapest"), runner("naive")
     eager._graph_planner = other.planner
     counts, shape = (3, 1), Shape(64, 64, False)
-    replayed, room = eager.plan_checksum(counts, shape), (shape.rows,) * mesh.attn_dp
-    assert replayed == other.plan_checksum(room)
-    assert replayed not in (eager.plan_checksum(counts), eager.plan_checksum(room))
+    replayed, capacity = eager.plan_checksum(counts, shape), (shape.rows,) * mesh.attn_dp
+    assert replayed == other.plan_checksum(capacity)
+    assert replayed not in (eager.plan_checksum(counts), eager.plan_checksum(capacity))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Qwen2MoeForCausalLM
 
-from engine.conftest import WAIT_S, answers_of_some
+from engine.conftest import WAIT_S, outputs_of_some
 from weft.engine.config import EngineConfig, EngineError
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
@@ -33,11 +33,10 @@ def config(model_dir: Path, **changes: Any) -> EngineConfig:
 
 def prompts(count: int = 7) -> list[list[int]]:
     """Of many lengths; some share a prefix."""
-    draw = random.Random(4)
-    shared = [draw.randrange(1, 257) for _ in range(21)]
+    rng = random.Random(4)
+    shared = [rng.randrange(1, 257) for _ in range(21)]
     return [
-        (shared[: draw.randrange(4, 21)] if i % 2 else [])
-        + [draw.randrange(1, 257) for _ in range(draw.randrange(1, 30))]
+        (shared[: rng.randrange(4, 21)] if i % 2 else []) + [rng.randrange(1, 257) for _ in range(rng.randrange(1, 30))]
         for i in range(count)
     ]
 
@@ -46,14 +45,14 @@ def prompts(count: int = 7) -> list[list[int]]:
 def expected(model_dir: Path) -> list[tuple[int, ...]]:
     """What transformers generates, greedy."""
     model = Qwen2MoeForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    answers = []
+    outputs = []
     for prompt in prompts():
         tokens = list(prompt)
         for _ in range(12):
             with torch.no_grad():
                 tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        answers.append(tuple(tokens[len(prompt) :]))
-    return answers
+        outputs.append(tuple(tokens[len(prompt) :]))
+    return outputs
 
 
 def test_what_ranks_have_run_is_published_while_they_run(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,15 +111,15 @@ def test_the_naive_plan_gives_the_same_tokens(model_dir: Path, expected: Any) ->
 
 def test_pages_run_out_and_requests_are_cancelled_at_random(model_dir: Path, expected: Any) -> None:
     """12 pages for 7 requests that want up to 16 each: preemption, and each answer is still right."""
-    draw = random.Random(1)
+    rng = random.Random(1)
     with Engine(config(model_dir, kv_tokens=64, max_batch_tokens=8, attn_dp=2, ep=2)) as engine:
         for _ in range(3):
-            cancelled = {at: draw.randrange(6) for at in draw.sample(range(7), 3)}
-            reasons, answers = answers_of_some(engine, prompts(), GREEDY, cancelled)
+            cancelled = {at: rng.randrange(6) for at in rng.sample(range(7), 3)}
+            reasons, outputs = outputs_of_some(engine, prompts(), GREEDY, cancelled)
             for at in range(7):
                 assert reasons[at] == ("abort" if at in cancelled else "length")
-                assert answers[at] == expected[at][: len(answers[at])]
-                assert at in cancelled or len(answers[at]) == 12
+                assert outputs[at] == expected[at][: len(outputs[at])]
+                assert at in cancelled or len(outputs[at]) == 12
             engine.check_idle()
         assert engine.stats().preemptions > 0
 
@@ -165,10 +164,10 @@ def test_bad_requests_are_refused_with_one_line(model_dir: Path) -> None:
             ([1] * 250, GREEDY, "250 tokens and max_tokens=12 exceed the context of 256"),
         ]:
             with pytest.raises(ValueError, match=text):
-                engine.submit(prompt, params, lambda answer: None)
+                engine.submit(prompt, params, lambda output: None)
         assert engine.generate([[1, 2]], GREEDY)[0].finish_reason == "length"
     with pytest.raises(EngineError, match="takes no new requests"):
-        engine.submit([1], GREEDY, lambda answer: None)
+        engine.submit([1], GREEDY, lambda output: None)
     for bad in (dict(max_tokens=-1), dict(temperature=-1), dict(top_p=0), dict(stop=("",)), dict(min_tokens=20)):
         with pytest.raises(ValueError):
             SamplingParams(**bad)
@@ -176,7 +175,7 @@ def test_bad_requests_are_refused_with_one_line(model_dir: Path) -> None:
 
 def test_a_listener_that_fails_does_not_end_the_others(model_dir: Path, expected: Any) -> None:
     with Engine(config(model_dir)) as engine:
-        engine.submit(prompts()[1], GREEDY, lambda answer: 1 / 0)
+        engine.submit(prompts()[1], GREEDY, lambda output: 1 / 0)
         assert engine.generate(prompts()[:1], GREEDY)[0].token_ids == expected[0]
         engine.check_idle()
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import hybrid
-from engine.conftest import answers_of_some, byte_tokenizer, generate_together
+from engine.conftest import byte_tokenizer, generate_together, outputs_of_some
 from engine.hybrid import HybridConfig, PlainHybrid
 from engine.test_engine import GREEDY, prompts
 from weft.attention.caches import cached_layers
@@ -75,14 +75,14 @@ def expected(model_dir: Path) -> list[tuple[int, ...]]:
     """Greedy answers of the plain model."""
     config: Any = load_config(model_dir, registry([PLUGIN]))
     plain = PlainHybrid(config, load_file(model_dir / "model.safetensors"))
-    answers = []
+    outputs = []
     for prompt in prompts():
         tokens = list(prompt)
         for _ in range(12):
             tokens.append(int(plain.logits(tokens).argmax()))
-        answers.append(tuple(tokens[len(prompt) :]))
-    assert len({t for a in answers for t in a}) > 20, "answers that hardly differ would show little"
-    return answers
+        outputs.append(tuple(tokens[len(prompt) :]))
+    assert len({t for a in outputs for t in a}) > 20, "answers that hardly differ would show little"
+    return outputs
 
 
 def engine(model_dir: Path, **changes: Any) -> Engine:
@@ -103,15 +103,15 @@ def test_greedy_tokens_are_the_plain_models(model_dir: Path, expected: Any, layo
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_preemption_and_cancellation(model_dir: Path, expected: Any, prefix_cache: bool) -> None:
-    draw = random.Random(2)
+    rng = random.Random(2)
     layout = LAYOUTS["2x2"]
     with engine(model_dir, kv_tokens=64, max_batch_tokens=8, prefix_cache=prefix_cache, **layout) as served:
         for _ in range(2):
-            cancelled = {at: draw.randrange(6) for at in draw.sample(range(7), 2)}
-            reasons, answers = answers_of_some(served, prompts(), GREEDY, cancelled)
+            cancelled = {at: rng.randrange(6) for at in rng.sample(range(7), 2)}
+            reasons, outputs = outputs_of_some(served, prompts(), GREEDY, cancelled)
             for at in range(7):
                 assert reasons[at] == ("abort" if at in cancelled else "length")
-                assert answers[at] == expected[at][: len(answers[at])]
+                assert outputs[at] == expected[at][: len(outputs[at])]
             served.check_idle()
         assert served.stats().preemptions > 0
 

@@ -21,10 +21,10 @@ from engine.test_engine import GREEDY, config, prompts
 from weft.engine.config import EngineConfig, EngineError, QueueFull
 from weft.engine.controller.executor import Executor
 from weft.engine.controller.rank_executors import ProcessExecutor, make_executor
-from weft.engine.controller.request_queue import Intake
+from weft.engine.controller.request_queue import RequestQueue
 from weft.engine.engine import Engine
 from weft.engine.messages import Chunk, GroupRows, Join, Sampling, Step
-from weft.engine.output.request_output import Answer, OnOutput
+from weft.engine.output.request_output import OutputCallback, RequestOutput
 from weft.engine.request import Output, SamplingParams
 from weft.engine.worker.model_runner import ModelRunner
 from weft.kv.cache_spec import CacheGroup, Rule
@@ -52,29 +52,29 @@ def test_killed_ranks_are_replaced_and_every_request_goes_on(model_dir: Path) ->
     with Engine(config(model_dir, **RANKS)) as engine:
         expected = [r.token_ids for r in engine.generate(few, params)]
     with Engine(config(model_dir, executor="process", max_restarts=2, step_timeout_s=WAIT_S, **RANKS)) as engine:
-        answers: dict[int, list[Output]] = {at: [] for at in range(4)}
+        outputs: dict[int, list[Output]] = {at: [] for at in range(4)}
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         begun, killed = threading.Event(), threading.Event()
 
-        def listen(at: int) -> OnOutput:
-            def on_output(answer: Answer) -> None:  # on the engine's thread: no answer ends before the rank
-                answers[at].append(output := answer.take())
+        def callback_for(at: int) -> OutputCallback:
+            def callback(output: RequestOutput) -> None:  # on the engine's thread: no answer ends before the rank
+                outputs[at].append(increment := output.take())
                 begun.set()
                 killed.wait(WAIT_S)
-                if output.finish_reason:
+                if increment.finish_reason:
                     ended.put(at)
 
-            return on_output
+            return callback
 
         for at, prompt in enumerate(few):
-            engine.submit(prompt, params, listen(at))
+            engine.submit(prompt, params, callback_for(at))
         assert begun.wait(WAIT_S)
         first = list(engine._executor.processes)
         os.kill(first[2].pid, signal.SIGKILL)
         killed.set()
         for _ in range(4):
             ended.get(timeout=WAIT_S)
-        assert [tuple(t for o in answers[at] for t in o.token_ids) for at in range(4)] == expected
+        assert [tuple(t for o in outputs[at] for t in o.token_ids) for at in range(4)] == expected
         assert engine.stats().failures == 1 and all(p.poll() is not None for p in first)
         os.kill(engine._executor.processes[1].pid, signal.SIGKILL)
         assert wait_until(lambda: engine.stats().failures == 2), "an idle engine must look after its ranks"
@@ -238,15 +238,15 @@ def test_a_fault_ends_every_request_also_those_that_come_at_the_same_moment(
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
     accepted, several = [], threading.Event()
 
-    def on_output(answer: Answer) -> None:
-        output = answer.take()
-        if output.finish_reason:
-            ended.put(output.finish_reason)
+    def callback(output: RequestOutput) -> None:
+        increment = output.take()
+        if increment.finish_reason:
+            ended.put(increment.finish_reason)
 
     def client() -> None:
         while True:
             try:
-                accepted.append(engine.submit([1, 2, 3], GREEDY, on_output))
+                accepted.append(engine.submit([1, 2, 3], GREEDY, callback))
             except QueueFull:
                 pass
             except EngineError:
@@ -272,8 +272,8 @@ def test_a_fault_ends_every_request_also_those_that_come_at_the_same_moment(
 def test_an_idle_engine_does_not_spin(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits once, for whatever comes, however long that takes."""
     monkeypatch.setattr("weft.engine.engine.IDLE_CHECK_S", 3600.0)
-    waits, wait = [], Intake.wait
-    monkeypatch.setattr(Intake, "wait", lambda intake, seconds: (waits.append(seconds), wait(intake, seconds))[1])
+    waits, wait = [], RequestQueue.wait
+    monkeypatch.setattr(RequestQueue, "wait", lambda queue, seconds: (waits.append(seconds), wait(queue, seconds))[1])
     with Engine(config(model_dir)) as engine:
         engine.generate([[1, 2]], GREEDY)
         engine.check_idle()

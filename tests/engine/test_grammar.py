@@ -14,15 +14,15 @@ from transformers import AutoTokenizer
 
 from weft.assets import embedded_model_dir
 from weft.engine.output.grammar import grammar
-from weft.engine.output.language import Language
 from weft.engine.output.request_output import prepare
+from weft.engine.output.text_processor import TextProcessor
 from weft.engine.request import SamplingParams
 from weft.engine.scheduler.sampling_rows import adjust, sampling
 from weft.engine.worker.sampler import sample
 from weft.models.model_config import ModelError
 
 TOKENIZER = AutoTokenizer.from_pretrained(embedded_model_dir())
-LANGUAGE = Language(TOKENIZER, embedded_model_dir(), 1024, (2,))
+TEXT_PROCESSOR = TextProcessor(TOKENIZER, embedded_model_dir(), 1024, (2,))
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -31,39 +31,41 @@ SCHEMA = {
 }
 
 
-def answer(params: SamplingParams, seed: int, language: Language = LANGUAGE) -> tuple[str, str | None]:
+def generated(
+    params: SamplingParams, seed: int, text_processor: TextProcessor = TEXT_PROCESSOR
+) -> tuple[str, str | None]:
     """Text and finish reason, where every logit is random."""
-    made = prepare([5], params, print, seed, 400, language)
+    made = prepare([5], params, print, seed, 400, text_processor)
     generator, text = torch.Generator().manual_seed(seed), ""
     while True:
-        logits = torch.randn(1, language.vocabulary, generator=generator)
+        logits = torch.randn(1, text_processor.vocabulary, generator=generator)
         s = made.sequence
         token = sample(logits, [sampling(s)], [len(s.tokens)], {0: adjust(s)}).item()
         made.accept(token)
-        output = made.take()
-        text += output.text
-        if output.finish_reason:
-            return text, output.finish_reason
+        increment = made.take()
+        text += increment.text
+        if increment.finish_reason:
+            return text, increment.finish_reason
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_answers_are_of_their_kind(seed: int) -> None:
-    text, reason = answer(SamplingParams(max_tokens=None, grammar=grammar("json", SCHEMA)), seed)
+    text, reason = generated(SamplingParams(max_tokens=None, grammar=grammar("json", SCHEMA)), seed)
     read = json.loads(text)
     assert reason == "stop" and len(read["name"]) <= 5 and 0 <= read["age"] <= 99 and set(read) == {"name", "age"}
     choice = grammar("choice", ["yes", "no", 'a "quoted" one'])
-    assert answer(SamplingParams(max_tokens=None, grammar=choice), seed)[0] in ("yes", "no", 'a "quoted" one')
+    assert generated(SamplingParams(max_tokens=None, grammar=choice), seed)[0] in ("yes", "no", 'a "quoted" one')
     pattern = r"[A-Z]{2}-\d{3,4}"
-    assert re.fullmatch(pattern, answer(SamplingParams(max_tokens=None, grammar=grammar("regex", pattern)), seed)[0])
+    assert re.fullmatch(pattern, generated(SamplingParams(max_tokens=None, grammar=grammar("regex", pattern)), seed)[0])
     for text in ('start: "a" ("b" | "c")~3', 'root ::= "a" ("b" | "c") ("b" | "c") ("b" | "c")'):
         assert re.fullmatch(
-            "a[bc]{3}", answer(SamplingParams(max_tokens=None, grammar=grammar("grammar", text)), seed)[0]
+            "a[bc]{3}", generated(SamplingParams(max_tokens=None, grammar=grammar("grammar", text)), seed)[0]
         )
 
 
 def test_two_answers_of_one_grammar_do_not_meet() -> None:
-    one, two = (LANGUAGE.grammars.start(grammar("choice", ["ab", "cd"])) for _ in range(2))
-    [token] = LANGUAGE.tokenizer.encode("a", add_special_tokens=False)
+    one, two = (TEXT_PROCESSOR.grammars.start(grammar("choice", ["ab", "cd"])) for _ in range(2))
+    [token] = TEXT_PROCESSOR.tokenizer.encode("a", add_special_tokens=False)
     before = two.mask(b"")
     one.accept(token)
     assert two.mask(b"") == before != one.mask(b"")
@@ -75,36 +77,36 @@ def test_two_answers_of_one_grammar_do_not_meet() -> None:
 )
 def test_a_bad_grammar_is_refused_in_one_line(kind: str, what: object) -> None:
     with pytest.raises(ValueError) as error:
-        LANGUAGE.grammars.start(grammar(kind, what))
+        TEXT_PROCESSOR.grammars.start(grammar(kind, what))
     assert "\n" not in str(error.value)
 
 
 def test_allowed_tokens_narrow_a_grammar() -> None:
-    digits = {d: LANGUAGE.tokenizer.encode(d, add_special_tokens=False)[0] for d in "123"}
+    digits = {d: TEXT_PROCESSOR.tokenizer.encode(d, add_special_tokens=False)[0] for d in "123"}
     params = SamplingParams(grammar=grammar("regex", "[0-9]{4}"), allowed_token_ids=tuple(digits.values()))
-    assert re.fullmatch("[123]{4}", answer(params, 3)[0])
+    assert re.fullmatch("[123]{4}", generated(params, 3)[0])
     with pytest.raises(ValueError, match="leaves no token"):
-        prepare([5], SamplingParams(allowed_token_ids=(2,), min_tokens=2), print, 0, 400, LANGUAGE)
+        prepare([5], SamplingParams(allowed_token_ids=(2,), min_tokens=2), print, 0, 400, TEXT_PROCESSOR)
 
 
 @pytest.mark.parametrize("count", [2_100, 50_000])
 def test_many_choices(count: int) -> None:
     texts = [f"{i:05d} is my choice" for i in range(count)]
     how = SamplingParams(max_tokens=None, grammar=grammar("choice", texts))
-    assert answer(how, 1) in [(text, "stop") for text in texts]
+    assert generated(how, 1) in [(text, "stop") for text in texts]
 
 
 def test_a_choice_may_begin_another_or_be_empty() -> None:
     for texts in (["a", "ab", "abc"], ["", "b"], ["", ""], [""], ['"\\\n', "é😀"]):
         how = SamplingParams(max_tokens=None, grammar=grammar("choice", texts))
-        assert {answer(how, seed)[0] for seed in range(20)} <= set(texts)
+        assert {generated(how, seed)[0] for seed in range(20)} <= set(texts)
 
 
 def test_many_optional_properties() -> None:
     digit = {"type": "integer", "minimum": 0, "maximum": 9}
     names = [f"p{i}" for i in range(900)]
     schema = {"type": "object", "properties": dict.fromkeys(names, digit), "additionalProperties": False}
-    text, reason = answer(SamplingParams(max_tokens=60, grammar=grammar("json", schema)), 2)
+    text, reason = generated(SamplingParams(max_tokens=60, grammar=grammar("json", schema)), 2)
     assert reason in ("stop", "length") and text.startswith("{")
 
 
@@ -125,30 +127,30 @@ COSTLY: list[tuple[str, Any, str]] = [
 def test_a_grammar_that_costs_too_much_is_refused(kind: Any, what: Any, why: str) -> None:
     """Not the process that is asked: without limits, the first takes minutes, and the second ends it."""
     with pytest.raises(ValueError, match=why) as error:
-        LANGUAGE.grammars.start(grammar(kind, what))
+        TEXT_PROCESSOR.grammars.start(grammar(kind, what))
     assert "\n" not in str(error.value)
-    assert answer(SamplingParams(max_tokens=None, grammar=grammar("regex", "[a-z]{3}")), 1)[1] == "stop"
+    assert generated(SamplingParams(max_tokens=None, grammar=grammar("regex", "[a-z]{3}")), 1)[1] == "stop"
 
 
 def test_the_process_that_tries_grammars_may_be_killed() -> None:
-    grammars = Language(TOKENIZER, embedded_model_dir(), 1024, (2,)).grammars
+    grammars = TextProcessor(TOKENIZER, embedded_model_dir(), 1024, (2,)).grammars
     grammars.start(grammar("regex", "a"))
-    process = grammars._trial._process
+    process = grammars._sandbox._process
     assert process is not None
     process.kill()
     process.wait()
     grammars.start(grammar("regex", "b"))
-    assert grammars._trial._process not in (None, process)
+    assert grammars._sandbox._process not in (None, process)
 
 
 def test_grammars_are_kept_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars, tried = Language(TOKENIZER, embedded_model_dir(), 1024, (2,)).grammars, []
+    grammars, tried = TextProcessor(TOKENIZER, embedded_model_dir(), 1024, (2,)).grammars, []
 
     def bytes_of(text: str) -> int:
         tried.append(text)
         return 40
 
-    monkeypatch.setattr(grammars._trial, "bytes_of", bytes_of)
+    monkeypatch.setattr(grammars._sandbox, "bytes_of", bytes_of)
     monkeypatch.setattr("weft.engine.output.grammar.KEPT_BYTES", 100)
     one, two, three = (grammar("regex", text) for text in "abc")
     for text in (one, two, one, three, one, two):
@@ -156,38 +158,41 @@ def test_grammars_are_kept_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> No
     assert tried == [one, two, three, two], "the one that was asked for least lately makes way"
     assert sum(kept.bytes for kept in grammars._kept.values()) <= 100
     monkeypatch.setattr("weft.engine.output.grammar.KEPT_BYTES", 10)
-    assert grammars.start(grammar("regex", "d")).accept(LANGUAGE.tokenizer.encode("d", add_special_tokens=False)[0])
+    assert grammars.start(grammar("regex", "d")).accept(
+        TEXT_PROCESSOR.tokenizer.encode("d", add_special_tokens=False)[0]
+    )
     assert not grammars._kept
-    monkeypatch.setattr("weft.engine.output.grammar.MOST_BYTES", 39)
+    monkeypatch.setattr("weft.engine.output.grammar.MAX_BYTES", 39)
     with pytest.raises(ValueError, match="at most"):
         grammars.start(one)
 
 
 def test_what_a_grammar_takes_is_measured() -> None:
     small, large = (
-        LANGUAGE.grammars.compiled(grammar("json", {"enum": [f"{i:08d}" for i in range(n)]})).bytes for n in (2, 20_000)
+        TEXT_PROCESSOR.grammars.compiled(grammar("json", {"enum": [f"{i:08d}" for i in range(n)]})).bytes
+        for n in (2, 20_000)
     )
     assert large > small + 2**21
 
 
 def test_a_prompt_that_is_too_long_is_not_looked_at() -> None:
     with pytest.raises(ValueError, match="the prompt has 1000000000000 tokens; at most 399 fit"):
-        prepare(range(10**12), SamplingParams(), print, 0, 400, LANGUAGE)
+        prepare(range(10**12), SamplingParams(), print, 0, 400, TEXT_PROCESSOR)
 
 
 def test_a_tokenizer_may_have_more_tokens_than_the_model() -> None:
-    language = Language(TOKENIZER, embedded_model_dir(), 1000, (2,))
+    text_processor = TextProcessor(TOKENIZER, embedded_model_dir(), 1000, (2,))
     params = SamplingParams(max_tokens=None, grammar=grammar("regex", "[a-z]{9}"), allowed_token_ids=tuple(range(1000)))
     for how in (params, replace(params, allowed_token_ids=None)):
-        text, reason = answer(how, 1, language)
+        text, reason = generated(how, 1, text_processor)
         assert re.fullmatch("[a-z]{9}", text) and reason == "stop"
-    assert language.token_name(1010) == TOKENIZER.decode([1010])
+    assert text_processor.token_name(1010) == TOKENIZER.decode([1010])
 
 
 def test_an_answer_that_its_grammar_and_its_tokens_leave_nothing_for_ends_with_an_error() -> None:
-    [other] = LANGUAGE.tokenizer.encode("b", add_special_tokens=False)
+    [other] = TEXT_PROCESSOR.tokenizer.encode("b", add_special_tokens=False)
     params = SamplingParams(max_tokens=9, grammar=grammar("regex", "[0-9]{4}"), allowed_token_ids=(other,))
-    assert answer(params, 3)[1] == "error"
+    assert generated(params, 3)[1] == "error"
 
 
 def test_what_the_model_directory_says_of_answers(tmp_path: Path) -> None:
@@ -195,27 +200,27 @@ def test_what_the_model_directory_says_of_answers(tmp_path: Path) -> None:
         (tmp_path / file.name).write_bytes(file.read_bytes())
     written = {"eos_token_id": [0, 1], "temperature": 0.7, "top_k": 20, "max_new_tokens": 5}
     (tmp_path / "generation_config.json").write_text(json.dumps(written))
-    language = Language(TOKENIZER, tmp_path, 1024, (2,))
+    text_processor = TextProcessor(TOKENIZER, tmp_path, 1024, (2,))
     ends = "token 0 ends answers too, token 1 ends answers too"
-    assert language.says == f"temperature 0.7 by default, top_k 20 by default, {ends}"
-    assert language.ends == {0, 1, 2} and language.defaults == {"temperature": 0.7, "top_k": 20}
-    assert LANGUAGE.defaults == {"temperature": 0.0}, "do_sample is false"
+    assert text_processor.says == f"temperature 0.7 by default, top_k 20 by default, {ends}"
+    assert text_processor.ends == {0, 1, 2} and text_processor.defaults == {"temperature": 0.7, "top_k": 20}
+    assert TEXT_PROCESSOR.defaults == {"temperature": 0.0}, "do_sample is false"
     for eos in (0, None):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-        assert Language(TOKENIZER, tmp_path, 1024, (2,)).ends == ({0, 2} if eos == 0 else {2})
+        assert TextProcessor(TOKENIZER, tmp_path, 1024, (2,)).ends == ({0, 2} if eos == 0 else {2})
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match="not JSON"):
-        Language(TOKENIZER, tmp_path, 1024, (2,))
+        TextProcessor(TOKENIZER, tmp_path, 1024, (2,))
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_what_stays_in_the_text(keep: bool) -> None:
-    tokens = [*LANGUAGE.tokenizer.encode("a stop b", add_special_tokens=False), 1, 2]
+    tokens = [*TEXT_PROCESSOR.tokenizer.encode("a stop b", add_special_tokens=False), 1, 2]
     params = SamplingParams(max_tokens=None, stop=("zzz",), keep_special=keep, keep_stop=keep)
-    made = prepare([5], params, print, 0, 400, LANGUAGE)
-    outputs = [made.take() for token in tokens if made.accept(token)]
-    text = "".join(o.text for o in outputs)
-    assert outputs[-1].finish_reason == "stop" and text == ("a stop b<|im_start|><|im_end|>" if keep else "a stop b")
+    made = prepare([5], params, print, 0, 400, TEXT_PROCESSOR)
+    increments = [made.take() for token in tokens if made.accept(token)]
+    text = "".join(o.text for o in increments)
+    assert increments[-1].finish_reason == "stop" and text == ("a stop b<|im_start|><|im_end|>" if keep else "a stop b")
     for params, wanted in (
         (SamplingParams(max_tokens=None, stop=("sto",), keep_stop=keep), "a sto" if keep else "a "),
         (
@@ -224,11 +229,11 @@ def test_what_stays_in_the_text(keep: bool) -> None:
         ),
         (SamplingParams(max_tokens=None, stop=("zzz",), stop_after=("sto",), keep_stop=keep), "a sto"),
     ):
-        made, text = prepare([5], params, print, 0, 400, LANGUAGE), ""
+        made, text = prepare([5], params, print, 0, 400, TEXT_PROCESSOR), ""
         for token in tokens:
             made.accept(token)
-            output = made.take()
-            text += output.text
-            if output.finish_reason:
+            increment = made.take()
+            text += increment.text
+            if increment.finish_reason:
                 break
-        assert text == wanted and output.stop_reason in (*params.stop, *params.stop_after)
+        assert text == wanted and increment.stop_reason in (*params.stop, *params.stop_after)

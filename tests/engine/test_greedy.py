@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support import small_model
 
-from engine.conftest import byte_tokenizer, greedy_answers
+from engine.conftest import byte_tokenizer, greedy_outputs
 from engine.test_engine import GREEDY, LAYOUTS, config, prompts
 from weft.engine.engine import Engine
 
@@ -27,7 +27,7 @@ from weft.engine.engine import Engine
 def test_greedy_tokens_are_transformers(family: str, layouts: tuple[str, ...], tmp_path: Path) -> None:
     model = small_model(family, 4, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256)
     byte_tokenizer(tmp_path)
-    wanted = greedy_answers(lambda tokens: model(tokens[None]).logits[0, -1], prompts(), GREEDY.max_tokens)
+    wanted = greedy_outputs(lambda tokens: model(tokens[None]).logits[0, -1], prompts(), GREEDY.max_tokens)
     assert len(set(wanted)) > 4, "answers that are alike would show little"
     for layout in layouts:
         with Engine(config(tmp_path, **LAYOUTS[layout])) as engine:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.conftest import WAIT_S, byte_tokenizer, generate_together, greedy_answers
+from engine.conftest import WAIT_S, byte_tokenizer, generate_together, greedy_outputs
 from engine.test_engine import GREEDY, LAYOUTS, config, prompts
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
@@ -32,9 +32,9 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     directory = tmp_path_factory.mktemp(request.param)
     oracle = FAMILIES[request.param](directory)
     byte_tokenizer(directory)
-    answers = greedy_answers(lambda tokens: oracle(tokens)[-1], prompts(), GREEDY.max_tokens)
-    assert len({t for a in answers for t in a}) > 20, "answers that hardly differ would show little"
-    return directory, answers
+    outputs = greedy_outputs(lambda tokens: oracle(tokens)[-1], prompts(), GREEDY.max_tokens)
+    assert len({t for a in outputs for t in a}) > 20, "answers that hardly differ would show little"
+    return directory, outputs
 
 
 def test_greedy_tokens_are_transformers(served: tuple[Path, list[tuple[int, ...]]]) -> None:

@@ -14,18 +14,18 @@ from engine.conftest import WAIT_S
 from weft.assets import embedded_model_dir
 from weft.engine.messages import Scored
 from weft.engine.output.detokenizer import TextStream
-from weft.engine.output.language import Language
-from weft.engine.output.request_output import Answer, prepare
+from weft.engine.output.request_output import RequestOutput, prepare
+from weft.engine.output.text_processor import TextProcessor
 from weft.engine.request import Output, SamplingParams
 
-LANGUAGE = Language(AutoTokenizer.from_pretrained(embedded_model_dir()), embedded_model_dir(), 1024, (2,))
-TEXT = LANGUAGE.tokenizer.encode("The 漢 stop 😀 é is here. ", add_special_tokens=False)
+TEXT_PROCESSOR = TextProcessor(AutoTokenizer.from_pretrained(embedded_model_dir()), embedded_model_dir(), 1024, (2,))
+TEXT = TEXT_PROCESSOR.tokenizer.encode("The 漢 stop 😀 é is here. ", add_special_tokens=False)
 PROMPT = [5, 6, 7]
 HOWS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "length": ({}, TEXT),
     "half a character at the end": (
         {},
-        TEXT[: TEXT.index(LANGUAGE.tokenizer.encode("😀", add_special_tokens=False)[-1])],
+        TEXT[: TEXT.index(TEXT_PROCESSOR.tokenizer.encode("😀", add_special_tokens=False)[-1])],
     ),
     "end": ({"max_tokens": 99, "keep_special": True}, [*TEXT, 2]),
     "end that is a part of the text": ({"max_tokens": 99, "keep_stop": True, "keep_special": True}, [*TEXT, 2]),
@@ -42,45 +42,45 @@ HOWS: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 
 
-def made(how: str) -> tuple[Answer, list[int]]:
+def made(how: str) -> tuple[RequestOutput, list[int]]:
     changes, tokens = HOWS[how]
     params = SamplingParams(**{"max_tokens": len(tokens), "prompt_logprobs": 0} | changes)
-    answer = prepare(PROMPT, params, lambda answer: None, 0, 400, LANGUAGE)
-    answer.score(Scored(1, ((-1.0, ()), (-2.0, ()))))
-    return answer, tokens
+    output = prepare(PROMPT, params, lambda output: None, 0, 400, TEXT_PROCESSOR)
+    output.score(Scored(1, ((-1.0, ()), (-2.0, ()))))
+    return output, tokens
 
 
-def give(answer: Answer, token: int, at: int) -> None:
+def give(output: RequestOutput, token: int, at: int) -> None:
     """As the engine's thread does."""
-    answer.accept(token, None if answer.sequence.params.logprobs is None else (-float(at), ((token, -float(at)),)))
+    output.accept(token, None if output.sequence.params.logprobs is None else (-float(at), ((token, -float(at)),)))
 
 
 def taken_at_once(how: str) -> list[Output]:
-    answer, tokens = made(how)
-    outputs = []
+    output, tokens = made(how)
+    increments = []
     for at, token in enumerate(tokens):
-        give(answer, token, at)
-        outputs.append(answer.take())
-        if answer.end is not None:
-            return outputs
-    answer.cut("abort")
-    return [*outputs, answer.take()]
+        give(output, token, at)
+        increments.append(output.take())
+        if output.end is not None:
+            return increments
+    output.cut("abort")
+    return [*increments, output.take()]
 
 
 def same(one: list[Output], other: list[Output]) -> None:
-    assert all(output.queue_s > 0 for output in (*one, *other)), "it goes on: nobody has admitted these"
-    assert [without_wait(output) for output in one] == [without_wait(output) for output in other]
+    assert all(increment.queue_s > 0 for increment in (*one, *other)), "it goes on: nobody has admitted these"
+    assert [without_wait(increment) for increment in one] == [without_wait(increment) for increment in other]
 
 
-def without_wait(output: Output) -> dict[str, Any]:
-    return {name: getattr(output, name) for name in output.__struct_fields__ if name != "queue_s"}
+def without_wait(increment: Output) -> dict[str, Any]:
+    return {name: getattr(increment, name) for name in increment.__struct_fields__ if name != "queue_s"}
 
 
-SAID = LANGUAGE.tokenizer.decode(TEXT)
+SAID = TEXT_PROCESSOR.tokenizer.decode(TEXT)
 TEXTS = {
     "half a character at the end": SAID[: SAID.index("😀")] + "\ufffd",
-    "end that is a part of the text": SAID + LANGUAGE.tokenizer.decode([2]),
-    "end too early": SAID.removeprefix(LANGUAGE.tokenizer.decode(TEXT[:1])),
+    "end that is a part of the text": SAID + TEXT_PROCESSOR.tokenizer.decode([2]),
+    "end too early": SAID.removeprefix(TEXT_PROCESSOR.tokenizer.decode(TEXT[:1])),
     "stop string": SAID[: SAID.index("sto")],
     "stop string that stays": SAID[: SAID.index("is h") + 4],
     "stop string too early": SAID[: SAID.rindex("he")],
@@ -91,18 +91,18 @@ TEXTS = {
 
 @pytest.mark.parametrize("how", HOWS)
 def test_what_is_taken_when_all_has_come(how: str) -> None:
-    outputs = taken_at_once(how)
-    assert "".join(output.text for output in outputs) == TEXTS.get(how, SAID)
-    answer, tokens = made(how)
+    increments = taken_at_once(how)
+    assert "".join(increment.text for increment in increments) == TEXTS.get(how, SAID)
+    output, tokens = made(how)
     for at, token in enumerate(tokens):
-        if answer.end is None:
-            give(answer, token, at)
-    if answer.end is None:
-        answer.cut("abort")
+        if output.end is None:
+            give(output, token, at)
+    if output.end is None:
+        output.cut("abort")
     later = []
-    while not answer.over:
-        later.append(answer.take())
-    same(outputs, later)
+    while not output.over:
+        later.append(output.take())
+    same(increments, later)
     assert len(later) == len(tokens) + (how == "cut") or how.startswith("stop string")
     assert [bool(o.finish_reason) for o in later] == [False] * (len(later) - 1) + [True]
     assert [len(o.prompt_logprobs) for o in later] == [2] + [0] * (len(later) - 1)
@@ -114,30 +114,30 @@ def test_what_is_taken_when_all_has_come(how: str) -> None:
 @pytest.mark.parametrize("how", HOWS)
 def test_what_is_taken_on_another_thread(how: str) -> None:
     """It lags behind by some increments, another number each time."""
-    draws = random.Random(how)
-    answer, tokens = made(how)
-    news: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    may, outputs = threading.Semaphore(0), []
+    rng = random.Random(how)
+    output, tokens = made(how)
+    group_rows: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    may, increments = threading.Semaphore(0), []
 
-    def listen() -> None:
-        while not outputs or not outputs[-1].finish_reason:
-            assert may.acquire(timeout=WAIT_S) and news.get(timeout=WAIT_S)
-            outputs.append(answer.take())
+    def callback_for() -> None:
+        while not increments or not increments[-1].finish_reason:
+            assert may.acquire(timeout=WAIT_S) and group_rows.get(timeout=WAIT_S)
+            increments.append(output.take())
 
-    thread = threading.Thread(target=listen)
+    thread = threading.Thread(target=callback_for)
     thread.start()
     for at, token in enumerate(tokens):
-        give(answer, token, at)
-        news.put(True)
-        may.release(1) if draws.random() < 0.4 else None
-        if answer.end is not None:
+        give(output, token, at)
+        group_rows.put(True)
+        may.release(1) if rng.random() < 0.4 else None
+        if output.end is not None:
             break
     else:
-        answer.cut("abort")
-        news.put(True)
+        output.cut("abort")
+        group_rows.put(True)
     may.release(len(tokens) + 1)
     thread.join(WAIT_S)
-    same(taken_at_once(how), outputs)
+    same(taken_at_once(how), increments)
 
 
 def test_what_is_never_taken_has_no_text_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,49 +146,51 @@ def test_what_is_never_taken_has_no_text_decoded(monkeypatch: pytest.MonkeyPatch
     push = TextStream.push
     monkeypatch.setattr(TextStream, "push", lambda s, token, **how: (decoded.append(token), push(s, token, **how))[1])
     for how, expected in (("length", []), ("stop string that does not come", TEXT)):
-        answer, tokens = made(how)
+        output, tokens = made(how)
         for token in tokens:
-            answer.accept(token)
-        assert decoded == expected and answer.end is not None and answer.end.reason == "length"
+            output.accept(token)
+        assert decoded == expected and output.end is not None and output.end.reason == "length"
 
 
 def test_a_fault_that_is_found_late_ends_the_answer_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The listener lags behind the engine: what came before the fault is whole, and one increment says so."""
-    answer, tokens = made("stop string that does not come")
+    output, tokens = made("stop string that does not come")
     for token in tokens[:4]:
-        answer.accept(token)
+        output.accept(token)
     monkeypatch.setattr(TextStream, "push", lambda *_, **__: 1 / 0)
-    answer.accept(tokens[4])
-    outputs = [answer.take() for _ in range(5)]
-    assert [o.token_ids for o in outputs] == [*((token,) for token in tokens[:4]), ()]
-    assert outputs[-1].error == "internal error: ZeroDivisionError" and answer.over
-    assert [o.finish_reason for o in outputs] == [None] * 4 + ["error"]
-    answer, tokens = made("length")  # where the fault is the listener's, it ends with its next token
-    answer.accept(tokens[0])
-    assert answer.take().finish_reason == "error" and answer.end is None
-    answer.accept(tokens[1])
-    assert answer.end is not None and answer.end.reason == "error"
-    heard: list[Answer] = []
-    answer.on_output = heard.append
-    assert answer.tell() and not answer.tell() and not heard, "its listener knows already"
+    output.accept(tokens[4])
+    increments = [output.take() for _ in range(5)]
+    assert [o.token_ids for o in increments] == [*((token,) for token in tokens[:4]), ()]
+    assert increments[-1].error == "internal error: ZeroDivisionError" and output.over
+    assert [o.finish_reason for o in increments] == [None] * 4 + ["error"]
+    output, tokens = made("length")  # where the fault is the listener's, it ends with its next token
+    output.accept(tokens[0])
+    assert output.take().finish_reason == "error" and output.end is None
+    output.accept(tokens[1])
+    assert output.end is not None and output.end.reason == "error"
+    heard: list[RequestOutput] = []
+    output.callback = heard.append
+    assert output.notify() and not output.notify() and not heard, "its listener knows already"
 
 
 @pytest.mark.parametrize("stops", [("t", "e"), ("e", "t"), ("he", "th"), ("th", "he")])
 def test_of_stop_strings_that_one_token_ends_the_first_in_the_text_counts(stops: tuple[str, ...]) -> None:
-    [token] = LANGUAGE.tokenizer.encode(" the", add_special_tokens=False)
+    [token] = TEXT_PROCESSOR.tokenizer.encode(" the", add_special_tokens=False)
     first = min(stops, key=" the".index)
-    stream = TextStream(LANGUAGE.detokenizer, stops)
+    stream = TextStream(TEXT_PROCESSOR.detokenizer, stops)
     assert stream.push(token) == (" the"[: " the".index(first)], first)
 
 
 @pytest.mark.parametrize("least", [0, 1, 2, 3, 4])
 def test_an_end_counts_from_min_tokens_on(least: int) -> None:
     """It is one of them: as the least-th token it ends the answer, before it does not."""
-    answer = prepare(PROMPT, SamplingParams(max_tokens=9, min_tokens=least), lambda answer: None, 0, 400, LANGUAGE)
+    output = prepare(
+        PROMPT, SamplingParams(max_tokens=9, min_tokens=least), lambda output: None, 0, 400, TEXT_PROCESSOR
+    )
     ended = []
     for at in range(4):
-        answer.accept(2 if at else TEXT[0])
-        ended.append(answer.end is not None)
+        output.accept(2 if at else TEXT[0])
+        ended.append(output.end is not None)
         if ended[-1]:
             break
     assert ended == [False] * max(1, least - 1) + [True] * (least <= 4)
@@ -196,5 +198,5 @@ def test_an_end_counts_from_min_tokens_on(least: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1 << 16, (1 << 40) + 3, (1 << 61) + 5])
 def test_all_bits_of_a_requests_seed_are_kept(seed: int) -> None:
-    answer = prepare(PROMPT, SamplingParams(seed=seed), lambda answer: None, 77, 400, LANGUAGE)
-    assert answer.sequence.seed == seed
+    output = prepare(PROMPT, SamplingParams(seed=seed), lambda output: None, 77, 400, TEXT_PROCESSOR)
+    assert output.sequence.seed == seed

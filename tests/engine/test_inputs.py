@@ -23,7 +23,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.messages import GroupRows, Result, Step
 from weft.engine.request import SamplingParams, Sequence
 from weft.engine.scheduler.scheduler import make_schedulers
-from weft.engine.worker.graph_inputs import PromptInputs, Shape, answer_capacities, captures_prompts, prompt_capacities
+from weft.engine.worker.graph_inputs import PromptInputs, Shape, captures_prompts, decode_capacities, prompt_capacities
 from weft.engine.worker.row_table import DeviceRows
 from weft.engine.worker.worker import Worker
 from weft.kernels.triton import definitions as plain
@@ -32,7 +32,7 @@ from weft.place.cost import costs
 from weft.place.spec import Mesh, Rows
 from weft.stream import Stream
 
-MOST_ROWS, GREEDY = 24, SamplingParams(temperature=0.0)
+MAX_ROWS, GREEDY = 24, SamplingParams(temperature=0.0)
 MODELS: dict[str, Callable[[Path], Any]] = {
     "windows and sinks": lambda directory: small_gpt_oss(directory, seed=3, **SIZES),
     "windows and all tokens": lambda directory: small_step(directory, seed=3, **SIZES),
@@ -47,9 +47,9 @@ def test_a_graph_is_never_much_larger_than_its_step() -> None:
     assert prompt_capacities(2048) == [64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
     assert prompt_capacities(5000)[-3:] == [3584, 4096, 5000]
     for rows in range(513, 5000, 7):
-        room = next(n for n in prompt_capacities(5000) if n >= rows)
-        assert (room - rows) / room < 0.25
-    assert answer_capacities(6) == [1, 2, 4, 6] and answer_capacities(150)[-3:] == [64, 128, 150]
+        capacity = next(n for n in prompt_capacities(5000) if n >= rows)
+        assert (capacity - rows) / capacity < 0.25
+    assert decode_capacities(6) == [1, 2, 4, 6] and decode_capacities(150)[-3:] == [64, 128, 150]
 
 
 def test_which_prompts_are_captured() -> None:
@@ -62,7 +62,7 @@ class Ranks:
     """Two that get the same steps: one runs them eagerly, the other as a graph with room for more would."""
 
     def __init__(self, model: Path, **sizes: int):
-        values = dict(page_size=4, kv_tokens=160, max_running=6, max_batch_tokens=MOST_ROWS) | sizes
+        values = dict(page_size=4, kv_tokens=160, max_running=6, max_batch_tokens=MAX_ROWS) | sizes
         self.config = EngineConfig(model, executor="thread", **values)
         self.eager, self.roomy = (
             Worker(self.config, [ReferenceWorld(1).transports()[0]], costs("cpu"), lambda message: None)
@@ -72,47 +72,50 @@ class Ranks:
             backend.cache.keys.fill_(torch.nan), backend.cache.values.fill_(torch.nan)
         self.rows = DeviceRows(self.roomy.table, 40)
         self.rows.entries.fill_(1 << 20)  # a page that was never told is none
-        self.inputs = PromptInputs(self.rows, self.config.page_size, MOST_ROWS)
+        self.inputs = PromptInputs(self.rows, self.config.page_size, MAX_ROWS)
         self.inputs._copied.fill_(1 << 20)
 
     @torch.inference_mode()
-    def step(self, number: int, news: GroupRows, shape: Shape) -> tuple[int, ...]:
+    def step(self, number: int, group_rows: GroupRows, shape: Shape) -> tuple[int, ...]:
         """Runs it on both, compares what they are given and what they make of it, and gives the tokens drawn."""
         eager, ours = self.eager, self.roomy
         logits: list[torch.Tensor] = []
         forward = eager.runner.forward
         eager.runner.forward = lambda *given: logits.append(forward(*given)) or logits[0]  # type: ignore[method-assign, func-returns-value]
-        result: Result = eager.step(Step(number, (news,)))()
+        result: Result = eager.step(Step(number, (group_rows,)))()
         eager.runner.forward = forward  # type: ignore[method-assign]
-        ours.table.apply(news)
-        self.rows.apply(news)
-        wanted = ours.table.batch(news)
-        assert self.inputs.put(news) == len(news.draws)
+        ours.table.apply(group_rows)
+        self.rows.apply(group_rows)
+        wanted = ours.table.batch(group_rows)
+        assert self.inputs.put(group_rows) == len(group_rows.sampled_rows)
         counts = PaddedRows(Mesh(), 0, shape.rows, torch.device("cpu"))
-        counts.fill((news.count,))
-        batch, draws = self.inputs.batch(shape, counts.live(Rows.GROUP))
-        self.compare(wanted, batch, news)
+        counts.fill((group_rows.count,))
+        batch, sampled = self.inputs.batch(shape, counts.live(Rows.GROUP))
+        self.compare(wanted, batch, group_rows)
         stream = Stream(ours.runner.planner.plan((shape.rows,)), ours.runner.transports, counts)
         ours.runner.caches.plan(batch)
-        found = ours.runner.model(stream, batch, ours.runner.caches)[: len(news.draws)]
-        if news.draws:
+        found = ours.runner.model(stream, batch, ours.runner.caches)[: len(group_rows.sampled_rows)]
+        if group_rows.sampled_rows:
             torch.testing.assert_close(found, logits[0], rtol=1e-4, atol=1e-4)
-        live, tokens = int(draws.live), torch.zeros(8, dtype=torch.int32)
-        assert live == len(news.draws) and draws.rows[:live].tolist() == news.draws
-        drawn = torch.zeros(1, shape.draws, 1, 2)
-        drawn[0, :live, 0, 1] = found.argmax(-1).float()
-        answers, rows = int(draws.answers), self.rows
+        live, tokens = int(sampled.live), torch.zeros(8, dtype=torch.int32)
+        assert live == len(group_rows.sampled_rows) and sampled.rows[:live].tolist() == group_rows.sampled_rows
+        best_tokens = torch.zeros(1, shape.sampled, 1, 2)
+        best_tokens[0, :live, 0, 1] = found.argmax(-1).float()
+        decode_count, rows = int(sampled.decode_count), self.rows
         state = rows.last_token, rows.length, tokens, rows.steps, torch.zeros(2, 8, dtype=torch.int32)
-        plain.step_out(draws.rows, live, answers, drawn, draws.lengths, *state)
-        ours.table.advance(news)
+        plain.step_out(sampled.rows, live, decode_count, best_tokens, sampled.lengths, *state)
+        ours.table.advance(group_rows)
         for at, row in ours.table.rows.items():
             assert int(rows.length[at]) == row.length
         assert tuple(tokens[:live].tolist()) == result.tokens
         return result.tokens
 
-    def compare(self, wanted: Any, found: Any, news: GroupRows) -> None:
+    def compare(self, wanted: Any, found: Any, group_rows: GroupRows) -> None:
         """Sequences come in another order: those of one row first."""
-        live, counts = news.count, [1] * len(news.answers) + [len(chunk.tokens) for chunk in news.chunks]
+        live, counts = (
+            group_rows.count,
+            [1] * len(group_rows.decode_rows) + [len(chunk.tokens) for chunk in group_rows.chunks],
+        )
         order = sorted(range(len(counts)), key=lambda at: counts[at] > 1)
         rows = torch.arange(live).split(counts)
         at = torch.cat([rows[i] for i in order])
@@ -121,7 +124,7 @@ class Ranks:
             assert not getattr(found, name)[live:].any()
         assert torch.equal(found.lengths[: len(order)], wanted.lengths[order]) and not found.lengths[len(order) :].any()
         assert found.starts.diff()[: len(order)].tolist() == [counts[i] for i in order] and found.starts[-1] == live
-        assert torch.equal(at[found.sample_rows[: len(news.draws)]], wanted.sample_rows)
+        assert torch.equal(at[found.sample_rows[: len(group_rows.sampled_rows)]], wanted.sample_rows)
         assert found.spans is None and len(found.sample_rows) == len(found.lengths)
         for ours, theirs in zip(found.tables, wanted.tables, strict=True):
             assert isinstance(ours, PageTables) and (ours.slots[live:] == -1).all()
@@ -139,31 +142,31 @@ def test_logits_are_those_of_eager_steps(name: str, tmp_path: Path) -> None:
     byte_tokenizer(tmp_path)
     ranks = Ranks(tmp_path)
     [scheduler] = make_schedulers(ranks.config, ranks.eager.groups)
-    draw, seen, cached = random.Random(7), Counter[str](), 0
-    shared = [draw.randrange(1, 250) for _ in range(12)]
+    rng, seen, cached = random.Random(7), Counter[str](), 0
+    shared = [rng.randrange(1, 250) for _ in range(12)]
     left, number = 16, 0
     while left or scheduler.running or scheduler.waiting:
-        for _ in range(min(left, draw.choice([0, 0, 0, 1, 1, 3]))):
-            prompt = [draw.randrange(1, 250) for _ in range(draw.choice([1, 1, 2, 5, 9, 30]))]
-            prompt = (shared[: draw.choice([4, 8, 12])] if draw.random() < 0.4 else []) + prompt
-            left, most = left - 1, draw.randrange(1, 8)
+        for _ in range(min(left, rng.choice([0, 0, 0, 1, 1, 3]))):
+            prompt = [rng.randrange(1, 250) for _ in range(rng.choice([1, 1, 2, 5, 9, 30]))]
+            prompt = (shared[: rng.choice([4, 8, 12])] if rng.random() < 0.4 else []) + prompt
+            left, most = left - 1, rng.randrange(1, 8)
             scheduler.add(Sequence(left, prompt, len(prompt), GREEDY, 3, most, frozenset()))
         scheduled = scheduler.schedule()
-        news = scheduled.rows
-        if not news.count:
+        group_rows = scheduled.rows
+        if not group_rows.count:
             continue
-        cached += sum(join.context for join in news.joins)
-        lengths = [len(chunk.tokens) for chunk in news.chunks]
-        seen["answers"] += bool(news.answers) and not lengths
-        seen["prompts"] += not news.answers
-        seen["answers and a prompt"] += bool(news.answers) and len(lengths) == 1
+        cached += sum(join.context for join in group_rows.joins)
+        lengths = [len(chunk.tokens) for chunk in group_rows.chunks]
+        seen["answers"] += bool(group_rows.decode_rows) and not lengths
+        seen["prompts"] += not group_rows.decode_rows
+        seen["answers and a prompt"] += bool(group_rows.decode_rows) and len(lengths) == 1
         seen["a row behind a prompt"] += any(n == 1 for n in lengths[1:]) and lengths[0] > 1
-        seen["nothing drawn"] += not all(chunk.draws for chunk in news.chunks)
-        small = news.count <= 8 and draw.random() < 0.7
+        seen["nothing drawn"] += not all(chunk.samples for chunk in group_rows.chunks)
+        small = group_rows.count <= 8 and rng.random() < 0.7
         number += 1
-        tokens = ranks.step(number, news, Shape(8, 6, True) if small else Shape(MOST_ROWS, 6, True))
+        tokens = ranks.step(number, group_rows, Shape(8, 6, True) if small else Shape(MAX_ROWS, 6, True))
         seen["small"] += small
-        for sequence, token, _ in scheduled.drawn(Result(0, None, tokens)):  # type: ignore[arg-type]
+        for sequence, token, _ in scheduled.take_tokens(Result(0, None, tokens)):  # type: ignore[arg-type]
             sequence.tokens.append(token)
             if len(sequence.tokens) == sequence.prompt_tokens + sequence.max_tokens:
                 scheduler.finish(sequence)

@@ -108,14 +108,16 @@ def test_a_full_queue_refuses_at_once_and_all_or_none(world: World) -> None:
         for _ in range(4):
             client.ask([1, 2], 2)
         with pytest.raises(QueueFull, match="4 requests wait or run already") as full:
-            engine.submit_all([([5], GREEDY, lambda answer: None)] * 2)
+            engine.submit_all([([5], GREEDY, lambda output: None)] * 2)
         assert full.value.retry_after_s >= 1
         client.ask([1, 2], 2)
         with pytest.raises(QueueFull):
             client.ask([1, 2], 2)
         assert engine.stats().rejected == 3 and engine.stats().running + engine.stats().waiting == 5
-        with pytest.raises(ValueError, match=r"257 answers are asked for at once \(prompts × n\); at most 256"):
-            engine.submit_all([([5], GREEDY, lambda answer: None)] * 257)
+        with pytest.raises(
+            ValueError, match=r"257 completions are asked for at once \(prompts × n\); the limit is 256"
+        ):
+            engine.submit_all([([5], GREEDY, lambda output: None)] * 257)
         world.go.set()
         for at in client.wait(5):
             client.check_whole(at, 2)
@@ -143,7 +145,7 @@ def test_a_cancel_does_not_wait_behind_newcomers_nor_do_steps(world: World) -> N
         world.go.set()
         first.wait(1)
         assert first.last(0).finish_reason == "abort" and len(first.tokens(0)) <= 1
-        assert crowd.outputs[len(crowd.at) - 1][-1].finish_reason == "abort", "cancelled before it was ever taken in"
+        assert crowd.increments[len(crowd.at) - 1][-1].finish_reason == "abort", "cancelled before it was ever taken in"
         crowd.wait(4 * NEWCOMERS_PER_STEP)
         seen = {p.request for s in world.steps for p in s.groups[0].parts}
         assert last not in seen

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from engine.conftest import WAIT_S
-from engine.fake import answer
+from engine.fake import expected_output
 from engine.stub import Client, World
 from weft.engine.engine import Engine
 from weft.engine.output.detokenizer import TextStream
 from weft.engine.output.grammar import Grammar
-from weft.engine.output.request_output import Answer, OnOutput
+from weft.engine.output.request_output import OutputCallback, RequestOutput
 from weft.engine.request import SamplingParams
 
 PROMPT, LENGTH = [1, 2], 5
@@ -43,17 +43,17 @@ def on_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -
     monkeypatch.setattr(owner, name, broken)
 
 
-def breaking_listener(listen: OnOutput, call: int) -> OnOutput:
+def breaking_callback(callback_for: OutputCallback, call: int) -> OutputCallback:
     """Fails at that increment, and hears those after it."""
     calls = [0]
 
-    def on_output(answer: Answer) -> None:
+    def callback(output: RequestOutput) -> None:
         calls[0] += 1
         if calls[0] == call:
             raise RuntimeError("a fault of this answer alone")
-        listen(answer)
+        callback_for(output)
 
-    return on_output
+    return callback
 
 
 # Of the answer that fails: parameters, what is broken and at which call, and the tokens that its listener still hears.
@@ -80,17 +80,17 @@ def test_one_answer_ends_with_an_error(
         on_call(monkeypatch, *broken)
     with world.engine(overlap=overlap) as engine:
         client, others = Client(engine), [([3, 4], 12), ([5, 6, 7], 7), ([8], 9)]
-        listen = client.listen(0) if broken else breaking_listener(client.listen(0), heard + 1)
+        callback_for = client.callback_for(0) if broken else breaking_callback(client.callback_for(0), heard + 1)
         how = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True, **params)
         world.go.clear()
-        engine.submit_all([(PROMPT, how, listen)], name="abc")
+        engine.submit_all([(PROMPT, how, callback_for)], name="abc")
         client.ask_together(*others)
         world.go.set()
         client.wait(4)
         assert client.last(0).finish_reason == "error" and client.last(0).error == "internal error: RuntimeError"
-        assert [o.finish_reason for o in client.outputs[0][:-1]] == [None] * (len(client.outputs[0]) - 1)
+        assert [o.finish_reason for o in client.increments[0][:-1]] == [None] * (len(client.increments[0]) - 1)
         if not params:
-            assert client.tokens(0) == answer(PROMPT, LENGTH)[:heard]
+            assert client.tokens(0) == expected_output(PROMPT, LENGTH)[:heard]
         for at, (_, length) in enumerate(others, 1):
             client.check_whole(at, length)
         assert engine.stats().failures == 0 and world.starts == 1, "ranks were started anew"
@@ -106,15 +106,15 @@ def test_a_listener_that_always_fails_is_let_go(world: World) -> None:
     with world.engine() as engine:
         client, calls = Client(engine), []
 
-        def fail(answer: Answer) -> None:
-            calls.append(answer.take())
+        def fail(output: RequestOutput) -> None:
+            calls.append(output.take())
             raise RuntimeError("never")
 
         engine.submit([9, 9], SamplingParams(max_tokens=40, ignore_eos=True), fail)
         client.ask([1, 2], 5)
         client.wait(1)
         client.check_whole(0, 5)
-        assert engine._intake.wait_until_empty(WAIT_S)
+        assert engine._requests.wait_until_empty(WAIT_S)
         engine.check_idle()
         assert engine.stats().generated_tokens <= 5 + 4, "tokens are drawn for nobody"
         assert len(calls) == 2 and calls[-1].finish_reason == "error" and engine.stats().failures == 0

@@ -21,8 +21,8 @@ from weft.engine.worker.memory import (
     check_cache,
     check_weights,
     groups_of,
-    least_of,
     measure,
+    min_over_ranks,
     sized,
 )
 from weft.engine.worker.model_runner import ModelRunner
@@ -59,18 +59,18 @@ def test_bytes_are_those_of_the_tensors(changes: dict[str, int]) -> None:
     caches = [
         Caches({name: SPECS[name]}, groups, config.page_size, torch.bfloat16).bytes for name in SPECS if name != "c"
     ]
-    caches.append(Caches({"c": SPECS["c"]}, groups, config.deal.span, torch.bfloat16).bytes)
+    caches.append(Caches({"c": SPECS["c"]}, groups, config.interleave.span, torch.bfloat16).bytes)
     assert cache_bytes(SPECS, groups, config, 2) == sum(caches)
 
 
 def test_the_cache_takes_what_is_left_and_no_more() -> None:
     config = EngineConfig(page_size=4, gpu_memory_fraction=0.8)
     have = Memory(total=10_000_000, free=7_000_000, steps=600_000, graphs=400_000)
-    room = 7_000_000 - 600_000 - 400_000 - 2_000_000
-    assert have.room(0.8) == pytest.approx(room, abs=1)
+    capacity = 7_000_000 - 600_000 - 400_000 - 2_000_000
+    assert have.capacity(0.8) == pytest.approx(capacity, abs=1)
     found = sized(config, SPECS, have, 2, lambda mine: mine)
     taken = [cache_bytes(SPECS, groups_of(SPECS, found, found.num_pages + more), found, 2) for more in (0, 1)]
-    assert taken[0] <= room < taken[1] and found.kv_tokens == 4 * found.num_pages
+    assert taken[0] <= capacity < taken[1] and found.kv_tokens == 4 * found.num_pages
     assert sized(config, SPECS, have, 2, lambda mine: mine - 7).num_pages == found.num_pages - 7
     assert (
         sized(replace(config, gpu_memory_fraction=0.9), SPECS, have, 2, lambda mine: mine).num_pages > found.num_pages
@@ -94,10 +94,10 @@ def test_the_least_of_all_ranks_counts() -> None:
     pages = [70_000, 12_345_678, 69_999]
 
     def rank_main(transport: Any) -> int:
-        return least_of(transport, 3, torch.device("cpu"))(pages[transport.rank])
+        return min_over_ranks(transport, 3, torch.device("cpu"))(pages[transport.rank])
 
     assert run_world(3, rank_main) == [69_999] * 3
-    assert run_world(1, lambda t: least_of(t, 1, torch.device("cpu"))(5)) == [5]
+    assert run_world(1, lambda t: min_over_ranks(t, 1, torch.device("cpu"))(5)) == [5]
 
 
 def test_steps_are_measured_with_a_cache_that_just_holds_them(
@@ -206,12 +206,12 @@ def test_a_cache_that_was_asked_for_and_does_not_fit() -> None:
 
 
 def test_memory_that_runs_out_later_is_said_in_one_line() -> None:
-    told = failure(1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore lines."))
+    found = failure(1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore lines."))
     assert (
-        told.text.endswith(
+        found.text.endswith(
             "Tried to allocate 9 GiB.; lower --kv-tokens, --max-batch-tokens or --max-running, or take more ranks"
         )
-        and "\n" not in told.text
+        and "\n" not in found.text
     )
 
 

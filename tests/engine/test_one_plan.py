@@ -26,7 +26,7 @@ from weft.engine.engine import Engine
 from weft.engine.messages import GroupRows
 from weft.engine.planning import plan_model
 from weft.engine.worker.graph_inputs import Shape
-from weft.engine.worker.step_output import rows_of_draws
+from weft.engine.worker.step_output import sampled_logits
 from weft.engine.worker.worker import Worker
 from weft.models.registry import load_config, registry
 from weft.place.cost import PRESETS, AlphaBeta, Offer
@@ -112,7 +112,7 @@ class Replayed:
     shapes = (Shape(16, 16, True),)
 
     def __init__(self, worker: Worker):
-        self._worker, self.told = worker, self
+        self._worker, self.token_ring = worker, self
         runner = worker.runner
         runner._graphs, runner._alone = self, defaultdict(dict)  # type: ignore[assignment]
         runner._graph_planner = Planner(runner.mesh, runner.planner.chain, runner.planner.offers)
@@ -120,13 +120,13 @@ class Replayed:
     def shape_of(self, groups: Any, counts: tuple[int, ...]) -> Shape:
         return self.shapes[0]
 
-    def replay(self, shape: Shape, news: GroupRows, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def replay(self, shape: Shape, group_rows: GroupRows, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         table, runner = self._worker.table, self._worker.runner
-        logits = rows_of_draws(news, runner.forward(table.batch(news), counts))
-        self._tokens = table.draw(news, logits)
+        logits = sampled_logits(group_rows, runner.forward(table.batch(group_rows), counts))
+        self._tokens = table.sample(group_rows, logits)
         return logits, self._tokens
 
-    def wait(self, draws: int) -> Callable[[], Tensor]:
+    def wait(self, sampled: int) -> Callable[[], Tensor]:
         return lambda: self._tokens
 
 

@@ -12,7 +12,7 @@ import torch
 from msgspec import structs
 
 from engine.conftest import WAIT_S, generate_together, lose_last_tokens
-from engine.fake import answer
+from engine.fake import expected_output
 from engine.stub import Client, World
 from engine.test_engine import GREEDY, config, prompts
 from engine.test_scheduler import make
@@ -63,11 +63,11 @@ def test_one_step_is_sent_ahead_and_not_more(world: World, overlap: bool) -> Non
 
 
 def test_an_end_by_a_token_is_noticed_a_step_late_and_its_surplus_row_dropped(world: World) -> None:
-    tokens = answer([1, 2], 6)
+    tokens = expected_output([1, 2], 6)
     end = next(i for i, token in enumerate(tokens) if token not in tokens[:i] and i > 1)
     with world.engine() as engine:
         client, other = Client(engine), Client(engine)
-        heard = client.listen(0)
+        heard = client.callback_for(0)
         world.go.clear()
         engine.submit([1, 2], SamplingParams(max_tokens=6, temperature=0, stop_token_ids=(tokens[end],)), heard)
         other.ask([3, 4, 5], 9)
@@ -109,9 +109,11 @@ def test_a_token_for_a_sequence_that_gave_way_and_came_back_meanwhile_is_dropped
     assert sequence.pending == 1
     driver.scheduler._preempt(sequence)
     parts = driver.step()
-    assert [(p.context, p.rows) for p in parts.parts] == [(0, 3)] and sequence.pending == 1 and sequence.drawn == 0
+    assert (
+        [(p.context, p.rows) for p in parts.parts] == [(0, 3)] and sequence.pending == 1 and sequence.output_tokens == 0
+    )
     driver.finish_all()
-    assert driver.answers[1] == answer([1, 2, 3], 4)
+    assert driver.outputs[1] == expected_output([1, 2, 3], 4)
     driver.scheduler.check_idle()
 
 
@@ -122,12 +124,12 @@ def test_a_row_forgets_the_token_of_whom_it_belonged_to() -> None:
     first = GroupRows(chunks=(Chunk(2, (1, 2), True), Chunk(0, (1,), True)))
     first = structs.replace(first, joins=tuple(Join(row, 1, 0, ((row,),), greedy) for row in (2, 0)))
     table.apply(first)
-    assert table.draw(first, logits).tolist() == [5, 7] and table.last_token.tolist() == [7, NO_TOKEN, 5]
+    assert table.sample(first, logits).tolist() == [5, 7] and table.last_token.tolist() == [7, NO_TOKEN, 5]
     table.apply(GroupRows(joins=(Join(2, 2, 3, ((1,),), greedy),)))
-    answers = GroupRows(answers=(0, 2))
-    batch = table.batch(answers)
+    decoding = GroupRows(decode_rows=(0, 2))
+    batch = table.batch(decoding)
     assert batch.tokens.tolist() == [7, 0] and batch.positions.tolist() == [0, 3]
-    assert table.draw(answers, logits).tolist() == [5, NO_TOKEN] and table.last_token.tolist() == [
+    assert table.sample(decoding, logits).tolist() == [5, NO_TOKEN] and table.last_token.tolist() == [
         5,
         NO_TOKEN,
         NO_TOKEN,
@@ -166,13 +168,13 @@ def test_rows_that_need_their_token_sit_out_beside_rows_that_do_not(model_dir: P
             results[at], event = [], threading.Event()
             done.append(event)
 
-            def listen(answer: Any, at: int = at, event: threading.Event = event) -> None:
-                output = answer.take()
-                results[at].extend(output.token_ids)
-                if output.finish_reason:
+            def callback(output: Any, at: int = at, event: threading.Event = event) -> None:
+                increment = output.take()
+                results[at].extend(increment.token_ids)
+                if increment.finish_reason:
                     event.set()
 
-            asked.append((prompt, params, listen))
+            asked.append((prompt, params, callback))
         engine.submit_all(asked)
         assert all(event.wait(WAIT_S) for event in done)
         assert [tuple(results[at]) for at in range(6)] == expected and engine.stats().stalls > 0
@@ -192,8 +194,8 @@ def test_ranks_of_a_group_that_draw_other_tokens_are_found_out(
 
     def off(worker: Worker, message: Any) -> Any:
         if message.number == 4 and worker.rank == 1:
-            draw = worker.table.draw
-            worker.table.draw = lambda *given: draw(*given) ^ 1  # type: ignore[method-assign]
+            sample = worker.table.sample
+            worker.table.sample = lambda *given: sample(*given) ^ 1  # type: ignore[method-assign]
         return step(worker, message)
 
     monkeypatch.setattr(Worker, "step", off)

@@ -40,8 +40,10 @@ from weft.kv.prefix import ABSENT, PrefixTree
 PAGE = 4
 
 
-def sequence(request: int, tokens: list[int], answer: int) -> Sequence:
-    return Sequence(request, list(tokens), len(tokens), SamplingParams(max_tokens=answer), 0, answer, frozenset())
+def sequence(request: int, tokens: list[int], max_tokens: int) -> Sequence:
+    return Sequence(
+        request, list(tokens), len(tokens), SamplingParams(max_tokens=max_tokens), 0, max_tokens, frozenset()
+    )
 
 
 def test_prompts_share_pages_and_the_oldest_prefix_is_evicted_first() -> None:
@@ -118,11 +120,11 @@ def test_half_a_character_is_shown_at_the_end(tokenizer) -> None:
 @pytest.mark.parametrize("skip", [False, True])
 def test_texts_of_single_tokens_add_up_to_those_of_the_tokenizers_own_stream(tokenizer, skip: bool) -> None:
     """Token by token, of bytes in any order: characters, parts of such, special tokens."""
-    shared, draw, names = Detokenizer(tokenizer), random.Random(1), bytes_to_unicode()
+    shared, rng, names = Detokenizer(tokenizer), random.Random(1), bytes_to_unicode()
     assert shared.by_bytes
     pieces = [list("aé漢😀".encode()), list("漢".encode()[:2]), [0x80], [0xF8], [0xF0, 0x9F], [None]]
     for _ in range(200):
-        written = [byte for piece in draw.choices(pieces, k=8) for byte in piece]
+        written = [byte for piece in rng.choices(pieces, k=8) for byte in piece]
         tokens = [0 if byte is None else tokenizer.convert_tokens_to_ids(names[byte]) for byte in written]
         ours, theirs = TextStream(shared, [], keep_special=not skip), DecodeStream(skip_special_tokens=skip)
         texts = [ours.push(token)[0] for token in tokens]
@@ -141,23 +143,23 @@ def test_bytes_that_are_no_text_do_not_end_a_stream() -> None:
     stream = TextStream(detokenizer, ["xx"])
     assert [stream.push(token)[0] for token in (a, e2, x, a, a)] == ["A", "", "\ufffd", "xA", "A"]
     assert [stream.push(token) for token in (x, x)] == [("", None), ("", "xx")]
-    draw = random.Random(0)
+    rng = random.Random(0)
     for _ in range(100):
-        stream, tokens = TextStream(detokenizer, []), draw.choices((a, e2, 0x82, x), k=9)
+        stream, tokens = TextStream(detokenizer, []), rng.choices((a, e2, 0x82, x), k=9)
         out = "".join(stream.push(token)[0] for token in tokens) + stream.flush()
         assert out.replace("\ufffd", "").count("x") == tokens.count(x)
 
 
 def test_messages_survive_the_wire() -> None:
     group = GroupRows(
-        answers=(4, 2),
+        decode_rows=(4, 2),
         chunks=(Chunk(3, (5, 6), True), Chunk(1, (9,), False)),
         joins=(Join(3, 17, 5, ((1, 9), (4, 2)), Sampling(0.5, 0.9, 7, 2**62 - 1), (8, 9)),),
         entries=(Entry(4, 0, 2, 8),),
         adjust=((2, Adjust(2, (0,), mask=b"\x01")),),
     )
     step = Step(8, (group, GroupRows()))
-    assert decode_to_rank(encode(step)) == step and step.counts == (5, 0) and group.draws == [4, 2, 3]
+    assert decode_to_rank(encode(step)) == step and step.counts == (5, 0) and group.sampled_rows == [4, 2, 3]
     best = (-0.25, ((17, -0.25),))
     result = Result(1, Ran(8, (2, 0), 2**32 - 1, 7), (17, 2), (best, None), (Scored(1, (best,)),))
     assert decode_from_rank(encode(result)) == result

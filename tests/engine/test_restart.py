@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.conftest import WAIT_S
-from engine.fake import answer
+from engine.fake import expected_output
 from engine.stub import Client, World
 from engine.test_engine import GREEDY, config, prompts
 from weft.engine.config import EngineError
@@ -29,7 +29,7 @@ def world(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 @pytest.mark.parametrize("seed", range(6))
 def test_no_token_is_lost_or_drawn_twice_whenever_ranks_fail(world: World, seed: int) -> None:
     """Random prompts, lengths, cancels and failures, in a cache that is too small for all."""
-    draw, faults = random.Random(seed), random.Random(seed + 100)
+    rng, faults = random.Random(seed), random.Random(seed + 100)
     left = faults.randrange(1, 9)
 
     def fail(executor: Any, when: str) -> bool:
@@ -51,16 +51,16 @@ def test_no_token_is_lost_or_drawn_twice_whenever_ranks_fail(world: World, seed:
     with engine:
         client, lengths = Client(engine), {}
         for _ in range(25):
-            prompt = [7] * draw.randrange(9) + [draw.randrange(50) for _ in range(draw.randrange(1, 12))]
-            length = draw.randrange(1, 20)
+            prompt = [7] * rng.randrange(9) + [rng.randrange(50) for _ in range(rng.randrange(1, 12))]
+            length = rng.randrange(1, 20)
             lengths[client.ask(prompt, length)] = length
-        cancelled = draw.sample(sorted(lengths), 5)
+        cancelled = rng.sample(sorted(lengths), 5)
         for at in cancelled:
             engine.cancel(client.at[at])
         client.wait(25)
         for at, length in lengths.items():
             if at in cancelled and client.last(at).finish_reason == "abort":
-                assert client.tokens(at) == answer(client.prompts[at], length)[: len(client.tokens(at))]
+                assert client.tokens(at) == expected_output(client.prompts[at], length)[: len(client.tokens(at))]
             else:
                 client.check_whole(at, length)
         assert engine.stats().failures > 5 and engine.healthy
@@ -188,14 +188,14 @@ def test_what_came_before_a_failure_is_heard_before_anything_else(world: World, 
                 threading.Event().wait(0.01)
             client.wait(1)
             client.check_whole(1, 2)
-            assert client.tokens(0) == answer([1, 2], 5)[:2]
+            assert client.tokens(0) == expected_output([1, 2], 5)[:2]
             world.may_start.set()
             client.wait(1)
             client.check_whole(0, 5)
         else:
             client.wait(2)
             client.check_whole(1, 2)
-            assert client.tokens(0) == answer([1, 2], 5)[:2] and client.last(0).finish_reason == "error"
+            assert client.tokens(0) == expected_output([1, 2], 5)[:2] and client.last(0).finish_reason == "error"
 
 
 def test_an_engine_can_be_closed_while_its_ranks_start_anew(world: World) -> None:
@@ -257,7 +257,7 @@ def test_what_does_not_end_in_time_is_cut_short_also_in_a_step_that_hangs(world:
     assert engine.drain(0.05) == 2
     client.wait(2)
     assert {client.last(at).finish_reason for at in (0, 1)} == {"abort"}
-    assert client.last(0).error == "the engine was stopped before the answer had ended"
+    assert client.last(0).error == "the engine was stopped before the completion ended"
     assert engine.stats().failures == 0
     engine.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.fake import VOCABULARY, answer
+from engine.fake import VOCABULARY, expected_output
 from engine.stub import Client, World
 from engine.test_scheduler import STATE, WHOLE, make
 from weft.attention.caches import Caches
@@ -35,7 +35,7 @@ def test_a_prompt_can_be_reused_once_it_is_done_and_before_its_answer_is() -> No
     rows = driver.step()
     assert second.cached == 16 and [p.rows for p in rows.parts] == [1, 2]
     driver.finish_all()
-    assert driver.answers[1] == answer(PROMPT, 20) and driver.answers[2] == answer(PROMPT, 3)
+    assert driver.outputs[1] == expected_output(PROMPT, 20) and driver.outputs[2] == expected_output(PROMPT, 3)
 
 
 def test_a_state_is_kept_at_the_last_border_and_before_the_prompt_is_done() -> None:
@@ -47,7 +47,7 @@ def test_a_state_is_kept_at_the_last_border_and_before_the_prompt_is_done() -> N
     second = driver.add(2, [*PROMPT[:16], 40, 41], 3)
     assert [p.rows for p in driver.step().parts] == [2, 2] and second.cached == 16
     driver.finish_all()
-    assert driver.answers[2] == answer([*PROMPT[:16], 40, 41], 3)
+    assert driver.outputs[2] == expected_output([*PROMPT[:16], 40, 41], 3)
 
 
 def test_who_gave_way_goes_on_from_what_is_cached_but_reports_what_was_at_first() -> None:
@@ -58,14 +58,14 @@ def test_who_gave_way_goes_on_from_what_is_cached_but_reports_what_was_at_first(
     driver.step()
     while not driver.scheduler.preemptions:
         driver.step()
-    assert young.drawn > 0 and young.computed == 0
+    assert young.output_tokens > 0 and young.computed == 0
     while young.allocation is None:
         cached = driver.scheduler.cached_tokens(young.tokens)
         rows = driver.step()
     (part,) = (p for p in rows.parts if p.request == 2)
     assert part.context == cached >= 12 and young.cached == 0
     driver.finish_all()
-    assert driver.answers[2] == answer(PROMPT, 9)
+    assert driver.outputs[2] == expected_output(PROMPT, 9)
 
 
 def begins_alike(one: list[int], other: list[int]) -> int:
@@ -75,13 +75,13 @@ def begins_alike(one: list[int], other: list[int]) -> int:
 @pytest.mark.parametrize("page_size", [1, 3, 8])
 def test_as_many_tokens_are_reused_as_any_ended_request_has_run(page_size: int) -> None:
     """To the token, wherever that is in a page; but of the page that a running request still fills, none."""
-    draw = random.Random(page_size)
+    rng = random.Random(page_size)
     driver = make(num_pages=2000, page_size=page_size, max_batch_tokens=40)
-    stem = [draw.randrange(VOCABULARY) for _ in range(30)]
+    stem = [rng.randrange(VOCABULARY) for _ in range(30)]
     kept: list[list[int]] = []  # what the cache must hold
     in_part = 0
     for request in range(60):
-        prompt = stem[: draw.randrange(30)] + [draw.randrange(3) for _ in range(draw.randrange(1, 6))]
+        prompt = stem[: rng.randrange(30)] + [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
         expected = max((begins_alike(tokens, prompt[:-1]) for tokens in kept), default=0)
         assert driver.scheduler.cached_tokens(prompt) == expected
         sequence = driver.add(request, prompt, 4)
@@ -89,14 +89,14 @@ def test_as_many_tokens_are_reused_as_any_ended_request_has_run(page_size: int) 
         assert sequence.cached == expected
         in_part += expected % page_size > 0
         kept.append(prompt[: len(prompt) // page_size * page_size])
-        for _ in range(draw.randrange(5)):
+        for _ in range(rng.randrange(5)):
             driver.step()
         ran = sequence.tokens[: len(sequence.tokens) - 1]
         if request in driver.live:
             ran = sequence.tokens[: sequence.computed]
             driver.cancel(request)
         else:
-            assert driver.answers[request] == answer(prompt, 4)
+            assert driver.outputs[request] == expected_output(prompt, 4)
         kept.append(ran)
     assert in_part > 20 or page_size == 1
     driver.scheduler.check_idle()
@@ -116,7 +116,7 @@ def test_prefixes_are_reused_under_the_same_salt_only(specs: list[Spec]) -> None
         driver.finish_all()
         assert sequence.cached == cached.get(salt, 0)
         cached[salt] = driver.scheduler.cached_tokens(PROMPT, salt)
-        assert cached[salt] >= 16 and driver.answers[request] == answer(PROMPT, 3)
+        assert cached[salt] >= 16 and driver.outputs[request] == expected_output(PROMPT, 3)
     tree = driver.scheduler.caches.tree
     assert tree is not None and set(tree._roots) == {"", "a", "b", "c"}
     driver.scheduler.forget()
@@ -136,7 +136,7 @@ def test_a_page_that_is_copied_may_be_given_away_in_the_same_step() -> None:
     source = parts.copies[0][0]
     assert source in {page for part in parts.parts for page in part.tables[0]}, "the tree had to give it up"
     driver.finish_all()
-    assert driver.answers[2] == answer(one, 2) and driver.answers[3] == answer(other, 1)
+    assert driver.outputs[2] == expected_output(one, 2) and driver.outputs[3] == expected_output(other, 1)
 
 
 def test_pages_of_whole_sequences_are_copied_as_they_were() -> None:

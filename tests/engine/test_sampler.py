@@ -11,16 +11,16 @@ from weft.engine.messages import Adjust, GroupRows, Sampling
 from weft.engine.request import SamplingParams, Sequence
 from weft.engine.scheduler.sampling_rows import adjust, bits
 from weft.engine.worker.sampler import sample
-from weft.engine.worker.step_output import Outcome
+from weft.engine.worker.step_output import StepOutput
 
 LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]))
 GREEDY = Sampling(0.0, 1.0, 0, 0)
 
 
-def frequencies(draws: int = 4000, **how: float) -> torch.Tensor:
-    rows = [Sampling(**dict(temperature=1.0, top_p=1.0, top_k=0, seed=s) | how) for s in range(draws)]
-    drawn = sample(LOGITS.expand(draws, -1), rows, [s % 7 for s in range(draws)], {})
-    return torch.bincount(drawn, minlength=5) / draws
+def frequencies(trials: int = 4000, **how: float) -> torch.Tensor:
+    rows = [Sampling(**dict(temperature=1.0, top_p=1.0, top_k=0, seed=s) | how) for s in range(trials)]
+    sampled = sample(LOGITS.expand(trials, -1), rows, [s % 7 for s in range(trials)], {})
+    return torch.bincount(sampled, minlength=5) / trials
 
 
 def test_temperature_one_draws_the_softmax() -> None:
@@ -37,7 +37,7 @@ def test_top_k_keeps_k_and_renormalises() -> None:
 
 def test_top_p_keeps_the_fewest_that_reach_it() -> None:
     assert (frequencies(top_p=0.74) - torch.tensor([2 / 3, 1 / 3, 0, 0, 0])).abs().max() < 0.03
-    assert frequencies(draws=200, top_p=1e-9).tolist() == [1, 0, 0, 0, 0]
+    assert frequencies(trials=200, top_p=1e-9).tolist() == [1, 0, 0, 0, 0]
 
 
 def test_greedy_and_banned() -> None:
@@ -46,15 +46,15 @@ def test_greedy_and_banned() -> None:
 
 
 def test_logprobs_are_of_the_raw_logits_for_those_who_ask() -> None:
-    rows = GroupRows(answers=(5, 4, 7), adjust=((4, Adjust(2, banned=(0,))), (7, Adjust(0))))
-    outcome = Outcome(rows, torch.tensor([0, 1, 2], dtype=torch.int32))
-    outcome.look(LOGITS.repeat(3, 1))
-    outcome.copy()
-    (first, second, third), scored = outcome.logprobs()
+    rows = GroupRows(decode_rows=(5, 4, 7), adjust=((4, Adjust(2, banned=(0,))), (7, Adjust(0))))
+    output = StepOutput(rows, torch.tensor([0, 1, 2], dtype=torch.int32))
+    output.look(LOGITS.repeat(3, 1))
+    output.copy()
+    (first, second, third), scored = output.logprobs()
     assert first is None and abs(second[0] - LOGITS[1]) < 1e-6 and [t for t, _ in second[1]] == [0, 1]
     assert abs(third[0] - LOGITS[2]) < 1e-6 and third[1] == () and scored == []
     with pytest.raises(AssertionError, match="row 4 of the table was stepped without a last token"):
-        stale = Outcome(rows, torch.tensor([0, -1, 2], dtype=torch.int32))
+        stale = StepOutput(rows, torch.tensor([0, -1, 2], dtype=torch.int32))
         stale.copy()
         stale.tokens()
 
@@ -79,7 +79,7 @@ def test_all_bits_of_a_seed_and_the_position_count_and_a_tiny_temperature_is_gre
 
 def test_min_p_drops_what_is_far_from_the_best() -> None:
     assert (frequencies(min_p=0.29) - torch.tensor([5 / 9, 2.5 / 9, 1.5 / 9, 0, 0])).abs().max() < 0.03
-    assert frequencies(draws=200, min_p=1.0).tolist() == [1, 0, 0, 0, 0]
+    assert frequencies(trials=200, min_p=1.0).tolist() == [1, 0, 0, 0, 0]
     # It is of the probabilities that temperature has made: 5, 2.5, 1.5 become √5, √2.5, √1.5, so the third is within.
     assert frequencies(temperature=2.0, min_p=0.5).nonzero().flatten().tolist() == [0, 1, 2]
 
@@ -103,8 +103,8 @@ def test_a_mask_allows_exactly_its_tokens(vocabulary: int) -> None:
     tokens = sorted(random.Random(vocabulary).sample(range(vocabulary), max(1, min(vocabulary // 3, 500))))
     logits = torch.randn(1, vocabulary)
     mask = {0: Adjust(mask=bits(tokens, vocabulary))}
-    drawn = {sample(logits, [Sampling(50.0, 1.0, 0, seed)], [0], mask).item() for seed in range(40)}
-    assert drawn <= set(tokens) and greedy(logits[0].tolist(), mask=bits(tokens, vocabulary)) == max(
+    sampled = {sample(logits, [Sampling(50.0, 1.0, 0, seed)], [0], mask).item() for seed in range(40)}
+    assert sampled <= set(tokens) and greedy(logits[0].tolist(), mask=bits(tokens, vocabulary)) == max(
         tokens, key=lambda t: logits[0, t].item()
     )
 

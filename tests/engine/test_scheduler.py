@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.fake import VOCABULARY, Driver, answer
+from engine.fake import VOCABULARY, Driver, expected_output
 from weft.engine.messages import GroupRows
 from weft.engine.request import Sharing
 from weft.engine.scheduler.scheduler import PAGES_AHEAD, Scheduled, Scheduler
@@ -27,7 +27,7 @@ SPECS = [
     [Window(7, 1, 1), WHOLE, Window(2, 1, 1), STATE],
 ]
 
-READS_ANSWER: dict[str, Any] = dict(presence_penalty=1.0)  # of which the fake model takes no notice
+DEPENDS_ON_OUTPUT: dict[str, Any] = dict(presence_penalty=1.0)  # of which the fake model takes no notice
 SCORED: dict[str, Any] = dict(prompt_logprobs=0)
 
 
@@ -46,10 +46,10 @@ def make(**changes: Any) -> Driver:
     return Driver(Scheduler(CacheManager(groups, page_size, prefix_cache=prefix_cache), **values), ahead)
 
 
-def random_prompt(draw: random.Random, stems: list[list[int]], longest: int) -> list[int]:
+def random_prompt(rng: random.Random, stems: list[list[int]], longest: int) -> list[int]:
     """Often a cut of a common stem, so that prefixes are shared and diverge within pages."""
-    stem = draw.choice(stems)[: draw.randrange(longest)] if draw.random() < 0.7 else []
-    tail = [draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 6))]
+    stem = rng.choice(stems)[: rng.randrange(longest)] if rng.random() < 0.7 else []
+    tail = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 6))]
     return (stem + tail)[:longest]
 
 
@@ -80,8 +80,8 @@ def test_random_traffic_draws_what_each_request_alone_would(
     Also with every step scheduled before the tokens of the one before are known, by which some requests must wait; and
     with prompts that are scored, each token once.
     """
-    draw = random.Random(seed)
-    room = num_pages * page_size
+    rng = random.Random(seed)
+    capacity = num_pages * page_size
     driver = make(
         num_pages=num_pages,
         page_size=page_size,
@@ -91,39 +91,39 @@ def test_random_traffic_draws_what_each_request_alone_would(
         specs=specs,
         ahead=ahead,
     )
-    stems = [[draw.randrange(VOCABULARY) for _ in range(room)] for _ in range(2)]
+    stems = [[rng.randrange(VOCABULARY) for _ in range(capacity)] for _ in range(2)]
     expected: dict[int, list[int]] = {}
     for request in range(20):
-        prompt = random_prompt(draw, stems, room - 1)
-        max_tokens = draw.randrange(1, min(12, room - len(prompt)) + 1)
-        end_ids = frozenset(draw.sample(range(VOCABULARY), 3)) if draw.random() < 0.3 else frozenset()
-        expected[request] = answer(prompt, max_tokens, end_ids)
-        options = draw.choice([{}, {}, READS_ANSWER, SCORED, READS_ANSWER | SCORED])
-        sharing = Sharing(priority=draw.choice([0, 0, -1, 1]), cache_salt=draw.choice(["", "", "salt"]))
+        prompt = random_prompt(rng, stems, capacity - 1)
+        max_tokens = rng.randrange(1, min(12, capacity - len(prompt)) + 1)
+        end_ids = frozenset(rng.sample(range(VOCABULARY), 3)) if rng.random() < 0.3 else frozenset()
+        expected[request] = expected_output(prompt, max_tokens, end_ids)
+        options = rng.choice([{}, {}, DEPENDS_ON_OUTPUT, SCORED, DEPENDS_ON_OUTPUT | SCORED])
+        sharing = Sharing(priority=rng.choice([0, 0, -1, 1]), cache_salt=rng.choice(["", "", "salt"]))
         driver.add(request, prompt, max_tokens, end_ids, sharing, **options)
-        for _ in range(draw.randrange(4)):
+        for _ in range(rng.randrange(4)):
             if driver.live:
                 driver.step()
-        if driver.live and draw.random() < 0.25:
-            victim = draw.choice(sorted(driver.live))
+        if driver.live and rng.random() < 0.25:
+            victim = rng.choice(sorted(driver.live))
             got = driver.cancel(victim)
             assert got == expected.pop(victim)[: len(got)]
     driver.finish_all()
-    assert driver.answers == expected
+    assert driver.outputs == expected
     driver.scheduler.check_idle()
 
 
 def test_traffic_of_that_kind_preempts_shares_and_cuts_prompts() -> None:
     """The random test above is worth something only if these happen in it."""
-    draw = random.Random(0)
+    rng = random.Random(0)
     driver = make(num_pages=10, max_batch_tokens=6)
-    stems = [[draw.randrange(VOCABULARY) for _ in range(40)]]
+    stems = [[rng.randrange(VOCABULARY) for _ in range(40)]]
     cached = cut = 0
     sequences = []
     for request in range(30):
-        sequences.append(driver.add(request, random_prompt(draw, stems, 20), 12))
+        sequences.append(driver.add(request, random_prompt(rng, stems, 20), 12))
         rows = driver.step()
-        cut += any(not p.draws for p in rows.parts)
+        cut += any(not p.samples for p in rows.parts)
     driver.finish_all()
     cached = sum(s.cached or 0 for s in sequences)
     assert driver.scheduler.preemptions > 5 and cached > 20 and cut > 5
@@ -153,14 +153,14 @@ def test_equal_prefixes_are_computed_once() -> None:
         rows = driver.step()
         assert (sequence.cached, rows.count) == (cached, len(text) - cached)
         driver.finish_all()
-        assert driver.answers[request] == answer(text, 3)
+        assert driver.outputs[request] == expected_output(text, 3)
 
 
 def test_an_answer_is_a_prefix_of_the_next_turn() -> None:
     driver = make(num_pages=64, max_batch_tokens=64)
     driver.add(1, [1, 2, 3], 14)
     driver.finish_all()
-    turn = [1, 2, 3, *driver.answers[1], 7]
+    turn = [1, 2, 3, *driver.outputs[1], 7]
     sequence = driver.add(2, turn, 1)
     driver.finish_all()
     assert sequence.cached == 16  # the last drawn token never ran: 16 of 17 are in the cache
@@ -178,7 +178,7 @@ def test_when_pages_run_out_the_newest_gives_way_and_comes_back_in_order() -> No
         seen.append([s.request for s in driver.scheduler.running])
     assert all(order == sorted(order) for order in seen)
     assert seen.index([1, 2]) < len(seen) and driver.scheduler.preemptions > 0
-    assert list(driver.answers) == [1, 2, 3]
+    assert list(driver.outputs) == [1, 2, 3]
     driver.scheduler.check_idle()
 
 
@@ -190,7 +190,7 @@ def test_who_gave_way_goes_before_those_who_never_ran() -> None:
         driver.step()
     assert [s.request for s in driver.scheduler.waiting] == [2, 3, 4, 5]
     driver.finish_all()
-    assert list(driver.answers) == sorted(driver.answers)
+    assert list(driver.outputs) == sorted(driver.outputs)
 
 
 def test_a_lower_priority_number_goes_first_and_gives_way_last() -> None:
@@ -209,8 +209,8 @@ def test_a_lower_priority_number_goes_first_and_gives_way_last() -> None:
         driver.step()
     assert driver.scheduler.running[0] is late, "it came last, and is the last to give way"
     driver.finish_all()
-    assert [request for request in driver.answers if request != 5] == [1, 4, 3, 0, 2]
-    assert driver.answers == {request: answer([request] * 7, 9) for request in range(6)}
+    assert [request for request in driver.outputs if request != 5] == [1, 4, 3, 0, 2]
+    assert driver.outputs == {request: expected_output([request] * 7, 9) for request in range(6)}
     driver.scheduler.check_idle()
 
 
@@ -288,21 +288,27 @@ def test_steps_between_two_pages_are_alike_until_somebody_comes_or_goes(ahead: b
             pass
         leave(free)
         cycle = steps(8 * pages)
-        news = [len(step.entries) for step in cycle]
-        assert news.count(3 * pages) == 1 and sum(news) == 3 * pages
+        group_rows = [len(step.entries) for step in cycle]
+        assert group_rows.count(3 * pages) == 1 and sum(group_rows) == 3 * pages
         assert sum(a is b for a, b in pairwise(cycle)) >= 8 * pages - 3
     pool.release(others)
     while rows[-1] is not rows[-2] or rows[-1].entries:  # in the midst of steps that are alike
         driver.step()
     driver.add(3, [4], 20)
-    assert [len(step.answers) for step in steps(2)] == [3, 4], "a newcomer waits for no page"
+    assert [len(step.decode_rows) for step in steps(2)] == [3, 4], "a newcomer waits for no page"
     while rows[-1] is not rows[-2]:
         driver.step()
     begun = driver.cancel(1)
-    assert [len(step.answers) for step in steps(1)] == [3] and begun == answer(prompts[1], 120)[: len(begun)]
+    assert [len(step.decode_rows) for step in steps(1)] == [3] and begun == expected_output(prompts[1], 120)[
+        : len(begun)
+    ]
     driver.finish_all()
     driver.scheduler.check_idle()
-    assert driver.answers == {0: answer(prompts[0], 120), 2: answer(prompts[2], 120), 3: answer([4], 20)}
+    assert driver.outputs == {
+        0: expected_output(prompts[0], 120),
+        2: expected_output(prompts[2], 120),
+        3: expected_output([4], 20),
+    }
 
 
 @pytest.mark.parametrize("ahead", [False, True])

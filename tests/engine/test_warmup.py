@@ -46,12 +46,12 @@ def rows_of(config: EngineConfig, longest: int = 64, **more: Any) -> list[Step]:
         for group in step.groups:
             joined = {join.row: join for join in group.joins}
             assert len(joined) == len(group.joins) <= config.max_running and group.count <= config.max_batch_tokens
-            rows = {row: 1 for row in group.answers} | {chunk.row: len(chunk.tokens) for chunk in group.chunks}
+            rows = {row: 1 for row in group.decode_rows} | {chunk.row: len(chunk.tokens) for chunk in group.chunks}
             assert rows.keys() == joined.keys() and max(joined, default=0) < config.max_running
             for row, count in rows.items():
                 tokens, (pages, slots) = joined[row].context + count, joined[row].tables
                 assert tokens <= longest and slots == (-1, -1)
-                assert len(pages) == -(-tokens // config.deal.span) and set(pages) <= set(range(4))
+                assert len(pages) == -(-tokens // config.interleave.span) and set(pages) <= set(range(4))
     return steps
 
 
@@ -60,8 +60,8 @@ def test_steps_have_every_number_of_rows_with_answers_among_them() -> None:
     steps = rows_of(config)
     assert [sum(step.counts) for step in steps] == sizes(600)
     assert all(max(step.counts) - min(step.counts) <= 1 for step in steps)
-    assert {len(step.groups[0].answers) for step in steps} >= {0, 1, 2, 4, 8 - 300 // 64}
-    assert {len(step.groups[0].draws) for step in steps} >= {1, 2, 3, 4, 9}
+    assert {len(step.groups[0].decode_rows) for step in steps} >= {0, 1, 2, 4, 8 - 300 // 64}
+    assert {len(step.groups[0].sampled_rows) for step in steps} >= {1, 2, 3, 4, 9}
     assert {bool(group.joins) for step in steps for group in step.groups} == {True, False}
     merged = rows_of(config, longest=200, merges_from=lambda rows: 50)
     contexts = [chunk for step in merged for chunk in step.groups[0].joins[-1:] if chunk.context == 50]
@@ -87,7 +87,7 @@ def test_answers_are_the_same_behind_them(
     directory = recurrent if layout == "recurrent" else model_dir
     values = dict(executor="thread", max_running=5, max_batch_tokens=24, kv_tokens=128, page_size=4)
     given = EngineConfig(directory, **values, **LAYOUTS.get(layout, dict(attn_tp=2, ep=2)))
-    drawn = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
+    sampled = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
     serve: Callable[..., None] = Worker.serve
     warmed: list[int] = []
 
@@ -100,6 +100,6 @@ def test_answers_are_the_same_behind_them(
     for how in (serve, warm_and_serve):
         monkeypatch.setattr(Worker, "serve", how)
         with Engine(given) as engine:
-            found.append([result.token_ids for result in engine.generate(prompts(), drawn)])
+            found.append([result.token_ids for result in engine.generate(prompts(), sampled)])
             engine.check_idle()
     assert found[0] == found[1] and warmed

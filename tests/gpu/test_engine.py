@@ -238,7 +238,7 @@ def test_steps_wait_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         under_way.append((scheduled, worker.step(Step(number, (scheduled.rows,)))))
         if len(under_way) > 1:
             before, finish = under_way.popleft()
-            for sequence, token, _ in before.drawn(finish()):
+            for sequence, token, _ in before.take_tokens(finish()):
                 sequence.tokens.append(token)
 
     for request in range(3):
@@ -251,7 +251,7 @@ def test_steps_wait_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             for request, length in {7: ((3, 180),), 20: ((4, 1), (5, 40))}.get(number, ()):
                 add(request, length)
             step(number)
-            assert len(under_way[0][0].rows.answers) >= 3
+            assert len(under_way[0][0].rows.decode_rows) >= 3
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(shapes) == 44 and {100, 64, 6, 4} <= {shape.rows for shape in shapes}
@@ -302,7 +302,7 @@ def test_no_kernel_is_compiled_while_requests_are_served(
             if not lengths:
                 break
             continue
-        for sequence, token, _ in scheduled.drawn(worker.step(Step(number, (scheduled.rows,)))()):
+        for sequence, token, _ in scheduled.take_tokens(worker.step(Step(number, (scheduled.rows,)))()):
             sequence.tokens.append(token)
             if len(sequence.tokens) == sequence.prompt_tokens + sequence.max_tokens:
                 scheduler.finish(sequence)

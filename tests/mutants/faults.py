@@ -414,8 +414,8 @@ OWN = [
     Fault(
         "min_tokens does not count tokens that are being drawn",
         "engine/scheduler/sampling_rows.py",
-        "banned = set(sequence.end_ids) if sequence.drawn + sequence.pending < p.min_tokens else set()",
-        "banned = set(sequence.end_ids) if sequence.drawn < p.min_tokens else set()",
+        "banned = set(sequence.end_ids) if sequence.output_tokens + sequence.pending < p.min_tokens else set()",
+        "banned = set(sequence.end_ids) if sequence.output_tokens < p.min_tokens else set()",
         ("tests/engine/test_sampler.py",),
     ),
     Fault(
@@ -477,8 +477,8 @@ OWN = [
     Fault(
         "a rank that ran another plan is not found",
         "engine/controller/executor.py",
-        "asked = Ran(number, counts, results[0].ran.plan, drawn)",
-        "asked = Ran(number, counts, result.ran.plan, drawn)",
+        "asked = Ran(number, counts, results[0].ran.plan, sampled)",
+        "asked = Ran(number, counts, result.ran.plan, sampled)",
         ("tests/engine/test_faults.py::test_ranks_that_do_not_execute_the_same_are_found_in_that_step",),
     ),
     Fault(

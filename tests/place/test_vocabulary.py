@@ -58,9 +58,9 @@ def test_auto_splits_where_steps_are_quicker_by_it(
 
     model = {"model": preset_dir(preset), "load_format": "dummy"} if preset else {}
     config = EngineConfig(attn_tp=2, ep=2, cost="h200x4", split_vocabulary="auto", **model)
-    assert startup.settled(replace(config, device="cpu")).split_vocabulary == "off"
+    assert startup.resolve_defaults(replace(config, device="cpu")).split_vocabulary == "off"
     monkeypatch.setattr(startup, "on_gpus", lambda config: True)
     monkeypatch.setattr(startup, "enabled_transports", lambda config: (PEER,))
-    assert startup.settled(config).split_vocabulary == found
-    assert startup.settled(replace(config, split_vocabulary="off")).split_vocabulary == "off"
-    assert startup.settled(replace(config, attn_tp=1, ep=1)).split_vocabulary == "off"
+    assert startup.resolve_defaults(config).split_vocabulary == found
+    assert startup.resolve_defaults(replace(config, split_vocabulary="off")).split_vocabulary == "off"
+    assert startup.resolve_defaults(replace(config, attn_tp=1, ep=1)).split_vocabulary == "off"

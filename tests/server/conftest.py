@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from engine.conftest import WAIT_S, byte_tokenizer
 from weft.engine.config import EngineConfig, QueueFull
 from weft.engine.engine import Engine
-from weft.engine.output.language import Language
+from weft.engine.output.text_processor import TextProcessor
 from weft.engine.request import Output, Sharing
 from weft.server.app import create_app
 from weft.server.engine_client import EngineClient
@@ -49,7 +49,7 @@ class QuietEngine:
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
-        self.language = Language(tokenizer, Path("nowhere"), 257, (0,))
+        self.text_processor = TextProcessor(tokenizer, Path("nowhere"), 257, (0,))
         self.listeners: dict[int, Callable[[Any], None]] = {}
         self.cancelled: list[int] = []
         self.asked: list[tuple[Sharing, float | None]] = []

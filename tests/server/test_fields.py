@@ -59,10 +59,10 @@ def test_bias_penalties_and_allowed_tokens(served: Served) -> None:
 
 
 def test_bad_words_are_banned_at_the_start_of_a_text_and_after_a_space(served: Served) -> None:
-    language = served.engine.language
+    text_processor = served.engine.text_processor
     for word in ("cab", " cab"):
-        params = CompletionRequest(prompt="x", bad_words=[word]).sampling(language)
-        assert {language.tokenizer.decode(tokens) for tokens in params.bad_words} == {"cab", " cab"}
+        params = CompletionRequest(prompt="x", bad_words=[word]).sampling(text_processor)
+        assert {text_processor.tokenizer.decode(tokens) for tokens in params.bad_words} == {"cab", " cab"}
 
 
 def test_bad_words_do_not_come(served: Served) -> None:

@@ -384,7 +384,7 @@ def test_probes_and_scrapers_wait_for_no_step(chat_model_dir: Path, monkeypatch:
             while len(world.steps) < 2:  # the engine waits for the first, and takes nothing in
                 threading.Event().wait(0.01)
             waiting = [threads.submit(get, "/weft/report") for _ in range(50)]
-            while len(engine._intake._commands) < 40:  # as many as there are threads
+            while len(engine._requests._commands) < 40:  # as many as there are threads
                 threading.Event().wait(0.01)
             assert get("/health") == get("/metrics") == 200
             assert not asked.done() and not any(w.done() for w in waiting)

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from weft.engine.output.detokenizer import Detokenizer, TextStream
-from weft.engine.output.language import Language
+from weft.engine.output.text_processor import TextProcessor
 from weft.engine.request import Output, TokenLogprob
 from weft.server.engine_client import Choice
 from weft.server.render import Completion, Wanted
@@ -21,8 +21,8 @@ PIECES = [b"a", "é".encode(), "€".encode(), "😀".encode(), b"\xe2\x82", b"\
 def test_every_token_is_found_where_it_is_said_to_be(chat_model_dir: Path, seed: int) -> None:
     """Of tokens of one byte each, whole characters and broken ones in any order, in one answer and in a stream."""
     tokenizer, draw = AutoTokenizer.from_pretrained(chat_model_dir), random.Random(seed)
-    language = Language(tokenizer, chat_model_dir, 257, (0,))
-    token_of = {language.grammars.tokens.decode_bytes([token]): token for token in range(1, 257)}
+    text_processor = TextProcessor(tokenizer, chat_model_dir, 257, (0,))
+    token_of = {text_processor.grammars.tokens.decode_bytes([token]): token for token in range(1, 257)}
     written = b"".join(draw.choices(PIECES, k=12)) + b"end"
     tokens = [token_of[bytes([byte])] for byte in written]
     stream = TextStream(Detokenizer(tokenizer), ())
@@ -34,8 +34,8 @@ def test_every_token_is_found_where_it_is_said_to_be(chat_model_dir: Path, seed:
         Output(piece, (score.token_id,), (score,), end, None, 1, 0, 1)  # type: ignore[arg-type]
         for piece, score, end in zip(texts, scores, ends, strict=True)
     ]
-    whole = Completion(language, [], Wanted(0)).whole(0, Choice(text, tokens, scores, (), outputs[-1]))
-    style = Completion(language, [], Wanted(0))
+    whole = Completion(text_processor, [], Wanted(0)).whole(0, Choice(text, tokens, scores, (), outputs[-1]))
+    style = Completion(text_processor, [], Wanted(0))
     chunks = [chunk for at, output in enumerate(outputs) for chunk in style.chunks(0, output, at == 0)]
     offsets = whole["logprobs"]["text_offset"]
     assert [at for chunk in chunks for at in chunk["logprobs"]["text_offset"]] == offsets

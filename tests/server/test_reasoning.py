@@ -98,7 +98,7 @@ def test_marks_that_are_special_tokens_are_seen_by_the_parser_alone(quiet: Quiet
     body = ChatRequest.model_validate({"messages": HELLO})
     assert not service(quiet).chat_job(body).params.keep_special
     quiet.tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<|x|>"]})
-    del quiet.language.special
+    del quiet.text_processor.special
     assert service(quiet).chat_job(body).params.keep_special
     assert parts(service(quiet), "<think>H<|x|>m</think>Y<|x|>es.") == OutputDelta("Yes.", thought="Hm")
 

@@ -295,7 +295,7 @@ def test_special_tokens_are_kept_for_the_parser_alone(quiet: QuietEngine) -> Non
     plain = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}]})
     assert not service.chat_job(body).params.keep_special
     quiet.tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "<|end|>"]})
-    del quiet.language.special
+    del quiet.text_processor.special
     assert service.chat_job(body).params.keep_special and not service.chat_job(plain).params.keep_special
     found = service.chat_job(body).parsers
     assert found is not None and found().push(f"a<|end|>{CALL}", last=True).text == "a"

@@ -97,8 +97,8 @@ class Command:
             print(f"serving {name} on http://{host}:{port} ({config.mesh}); Ctrl-C stops", file=sys.stderr, flush=True)
             if products := float8_products(engine.config, engine.model_config):
                 print(products, file=sys.stderr, flush=True)
-            if engine.language.says:
-                print(f"generation_config.json: {engine.language.says}", file=sys.stderr, flush=True)
+            if engine.text_processor.says:
+                print(f"generation_config.json: {engine.text_processor.says}", file=sys.stderr, flush=True)
             log.configure(self.log_format)
             engine_client = EngineClient(engine, Metrics(engine), options.request_timeout_s)
             server = run.Server(app.create_app(engine_client, name, options), engine_client, options)

@@ -30,7 +30,7 @@ ABOVE_ZERO = (
 )
 KV_TOKENS = 65536
 """Tokens in the cache of a rank on CPUs, unless told otherwise."""
-MOST_CORES = 1 << 16  # a slip of the finger must not fill memory
+MAX_CORES = 1 << 16  # a slip of the finger must not fill memory
 
 
 class EngineError(RuntimeError):
@@ -173,8 +173,8 @@ class EngineConfig:
         return Mesh(self.attn_dp, self.attn_tp, self.ep, self.moe_tp, self.dcp)
 
     @property
-    def deal(self) -> Interleave:
-        """How cached tokens are dealt out. Pages of whole DP groups stand for `deal.span` tokens."""
+    def interleave(self) -> Interleave:
+        """How cached tokens are dealt out. Pages of whole DP groups stand for `interleave.span` tokens."""
         return Interleave(self.dcp, self.dcp_interleave or self.page_size, self.page_size)
 
     @property
@@ -215,13 +215,13 @@ class EngineConfig:
 
     @property
     def num_pages(self) -> int:
-        """Pages of a rank's key-value cache, each of which stands for `deal.span` tokens of the DP group."""
+        """Pages of a rank's key-value cache, each of which stands for `interleave.span` tokens of the DP group."""
         return (KV_TOKENS if self.kv_tokens is None else self.kv_tokens) // self.page_size
 
     @property
     def cached_tokens(self) -> int:
         """Tokens that the key-value cache of a DP group holds, in whole pages."""
-        return self.num_pages * self.deal.span
+        return self.num_pages * self.interleave.span
 
     def with_cache(self, groups: Sequence[CacheGroup]) -> EngineConfig:
         """The same with the size of the cache that ranks have made, for whoever must know it."""
@@ -242,6 +242,6 @@ def _run(text: str) -> range:
     """`4-7` or `4`: one core at least. Raises ValueError."""
     first, to, last = text.partition("-")
     run = range(int(first), int(last if to else first) + 1)
-    if not run or run[-1] >= MOST_CORES:
+    if not run or run[-1] >= MAX_CORES:
         raise ValueError
     return run

@@ -19,25 +19,25 @@ from weft.engine.config import EngineConfig, EngineError, QueueFull
 from weft.engine.controller.executor import Executor
 from weft.engine.controller.fault_window import FaultWindow, one_line
 from weft.engine.controller.rank_executors import make_executor
-from weft.engine.controller.request_queue import Intake
+from weft.engine.controller.request_queue import RequestQueue
 from weft.engine.messages import Step
-from weft.engine.output.language import Language
-from weft.engine.output.output_processor import Answers
-from weft.engine.output.request_output import Answer, OnOutput, prepare
+from weft.engine.output.output_processor import OutputProcessor
+from weft.engine.output.request_output import OutputCallback, RequestOutput, prepare
 from weft.engine.output.results import EngineStats, GenerationResult, gather, step_stats
+from weft.engine.output.text_processor import TextProcessor
 from weft.engine.request import EQUALS, FinishReason, SamplingParams, Sequence, Sharing
 from weft.engine.scheduler.scheduler import Scheduled, Scheduler, make_schedulers
-from weft.engine.startup import check_plans, context_tokens, load_tokenizer, read_model, settled
+from weft.engine.startup import check_plans, context_tokens, load_tokenizer, read_model, resolve_defaults
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-Request = tuple[Seq[int], SamplingParams, OnOutput]
-"""Prompt tokens, how to answer, and who listens."""
+Request = tuple[Seq[int], SamplingParams, OutputCallback]
+"""Prompt tokens, sampling parameters, and the callback for increments."""
 EngineState = Literal["starting", "serving", "restarting", "draining", "failed", "stopped"]
 IDLE_CHECK_S = 1.0
-"""How often an idle engine looks whether its ranks still live."""
+"""How often an idle engine checks that its ranks are alive."""
 NEWCOMERS_PER_STEP = 64
-"""Requests that are taken in between two steps, so that a crowd of them does not hold up those that run."""
+"""Requests taken in between two steps: a burst of new ones does not delay those that run."""
 
 
 class Engine:
@@ -47,7 +47,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float], None] | None = None):
-        self.config = config = settled(config)
+        self.config = config = resolve_defaults(config)
         self.error: str | None = None
         self._phase: EngineState = "starting"
         self._faults = FaultWindow(config.max_restarts, config.restart_window_s, backoff_s=config.restart_backoff_s)
@@ -56,8 +56,8 @@ class Engine:
             self.model_config = read_model(config)
             self._executor.prepare()
             eos, vocabulary = self.model_config.eos_token_ids, self.model_config.vocab_size
-            self.language = Language(load_tokenizer(config), config.tokenizer, vocabulary, eos)
-            self.tokenizer = self.language.tokenizer
+            self.text_processor = TextProcessor(load_tokenizer(config), config.tokenizer, vocabulary, eos)
+            self.tokenizer = self.text_processor.tokenizer
             self.max_model_len = context_tokens(config, self.model_config)
             self._executor.config = check_plans(config, self.model_config)
             self._executor.start(progress)
@@ -68,9 +68,9 @@ class Engine:
         self._schedulers = make_schedulers(config, self._executor.groups)
         self._under_way: deque[list[Scheduled]] = deque()  # steps that were sent, whose tokens have not come
         self._ids, self._seeds = itertools.count(1), random.Random(config.seed)
-        self._intake = Intake(config.max_waiting + config.max_running * config.attn_dp)
+        self._requests = RequestQueue(config.max_waiting + config.max_running * config.attn_dp)
         self._number = threading.Lock()  # requests are numbered in the order in which they are handed over
-        self._answers = Answers(self._intake)
+        self._outputs = OutputProcessor(self._requests)
         self._steps = 0
         self._closing, self._ended = threading.Event(), threading.Event()
         self._draining = self._stopping = False
@@ -82,8 +82,8 @@ class Engine:
 
     @property
     def state(self) -> EngineState:
-        """What it is doing: serving, restarting (ranks failed and start anew; requests wait), draining (no new requests
-        are taken), failed (`error` says why), or stopped."""
+        """What it does: serving, restarting (ranks failed and start anew; requests wait), draining (new requests are
+        refused), failed (`error` says why), or stopped."""
         return "draining" if self._draining and self._phase == "serving" else self._phase
 
     @property
@@ -95,13 +95,13 @@ class Engine:
         self,
         prompt: Seq[int],
         params: SamplingParams,
-        on_output: OnOutput,
+        callback: OutputCallback,
         *,
         sharing: Sharing = EQUALS,
         timeout_s: float | None = None,
     ) -> int:
         """Queues one request and returns its id; see `submit_all`."""
-        return self.submit_all([(prompt, params, on_output)], sharing=sharing, timeout_s=timeout_s)[0]
+        return self.submit_all([(prompt, params, callback)], sharing=sharing, timeout_s=timeout_s)[0]
 
     def submit_all(
         self,
@@ -113,43 +113,48 @@ class Engine:
     ) -> list[int]:
         """Queues requests, all or none, and returns their ids.
 
-        on_output is called with the answer, on the engine's thread, once for each increment, which `Answer.take` then
-        gives on any thread; the last has a finish_reason. timeout_s: until the whole answer; what has not ended by then
-        ends with "timeout". name: in the log.
+        Each request's callback is called with its `RequestOutput`, on the engine's thread, once for each increment.
+        `RequestOutput.take` then gives the increment, on any thread; the last one has a finish_reason.
+
+        Args:
+            requests: (prompt tokens, sampling parameters, callback) of each.
+            sharing: of all these requests.
+            timeout_s: until the end of the output; a request that has not ended by then ends with "timeout".
+            name: of the requests in the log.
 
         Raises ValueError for a prompt that is empty, too long or holds unknown tokens, and for more requests than
         max_choices; QueueFull where too many wait already; EngineError when not healthy.
         """
-        if len(requests) > (most := self.config.max_choices):
-            raise ValueError(f"{len(requests)} answers are asked for at once (prompts × n); at most {most} are given")
+        if len(requests) > (limit := self.config.max_choices):
+            raise ValueError(f"{len(requests)} completions are asked for at once (prompts × n); the limit is {limit}")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         context = min(self.max_model_len, self.config.cached_tokens)
-        answers = []
-        for prompt, params, on_output in requests:
+        outputs = []
+        for prompt, params, callback in requests:
             seed = self._seeds.getrandbits(62)
-            answers.append(prepare(prompt, params, on_output, seed, context, self.language))
-            answers[-1].name, answers[-1].sequence.sharing, answers[-1].sequence.deadline = name, sharing, deadline
+            outputs.append(prepare(prompt, params, callback, seed, context, self.text_processor))
+            outputs[-1].name, outputs[-1].sequence.sharing, outputs[-1].sequence.deadline = name, sharing, deadline
         with self._number:
-            for answer in answers:
-                answer.sequence.request = next(self._ids)
-            self._intake.add(answers)
-        return [answer.sequence.request for answer in answers]
+            for output in outputs:
+                output.sequence.request = next(self._ids)
+            self._requests.add(outputs)
+        return [output.sequence.request for output in outputs]
 
     def cancel(self, request: int) -> None:
-        """Ends a request before the next step; its pages are free at once. No harm where it has ended already."""
-        self._intake.put(lambda: self._answers.cancel(request))
+        """Ends a request before the next step and frees its pages. Does nothing where it has ended already."""
+        self._requests.put(lambda: self._outputs.cancel(request))
 
     def generate(self, prompts: Seq[Seq[int]], params: SamplingParams) -> list[GenerationResult]:
-        """Answers prompts, however many, and waits for all. Raises as `submit`, and EngineError where one ends with
+        """Completes any number of prompts and waits for all. Raises as `submit`, and EngineError where one ends with
         "error"."""
 
-        def submit(prompt: Seq[int], listen: OnOutput) -> None:
+        def submit(prompt: Seq[int], callback_for: OutputCallback) -> None:
             while True:
                 try:
-                    self.submit(prompt, params, listen)
+                    self.submit(prompt, params, callback_for)
                     return
                 except QueueFull:
-                    self._intake.wait_for_room(IDLE_CHECK_S)
+                    self._requests.wait_for_capacity(IDLE_CHECK_S)
 
         results = gather(prompts, submit)
         if failed := next((result for result in results if result.finish_reason == "error"), None):
@@ -157,32 +162,32 @@ class Engine:
         return results
 
     def stats(self) -> EngineStats:
-        """Numbers of now."""
+        """A snapshot of its counters."""
         running = sum(len(s.running) for s in self._schedulers)
         return EngineStats(
             running=running,
-            waiting=self._intake.here - running,
+            waiting=self._requests.here - running,
             kv_used=tuple(s.used_pages for s in self._schedulers),
             kv_total=tuple(s.caches.total for s in self._schedulers),
-            prompt_tokens=self._answers.prompt_tokens,
-            cached_tokens=self._answers.cached_tokens,
-            generated_tokens=self._answers.generated_tokens,
+            prompt_tokens=self._outputs.prompt_tokens,
+            cached_tokens=self._outputs.cached_tokens,
+            generated_tokens=self._outputs.generated_tokens,
             preemptions=sum(s.preemptions for s in self._schedulers),
             stalls=sum(s.stalls for s in self._schedulers),
             steps=self._steps,
-            rejected=self._intake.refused,
-            timeouts=self._answers.timeouts,
-            queue_seconds=self._answers.queue_seconds,
+            rejected=self._requests.refused,
+            timeouts=self._outputs.timeouts,
+            queue_seconds=self._outputs.queue_seconds,
             failures=self._faults.total,
         )
 
     def comm_report(self) -> tuple[list[StepStat], list[StepStat]]:
-        """What rank 0 has communicated since the start, by step, and what the naive plan would have."""
+        """What rank 0 has communicated since the start, by collective, and what the naive plan would have."""
         self._ask(lambda: self._executor.report())
         return self.last_comm_report()
 
     def last_comm_report(self) -> tuple[list[StepStat], list[StepStat]]:
-        """The same as it was a few seconds ago, without waiting for the ranks."""
+        """The same, a few seconds old, without waiting for the ranks."""
         return step_stats((report := self._executor.reported).ran), step_stats(report.naive)
 
     def plan_text(self, tokens_per_group: int) -> str:
@@ -190,7 +195,7 @@ class Engine:
         return self._ask(lambda: self._executor.plan_text(tokens_per_group))
 
     def ask_ranks(self, question: Callable[[Executor], T]) -> T:
-        """What the ranks answer, asked on the engine's thread between two steps. EngineError when not serving."""
+        """Runs `question` on the engine's thread, between two steps. Raises EngineError when not serving."""
         return self._ask(lambda: question(self._executor))
 
     def reset_cache(self) -> None:
@@ -198,22 +203,22 @@ class Engine:
         self._ask(lambda: list(map(Scheduler.forget, self._schedulers)))
 
     def check_idle(self) -> None:
-        """AssertionError where pages leaked; to be called when nothing runs."""
+        """Raises AssertionError where pages leaked. Call it when nothing runs."""
         self._ask(lambda: list(map(Scheduler.check_idle, self._schedulers)))
 
     def drain(self, seconds: float) -> int:
-        """Takes no new requests, lets those here end for so long, then ends the rest with "abort" and stops the ranks.
+        """Refuses new requests, waits up to `seconds` for the others, ends the rest with "abort" and stops the ranks.
 
-        Gives how many were cut short. May be called twice, from any thread but the engine's.
+        Returns the number of aborted requests. May be called twice, from any thread but the engine's.
         """
         self._draining = True
-        self._intake.refuse("the engine is shutting down and takes no new requests")
+        self._requests.refuse("the engine is shutting down and takes no new requests")
         if seconds > 0:
-            self._intake.wait_until_empty(seconds)
-        left = self._intake.here
+            self._requests.wait_until_empty(seconds)
+        left = self._requests.here
         self._closing.set()
         self._executor.interrupt()
-        self._intake.put(partial(setattr, self, "_stopping", True))
+        self._requests.put(partial(setattr, self, "_stopping", True))
         self._thread.join()
         self._executor.close()
         return left
@@ -233,14 +238,14 @@ class Engine:
         self.close()
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """The answer to a question, on the engine's thread and between steps. Raises EngineError when not serving."""
+        """Runs `question` on the engine's thread between two steps. Raises EngineError when not serving."""
 
         def when_serving() -> Any:
             if self._phase != "serving":
                 raise EngineError(self.error or f"the engine is {self._phase}")
             return question()
 
-        return self._intake.ask(when_serving)
+        return self._requests.ask(when_serving)
 
     # --- on the engine's thread -------------------------------------------------------------------------------
 
@@ -248,10 +253,10 @@ class Engine:
         try:
             while not self._stopping:
                 try:
-                    if not (self._answers or self._under_way or self._intake.wait(IDLE_CHECK_S)):
+                    if not (self._outputs or self._under_way or self._requests.wait(IDLE_CHECK_S)):
                         self._executor.idle()
                     self._take_in()
-                    if (self._answers or self._under_way) and not self._stopping:
+                    if (self._outputs or self._under_way) and not self._stopping:
                         self._step()
                 except Exception as error:
                     self._restart(error)
@@ -263,24 +268,24 @@ class Engine:
             self._leave()
 
     def _restart(self, error: Exception) -> None:
-        """After a failure: new ranks, and every request again from its prompt and the tokens that its client has.
+        """Restarts the ranks after a failure, and resumes every request from its prompt and its tokens so far.
 
-        A request's next token depends on these and its seed alone, so it goes on as if nothing had been. Whatever was
-        under way is forgotten: a step counts only once its results have been taken. Raises where it fails too often.
+        A request's next token depends on these and its seed alone, so its output does not change. Steps under way are
+        dropped: a step counts only once its results have been taken. Raises EngineError after too many failures.
         """
-        self._answers.tell()
+        self._outputs.notify()
         while not self._closing.is_set():
             pause = self._faults.add(one_line(error))
-            log.error("%s; in %g s ranks start anew, %d requests wait", one_line(error), pause, len(self._answers))
+            log.error("%s; in %g s ranks start anew, %d requests wait", one_line(error), pause, len(self._outputs))
             self._phase, began = "restarting", time.monotonic()
             # All ranks: the others may wait in a collective that never ends, or hold a device that has faulted.
             self._schedulers = make_schedulers(self.config, self._executor.groups)
             self._under_way.clear()
-            for answer in sorted(self._answers, key=lambda a: a.sequence.admitted is None):
-                answer.sequence.forget_pages()
-                self._place(answer)
+            for output in sorted(self._outputs, key=lambda a: a.sequence.admitted is None):
+                output.sequence.forget_pages()
+                self._place(output)
             try:
-                self._intake.pause(pause, self._take_in_or_stop)
+                self._requests.pause(pause, self._take_in_or_stop)
                 self._executor.start(poll=self._take_in_or_stop)
             except Exception as another:
                 error = another
@@ -291,13 +296,13 @@ class Engine:
         self._stopping = True
 
     def _take_in(self) -> None:
-        """Between two steps: runs what callers asked for, a cancel before newcomers, and ends what is overdue."""
-        for command in self._intake.commands():
+        """Between two steps: runs commands of callers, then takes in new requests, then ends overdue ones."""
+        for command in self._requests.commands():
             command()
-        for answer in self._intake.newcomers(NEWCOMERS_PER_STEP):
-            self._place(answer)
-            self._answers.begin(answer)
-        self._answers.end_overdue()
+        for output in self._requests.newcomers(NEWCOMERS_PER_STEP):
+            self._place(output)
+            self._outputs.begin(output)
+        self._outputs.end_overdue()
 
     def _take_in_or_stop(self) -> None:
         self._take_in()
@@ -305,28 +310,28 @@ class Engine:
             raise EngineError("the engine is closed")
 
     def _leave(self) -> None:
-        """Ends every request and runs what came until the end, so that everyone hears of it; then takes no more."""
+        """Ends every request and runs the last commands, so that each caller gets a result; then takes no more."""
         self._stopping = True
-        self._answers.tell()
+        self._outputs.notify()
         if self.error is None:
             self._phase = "stopped"
-        self._intake.refuse(self.error or "the engine is closed")
+        self._requests.refuse(self.error or "the engine is closed")
         reason: FinishReason = "error" if self.error else "abort"
-        why = self.error or "the engine was stopped before the answer had ended"
-        self._answers.end_all(reason, why)
-        while not self._intake.close():
-            for command in self._intake.commands():
+        why = self.error or "the engine was stopped before the completion ended"
+        self._outputs.end_all(reason, why)
+        while not self._requests.close():
+            for command in self._requests.commands():
                 command()
-            for answer in self._intake.newcomers(NEWCOMERS_PER_STEP):
-                self._answers.end(answer, reason, why)
+            for output in self._requests.newcomers(NEWCOMERS_PER_STEP):
+                self._outputs.end(output, reason, why)
         self._ended.set()
 
-    def _place(self, answer: Answer) -> None:
-        answer.scheduler = self._choose_group(answer.sequence)
-        answer.scheduler.add(answer.sequence)
+    def _place(self, output: RequestOutput) -> None:
+        output.scheduler = self._choose_group(output.sequence)
+        output.scheduler.add(output.sequence)
 
     def _choose_group(self, sequence: Sequence) -> Scheduler:
-        """Where the prompt's first token will come soonest: fewest rows queued before it, and its own uncached ones."""
+        """The DP group with the fewest rows before the first token: queued ones, and the prompt's uncached ones."""
         tokens, salt = sequence.tokens, sequence.sharing.cache_salt
         return min(
             self._schedulers,
@@ -334,18 +339,18 @@ class Engine:
         )
 
     def _step(self) -> None:
-        """Sends the next step, if there is any, then waits for the one before; without overlap it waits for each."""
+        """Sends the next step, if there is one, then takes the results of the one before (without overlap, its own)."""
         scheduled = [scheduler.schedule() for scheduler in self._schedulers]
         step = Step(self._steps + 1, tuple(s.rows for s in scheduled))
-        if sent := any(rows.answers or rows.chunks for rows in step.groups):
+        if sent := any(rows.decode_rows or rows.chunks for rows in step.groups):
             self._steps += 1
             self._executor.send(step)
             self._under_way.append(scheduled)
-        self._answers.tell()
+        self._outputs.notify()
         if self._under_way and not (sent and self.config.overlap and len(self._under_way) == 1):
             results = self._executor.collect()
             self._faults.worked()
             for of_group, result in zip(self._under_way.popleft(), results, strict=True):
-                self._answers.take(of_group, result)
-            if not self._answers:
-                self._answers.tell()
+                self._outputs.take(of_group, result)
+            if not self._outputs:
+                self._outputs.notify()

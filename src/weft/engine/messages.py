@@ -1,9 +1,9 @@
-"""Everything that the controller and its ranks say to each other, as msgpack.
+"""Messages between the controller and its ranks, encoded as msgpack.
 
 A step is one message, the same bytes for every rank, with the rows of every DP group. So every rank knows every count:
-an idle group steps with zero rows, and no rank can leave out a collective. Ranks keep what they were told of a group's
-sequences, each in a row of a table (`weft.engine.worker.row_table`), so that a step says only what is new, and steps
-can be sent before the tokens of the one before have come back: the ranks hold these already.
+an idle group steps with zero rows, and no rank can leave out a collective. Ranks keep each sequence of their group in a
+row of a table (`weft.engine.worker.row_table`), so a step carries only changes. A step can be sent before the tokens of
+the previous one are back, because the ranks hold these already.
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ TopLogprobs = tuple[tuple[int, float], ...]
 
 
 class Sampling(Struct, frozen=True, array_like=True):
-    """How a request's tokens are drawn. temperature 0: greedy. top_k 0: off.
+    """How a request's tokens are sampled.
 
-    min_p: tokens less likely than this share of the likeliest do not come.
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: the fewest most probable tokens that reach this probability stay.
+        top_k: so many of the most probable tokens stay; 0 is off.
+        seed: the noise of a token follows from it and the token's position.
+        min_p: tokens less probable than this share of the most probable are left out.
     """
 
     temperature: float
@@ -31,11 +36,15 @@ class Sampling(Struct, frozen=True, array_like=True):
 
 
 class Adjust(Struct, frozen=True, array_like=True):
-    """What else one draw asks for. logprobs: alternatives wanted, -1 for none at all.
+    """What the sampling of one token needs beyond `Sampling`.
 
-    banned: tokens that must not come (the end before min_tokens). added: (token, what is added to its logit).
-    repetition: what the logits of the repeated tokens are divided by, or multiplied with where they are negative.
-    mask: bit t % 8 of byte t // 8 says whether token t may come; empty: all may.
+    Attributes:
+        logprobs: how many alternatives are wanted; -1: no logprobs at all.
+        banned: tokens that must not come, such as the end tokens before min_tokens.
+        added: (token, value added to its logit).
+        repetition: divides the logits of `repeated` tokens, or multiplies them where they are negative.
+        repeated: the tokens that `repetition` applies to.
+        mask: bit t % 8 of byte t // 8 says whether token t may come; empty: all may.
     """
 
     logprobs: int = -1
@@ -47,18 +56,19 @@ class Adjust(Struct, frozen=True, array_like=True):
 
 
 class Score(Struct, frozen=True, array_like=True):
-    """The tokens after a prompt's rows, one a row, whose logprobs are wanted; logprobs: alternatives of each."""
+    """Prompt tokens whose logprobs are wanted: for each row the token after it. logprobs: alternatives of each."""
 
     tokens: tuple[int, ...]
     logprobs: int
 
 
 class Join(Struct, frozen=True, array_like=True):
-    """The sequence of a request takes a row of the table, whatever was there.
+    """A request's sequence takes a row of the table and replaces what was there.
 
-    context: its tokens that are in the caches already.
-    tables: of each cache group its page table, or the slots of its state before and after its next rows.
-    copy: (page, page) of whole sequences, of which the first is copied to the second, before the step writes any row.
+    Attributes:
+        context: its tokens that are in the caches already.
+        tables: for each cache group its page table, or the slots of its state before and after its next rows.
+        copy: (source, target) page of whole-sequence caches, copied before the step writes any row.
     """
 
     row: int
@@ -79,25 +89,30 @@ class Entry(Struct, frozen=True, array_like=True):
 
 
 class Chunk(Struct, frozen=True, array_like=True):
-    """The next tokens of a row, which the controller knows. draws: whether a token is drawn after the last of them.
+    """The next prompt tokens of a row.
 
-    score: where the logprobs of the prompt's own tokens are wanted.
+    Attributes:
+        samples: whether a token is sampled after the last of them.
+        score: set where logprobs of the prompt's own tokens are wanted.
     """
 
     row: int
     tokens: tuple[int, ...]
-    draws: bool
+    samples: bool
     score: Score | None = None
 
 
 class GroupRows(Struct, frozen=True, array_like=True):
-    """One DP group's part of a step: first what is new, then its rows, those of `answers` before those of `chunks`.
+    """One DP group's part of a step: changes of its table, then its rows, those of `decode_rows` first.
 
-    answers: rows of the table that run the token last drawn for them, and draw the next. adjust: (row of the table,
-    what its draw asks for) for draws that ask for more than the row's sampling.
+    Attributes:
+        decode_rows: rows of the table that run their last sampled token and sample the next one.
+        chunks: prompt tokens; their rows follow the decode rows in this order.
+        joins, entries: changes of the table, applied before any row runs.
+        adjust: (row of the table, what its sampling needs beyond the row's `Sampling`).
     """
 
-    answers: tuple[int, ...] = ()
+    decode_rows: tuple[int, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     joins: tuple[Join, ...] = ()
     entries: tuple[Entry, ...] = ()
@@ -105,13 +120,13 @@ class GroupRows(Struct, frozen=True, array_like=True):
 
     @property
     def count(self) -> int:
-        """Rows that it runs."""
-        return len(self.answers) + sum(len(chunk.tokens) for chunk in self.chunks)
+        """Number of rows that run."""
+        return len(self.decode_rows) + sum(len(chunk.tokens) for chunk in self.chunks)
 
     @property
-    def draws(self) -> list[int]:
-        """The rows of the table for which tokens are drawn, in that order."""
-        return [*self.answers, *(chunk.row for chunk in self.chunks if chunk.draws)]
+    def sampled_rows(self) -> list[int]:
+        """The rows of the table that sample a token, in the order of a step's tokens."""
+        return [*self.decode_rows, *(chunk.row for chunk in self.chunks if chunk.samples)]
 
 
 class Step(Struct, frozen=True, tag=True):
@@ -127,24 +142,24 @@ class Step(Struct, frozen=True, tag=True):
 
 
 class AskReport(Struct, frozen=True, tag=True):
-    """To a rank: what has run so far?"""
+    """To a rank: send a `Report`."""
 
 
 class AskPlan(Struct, frozen=True, tag=True):
-    """To a rank: what is the plan for so many tokens in each DP group?"""
+    """To a rank: send the plan for `tokens` tokens in each DP group."""
 
     tokens: int
 
 
 class StartProfile(Struct, frozen=True, tag=True):
-    """To every rank: watch so many of the steps to come. folder: where the profiler writes; empty: it does not run."""
+    """To every rank: profile the next `steps` steps. folder: where torch's profiler writes; empty: it does not run."""
 
     steps: int
     folder: str
 
 
 class StopProfile(Struct, frozen=True, tag=True):
-    """To every rank: what have you seen?"""
+    """To every rank: end the profile and send a `Profiled`."""
 
 
 class Stop(Struct, frozen=True, tag=True):
@@ -152,7 +167,7 @@ class Stop(Struct, frozen=True, tag=True):
 
 
 class Progress(Struct, frozen=True, tag=True):
-    """From a rank that starts: how much of what is done. what: such as "loading weights"."""
+    """From a starting rank: `done` of `total` parts of `what` are done."""
 
     rank: int
     done: int
@@ -161,7 +176,7 @@ class Progress(Struct, frozen=True, tag=True):
 
 
 class Planned(Struct, frozen=True, array_like=True):
-    """The plan that a rank follows in steps of so many rows in each DP group, replayed from a graph or not."""
+    """The checksum of a rank's plan for steps of `rows` rows in each DP group. captured: the step is a CUDA graph."""
 
     rows: int
     captured: bool
@@ -172,8 +187,11 @@ class Planned(Struct, frozen=True, array_like=True):
 
 
 class Ready(Struct, frozen=True, tag=True):
-    """From a rank that may be stepped. groups: of its caches; plans: of every graph, and of the largest step without
-    one; both the same on every rank.
+    """From a rank that is ready for steps. Both fields are the same on every rank.
+
+    Attributes:
+        groups: its cache groups.
+        plans: those of every graph, and that of the largest step without one.
     """
 
     rank: int
@@ -193,8 +211,14 @@ class Scored(Struct, frozen=True, array_like=True):
 
 
 class Ran(Struct, frozen=True, array_like=True):
-    """What a rank executed: the step, every DP group's rows, a checksum of the plan, the same on every rank; and a
-    checksum of the tokens that it drew, the same on every rank of its DP group."""
+    """What a rank executed in a step.
+
+    Attributes:
+        number: the step's.
+        counts: rows of every DP group.
+        plan: checksum of its plan, the same on every rank.
+        tokens: checksum of its sampled tokens, the same on every rank of a DP group.
+    """
 
     number: int
     counts: tuple[int, ...]
@@ -206,10 +230,12 @@ class Ran(Struct, frozen=True, array_like=True):
 
 
 class Result(Struct, frozen=True, tag=True):
-    """From every rank, after a step. The rest is from the leader of a DP group alone.
+    """From every rank, after a step. Only the leader of a DP group fills the fields after `ran`.
 
-    tokens: drawn, in the order of `GroupRows.draws`. logprobs: of each of them, None where they were not asked for;
-    empty where none asks. scored: of the chunks that ask for it, in their order.
+    Attributes:
+        tokens: sampled tokens, in the order of `GroupRows.sampled_rows`.
+        logprobs: one for each token, None where the row did not ask; empty where no row asked.
+        scored: one for each chunk that asked, in their order.
     """
 
     rank: int
@@ -232,7 +258,7 @@ class Stat(Struct, frozen=True, array_like=True):
 
 
 class Report(Struct, frozen=True, tag=True):
-    """From a rank: what ran, and what the naive plan would have moved."""
+    """From a rank: what its steps communicated, and what the naive plan would have."""
 
     ran: tuple[Stat, ...]
     naive: tuple[Stat, ...]
@@ -245,8 +271,13 @@ class PlanText(Struct, frozen=True, tag=True):
 
 
 class Profiled(Struct, frozen=True, tag=True):
-    """From a rank: steps that it has watched so far, and the time from the first's beginning to the last's end, on the
-    clock, on the CPU by the thread that runs steps, and by all its threads.
+    """From a rank: its profile of the last steps.
+
+    Attributes:
+        steps: how many steps it covers.
+        seconds: from the start of the first to the end of the last.
+        thread_cpu_s: CPU time of the thread that runs steps.
+        process_cpu_s: CPU time of all threads of the rank's process.
     """
 
     rank: int
@@ -257,9 +288,12 @@ class Profiled(Struct, frozen=True, tag=True):
 
 
 class Failure(Struct, frozen=True, tag=True):
-    """From a rank that cannot go on: one line. user: something that the user can put right, such as a bad model.
+    """From a rank that cannot go on.
 
-    lost_peer: a collective failed, most likely because another rank did; that rank's Failure is the cause.
+    Attributes:
+        text: one line.
+        user: the user can put it right, such as a bad model.
+        lost_peer: a collective failed, most likely because another rank did; that rank's Failure is the cause.
     """
 
     rank: int

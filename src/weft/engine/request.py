@@ -1,4 +1,4 @@
-"""A request, what comes of it, and its state while it runs."""
+"""A request: its sampling parameters, the increments of its output, and its state in a scheduler."""
 
 from __future__ import annotations
 
@@ -17,17 +17,26 @@ FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to answer. ValueError in one line for a value out of range.
+    """How a request's tokens are sampled and when they end. Raises ValueError in one line for a value out of range.
 
-    max_tokens None: as many as fit; 0: the prompt is read and nothing drawn. temperature 0: greedy. top_k 0: off. seed
-    None: drawn by the engine. stop: strings that end the text and are left out of it. logprobs: alternatives for each
-    token, 0 for the chosen token's alone, None for none; prompt_logprobs: the same of the prompt. The fields after it
-    are as in OpenAI's and vLLM's APIs.
+    Fields that are not listed are as in OpenAI's and vLLM's APIs.
 
-    logit_bias: (token, what is added to its logit). bad_words: each as its tokens. allowed_token_ids: None for all.
-    grammar: of llguidance, which the answer's text follows (`weft.engine.output.grammar`), or compiled already;
-    min_tokens and bad_words do not count then. keep_stop: a stop string or token is a part of the text. keep_special:
-    so are special tokens. stop_after: strings that end the text and are a part of it in any case.
+    Attributes:
+        max_tokens: None: as many as fit; 0: the prompt runs and no token is sampled.
+        temperature: 0 is greedy.
+        top_k: 0 is off.
+        seed: None: the engine chooses one.
+        stop: strings that end the text and are left out of it.
+        logprobs: alternatives for each token; 0: the sampled token's own; None: no logprobs.
+        prompt_logprobs: the same for the prompt's tokens.
+        logit_bias: (token, value added to its logit).
+        bad_words: each as its tokens.
+        allowed_token_ids: None: all.
+        grammar: an llguidance grammar that the text follows (`weft.engine.output.grammar`), or one that is compiled
+            already; min_tokens and bad_words are ignored then.
+        keep_stop: a stop string or token is a part of the text.
+        keep_special: special tokens are a part of the text.
+        stop_after: strings that end the text and are always a part of it.
     """
 
     max_tokens: int | None = 16
@@ -79,16 +88,16 @@ class SamplingParams:
             raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
 
     @cached_property
-    def reads_answer(self) -> bool:
-        """Whether the controller must know the tokens drawn so far before it can say how the next one is drawn."""
+    def depends_on_output(self) -> bool:
+        """Whether the controller must know all tokens so far before it can say how the next one is sampled."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
         return bool(penalties or self.bad_words or self.grammar is not None)
 
     @cached_property
     def plain(self) -> bool:
-        """Whether all draws after min_tokens follow from temperature, top_p, top_k, min_p and seed alone."""
+        """Whether sampling after min_tokens needs temperature, top_p, top_k, min_p and seed alone."""
         named = self.logit_bias or self.allowed_token_ids is not None or self.logprobs is not None
-        return not (named or self.reads_answer)
+        return not (named or self.depends_on_output)
 
     def tokens_of(self, name: str) -> set[int]:
         """The tokens that a parameter names."""
@@ -101,8 +110,12 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a request shares the engine with others. client: whoever asks; waiting clients take turns. priority: lower
-    numbers go first, and give up their pages last. cache_salt: prefixes are reused among requests of the same one only.
+    """How a request shares the engine with others.
+
+    Attributes:
+        client: who asks; waiting clients take turns.
+        priority: lower numbers run first, and give up their pages last.
+        cache_salt: prefixes are reused among requests of the same salt only.
     """
 
     client: str = ""
@@ -111,7 +124,7 @@ class Sharing:
 
 
 EQUALS = Sharing()
-"""Of requests that say nothing of it."""
+"""The default: one client, one priority, no salt."""
 
 
 class TokenLogprob(Struct, frozen=True, gc=False):
@@ -126,12 +139,16 @@ class TokenLogprob(Struct, frozen=True, gc=False):
 
 
 class Output(Struct, frozen=True, gc=False):
-    """One increment of an answer. text: newly final text; stop strings and what may become one never appear.
+    """One increment of a request's output. Its counts are totals so far.
 
-    finish_reason: set on the last. stop_reason: the stop string or token that matched. The counts are totals so far.
-    error: why an answer ended before its time: with "error", "timeout", and "abort" where it was not its client who
-    wanted that. queue_s: seconds that it waited for a place in the batch. prompt_logprobs: of the prompt's tokens but
-    the first, in the first increment, where they were asked for. refused: the error follows from the request alone.
+    Attributes:
+        text: newly final text. A stop string, or text that may become one, is not in it.
+        finish_reason: set on the last increment.
+        stop_reason: the stop string or token that matched.
+        error: why the request ended early, with finish_reason "error", "timeout", or "abort" by the engine.
+        queue_s: seconds that the request waited for a place in the batch.
+        prompt_logprobs: of the prompt's tokens but the first, in the first increment, where they are asked for.
+        refused: the error follows from the request alone.
     """
 
     text: str
@@ -152,18 +169,21 @@ class Output(Struct, frozen=True, gc=False):
 class Sequence:
     """A request in a scheduler.
 
-    tokens: the prompt and what was drawn so far, as far as the controller knows. pending: tokens that steps under way
-    draw for it; they come after these. computed: how many of all these have run, or will have once those steps have,
-    and are in the caches by what `allocation` says; the rest are rows still to run. row: of its DP group's table on the
-    ranks, while it has an allocation; told: what they were told of its tables, empty before they heard of it.
-    answering: its next row is the token that was drawn last, which the ranks know.
-    to_run: tokens that have a row if it ends by its length: all but the last, which nothing follows.
-    cached: prompt tokens that came from the prefix cache when it was first admitted. allowed, grammar: which tokens may
-    come, as a mask and as a grammar; empty and None: all.
-    scores: of the prompt's tokens but the first, where they are wanted, as far as they are known. fault: that nobody
-    foresaw, of this answer alone, which ends with it when its next token comes.
-    arrived, admitted, deadline: seconds of `time.monotonic`; admitted is None
-    until it first gets a place in the batch, deadline is None where it may take any time.
+    Attributes:
+        tokens: the prompt and the sampled tokens that the controller knows.
+        pending: tokens that steps under way sample for it; they follow `tokens`.
+        computed: how many of all these have run, or will have run once the steps under way have; the rest still need
+            a row. Their keys and values are in the pages of `allocation`.
+        row: its row of the DP group's table on the ranks, while it has an allocation.
+        sent_tables: its page tables as the ranks know them; empty before they know the sequence.
+        decoding: its next row is the token that was sampled last, which the ranks have.
+        to_run: tokens that get a row if it ends by its length: all but the last.
+        cached: prompt tokens that came from the prefix cache when it was first admitted.
+        allowed, grammar: which tokens may come, as a mask and as a grammar; empty and None: all.
+        scores: logprobs of the prompt's tokens but the first that are known, where they are asked for.
+        fault: an unforeseen error of this request alone; the request ends with it at its next token.
+        arrived, admitted, deadline: seconds of `time.monotonic`. admitted is None until it first gets a place in the
+            batch; deadline is None where it may take any time.
     """
 
     request: int
@@ -176,8 +196,8 @@ class Sequence:
     computed: int = 0
     pending: int = 0
     row: int = -1
-    told: list[list[int]] = field(default_factory=list)
-    answering: bool = False
+    sent_tables: list[list[int]] = field(default_factory=list)
+    decoding: bool = False
     cached: int | None = None
     allocation: CacheAllocation | None = None
     allowed: bytes = b""
@@ -195,27 +215,27 @@ class Sequence:
 
     @property
     def left(self) -> int:
-        """Tokens that still need a row."""
+        """Number of tokens that still need a row."""
         return len(self.tokens) + self.pending - self.computed
 
     @property
-    def drawn(self) -> int:
-        """Tokens drawn so far, without those that are pending."""
+    def output_tokens(self) -> int:
+        """Number of tokens sampled so far, without those that are pending."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def ending(self) -> bool:
-        """Whether its last token is being drawn: no row is left to run."""
+        """Whether a step under way samples its last token: no row is left to run."""
         return self.pending > 0 and len(self.tokens) + self.pending > self.to_run
 
     @property
     def stalled(self) -> bool:
-        """Whether its next row has to wait for a token that is being drawn."""
-        return self.pending > 0 and self.params.reads_answer
+        """Whether its next row has to wait for a token that a step under way samples."""
+        return self.pending > 0 and self.params.depends_on_output
 
     @property
     def to_score(self) -> int:
-        """Tokens of its prompt whose logprobs are wanted and not known."""
+        """Number of its prompt's tokens whose logprobs are wanted and not known."""
         return 0 if self.params.prompt_logprobs is None else self.prompt_tokens - 1 - len(self.scores)
 
     @property
@@ -224,9 +244,9 @@ class Sequence:
         return (time.monotonic() if self.admitted is None else self.admitted) - self.arrived
 
     def forget_pages(self) -> None:
-        """Its keys and values are lost, and tokens that are being drawn: every token needs a row again.
+        """Forgets its cached keys and values and its pending tokens: every token needs a row again.
 
-        Its pages are not given back.
+        Its pages are not freed.
         """
         self.computed, self.pending, self.allocation = 0, 0, None
-        self.row, self.told, self.answering = -1, [], False
+        self.row, self.sent_tables, self.decoding = -1, [], False

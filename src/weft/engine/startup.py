@@ -13,7 +13,7 @@ from weft.comm.transport import offer_of
 from weft.comm.transport_registry import transports
 from weft.engine.config import EngineConfig
 from weft.engine.device import dtype_of, enabled_transports, on_gpus
-from weft.engine.output.language import read_tokenizer
+from weft.engine.output.text_processor import read_tokenizer
 from weft.engine.planning import plan_model, split_steps
 from weft.engine.worker.open_transports import cost_model
 from weft.models.checkpoint import tensor_files
@@ -64,7 +64,7 @@ def check_packages(config: EngineConfig) -> None:
         raise LayoutError("ranks on GPUs take Triton, which is not installed: pip install 'weft[gpu]', or --device cpu")
 
 
-def settled(config: EngineConfig) -> EngineConfig:
+def resolve_defaults(config: EngineConfig) -> EngineConfig:
     """The same with what `auto` leaves open settled: whether the vocabulary is split, and products are in FP8. Experts
     gather on GPUs; on CPUs `check_plans` settles their form. Raises ModelError, LayoutError.
     """

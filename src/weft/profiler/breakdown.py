@@ -22,7 +22,7 @@ import torch
 
 from weft.comm.transport import COLLECTIVE
 from weft.engine.engine import Engine
-from weft.engine.output.request_output import OnOutput
+from weft.engine.output.request_output import OutputCallback
 from weft.engine.profiling import STEP, Window, merge_traces, watch
 from weft.engine.request import SamplingParams
 from weft.place.spec import Mesh
@@ -314,7 +314,7 @@ def run(engine: Engine, batch: int, context: int, steps: int, tokens: int, folde
     begun: set[int] = set()
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
-    def callback(at: int) -> OnOutput:
+    def callback(at: int) -> OutputCallback:
         return lambda completion: begun.add(at)
 
     requests = [engine.submit(prompt, params, callback(at)) for at, prompt in enumerate(prompts)]

@@ -111,13 +111,13 @@ class Service:
         echoed = [text for text in map(self.prompts.text, prompts) for _ in range(body.n)] if body.echo else []
         wanted = render.Wanted(body.logprobs, body.prompt_logprobs, body.return_token_ids)
         each = [prompt for prompt in prompts for _ in range(body.n)]
-        return prompts, params, render.Completion(self.engine.language, each, wanted, echoed)
+        return prompts, params, render.Completion(self.engine.text_processor, each, wanted, echoed)
 
     def _chat(self, body: ChatRequest) -> Job:
         self._check(body)
         job = self.chat_job(body)
         wanted = render.Wanted(job.params.logprobs, job.params.prompt_logprobs, body.return_token_ids)
-        return [job.prompt], job.params, render.Chat(self.engine.language, job.prompt, wanted, job.parsers)
+        return [job.prompt], job.params, render.Chat(self.engine.text_processor, job.prompt, wanted, job.parsers)
 
     def chat_job(self, body: ChatRequest) -> ChatJob:
         """The engine's part of a chat. ApiError 400."""
@@ -152,7 +152,7 @@ class Service:
     def _parsers(self, body: ChatRequest, parts: OutputFormat) -> Callable[[], Parser] | None:
         """What makes a parser for each choice; None where it is all text."""
         form, start = parts
-        hidden = self.engine.language.special if body.skip_special_tokens else ()
+        hidden = self.engine.text_processor.special if body.skip_special_tokens else ()
 
         def made() -> Parser:
             found = parser(form, body.offered, hidden)
@@ -167,7 +167,7 @@ class Service:
         logprobs, form = (body.top_logprobs or 0) if body.logprobs else None, parts.form
         params = self._params(
             body,
-            calls=body.calls_grammar(form, self.engine.language.grammars, any_whitespace=self.any_whitespace),
+            calls=body.calls_grammar(form, self.engine.text_processor.grammars, any_whitespace=self.any_whitespace),
             start=parts.start,
             max_tokens=limit,
             logprobs=logprobs,
@@ -176,7 +176,7 @@ class Service:
         if form and form.end and not body.parallel_tool_calls:
             params = replace(params, stop_after=(form.end,))
         marks = (form.tokens if form else ()) + ((BEGIN, END) if parts.start else ())
-        if not self.engine.language.special.isdisjoint(marks):
+        if not self.engine.text_processor.special.isdisjoint(marks):
             params = replace(params, keep_special=True)  # the parser finds the parts by them
         return params
 
@@ -210,12 +210,12 @@ class Service:
             )
         grammar = grammar or calls
         if grammar and start:
-            grammar = after_thought(grammar, start, self.engine.language.grammars.named)
+            grammar = after_thought(grammar, start, self.engine.text_processor.grammars.named)
         try:  # here, as this may be on a thread: the engine is handed requests on the event loop
-            compiled = self.engine.language.grammars.compiled(grammar) if grammar else None
+            compiled = self.engine.text_processor.grammars.compiled(grammar) if grammar else None
         except ValueError as error:
             raise ApiError(400, str(error), param="response_format") from error
-        return body.sampling(self.engine.language, grammar=compiled, **more)
+        return body.sampling(self.engine.text_processor, grammar=compiled, **more)
 
     async def _respond(
         self,

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from weft.engine.config import EngineError, QueueFull
 from weft.engine.engine import Engine
-from weft.engine.output.request_output import Answer, OnOutput
+from weft.engine.output.request_output import OutputCallback, RequestOutput
 from weft.engine.request import EQUALS, Output, SamplingParams, Sharing, TokenLogprob
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
@@ -31,10 +31,10 @@ each takes kilobytes."""
 MIN_UNREAD = 8 * MAX_UNREAD
 """The same of a request that has few choices."""
 OUTCOMES = {400: "refused", 408: "client_slow", 429: "queue_full", 504: "timeout"}
-Job = tuple[Sequence[int], SamplingParams, OnOutput]
+Job = tuple[Sequence[int], SamplingParams, OutputCallback]
 
 
-class Increments(asyncio.Queue["tuple[int, Answer] | ApiError | None"]):
+class Increments(asyncio.Queue["tuple[int, RequestOutput] | ApiError | None"]):
     """Of one request: (choice, of which an increment has come), or why it ends; None where its client is gone.
 
     running: the engine's number of each choice that has not ended.
@@ -98,7 +98,7 @@ class EngineClient:
         self.engine, self.metrics, self.timeout_s = engine, metrics, timeout_s
         self.closed = False
         self._live: set[Increments] = set()
-        self._arrived: deque[tuple[Increments, int, Answer]] = deque()
+        self._arrived: deque[tuple[Increments, int, RequestOutput]] = deque()
         self._woken = False
 
     @property
@@ -143,7 +143,7 @@ class EngineClient:
                 pass
             increments.put_nowait(None)
 
-        def callback(choice: int) -> OnOutput:
+        def callback(choice: int) -> OutputCallback:
             return partial(self._arrive, loop, increments, choice)
 
         jobs = [(prompt, each, callback(i)) for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))]
@@ -180,7 +180,9 @@ class EngineClient:
             self._live.discard(increments)
             self._cancel(increments)
 
-    def _arrive(self, loop: asyncio.AbstractEventLoop, increments: Increments, choice: int, completion: Answer) -> None:
+    def _arrive(
+        self, loop: asyncio.AbstractEventLoop, increments: Increments, choice: int, completion: RequestOutput
+    ) -> None:
         """On the engine's thread. What comes of a step wakes the loop once, not once for each stream."""
         self._arrived.append((increments, choice, completion))
         if not self._woken:

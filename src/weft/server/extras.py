@@ -30,7 +30,7 @@ def router(service: Service) -> APIRouter:
         else:
             prompts.check_length(len(body.prompt), "prompt")
             tokens, wants_names = prompts.encode(body.prompt, body.add_special_tokens), body.return_token_strs
-        strings = [engine.language.token_name(t) for t in tokens] if wants_names else None
+        strings = [engine.text_processor.token_name(t) for t in tokens] if wants_names else None
         shape = {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens}
         return json_response(shape | {"token_strs": strings})
 

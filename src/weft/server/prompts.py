@@ -66,7 +66,7 @@ class Prompts:
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens that a client names."""
-        vocabulary = self._engine.language.vocabulary
+        vocabulary = self._engine.text_processor.vocabulary
         if not all(0 <= token < vocabulary for token in tokens):  # the tokenizer would fail on some of them
             raise ApiError(400, f"prompt tokens must be between 0 and {vocabulary - 1}", param="prompt")
         return str(self._tokenizer.decode(tokens))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from weft.engine.output.language import Language
+from weft.engine.output.text_processor import TextProcessor
 from weft.engine.request import SamplingParams
 from weft.server.errors import ApiError
 
@@ -137,13 +137,13 @@ class SamplingFields(Body):
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
 
-    def sampling(self, language: Language, **more: Any) -> SamplingParams:
+    def sampling(self, text_processor: TextProcessor, **more: Any) -> SamplingParams:
         """The engine's parameters; `more` of them as they are. ApiError 400 for a value out of range."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > 16:
             raise ApiError(400, f"{len(stop)} stop strings; at most 16", param="stop")
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-        sampling = language.defaults | {name: value for name, value in given.items() if value is not None}
+        sampling = text_processor.defaults | {name: value for name, value in given.items() if value is not None}
         if "top_k" in sampling:
             sampling["top_k"] = max(int(sampling["top_k"]), 0)  # -1 is some clients' word for off
         try:
@@ -156,7 +156,7 @@ class SamplingFields(Body):
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
                 logit_bias=tuple(self.logit_bias.items()),
-                bad_words=tuple(w for word in self.bad_words for w in _spellings(word, language.tokenizer)),
+                bad_words=tuple(w for word in self.bad_words for w in _spellings(word, text_processor.tokenizer)),
                 allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
                 keep_stop=self.include_stop_str_in_output or self.no_stop_trim,
                 keep_special=not self.skip_special_tokens,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from weft.engine.output.language import Language
+from weft.engine.output.text_processor import TextProcessor
 from weft.engine.request import Output, TokenLogprob
 from weft.server.engine_client import Choice
 from weft.server.tools import OutputDelta, Parser
@@ -51,9 +51,13 @@ class Completion:
     id_prefix, name, chunk_name = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, language: Language, prompts: Sequence[Sequence[int]], wanted: Wanted, echoed: Sequence[str] = ()
+        self,
+        text_processor: TextProcessor,
+        prompts: Sequence[Sequence[int]],
+        wanted: Wanted,
+        echoed: Sequence[str] = (),
     ):
-        self._language, self._prompts, self._wanted, self._echoed = language, prompts, wanted, echoed
+        self._text_processor, self._prompts, self._wanted, self._echoed = text_processor, prompts, wanted, echoed
         self.beside: dict[str, Any] = {}
         self._offsets: defaultdict[int, int] = defaultdict(int)
         self._characters: defaultdict[int, codecs.IncrementalDecoder] = defaultdict(lambda: UTF8("replace"))
@@ -83,7 +87,7 @@ class Completion:
             if begins:
                 body["prompt_token_ids"] = self._prompts[index]
         if begins and self._wanted.prompt is not None:
-            body["prompt_logprobs"] = prompt_table(self._language, prompt, self._wanted.prompt)
+            body["prompt_logprobs"] = prompt_table(self._text_processor, prompt, self._wanted.prompt)
         return body
 
     def _table(self, index: int, entries: Sequence[TokenLogprob | int], limit: int) -> dict[str, Any]:
@@ -91,11 +95,11 @@ class Completion:
         scores = [TokenLogprob(e, None) if isinstance(e, int) else e for e in entries]
         offsets, characters = [], self._characters[index]
         for p in scores:
-            raw = self._language.grammars.tokens.decode_bytes([p.token_id])
+            raw = self._text_processor.grammars.tokens.decode_bytes([p.token_id])
             # Where it does not go on with a character that was begun, one replacement character stands for that.
             offsets.append(self._offsets[index] + _breaks(characters.getstate()[0], raw))
             self._offsets[index] += len(characters.decode(raw))
-        names = self._language.token_name
+        names = self._text_processor.token_name
         tops = [{names(t): value for t, value in p.top[:limit]} for p in scores]
         return {
             "tokens": [names(p.token_id) for p in scores],
@@ -114,11 +118,13 @@ def _breaks(begun: bytes, more: bytes) -> bool:
     return False
 
 
-def prompt_table(language: Language, scores: Sequence[TokenLogprob], limit: int) -> list[dict[str, Any] | None]:
+def prompt_table(
+    text_processor: TextProcessor, scores: Sequence[TokenLogprob], limit: int
+) -> list[dict[str, Any] | None]:
     """In vLLM's shape, but for ranks: of a prompt's each token, and the best in its place, the logprob."""
     return [None] + [
         {
-            str(token): {"logprob": value, "decoded_token": language.token_name(token)}
+            str(token): {"logprob": value, "decoded_token": text_processor.token_name(token)}
             for token, value in [(p.token_id, p.logprob), *p.top[:limit]]
         }
         for p in scores
@@ -137,13 +143,13 @@ class Chat:
 
     def __init__(
         self,
-        language: Language,
+        text_processor: TextProcessor,
         prompt: Sequence[int],
         wanted: Wanted,
         parsers: Callable[[], Parser] | None = None,
     ):
         self.beside = {"prompt_token_ids": prompt} if wanted.tokens else {}
-        self._language, self._wanted, self._new_parser = language, wanted, parsers
+        self._text_processor, self._wanted, self._new_parser = text_processor, wanted, parsers
         self._parsers: defaultdict[int, Parser] = defaultdict(parsers)
         self._called: Counter[int] = Counter()
 
@@ -157,7 +163,7 @@ class Chat:
             message |= {"content": parts.text or None, "tool_calls": [call.plain() for call in parts.calls]}
         body = {"index": index, "message": message} | self._rest(choice, choice.last, bool(parts.calls))
         if self._wanted.prompt is not None:
-            body["prompt_logprobs"] = prompt_table(self._language, choice.prompt_logprobs, self._wanted.prompt)
+            body["prompt_logprobs"] = prompt_table(self._text_processor, choice.prompt_logprobs, self._wanted.prompt)
         return body
 
     def chunks(self, index: int, output: Output, begins: bool) -> Iterator[dict[str, Any]]:
@@ -191,5 +197,5 @@ class Chat:
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         # A token may be a part of a character, or hold none at all: so its bytes are given beside its text.
-        raw = self._language.grammars.tokens.decode_bytes([token])
+        raw = self._text_processor.grammars.tokens.decode_bytes([token])
         return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}

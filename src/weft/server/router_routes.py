@@ -38,7 +38,7 @@ def router(service: Service) -> APIRouter:
     @made.get("/get_load")
     async def load() -> list[dict[str, int]]:
         stats = engine.stats()
-        tokens = sum(stats.kv_used) * config.deal.span
+        tokens = sum(stats.kv_used) * config.interleave.span
         here = {"num_reqs": stats.running + stats.waiting, "num_waiting_reqs": stats.waiting, "num_tokens": tokens}
         return [{"dp_rank": 0} | here]
 

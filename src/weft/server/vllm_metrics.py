@@ -66,7 +66,7 @@ class WithVllmNames(Collector):
     def _cache_config(self) -> Metric:
         config = self._engine.config
         labels = self._labels | {
-            "block_size": str(config.deal.span),
+            "block_size": str(config.interleave.span),
             "num_gpu_blocks": str(sum(self._engine.stats().kv_total)),
             "enable_prefix_caching": str(config.prefix_cache),
         }

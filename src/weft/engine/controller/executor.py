@@ -94,7 +94,7 @@ class Executor(ABC):
         now = time.monotonic()
         deadline = now + self.config.step_timeout_s * (1 + len(self._under_way))
         self._under_way.append((step.number, step.counts, deadline))
-        self._tell_all(step)
+        self._send_all(step)
         self._news = True
         if now >= self._asked_at + REPORT_S:
             self._ask_report()
@@ -113,8 +113,8 @@ class Executor(ABC):
         results = [each.popleft() for each in self._results]
         leaders = [results[self.mesh.leader(g)] for g in range(self.mesh.attn_dp)]
         for rank, result in enumerate(results):
-            drawn = leaders[self.mesh.group_of(rank)].ran.tokens
-            asked = Ran(number, counts, results[0].ran.plan, drawn)
+            sampled = leaders[self.mesh.group_of(rank)].ran.tokens
+            asked = Ran(number, counts, results[0].ran.plan, sampled)
             if result.ran != asked:
                 raise EngineError(f"ranks diverge: rank {rank} ran {result.ran}, where {asked} was due, as on others")
         return leaders
@@ -208,7 +208,7 @@ class Executor(ABC):
     @abstractmethod
     def _send(self, rank: int, message: ToRank) -> None: ...
 
-    def _tell_all(self, message: ToRank) -> None:
+    def _send_all(self, message: ToRank) -> None:
         for rank in range(self.mesh.world):
             self._send(rank, message)
 

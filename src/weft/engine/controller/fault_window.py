@@ -8,20 +8,20 @@ from collections.abc import Callable
 
 from weft.engine.config import EngineError
 
-MOST_BACKOFF_S = 60.0
+MAX_BACKOFF_S = 60.0
 """The longest wait before ranks are started anew."""
 
 
 class FaultWindow:
-    """Counts failures. most: that are borne within window_s; clock: seconds, rising.
+    """Counts failures. max_failures: that are borne within window_s; clock: seconds, rising.
 
     backoff_s: the wait after the second failure without a step in between; it doubles with each further one.
     """
 
     def __init__(
-        self, most: int, window_s: float, clock: Callable[[], float] = time.monotonic, *, backoff_s: float = 0.0
+        self, max_failures: int, window_s: float, clock: Callable[[], float] = time.monotonic, *, backoff_s: float = 0.0
     ):
-        self._most, self._window_s, self._clock, self._backoff_s = most, window_s, clock, backoff_s
+        self._max_failures, self._window_s, self._clock, self._backoff_s = max_failures, window_s, clock, backoff_s
         self._in_a_row = 0
         self._failures: deque[tuple[float, str]] = deque()
         self.total = 0
@@ -41,18 +41,19 @@ class FaultWindow:
         self._failures.append((now, cause))
         while self._failures[0][0] < now - self._window_s:
             self._failures.popleft()
-        if len(self._failures) > self._most:
+        if len(self._failures) > self._max_failures:
             causes = Counter(cause for _, cause in self._failures)
             listed = "; ".join(f"{cause} ({n} times)" if n > 1 else cause for cause, n in causes.items())
-            if self._most == 0:
+            if self._max_failures == 0:
                 raise EngineError(listed)
             raise EngineError(
-                f"gave up after {len(self._failures)} failures in {self._window_s:g} s (max_restarts={self._most}): "
+                f"gave up after {len(self._failures)} failures in {self._window_s:g} s "
+                f"(max_restarts={self._max_failures}): "
                 f"{listed}"
             )
         self._in_a_row += 1
         doublings = min(self._in_a_row - 2, 62)
-        return 0.0 if doublings < 0 else min(self._backoff_s * 2.0**doublings, MOST_BACKOFF_S)
+        return 0.0 if doublings < 0 else min(self._backoff_s * 2.0**doublings, MAX_BACKOFF_S)
 
 
 def one_line(error: Exception) -> str:

@@ -71,7 +71,7 @@ class ProcessExecutor(Executor):
     def _send(self, rank: int, message: ToRank) -> None:
         self._outboxes[rank].send(encode(message))
 
-    def _tell_all(self, message: ToRank) -> None:
+    def _send_all(self, message: ToRank) -> None:
         encoded = encode(message)
         for outbox in self._outboxes:
             outbox.send(encoded)

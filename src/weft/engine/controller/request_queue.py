@@ -10,23 +10,23 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 from weft.engine.config import EngineError, QueueFull
-from weft.engine.output.request_output import Answer
+from weft.engine.output.request_output import RequestOutput
 
 T = TypeVar("T")
 Command = Callable[[], None]
 RATE_OVER = 64
 """Requests that ended last, by whose times the wait of one that is refused is estimated."""
-MOST_RETRY_S = 60.0
+MAX_RETRY_S = 60.0
 
 
-class Intake:
-    """Thread-safe. most: requests that may be here, waiting or running; more are refused."""
+class RequestQueue:
+    """Thread-safe. max_requests: requests that may be here, waiting or running; more are refused."""
 
-    def __init__(self, most: int):
-        self._most = most
+    def __init__(self, max_requests: int):
+        self._max_requests = max_requests
         self._changed = threading.Condition()
         self._commands: deque[Command] = deque()
-        self._newcomers: OrderedDict[int, Answer] = OrderedDict()
+        self._newcomers: OrderedDict[int, RequestOutput] = OrderedDict()
         self._ends: deque[float] = deque(maxlen=RATE_OVER)
         self._closed: str | None = None
         self._open = True
@@ -43,27 +43,27 @@ class Intake:
 
     def ask(self, question: Callable[[], T]) -> T:
         """Hands over a command and waits for what it gives or raises. Raises EngineError where none is taken."""
-        answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        reply: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
             try:
-                answer.put((question(), None))
+                reply.put((question(), None))
             except BaseException as error:
-                answer.put((None, error))
+                reply.put((None, error))
 
         if not self.put(run):
             raise EngineError(self._closed or "the engine is closed")
-        value, error = answer.get()
+        value, error = reply.get()
         if error is not None:
             raise error
         return cast(T, value)
 
-    def add(self, newcomers: Sequence[Answer]) -> None:
+    def add(self, newcomers: Sequence[RequestOutput]) -> None:
         """Hands over requests, all or none. Raises QueueFull, EngineError where no more are taken."""
         with self._changed:
             if self._closed is not None:
                 raise EngineError(self._closed)
-            over = self.here + len(newcomers) - self._most
+            over = self.here + len(newcomers) - self._max_requests
             if over > 0:
                 self.refused += len(newcomers)
                 raise QueueFull(self.here, self._retry_after_s(over))
@@ -71,7 +71,7 @@ class Intake:
             self._newcomers.update((a.sequence.request, a) for a in newcomers)
             self._changed.notify()
 
-    def withdraw(self, request: int) -> Answer | None:
+    def withdraw(self, request: int) -> RequestOutput | None:
         """Takes out a request that has not been taken by `newcomers`; None where it has, or is not known."""
         with self._changed:
             return self._newcomers.pop(request, None)
@@ -95,10 +95,10 @@ class Intake:
             self.wait(min(left, 1.0))
             take_in()
 
-    def wait_for_room(self, timeout_s: float) -> bool:
+    def wait_for_capacity(self, timeout_s: float) -> bool:
         """Waits until another request may come; False where none may yet."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.here < self._most, timeout_s)
+            return self._changed.wait_for(lambda: self.here < self._max_requests, timeout_s)
 
     def wait_until_empty(self, timeout_s: float) -> bool:
         """Waits until no request is here; False where some still are."""
@@ -114,12 +114,12 @@ class Intake:
             self._commands.clear()
             return commands
 
-    def newcomers(self, most: int) -> list[Answer]:
+    def newcomers(self, max_requests: int) -> list[RequestOutput]:
         """Up to so many requests, taken out, first come first."""
         if not self._newcomers:
             return []
         with self._changed:
-            return [self._newcomers.popitem(last=False)[1] for _ in range(min(most, len(self._newcomers)))]
+            return [self._newcomers.popitem(last=False)[1] for _ in range(min(max_requests, len(self._newcomers)))]
 
     def refuse(self, why: str) -> None:
         """From now on every newcomer is refused with this line; commands are still taken. The first line stays."""
@@ -137,4 +137,4 @@ class Intake:
         if len(self._ends) < 2:
             return 1.0
         each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return min(max(1.0, over * each), MOST_RETRY_S)
+        return min(max(1.0, over * each), MAX_RETRY_S)

@@ -14,16 +14,16 @@ from typing import Any, Literal
 import llguidance
 import llguidance.hf
 
-from weft.engine.output.grammar_trial import LIMITS, Trial
+from weft.engine.output.grammar_sandbox import LIMITS, GrammarSandbox
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 """Of JSON, as regular expressions. Where any whitespace may come, some models write nothing else until the length."""
-MOST_TEXT = 2**21
+MAX_TEXT = 2**21
 """Characters of a grammar."""
-MOST_GBNF = 2**16
+MAX_GBNF = 2**16
 """Characters of one as GBNF, which takes Python the square of its length to convert."""
-MOST_BYTES = 2**26
+MAX_BYTES = 2**26
 """Of memory that a compiled grammar may take."""
 KEPT_BYTES = 2**28
 """Of memory that all take which are kept for the next request."""
@@ -42,7 +42,7 @@ def grammar(kind: Kind, what: Any, *, any_whitespace: bool = False) -> str:
             what = _sized(what) if isinstance(what, str) else what
             what = schema_text(json.loads(what) if isinstance(what, str) else what, any_whitespace=any_whitespace)
         elif kind == "grammar" and "::=" in what:
-            _sized(what, MOST_GBNF)
+            _sized(what, MAX_GBNF)
         return str(llguidance.grammar_from(kind, _sized(what)))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
@@ -55,9 +55,9 @@ def choice_of(texts: Sequence[str]) -> str:
     return f"start: {rule}\n" + (f"CHOICE: {some}\n" if some else "")
 
 
-def _sized(text: str, most: int = MOST_TEXT) -> str:
-    if len(text) > most:
-        raise ValueError(f"a grammar of {len(text)} characters is too long; give at most {most}")
+def _sized(text: str, limit: int = MAX_TEXT) -> str:
+    if len(text) > limit:
+        raise ValueError(f"a grammar of {len(text)} characters is too long; give at most {limit}")
     return text
 
 
@@ -123,7 +123,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Iterable[int]):
         self._tokenizer, self._ends = tokenizer, list(ends)
         self._size = max(vocabulary, len(tokenizer))
-        self._trial = Trial(self._described)
+        self._sandbox = GrammarSandbox(self._described)
         self._kept: OrderedDict[str, Compiled] = OrderedDict()  # the one that was asked for last at the end
         self._look, self._compile = threading.Lock(), threading.Lock()
 
@@ -160,9 +160,9 @@ class Grammars:
 
     def _tried(self, grammar: str) -> Compiled:
         try:
-            size = self._trial.bytes_of(_sized(grammar))
-            if size > MOST_BYTES:
-                raise ValueError(f"compiled it takes {size >> 20} MiB; at most {MOST_BYTES >> 20} are given")
+            size = self._sandbox.bytes_of(_sized(grammar))
+            if size > MAX_BYTES:
+                raise ValueError(f"compiled it takes {size >> 20} MiB; at most {MAX_BYTES >> 20} are given")
             matcher = llguidance.LLMatcher(self.tokens, grammar, log_level=0, limits=LIMITS)
             if matcher.is_error():
                 raise ValueError(matcher.get_error().splitlines()[0])

@@ -1,4 +1,4 @@
-"""One answer as it grows: drawn tokens are added on the engine's thread; increments are made where they are taken."""
+"""The output of one request: tokens are added on the engine's thread; increments are made where they are taken."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ from dataclasses import dataclass, field
 
 from weft.engine.messages import Logprobs, Scored
 from weft.engine.output.detokenizer import TextStream
-from weft.engine.output.language import Language
+from weft.engine.output.text_processor import TextProcessor
 from weft.engine.request import FinishReason, Output, SamplingParams, Sequence, TokenLogprob
 from weft.engine.scheduler.sampling_rows import bits
 from weft.engine.scheduler.scheduler import Scheduler
 
-OnOutput = Callable[["Answer"], None]
+OutputCallback = Callable[["RequestOutput"], None]
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How an answer ends. at: which increment is the last, from 0. token: whether it brings one; spoken: whether that
-    is a part of the text. fault: what failed. The rest as in `Output`."""
+    """How an output ends. Other fields are as in `Output`.
+
+    Attributes:
+        at: the number of the last increment, from 0.
+        token: whether the last increment has a token.
+        in_text: whether that token is a part of the text.
+        fault: what failed.
+    """
 
     at: int
     reason: FinishReason | None
@@ -31,45 +37,52 @@ class End:
     error: str | None = None
     fault: Exception | None = None
     token: bool = True
-    spoken: bool = True
+    in_text: bool = True
     refused: bool = False
 
 
 NOT_YET = End(-1, None)
-"""Of an increment that is not the last."""
+"""The end of an increment that is not the last."""
 
 
 @dataclass(eq=False, slots=True)
-class Answer:
-    """A request that runs or waits, and what has come of it.
+class RequestOutput:
+    """A request that runs or waits, and its output so far.
 
-    The engine's thread adds tokens, sets the `end` and calls the listener, once for each increment. `take` makes the
-    increments, one after the other, wherever they are wanted. eos: tokens that end the text without being named as its
-    stop reason. scheduler: of the DP group that it was given to; None until then. name: in the log. end: None while it
-    goes on. over: the last increment was taken.
+    The engine's thread adds tokens, sets `end` and calls the callback once for each increment. `take` makes the
+    increments, one after the other, on any thread.
+
+    Attributes:
+        callback: called with this object, on the engine's thread.
+        text: makes text of tokens.
+        eos: tokens that end the text and are not named as its stop reason.
+        scheduler: of the DP group that has the request; None before it has one.
+        name: of the request in the log.
+        end: None while it goes on.
+        over: the last increment was taken.
     """
 
     sequence: Sequence
-    on_output: OnOutput
+    callback: OutputCallback
     text: TextStream
     eos: frozenset[int]
     scheduler: Scheduler | None = None
     name: str = ""
     end: End | None = None
     over: bool = False
-    _looks: bool = field(init=False)  # at every token: it may complete a stop string, or what a grammar asks for
-    _told: bool = field(default=False, init=False)  # its listener, of the end
+    _checks_tokens: bool = field(init=False)  # each token: it may complete a stop string or a grammar
+    _notified: bool = field(default=False, init=False)  # the callback was called for the end
     _taken: int = field(default=0, init=False)
-    _known: deque[Logprobs] = field(default_factory=deque, init=False)  # of tokens that were not taken yet
-    _pieces: deque[str] = field(default_factory=deque, init=False)  # their text, where it is searched
+    _known: deque[Logprobs] = field(default_factory=deque, init=False)  # logprobs of tokens that were not taken yet
+    _pieces: deque[str] = field(default_factory=deque, init=False)  # text of such tokens, with stop strings alone
 
     def __post_init__(self) -> None:
-        self._looks = bool(self.text.stops) or self.sequence.grammar is not None
+        self._checks_tokens = bool(self.text.stops) or self.sequence.grammar is not None
 
     # --- on the engine's thread -------------------------------------------------------------------------------
 
     def score(self, scored: Scored) -> None:
-        """Takes logprobs of the prompt; those of a step that is run anew are the same again."""
+        """Takes logprobs of the prompt's tokens; a step that runs again gives the same ones."""
         s = self.sequence
         tokens = s.tokens[scored.first : scored.first + len(scored.logprobs)]
         try:
@@ -79,9 +92,9 @@ class Answer:
             s.fault = error
 
     def accept(self, token: int, known: Logprobs | None = None) -> int:
-        """Takes one drawn token, after which the answer may have an end; gives how many it has.
+        """Takes one sampled token, sets `end` where it is the last, and returns the number of tokens so far.
 
-        Whatever fails is a fault of this answer alone, which ends. known: the token's logprobs, where asked for.
+        An error ends this request alone. known: the token's logprobs, where they are asked for.
         """
         s = self.sequence
         at = len(s.tokens) - s.prompt_tokens
@@ -90,27 +103,27 @@ class Answer:
                 s.tokens.append(token)
             if known is not None:
                 self._known.append(known)
-            if token in s.end_ids or at + 1 >= s.max_tokens or self._looks or s.fault:  # else it goes on
+            if token in s.end_ids or at + 1 >= s.max_tokens or self._checks_tokens or s.fault:  # else it goes on
                 self.end = self._end_with(token, at)
         except Exception as error:
             self.end = End(at, "error", fault=error)
         return at + 1 if s.max_tokens > 0 else 0
 
     def _end_with(self, token: int, at: int) -> End | None:
-        """The end that a token brings, its number from 0; None where the answer goes on."""
+        """The end that a token brings; None where the output goes on. at: the token's number, from 0."""
         s = self.sequence
         if s.fault is not None:
             raise s.fault
         if s.max_tokens == 0:
             return End(at, "length", token=False)
         whole = False
-        if s.grammar is not None:  # first: where no token may come, any may be drawn, and one that ends the text too
+        if s.grammar is not None:  # first: where no token may come, any is sampled, an end token too
             try:
                 whole = s.grammar.accept(token)
             except ValueError as error:
                 return End(at, "error", error=str(error), refused=True)
         if token in s.end_ids and at + 1 >= s.params.min_tokens:
-            return End(at, "stop", None if token in self.eos else token, spoken=s.params.keep_stop)
+            return End(at, "stop", None if token in self.eos else token, in_text=s.params.keep_stop)
         if self.text.stops:
             piece, stop = self.text.push(token, check_stop=at + 1 >= s.params.min_tokens)
             self._pieces.append(piece)
@@ -121,34 +134,34 @@ class Answer:
         return End(at, "length") if at + 1 >= s.max_tokens else None
 
     def cut(self, reason: FinishReason, error: str | None = None) -> None:
-        """Ends it without another token."""
-        self.end = End(self.sequence.drawn, reason, error=error, token=False)
+        """Ends the output without another token."""
+        self.end = End(self.sequence.output_tokens, reason, error=error, token=False)
 
-    def tell(self) -> bool:
-        """Calls the listener for an increment; True where that is the last. Nothing after the last.
+    def notify(self) -> bool:
+        """Calls the callback for an increment; True where that is the last. Does nothing after the last.
 
-        Whatever fails in it is a fault of this answer alone.
+        An error of the callback ends this request alone.
         """
-        if self._told:
+        if self._notified:
             return False
         try:
-            if not self.over:  # else it could not be made, and who took it knows
-                self.on_output(self)
+            if not self.over:  # else the increment failed, and its taker knows
+                self.callback(self)
         except Exception as error:
             self.end, self.over = End(self._taken, "error", fault=error), False
             with contextlib.suppress(Exception):
-                self.on_output(self)
+                self.callback(self)
             if not self.over:
                 self.take()
-        self._told = self.end is not None
-        return self._told
+        self._notified = self.end is not None
+        return self._notified
 
-    # --- where the listener wants it, on one thread at a time -------------------------------------------------
+    # --- on any thread, one at a time -------------------------------------------------------------------------
 
     def take(self) -> Output:
-        """The next increment, to be taken once for each call of the listener.
+        """The next increment; call it once for each call of the callback.
 
-        Whatever fails in making it is a fault of this answer alone, which ends with it.
+        An error in making it ends this request alone, with this increment.
         """
         s, at, end = self.sequence, self._taken, self.end
         last = NOT_YET if end is None or end.at != at else end
@@ -162,7 +175,7 @@ class Answer:
                 tokens = (token := s.tokens[s.prompt_tokens + at],)
                 if self._known:
                     logprobs = (TokenLogprob(token, *self._known.popleft()),)
-                if last.spoken:
+                if last.in_text:
                     text = self._pieces.popleft() if self._pieces else self.text.push(token, check_stop=False)[0]
             if last.reason:
                 text += self.text.flush()
@@ -191,33 +204,41 @@ class Answer:
 def prepare(
     prompt: Seq[int],
     params: SamplingParams,
-    on_output: OnOutput,
+    callback: OutputCallback,
     seed: int,
     context: int,
-    language: Language,
-) -> Answer:
-    """The answer to a request, before its first token and without a number.
+    text_processor: TextProcessor,
+) -> RequestOutput:
+    """The output of a new request, before its first token and without a request number.
 
-    seed: for a request that brings none. context: tokens that prompt and answer may have together. Raises ValueError
-    for a prompt that is empty, too long or holds unknown tokens, and for parameters that no token satisfies.
+    Raises ValueError for a prompt that is empty, too long or holds unknown tokens, and for parameters that no token
+    satisfies.
+
+    Args:
+        prompt: its tokens.
+        params: how its tokens are sampled.
+        callback: called for each increment.
+        seed: for a request that brings none.
+        context: limit of tokens of the prompt and the output together.
+        text_processor: of the model.
     """
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
-    most = context - len(prompt)
-    if most < (params.max_tokens != 0):  # before each token is looked at: there may be millions
-        raise ValueError(f"the prompt has {len(prompt)} tokens; at most {context - 1} fit with the answer's first")
-    if params.max_tokens is not None and params.max_tokens > most:
+    max_output = context - len(prompt)
+    if max_output < (params.max_tokens != 0):  # before each token is looked at: there may be millions
+        raise ValueError(f"the prompt has {len(prompt)} tokens; at most {context - 1} fit with one more")
+    if params.max_tokens is not None and params.max_tokens > max_output:
         raise ValueError(
             f"the prompt's {len(prompt)} tokens and max_tokens={params.max_tokens} exceed the context of "
-            f"{context} tokens; ask for at most {most}"
+            f"{context} tokens; ask for at most {max_output}"
         )
-    tokens, vocabulary = list(prompt), language.vocabulary
+    tokens, vocabulary = list(prompt), text_processor.vocabulary
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         raise ValueError(f"prompt tokens must be between 0 and {vocabulary - 1}")
     for name in ("stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"):
         if any(not 0 <= token < vocabulary for token in params.tokens_of(name)):
             raise ValueError(f"the tokens of {name} must be between 0 and {vocabulary - 1}")
-    ends = frozenset() if params.ignore_eos else language.ends
+    ends = frozenset() if params.ignore_eos else text_processor.ends
     if params.stop_token_ids:
         ends |= frozenset(params.stop_token_ids)
     allowed = frozenset(params.allowed_token_ids or ())
@@ -231,11 +252,11 @@ def prepare(
         prompt_tokens=len(tokens),
         params=params,
         seed=seed if params.seed is None else params.seed & (2**62 - 1),
-        max_tokens=most if params.max_tokens is None else params.max_tokens,
+        max_tokens=max_output if params.max_tokens is None else params.max_tokens,
         end_ids=ends,
         allowed=bits(allowed, vocabulary) if allowed else b"",
-        grammar=None if params.grammar is None else language.grammars.start(params.grammar),
+        grammar=None if params.grammar is None else text_processor.grammars.start(params.grammar),
     )
     keep = params.keep_stop, params.keep_special
-    text = TextStream(language.detokenizer, params.stop, *keep, params.stop_after)
-    return Answer(sequence, on_output, text, language.ends)
+    text = TextStream(text_processor.detokenizer, params.stop, *keep, params.stop_after)
+    return RequestOutput(sequence, callback, text, text_processor.ends)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weft.comm.stats import StepStat
 from weft.engine.messages import Stat
-from weft.engine.output.request_output import Answer, OnOutput
+from weft.engine.output.request_output import OutputCallback, RequestOutput
 from weft.engine.request import FinishReason, TokenLogprob
 
 
@@ -50,38 +50,38 @@ class GenerationResult:
 
 
 def gather(
-    prompts: Sequence[Sequence[int]], submit: Callable[[Sequence[int], OnOutput], None]
+    prompts: Sequence[Sequence[int]], submit: Callable[[Sequence[int], OutputCallback], None]
 ) -> list[GenerationResult]:
     """Submits each prompt with a listener, and waits for all answers."""
-    ended: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
 
-    def listener(at: int) -> OnOutput:
-        def listen(answer: Answer) -> None:
-            if answer.end is not None:
-                ended.put((at, answer))
+    def callback(at: int) -> OutputCallback:
+        def callback_for(output: RequestOutput) -> None:
+            if output.end is not None:
+                ended.put((at, output))
 
-        return listen
+        return callback_for
 
     for at, prompt in enumerate(prompts):
-        submit(prompt, listener(at))
-    answers = dict(ended.get() for _ in prompts)
-    return [whole(answers[at]) for at in range(len(prompts))]
+        submit(prompt, callback(at))
+    outputs = dict(ended.get() for _ in prompts)
+    return [whole(outputs[at]) for at in range(len(prompts))]
 
 
-def whole(answer: Answer) -> GenerationResult:
+def whole(output: RequestOutput) -> GenerationResult:
     """One that has ended, of which nothing was taken yet."""
-    outputs = []
-    while not answer.over:
-        outputs.append(answer.take())
-    reason = outputs[-1].finish_reason
+    increments = []
+    while not output.over:
+        increments.append(output.take())
+    reason = increments[-1].finish_reason
     assert reason is not None
     return GenerationResult(
-        "".join(o.text for o in outputs),
-        tuple(t for o in outputs for t in o.token_ids),
-        tuple(p for o in outputs for p in o.logprobs),
+        "".join(o.text for o in increments),
+        tuple(t for o in increments for t in o.token_ids),
+        tuple(p for o in increments for p in o.logprobs),
         reason,
-        outputs[-1].cached_tokens,
-        outputs[-1].error,
+        increments[-1].cached_tokens,
+        increments[-1].error,
     )
 
 

@@ -19,7 +19,7 @@ def adjust(sequence: Sequence) -> Adjust | None:
     """What its next draw asks for besides; None: nothing. It follows from the sequence alone, so a replay draws the
     same tokens."""
     p = sequence.params
-    if p.plain and (not p.min_tokens or sequence.drawn + sequence.pending >= p.min_tokens):
+    if p.plain and (not p.min_tokens or sequence.output_tokens + sequence.pending >= p.min_tokens):
         return None
     return Adjust(
         logprobs=-1 if p.logprobs is None else p.logprobs,
@@ -61,7 +61,7 @@ def _added(sequence: Sequence) -> tuple[tuple[int, float], ...]:
 
 def _banned(sequence: Sequence) -> tuple[int, ...]:
     """The end before min_tokens, and the last token of each bad word whose others stand at the answer's end."""
-    p, answer = sequence.params, sequence.tokens[sequence.prompt_tokens :] if sequence.params.bad_words else []
-    banned = set(sequence.end_ids) if sequence.drawn + sequence.pending < p.min_tokens else set()
-    banned |= {word[-1] for word in p.bad_words if answer[len(answer) - len(word) + 1 :] == list(word[:-1])}
+    p, output = sequence.params, sequence.tokens[sequence.prompt_tokens :] if sequence.params.bad_words else []
+    banned = set(sequence.end_ids) if sequence.output_tokens + sequence.pending < p.min_tokens else set()
+    banned |= {word[-1] for word in p.bad_words if output[len(output) - len(word) + 1 :] == list(word[:-1])}
     return tuple(sorted(banned))

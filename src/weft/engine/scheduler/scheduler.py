@@ -49,17 +49,17 @@ class Scheduled:
     """
 
     rows: GroupRows
-    draws: list[tuple[Sequence, CacheAllocation]]
+    sampled: list[tuple[Sequence, CacheAllocation]]
     scores: list[tuple[Sequence, CacheAllocation]]
 
-    def drawn(self, result: Result) -> list[tuple[Sequence, int, Logprobs | None]]:
+    def take_tokens(self, result: Result) -> list[tuple[Sequence, int, Logprobs | None]]:
         """Once its tokens have come: what is whose, pending no longer; what is nobody's any more is left out."""
-        drawn, logprobs = [], result.logprobs or [None] * len(result.tokens)
-        for (sequence, allocation), token, known in zip(self.draws, result.tokens, logprobs, strict=True):
+        sampled, logprobs = [], result.logprobs or [None] * len(result.tokens)
+        for (sequence, allocation), token, known in zip(self.sampled, result.tokens, logprobs, strict=True):
             if sequence.allocation is allocation:
                 sequence.pending -= 1
-                drawn.append((sequence, token, known))
-        return drawn
+                sampled.append((sequence, token, known))
+        return sampled
 
     def scored(self, result: Result) -> Iterator[tuple[Sequence, Scored]]:
         """Whose the scores are, in the same way."""
@@ -87,10 +87,10 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. ValueError where it could never fit in the cache."""
-        most = sequence.prompt_tokens + sequence.max_tokens
-        if most > self.caches.max_tokens:
+        limit = sequence.prompt_tokens + sequence.max_tokens
+        if limit > self.caches.max_tokens:
             raise ValueError(
-                f"prompt and answer may take {most} tokens, but the key-value cache of a group holds "
+                f"prompt and answer may take {limit} tokens, but the key-value cache of a group holds "
                 f"{self.caches.max_tokens}; ask for fewer or start with a larger kv_tokens"
             )
         self.waiting.add(sequence)
@@ -134,17 +134,17 @@ class Scheduler:
         """The rows of the next step, which counts as run from now on; those of the steps before may still run."""
         if self._repeats and not (self.waiting and len(self.running) < self.max_running):
             return self._repeat()
-        budget, answering = self.max_batch_tokens, [s for s in self.running if s.answering]
-        if any(s.allocation is not None and s.computed >= s.allocation.capacity and not s.ending for s in answering):
-            self._grow_ahead(answering)
-        for sequence in answering:  # in the order of those that run, as in all that follows
+        budget, decoding = self.max_batch_tokens, [s for s in self.running if s.decoding]
+        if any(s.allocation is not None and s.computed >= s.allocation.capacity and not s.ending for s in decoding):
+            self._grow_ahead(decoding)
+        for sequence in decoding:  # in the order of those that run, as in all that follows
             if budget and sequence.allocation is not None and not sequence.ending:  # else an earlier one took its pages
                 if sequence.stalled:
                     self.stalls += 1
                 elif sequence.computed < sequence.allocation.capacity or self._grow(sequence, budget):
                     self._step.append((sequence, 1))
                     budget -= 1
-        for sequence in [s for s in self.running if not s.answering]:
+        for sequence in [s for s in self.running if not s.decoding]:
             if budget and sequence.allocation is not None and self._grow(sequence, budget):
                 budget -= self._plan_rows(sequence, budget)
         while budget and len(self.running) < self.max_running and (admitted := self._admit(budget)):
@@ -154,12 +154,12 @@ class Scheduler:
             sequence.computed += rows
             done = sequence.left == 0
             assert sequence.allocation is not None
-            if not sequence.answering or self.caches.frees_on_advance:
+            if not sequence.decoding or self.caches.frees_on_advance:
                 # Where the prompt is done, others may start from it.
-                first = done and not sequence.drawn and not sequence.pending
+                first = done and not sequence.output_tokens and not sequence.pending
                 self.caches.advance(sequence.allocation, sequence.tokens, sequence.computed, keep=first)
             if done:
-                sequence.pending, sequence.answering = sequence.pending + 1, True
+                sequence.pending, sequence.decoding = sequence.pending + 1, True
         self._step = []
         self._foresee(scheduled)
         return scheduled
@@ -174,9 +174,12 @@ class Scheduler:
     def _foresee(self, scheduled: Scheduled) -> None:
         """How often a step comes again after this one, with nothing new to say, unless somebody comes or goes."""
         rows, self._repeats = scheduled.rows, 0
-        if len(rows.answers) == len(self.running) and not (rows.adjust or self.caches.frees_on_advance):
+        if len(rows.decode_rows) == len(self.running) and not (rows.adjust or self.caches.frees_on_advance):
             left = (min(s.allocation.capacity, s.to_run) - s.computed for s in self.running if s.allocation)
-            self._repeats, self._same = min(left, default=0), Scheduled(GroupRows(rows.answers), scheduled.draws, [])
+            self._repeats, self._same = (
+                min(left, default=0),
+                Scheduled(GroupRows(rows.decode_rows), scheduled.sampled, []),
+            )
 
     def _repeat(self) -> Scheduled:
         self._repeats -= 1
@@ -185,7 +188,7 @@ class Scheduler:
             sequence.pending += 1
         return self._same
 
-    def _grow_ahead(self, answering: Seq[Sequence]) -> None:
+    def _grow_ahead(self, decoding: Seq[Sequence]) -> None:
         """Where one needs a page, all get room for as many tokens, so that the steps in between are alike: for more
         than a page's where so many pages are free.
 
@@ -195,63 +198,63 @@ class Scheduler:
         if self.waiting or self.caches.frees_on_advance or held + 2 * len(self.running) > self.caches.total:
             return
         ahead = self.caches.page_size * max(1, min(PAGES_AHEAD, self.caches.free // len(self.running)))
-        self.caches.grow_all([(s.allocation, min(s.computed + ahead, s.to_run)) for s in answering if s.allocation])
+        self.caches.grow_all([(s.allocation, min(s.computed + ahead, s.to_run)) for s in decoding if s.allocation])
 
     def _rows_of_step(self) -> Scheduled:
         """What the ranks are told of the step."""
-        answers: list[int] = []
+        decode_rows: list[int] = []
         chunks: list[Chunk] = []
         joins: list[Join] = []
         entries: list[Entry] = []
         asked: list[tuple[int, Adjust]] = []
-        draws: list[tuple[Sequence, CacheAllocation]] = []
+        sampled: list[tuple[Sequence, CacheAllocation]] = []
         scores: list[tuple[Sequence, CacheAllocation]] = []
         for sequence, rows in self._step:
             allocation = sequence.allocation
             assert allocation is not None
-            if not sequence.told:
-                sequence.told = [list(table) for table in allocation.tables]
+            if not sequence.sent_tables:
+                sequence.sent_tables = [list(table) for table in allocation.tables]
                 tables = tuple(map(tuple, allocation.tables))
                 draw, copy = sampling(sequence), allocation.copy
                 joins.append(Join(sequence.row, sequence.request, sequence.computed, tables, draw, copy))
-            elif self.caches.frees_on_advance or len(allocation.tables[0]) != len(sequence.told[0]):
+            elif self.caches.frees_on_advance or len(allocation.tables[0]) != len(sequence.sent_tables[0]):
                 entries += self._news(sequence, allocation)
-            if sequence.answering:
-                answers.append(sequence.row)
+            if sequence.decoding:
+                decode_rows.append(sequence.row)
             else:
                 tokens = tuple(sequence.tokens[sequence.computed : sequence.computed + rows])
                 chunks.append(Chunk(sequence.row, tokens, rows == sequence.left, scoring(sequence, rows)))
                 if chunks[-1].score:
                     scores.append((sequence, allocation))
-                if not chunks[-1].draws:
+                if not chunks[-1].samples:
                     continue
-            draws.append((sequence, allocation))
+            sampled.append((sequence, allocation))
             try:
                 how = adjust(sequence)
             except Exception as error:  # of one answer: it ends when its token comes, and the others go on
                 how, sequence.fault = None, error
             if how is not None:
                 asked.append((sequence.row, how))
-        rows_of_step = GroupRows(tuple(answers), tuple(chunks), tuple(joins), tuple(entries), tuple(asked))
-        return Scheduled(rows_of_step, draws, scores)
+        rows_of_step = GroupRows(tuple(decode_rows), tuple(chunks), tuple(joins), tuple(entries), tuple(asked))
+        return Scheduled(rows_of_step, sampled, scores)
 
     def _news(self, sequence: Sequence, allocation: CacheAllocation) -> Iterator[Entry]:
         """What of its tables the ranks do not know yet."""
-        for group, (table, told) in enumerate(zip(allocation.tables, sequence.told, strict=True)):
+        for group, (table, sent) in enumerate(zip(allocation.tables, sequence.sent_tables, strict=True)):
             if self.caches.rules[group].state:
-                new = [i for i in (0, 1) if table[i] != told[i]]
-                told[:] = table
+                new = [i for i in (0, 1) if table[i] != sent[i]]
+                sent[:] = table
             else:  # what a window has passed needs no word: it is not read any more
-                new = list(range(len(told), len(table)))
-                told += table[len(told) :]
+                new = list(range(len(sent), len(table)))
+                sent += table[len(sent) :]
             for i in new:
                 yield Entry(sequence.row, group, i, table[i])
 
     def _rows(self, sequence: Sequence, budget: int) -> int:
-        if sequence.answering:
+        if sequence.decoding:
             return 1
-        most = max(1, budget // SCORED_COST) if sequence.to_score else budget
-        return min(self.caches.rows_to_border(sequence.computed, len(sequence.tokens)), most)
+        limit = max(1, budget // SCORED_COST) if sequence.to_score else budget
+        return min(self.caches.rows_to_border(sequence.computed, len(sequence.tokens)), limit)
 
     def _plan_rows(self, sequence: Sequence, budget: int) -> int:
         """Puts the next rows of a prompt into the step; what they cost of the budget."""
@@ -317,7 +320,7 @@ def make_schedulers(config: EngineConfig, groups: Seq[CacheGroup]) -> list[Sched
     """One for each DP group, empty. groups: of the model's caches."""
     return [
         Scheduler(
-            CacheManager(groups, config.deal.span, prefix_cache=config.prefix_cache),
+            CacheManager(groups, config.interleave.span, prefix_cache=config.prefix_cache),
             max_batch_tokens=config.max_batch_tokens,
             max_running=config.max_running,
         )

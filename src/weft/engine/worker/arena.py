@@ -32,16 +32,16 @@ class ArenaNeed:
 
 
 class Ledger:
-    """A workspace that counts how many of its tensors are alive at once. most: the largest count so far."""
+    """A workspace that counts how many of its tensors are alive at once. peak: the largest count so far."""
 
     def __init__(self) -> None:
-        self._alive = self.most = 0
+        self._alive = self.peak = 0
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         """An unfilled tensor of like's dtype and device. It counts until its storage is freed: views keep it alive."""
         out = like.new_empty(shape)
         self._alive += 1
-        self.most = max(self.most, self._alive)
+        self.peak = max(self.peak, self._alive)
         weakref.finalize(out.untyped_storage(), self._free)
         return out
 
@@ -61,7 +61,7 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     """
     ledger = Ledger()
     chain = trace(model, config.mesh, dtype, ledger.empty)
-    deltas = max(ledger.most, *(len(read.deltas) for form in chain.forms for read in form))
+    deltas = max(ledger.peak, *(len(read.deltas) for form in chain.forms for read in form))
     rows, sent = sum(bucket((config.max_batch_tokens,) * config.attn_dp)), sent_bytes(config, chain)
     merged = merged_bytes(chain, config.mesh, config.max_running)
     value = max(rows * chain.width * chain.element_bytes, merged, gathered_logits(config, model), sent)
@@ -124,9 +124,9 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 def _left(group: Path, limit: str, usage: str, reclaimable: str) -> int:
     """Bytes that a control group leaves; very many where it sets no limit."""
     try:
-        most = (group / limit).read_text().strip()
+        allowed = (group / limit).read_text().strip()
         used = int((group / usage).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except OSError:
         return 1 << 62
-    return 1 << 62 if most == "max" else int(most) - used + int(stat.get(reclaimable, 0))
+    return 1 << 62 if allowed == "max" else int(allowed) - used + int(stat.get(reclaimable, 0))

@@ -32,11 +32,11 @@ class Shape(NamedTuple):
     """
 
     rows: int
-    draws: int
+    sampled: int
     prompts: bool
 
 
-class Draws(NamedTuple):
+class SampledRows(NamedTuple):
     """From which of a step's sequences tokens are drawn; tensors have a graph's room for them.
 
     rows int32 `[draws]`: of the table, of which the first `live` (int32 `[1]`) count. answers: int32 `[1]`, how many of
@@ -45,7 +45,7 @@ class Draws(NamedTuple):
 
     rows: Tensor
     live: Tensor
-    answers: Tensor
+    decode_count: Tensor
     lengths: Tensor
 
 
@@ -54,30 +54,30 @@ class Inputs(Protocol):
 
     shapes: Sequence[Shape]
 
-    def put(self, news: GroupRows) -> int:
+    def put(self, group_rows: GroupRows) -> int:
         """Queues the copies that a replay waits for; gives the number of draws."""
         ...
 
-    def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, Draws]:
+    def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, SampledRows]:
         """What a graph's model is given; host code that a capture runs once. live: int32 `[1]`, rows of the step."""
         ...
 
 
-def answer_capacities(most: int) -> list[int]:
+def decode_capacities(max_rows: int) -> list[int]:
     """Rows of a DP group that graphs of answers are captured for: powers of two to 64, then steps of 64, the last being
-    `most`."""
+    `max_rows`."""
     small = [1 << i for i in range(7)]
-    return sorted({min(c, most) for c in [*small, *range(128, most + 64, 64)]})
+    return sorted({min(c, max_rows) for c in [*small, *range(128, max_rows + 64, 64)]})
 
 
-def prompt_capacities(most: int) -> list[int]:
+def prompt_capacities(max_rows: int) -> list[int]:
     """The same of graphs with prompts. Few rows take about as long as a few more, since weights have to be read; from
     512 on less than a quarter of a graph's rows is padding."""
     found = [64, 128, 256, 384]
-    while found[-1] < most:
+    while found[-1] < max_rows:
         octave = 512 << (len(found) - 4) // 4
         found += [octave * quarters // 4 for quarters in (4, 5, 6, 7)]
-    return sorted({min(c, most) for c in found})
+    return sorted({min(c, max_rows) for c in found})
 
 
 def captures_prompts(rules: Sequence[Rule], mesh: Mesh) -> bool:
@@ -87,7 +87,7 @@ def captures_prompts(rules: Sequence[Rule], mesh: Mesh) -> bool:
     return mesh.dcp == 1 and not any(rule.state for rule in rules)
 
 
-class AnswerInputs:
+class DecodeInputs:
     """Of steps of answers alone: a row each, which runs the last token. Only which rows take part is copied, and that
     where it has changed.
 
@@ -95,88 +95,113 @@ class AnswerInputs:
     """
 
     def __init__(self, rows: DeviceRows, rules: Sequence[Rule], page_size: int):
-        most = len(rows.length)
-        self.shapes: Sequence[Shape] = [Shape(n, n, False) for n in answer_capacities(most)]
+        max_sequences = len(rows.length)
+        self.shapes: Sequence[Shape] = [Shape(n, n, False) for n in decode_capacities(max_sequences)]
         self._rows, self._rules, self._page_size = rows, rules, page_size
-        self._answers = torch.zeros_like(rows.length)
+        self._decode_rows = torch.zeros_like(rows.length)
         self._copied: tuple[int, ...] = ()  # what that holds
 
-    def put(self, news: GroupRows) -> int:
+    def put(self, group_rows: GroupRows) -> int:
         """See `Inputs.put`."""
-        answers = news.answers
-        if self._copied[: len(answers)] != answers:
-            fill(self._answers, answers)
-            self._copied = answers
-        return len(answers)
+        decode_rows = group_rows.decode_rows
+        if self._copied[: len(decode_rows)] != decode_rows:
+            fill(self._decode_rows, decode_rows)
+            self._copied = decode_rows
+        return len(decode_rows)
 
-    def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, Draws]:
+    def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, SampledRows]:
         """See `Inputs.batch`. Padding rows have length 0, and are stored nowhere."""
         from weft.kernels.triton.decode_step import step_in  # a CPU need not have Triton
 
-        rows, answers = self._rows, self._answers[: shape.rows]
+        rows, decode_rows = self._rows, self._decode_rows[: shape.rows]
         state = rows.last_token, rows.length, rows.entries, rows.steps
-        inputs = step_in(answers, live, *state, self._parts, self._page_size)
+        inputs = step_in(decode_rows, live, *state, self._parts, self._page_size)
         tables: list[PageTables | StateSlots] = []
         for rule, pages, slots in zip(self._rules, inputs.entries.split(rows.widths, 1), inputs.slots, strict=True):
             tables.append(StateSlots(*slots) if rule.state else PageTables(pages, slots[0]))
         batch = Batch(inputs.tokens, inputs.positions, None, inputs.lengths, tuple(tables), slice(None), None)
-        return batch, Draws(answers, live, live, inputs.lengths)
+        return batch, SampledRows(decode_rows, live, live, inputs.lengths)
 
     @cached_property
     def _parts(self) -> Parts:
         from weft.kernels.triton.decode_step import parts
 
-        return parts(self._rows.widths, [rule.state for rule in self._rules], self._answers.device)
+        return parts(self._rows.widths, [rule.state for rule in self._rules], self._decode_rows.device)
 
 
 class PromptInputs:
-    """Of steps in which some sequences run the next tokens of their prompts, up to `most_rows` rows in all.
+    """Of steps in which some sequences run the next tokens of their prompts, up to `max_rows` rows in all.
 
     Where each row lies and what it sees follows on the device from the sequences' lengths and tables, by torch's
     operators: a microsecond or two each, beside a step of milliseconds. Sequences of one row, answers or not, come
     first: sequence i has row i.
     """
 
-    def __init__(self, rows: DeviceRows, page_size: int, most_rows: int):
-        most, device = len(rows.length), rows.length.device
-        self.shapes: Sequence[Shape] = [Shape(n, min(n, most), True) for n in prompt_capacities(most_rows)]
+    def __init__(self, rows: DeviceRows, page_size: int, max_rows: int):
+        max_sequences, device = len(rows.length), rows.length.device
+        self.shapes: Sequence[Shape] = [Shape(n, min(n, max_sequences), True) for n in prompt_capacities(max_rows)]
         self._rows, self._page_size = rows, page_size
-        self._room = -(-(most + 1) // 4) * 4  # whole units of 16 bytes, so that no other kernels are compiled for these
+        self._capacity = (
+            -(-(max_sequences + 1) // 4) * 4
+        )  # whole units of 16 bytes, so that no other kernels are compiled for these
         # Side by side, so that a step has one copy: rows of the table, starts, which of the sequences draw, how many
         # are answers, how many draw, tokens.
-        sizes = [self._room] * 3 + [4, 4, most_rows]
+        sizes = [self._capacity] * 3 + [4, 4, max_rows]
         self._copied = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self._sequences, self._starts, self._draws, answers, drawn, self._tokens = self._copied.split(sizes)
-        self._answers, self._drawn = answers[:1], drawn[:1]
-        self._places = torch.arange(most_rows, dtype=torch.int32, device=device)
+        parts = self._copied.split(sizes)
+        self._sequences, self._starts, self._sampled, decode_rows, sampled_count, self._tokens = parts
+        self._decode_rows, self._sampled_count = decode_rows[:1], sampled_count[:1]
+        self._places = torch.arange(max_rows, dtype=torch.int32, device=device)
 
-    def put(self, news: GroupRows) -> int:
+    def put(self, group_rows: GroupRows) -> int:
         """See `Inputs.put`."""
-        answers, chunks = len(news.answers), sorted(news.chunks, key=lambda chunk: len(chunk.tokens) > 1)
-        rows = [*news.answers, *(chunk.row for chunk in chunks)]
-        starts = [*range(answers), *itertools.accumulate((len(chunk.tokens) for chunk in chunks), initial=answers)]
+        decode_rows, chunks = (
+            len(group_rows.decode_rows),
+            sorted(group_rows.chunks, key=lambda chunk: len(chunk.tokens) > 1),
+        )
+        rows = [*group_rows.decode_rows, *(chunk.row for chunk in chunks)]
+        starts = [
+            *range(decode_rows),
+            *itertools.accumulate((len(chunk.tokens) for chunk in chunks), initial=decode_rows),
+        ]
         place = {row: at for at, row in enumerate(rows)}
-        draws = [place[row] for row in news.draws]
-        filled = [*rows, *[0] * (self._room - len(rows)), *starts, *[starts[-1]] * (self._room - len(starts))]
-        filled += [*draws, *[0] * (self._room - len(draws)), answers, 0, 0, 0, len(draws), 0, 0, 0, *[0] * answers]
+        sampled = [place[row] for row in group_rows.sampled_rows]
+        filled = [*rows, *[0] * (self._capacity - len(rows)), *starts, *[starts[-1]] * (self._capacity - len(starts))]
+        filled += [
+            *sampled,
+            *[0] * (self._capacity - len(sampled)),
+            decode_rows,
+            0,
+            0,
+            0,
+            len(sampled),
+            0,
+            0,
+            0,
+            *[0] * decode_rows,
+        ]
         for chunk in chunks:
             filled += chunk.tokens
         fill(self._copied, filled)
-        return len(draws)
+        return len(sampled)
 
-    def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, Draws]:
+    def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, SampledRows]:
         """See `Inputs.batch`. A padding sequence has no rows, a padding row no sequence: it is stored nowhere."""
-        state, most, page_size = self._rows, shape.draws, self._page_size
-        rows, starts, draws = self._sequences[:most], self._starts[: most + 1], self._draws[:most]
+        state, max_sequences, page_size = self._rows, shape.sampled, self._page_size
+        rows, starts, sampled = (
+            self._sequences[:max_sequences],
+            self._starts[: max_sequences + 1],
+            self._sampled[:max_sequences],
+        )
         count, before = starts.diff(), state.length.index_select(0, rows)
         lengths = (before + count).where(count > 0, 0)
         at = self._places[: shape.rows]
         real = at < live
-        sequence = torch.searchsorted(starts[1:], at, right=True).clamp(max=most - 1)
+        sequence = torch.searchsorted(starts[1:], at, right=True).clamp(max=max_sequences - 1)
         row = rows.index_select(0, sequence)
         positions = (at + (before - starts[:-1]).index_select(0, sequence)).where(real, 0)
         last = state.last_token.index_select(0, row).clamp(min=0)
-        tokens = self._tokens[: shape.rows].where(sequence >= self._answers, last).where(real, 0)
+        tokens = self._tokens[: shape.rows].where(sequence >= self._decode_rows, last).where(real, 0)
         tables, width, begin = [], state.entries.shape[1], 0
         for each in state.widths:
             entry = row.long() * width + begin + positions // page_size
@@ -186,7 +211,9 @@ class PromptInputs:
             begin += each
         state.length.index_add_(0, rows, count)  # of those too that draw nothing yet
         state.steps.add_(1)
-        sampled = (starts[1:].index_select(0, draws).long() - 1).clamp(min=0)
-        batch = Batch(tokens.long(), positions.long(), starts, lengths, tuple(tables), sampled, None)
-        drawing = Draws(rows.index_select(0, draws), self._drawn, self._answers, lengths.index_select(0, draws))
-        return batch, drawing
+        last_rows = (starts[1:].index_select(0, sampled).long() - 1).clamp(min=0)
+        batch = Batch(tokens.long(), positions.long(), starts, lengths, tuple(tables), last_rows, None)
+        sampled_rows = SampledRows(
+            rows.index_select(0, sampled), self._sampled_count, self._decode_rows, lengths.index_select(0, sampled)
+        )
+        return batch, sampled_rows

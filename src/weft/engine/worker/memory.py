@@ -18,7 +18,7 @@ from weft.attention.forward_batch import Batch
 from weft.comm.transport import Transport
 from weft.engine.config import EngineConfig
 from weft.engine.worker.build_batch import SeqRows, build_batch
-from weft.engine.worker.graph_inputs import answer_capacities, captures_prompts
+from weft.engine.worker.graph_inputs import captures_prompts, decode_capacities
 from weft.engine.worker.model_runner import ModelRunner
 from weft.kv.cache_spec import CacheGroup, Latent, Recurrent, Rule, Spec, Window, cache_groups, rule
 from weft.models.load import build_model
@@ -27,9 +27,9 @@ from weft.place.exchange import all_gatherv
 from weft.place.spec import LayoutError
 
 GIB = 1 << 30
-MOST_PAGES = 1 << 24
+MAX_PAGES = 1 << 24
 """Numbers up to here are whole in float32, in which ranks tell theirs."""
-MOST_SPLIT = 8192
+MAX_SPLIT_TOKENS = 8192
 """Tokens of an answer's sequence from which on its attention takes no more memory: it is cut into no more parts."""
 MakeRunner = Callable[[Sequence[CacheGroup]], ModelRunner]
 
@@ -44,7 +44,7 @@ class Memory:
     steps: int
     graphs: int
 
-    def room(self, fraction: float) -> int:
+    def capacity(self, fraction: float) -> int:
         """Bytes for the cache, where so much of the GPU may be used; below 0 where the rest has no room."""
         return self.free - self.steps - self.graphs - int((1 - fraction) * self.total)
 
@@ -57,7 +57,7 @@ def cache_bytes(specs: Mapping[str, Spec], groups: Sequence[CacheGroup], config:
         if isinstance(spec, Recurrent):
             total += (have + 2) * 4 * sum(torch.Size(shape).numel() for shape in spec.shapes)
         else:
-            slots = (have + 1) * (config.deal.span if isinstance(spec, Window) else config.page_size)
+            slots = (have + 1) * (config.interleave.span if isinstance(spec, Window) else config.page_size)
             total += slots * element * (spec.width if isinstance(spec, Latent) else 2 * spec.heads * spec.dim)
     return total
 
@@ -66,8 +66,8 @@ def groups_of(specs: Mapping[str, Spec], config: EngineConfig, pages: int | None
     """The cache groups of a configuration. pages: of whole sequences, in place of what it says."""
     return cache_groups(
         specs.values(),
-        page_size=config.deal.span,
-        kv_tokens=config.cached_tokens if pages is None else pages * config.deal.span,
+        page_size=config.interleave.span,
+        kv_tokens=config.cached_tokens if pages is None else pages * config.interleave.span,
         max_running=config.max_running,
         max_batch_tokens=config.max_batch_tokens,
         prefix_cache=config.prefix_cache,
@@ -96,7 +96,7 @@ def check_cache(specs: Mapping[str, Spec], config: EngineConfig, element: int, f
         )
 
 
-def most_of(config: EngineConfig, model: ModelConfig) -> int:
+def max_sequence_tokens(config: EngineConfig, model: ModelConfig) -> int:
     """Tokens that a sequence may have."""
     return config.max_model_len or model.max_position
 
@@ -104,7 +104,7 @@ def most_of(config: EngineConfig, model: ModelConfig) -> int:
 def large_steps(config: EngineConfig, model: ModelConfig) -> list[list[int]]:
     """The rows of each sequence in the steps that take most: one long prompt; many that end, whose logits are wanted;
     and one row of as many answers as there may be, which come on top of many tokens."""
-    longest = min(config.max_batch_tokens, most_of(config, model))
+    longest = min(config.max_batch_tokens, max_sequence_tokens(config, model))
     each, more = divmod(config.max_batch_tokens, config.max_running)
     spread = [min(longest, each + (i < more)) for i in range(config.max_running)]
     return [[longest], spread, [1] * config.max_running]
@@ -136,16 +136,16 @@ def step_of(
 
 def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, model: ModelConfig) -> Memory:
     """Runs the largest steps on this rank's GPU. Collective: every rank of the mesh must."""
-    steps, span = large_steps(config, model), config.deal.span
+    steps, span = large_steps(config, model), config.interleave.span
     pages = max(sum(-(-count // span) for count in rows) for rows in steps)
     groups = groups_of(specs, config, pages)
     runner = make(groups)
     weight = runner.model.embed.weight
     device = weight.device
     cases, peaks = [(rows, 0) for rows in steps], []
-    cases[-1] = (steps[-1], min(most_of(config, model), MOST_SPLIT) - 1)
+    cases[-1] = (steps[-1], min(max_sequence_tokens(config, model), MAX_SPLIT_TOKENS) - 1)
     longest = steps[0][0]
-    if (context := runner.merges_from(longest) or 0) and context + longest <= most_of(config, model):
+    if (context := runner.merges_from(longest) or 0) and context + longest <= max_sequence_tokens(config, model):
         cases.insert(0, ([longest], context))  # with queries and outputs of all heads of a dcp group
     for rows, context in cases:
         batch = step_of(rows, [g.rule for g in groups], [g.size for g in groups], span, device, context)
@@ -158,9 +158,9 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
     # Graphs share one pool, as large as the largest needs: with prompts it attends as a step of answers does, too. Each
     # of answers keeps its logits, those with prompts have one place for theirs.
     prompts = captures_prompts(runner.rules, config.mesh)
-    draws = sum(answer_capacities(config.max_running)) + config.max_running * prompts
+    sampled = sum(decode_capacities(config.max_running)) + config.max_running * prompts
     logits = len(weight) * weight.element_size()  # of a token: the head is split as the embedding is
-    graphs = peaks[-1] + max(peaks) * prompts + draws * logits
+    graphs = peaks[-1] + max(peaks) * prompts + sampled * logits
     del runner, batch
     gc.collect()
     torch.cuda.empty_cache()
@@ -179,16 +179,16 @@ def sized(
     def bytes_of(pages: int) -> int:
         return cache_bytes(specs, groups_of(specs, config, pages), config, element)
 
-    room = memory.room(config.gpu_memory_fraction)
+    capacity = memory.capacity(config.gpu_memory_fraction)
     # Windows and states do not grow with the pages: where there are no others, as many as may be fit.
-    pages = agree(max(0, bisect.bisect_right(range(MOST_PAGES), room, key=bytes_of) - 1))
+    pages = agree(max(0, bisect.bisect_right(range(MAX_PAGES), capacity, key=bytes_of) - 1))
     found = replace(config, kv_tokens=max(1, pages) * config.page_size)
-    least = max(config.deal.span, config.max_model_len or 0)
-    if pages * config.deal.span < least:
-        need, weights = bytes_of(-(-least // config.deal.span)), memory.total - memory.free
-        if need <= room:
+    least = max(config.interleave.span, config.max_model_len or 0)
+    if pages * config.interleave.span < least:
+        need, weights = bytes_of(-(-least // config.interleave.span)), memory.total - memory.free
+        if need <= capacity:
             raise LayoutError(f"another rank's GPU has no room for the cache of a sequence of {least} tokens")
-        cache, missing = f"{need / GIB:.1f} GiB", f"{(need - room) / GIB:.1f} GiB are missing"
+        cache, missing = f"{need / GIB:.1f} GiB", f"{(need - capacity) / GIB:.1f} GiB are missing"
         raise LayoutError(
             f"a GPU's {memory.total / GIB:.1f} GiB hold {weights / GIB:.1f} GiB of weights and what else is there, and "
             f"steps take {(memory.steps + memory.graphs) / GIB:.1f} GiB: for the cache of a sequence of {least} "
@@ -198,14 +198,14 @@ def sized(
     return found
 
 
-def least_of(transport: Transport, world: int, device: torch.device) -> Callable[[int], int]:
-    """The least of all ranks' numbers up to MOST_PAGES. Collective."""
+def min_over_ranks(transport: Transport, world: int, device: torch.device) -> Callable[[int], int]:
+    """The least of all ranks' numbers up to MAX_PAGES. Collective."""
 
     def agree(mine: int) -> int:
         if world == 1:
             return mine
-        told = torch.full((1, 8), float(mine), device=device)
+        numbers = torch.full((1, 8), float(mine), device=device)
         ranks = tuple(range(world))
-        return int(transport.exchange(told, all_gatherv(world), ranks, (1,) * world).min())
+        return int(transport.exchange(numbers, all_gatherv(world), ranks, (1,) * world).min())
 
     return agree

@@ -21,7 +21,7 @@ from weft.dcp.interleave import Interleave
 from weft.engine.messages import GroupRows, Planned
 from weft.engine.planning import plan_model, sharded_context
 from weft.engine.worker.exchange_times import exchange_times
-from weft.engine.worker.graph_inputs import AnswerInputs, Inputs, PromptInputs, Shape, captures_prompts
+from weft.engine.worker.graph_inputs import DecodeInputs, Inputs, PromptInputs, Shape, captures_prompts
 from weft.engine.worker.row_table import DeviceRows
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.engine.worker.step_graphs import StepGraphs
@@ -38,7 +38,7 @@ from weft.place.show import fold, plan_text
 from weft.place.spec import Mesh
 from weft.stream import Stream
 
-MOST_COUNTS = 4096
+MAX_COUNTS = 4096
 """How many different counts are kept before they are added up, so that they take no more room with every step."""
 
 
@@ -80,16 +80,16 @@ class ModelRunner:
         self.vocabulary = None
         if config.split_vocabulary and mesh.attn_tp > 1:
             self.vocabulary = SplitVocabulary(config.vocab_size, mesh, rank, self.settler)
-        deal = Interleave(mesh.dcp, interleave or page_size, page_size)
-        dealt = context_group(deal, self.settler)
-        self.rules, self._page_size = [group.rule for group in groups], deal.span
+        sharding = Interleave(mesh.dcp, interleave or page_size, page_size)
+        group = context_group(sharding, self.settler)
+        self.rules, self._page_size = [group.rule for group in groups], sharding.span
         layers, device = cached_layers(model), weight.device
         if device.type == "cuda":
             from weft.attention.paged_triton import PagedTriton  # a CPU need not have Triton
 
-            self.caches = Caches(layers, groups, deal.span, weight.dtype, device, PagedTriton, dealt)
+            self.caches = Caches(layers, groups, sharding.span, weight.dtype, device, PagedTriton, group)
         else:
-            self.caches = Caches(layers, groups, deal.span, weight.dtype, device, group=dealt)
+            self.caches = Caches(layers, groups, sharding.span, weight.dtype, device, group=group)
         self._graphs: StepGraphs | None = None
         self._graph_planner = self.planner
         self._stats, self._naive_stats, self._times = Stats(), Stats(), StepTimes(weight.device)
@@ -118,7 +118,7 @@ class ModelRunner:
         logits = self.whole(logits) if whole else logits.float()
         self._steps[counts] += 1
         self._walks += 1
-        if len(self._steps) == MOST_COUNTS:
+        if len(self._steps) == MAX_COUNTS:
             self._count()
         return logits
 
@@ -130,16 +130,16 @@ class ModelRunner:
             self._checksums[key] = plan.checksum()
         return self._checksums[key]
 
-    def planned(self, most_rows: int) -> tuple[Planned, ...]:
+    def planned(self, max_rows: int) -> tuple[Planned, ...]:
         """The plans of all graphs, and of steps of so many rows in each DP group that run without one."""
         largest = {shape.rows: shape for shape in (self._graphs.shapes if self._graphs else ())}
         captured = [Planned(rows, True, self.plan_checksum((), shape)) for rows, shape in sorted(largest.items())]
-        eager = Planned(most_rows, False, self.plan_checksum((most_rows,) * self.mesh.attn_dp))
+        eager = Planned(max_rows, False, self.plan_checksum((max_rows,) * self.mesh.attn_dp))
         return (*captured, eager)
 
-    def capture(self, rows: DeviceRows, most_rows: int, progress: Callable[[int, int], None] | None = None) -> None:
+    def capture(self, rows: DeviceRows, max_rows: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Captures graphs for steps of up to as many answers of each DP group as there are sequences, and where
-        `captures_prompts` says so, for steps of up to `most_rows` with prompts. Collective; on GPUs only.
+        `captures_prompts` says so, for steps of up to `max_rows` with prompts. Collective; on GPUs only.
         progress(done, of).
         """
         # Plans of graphs hold only what reads counts on the device, where there is such a transport.
@@ -149,9 +149,9 @@ class ModelRunner:
         settlements = Settlements(self.mesh, offers, self.planner.settlements.recipes, on_device)
         chain, choice = self.planner.chain, self.planner.choice
         planner = Planner(self.mesh, chain, offers, choice, slices_copy=on_device, settlements=settlements)
-        inputs: list[Inputs] = [AnswerInputs(rows, self.rules, self._page_size)]
+        inputs: list[Inputs] = [DecodeInputs(rows, self.rules, self._page_size)]
         if captures_prompts(self.rules, self.mesh):
-            inputs.append(PromptInputs(rows, self._page_size, most_rows))
+            inputs.append(PromptInputs(rows, self._page_size, max_rows))
         self._graphs = StepGraphs(
             self.model,
             self.mesh,
@@ -168,12 +168,12 @@ class ModelRunner:
         with self.settler.planned_by(settlements):
             self._graphs.capture(progress)
         self.settler.ran.clear()
-        for room in sorted({self._room(shape) for shape in self._graphs.shapes}):
+        for capacity in sorted({self._capacity(shape) for shape in self._graphs.shapes}):
             weight = self.model.embed.weight
-            full = captured_rows(able.values(), self.mesh, self.rank, room[0], weight.device)
-            full.fill(room)
-            for plan in (planner.plan(room), planner.naive(room)):
-                self._alone.setdefault(room, {}).update(exchange_times(plan, able, full, weight))
+            full = captured_rows(able.values(), self.mesh, self.rank, capacity[0], weight.device)
+            full.fill(capacity)
+            for plan in (planner.plan(capacity), planner.naive(capacity)):
+                self._alone.setdefault(capacity, {}).update(exchange_times(plan, able, full, weight))
 
     def check(self) -> None:
         """Raises CommError where a collective that has run met a fault: what was computed with it means nothing."""
@@ -184,18 +184,18 @@ class ModelRunner:
         """Of the graph that serves a step; None where it runs eagerly: see `StepGraphs.shape_of`."""
         return None if self._graphs is None else self._graphs.shape_of(groups, counts)
 
-    def replay(self, shape: Shape, news: GroupRows, counts: Counts) -> tuple[Tensor, Tensor]:
+    def replay(self, shape: Shape, group_rows: GroupRows, counts: Counts) -> tuple[Tensor, Tensor]:
         """Logits, and the tokens drawn from them, by the graph: see `StepGraphs.replay`. Few steps look at logits
         beyond the draw, and then at few rows: `whole` makes of these what `forward` gives.
         """
         assert self._graphs is not None
         self._replays[counts, shape] += 1
-        return self._graphs.replay(shape, news, counts)
+        return self._graphs.replay(shape, group_rows, counts)
 
-    def told(self, draws: int) -> Callable[[], Tensor]:
-        """What waits for the tokens that the last replay drew: see `Told.wait`."""
+    def sampled_tokens(self, count: int) -> Callable[[], Tensor]:
+        """What waits for the tokens that the last replay drew: see `PinnedTokenRing.wait`."""
         assert self._graphs is not None
-        return self._graphs.told.wait(draws)
+        return self._graphs.token_ring.wait(count)
 
     def whole(self, logits: Tensor) -> Tensor:
         """Rows of logits as float32, of the whole vocabulary. Where it is split all ranks of a group must call."""
@@ -209,7 +209,7 @@ class ModelRunner:
         """
         plan = self.planner.plan(counts) if shape is None else self._captured_plan(shape)
         received, rows = self.planner.received, counts[self.mesh.group_of(self.rank)]
-        capacity, sampled = (rows, rows) if shape is None else (shape.rows, shape.draws)
+        capacity, sampled = (rows, rows) if shape is None else (shape.rows, shape.sampled)
         found: list[tuple[str, str, str, int]] = []
         for read in plan.reads:
             site = read.read.site
@@ -264,10 +264,10 @@ class ModelRunner:
             self._naive_stats.record(self.planner, self.planner.naive(counts), counts, walks)
         self._steps.clear()
         for (counts, shape), walks in self._replays.items():
-            room = self._room(shape)
-            alone, planner = self._alone[room], self._graph_planner
-            self._stats.record(planner, planner.plan(room), counts, walks, alone)
-            self._naive_stats.record(planner, planner.naive(room), counts, walks, alone)
+            capacity = self._capacity(shape)
+            alone, planner = self._alone[capacity], self._graph_planner
+            self._stats.record(planner, planner.plan(capacity), counts, walks, alone)
+            self._naive_stats.record(planner, planner.naive(capacity), counts, walks, alone)
         self._replays.clear()
         for (site, settled), (calls, moved, seconds, predicted) in self.settler.ran.items():
             self._stats.add(site, settled, calls, moved, seconds, predicted)
@@ -287,12 +287,12 @@ class ModelRunner:
     def _context(self) -> ShardedContext | None:
         return sharded_context(self.model.config, self.mesh, self.model.embed.weight.dtype, self.planner.chain)
 
-    def _room(self, shape: Shape) -> Counts:
+    def _capacity(self, shape: Shape) -> Counts:
         """Rows of each DP group that a graph has room for."""
         return (shape.rows,) * self.mesh.attn_dp
 
     def _captured_plan(self, shape: Shape) -> Plan:
-        return self._graph_planner.plan(self._room(shape))
+        return self._graph_planner.plan(self._capacity(shape))
 
     def plan_text(self, tokens_per_group: int) -> str:
         """The plan for so many tokens in each DP group, beside the naive one."""

@@ -18,13 +18,15 @@ STEPS = 8
 one before: these were read long before they are written over."""
 
 
-class Told:
-    """The places, in turn. rows: int32 `[STEPS, most]`, pinned where kernels run on a GPU; the step that is number n by
-    `DeviceRows.steps` writes row n modulo STEPS.
+class PinnedTokenRing:
+    """A ring of pinned host memory for the tokens of the last STEPS graphs.
+
+    rows: int32 `[STEPS, max_rows]`, pinned where kernels run on a GPU. The graph that is number n by `DeviceRows.steps`
+    writes row n modulo STEPS.
     """
 
-    def __init__(self, most: int, on_gpu: bool):
-        self.rows = torch.full((STEPS, most), NO_TOKEN, dtype=torch.int32, pin_memory=on_gpu)
+    def __init__(self, max_rows: int, on_gpu: bool):
+        self.rows = torch.full((STEPS, max_rows), NO_TOKEN, dtype=torch.int32, pin_memory=on_gpu)
         # A thread that waits sleeps.
         self._written = [torch.cuda.Event(blocking=True) for _ in range(STEPS)] if on_gpu else []
         self._unread = [False] * STEPS
@@ -34,14 +36,14 @@ class Told:
         """A graph was queued: its place is the next in turn."""
         self._step += 1
 
-    def wait(self, draws: int) -> Callable[[], Tensor]:
+    def wait(self, sampled: int) -> Callable[[], Tensor]:
         """What waits, on any thread, for the first tokens of the graph that was queued last, once nothing else is to
         change them. AssertionError where those that were in its place were not read.
         """
         place = self._step % STEPS
         assert not self._unread[place], f"nobody read the tokens of {STEPS} steps"
         self._unread[place] = True
-        written, tokens = self._written[place] if self._written else None, self.rows[place, :draws]
+        written, tokens = self._written[place] if self._written else None, self.rows[place, :sampled]
         if written is not None:
             written.record()
 

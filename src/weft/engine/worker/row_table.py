@@ -38,23 +38,23 @@ class Row:
 class RowTable:
     """The rows of a rank. most: how many; rules, page_size: of the caches."""
 
-    def __init__(self, most: int, rules: Sequence[Rule], page_size: int, device: torch.device):
+    def __init__(self, max_rows: int, rules: Sequence[Rule], page_size: int, device: torch.device):
         self.device, self.rules, self.page_size = device, tuple(rules), page_size
         self.rows: dict[int, Row] = {}
         self.cut: set[int] = set()
         """Rows whose draws leave out the tail by top_k or top_p, which takes a sort."""
         self.floored: set[int] = set()
         """Rows whose draws leave out the tail by min_p."""
-        self.last_token = torch.full((most,), NO_TOKEN, dtype=torch.int32, device=device)
+        self.last_token = torch.full((max_rows,), NO_TOKEN, dtype=torch.int32, device=device)
 
-    def apply(self, news: GroupRows) -> None:
+    def apply(self, group_rows: GroupRows) -> None:
         """Takes in what is new, before the rows of the step. Raises ValueError for an entry beyond a table's end."""
-        for join in news.joins:
+        for join in group_rows.joins:
             self.rows[join.row] = Row(join.request, join.context, [list(table) for table in join.tables], join.sampling)
             self.last_token[join.row].fill_(NO_TOKEN)
             (self.cut.add if cuts(join.sampling) else self.cut.discard)(join.row)
             (self.floored.add if join.sampling.min_p > 0 else self.floored.discard)(join.row)
-        for entry in news.entries:
+        for entry in group_rows.entries:
             row = self.rows[entry.row]
             table = row.tables[entry.group]
             if entry.index > len(table):
@@ -68,76 +68,85 @@ class RowTable:
         self.floored.clear()
         self.last_token.fill_(NO_TOKEN)
 
-    def batch(self, news: GroupRows) -> Batch:
+    def batch(self, group_rows: GroupRows) -> Batch:
         """The step's rows, from the host's knowledge and the last tokens. Answers come first, a row each."""
-        n, rows = len(news.answers), self.rows
-        tokens = [0] * n + [token for chunk in news.chunks for token in chunk.tokens]
-        seqs = [SeqRows(1, rows[row].length, rows[row].tables, 1) for row in news.answers]
-        for chunk in news.chunks:
-            sampled = len(chunk.tokens) if chunk.score else int(chunk.draws)
+        n, rows = len(group_rows.decode_rows), self.rows
+        tokens = [0] * n + [token for chunk in group_rows.chunks for token in chunk.tokens]
+        seqs = [SeqRows(1, rows[row].length, rows[row].tables, 1) for row in group_rows.decode_rows]
+        for chunk in group_rows.chunks:
+            sampled = len(chunk.tokens) if chunk.score else int(chunk.samples)
             seqs.append(SeqRows(len(chunk.tokens), rows[chunk.row].length, rows[chunk.row].tables, sampled))
         batch = build_batch(tokens, seqs, self.page_size, self.rules, self.device)
         if n:
-            batch.tokens[:n] = self.last(news.answers).clamp(min=0)
+            batch.tokens[:n] = self.last(group_rows.decode_rows).clamp(min=0)
         return batch
 
-    def advance(self, news: GroupRows) -> None:
+    def advance(self, group_rows: GroupRows) -> None:
         """Counts the step's rows to the sequences: a row's length is then the place of what it draws."""
-        for row in news.answers:
+        for row in group_rows.decode_rows:
             self.rows[row].length += 1
-        for chunk in news.chunks:
+        for chunk in group_rows.chunks:
             self.rows[chunk.row].length += len(chunk.tokens)
 
     def last(self, rows: Sequence[int]) -> Tensor:
         """The last tokens of rows, int32 on the device."""
         return self.last_token.index_select(0, on_device(rows, torch.int64, self.device))
 
-    def needs_whole(self, news: GroupRows) -> bool:
+    def needs_full_logits(self, group_rows: GroupRows) -> bool:
         """Whether a step needs whole rows of logits where the vocabulary is split: not where every row takes the best
         token, or draws by temperature alone.
         """
         cut = self.cut | self.floored
-        return not cut.isdisjoint(news.draws) or bool(news.adjust) or any(chunk.score for chunk in news.chunks)
+        return (
+            not cut.isdisjoint(group_rows.sampled_rows)
+            or bool(group_rows.adjust)
+            or any(chunk.score for chunk in group_rows.chunks)
+        )
 
-    def draw(self, news: GroupRows, logits: Tensor, split: SplitVocabulary | None = None) -> Tensor:
-        """The step's tokens, int32, from logits `[S, vocabulary]` of `GroupRows.draws`: the rows' last from now on.
+    def sample(self, group_rows: GroupRows, logits: Tensor, split: SplitVocabulary | None = None) -> Tensor:
+        """The step's tokens, int32, from logits `[S, vocabulary]` of `GroupRows.sampled`: the rows' last from now on.
 
         split: whose share the logits are of. It is for steps that need no whole rows.
 
         A row that ran without a last token draws none either, so that the fault is seen wherever tokens arrive.
         """
-        draws, n = news.draws, len(news.answers)
+        sampled, n = group_rows.sampled_rows, len(group_rows.decode_rows)
         if split is None:
-            tokens = self._sample(draws, logits, dict(news.adjust))
+            tokens = self._sample(sampled, logits, dict(group_rows.adjust))
         else:
-            here = [self.rows[row] for row in draws]
+            here = [self.rows[row] for row in sampled]
             tokens = sample_share(logits, [row.sampling for row in here], [row.length for row in here], split)
         if n:
-            tokens[:n] = torch.where(self.last(news.answers) < 0, NO_TOKEN, tokens[:n])
-        self.last_token.index_copy_(0, on_device(draws, torch.int64, self.device), tokens)
+            tokens[:n] = torch.where(self.last(group_rows.decode_rows) < 0, NO_TOKEN, tokens[:n])
+        self.last_token.index_copy_(0, on_device(sampled, torch.int64, self.device), tokens)
         return tokens
 
-    def asking(self, news: GroupRows, split: bool) -> list[int]:
+    def rows_to_resample(self, group_rows: GroupRows, split: bool) -> list[int]:
         """Which of a step's draws ask for more than a graph draws by, or for logprobs: the same on every rank of a
         group. split: it draws from a split vocabulary, where min_p is more.
         """
-        more = self.cut.union((row for row, _ in news.adjust), self.floored if split else ())
-        return [at for at, row in enumerate(news.draws) if row in more] if more else []
+        more = self.cut.union((row for row, _ in group_rows.adjust), self.floored if split else ())
+        return [at for at, row in enumerate(group_rows.sampled_rows) if row in more] if more else []
 
-    def draw_again(
-        self, news: GroupRows, again: Sequence[int], logits: Tensor, tokens: Tensor, whole: Callable[[Tensor], Tensor]
+    def resample(
+        self,
+        group_rows: GroupRows,
+        again: Sequence[int],
+        logits: Tensor,
+        tokens: Tensor,
+        whole: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """Of tokens that a graph drew from logits, draws those of the draws `again` anew, in place. whole: makes
         rows of logits float32, and of all the vocabulary; gives what it made of theirs.
         """
-        draws = news.draws
-        rows = [draws[at] for at in again]
+        sampled = group_rows.sampled_rows
+        rows = [sampled[at] for at in again]
         put = on_device([again, rows], torch.int64, self.device)
         logits = whole(logits.index_select(0, put[0]))
-        drawn = self._sample(rows, logits, dict(news.adjust))
-        drawn = torch.where(tokens.index_select(0, put[0]) < 0, NO_TOKEN, drawn)
-        tokens.index_copy_(0, put[0], drawn)
-        self.last_token.index_copy_(0, put[1], drawn)
+        resampled = self._sample(rows, logits, dict(group_rows.adjust))
+        resampled = torch.where(tokens.index_select(0, put[0]) < 0, NO_TOKEN, resampled)
+        tokens.index_copy_(0, put[0], resampled)
+        self.last_token.index_copy_(0, put[1], resampled)
         return logits
 
     def _sample(self, rows: Sequence[int], logits: Tensor, asked: dict[int, Adjust]) -> Tensor:
@@ -158,26 +167,26 @@ class DeviceRows:
 
     def __init__(self, table: RowTable, max_pages: int):
         self.last_token, device = table.last_token, table.device
-        most, self.widths = len(self.last_token), [2 if rule.state else max_pages for rule in table.rules]
-        self.length = torch.zeros(most, dtype=torch.int32, device=device)
+        max_rows, self.widths = len(self.last_token), [2 if rule.state else max_pages for rule in table.rules]
+        self.length = torch.zeros(max_rows, dtype=torch.int32, device=device)
         # Side by side, so that a step's news of all groups are one copy.
-        self.entries = torch.full((most, sum(self.widths)), -1, dtype=torch.int32, device=device)
+        self.entries = torch.full((max_rows, sum(self.widths)), -1, dtype=torch.int32, device=device)
         self._begins = [0, *itertools.accumulate(self.widths)]
-        self.temperature, self.min_p = torch.zeros(2, most, device=device)
-        self.seed = torch.zeros(most, dtype=torch.int64, device=device)
+        self.temperature, self.min_p = torch.zeros(2, max_rows, device=device)
+        self.seed = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.steps = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def apply(self, news: GroupRows) -> None:
+    def apply(self, group_rows: GroupRows) -> None:
         """As `RowTable.apply`; copies are queued on torch's current stream. ValueError for an entry beyond a table."""
         at: list[int] = []
         values: list[int] = []
-        for join in news.joins:
+        for join in group_rows.joins:
             self._join(join)
             for group, table in enumerate(join.tables):
                 first = self._place(join.row, group, len(table) - 1) + 1 - len(table)
                 at += range(first, first + len(table))
                 values += table
-        for entry in news.entries:
+        for entry in group_rows.entries:
             at.append(self._place(entry.row, entry.group, entry.index))
             values.append(entry.value)
         if at:
@@ -198,9 +207,9 @@ class DeviceRows:
         ):
             tensor[join.row].fill_(value)  # a launch that holds the value: no copy from the host
 
-    def ran(self, table: RowTable, news: GroupRows) -> None:
+    def ran(self, table: RowTable, group_rows: GroupRows) -> None:
         """After a step that ran without a graph: takes the lengths of its rows."""
-        rows = [*news.answers, *(chunk.row for chunk in news.chunks)]
+        rows = [*group_rows.decode_rows, *(chunk.row for chunk in group_rows.chunks)]
         _put(self.length, rows, [table.rows[row].length for row in rows])
 
 

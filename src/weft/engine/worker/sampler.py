@@ -31,10 +31,10 @@ def sample(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], ad
         for row in changed:
             logits[row] = _adjust(logits[row], adjust[row])
     if logits.is_cuda:
-        return _draw_on_gpu(logits, how, positions)
+        return _sample_on_gpu(logits, how, positions)
     tokens = logits.argmax(-1)
     if random := [row for row, h in enumerate(how) if h.temperature > 0]:
-        tokens[random] = _draw(logits[random], [how[row] for row in random], [positions[row] for row in random])
+        tokens[random] = _sample_rows(logits[random], [how[row] for row in random], [positions[row] for row in random])
     return tokens
 
 
@@ -73,7 +73,7 @@ def _adjust(logits: Tensor, how: Adjust) -> Tensor:
     return torch.where(torch.isfinite(logits).any(), logits, raw)
 
 
-def _draw(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+def _sample_rows(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     temperature, min_p = _column([h.temperature for h in how], logits), _column([h.min_p for h in how], logits)
     temperature = temperature.clamp(min=1e-5)  # below, logits would overflow
     if any(map(cuts, how)):
@@ -97,7 +97,7 @@ def _best_of_share(
     return scores.gather(-1, token[:, None])[:, 0], token + split.share.start
 
 
-def _draw_on_gpu(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+def _sample_on_gpu(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     if any(map(cuts, how)):
         logits = _cut(logits, how, _column([h.temperature for h in how], logits).clamp(min=1e-5))
     return _best_on_gpu(logits, how, positions)[1].long()

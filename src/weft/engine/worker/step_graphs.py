@@ -21,7 +21,7 @@ from weft.comm.step_rows import CapturedRows, captured_rows
 from weft.comm.transport import Transport
 from weft.engine.messages import GroupRows
 from weft.engine.worker.graph_inputs import Inputs, Shape
-from weft.engine.worker.pinned_tokens import Told
+from weft.engine.worker.pinned_tokens import PinnedTokenRing
 from weft.engine.worker.row_table import DeviceRows
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.models.model_config import LanguageModel
@@ -58,15 +58,15 @@ class StepGraphs:
         self._settler = settler
         self._inputs = {kind.shapes[0].prompts: kind for kind in inputs}
         self.shapes = sorted(shape for kind in inputs for shape in kind.shapes)
-        weight, most = model.embed.weight, len(rows.length)
+        weight, max_rows = model.embed.weight, len(rows.length)
         self._device, own = weight.device, len(weight)  # the head is split as the embedding is
         # Of steps with prompts, few of whose logits anybody looks at: one place for all graphs of such.
-        self._logits = weight.new_empty(most if True in self._inputs else 0, own)
-        self._tokens = torch.zeros(most, dtype=torch.int32, device=self._device)
-        self.told = Told(most, self._device.type == "cuda")
+        self._logits = weight.new_empty(max_rows if True in self._inputs else 0, own)
+        self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
+        self.token_ring = PinnedTokenRing(max_rows, self._device.type == "cuda")
         self._counts: dict[int, CapturedRows] = {}  # by rows
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._drawn: dict[tuple[Shape, int], tuple[Tensor, Tensor]] = {}  # what `replay` gives, by how many are drawn
+        self._outputs: dict[tuple[Shape, int], tuple[Tensor, Tensor]] = {}  # what `replay` gives, by how many are drawn
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -76,8 +76,8 @@ class StepGraphs:
         gc.freeze()  # what lives on is not looked through below
         for shape in shapes:  # compiles what is compiled when first used, which a capture does not allow
             if shape.rows not in self._counts:
-                room = self._mesh, self._rank, shape.rows, self._device
-                self._counts[shape.rows] = captured_rows(self._transports.values(), *room)
+                capacity = self._mesh, self._rank, shape.rows, self._device
+                self._counts[shape.rows] = captured_rows(self._transports.values(), *capacity)
                 self._counts[shape.rows].fill((0,) * groups)
             self._step(shape, self._counts[shape.rows])
             torch.cuda.synchronize()
@@ -103,7 +103,7 @@ class StepGraphs:
         at = bisect.bisect_left(inputs.shapes, Shape(max(counts), 0, False))
         return inputs.shapes[at] if at < len(inputs.shapes) else None
 
-    def replay(self, shape: Shape, news: GroupRows, counts: Counts) -> tuple[Tensor, Tensor]:
+    def replay(self, shape: Shape, group_rows: GroupRows, counts: Counts) -> tuple[Tensor, Tensor]:
         """(logits `[draws, vocabulary]` as the model gives them, the tokens drawn from them, int32).
 
         Logits are of this rank's share where the vocabulary is split. min_p is then left out of the draw, which would
@@ -113,34 +113,34 @@ class StepGraphs:
         """
         for transport in self._transports.values():
             transport.check()
-        n = self._inputs[shape.prompts].put(news)
+        n = self._inputs[shape.prompts].put(group_rows)
         self._counts[shape.rows].fill(counts)
         graph, logits = self._graphs[shape]
         graph.replay()
-        if (drawn := self._drawn.get((shape, n))) is None:
-            drawn = self._drawn[shape, n] = logits[:n], self._tokens[:n]
-        self.told.next()
-        return drawn
+        if (output := self._outputs.get((shape, n))) is None:
+            output = self._outputs[shape, n] = logits[:n], self._tokens[:n]
+        self.token_ring.next()
+        return output
 
     def _step(self, shape: Shape, counts: CapturedRows) -> Tensor:
         from weft.kernels.triton.decode_step import step_out
         from weft.kernels.triton.sample import best, candidates  # a CPU need not have Triton
 
         rows, split = self._rows, self._vocabulary
-        batch, draws = self._inputs[shape.prompts].batch(shape, counts.live(Rows.GROUP))
+        batch, sampled = self._inputs[shape.prompts].batch(shape, counts.live(Rows.GROUP))
         plan = self._plan((shape.rows,) * self._mesh.attn_dp)
         stream = Stream(plan, self._transports, counts, settler=self._settler)
         self._caches.plan(batch)
         logits: Tensor = self._model(stream, batch, self._caches)
         stream.finish()
         if shape.prompts:
-            logits = self._logits[: shape.draws].copy_(logits)
-        how = (rows.temperature, rows.seed, draws.lengths, draws.live)
+            logits = self._logits[: shape.sampled].copy_(logits)
+        how = (rows.temperature, rows.seed, sampled.lengths, sampled.live)
         if split is None:
-            drawn = candidates(logits, *how, table=draws.rows, min_p=rows.min_p)[None]
+            best_tokens = candidates(logits, *how, table=sampled.rows, min_p=rows.min_p)[None]
         else:
-            share = candidates(logits, *how, table=draws.rows, first=split.share.start)
-            drawn = split.every(best(share, draws.live))[:, :, None]
-        state = rows.last_token, rows.length, self._tokens, rows.steps, self.told.rows
-        step_out(draws.rows, draws.live, draws.answers, drawn, draws.lengths, *state)
+            share = candidates(logits, *how, table=sampled.rows, first=split.share.start)
+            best_tokens = split.every(best(share, sampled.live))[:, :, None]
+        state = rows.last_token, rows.length, self._tokens, rows.steps, self.token_ring.rows
+        step_out(sampled.rows, sampled.live, sampled.decode_count, best_tokens, sampled.lengths, *state)
         return logits

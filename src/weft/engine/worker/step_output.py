@@ -13,51 +13,53 @@ from weft.engine.messages import GroupRows, Logprobs
 from weft.engine.worker.row_table import NO_TOKEN
 
 
-def rows_of_draws(rows: GroupRows, logits: Tensor) -> Tensor:
+def sampled_logits(rows: GroupRows, logits: Tensor) -> Tensor:
     """Of the logits of a step's sampled rows, those that tokens are drawn from: of a scored chunk only the last."""
     if not any(chunk.score for chunk in rows.chunks):
         return logits
-    at, first = list(range(len(rows.answers))), len(rows.answers)
+    at, first = list(range(len(rows.decode_rows))), len(rows.decode_rows)
     for chunk in rows.chunks:
-        first += len(chunk.tokens) if chunk.score else int(chunk.draws)
-        at += [first - 1] * chunk.draws
+        first += len(chunk.tokens) if chunk.score else int(chunk.samples)
+        at += [first - 1] * chunk.samples
     return logits.index_select(0, on_device(at, torch.int64, logits.device))
 
 
-class Outcome:
+class StepOutput:
     """Of one step on one rank. `score` and `look` are only for the rank that tells its group's logprobs; then `copy`
     begins the copies to the host, and what follows waits for them, on any thread.
 
-    told: waits for the tokens where they need no copy.
+    read_tokens: waits for the tokens where they need no copy.
     """
 
-    def __init__(self, rows: GroupRows, tokens: Tensor, told: Callable[[], Tensor] | None = None):
-        self._rows, self._tokens, self._told = rows, tokens, told
+    def __init__(self, rows: GroupRows, tokens: Tensor, read_tokens: Callable[[], Tensor] | None = None):
+        self._rows, self._tokens, self._read_tokens = rows, tokens, read_tokens
         self._found: list[tuple[Tensor, Tensor, Tensor]] = []
         self._counts: list[Sequence[int]] = []
-        self._drawn_at: list[int] = []
+        self._sampled_at: list[int] = []
 
     def score(self, logits: Tensor) -> None:
         """Notes the logprobs of the chunks' own tokens. logits: of all sampled rows."""
-        first = len(self._rows.answers)
+        first = len(self._rows.decode_rows)
         for chunk in self._rows.chunks:
             if chunk.score:
                 tokens = on_device(chunk.score.tokens, torch.int64, logits.device)
                 self._note(logits[first : first + len(tokens)], tokens, [chunk.score.logprobs] * len(tokens))
-            first += len(chunk.tokens) if chunk.score else int(chunk.draws)
+            first += len(chunk.tokens) if chunk.score else int(chunk.samples)
 
     def look(self, logits: Tensor, of: Sequence[int] | None = None) -> None:
         """Notes the logprobs of those drawn tokens for which they are asked. logits: of the draws, or of these of them,
         among which are all that ask.
         """
         asked = {row: adjust.logprobs for row, adjust in self._rows.adjust if adjust.logprobs >= 0}
-        self._drawn_at = [at for at, row in enumerate(self._rows.draws) if row in asked] if asked else []
-        if self._drawn_at:
-            at = on_device(self._drawn_at, torch.int64, logits.device)
+        self._sampled_at = [at for at, row in enumerate(self._rows.sampled_rows) if row in asked] if asked else []
+        if self._sampled_at:
+            at = on_device(self._sampled_at, torch.int64, logits.device)
             tokens = self._tokens.index_select(0, at).long().clamp(min=0)
             if of is not None:
-                at = on_device([of.index(i) for i in self._drawn_at], torch.int64, logits.device)
-            self._note(logits.index_select(0, at), tokens, [asked[self._rows.draws[i]] for i in self._drawn_at])
+                at = on_device([of.index(i) for i in self._sampled_at], torch.int64, logits.device)
+            self._note(
+                logits.index_select(0, at), tokens, [asked[self._rows.sampled_rows[i]] for i in self._sampled_at]
+            )
 
     def _note(self, logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
         logprobs = torch.log_softmax(logits, dim=-1)
@@ -67,21 +69,21 @@ class Outcome:
 
     def copy(self) -> None:
         """Begins the copies."""
-        if self._told is None:
+        if self._read_tokens is None:
             copied = to_host([self._tokens])
-            self._told = lambda: copied()[0]
+            self._read_tokens = lambda: copied()[0]
         if self._found:
             self._wait = to_host([tensor for found in self._found for tensor in found])
 
     def tokens(self) -> tuple[tuple[int, ...], int]:
         """The tokens, and their checksum. AssertionError where a row had no token to go on from."""
-        assert self._told is not None, "nothing was copied"
-        drawn = self._told()
-        tokens = tuple(drawn.tolist())
+        assert self._read_tokens is not None, "nothing was copied"
+        sampled = self._read_tokens()
+        tokens = tuple(sampled.tolist())
         if NO_TOKEN in tokens:
-            row = self._rows.draws[tokens.index(NO_TOKEN)]
+            row = self._rows.sampled_rows[tokens.index(NO_TOKEN)]
             raise AssertionError(f"row {row} of the table was stepped without a last token")
-        return tokens, zlib.crc32(drawn.numpy().tobytes())
+        return tokens, zlib.crc32(sampled.numpy().tobytes())
 
     def logprobs(self) -> tuple[tuple[Logprobs | None, ...], list[tuple[Logprobs, ...]]]:
         """(of each drawn token, empty where none are asked for; of each scored chunk)."""
@@ -92,9 +94,9 @@ class Outcome:
         for *found, counts in zip(lists[::3], lists[1::3], lists[2::3], self._counts, strict=True):
             each = zip(*found, counts, strict=True)
             read.append(tuple((v, tuple(zip(best[:n], values[:n], strict=True))) for v, values, best, n in each))
-        if not self._drawn_at:
+        if not self._sampled_at:
             return (), read
-        drawn: list[Logprobs | None] = [None] * len(self._rows.draws)
-        for at, logprobs in zip(self._drawn_at, read.pop(), strict=True):
-            drawn[at] = logprobs
-        return tuple(drawn), read
+        sampled: list[Logprobs | None] = [None] * len(self._rows.sampled_rows)
+        for at, logprobs in zip(self._sampled_at, read.pop(), strict=True):
+            sampled[at] = logprobs
+        return tuple(sampled), read

@@ -18,10 +18,10 @@ OTHERS = (1023,)
 """Numbers of rows beside powers of two and those one above: some tiles are for 1,024 rows and more."""
 
 
-def sizes(most: int) -> list[int]:
-    """Numbers of rows up to `most` that meet what kernels are compiled for."""
-    powers = [1 << i for i in range(most.bit_length())]
-    return sorted({n for n in (*powers, *(n + 1 for n in powers), *OTHERS, most) if n <= most})
+def sizes(max_rows: int) -> list[int]:
+    """Numbers of rows up to `max_rows` that meet what kernels are compiled for."""
+    powers = [1 << i for i in range(max_rows.bit_length())]
+    return sorted({n for n in (*powers, *(n + 1 for n in powers), *OTHERS, max_rows) if n <= max_rows})
 
 
 def warm_steps(
@@ -45,16 +45,16 @@ def warm_steps(
         for group in range(world):
             make = _Rows(config, groups, sampling, [], [], [])
             count = rows // world + (group < rows % world)
-            answers = min(count // 2, max(0, config.max_running - -(-count // longest)))
-            for _ in range(answers):
-                make.answer(min(1, longest - 1))
-            left = count - answers
+            decode_rows = min(count // 2, max(0, config.max_running - -(-count // longest)))
+            for _ in range(decode_rows):
+                make.output(min(1, longest - 1))
+            left = count - decode_rows
             while left and len(make.joins) < config.max_running:
                 prompt = min(left, longest)
                 merged = (merges_from(prompt) or 0) if odd else 0
-                make.prompt(prompt, merged if merged + prompt <= longest else 0, odd or not answers)
+                make.prompt(prompt, merged if merged + prompt <= longest else 0, odd or not decode_rows)
                 left -= prompt
-            made.append(GroupRows(tuple(make.answers), tuple(make.chunks), tuple(make.joins)))
+            made.append(GroupRows(tuple(make.decode_rows), tuple(make.chunks), tuple(make.joins)))
         steps.append(Step(number, tuple(made)))
     return steps
 
@@ -67,19 +67,19 @@ class _Rows:
     groups: Sequence[CacheGroup]
     sampling: Sampling
     joins: list[Join]
-    answers: list[int]
+    decode_rows: list[int]
     chunks: list[Chunk]
 
-    def answer(self, context: int) -> None:
+    def output(self, context: int) -> None:
         """Of a sequence that had so many tokens."""
-        self.answers.append(self._join(context, 1))
+        self.decode_rows.append(self._join(context, 1))
 
-    def prompt(self, count: int, context: int, draws: bool) -> None:
+    def prompt(self, count: int, context: int, sampled: bool) -> None:
         """So many tokens on top of the context."""
-        self.chunks.append(Chunk(self._join(context, count), (0,) * count, draws))
+        self.chunks.append(Chunk(self._join(context, count), (0,) * count, sampled))
 
     def _join(self, context: int, count: int) -> int:
-        row, pages = len(self.joins), -(-(context + count) // self.config.deal.span)
+        row, pages = len(self.joins), -(-(context + count) // self.config.interleave.span)
         tables = [(-1, -1) if g.rule.state else tuple((row + i) % g.size for i in range(pages)) for g in self.groups]
         self.joins.append(Join(row, row, context, tuple(tables), self.sampling))
         return row

@@ -33,10 +33,10 @@ from weft.engine.messages import (
     ToRank,
 )
 from weft.engine.profiling import RankProfile
-from weft.engine.worker.memory import check_cache, check_weights, groups_of, least_of, measure, sized
+from weft.engine.worker.memory import check_cache, check_weights, groups_of, measure, min_over_ranks, sized
 from weft.engine.worker.model_runner import ModelRunner
 from weft.engine.worker.row_table import DeviceRows, RowTable
-from weft.engine.worker.step_output import Outcome, rows_of_draws
+from weft.engine.worker.step_output import StepOutput, sampled_logits
 from weft.engine.worker.warmup import warm_steps
 from weft.kv.cache_spec import CacheGroup
 from weft.models.load import dummy_model, load_model
@@ -90,7 +90,10 @@ class Worker:
 
         if self.on_gpu and config.kv_tokens is None:
             send(Progress(self.rank, 0, 1, "measuring memory"))
-            memory, agree = measure(make, specs, config, model_config), least_of(transports[0], self.mesh.world, device)
+            memory, agree = (
+                measure(make, specs, config, model_config),
+                min_over_ranks(transports[0], self.mesh.world, device),
+            )
             config = self.config = sized(config, specs, memory, dtype.itemsize, agree)
         elif self.on_gpu:
             torch.cuda.empty_cache()  # of what loading took
@@ -98,7 +101,7 @@ class Worker:
         self.groups = groups_of(specs, config)
         self.runner = make(self.groups)
         self.profile = RankProfile(self.runner)
-        self.table = RowTable(config.max_running, self.runner.rules, config.deal.span, device)
+        self.table = RowTable(config.max_running, self.runner.rules, config.interleave.span, device)
         self.device_rows: DeviceRows | None = None
         tokens = min(config.max_model_len or model_config.max_position, config.cached_tokens)
         if self.on_gpu:
@@ -108,7 +111,7 @@ class Worker:
 
     def capture(self, longest: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Captures the graphs of steps. Collective. longest: tokens of a sequence."""
-        self.device_rows = DeviceRows(self.table, -(-longest // self.config.deal.span))
+        self.device_rows = DeviceRows(self.table, -(-longest // self.config.interleave.span))
         self.runner.capture(self.device_rows, self.config.max_batch_tokens, progress)
 
     def warm_up(self, longest: int, progress: Callable[[int, int], None]) -> None:
@@ -118,7 +121,7 @@ class Worker:
         split = self.runner.vocabulary is not None
         steps = warm_steps(self.config, self.groups, longest, split, self.runner.merges_from)
         for done, step in enumerate(steps):
-            self.step(step)  # whoever asks for its tokens is told that answers had none to go on from
+            self.step(step)  # whoever asks for its tokens sees that decode rows had none to go on from
             progress(done + 1, len(steps))
         if self.on_gpu:
             torch.cuda.synchronize(self.table.device)
@@ -144,35 +147,35 @@ class Worker:
         split = self.runner.vocabulary is not None
         looked: list[int] | None = None
         if shape is not None:
-            sampled, tokens = self.runner.replay(shape, rows, counts)
+            logits, tokens = self.runner.replay(shape, rows, counts)
             self.table.advance(rows)
-            if looked := self.table.asking(rows, split):
-                sampled = self.table.draw_again(rows, looked, sampled, tokens, self.runner.whole)
+            if looked := self.table.rows_to_resample(rows, split):
+                logits = self.table.resample(rows, looked, logits, tokens, self.runner.whole)
         else:
-            whole = not split or self.table.needs_whole(rows)
-            sampled = self.runner.forward(self.table.batch(rows), counts, whole)
+            whole = not split or self.table.needs_full_logits(rows)
+            logits = self.runner.forward(self.table.batch(rows), counts, whole)
             self.table.advance(rows)
             if self.device_rows:
                 self.device_rows.ran(self.table, rows)
-            tokens = self.table.draw(rows, rows_of_draws(rows, sampled), None if whole else self.runner.vocabulary)
-        told = self.runner.told(len(tokens)) if shape is not None and not looked else None
-        outcome = Outcome(rows, tokens, told)
+            tokens = self.table.sample(rows, sampled_logits(rows, logits), None if whole else self.runner.vocabulary)
+        read_tokens = self.runner.sampled_tokens(len(tokens)) if shape is not None and not looked else None
+        output = StepOutput(rows, tokens, read_tokens)
         if leads:
-            outcome.score(sampled)
-            outcome.look(rows_of_draws(rows, sampled), looked)
-        outcome.copy()
+            output.score(logits)
+            output.look(sampled_logits(rows, logits), looked)
+        output.copy()
         plan = self.runner.plan_checksum(counts, shape)
         scored_from = [self.table.rows[c.row].length - len(c.tokens) + 1 for c in rows.chunks if c.score]
 
         def finish() -> Result:
-            drawn, checksum = outcome.tokens()
+            sampled, checksum = output.tokens()
             if self.on_gpu:  # where kernels find faults, and go on
                 self.runner.check()
             ran = Ran(step.number, counts, plan, checksum)
             if not leads:
                 return Result(self.rank, ran)
-            logprobs, scored = outcome.logprobs()
-            return Result(self.rank, ran, drawn, logprobs, tuple(map(Scored, scored_from, scored)))
+            logprobs, scored = output.logprobs()
+            return Result(self.rank, ran, sampled, logprobs, tuple(map(Scored, scored_from, scored)))
 
         return finish
 

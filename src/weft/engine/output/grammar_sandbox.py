@@ -1,4 +1,4 @@
-"""A process in which grammars are compiled before this one does: `python -m weft.engine.output.grammar_trial`.
+"""A process in which grammars are compiled before this one does: `python -m weft.engine.output.grammar_sandbox`.
 
 llguidance may take minutes for a grammar of a hundred bytes, gigabytes, or all of the stack, which ends the process.
 Its own limits prevent none of these. So a grammar is tried in a fork of a process that knows the tokenizer, with limits
@@ -42,7 +42,7 @@ ENDED = {
 """What it means that a fork was ended by a signal."""
 
 
-class Trial:
+class GrammarSandbox:
     """The controller's end. tokenizer: makes the line that tells of it, when the process is first needed."""
 
     def __init__(self, tokenizer: Callable[[], dict[str, Any]]):
@@ -79,7 +79,7 @@ class Trial:
     def _start(self) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C is for the controller.
         process = subprocess.Popen(
-            [sys.executable, "-m", "weft.engine.output.grammar_trial"],
+            [sys.executable, "-m", "weft.engine.output.grammar_sandbox"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -99,8 +99,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def main() -> None:
     """Tries grammars until standard input ends."""
-    told = json.loads(sys.stdin.readline())
-    tokens = llguidance.LLTokenizer(told["tokenizer"], n_vocab=told["vocabulary"], eos_token=told["ends"] or None)
+    tokenizer = json.loads(sys.stdin.readline())
+    tokens = llguidance.LLTokenizer(
+        tokenizer["tokenizer"], n_vocab=tokenizer["vocabulary"], eos_token=tokenizer["ends"] or None
+    )
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin:
         pid = os.fork()

@@ -30,7 +30,7 @@ def read_tokenizer(source: Path | str) -> Any:
     return tokenizer
 
 
-class Language:
+class TextProcessor:
     """tokenizer: a transformers fast tokenizer; directory: its own. vocabulary: the model's tokens. eos: the end tokens
     of its config.json.
 

@@ -41,16 +41,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = {"weft." + ".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in FILES}
 MODULES = {name.removesuffix(".__init__"): path for name, path in MODULES.items()}
 
-KNOWN_CIRCLES = {
-    frozenset(
-        {
-            "weft.engine.engine",
-            "weft.engine.controller.rank_executors",
-            "weft.engine.profiling",
-            "weft.engine.worker.worker",
-        }
-    ),
-}
+KNOWN_CIRCLES: set[frozenset[str]] = set()
 MOST_LINES, MOST_FIELDS = 80, 25
 KNOWN_LONG_FUNCTIONS = {
     "kernels/triton/decode_attention.py:_attend_splits",

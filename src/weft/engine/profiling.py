@@ -12,25 +12,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from typing import Any
 
 from weft.engine.config import EngineError
+from weft.engine.controller.executor import Executor
+from weft.engine.engine import Engine
 from weft.engine.messages import Profiled, StartProfile, StopProfile
-from weft.engine.worker.graph_inputs import Shape
-from weft.place.chain import Counts
-
-if TYPE_CHECKING:
-    from weft.engine.controller.executor import Executor
-    from weft.engine.engine import Engine
-    from weft.engine.worker.model_runner import ModelRunner
 
 POLL_S = 0.005
 """How often is asked whether the steps have run; to count its pages holds the engine's thread up a little."""
-STEP = "weft step "
-"""How a step's range in a trace is called, before its number."""
 
 
 class NotWatched(EngineError):
@@ -50,80 +40,6 @@ class Window:
     controller_cpu_s: float
     rank_cpu_s: tuple[float, ...]
     process_cpu_s: tuple[float, ...]
-
-
-class RankProfile:
-    """A rank's part: `begin` is called as each step begins, and does nothing where nobody watches."""
-
-    def __init__(self, runner: ModelRunner):
-        self._runner, self._wanted = runner, 0
-        self._profiler: profile | None = None
-        self._range: record_function | None = None
-        self._done = Profiled(runner.rank, 0, 0.0, 0.0, 0.0)
-
-    def start(self, message: StartProfile) -> Profiled:
-        """Watches the steps to come; the profiler runs when this returns, so that no step waits for its start."""
-        self._wanted, self._folder = message.steps, Path(message.folder) if message.folder else None
-        self._steps: list[tuple[int, Counts, Shape | None]] = []
-        self._done = Profiled(self._runner.rank, 0, 0.0, 0.0, 0.0)
-        if self._folder is not None:
-            on_gpu = self._runner.model.embed.weight.device.type == "cuda"
-            self._profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu])
-            self._profiler.start()
-            self._runner.timed_every = 1  # so that each exchange has its range
-        return self._done
-
-    def begin(self, number: int, counts: Counts, shape: Shape | None) -> None:
-        """A step begins, with so many rows in each DP group, and by a graph of this shape, if any; the one before has
-        ended.
-        """
-        if not self._wanted:
-            return
-        if not self._steps:
-            self._began = self._clocks()
-        if len(self._steps) == self._wanted:
-            self._end()
-            return
-        self._steps.append((number, counts, shape))
-        if self._profiler is not None:
-            self._close_range()
-            self._range = record_function(f"{STEP}{number}")
-            self._range.__enter__()
-
-    def stop(self) -> Profiled:
-        """Ends the window, if it has not ended, and writes what the profiler saw."""
-        if self._wanted:
-            self._end()
-        if self._profiler is not None and self._folder is not None:
-            file = self._folder / f"rank-{self._runner.rank}.json"
-            self._profiler.export_chrome_trace(str(file))
-            kinds = list({(counts, shape) for _, counts, shape in self._steps})
-            steps = [(number, kinds.index((counts, shape))) for number, counts, shape in self._steps]
-            about = {"rank": self._runner.rank, "steps": steps, "moves": [self._runner.moves(*kind) for kind in kinds]}
-            file.with_suffix(".steps.json").write_text(json.dumps(about))
-            self._profiler = None
-        return self._done
-
-    def _end(self) -> None:
-        self._wanted = 0
-        if self._steps:
-            took = [now - then for now, then in zip(self._clocks(), self._began, strict=True)]
-            self._done = Profiled(self._runner.rank, len(self._steps), *took)
-        if self._profiler is not None:
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
-            self._close_range()
-            self._profiler.stop()
-            self._runner.timed_every = type(self._runner).timed_every
-
-    def _close_range(self) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-
-    @staticmethod
-    def _clocks() -> tuple[float, float, float]:
-        return time.perf_counter(), time.thread_time(), time.process_time()
 
 
 def watch(engine: Engine, steps: int, folder: Path | None = None) -> Window:

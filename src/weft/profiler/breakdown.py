@@ -23,8 +23,9 @@ import torch
 from weft.comm.transport import COLLECTIVE
 from weft.engine.engine import Engine
 from weft.engine.output.request_output import OutputCallback
-from weft.engine.profiling import STEP, Window, merge_traces, watch
+from weft.engine.profiling import Window, merge_traces, watch
 from weft.engine.request import SamplingParams
+from weft.engine.worker.rank_profiler import STEP
 from weft.place.spec import Mesh
 
 SKIPPED = 2

@@ -32,9 +32,9 @@ from weft.engine.messages import (
     StopProfile,
     ToRank,
 )
-from weft.engine.profiling import RankProfile
 from weft.engine.worker.memory import check_cache, check_weights, groups_of, measure, min_over_ranks, sized
 from weft.engine.worker.model_runner import ModelRunner
+from weft.engine.worker.rank_profiler import RankProfiler
 from weft.engine.worker.row_table import DeviceRows, RowTable
 from weft.engine.worker.step_output import StepOutput, sampled_logits
 from weft.engine.worker.warmup import warm_steps
@@ -100,7 +100,7 @@ class Worker:
             check_cache(specs, config, dtype.itemsize, torch.cuda.mem_get_info()[0])
         self.groups = groups_of(specs, config)
         self.runner = make(self.groups)
-        self.profile = RankProfile(self.runner)
+        self.profiler = RankProfiler(self.runner)
         self.table = RowTable(config.max_running, self.runner.rules, config.interleave.span, device)
         self.device_rows: DeviceRows | None = None
         tokens = min(config.max_model_len or model_config.max_position, config.cached_tokens)
@@ -138,7 +138,7 @@ class Worker:
         group = self.mesh.group_of(self.rank)
         rows, counts, leads = step.groups[group], step.counts, self.rank == self.mesh.leader(group)
         shape = self.runner.shape_of(step.groups, counts)
-        self.profile.begin(step.number, counts, shape)
+        self.profiler.begin(step.number, counts, shape)
         self.table.apply(rows)
         if copies := [join.copy for join in rows.joins if join.copy]:
             self.runner.caches.copy(on_device(copies, torch.int64, self.table.device))
@@ -201,9 +201,9 @@ class Worker:
             elif isinstance(message, AskPlan):
                 send(PlanText(self.runner.plan_text(message.tokens)))
             elif isinstance(message, StartProfile):
-                send(self.profile.start(message))
+                send(self.profiler.start(message))
             elif isinstance(message, StopProfile):
-                send(self.profile.stop())
+                send(self.profiler.stop())
             elif isinstance(message, Stop):
                 break
         if self.on_gpu:

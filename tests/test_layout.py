@@ -46,9 +46,7 @@ MOST_LINES, MOST_FIELDS = 80, 25
 KNOWN_LONG_FUNCTIONS = {
     "kernels/triton/decode_attention.py:_attend_splits",
 }
-KNOWN_LARGE_CLASSES = {
-    "engine/config.py:EngineConfig",
-}
+KNOWN_LARGE_CLASSES: set[str] = set()
 
 
 @cache

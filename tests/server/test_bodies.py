@@ -63,9 +63,9 @@ def test_pythons_parser_reads_no_large_body(served: Served, monkeypatch: pytest.
 
     with served.http() as http:
         monkeypatch.setattr(json, "loads", small_only)
-        answer = http.post(C, content='{"prompt": ' + inside, headers={"Content-Type": "application/json"})
+        response = http.post(C, content='{"prompt": ' + inside, headers={"Content-Type": "application/json"})
         monkeypatch.undo()
-    assert answer.status_code == 400 and "the body is not JSON" in answer.json()["error"]["message"], answer.text
+    assert response.status_code == 400 and "the body is not JSON" in response.json()["error"]["message"], response.text
 
 
 @pytest.mark.parametrize("value", [[[]] * 60, [{}] * 60, {str(i): 0 for i in range(60)}])
@@ -74,8 +74,8 @@ def test_too_many_containers_are_refused_unread(served: Served, monkeypatch: pyt
     with served.http() as http:
         assert http.post(C, json={"prompt": "[{:" * 60, "max_tokens": 1}).status_code == 200
         monkeypatch.setattr(bodies, "msgspec", None)
-        answer = http.post(C, json={"prompt": "a", "metadata": value})
-    assert answer.status_code == 400 and "50 lists and objects" in answer.json()["error"]["message"]
+        response = http.post(C, json={"prompt": "a", "metadata": value})
+    assert response.status_code == 400 and "50 lists and objects" in response.json()["error"]["message"]
 
 
 def test_too_many_values_are_refused_unread(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +84,8 @@ def test_too_many_values_are_refused_unread(served: Served, monkeypatch: pytest.
         assert http.post(C, json={"prompt": [5] * 40, "max_tokens": 1}).status_code == 200
         assert http.post(C, json={"prompt": "," * 60, "max_tokens": 1}).status_code == 200
         monkeypatch.setattr(bodies, "msgspec", None)
-        answer = http.post(C, json={"prompt": [5] * 60})
-    assert answer.status_code == 400 and "more than 50 values" in answer.json()["error"]["message"]
+        response = http.post(C, json={"prompt": [5] * 60})
+    assert response.status_code == 400 and "more than 50 values" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("where", ["decode", "of_completion", "submit_all"])
@@ -145,8 +145,8 @@ def test_grammars_are_compiled_beside_streams_and_other_bodies(served: Served, m
         assert compiling.wait(60)
         try:
             for more in ({}, {"metadata": {"padding": "x" * bodies.SMALL}}):
-                answer = http.post(C, json={"prompt": "b", "max_tokens": 3, "stream": True} | more)
-                assert answer.status_code == 200 and answer.text.rstrip().endswith("[DONE]")
+                response = http.post(C, json={"prompt": "b", "max_tokens": 3, "stream": True} | more)
+                assert response.status_code == 200 and response.text.rstrip().endswith("[DONE]")
             assert not any(job.done() for job in asked) and loop not in threads
         finally:
             done.set()
@@ -164,8 +164,8 @@ def loop_thread(served: Served) -> threading.Thread:
 def test_json_says_that_it_is(served: Served, kind: str) -> None:
     with served.http() as http:
         sent = {"Content-Type": kind} if kind else {}
-        answer = http.post(C, content=b'{"prompt": "a"}', headers=sent)
-        assert answer.status_code == 400 and "Content-Type: application/json" in answer.text
+        response = http.post(C, content=b'{"prompt": "a"}', headers=sent)
+        assert response.status_code == 400 and "Content-Type: application/json" in response.text
         taken = http.post(
             C, content=b'{"prompt": "a", "max_tokens": 1}', headers={"Content-Type": "Application/JSON; charset=utf-8"}
         )
@@ -175,5 +175,5 @@ def test_json_says_that_it_is(served: Served, kind: str) -> None:
 def test_many_wrong_values_are_one_error(served: Served) -> None:
     with served.http() as http:
         for wrong in ([1.5] * 100_000, [["x"]] * 1000, [{}] * 1000):
-            answer = http.post(C, json={"prompt": wrong})
-            assert answer.status_code == 400 and len(answer.text) < 1000, answer.text[:2000]
+            response = http.post(C, json={"prompt": wrong})
+            assert response.status_code == 400 and len(response.text) < 1000, response.text[:2000]

@@ -125,9 +125,9 @@ def test_headers_beyond_the_limit_are_refused_though_they_come_at_once(strict: S
         assert received_until(connection, b"}").startswith(b"HTTP/1.1 200")
 
 
-def error_of(answer: bytes) -> dict[str, Any]:
+def error_of(response: bytes) -> dict[str, Any]:
     """Of a response that came over a socket, whose end is the end of the connection."""
-    head, _, body = answer.partition(b"\r\n\r\n")
+    head, _, body = response.partition(b"\r\n\r\n")
     assert b"connection: close" in head and b"content-type: application/json" in head, head
     assert f"content-length: {len(body)}".encode() in head
     return dict(json.loads(body)["error"])
@@ -138,9 +138,9 @@ def test_what_is_no_http_is_answered_as_everything_is(strict: Served, sent: byte
     """The second is how a TLS connection begins."""
     with strict.socket() as connection:
         connection.sendall(sent)
-        answer = received(connection)
-    assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
-    assert error_of(answer) == {
+        response = received(connection)
+    assert response.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert error_of(response) == {
         "message": "this is no HTTP/1.1 request that can be read",
         "type": "invalid_request_error",
         "param": None,
@@ -193,13 +193,13 @@ def test_connections_with_requests_are_not_given_up() -> None:
         return connection, connection.recv(1000)
 
     with serve_app(hold, max_connections=2) as address, contextlib.ExitStack() as stack:
-        answers = []
+        responses = []
         for _ in range(3):
-            connection, answer = ask()
+            connection, response = ask()
             stack.enter_context(connection)
-            answers.append(answer[:12])
-        assert error_of(answer)["type"] == "server_error" and b"retry-after: 1" in answer
-        assert answers == [b"HTTP/1.1 200", b"HTTP/1.1 200", b"HTTP/1.1 503"]
+            responses.append(response[:12])
+        assert error_of(response)["type"] == "server_error" and b"retry-after: 1" in response
+        assert responses == [b"HTTP/1.1 200", b"HTTP/1.1 200", b"HTTP/1.1 503"]
 
 
 def test_who_reads_nothing_is_closed() -> None:
@@ -320,9 +320,9 @@ def test_a_server_that_drains_lets_requests_end(quiet: QuietEngine) -> None:
             quiet.say(output("begun"))
             received_until(connection, b"data: {")
             served.server.stop()
-            while (answer := http.get("/health")).status_code == 200:
+            while (response := http.get("/health")).status_code == 200:
                 pass
-            assert answer.json() == {"status": "draining"}
+            assert response.json() == {"status": "draining"}
             refused = http.post("/v1/completions", json={"prompt": "a"})
             assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
             quiet.say(output("ended", "stop"))

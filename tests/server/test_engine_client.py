@@ -17,7 +17,7 @@ from weft.server.metrics import Metrics
 
 
 class Said:
-    """An answer of which an increment has come."""
+    """A completion of which an increment has come."""
 
     def __init__(self, increment: Output):
         self._increment = increment
@@ -77,9 +77,9 @@ def test_what_a_client_does_not_read_is_bounded(choices: int, most: int) -> None
         unread = weakref.WeakSet[Any]()
 
         def say(at: int) -> None:
-            answer = Said(increment)
-            unread.add(answer)
-            engine.listeners[at % choices](answer)
+            completion = Said(increment)
+            unread.add(completion)
+            engine.listeners[at % choices](completion)
 
         engine.say(increment, 0)
         assert (await first)[1].text == "a"

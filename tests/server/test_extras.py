@@ -10,9 +10,9 @@ from weft import __version__
 
 def post(served: Served, path: str, **body: Any) -> Any:
     with served.http() as http:
-        answer = http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json() if answer.content else None
+        response = http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json() if response.content else None
 
 
 def test_tokens_and_text(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""Every field that is served: what it does to an answer, as a client sees it."""
+"""Every field that is served: what it does to a completion, as a client sees it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ GREEDY: Any = {"prompt": "abc", "temperature": 0, "max_tokens": 12, "ignore_eos"
 
 def ask(served: Served, path: str = C, **body: Any) -> Any:
     with served.http() as http:
-        answer = http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+        completion = http.post(path, json=body)
+    assert completion.status_code == 200, completion.text
+    return completion.json()
 
 
 def raw(served: Served, **body: Any) -> list[bytes]:
@@ -112,9 +112,9 @@ def test_long_prompts_are_cut_to_their_end_and_no_more_of_them_is_encoded(
     with served.http() as http:
         messages = [{"role": "user", "content": "a" * 2_000_000}]
         for path, body in ((H, {"max_tokens": 1}), ("/tokenize", {})):
-            answer = http.post(path, json=body | {"messages": messages, "truncate_prompt_tokens": 12})
-            assert answer.status_code == 200, answer.text
-            assert (answer.json().get("count") or answer.json()["usage"]["prompt_tokens"]) == 12
+            completion = http.post(path, json=body | {"messages": messages, "truncate_prompt_tokens": 12})
+            assert completion.status_code == 200, completion.text
+            assert (completion.json().get("count") or completion.json()["usage"]["prompt_tokens"]) == 12
     assert max(map(len, encoded)) < 1000
     for most in (256, 10**9):
         with served.http() as http:
@@ -139,8 +139,8 @@ def test_the_last_tokens_of_a_text_are_those_of_its_end() -> None:
 def test_counts_in_every_chunk(served: Served) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     with served.http() as http:
-        answer = http.post(C, json=GREEDY | {"stream": True, "stream_options": options})
-    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        completion = http.post(C, json=GREEDY | {"stream": True, "stream_options": options})
+    chunks = [json.loads(line[6:]) for line in completion.text.splitlines() if line.startswith("data: {")]
     counts = [c["usage"]["completion_tokens"] for c in chunks]
     assert counts == sorted(counts) and counts[-1] == 12 and counts[0] < 12
 
@@ -182,16 +182,16 @@ SCHEMA: Any = {
 def test_answers_of_a_schema(served: Served, form: Any, stream: bool) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200, "temperature": 1, "seed": 3, "n": 2}
     with served.http() as http:
-        answer = http.post(H, json=body | form | {"stream": stream})
-    assert answer.status_code == 200, answer.text
+        completion = http.post(H, json=body | form | {"stream": stream})
+    assert completion.status_code == 200, completion.text
     if stream:
-        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        chunks = [json.loads(line[6:]) for line in completion.text.splitlines() if line.startswith("data: {")]
         texts = ["", ""]
         for choice in (c for chunk in chunks for c in chunk["choices"]):
             texts[choice["index"]] += choice["delta"].get("content", "")
     else:
-        assert all(c["finish_reason"] == "stop" for c in answer.json()["choices"])
-        texts = [c["message"]["content"] for c in answer.json()["choices"]]
+        assert all(c["finish_reason"] == "stop" for c in completion.json()["choices"])
+        texts = [c["message"]["content"] for c in completion.json()["choices"]]
     assert all(0 <= json.loads(text)["n"] <= 9 for text in texts)
 
 
@@ -214,10 +214,10 @@ def test_other_kinds_of_structure(served: Served) -> None:
 def test_an_answer_that_its_grammar_leaves_nothing_for_is_the_clients_error(served: Served, stream: bool) -> None:
     body = {"prompt": "abc", "regex": "a[0-9]{4}", "allowed_token_ids": served.engine.tokenizer.encode("ab")}
     with served.http() as http:
-        answer = http.post(C, json=body | {"max_tokens": 9, "stream": stream})
-    text = answer.text.splitlines()[-4].removeprefix("data: ") if stream else answer.text
+        completion = http.post(C, json=body | {"max_tokens": 9, "stream": stream})
+    text = completion.text.splitlines()[-4].removeprefix("data: ") if stream else completion.text
     error = json.loads(text)["error"]
-    assert answer.status_code == (200 if stream else 400), answer.text
+    assert completion.status_code == (200 if stream else 400), completion.text
     assert error["type"] == "invalid_request_error" and "cannot go on in its grammar" in error["message"]
 
 
@@ -238,12 +238,12 @@ def test_a_prompt_is_scored_as_it_would_be_drawn(served: Served) -> None:
     for more in ({"max_tokens": 0}, {"max_tokens": 1}, {"max_tokens": 1, "stream": True}):
         body = {"prompt": "abc" + text, "echo": True, "logprobs": 3, "temperature": 0} | more
         with served.http() as http:
-            answer = http.post(C, json=body)
+            completion = http.post(C, json=body)
         if "stream" in more:
-            chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            chunks = [json.loads(line[6:]) for line in completion.text.splitlines() if line.startswith("data: {")]
             choice = chunks[0]["choices"][0]
         else:
-            choice = answer.json()["choices"][0]
+            choice = completion.json()["choices"][0]
         echoed = choice["logprobs"]
         assert choice["text"].startswith("abc" + text) and len(echoed["tokens"]) == 15 + more["max_tokens"]
         assert echoed["token_logprobs"][0] is None and echoed["top_logprobs"][0] is None
@@ -268,18 +268,18 @@ def test_prompt_logprobs(served: Served) -> None:
     assert full["usage"] == full["usage"] | {"prompt_tokens": 256, "completion_tokens": 0}
 
 
-@pytest.mark.parametrize("answer, prompt", [(1, 3), (3, 1), (0, 2), (2, 0)])
-def test_each_table_has_as_many_alternatives_as_were_asked_for(served: Served, answer: int, prompt: int) -> None:
+@pytest.mark.parametrize("alternatives, prompt", [(1, 3), (3, 1), (0, 2), (2, 0)])
+def test_each_table_has_as_many_alternatives_as_were_asked_for(served: Served, alternatives: int, prompt: int) -> None:
     """Where a prompt's scores go into two tables, the longer one's are computed."""
     body = dict(prompt="abcd", max_tokens=2, temperature=0, ignore_eos=True, echo=True)
-    [choice] = ask(served, C, **body, logprobs=answer, prompt_logprobs=prompt)["choices"]
-    assert [len(top) for top in choice["logprobs"]["top_logprobs"][1:]] == [answer] * 5
+    [choice] = ask(served, C, **body, logprobs=alternatives, prompt_logprobs=prompt)["choices"]
+    assert [len(top) for top in choice["logprobs"]["top_logprobs"][1:]] == [alternatives] * 5
     for entry in choice["prompt_logprobs"][1:]:  # and the token itself, if it is none of them
         assert max(prompt, 1) <= len(entry) <= prompt + 1
     messages = [{"role": "user", "content": "hi"}]
-    chat = ask(served, H, messages=messages, logprobs=True, top_logprobs=answer, prompt_logprobs=prompt, **FIXED)
+    chat = ask(served, H, messages=messages, logprobs=True, top_logprobs=alternatives, prompt_logprobs=prompt, **FIXED)
     entries = chat["choices"][0]["logprobs"]["content"]
-    assert [len(entry["top_logprobs"]) for entry in entries] == [answer] * len(entries)
+    assert [len(entry["top_logprobs"]) for entry in entries] == [alternatives] * len(entries)
     assert all(len(entry) <= prompt + 1 for entry in chat["choices"][0]["prompt_logprobs"][1:])
 
 

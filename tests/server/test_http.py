@@ -180,9 +180,9 @@ def test_bad_input_gets_an_openai_error_and_breaks_nothing(
 ) -> None:
     with served.http() as http:
         text_of = body if isinstance(body, str | bytes) else json.dumps(body)
-        answer = http.post(path, content=text_of, headers={"Content-Type": "application/json"})
-        assert answer.status_code == status, answer.text
-        error = answer.json()["error"]
+        response = http.post(path, content=text_of, headers={"Content-Type": "application/json"})
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"} and text in error["message"]
         assert http.post(C, json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
@@ -191,9 +191,9 @@ def test_bad_input_gets_an_openai_error_and_breaks_nothing(
 def test_bodies_are_read_by_the_fast_parser(served: Served, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what that refuses by Python's, which says where it is wrong."""
     with served.http() as http:
-        answer = http.post(path, content='{"prompt": "a",}', headers={"Content-Type": "application/json"})
-        message = answer.json()["error"]["message"]
-        assert answer.status_code == 400 and re.search("the body is not JSON: .* at character 1[45]$", message)
+        response = http.post(path, content='{"prompt": "a",}', headers={"Content-Type": "application/json"})
+        message = response.json()["error"]["message"]
+        assert response.status_code == 400 and re.search("the body is not JSON: .* at character 1[45]$", message)
         monkeypatch.setattr("weft.server.bodies.json", None)
         body = {"prompt": "a", "input": "a", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
         fields = {C: ("prompt", "max_tokens"), H: ("messages", "max_tokens"), "/v1/responses": ("input",)}
@@ -237,9 +237,9 @@ CALLED = {"role": "assistant", "tool_calls": [CALL]}
 )
 def test_fields_inside_are_refused_by_their_place(served: Served, inside: dict[str, Any], place: str) -> None:
     with served.http() as http:
-        answer = http.post(H, json=HELLO | {"max_tokens": 1} | inside)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == place, answer.text
-    assert answer.json()["error"]["message"] == f"{place} is not supported; leave it out"
+        response = http.post(H, json=HELLO | {"max_tokens": 1} | inside)
+    assert response.status_code == 400 and response.json()["error"]["param"] == place, response.text
+    assert response.json()["error"]["message"] == f"{place} is not supported; leave it out"
 
 
 def test_what_clients_send_back_of_answers_is_taken(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,9 +249,9 @@ def test_what_clients_send_back_of_answers_is_taken(served: Served, monkeypatch:
     part = TEXT | {"annotations": [], "cache_control": {"type": "ephemeral"}}
     said = {"role": "assistant", "content": [part], "refusal": None, "annotations": [], "reasoning_content": "hm, "}
     with served.http() as http:
-        answer = http.post(H, json={"messages": [said, CALLED | {"audio": None}], "max_tokens": 1})
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["usage"]["prompt_tokens"] == len("assistant:hm, hi" + "assistant:")
+        response = http.post(H, json={"messages": [said, CALLED | {"audio": None}], "max_tokens": 1})
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["prompt_tokens"] == len("assistant:hm, hi" + "assistant:")
 
 
 def test_errors_name_the_parameter_and_the_kind(served: Served) -> None:
@@ -272,8 +272,8 @@ def test_no_path_leads_to_another_host(served: Served) -> None:
     """A client that followed would bring its prompt and its key there."""
     with served.http() as http:
         for path in (f"{C}/", "/health/", "/v1/models/small/"):
-            answer = http.post(path, json={"prompt": "a"}, headers={"Host": "elsewhere.example"})
-            assert answer.status_code in (404, 405) and "location" not in answer.headers
+            response = http.post(path, json={"prompt": "a"}, headers={"Host": "elsewhere.example"})
+            assert response.status_code in (404, 405) and "location" not in response.headers
         assert http.get(C).status_code == 405 and http.get(C).headers["allow"] == "POST"
 
 
@@ -403,11 +403,11 @@ def test_an_engine_that_fails_is_reported(chat_model_dir: Path) -> None:
         engine._executor.send = fail
         with served.http() as http:
             for stream in (False, True):
-                answer = http.post(C, json={"prompt": "abc", "stream": stream})
-                assert answer.status_code == 503 and "the rank is gone" in answer.json()["error"]["message"]
+                response = http.post(C, json={"prompt": "abc", "stream": stream})
+                assert response.status_code == 503 and "the rank is gone" in response.json()["error"]["message"]
             assert http.get("/health").status_code == 503
             assert http.get("/metrics").status_code == 200
             for path in ("/weft/plan", "/weft/report"):
-                answer = http.get(path)
-                assert answer.status_code == 503 and "the rank is gone" in answer.json()["error"]["message"]
+                response = http.get(path)
+                assert response.status_code == 503 and "the rank is gone" in response.json()["error"]["message"]
     engine.close()

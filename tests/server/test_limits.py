@@ -21,8 +21,8 @@ C, H = "/v1/completions", "/v1/chat/completions"
     [
         (C, {"prompt": "a" * 1281}, "1281 characters cannot fit into the context of 256 tokens"),
         (C, {"prompt": ["a", "a" * 2560]}, "2561 characters cannot fit"),
-        (C, {"prompt": [[5]] * 200, "n": 2}, "400 answers are asked for at once"),
-        (C, {"prompt": ["a"] * 300}, "300 answers are asked for at once"),
+        (C, {"prompt": [[5]] * 200, "n": 2}, "the request has 400 choices"),
+        (C, {"prompt": ["a"] * 300}, "the request has 300 choices"),
         (H, {"messages": [{"role": "user", "content": "a" * 1278}]}, "1282 characters cannot fit"),
         (H, {"messages": [{"role": ""}] * 70_000}, "messages: Value error, 70000 items; at most 65536"),
     ],
@@ -36,15 +36,15 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(
 
     monkeypatch.setattr(type(served.engine.tokenizer), "encode", encode)
     with served.http() as http:
-        answer = http.post(path, json=body)
-    assert answer.status_code == 400 and text in answer.json()["error"]["message"], answer.text
+        response = http.post(path, json=body)
+    assert response.status_code == 400 and text in response.json()["error"]["message"], response.text
 
 
 def test_an_echo_of_unknown_tokens_is_refused(served: Served) -> None:
     with served.http() as http:
         for token in (-1, 257, 2**40, 10**30):
-            answer = http.post(C, json={"prompt": [token], "echo": True})
-            assert answer.status_code == 400 and "between 0 and 256" in answer.text, answer.text
+            response = http.post(C, json={"prompt": [token], "echo": True})
+            assert response.status_code == 400 and "between 0 and 256" in response.text, response.text
 
 
 def test_a_full_queue_says_when_to_come_again(quiet: QuietEngine) -> None:
@@ -52,9 +52,9 @@ def test_a_full_queue_says_when_to_come_again(quiet: QuietEngine) -> None:
     for served in serve(quiet):
         with served.http() as http:
             for stream in (False, True):
-                answer = http.post(C, json={"prompt": "a", "stream": stream})
-                assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
-                assert answer.json()["error"]["code"] == "queue_full"
+                response = http.post(C, json={"prompt": "a", "stream": stream})
+                assert response.status_code == 429 and response.headers["retry-after"] == "3"
+                assert response.json()["error"]["code"] == "queue_full"
 
 
 def test_a_request_whose_time_is_over(quiet: QuietEngine) -> None:
@@ -65,8 +65,10 @@ def test_a_request_whose_time_is_over(quiet: QuietEngine) -> None:
     for served in serve(quiet):
         with served.http() as http:
             threading.Thread(target=late).start()
-            answer = http.post(C, json={"prompt": "a", "user": "me", "stream": True})
-        assert answer.status_code == 200 and "not in time" in [line for line in answer.text.splitlines() if line][-2]
+            response = http.post(C, json={"prompt": "a", "user": "me", "stream": True})
+        assert (
+            response.status_code == 200 and "not in time" in [line for line in response.text.splitlines() if line][-2]
+        )
     assert quiet.asked == [(Sharing("me"), None)]
 
 
@@ -85,8 +87,8 @@ def test_how_a_request_stands_to_others_reaches_the_engine(quiet: QuietEngine) -
         with served.http() as http:
             threading.Thread(target=say).start()
             for path, body in bodies:
-                answer = http.post(path, json=body | {"user": "me", "priority": -3, "cache_salt": "mine"})
-                assert answer.status_code == 200, answer.text
+                response = http.post(path, json=body | {"user": "me", "priority": -3, "cache_salt": "mine"})
+                assert response.status_code == 200, response.text
     assert [sharing for sharing, _ in quiet.asked] == [Sharing("me", -3, "mine")] * 3
 
 
@@ -130,8 +132,8 @@ def test_a_line_for_each_refusal(locked: Served, caplog: pytest.LogCaptureFixtur
     }
     with locked.http() as http:
         for name, (status, path, headers, body) in asked.items():
-            answer = http.post(path, json=body, headers=headers | {"X-Request-Id": name})
-            assert answer.status_code == status, answer.text
+            response = http.post(path, json=body, headers=headers | {"X-Request-Id": name})
+            assert response.status_code == status, response.text
         http.post("/health")
         metrics = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
     lines = [r.fields for r in caplog.records if r.getMessage() == "request"]

@@ -1,4 +1,4 @@
-"""A fault that nobody foresaw while one answer is made: that client hears of it, and nobody else."""
+"""A fault that nobody foresaw while one output is made: that client gets it, and nobody else."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_only_its_client_hears_of_it(
     before = outcomes(served)
 
     def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise ZeroDivisionError("a fault of this answer alone")
+        raise ZeroDivisionError("a fault of this output alone")
 
     with served.http() as http:
         whole = http.post(C, json=TEXT | {"stream": True}).text

@@ -83,9 +83,9 @@ def test_fields_as_those_of_a_chat() -> None:
 
 def events(served: Served, **more: Any) -> list[dict[str, Any]]:
     with served.http() as http:
-        answer = http.post(M, json=ASKED | {"stream": True} | more)
-    assert answer.status_code == 200, answer.text
-    found = [event.split("\n") for event in answer.text.removesuffix("\n\n").split("\n\n")]
+        response = http.post(M, json=ASKED | {"stream": True} | more)
+    assert response.status_code == 200, response.text
+    found = [event.split("\n") for event in response.text.removesuffix("\n\n").split("\n\n")]
     data = [json.loads(line.removeprefix("data: ")) for _, line in found]
     assert [name.removeprefix("event: ") for name, _ in found] == [d["type"] for d in data]
     return data
@@ -157,16 +157,16 @@ def test_the_official_client_reads_both_alike(quiet: QuietEngine, end: Any) -> N
     """Also of a call that is cut short."""
     anthropic = pytest.importorskip("anthropic")
     quiet.tokenizer.chat_template = THINKS
-    answer = ANSWER if end == "stop" else ANSWER[: -len("}}\n</tool_call>")]
+    completion = ANSWER if end == "stop" else ANSWER[: -len("}}\n</tool_call>")]
     found = []
     for served in serve(quiet):
         client = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
         body: Any = {"model": "small", "messages": HELLO, "max_tokens": 99, "tools": FLAT}
         for size in (1, 9, 1000):
-            say(quiet, answer, size, end)
+            say(quiet, completion, size, end)
             with client.messages.stream(**body) as stream:
                 found.append(stream.get_final_message())
-        say(quiet, answer, 9, end)
+        say(quiet, completion, 9, end)
         found.append(client.messages.create(**body))
     for message in found:
         blocks = [block.to_dict() for block in message.content]
@@ -218,9 +218,9 @@ def test_text_and_counts(served: Served) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_have_their_shape(served: Served, body: Any, status: int, kind: str, text: str, stream: bool) -> None:
     with served.http() as http:
-        answer = http.post(M, json=ASKED | {"stream": stream} | body)
-    error = answer.json()
-    assert answer.status_code == status and error["type"] == "error", answer.text
+        response = http.post(M, json=ASKED | {"stream": stream} | body)
+    error = response.json()
+    assert response.status_code == status and error["type"] == "error", response.text
     assert error["error"]["type"] == kind and text in error["error"]["message"]
 
 
@@ -228,8 +228,8 @@ def test_a_key_as_their_clients_send_it(locked: Served) -> None:
     with locked.http() as http:
         assert http.post(M, json=ASKED, headers={"x-api-key": "secret"}).status_code == 200
         for headers in ({}, {"x-api-key": "wrong"}, {"x-api-key": ""}):
-            answer = http.post(M, json=ASKED, headers=headers)
-            assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+            response = http.post(M, json=ASKED, headers=headers)
+            assert response.status_code == 401 and response.json()["error"]["type"] == "authentication_error"
 
 
 def test_an_error_in_a_stream_is_an_event(quiet: QuietEngine) -> None:

@@ -34,7 +34,7 @@ HELLO: Any = [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.parametrize(
-    "start, answer, wanted",
+    "start, completion, wanted",
     [
         ("free", f"{THOUGHT}Yes.\n", ("Yes.\n", SPLIT, 0)),
         ("inside", f"{THOUGHT}Yes.", ("Yes.", SPLIT, 0)),
@@ -52,11 +52,11 @@ HELLO: Any = [{"role": "user", "content": "hi"}]
     ],
     ids=range(13),
 )
-def test_thoughts_however_they_are_cut(start: Start, answer: str, wanted: Any) -> None:
+def test_thoughts_however_they_are_cut(start: Start, completion: str, wanted: Any) -> None:
     for seed in range(30):
-        cuts = sorted(random.Random(seed).choices(range(len(answer) + 1), k=seed))
-        pieces = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
-        for split in (pieces, [*answer, ""]):
+        cuts = sorted(random.Random(seed).choices(range(len(completion) + 1), k=seed))
+        pieces = [completion[a:b] for a, b in zip([0, *cuts], [*cuts, len(completion)], strict=True)]
+        for split in (pieces, [*completion, ""]):
             found, parts = ThoughtParser(parser(HERMES), start), OutputDelta()
             for at, piece in enumerate(split):
                 parts += found.push(piece, last=at == len(split) - 1)
@@ -75,9 +75,9 @@ def service(quiet: QuietEngine, how: ReasoningParser = "auto") -> Service:
     return Service(EngineClient(quiet, Metrics(quiet)), "small", reasoning_parser=how)  # type: ignore[arg-type]
 
 
-def parts(of: Service, answer: str, **more: Any) -> OutputDelta:
+def parts(of: Service, completion: str, **more: Any) -> OutputDelta:
     made = of.chat_job(ChatRequest.model_validate({"messages": HELLO} | more)).parsers
-    return made().push(answer, last=True) if made else OutputDelta(answer)
+    return made().push(completion, last=True) if made else OutputDelta(completion)
 
 
 def test_who_thinks(quiet: QuietEngine) -> None:
@@ -145,10 +145,10 @@ def test_a_grammar_begins_after_the_thought(chat_model_dir: Path, marks: str, ki
     tokens = [AddedToken(t, normalized=False) for t in ("<think>", "</think>", "<tool_call>") if marks != "text"]
     tokenizer.add_tokens(tokens, special_tokens=marks == "special tokens")
     grammars = Grammars(tokenizer, len(tokenizer), [0])
-    inner, answer = grammar("json", SCHEMA), '{"n":true}'
+    inner, completion = grammar("json", SCHEMA), '{"n":true}'
     if kind == "calls":
         inner = HERMES.grammar([t["function"] for t in TOOLS], several=False, named=grammars.named)
-        answer = '<tool_call>\n{"name":"time","arguments":{"city":"Bern"}}\n</tool_call>'
+        completion = '<tool_call>\n{"name":"time","arguments":{"city":"Bern"}}\n</tool_call>'
     made = after_thought(inner, start, grammars.named)
 
     def accepted(text: str) -> str:
@@ -162,11 +162,11 @@ def test_a_grammar_begins_after_the_thought(chat_model_dir: Path, marks: str, ki
 
     thought = "<think>" * (start == "free") + 'Hm\n{"n": <b\n</think>'
     for between in ("", "\n\n"):
-        assert accepted(thought + between + answer) == thought + between + answer + "."
+        assert accepted(thought + between + completion) == thought + between + completion + "."
     assert accepted(thought + "Yes") == thought
     assert accepted(thought.removesuffix("</think>")) == thought.removesuffix("</think>")
     if start == "free":
-        assert accepted(answer) == answer + "." and accepted("x") == ""
+        assert accepted(completion) == completion + "." and accepted("x") == ""
     else:
         assert accepted('x{"n":true}') == 'x{"n":true}', "all text is thought until that ends"
 
@@ -187,5 +187,5 @@ def test_bad_input(quiet: QuietEngine) -> None:
     quiet.tokenizer.chat_template = "<|start|>assistant<|channel|>"
     for served in serve(quiet):
         with served.http() as http:
-            answer = http.post("/v1/chat/completions", json={"messages": HELLO, "separate_reasoning": False})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "separate_reasoning"
+            completion = http.post("/v1/chat/completions", json={"messages": HELLO, "separate_reasoning": False})
+    assert completion.status_code == 400 and completion.json()["error"]["param"] == "separate_reasoning"

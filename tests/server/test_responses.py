@@ -85,12 +85,12 @@ THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 CALLED = THOUGHT + '<|channel|>commentary to=functions.time <|constrain|>json<|message|>{"city": "Bern"}'
 
 
-@pytest.mark.parametrize("answer", [THOUGHT + "<|channel|>final<|message|>Noon.", CALLED], ids=["text", "call"])
+@pytest.mark.parametrize("completion", [THOUGHT + "<|channel|>final<|message|>Noon.", CALLED], ids=["text", "call"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_was_thought_is_an_item_of_its_own(quiet: QuietEngine, answer: str, stream: bool) -> None:
+def test_what_was_thought_is_an_item_of_its_own(quiet: QuietEngine, completion: str, stream: bool) -> None:
     """As GPT-OSS writes it; and clients may send it back."""
     quiet.tokenizer.chat_template = "<|start|>assistant<|channel|>" + "{{ messages[-1].reasoning_content }}"
-    pieces = [answer[at : at + 7] for at in range(0, len(answer), 7)]
+    pieces = [completion[at : at + 7] for at in range(0, len(completion), 7)]
 
     def say() -> None:
         for piece in pieces:
@@ -106,13 +106,13 @@ def test_what_was_thought_is_an_item_of_its_own(quiet: QuietEngine, answer: str,
             assert [e.sequence_number for e in events] == list(range(len(events)))
             assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == "Hm."
             deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
-            assert "".join(deltas) == '{"city": "Bern"}' * (answer == CALLED) and len(deltas) in (0, 3)
+            assert "".join(deltas) == '{"city": "Bern"}' * (completion == CALLED) and len(deltas) in (0, 3)
             response = events[-1].response
         else:
             response = client.responses.create(**body)
         thought, item = response.output
         assert (thought.type, thought.content[0].text) == ("reasoning", "Hm.")
-        if answer == CALLED:
+        if completion == CALLED:
             assert (item.type, item.name, json.loads(item.arguments)) == ("function_call", "time", {"city": "Bern"})
         else:
             assert response.output_text == "Noon."
@@ -124,8 +124,8 @@ def test_what_was_thought_is_an_item_of_its_own(quiet: QuietEngine, answer: str,
 def test_what_is_asked_comes_back(served: Served) -> None:
     asked: Any = {"metadata": {"run": "7"}, "text": {"verbosity": "medium", "format": {"type": "text"}}}
     with served.http() as http:
-        answer = http.post("/v1/responses", json={"input": "a", "max_output_tokens": 1} | asked).json()
-        assert {name: answer[name] for name in asked} == asked
+        response = http.post("/v1/responses", json={"input": "a", "max_output_tokens": 1} | asked).json()
+        assert {name: response[name] for name in asked} == asked
         null = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": None}]}
         body = {"input": [null, {"role": "user", "content": "a"}], "max_output_tokens": 1}
         assert http.post("/v1/responses", json=body).status_code == 200
@@ -164,8 +164,8 @@ def test_what_is_asked_comes_back(served: Served) -> None:
 )
 def test_bad_input(served: Served, body: Any, text: str) -> None:
     with served.http() as http:
-        answer = http.post("/v1/responses", json=body)
-    assert answer.status_code in (400, 404) and text in answer.json()["error"]["message"], answer.text
+        response = http.post("/v1/responses", json=body)
+    assert response.status_code in (400, 404) and text in response.json()["error"]["message"], response.text
 
 
 def test_a_refusal_is_a_status_in_streams_too(served: Served) -> None:

@@ -33,17 +33,17 @@ SENT = {
 @pytest.mark.parametrize("path, added", SENT.values(), ids=SENT)
 def test_what_routers_add_is_taken(served: Served, path: str, added: Any) -> None:
     with served.http() as http:
-        answer = http.post(path, json=ASKED[path] | added)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["usage"]["total_tokens"] > 4
+        response = http.post(path, json=ASKED[path] | added)
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["total_tokens"] > 4
 
 
 @pytest.mark.parametrize("field", ["return_hidden_states", "stream_reasoning", "data_parallel_rank"])
 def test_what_they_add_is_refused_where_it_asks_for_something(served: Served, field: str) -> None:
     asking = not (OF_CHATS | {"data_parallel_rank": 0})[field]
     with served.http() as http:
-        answer = http.post(H, json=ASKED[H] | {field: asking})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+        response = http.post(H, json=ASKED[H] | {field: asking})
+    assert response.status_code == 400 and response.json()["error"]["param"] == field
 
 
 def test_no_stop_trim_keeps_the_stop_string(served: Served) -> None:

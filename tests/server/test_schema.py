@@ -1,4 +1,4 @@
-"""Requests made up from the served schema, by schemathesis: whatever comes, no answer is the server's fault."""
+"""Requests made up from the served schema, by schemathesis: whatever comes, no response is the server's fault."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_made_up_requests(served: Served, method: str, path: str, mode: Any) -> 
     )
     @hypothesis.given(operation.as_strategy(generation_mode=mode))
     def check(case: Any) -> None:
-        answer = case.call(timeout=WAIT_S)
-        assert answer.status_code < 500, f"{case.as_curl_command()}\n{answer.text}"
-        if answer.status_code >= 400 and answer.status_code != 405 and answer.text:
-            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        response = case.call(timeout=WAIT_S)
+        assert response.status_code < 500, f"{case.as_curl_command()}\n{response.text}"
+        if response.status_code >= 400 and response.status_code != 405 and response.text:
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
     check()
     served.engine.check_idle()

@@ -21,17 +21,17 @@ def trusting(engine: Engine) -> Iterator[Served]:
 
 def tokens(served: Served, **body: Any) -> Any:
     with served.http() as http:
-        answer = http.post("/tokenize", json={"messages": MESSAGES} | body)
-    assert answer.status_code == 200, answer.text
-    return served.engine.tokenizer.decode(answer.json()["tokens"])
+        response = http.post("/tokenize", json={"messages": MESSAGES} | body)
+    assert response.status_code == 200, response.text
+    return served.engine.tokenizer.decode(response.json()["tokens"])
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 def test_refused_by_name_unless_it_is_asked_for(served: Served, path: str) -> None:
     with served.http() as http:
-        answer = http.post(path, json={"messages": MESSAGES, "chat_template": "x"})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "chat_template"
-    assert "--trust-request-chat-template" in answer.json()["error"]["message"]
+        response = http.post(path, json={"messages": MESSAGES, "chat_template": "x"})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "chat_template"
+    assert "--trust-request-chat-template" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_it_makes_the_prompt_that_the_same_template_of_a_model_makes(
 def test_it_makes_the_prompt_of_a_chat(trusting: Served) -> None:
     body = {"messages": MESSAGES, "chat_template": "{{ messages[0].content }}!", "return_token_ids": True}
     with trusting.http() as http:
-        answer = http.post("/v1/chat/completions", json=body | {"max_tokens": 1}).json()
-    assert trusting.engine.tokenizer.decode(answer["prompt_token_ids"]) == "hi!"
+        response = http.post("/v1/chat/completions", json=body | {"max_tokens": 1}).json()
+    assert trusting.engine.tokenizer.decode(response["prompt_token_ids"]) == "hi!"
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,6 @@ def test_it_makes_the_prompt_of_a_chat(trusting: Served) -> None:
 )
 def test_what_a_template_may_not_do(trusting: Served, template: str, error: str) -> None:
     with trusting.http() as http:
-        answer = http.post("/tokenize", json={"messages": MESSAGES, "chat_template": template})
-    assert answer.status_code == 400 and error in answer.json()["error"]["message"], answer.text
+        response = http.post("/tokenize", json={"messages": MESSAGES, "chat_template": template})
+    assert response.status_code == 400 and error in response.json()["error"]["message"], response.text
     assert tokens(trusting, chat_template="{{ messages[0].content }}") == "hi", "the next one is served"

@@ -67,7 +67,7 @@ def loaded(arguments: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "answer, text, calls",
+    "completion, text, calls",
     [
         (CALL, "", 1),
         (f"{CALL}\n{CALL}", "", 2),
@@ -81,12 +81,12 @@ def loaded(arguments: str) -> Any:
     ],
     ids=range(9),
 )
-def test_calls_however_they_are_cut(answer: str, text: str, calls: int) -> None:
+def test_calls_however_they_are_cut(completion: str, text: str, calls: int) -> None:
     wanted = (text, [("weather", {"city": "Zürich"})] * calls)
-    assert parse([answer]) == wanted and parse([*answer, ""]) == wanted
+    assert parse([completion]) == wanted and parse([*completion, ""]) == wanted
     for seed in range(20):
-        cuts = sorted(random.Random(seed).choices(range(len(answer) + 1), k=4))
-        assert parse([answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]) == wanted
+        cuts = sorted(random.Random(seed).choices(range(len(completion) + 1), k=4))
+        assert parse([completion[a:b] for a, b in zip([0, *cuts], [*cuts, len(completion)], strict=True)]) == wanted
 
 
 XML_CALL = (
@@ -118,7 +118,7 @@ TWICE = [TIMED, ("time", {"city": "x"})]
 
 
 @pytest.mark.parametrize(
-    "form, answer, wanted",
+    "form, completion, wanted",
     [
         (XML, f"I look.{XML_CALL}\n{XML_CALL}", ("I look.", [("weather", ASKED)] * 2)),
         (XML, "<tool_call>{}</tool_call>", ("<tool_call>{}</tool_call>", [])),
@@ -162,10 +162,10 @@ TWICE = [TIMED, ("time", {"city": "x"})]
     ],
     ids=range(27),
 )
-def test_calls_of_every_form_however_they_are_cut(form: ToolFormat, answer: str, wanted: Any) -> None:
-    assert parse([answer, ""], form, [WEATHER, TIME]) == wanted
-    assert parse([*answer, ""], form, [WEATHER, TIME]) == wanted
-    assert parse([answer], form, [WEATHER, TIME]) == wanted
+def test_calls_of_every_form_however_they_are_cut(form: ToolFormat, completion: str, wanted: Any) -> None:
+    assert parse([completion, ""], form, [WEATHER, TIME]) == wanted
+    assert parse([*completion, ""], form, [WEATHER, TIME]) == wanted
+    assert parse([completion], form, [WEATHER, TIME]) == wanted
 
 
 STRINGS = json.dumps({"a": 'x</tool_call>{"\\', "b": [{}, "}"]})
@@ -181,14 +181,14 @@ STREAMED = {
 @pytest.mark.parametrize("form", STREAMED, ids=["hermes", "llama", "deepseek", "deepseek-v3.1", "harmony"])
 def test_arguments_come_as_they_are_written(form: ToolFormat) -> None:
     """Every character at once; what ends a call elsewhere does not within a string."""
-    answer = STREAMED[form].format(STRINGS, STRINGS)
+    completion = STREAMED[form].format(STRINGS, STRINGS)
     found, parts, pieces = parser(form, [TIME]), OutputDelta(), 0
-    for character in answer:
+    for character in completion:
         new = found.push(character, last=False)
         pieces += bool(new.arguments)
         parts += new
     parts += found.push("", last=True)
-    calls = answer.count(STRINGS)
+    calls = completion.count(STRINGS)
     assert [(c.name, c.arguments) for c in parts.calls] == [("time", STRINGS)] * calls
     assert pieces >= calls * (len(STRINGS) - 3) and not parts.text
 
@@ -216,11 +216,14 @@ def test_any_answer_is_read_alike_however_it_is_cut(form: ToolFormat) -> None:
     pieces += ["time", "x", "```json", *whole, *(text[: len(text) // 2] for text in whole)]
     for seed in range(300):
         drawn = random.Random(seed)
-        answer = "".join(drawn.choices(pieces, k=drawn.randrange(1, 12)))
-        wanted = read_in_pieces(form, [answer])
-        cuts = sorted(drawn.choices(range(len(answer) + 1), k=6))
-        cut = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
-        assert read_in_pieces(form, cut) == wanted and read_in_pieces(form, [*answer, ""]) == wanted, (seed, answer)
+        completion = "".join(drawn.choices(pieces, k=drawn.randrange(1, 12)))
+        wanted = read_in_pieces(form, [completion])
+        cuts = sorted(drawn.choices(range(len(completion) + 1), k=6))
+        cut = [completion[a:b] for a, b in zip([0, *cuts], [*cuts, len(completion)], strict=True)]
+        assert read_in_pieces(form, cut) == wanted and read_in_pieces(form, [*completion, ""]) == wanted, (
+            seed,
+            completion,
+        )
 
 
 def read_in_pieces(form: ToolFormat, pieces: list[str]) -> Any:
@@ -428,20 +431,20 @@ def test_streamed_calls_are_the_same(tooled: Served) -> None:
 @pytest.mark.parametrize("end", ["stop", "length"])
 def test_a_streamed_call_is_put_together_by_the_official_client(quiet: QuietEngine, end: Any) -> None:
     quiet.tokenizer.chat_template = TEMPLATE
-    answer = f"I look.{CALL}\n{CALL}"
+    completion = f"I look.{CALL}\n{CALL}"
     body: Any = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
 
     def say(size: int) -> None:
-        for at in range(0, len(answer), size):
-            quiet.say(output(answer[at : at + size]))
+        for at in range(0, len(completion), size):
+            quiet.say(output(completion[at : at + size]))
         quiet.say(output("", end))
 
     found: list[Any] = []
-    for size in (3, 7, 40, len(answer)):
+    for size in (3, 7, 40, len(completion)):
         for served in serve(quiet):
             quiet.listeners.clear()
             threading.Thread(target=say, args=(size,)).start()
-            if size == len(answer):
+            if size == len(completion):
                 found.append(served.client().chat.completions.create(**body).choices[0])
                 continue
             with served.client().chat.completions.stream(**body) as stream:
@@ -477,5 +480,5 @@ def test_bad_calls_are_refused(tooled: Served) -> None:
     ]:
         with tooled.http() as http:
             hello = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
-            answer = http.post("/v1/chat/completions", json=hello | body)
-        assert answer.status_code == 400 and text in answer.text, answer.text
+            completion = http.post("/v1/chat/completions", json=hello | body)
+        assert completion.status_code == 400 and text in completion.text, completion.text

@@ -1,4 +1,4 @@
-"""Bodies drawn from the protocol's own models, valid and nearly valid: no answer is the server's fault."""
+"""Bodies drawn from the protocol's own models, valid and nearly valid: no response is the server's fault."""
 
 from __future__ import annotations
 
@@ -179,11 +179,11 @@ def test_no_body_is_the_servers_fault(served: Served, path: str, made: Any, monk
         def check(body: Any, form: ToolFormat) -> None:
             marks = "".join("{# " + mark + " #}" for mark in form.marks)
             monkeypatch.setattr(served.engine.tokenizer, "chat_template", marks + TEMPLATE)
-            answer = http.post(path, content=written(body), headers={"Content-Type": "application/json"})
-            assert answer.status_code < 500 and "internal error" not in answer.text, answer.text
-            if answer.status_code >= 400:
+            response = http.post(path, content=written(body), headers={"Content-Type": "application/json"})
+            assert response.status_code < 500 and "internal error" not in response.text, response.text
+            if response.status_code >= 400:
                 shape = {"message", "type"} if path == "/v1/messages" else {"message", "type", "param", "code"}
-                assert set(answer.json()["error"]) == shape
+                assert set(response.json()["error"]) == shape
 
         check()
         assert http.get("/health").status_code == 200

@@ -216,7 +216,7 @@ def test_the_key(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stub.keys == ["Bearer named", "Bearer from-the-environment"]
 
 
-def test_figures_of_given_answers() -> None:
+def test_figures_of_given_outputs() -> None:
     outcomes = [
         Outcome("", (0.1, 0.2, 0.4), 10, 3),
         Outcome("", (0.3, 0.5, 1.1), 20, 5),

@@ -78,7 +78,7 @@ class Response:
         (['{"error": {"message": "gone"}}', "[DONE]"], "gone"),
     ],
 )
-def test_a_lost_answer_is_seen(monkeypatch: pytest.MonkeyPatch, lines: list[str], wrong: str) -> None:
+def test_a_lost_output_is_seen(monkeypatch: pytest.MonkeyPatch, lines: list[str], wrong: str) -> None:
     class Connection:
         def __init__(self, *arguments: Any, **options: Any):
             self.request = self.close = lambda *arguments, **options: None

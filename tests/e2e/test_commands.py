@@ -127,7 +127,7 @@ def test_the_model_in_readme_is_the_one_that_the_command_loads() -> None:
     assert sum(1 for line in code.splitlines() if line) <= 30
 
 
-def test_the_model_in_readme_answers_as_the_embedded_one() -> None:
+def test_the_model_in_readme_completes_as_the_embedded_one() -> None:
     plugin = "examples/tiny_model/model.py"
     words = f"generate {ROOT / 'examples/tiny_model'} --plugins {ROOT / plugin} --json --chat --max-tokens 40 --prompt"
     question = "A farmer has 12 hens and sells 5. How many hens does the farmer have now?"
@@ -216,7 +216,7 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
 
 
-def test_a_wrong_path_or_layout_is_told_before_torch_is_imported() -> None:
+def test_a_wrong_path_or_layout_is_reported_before_torch_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("\n") == 20 and done.stderr.count("/nowhere has no config.json") == 5
@@ -349,7 +349,7 @@ def test_the_demo(tmp_path: Path) -> None:
     assert not left_behind(tmp_path)
 
 
-def test_the_demo_can_be_told_dcp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_takes_dcp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight processes take long to start: what `make` runs, what that starts, and with which layout, is looked at.
     `dcp.test_engine` has that layout's ranks answer, as threads.
     """

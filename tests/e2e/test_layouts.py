@@ -67,7 +67,7 @@ def alone() -> list[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_same_greedy_answers_on_every_layout(alone: list[str], layout: str) -> None:
+def test_same_greedy_outputs_on_every_layout(alone: list[str], layout: str) -> None:
     with Engine(EngineConfig(kv_tokens=2048, max_batch_tokens=64, max_running=8, **LAYOUTS[layout])) as engine:
         for served in serve(engine):
             answers = traffic(served)

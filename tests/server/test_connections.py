@@ -134,7 +134,7 @@ def error_of(response: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sent", [b"GET /health FTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"])
-def test_what_is_no_http_is_answered_as_everything_is(strict: Served, sent: bytes) -> None:
+def test_what_is_no_http_gets_an_error_of_the_usual_shape(strict: Served, sent: bytes) -> None:
     """The second is how a TLS connection begins."""
     with strict.socket() as connection:
         connection.sendall(sent)

@@ -179,7 +179,7 @@ SCHEMA: Any = {
     ids=range(5),
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_of_a_schema(served: Served, form: Any, stream: bool) -> None:
+def test_outputs_of_a_schema(served: Served, form: Any, stream: bool) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200, "temperature": 1, "seed": 3, "n": 2}
     with served.http() as http:
         completion = http.post(H, json=body | form | {"stream": stream})
@@ -211,7 +211,7 @@ def test_other_kinds_of_structure(served: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_its_grammar_leaves_nothing_for_is_the_clients_error(served: Served, stream: bool) -> None:
+def test_an_output_that_its_grammar_leaves_nothing_for_is_the_clients_error(served: Served, stream: bool) -> None:
     body = {"prompt": "abc", "regex": "a[0-9]{4}", "allowed_token_ids": served.engine.tokenizer.encode("ab")}
     with served.http() as http:
         completion = http.post(C, json=body | {"max_tokens": 9, "stream": stream})
@@ -230,7 +230,7 @@ def test_choices_and_properties_may_be_many(served: Served) -> None:
     assert ask(served, prompt="abc", max_tokens=9, guided_json=schema)["choices"][0]["text"].startswith("{")
 
 
-def test_a_prompt_is_scored_as_it_would_be_drawn(served: Served) -> None:
+def test_a_prompt_is_scored_as_it_would_be_sampled(served: Served) -> None:
     """What a prompt's tokens get is what they got when they were drawn, however the prompt was cut and cached."""
     ids = served.engine.tokenizer.encode("abc")
     drawn = ask(served, C, prompt=ids, logprobs=3, allowed_token_ids=served.engine.tokenizer.encode("xyz"), **FIXED)
@@ -285,7 +285,7 @@ def test_each_table_has_as_many_alternatives_as_were_asked_for(served: Served, a
 
 @pytest.mark.parametrize("path", [C, H])
 @pytest.mark.parametrize("form", [None, {"guided_choice": ["<tool_call>", "<tool_cat>"]}], ids=["text", "held back"])
-def test_token_ids_are_told(served: Served, monkeypatch: pytest.MonkeyPatch, path: str, form: Any) -> None:
+def test_token_ids_are_returned(served: Served, monkeypatch: pytest.MonkeyPatch, path: str, form: Any) -> None:
     """In vLLM's places. All of them come in streams too, where a parser holds back the text of some."""
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", TEMPLATE)
     body = FIXED | {"n": 2, "ignore_eos": False, "return_token_ids": True} | (form or {})

@@ -242,7 +242,7 @@ def test_fields_inside_are_refused_by_their_place(served: Served, inside: dict[s
     assert response.json()["error"]["message"] == f"{place} is not supported; leave it out"
 
 
-def test_what_clients_send_back_of_answers_is_taken(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_clients_send_back_of_responses_is_taken(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Further fields of a message reach the chat template, which uses those that it knows."""
     template = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}{{ m.content }}{% endfor %}"
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", template)

@@ -63,7 +63,7 @@ def test_thoughts_however_they_are_cut(start: Start, completion: str, wanted: An
             assert (parts.text, parts.thought, len(parts.calls)) == wanted
 
 
-def test_where_an_answer_begins() -> None:
+def test_where_an_output_begins() -> None:
     assert start_of("user: hi\nassistant: <think>\n") == "inside"
     assert start_of("user: what is <think>?\nassistant:") == "free"
     assert start_of("assistant: <think>\n\n</think>\n\n") is None
@@ -171,7 +171,7 @@ def test_a_grammar_begins_after_the_thought(chat_model_dir: Path, marks: str, ki
         assert accepted('x{"n":true}') == 'x{"n":true}', "all text is thought until that ends"
 
 
-def test_an_answer_that_follows_a_grammar_thinks_before(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_follows_a_grammar_thinks_before(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Freely, here until its length; but not where the prompt has closed the thought."""
     body: Any = {"model": "small", "messages": HELLO, "max_tokens": 60, "temperature": 0}
     body |= {"extra_body": {"guided_choice": ["yes", "no"]}}

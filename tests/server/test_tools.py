@@ -196,7 +196,7 @@ def test_arguments_come_as_they_are_written(form: ToolFormat) -> None:
 @pytest.mark.parametrize(
     "form", TOOL_FORMATS, ids=["harmony", "xml", "glm", "hermes", "deepseek", "deepseek-v3.1", "llama"]
 )
-def test_any_answer_is_read_alike_however_it_is_cut(form: ToolFormat) -> None:
+def test_any_output_is_read_alike_however_it_is_cut(form: ToolFormat) -> None:
     """Of pieces of calls in any order, of which few are calls."""
     whole = [SPELLED[form], STREAMED[form].format(STRINGS, STRINGS)] if form in STREAMED else [SPELLED[form]]
     pieces = [

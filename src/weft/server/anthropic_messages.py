@@ -8,15 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from weft.engine.request import Output
 from weft.server.bodies import JsonRoute, work_on
-from weft.server.chats import ChatRequest, only_text
+from weft.server.chats import ChatRequest, TextPart, chat_of, only_text, text_of
 from weft.server.completions import ChatJob, Service
 from weft.server.engine_client import usage
-from weft.server.errors import AnthropicBody, ApiError, anthropic_body, described, field_errors
+from weft.server.errors import AnthropicBody, ApiError, anthropic_body, described
 from weft.server.parsed_output import ParsedOutput, respond
 from weft.server.protocol import Body, Text, Texts, not_too_many
 from weft.server.tool_formats import Call
@@ -32,9 +32,8 @@ class Block(Body):
     harmless = frozenset({"cache_control", "citations", "caller"})  # for others, or what clients send back
 
 
-class TextBlock(Block):
-    type: Literal["text"]
-    text: Text
+class TextBlock(TextPart):
+    harmless = Block.harmless
 
 
 class ThinkingBlock(Block):
@@ -85,7 +84,7 @@ class InputMessage(Body):
         message: dict[str, Any] = {"role": self.role, "content": []}
         for block in self.content:
             if isinstance(block, ToolResult):
-                made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
+                made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)})
             elif isinstance(block, ToolUse):
                 function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
                 message.setdefault("tool_calls", []).append({"id": block.id, "function": function})
@@ -167,7 +166,7 @@ class CountRequest(Body):
     def chat(self) -> ChatRequest:
         """The same as a chat. ApiError 400."""
         self.refuse_unsupported()
-        messages = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        messages = [{"role": "system", "content": text_of(self.system)}] if self.system else []
         for message in self.messages:
             messages += message.messages()
         body: dict[str, Any] = {"messages": messages, "tools": [tool.plain() for tool in self.tools]}
@@ -184,12 +183,7 @@ class CountRequest(Body):
             schema = {"name": "output", "schema": self.output_config.format.schema_}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         body |= self._sampling()
-        try:
-            chat = ChatRequest.model_validate(body)
-        except ValidationError as error:
-            raise field_errors(error.errors(include_url=False), body) from error
-        chat.refuse_unsupported()
-        return chat
+        return chat_of(body)
 
     def _sampling(self) -> dict[str, Any]:
         return {}
@@ -215,10 +209,6 @@ class MessagesRequest(CountRequest):
         names = ("max_tokens", "temperature", "top_p", "top_k")
         sampling = {name: getattr(self, name) for name in names}
         return sampling | {"stop": self.stop_sequences, "user": self.metadata.get("user_id")}
-
-
-def _text(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
 class Messages:

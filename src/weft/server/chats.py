@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from jinja2 import TemplateError
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from weft.engine.output.grammar import Grammars
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, field_errors
 from weft.server.protocol import Body, CommonRequest, Text, not_too_many
 from weft.server.templates import Templates
 from weft.server.tool_formats import ToolFormat, tool_format_of
@@ -39,6 +40,11 @@ def only_text(content: Any) -> Any:
         if isinstance(kind, str) and kind not in TEXT_PARTS:
             raise ValueError(f"a part of type {kind!r} cannot be read: this server takes text alone; leave it out")
     return content
+
+
+def text_of(content: str | Sequence[TextPart] | None) -> str:
+    """The parts of a message in one."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
 class CalledFunction(Body):
@@ -74,8 +80,7 @@ class Message(Body):
     @property
     def text(self) -> str:
         """Its parts in one."""
-        parts = self.content or ""
-        return parts if isinstance(parts, str) else "".join(p.text for p in parts)
+        return text_of(self.content)
 
     @property
     def characters(self) -> int:
@@ -256,3 +261,13 @@ class ChatRequest(CommonRequest):
             return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
         except (ValueError, TypeError, TemplateError) as error:
             raise ApiError(400, f"the model's chat template refuses the messages: {error}", param="messages") from error
+
+
+def chat_of(body: dict[str, Any]) -> ChatRequest:
+    """The chat that a body of another endpoint stands for. ApiError 400."""
+    try:
+        chat = ChatRequest.model_validate(body)
+    except ValidationError as error:
+        raise field_errors(error.errors(include_url=False), body) from error
+    chat.refuse_unsupported()
+    return chat

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from weft.server.chats import TextPart, only_text
+from weft.server.chats import TextPart, only_text, text_of
 from weft.server.errors import ApiError, field_errors
 from weft.server.protocol import Body, Text
 
@@ -104,13 +104,9 @@ def _checked(value: dict[str, Any], place: str) -> Item:
 def _message(item: Item) -> dict[str, Any]:
     if isinstance(item, InputMessage):
         role = "system" if item.role == "developer" else item.role
-        return {"role": role, "content": _text(item.content)}
+        return {"role": role, "content": text_of(item.content)}
     if isinstance(item, FunctionCallOutput):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+        return {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
     assert isinstance(item, FunctionCall)
     function = {"name": item.name, "arguments": item.arguments}
     return {"role": "assistant", "tool_calls": [{"id": item.call_id, "function": function}]}
-
-
-def _text(content: str | list[InputText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -11,14 +11,14 @@ from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from weft.engine.request import Output
 from weft.server.bodies import JsonRoute, work_on
-from weft.server.chats import ChatRequest
+from weft.server.chats import ChatRequest, chat_of
 from weft.server.completions import ChatJob, Service
 from weft.server.engine_client import usage
-from weft.server.errors import ApiError, field_errors
+from weft.server.errors import ApiError
 from weft.server.items import messages_of
 from weft.server.parsed_output import ParsedOutput, respond
 from weft.server.protocol import HARMLESS, Body, JsonSchema, SharedRequest, Text
@@ -122,12 +122,7 @@ class ResponsesRequest(SharedRequest):
             form = self.text.format.model_dump(by_alias=True, exclude_unset=True)
             kind = form.pop("type")
             body["response_format"] = {"type": kind} | ({"json_schema": form} if kind == "json_schema" else form)
-        try:
-            chat = ChatRequest.model_validate(body)
-        except ValidationError as error:
-            raise field_errors(error.errors(), body) from error
-        chat.refuse_unsupported()
-        return chat
+        return chat_of(body)
 
 
 class Responses:

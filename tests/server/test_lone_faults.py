@@ -13,7 +13,7 @@ from server.conftest import QuietEngine, Served, output, serve
 from weft.engine.output.detokenizer import TextStream
 from weft.server.prompts import Prompts
 from weft.server.render import Chat, Completion
-from weft.server.responses import _Made
+from weft.server.responses import _ResponseBuilder
 
 C, H, R = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TEXT: dict[str, Any] = {"prompt": "abc", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -25,7 +25,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any], Any, str]] = {
     "detokeniser": (C, TEXT, TextStream, "push"),
     "logprobs": (C, TEXT | {"logprobs": 1}, Completion, "_table"),
     "chat": (H, CHAT, Chat, "_rest"),
-    "responses": (R, {"input": "hello", "max_output_tokens": 6}, _Made, "increment"),
+    "responses": (R, {"input": "hello", "max_output_tokens": 6}, _ResponseBuilder, "increment"),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.conftest import ServerProcess, serve
+from server.conftest import Served, serve
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.evals import word_problems
@@ -21,14 +21,14 @@ LAYOUTS = {
 PROBLEMS = word_problems.generate("heldout", 4, seed=11)
 
 
-def ask(served: ServerProcess, question: str) -> str:
+def ask(served: Served, question: str) -> str:
     answer = served.client().chat.completions.create(
         model="small", messages=word_problems.prompt(question), temperature=0, max_tokens=100
     )
     return answer.choices[0].message.content or ""
 
 
-def give_up(served: ServerProcess, question: str) -> None:
+def give_up(served: Served, question: str) -> None:
     """Asks, reads a little, and goes away."""
     messages: Any = word_problems.prompt(question)
     stream = served.client().chat.completions.create(
@@ -39,7 +39,7 @@ def give_up(served: ServerProcess, question: str) -> None:
     stream.close()
 
 
-def traffic(served: ServerProcess) -> list[str]:
+def traffic(served: Served) -> list[str]:
     """Every problem asked twice at once (the second finds a prefix), every third client going away in between."""
     answers: dict[int, str] = {}
 

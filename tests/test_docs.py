@@ -43,7 +43,7 @@ def sources() -> list[Path]:
 def resolves(name: str) -> bool:
     """Whether `weft.a.b.C.d` names a module, or what a module of its beginning has in its text."""
     parts = name.split(".")[1:]
-    for length in range(len(parts), 0, -1):
+    for length in range(len(parts), -1, -1):
         stem = SOURCE.joinpath(*parts[:length])
         for module in (stem.with_suffix(".py"), stem / "__init__.py"):
             if module.exists():
@@ -56,6 +56,8 @@ def resolves(name: str) -> bool:
     [
         ("weft.place.cost", True),
         ("weft.server.errors.ApiError.response", True),
+        ("weft.CommError", True),
+        ("weft.Nothing", False),
         ("weft.server.nothing", False),
         ("weft.kv.cache.Nothing", False),
     ],

@@ -26,6 +26,7 @@ ORDER = (
     "dcp",
     "hidden",
     "stream",
+    "library",
     "kv",
     "attention",
     "models",

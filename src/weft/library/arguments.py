@@ -1,0 +1,200 @@
+"""What a communicator's calls take, and the line that says so where they are given something else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from weft.comm.transport import Epilogue, LiveSizes, Sizes
+
+Counts = Sequence[int] | Tensor
+"""Rows of each rank: integers, or on GPUs int32 `[ranks]` on the device, beside capacities."""
+Combine = Literal["move", "sum", "norm", "merge"]
+OPS: dict[str, Combine] = {
+    "all_reduce": "sum",
+    "all_reduce_add_rms_norm": "norm",
+    "all_gatherv": "move",
+    "reduce_scatterv": "sum",
+    "reduce_scatterv_add_rms_norm": "norm",
+    "all_to_allv": "move",
+    "broadcast": "move",
+    "lse_reduce_scatter": "merge",
+    "all_reduce_all_gatherv": "sum",
+    "reduce_scatterv_all_reduce": "sum",
+}
+"""Each operation, and what it does with what several ranks hold."""
+VERBS: dict[Combine, str] = {"move": "moves", "sum": "sums", "norm": "sums", "merge": "merges"}
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+MOVED = (
+    *(*NARROW, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+)
+"""What arrives bit for bit."""
+MANY_SHAPES = 4096
+"""Shapes of inputs that are remembered as fit."""
+
+
+def dtypes_of(combine: Combine, device: str) -> tuple[torch.dtype, ...]:
+    """What an operation takes on cpu or cuda."""
+    if combine == "move":
+        return MOVED
+    return (*NARROW, torch.float64) if device == "cpu" and combine != "merge" else NARROW
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments that a communicator of this name, rank and device takes; all methods raise ValueError.
+
+    max_bytes: of a call's input and result; max_normed_bytes: of a row that a norm takes, None: any; live: whether
+    counts may lie on the device.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    device: torch.device
+    max_bytes: int
+    max_normed_bytes: int | None
+    live: bool
+    accepted: set[tuple[object, ...]] = field(default_factory=set)
+
+    def input(self, op: str, x: Tensor) -> Tensor:
+        """The input, neither lazily negated nor conjugated."""
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            raise ValueError(
+                f"{op}: torch's current GPU is another than that of communicator {self.name!r}; call "
+                f"torch.cuda.set_device({self.device.index}) before"
+            )
+        key = op, x.dtype, x.shape, x.device, x.layout, x.requires_grad and torch.is_grad_enabled()
+        if key not in self.accepted:
+            refusal = self.refusal(op, x)
+            if refusal is not None:
+                raise ValueError(f"{op}: {refusal}")
+            if len(self.accepted) == MANY_SHAPES:
+                self.accepted.clear()
+            self.accepted.add(key)
+        return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+
+    def refusal(self, op: str, x: Tensor) -> str | None:
+        """Why an operation does not take an input: a line that says what would do."""
+        if op not in OPS:
+            raise ValueError(f"there is no operation {op!r}; there are {', '.join(OPS)}")
+        combine, size = OPS[op], x.numel() * x.element_size()
+        if x.requires_grad and torch.is_grad_enabled():
+            return "the tensor requires gradients, which do not pass through; call it under torch.no_grad()"
+        if x.layout != torch.strided or x.dim() > 8:
+            return f"the tensor is {x.layout} of {x.dim()} dimensions; it takes dense tensors of up to 8"
+        taken = dtypes_of(combine, self.device.type)
+        if x.dtype not in taken:
+            return f"it {VERBS[combine]} {', '.join(str(d).removeprefix('torch.') for d in taken)}, not {x.dtype}"
+        if x.device != self.device:
+            where = f"communicator {self.name!r} is on {self.device}"
+            return f"the tensor is on {x.device}, but {where}; move it there, or make a communicator for its device"
+        least = {"norm": 2, "merge": 3}.get(combine, 0 if op in ("all_reduce", "broadcast") else 1)
+        if x.dim() < least or (combine == "merge" and (x.dim() > 3 or x.shape[1] % self.world_size)):
+            heads = f"[tokens, heads, dim] with heads a multiple of {self.world_size}"
+            return f"it takes {('', '[rows, …]', '[rows, width]', heads)[least]}, not {list(x.shape)}"
+        if size > self.max_bytes:
+            return (
+                f"the tensor has {size} bytes, more than max_bytes={self.max_bytes}; make the communicator with "
+                f"max_bytes={size}"
+            )
+        row = x.shape[-1] * x.element_size() if combine == "norm" else 0
+        if self.max_normed_bytes is not None and row > self.max_normed_bytes:
+            return f"rows have {row} bytes, and a norm takes up to {self.max_normed_bytes}; sum first, then normalise"
+        return None
+
+    def check_rows(self, op: str, x: Tensor, rows: int) -> None:
+        """That the input has as many rows as counts say."""
+        if x.shape[0] != rows:
+            raise ValueError(f"{op}: the tensor of rank {self.rank} has {x.shape[0]} rows, but the counts say {rows}")
+
+    def check_result(self, op: str, x: Tensor, rows: int) -> None:
+        """That so many rows like those of x are no more than max_bytes."""
+        size = rows * x.shape[1:].numel() * x.element_size()
+        if size > self.max_bytes:
+            raise ValueError(
+                f"{op}: the result has {size} bytes, more than max_bytes={self.max_bytes}; make the communicator with "
+                f"max_bytes={size}"
+            )
+
+    def sizes(self, op: str, counts: Counts, capacity: int | Sequence[int] | None) -> Sizes | LiveSizes:
+        """Counts of each rank, as transports take them."""
+        if not isinstance(counts, Tensor):
+            if capacity is not None:
+                raise ValueError(f"{op}: capacity goes with counts on the device; leave it out")
+            return integers(op, "counts", counts, self.world_size)
+        if not self.live:
+            raise ValueError(f"{op}: counts in a tensor are for GPUs; on CPUs pass counts.tolist()")
+        if counts.dtype != torch.int32 or counts.shape != (self.world_size,) or counts.device != self.device:
+            raise ValueError(
+                f"{op}: counts must be int32 [{self.world_size}] on {self.device}, not {counts.dtype} "
+                f"{list(counts.shape)} on {counts.device}"
+            )
+        if capacity is None:
+            raise ValueError(f"{op}: counts on the device need capacity=, the rows that tensors have room for")
+        each = (capacity,) * self.world_size if isinstance(capacity, int) else capacity
+        return LiveSizes(integers(op, "capacity", each, self.world_size), counts.contiguous())
+
+    def groups(self, op: str, counts: Sequence[int]) -> Sizes:
+        """Counts of groups of equally many ranks."""
+        if not len(counts) or self.world_size % len(counts):
+            raise ValueError(
+                f"{op}: {len(counts)} counts are of as many groups of equally many ranks, which {self.world_size} "
+                "ranks do not make; give as many as divide them"
+            )
+        return integers(op, "counts", counts, len(counts))
+
+    def epilogue(
+        self, op: str, x: Tensor, shape: Sequence[int], residual: Tensor, weight: Tensor, eps: float
+    ) -> Epilogue:
+        """Residual add and norm of a sum of this shape `[…, width]` of tensors like x."""
+        width = x.shape[-1]
+        _expect(op, "residual", residual, (x.dtype,), shape, x.device)
+        _expect(op, "weight", weight, (x.dtype, torch.float32), (width,), x.device)
+        rows = residual.resolve_neg().reshape(residual.shape[:-1].numel(), width)
+        return Epilogue(rows, weight.detach().resolve_neg(), eps)
+
+    def check_lse(self, op: str, out: Tensor, lse: Tensor, live: Tensor | None) -> None:
+        """What belongs to attention out `[tokens, heads, dim]` that is to be merged."""
+        _expect(op, "lse", lse, (torch.float32,), out.shape[:2], out.device)
+        if live is None:
+            return
+        if not self.live:
+            raise ValueError(f"{op}: a live count is for GPUs; on CPUs pass the live tokens alone")
+        _expect(op, "live", live, (torch.int32,), (1,), out.device)
+
+
+def integers(op: str, what: str, counts: Sequence[int], n: int) -> Sizes:
+    """So many counts. Raises ValueError."""
+    found = tuple(counts)
+    if len(found) != n or not all(isinstance(count, int) and count >= 0 for count in found):
+        raise ValueError(f"{op}: {what} must be {n} integers of 0 or more, not {list(found)}")
+    return found
+
+
+def rows_of(sizes: Sizes | LiveSizes) -> Sizes:
+    """Rows that tensors have for each rank."""
+    return sizes.capacity if isinstance(sizes, LiveSizes) else sizes
+
+
+def check_out(op: str, out: Tensor | None, x: Tensor, shape: Sequence[int]) -> None:
+    """That a result of this shape, of tensors like x, can be copied to out. Raises ValueError."""
+    if out is not None:
+        _expect(op, "out", out, (x.dtype,), shape, x.device)
+
+
+def _expect(
+    op: str, what: str, given: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[int], device: torch.device
+) -> None:
+    if given.dtype not in dtypes or given.shape != tuple(shape) or given.device != device:
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
+        raise ValueError(
+            f"{op}: {what} must be {kinds} {list(shape)} on {device}, not {given.dtype} {list(given.shape)} on "
+            f"{given.device}"
+        )

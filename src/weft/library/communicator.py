@@ -1,0 +1,332 @@
+"""Collectives of a torch ProcessGroup whose ranks are processes of one host: `weft.Communicator`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.peer import PeerTransport
+from weft.comm.peer_launch import MAX_RANKS, PeerTuning
+from weft.comm.shm import ShmTransport, ShmTuning
+from weft.comm.transport import CommError
+from weft.comm.transport_registry import SHM_RANKS
+from weft.kernels.build import cpu_kernels, cuda_kernels
+from weft.library.arguments import Arguments, Counts, check_out, integers, rows_of
+from weft.library.custom_ops import OPEN
+from weft.library.meeting import meeting_place
+from weft.place import exchange as named
+from weft.place.cost import host_table, read_tuning
+from weft.place.spec import Mesh
+
+
+class Communicator:
+    """One rank's end of a ProcessGroup's collectives; ranks are numbered as in the group. Making one is collective.
+
+    group: any ProcessGroup of up to 16 ranks on CPUs, 8 on GPUs, all on one host; the whole world if left out.
+    max_bytes: of the larger of a call's input and result. device: of all tensors; left out: the current GPU where torch
+    has one, else the CPU. CPU tensors go by shared memory, CUDA tensors by peer memory. mesh: the layout of plans that
+    are to be followed; left out: tensor parallel over all ranks. timeout_s: after which
+    a call whose peers do not come fails. blocks: on CPUs, how many results of this rank may be alive at once; untouched
+    ones take no memory. name: what `torch.ops.weft` finds it by; left out: the group's name and the device.
+
+    All ranks make the same calls in the same order, also with zero rows, from one thread each; on GPUs on one stream at
+    a time, with `device` as torch's current device. Results are new tensors; inputs stay as they are. There are no
+    gradients. Every method raises ValueError for arguments that this rank can tell to be wrong, before it communicates,
+    and CommError (PeerLost, CommTimeout) for what goes wrong between ranks, or after `close`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        max_bytes: int = 8 << 20,
+        device: torch.device | str | None = None,
+        mesh: Mesh | None = None,
+        timeout_s: float = 600.0,
+        blocks: int = 1024,
+        name: str | None = None,
+    ):
+        group = _process_group(group)
+        self.rank, self.world_size = group.rank(), group.size()
+        self.device, self.max_bytes = _device(device), max_bytes
+        self.mesh = mesh or Mesh(1, self.world_size, 1, self.world_size)
+        self.name = name or f"{group.group_name}:{self.device.type}"
+        on_gpu = self.device.type == "cuda"
+        terms = {
+            "max_bytes": max_bytes,
+            "device": self.device.type,
+            "mesh": str(self.mesh),
+            "timeout_s": timeout_s,
+            "blocks": blocks,
+            "name": self.name,
+        }
+
+        def prepare() -> None:
+            self._check_options(timeout_s, blocks)
+            (cuda_kernels if on_gpu else cpu_kernels)()  # may compile, which can fail
+
+        with meeting_place(group, terms, self.device, prepare) as directory:
+            self._begin(self._peer(directory, timeout_s) if on_gpu else self._shm(directory, timeout_s, blocks))
+
+    def _begin(self, transport: ShmTransport | PeerTransport) -> None:
+        self._open: ShmTransport | PeerTransport | None = transport
+        self._everyone = tuple(range(self.world_size))
+        limits = self.max_bytes, transport.max_normed_bytes, transport.takes_live_sizes
+        self._takes = Arguments(self.name, self.rank, self.world_size, self.device, *limits)
+        OPEN[self.name] = self
+
+    def _check_options(self, timeout_s: float, blocks: int) -> None:
+        most = SHM_RANKS if self.device.type == "cpu" else MAX_RANKS
+        if self.world_size > most:
+            raise ValueError(f"a communicator on {self.device.type} takes at most {most} ranks, not {self.world_size}")
+        if self.mesh.world != self.world_size or self.mesh.hosts != 1:
+            raise ValueError(
+                f"the mesh ({self.mesh}) is of {self.mesh.world} ranks on {self.mesh.hosts} host(s), the group has "
+                f"{self.world_size} on one; give a mesh with attn_dp × attn_tp = ep × moe_tp = {self.world_size}"
+            )
+        for what, value in {"max_bytes": self.max_bytes, "timeout_s": timeout_s, "blocks": blocks}.items():
+            if value <= 0:
+                raise ValueError(f"{what} is {value}; it must be more than 0")
+        if self.name in OPEN:
+            raise ValueError(f"a communicator {self.name!r} is open already; close it, or give this one another name=")
+
+    def _shm(self, directory: Path, timeout_s: float, blocks: int) -> ShmTransport:
+        return ShmTransport(
+            self.mesh,
+            self.rank,
+            directory / "shm",
+            timeout_s=timeout_s,
+            blocks=blocks,
+            block_bytes=2 * self.max_bytes,  # a norm's result is two tensors
+            tuning=read_tuning(host_table(), "shm_tuning", ShmTuning),
+        )
+
+    def _peer(self, directory: Path, timeout_s: float) -> PeerTransport:
+        return PeerTransport(
+            self.mesh,
+            self.rank,
+            directory / "peer",
+            self.device,
+            max_bytes=self.max_bytes,
+            timeout_s=timeout_s,
+            tuning=read_tuning(host_table(gpus=True), "peer_tuning", PeerTuning),
+        )
+
+    @property
+    def transport(self) -> ShmTransport | PeerTransport:
+        """What carries the calls out. Raises CommError after `close`."""
+        if self._open is None:
+            raise CommError(f"communicator {self.name!r} is closed; make a new one")
+        return self._open
+
+    # --- operations -------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """The sum of every rank's x, of any shape; the same bits on every rank. out: where to copy it."""
+        if torch.compiler.is_compiling():
+            return _into(out, torch.ops.weft.all_reduce(x, self.name))
+        x = self._takes.input("all_reduce", x)
+        check_out("all_reduce", out, x, x.shape)
+        total = self.transport.all_reduce(_as_rows(x), self._everyone)
+        return _into(out, total if x.dim() > 1 else total.view(x.shape))
+
+    def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(normed, residual): residual + the sum of every rank's x, and before it that sum's RMSNorm, `[…, width]`.
+
+        residual: of x's shape and dtype; weight: `[width]`, of x's dtype or float32.
+        """
+        if torch.compiler.is_compiling():
+            added, normed = torch.ops.weft.all_reduce_add_rms_norm(x, residual, weight, eps, self.name).unbind(0)
+        else:
+            added, normed = self.stacked_norm(x, residual, weight, eps).unbind(0)
+        return normed, added
+
+    def stacked_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The same as one tensor `[2, …, width]`, the new residual first."""
+        x = self._takes.input("all_reduce_add_rms_norm", x)
+        epilogue = self._takes.epilogue("all_reduce_add_rms_norm", x, x.shape, residual, weight, eps)
+        rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        given = self.transport.all_reduce(rows, self._everyone, epilogue)
+        return given.view(2, *x.shape)
+
+    def all_gatherv(
+        self, x: Tensor, counts: Counts, capacity: int | Sequence[int] | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Every rank's rows in rank order, `[sum(counts), …]`; x `[counts[rank], …]`. out: where to copy them.
+
+        On GPUs counts may lie on the device, which a CUDA graph reads anew in each replay: then x has capacity rows,
+        and the result has the sum of the capacities; live rows lie at the front, and those behind are neither read nor
+        written. capacity: of every rank, or of each.
+        """
+        if torch.compiler.is_compiling() and not isinstance(counts, Tensor):
+            return _into(out, torch.ops.weft.all_gatherv(x, counts, self.name))
+        x, sizes = self._takes.input("all_gatherv", x), self._takes.sizes("all_gatherv", counts, capacity)
+        rows = rows_of(sizes)
+        self._takes.check_rows("all_gatherv", x, rows[self.rank])
+        self._takes.check_result("all_gatherv", x, sum(rows))
+        check_out("all_gatherv", out, x, (sum(rows), *x.shape[1:]))
+        return _into(out, self.transport.exchange(x, named.all_gatherv(self.world_size), self._everyone, sizes))
+
+    def reduce_scatterv(
+        self, x: Tensor, counts: Counts, capacity: int | Sequence[int] | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """This rank's run of rows of the sum of every rank's x `[sum(counts), …]`: `[counts[rank], …]`.
+
+        counts and capacity as for `all_gatherv`. out: where to copy them.
+        """
+        if torch.compiler.is_compiling() and not isinstance(counts, Tensor):
+            return _into(out, torch.ops.weft.reduce_scatterv(x, counts, self.name))
+        x, sizes = self._takes.input("reduce_scatterv", x), self._takes.sizes("reduce_scatterv", counts, capacity)
+        self._takes.check_rows("reduce_scatterv", x, sum(rows_of(sizes)))
+        check_out("reduce_scatterv", out, x, (rows_of(sizes)[self.rank], *x.shape[1:]))
+        return _into(out, self.transport.exchange(x, named.reduce_scatterv(self.world_size), self._everyone, sizes))
+
+    def reduce_scatterv_add_rms_norm(
+        self,
+        x: Tensor,
+        counts: Counts,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        capacity: int | Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(normed, residual) of this rank's run of rows, `[counts[rank], width]` each, as `reduce_scatterv` and
+        `all_reduce_add_rms_norm`. x: `[sum(counts), width]`.
+        """
+        op = "reduce_scatterv_add_rms_norm"
+        x, sizes = self._takes.input(op, x), self._takes.sizes(op, counts, capacity)
+        self._takes.check_rows(op, x, sum(rows_of(sizes)))
+        shape = (rows_of(sizes)[self.rank], *x.shape[1:])
+        epilogue = self._takes.epilogue(op, x, shape, residual, weight, eps)
+        exchange = named.reduce_scatterv(self.world_size)
+        added, normed = self.transport.exchange(x, exchange, self._everyone, sizes, epilogue).unbind(0)
+        return normed, added
+
+    def all_to_allv(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Sends the i-th run of x's rows, `send[i]` of them, to rank i; gives the runs received, in rank order."""
+        x, n = self._takes.input("all_to_allv", x), self.world_size
+        sent, received = integers("all_to_allv", "send", send, n), integers("all_to_allv", "receive", receive, n)
+        if sent[self.rank] != received[self.rank]:
+            raise ValueError(
+                f"all_to_allv: rank {self.rank} sends itself {sent[self.rank]} rows, but receives "
+                f"{received[self.rank]}; make send[{self.rank}] and receive[{self.rank}] equal"
+            )
+        self._takes.check_rows("all_to_allv", x, sum(sent))
+        self._takes.check_result("all_to_allv", x, sum(received))
+        return self.transport.all_to_allv(x, self._everyone, sent, received)
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        """The x of rank `root`; every rank passes a tensor of that shape and dtype."""
+        if not 0 <= root < self.world_size:
+            raise ValueError(f"broadcast: root is {root}, but ranks are 0 to {self.world_size - 1}")
+        x = self._takes.input("broadcast", x)
+        return self.transport.broadcast(_as_rows(x), self._everyone, root).view(x.shape)
+
+    def lse_reduce_scatter(
+        self, out: Tensor, lse: Tensor, lse_base: Literal["e", "2"] = "e", live: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Merges attention over the ranks' parts of the keys; each rank gets its run of heads, complete.
+
+        out `[T, H, D]`: this rank's part of every head; lse `[T, H]`, float32: the logarithm of its sum of
+        exponentials, to the base that is named, which that of the result has too. T is the same on all ranks. Gives
+        `[T, H/n, D]` and `[T, H/n]`. live: int32 `[1]` on a GPU, where only so many of the T tokens count.
+        """
+        if lse_base not in ("e", "2"):
+            raise ValueError(f"lse_reduce_scatter: lse_base is {lse_base!r}; it must be 'e' or '2'")
+        out = self._takes.input("lse_reduce_scatter", out)
+        self._takes.check_lse("lse_reduce_scatter", out, lse, live)
+        if lse_base == "e":
+            return self.transport.merge_scatterv(out, lse.resolve_neg(), self._everyone, live)
+        merged, total = self.transport.merge_scatterv(out, lse * math.log(2), self._everyone, live)
+        return merged, total / math.log(2)
+
+    def all_reduce_all_gatherv(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """In one call, the sums of x over each group of neighbours, gathered in group order: `[sum(counts), …]`.
+
+        counts: rows of each group; there are len(counts) groups of as many ranks each, and x has its group's rows.
+        """
+        op = "all_reduce_all_gatherv"
+        x, sizes = self._takes.input(op, x), self._takes.groups(op, counts)
+        self._takes.check_rows(op, x, sizes[self.rank * len(sizes) // self.world_size])
+        self._takes.check_result(op, x, sum(sizes))
+        return self.transport.all_reduce_all_gatherv(x, self._everyone, sizes)
+
+    def reduce_scatterv_all_reduce(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """In one call, the sum of every rank's x `[sum(counts), …]`, of which each group of neighbours gets its run.
+
+        counts: as for `all_reduce_all_gatherv`; gives `[counts[group], …]` on all ranks of the group.
+        """
+        op = "reduce_scatterv_all_reduce"
+        x, sizes = self._takes.input(op, x), self._takes.groups(op, counts)
+        self._takes.check_rows(op, x, sum(sizes))
+        return self.transport.reduce_scatterv_all_reduce(x, self._everyone, sizes)
+
+    def supports(self, op: str, tensor: Tensor) -> bool:
+        """Whether the operation of this name takes a tensor of this dtype, device, size and width as its input.
+
+        Raises ValueError for an unknown name.
+        """
+        return self._takes.refusal(op, tensor) is None
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it; on GPUs, once what was queued before has run."""
+        self.transport.barrier(self._everyone)
+
+    def check(self) -> None:
+        """Raises what calls that were queued on a GPU have met since, and PeerLost where a rank is known to be gone."""
+        self.transport.check()
+
+    def close(self) -> None:
+        """Leaves the group; on GPUs collective. Results stay valid. A second call does nothing."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+            OPEN.pop(self.name, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "torch.distributed is not initialised; start with torchrun and call init_process_group first"
+            )
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError("this process is no rank of the group; make the communicator on its ranks alone")
+    return group
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"a communicator takes tensors on cpu or cuda, not {found}")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"torch sees no GPU for device={str(found)!r}; use device='cpu', or a torch with CUDA")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if found.type == "cpu" else found
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """Of any shape as rows of many elements: over peer memory a row takes whole units of 16 bytes."""
+    return x if x.dim() > 1 else x.reshape(1, x.numel())
+
+
+def _into(out: Tensor | None, result: Tensor) -> Tensor:
+    """The result, or out with the result in it."""
+    return result if out is None else out.copy_(result)

@@ -1,0 +1,382 @@
+"""`weft.Communicator` over gloo groups on CPUs, against torch.distributed and plain torch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import weft
+from library.worlds import bits, every_input, poison, run_ranks, same_bits
+from weft.kernels.build import BuildError
+from weft.kernels.torch_reference import rms_norm, softmax_merge
+from weft.library import communicator, meeting
+from weft.library.arguments import MOVED, OPS
+from weft.library.communicator import Communicator
+
+SMALL = 1 << 16
+SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def drawn(random: random.Random, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers, whose sums are exact in any order; other numbers on every rank."""
+    x = torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(random.randrange(1 << 30)))
+    return (x + dist.get_rank()).to(dtype)
+
+
+def any_bits(random: random.Random, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Any bytes, and in a third of the cases all ones: −1, and a NaN of every type."""
+    generator = torch.Generator().manual_seed(random.randrange(1 << 30) + dist.get_rank())
+    size = torch.Size(shape).numel() * dtype.itemsize
+    x = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), generator=generator, dtype=torch.uint8)
+    if random.randrange(3) == 0 and dtype != torch.bool:
+        x.fill_(255)
+    return x.view(dtype).view(shape)
+
+
+def check_sums(comm: Communicator, random: random.Random, counts: list[int]) -> None:
+    rank, dtype, width = comm.rank, random.choice(SUMMED), random.choice((1, 3, 16, 65))
+    rows, total = random.choice((0, 1, 5)), sum(counts)
+    x = drawn(random, rows, width, dtype=dtype)
+    expected = sum(every_input(x))
+    out = torch.full_like(x, float("nan"))
+    assert comm.all_reduce(x, out=out) is out and same_bits(out, expected)
+    assert same_bits(comm.all_reduce(x.t()), expected.t().contiguous())
+    assert same_bits(comm.all_reduce(x[:, 0]), expected[:, 0])
+    theirs = x.clone()
+    dist.all_reduce(theirs)
+    assert same_bits(theirs, expected)
+
+    x = drawn(random, total, width, dtype=dtype)
+    summed = sum(every_input(x))
+    mine = summed.split(counts)[rank]
+    poison(comm)
+    out = torch.full_like(mine, float("nan"))
+    assert same_bits(comm.reduce_scatterv(x, counts), mine)
+    assert same_bits(comm.reduce_scatterv(x, counts, out=out), mine) and same_bits(out, mine)
+
+    weight, residual = torch.rand(width).to(dtype) + 0.5, torch.rand_like(summed)
+    for given, added in (
+        (comm.all_reduce_add_rms_norm(x, residual, weight, 1e-5), residual + summed),
+        (
+            comm.reduce_scatterv_add_rms_norm(x, counts, residual.split(counts)[rank], weight, 1e-5),
+            residual.split(counts)[rank] + mine,
+        ),
+    ):
+        assert same_bits(given[1], added)
+        torch.testing.assert_close(given[0], rms_norm(added, weight, 1e-5), rtol=1e-2, atol=1e-5)
+
+
+def check_moves(comm: Communicator, random: random.Random, counts: list[int]) -> None:
+    rank, n, dtype = comm.rank, comm.world_size, random.choice(MOVED)
+    shape = random.choice(((), (1,), (3,), (2, 5), (33,)))
+    x = any_bits(random, counts[rank], *shape, dtype=dtype)
+    everyone = torch.cat([bits(t) for t in every_input(x)]).view(dtype).view(-1, *shape)
+    poison(comm)
+    assert same_bits(comm.all_gatherv(x, counts), everyone)
+    out = torch.zeros_like(everyone)
+    assert same_bits(comm.all_gatherv(x, counts, out=out), everyone) and same_bits(out, everyone)
+
+    matrix = [[random.randrange(4) for _ in range(n)] for _ in range(n)]
+    x = any_bits(random, sum(matrix[rank]), *shape, dtype=dtype)
+    received = [row[rank] for row in matrix]
+    runs = [t.split(row)[rank] for t, row in zip(every_input(x), matrix, strict=True)]
+    flat = [bits(run) for run in runs]
+    given = comm.all_to_allv(x, matrix[rank], received)
+    assert same_bits(given, torch.cat(flat).view(dtype).view(-1, *shape))
+
+    x, root = any_bits(random, *shape, dtype=dtype), random.randrange(n)
+    assert same_bits(comm.broadcast(x, root), every_input(x)[root])
+
+
+def check_mixed(comm: Communicator, random: random.Random) -> None:
+    rank, n = comm.rank, comm.world_size
+    groups = random.choice([g for g in range(1, n + 1) if n % g == 0])
+    each, counts = n // groups, [random.randrange(4) for _ in range(groups)]
+    x = drawn(random, counts[rank // each], 8, dtype=torch.bfloat16)
+    terms = every_input(x)
+    expected = torch.cat([sum(terms[g * each : (g + 1) * each]) for g in range(groups)])
+    assert same_bits(comm.all_reduce_all_gatherv(x, counts), expected)
+    x = drawn(random, sum(counts), 8, dtype=torch.bfloat16)
+    expected = sum(every_input(x)).split(counts)[rank // each]
+    assert same_bits(comm.reduce_scatterv_all_reduce(x, counts), expected)
+
+    tokens, heads = random.randrange(4), 2 * n
+    out, lse = torch.randn(tokens, heads, 16), torch.randn(tokens, heads)
+    lse[torch.rand(tokens, heads) < 0.2] = -float("inf")
+    merged, total = softmax_merge(torch.stack(every_input(out)).double(), torch.stack(every_input(lse)).double())
+    mine = slice(rank * 2, rank * 2 + 2)
+    for base, log in (("e", 1.0), ("2", 0.6931471805599453)):
+        given = comm.lse_reduce_scatter(out, lse / log, lse_base=base)  # type: ignore[arg-type]
+        torch.testing.assert_close(given[0], merged[:, mine].float(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(given[1] * log, total[:, mine].float(), rtol=1e-5, atol=1e-5)
+
+
+def random_calls(turns: int) -> None:
+    """Every rank draws the same counts, from the same seed."""
+    with Communicator(max_bytes=SMALL) as comm:
+        draw = random.Random(turns)
+        for turn in range(turns):
+            counts = [draw.choice((0, 0, 1, 2, 7)) for _ in range(comm.world_size)] if turn else [0] * comm.world_size
+            check_sums(comm, draw, counts)
+            check_moves(comm, draw, counts)
+            check_mixed(comm, draw)
+        comm.barrier()
+        comm.check()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_random_calls_equal_torchs(world: int, tmp_path: Path) -> None:
+    run_ranks(world, tmp_path, random_calls, 10)
+
+
+@pytest.mark.nightly
+def test_a_hundred_thousand_calls_equal_torchs(tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, random_calls, 6000)
+
+
+def every_dtype() -> None:
+    with Communicator(max_bytes=SMALL) as comm:
+        for dtype in MOVED:
+            assert comm.supports("all_gatherv", torch.empty(1, dtype=dtype))
+            for draw in map(random.Random, range(3)):
+                x = any_bits(draw, 5, 7, dtype=dtype)
+                assert same_bits(comm.all_gatherv(x, [5] * comm.world_size)[comm.rank * 5 :][:5], x)
+        ones = torch.full((4,), -1, dtype=torch.int32)
+        assert comm.all_gatherv(ones, [4, 4]).tolist() == [-1] * 8
+        for dtype in map(torch.__dict__.get, dir(torch)):
+            if isinstance(dtype, torch.dtype) and dtype not in MOVED:
+                refused(lambda d=dtype: comm.all_gatherv(torch.empty(2, dtype=d, device="meta"), [2, 2]), "not torch.")
+
+
+def test_every_dtype_arrives_bit_for_bit_or_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, every_dtype)
+
+
+def refused(call: Callable[[], object], *texts: str, error: type[Exception] = ValueError) -> None:
+    """That the call raises one line that has all texts."""
+    with pytest.raises(error) as raised:
+        call()
+    message = str(raised.value)
+    assert "\n" not in message and all(text in message for text in texts), message
+
+
+def wrong_calls() -> None:
+    comm = Communicator(max_bytes=1024, name="mine")
+    x, ints = torch.ones(2, 4), torch.ones(2, 4, dtype=torch.int32)
+    refused(lambda: comm.all_reduce(ints), "all_reduce", "float32", "not torch.int32")
+    refused(lambda: comm.reduce_scatterv(ints.bool(), [2]), "reduce_scatterv", "not torch.bool")
+    refused(lambda: comm.all_reduce(x.to("meta")), "meta", "'mine' is on cpu")
+    refused(lambda: comm.all_reduce(x.requires_grad_()), "torch.no_grad()")
+    x = x.detach()
+    refused(lambda: comm.all_reduce(x.to_sparse()), "sparse")
+    refused(lambda: comm.all_reduce(torch.ones(300)), "1200 bytes", "max_bytes=1200")
+    refused(lambda: comm.all_reduce(x, out=ints), "out must be float32 [2, 4] on cpu")
+    refused(lambda: comm.all_gatherv(x, [3]), "has 2 rows", "counts say 3")
+    refused(lambda: comm.all_gatherv(x, [1, 1]), "counts must be 1 integers of 0 or more, not [1, 1]")
+    refused(lambda: comm.all_gatherv(x, [-2]), "0 or more")
+    refused(lambda: comm.all_gatherv(x, [2], capacity=3), "capacity")
+    refused(lambda: comm.all_gatherv(x, torch.tensor([2])), "counts.tolist()")
+    refused(lambda: comm.all_gatherv(torch.tensor(1.0), [1]), "[rows, …]")
+    refused(lambda: comm.reduce_scatterv(x, [3]), "has 2 rows")
+    refused(lambda: comm.all_to_allv(x, [2], [1]), "send[0] and receive[0]")
+    refused(lambda: comm.broadcast(x, 1), "root is 1")
+    refused(lambda: comm.all_reduce_add_rms_norm(x, ints, x[0], 1e-6), "residual must be float32 [2, 4]")
+    refused(lambda: comm.all_reduce_add_rms_norm(x, x, x[0, :3], 1e-6), "weight must be float32 [4]")
+    refused(lambda: comm.all_reduce_add_rms_norm(x[0], x[0], x[0], 1e-6), "[rows, width]")
+    refused(lambda: comm.lse_reduce_scatter(x[None], x), "lse must be float32 [1, 2]")
+    refused(lambda: comm.lse_reduce_scatter(x[None], x[:1, :2], "10"), "'e' or '2'")  # type: ignore[arg-type]
+    refused(lambda: comm.all_reduce_all_gatherv(x, [1, 1]), "2 counts", "1 ranks")
+    refused(lambda: comm.supports("scan", x), "'scan'", "all_gatherv")
+    assert comm.supports("all_reduce", x) and not comm.supports("all_reduce", ints)
+    refused(lambda: Communicator(name="mine"), "'mine' is open already")
+    refused(lambda: Communicator(max_bytes=0), "max_bytes is 0")
+    refused(lambda: Communicator(mesh=weft.Mesh(2, 1, 2, 1)), "2 ranks", "attn_tp")
+    refused(lambda: Communicator(device="cuda"), "no GPU")
+    refused(lambda: Communicator(dist.GroupMember.NON_GROUP_MEMBER), "no rank of the group")  # type: ignore[arg-type]
+    kept = comm.all_reduce(x)
+    comm.close()
+    comm.close()
+    assert torch.equal(kept, x)
+    refused(lambda: comm.all_reduce(x), "closed", error=weft.CommError)
+    Communicator(name="mine").close()
+    with Communicator(max_bytes=1024, blocks=2) as comm:
+        held = [comm.all_reduce(x), comm.all_reduce(x)]
+        refused(lambda: comm.all_reduce(x), "2 blocks", error=weft.CommError)
+        del held
+
+
+def test_wrong_calls_are_one_line_that_says_what_would_do(tmp_path: Path) -> None:
+    run_ranks(1, tmp_path, wrong_calls)
+
+
+def test_without_a_process_group() -> None:
+    refused(Communicator, "torchrun", "init_process_group")
+
+
+def calls_that_differ() -> None:
+    x = torch.ones(4, 4)
+    for mine, other in itertools.permutations((0, 1)):
+        with Communicator(max_bytes=SMALL) as comm:
+            calls = (lambda c=comm: c.all_reduce(x), lambda c=comm: c.all_gatherv(x, [4, 4]))
+            refused(calls[mine if comm.rank else other], "another call", error=weft.CommError)
+    with Communicator(max_bytes=SMALL) as comm:
+        counts = [1, 3] if comm.rank else [2, 2]
+        refused(lambda: comm.reduce_scatterv(x, counts), "another call", error=weft.CommError)
+    with Communicator(max_bytes=SMALL) as comm:
+        other = x.to((torch.float32, torch.int32)[comm.rank])
+        refused(lambda: comm.all_gatherv(other, [4, 4]), "dtype", error=weft.CommError)
+    with Communicator(max_bytes=SMALL, timeout_s=0.3) as comm:
+        if comm.rank:
+            refused(lambda: comm.all_reduce(x), "waited 0.3 s for rank 0", error=weft.CommTimeout)
+        dist.barrier()
+
+
+def test_calls_that_differ_between_ranks(tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, calls_that_differ)
+
+
+def fails_for_rank_1(change: Callable[[pytest.MonkeyPatch], object], *texts: str, max_bytes: int = 1024) -> None:
+    """That all ranks are told of what rank 1 alone has otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            change(patch)
+        mine = max_bytes if dist.get_rank() == 1 else 1024
+        refused(lambda: Communicator(max_bytes=mine), *texts, error=RuntimeError)
+
+
+def ranks_that_cannot_meet(folder: Path) -> None:
+    def elsewhere(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(meeting, "BOOT_ID", folder / "boot")
+        patch.setattr(meeting.socket, "gethostname", lambda: "far")
+
+    def contained(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(meeting, "PID_NAMESPACE", folder / "namespace")
+
+    def no_compiler(patch: pytest.MonkeyPatch) -> None:
+        def fail() -> None:
+            raise BuildError("shm.cc does not compile")
+
+        patch.setattr(communicator, "cpu_kernels", fail)
+
+    fails_for_rank_1(elsewhere, "rank 1: runs on host far", "one host's ranks")
+    fails_for_rank_1(contained, "rank 1: runs in another container")
+    fails_for_rank_1(no_compiler, "shm.cc does not compile")
+    fails_for_rank_1(lambda patch: None, "rank 1: max_bytes is 2048", "1024 on rank 0", max_bytes=2048)
+    meeting.tempfile.tempdir = str(folder / "meetings")
+    with Communicator(max_bytes=1024):
+        dist.barrier()
+    assert not list((folder / "meetings").iterdir())
+
+
+def test_ranks_that_cannot_meet_are_all_told(tmp_path: Path) -> None:
+    (tmp_path / "namespace").symlink_to("pid:[1]")
+    (tmp_path / "boot").write_text("another")
+    (tmp_path / "meetings").mkdir()
+    run_ranks(2, tmp_path, ranks_that_cannot_meet, tmp_path)
+
+
+def groups_of_ranks() -> None:
+    group = dist.new_group([2, 0])
+    other = dist.new_group([1])
+    mine = other if dist.get_rank() == 1 else group
+    with Communicator(mine, max_bytes=SMALL) as comm, Communicator(max_bytes=SMALL) as world:
+        assert (comm.rank, comm.world_size) == (mine.rank(), mine.size())
+        x = torch.tensor([float(1 << dist.get_rank())])
+        assert comm.all_reduce(x).item() == (2.0 if dist.get_rank() == 1 else 5.0)
+        assert world.all_reduce(x).item() == 7.0
+        assert comm.all_gatherv(x, [1] * comm.world_size)[comm.rank] == x
+
+
+def test_any_group_of_ranks(tmp_path: Path) -> None:
+    run_ranks(3, tmp_path, groups_of_ranks)
+
+
+def a_rank_that_ends() -> None:
+    comm = Communicator(max_bytes=SMALL)
+    if comm.rank == 1:
+        os._exit(0)
+    refused(lambda: comm.all_reduce(torch.ones(1)), "rank 1 is gone", error=weft.PeerLost)
+    refused(comm.check, "rank 1 is gone", error=weft.PeerLost)
+    os._exit(0)
+
+
+def test_a_rank_that_ends(tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, a_rank_that_ends)
+
+
+def compiled() -> None:
+    comm = Communicator(max_bytes=SMALL)
+    counts = [3, 1]
+    mine = counts[comm.rank]
+
+    def through_methods(x: Tensor, weight: Tensor) -> Tensor:
+        x = comm.all_reduce(x * 2)
+        x, residual = comm.all_reduce_add_rms_norm(x, x, weight, 1e-6)
+        x = comm.reduce_scatterv(x + residual, counts)
+        return comm.all_gatherv(x.relu(), counts) + 1
+
+    def through_ops(x: Tensor, weight: Tensor) -> Tensor:
+        x = torch.ops.weft.all_reduce(x * 2, comm.name)
+        residual, x = torch.ops.weft.all_reduce_add_rms_norm(x, x, weight, 1e-6, comm.name).unbind()
+        x = torch.ops.weft.reduce_scatterv(x + residual, counts, comm.name)
+        assert x.shape == (mine, 8)
+        return torch.ops.weft.all_gatherv(x.relu(), counts, comm.name) + 1
+
+    x, weight = torch.randn(4, 8), torch.rand(8)
+    expected = through_methods(x, weight)
+    for function, backend in ((through_methods, "aot_eager"), (through_ops, "eager")):
+        assert torch.equal(torch.compile(function, backend=backend, fullgraph=True)(x, weight), expected)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.empty(4, 8)
+        assert through_ops(fake, fake[0]).shape == (4, 8)
+        assert torch.ops.weft.all_gatherv(fake[:mine], counts, comm.name).shape == (4, 8)
+    ops = {
+        "all_reduce": (x,),
+        "all_gatherv": (x[:mine], counts),
+        "reduce_scatterv": (x, counts),
+        "all_reduce_add_rms_norm": (x, x, weight, 1e-6),
+    }
+    for op, args in ops.items():
+        torch.library.opcheck(getattr(torch.ops.weft, op), (*args, comm.name), test_utils=("test_faketensor",))
+    comm.close()
+    refused(lambda: torch.ops.weft.all_reduce(x, comm.name), "no communicator", error=RuntimeError)
+
+
+def test_custom_ops_compile_without_a_break(tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, compiled)
+
+
+def documented_operations() -> None:
+    """What the page says of dtypes is what `supports` says."""
+    page = (Path(__file__).parents[2] / "docs" / "library.md").read_text()
+    table = page[page.index("| operation | CPU |") :].split("\n\n")[0].splitlines()[2:]
+    said = {cells[0].strip(" `"): cells[1].strip() for cells in (line.strip("|").split("|") for line in table)}
+    assert list(said) == list(OPS)
+    with Communicator(max_bytes=SMALL) as comm:
+        for op, dtypes in said.items():
+            taken = {dtype for dtype in MOVED if comm.supports(op, torch.empty(2, 2, 8, dtype=dtype))}
+            assert taken == (set(MOVED) if dtypes == "any" else {getattr(torch, name) for name in dtypes.split(", ")})
+
+
+def test_the_page_says_what_is_supported(tmp_path: Path) -> None:
+    run_ranks(1, tmp_path, documented_operations)
+
+
+def test_importing_weft_imports_no_torch() -> None:
+    code = "import sys, weft; assert 'torch' not in sys.modules; assert set(weft.__all__) <= set(dir(weft))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert all(getattr(weft, name) for name in weft.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'Comunicator'; it has CommError"):
+        weft.Comunicator  # noqa: B018

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.engine.worker.memory import MOST_SPLIT
+from weft.engine.worker.memory import MAX_SPLIT_TOKENS
 from weft.kernels.triton.decode_attention import cut_of
 from weft.kernels.triton.splits import Cut, order_splits
 
@@ -54,6 +54,6 @@ def test_items_are_the_splits_longest_first(
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_no_longer_sequence_has_more_splits(head_dim: int) -> None:
-    """Memory is measured with an answer of MOST_SPLIT tokens: it has as many splits as any."""
+    """Memory is measured with an answer of MAX_SPLIT_TOKENS tokens: it has as many splits as any."""
     cut = cut_of(head_dim)
-    assert cut.tokens * cut.splits <= MOST_SPLIT
+    assert cut.tokens * cut.splits <= MAX_SPLIT_TOKENS

@@ -268,7 +268,7 @@ OWN = [
         "place/settlements.py",
         "us += times * sum(offer.cost.collective_us(",
         "us += sum(offer.cost.collective_us(",
-        ("tests/dcp/test_merge.py",),
+        ("tests/place/test_recipes.py",),
     ),
     # the stream
     Fault(

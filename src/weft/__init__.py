@@ -10,16 +10,39 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft.comm.transport import CommError, CommTimeout, PeerLost
+    from weft.hidden import Hidden
     from weft.library.communicator import Communicator
-    from weft.place.spec import LayoutError, Mesh, PlacementError
+    from weft.library.planned import Stream, plan, trace
+    from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
+    from weft.stream import GROUP, OWN, WORLD
 
 __version__ = "0.1.0"
-__all__ = ["CommError", "CommTimeout", "Communicator", "LayoutError", "Mesh", "PeerLost", "PlacementError"]
+__all__ = [
+    "GROUP",
+    "OWN",
+    "WORLD",
+    "CommError",
+    "CommTimeout",
+    "Communicator",
+    "Hidden",
+    "LayoutError",
+    "Mesh",
+    "PeerLost",
+    "Placement",
+    "PlacementError",
+    "Rows",
+    "Stream",
+    "plan",
+    "trace",
+]
 
 _MODULES = {
     "weft.comm.transport": ("CommError", "CommTimeout", "PeerLost"),
+    "weft.hidden": ("Hidden",),
     "weft.library.communicator": ("Communicator",),
-    "weft.place.spec": ("LayoutError", "Mesh", "PlacementError"),
+    "weft.library.planned": ("Stream", "plan", "trace"),
+    "weft.place.spec": ("LayoutError", "Mesh", "Placement", "PlacementError", "Rows"),
+    "weft.stream": ("GROUP", "OWN", "WORLD"),
 }
 
 

@@ -253,6 +253,8 @@ PRESETS: dict[str, AlphaBeta] = {
 
 TABLES = {"h200x4": Path(__file__).with_name("h200x4.json")}
 """Tables that come with the package, as `weft tune` wrote them: transports peer and torchdist/nccl on four H200s."""
+GPU_COSTS = "h200x4"
+"""The cost model of GPUs that were never measured."""
 
 
 def costs(name: str) -> Costs:
@@ -270,3 +272,14 @@ def costs(name: str) -> Costs:
         known = ", ".join(("cpu", *TABLES, *PRESETS))
         raise LayoutError(f"no cost preset {name!r}; known: {known}, or a table FILE.json of weft tune")
     return Costs(name, {"*": {0: PRESETS[name]}})
+
+
+def host_costs(gpus: bool, transports: Iterable[str]) -> Costs:
+    """This host's table, where it has one and, on GPUs, times of these transports in it; else the cost model of hosts
+    like it. Raises LayoutError.
+    """
+    if (table := host_table(gpus)).is_file():
+        found = costs(str(table))
+        if not gpus or all(name in found.by_transport for name in transports):
+            return found
+    return costs(GPU_COSTS if gpus else "cpu")

@@ -23,14 +23,10 @@ from weft.engine.worker.arena import (
     sent_bytes,
 )
 from weft.place.chain import bucket
-from weft.place.cost import Costs, costs, host_table, read_tuning
+from weft.place.cost import Costs, costs, host_costs, host_table, read_tuning
 from weft.place.spec import Mesh
 
 T = TypeVar("T")
-
-GPU_COSTS = "h200x4"
-"""The cost model of GPUs that were never measured: times of four H200s over NVLink."""
-
 
 def cost_model(config: EngineConfig) -> Costs:
     """The cost model that a configuration names; auto: this host's table, where it has one with times of what carries
@@ -40,11 +36,7 @@ def cost_model(config: EngineConfig) -> Costs:
         return costs(config.cost)
     if config.executor == "thread":
         return costs("cpu")
-    if (table := host_table(on_gpus(config))).is_file():
-        found = costs(str(table))
-        if not on_gpus(config) or all(e.name in found.by_transport for e in enabled_transports(config)):
-            return found
-    return costs(GPU_COSTS if on_gpus(config) else "cpu")
+    return host_costs(on_gpus(config), [entry.name for entry in enabled_transports(config)])
 
 
 def untuned(config: EngineConfig) -> bool:

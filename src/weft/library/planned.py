@@ -1,0 +1,137 @@
+"""The planner for a model of one's own, which reads a stream and adds to it: `weft.trace`, `weft.plan`, `weft.Stream`.
+
+    traced = weft.trace(model, mesh, torch.empty(0, width), width=width)
+    plan = weft.plan(traced, rows, comm)
+    model(weft.Stream(plan, comm, rows), x)
+
+`weft.stream` says what a model is given; here a trace, its planners and a communicator are put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from weft.comm.step_rows import StepRows
+from weft.comm.transport import offer_of
+from weft.comm.transport_registry import PEER, SHM
+from weft.library.communicator import Communicator
+from weft.place.chain import Chain, Counts, bucket
+from weft.place.cost import costs as cost_model
+from weft.place.cost import host_costs
+from weft.place.plan import Plan, Planner
+from weft.place.spec import Mesh, PlacementError
+from weft.stream import Stream as PlannedStream
+from weft.stream import TraceStream
+
+RowCounts = int | Sequence[int]
+"""Tokens of each DP group of a mesh, or of every one."""
+
+
+class Traced:
+    """A model's chain of reads and adds on a mesh. It keeps its planners, which keep their plans."""
+
+    def __init__(self, mesh: Mesh, chain: Chain):
+        self.mesh, self.chain = mesh, chain
+        self._planners: dict[tuple[str, int | None, str], Planner] = {}
+
+    def planner(self, device: str, comm: Communicator | None, costs: str) -> Planner:
+        """The planner by what the communicator, or one on cpu or cuda, offers. costs: see `plan`."""
+        transport = comm.transport if comm else PEER if device == "cuda" else SHM
+        key = transport.name, transport.max_bytes, costs
+        if key not in self._planners:
+            model = host_costs(device == "cuda", [transport.name]) if costs == "auto" else cost_model(costs)
+            offer = offer_of(transport, self.mesh, model.of(transport.name, self.mesh.world))
+            self._planners[key] = Planner(self.mesh, self.chain, [offer])
+        return self._planners[key]
+
+
+def trace(
+    model: Callable[..., object],
+    mesh: Mesh,
+    *inputs: Tensor,
+    width: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Traced:
+    """What `model(stream, *inputs)` reads and adds, from a run on inputs without rows; nothing is exchanged.
+
+    width, dtype, device: of the residual's rows. Raises PlacementError where the model adds up what does not fit, or
+    settles values inside a block, as the layers of `weft.models` do: these are for the engine.
+    """
+
+    def form(number: int) -> TraceStream:
+        traced = TraceStream(mesh, width, dtype, torch.device(device), number)
+        with torch.no_grad():
+            model(traced, *inputs)
+        return traced
+
+    first = form(0)
+    others = tuple(form(number).chain().reads for number in range(1, first.forms))
+    chain = replace(first.chain(), others=others)
+    settling = next((read.site for reads in chain.forms for read in reads if read.settles), None)
+    if settling is not None:
+        raise PlacementError(
+            f"the block after {settling} settles values between ranks itself; only the engine plans these"
+        )
+    return Traced(mesh, chain)
+
+
+def plan(
+    traced: Traced,
+    rows: RowCounts,
+    comm: Communicator | None = None,
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    costs: str = "auto",
+) -> Plan:
+    """The cheapest collectives for a step of so many tokens, rounded up to a power of two; the same on every rank.
+
+    comm: that will carry them out; without one, as they would be on cpu or cuda. costs: a preset, or a table FILE.json
+    of `weft tune`; auto: this host's table, if there is one. Raises ValueError for rows or a communicator of another
+    mesh, LayoutError and PlacementError as `weft.place.plan.Planner`.
+    """
+    counts = _counts(traced.mesh, rows)
+    if comm is not None:
+        _check_mesh(traced.mesh, comm)
+    return traced.planner(comm.device.type if comm else device, comm, costs).plan(counts)
+
+
+class Stream(PlannedStream):
+    """One forward pass of this rank along a plan; see `weft.stream.Stream` for `read`, `add` and `finish`.
+
+    rows: of this step, the same on every rank. Raises ValueError where the plan is for other rows, ranks or another
+    device, or gradients are on, which do not pass through.
+    """
+
+    def __init__(self, plan: Plan, comm: Communicator, rows: RowCounts):
+        counts, transport = _counts(plan.mesh, rows), comm.transport
+        _check_mesh(plan.mesh, comm)
+        if bucket(counts) != plan.counts:
+            raise ValueError(
+                f"the plan is for {max(plan.counts)} tokens a group, this step has {list(counts)}; plan for these"
+            )
+        others = {step.transport for _, step, _ in plan.moves()} - {transport.name}
+        if others:
+            raise ValueError(
+                f"the plan takes {', '.join(others)}, not {transport.name}; give weft.plan the communicator"
+            )
+        if torch.is_grad_enabled():
+            raise ValueError("gradients do not pass through a stream; walk the plan under torch.inference_mode()")
+        super().__init__(plan, {transport.name: transport}, StepRows(plan.mesh, comm.rank, counts))
+
+
+def _counts(mesh: Mesh, rows: RowCounts) -> Counts:
+    counts = (rows,) * mesh.attn_dp if isinstance(rows, int) else tuple(rows)
+    if len(counts) != mesh.attn_dp or min(counts) < 0:
+        raise ValueError(f"rows must be {mesh.attn_dp} counts of 0 or more, one for each DP group, not {rows}")
+    return counts
+
+
+def _check_mesh(mesh: Mesh, comm: Communicator) -> None:
+    if comm.mesh != mesh:
+        raise ValueError(f"the model was traced on {mesh}, the communicator is of {comm.mesh}; make it with mesh=")

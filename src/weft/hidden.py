@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.comm.settler import Settling
-from weft.kernels.float8 import Rows, Weight
+from weft.kernels.float8 import Fp8Rows, Fp8Weight
 from weft.place.row_formats import Float8, Format
 from weft.place.spec import Mesh, Placement, PlacementError
 
@@ -102,14 +102,14 @@ class Hidden:
         self._require_features(reader)
         return self._elements(reader)
 
-    def taken(self, weight: Tensor | Weight, reader: str) -> Tensor | Rows:
+    def taken(self, weight: Tensor | Fp8Weight, reader: str) -> Tensor | Fp8Rows:
         """The complete rows as a product with the weight takes them: in FP8 where the weight is, if a stream gives them
         so. Raises PlacementError as `require_complete`.
         """
         self._require_features(reader)
-        if self.in_format is None or not isinstance(weight, Weight):
+        if self.in_format is None or not isinstance(weight, Fp8Weight):
             return self.require_complete(reader)
-        rows: Rows = self.in_format(Float8(weight.unit[1]))
+        rows: Fp8Rows = self.in_format(Float8(weight.unit[1]))
         return rows
 
     def _elements(self, reader: str) -> Tensor:

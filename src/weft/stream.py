@@ -219,7 +219,7 @@ class Stream:
         wire: Tensor | None = None  # as they travel
         came: Hidden | None = None  # as they arrived
 
-        def with_norm(x: Tensor) -> float8.Rows | None:
+        def with_norm(x: Tensor) -> float8.Fp8Rows | None:
             """Where the norm of x puts its rows in a format, which a step makes right after it."""
             after = next((step.wire for norm, step in pairwise(steps) if step.wire and norm.op in NORMS), None)
             return formats.unfilled(x, after.format) if after else None

@@ -128,8 +128,8 @@ def check_epilogues(
             residual = draw(calls + 500, 63, rows[1], width, dtype, device)
             of = torch.float32 if calls % 3 == 0 else dtype  # a weight may be of more bits than the rows
             weight = draw(calls + 900, 63, 1, width, of, device)[0]
-            run = (32, 64, 128)[calls // 2 % 3]
-            quantised = float8.unfilled(residual, run) if calls % 2 else None
+            group_size = (32, 64, 128)[calls // 2 % 3]
+            quantised = float8.unfilled(residual, group_size) if calls % 2 else None
             if quantised:
                 quantised.values.copy_(torch.tensor(float("nan")))
                 quantised.scales.fill_(float("nan"))
@@ -144,7 +144,7 @@ def check_epilogues(
             close(got[1], wanted[1], f"norm, {what}")
             assert torch.equal(epilogue.residual, residual), f"the residual was changed, {what}"
             if quantised:  # bit for bit
-                eight = float8.quantise(got[1], run)
+                eight = float8.quantise(got[1], group_size)
                 assert torch.equal(quantised.values.view(torch.uint8), eight.values.view(torch.uint8)), f"FP8, {what}"
                 assert torch.equal(quantised.scales, eight.scales), f"scales, {what}"
     return calls

@@ -22,7 +22,7 @@ from weft.place.row_formats import Float8, Wire
 from weft.place.spec import Mesh, Placement, Rows
 from weft.stream import Stream
 
-WIDTH, RUN, CAPACITY = 40, 16, 5
+WIDTH, GROUP, CAPACITY = 40, 16, 5
 COUNTS = {2: [(5, 5), (3, 0), (0, 0), (0, 4), (1, 5), (2, 2)], 1: [(5,), (1,), (0,), (4,), (3,)]}
 FEW_CALLS = AlphaBeta("few calls", alpha_us=100, hop_us=0, gb_s=1e4, launch_us=5, mem_gb_s=1e3)
 FEW_BYTES = AlphaBeta("few bytes", alpha_us=0.1, hop_us=0, gb_s=1e-4, launch_us=0.1, mem_gb_s=1e3)
@@ -39,7 +39,7 @@ class Norm:
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
 
-WIRE = Wire(Float8(RUN), beside=4 * RUN)
+WIRE = Wire(Float8(GROUP), beside=4 * GROUP)
 """Rows in FP8, with their first columns as they were beside them."""
 
 
@@ -82,10 +82,10 @@ def walk(stream: Stream, plan: Plan, deltas: list[Tensor], norms: list[Norm]) ->
         stream.add(Hidden(delta, placement, plan.mesh, norm.path))
         x = stream.read(norm, read_plan.read.target.rows, beside)
         assert x.in_format is not None
-        made = x.in_format(Float8(RUN))
+        made = x.in_format(Float8(GROUP))
         rows = x.value
         if x.beside is not None:
-            rows = torch.cat((x.beside.view(torch.float32), float8.dequantise(made)[:, RUN:]), dim=1)
+            rows = torch.cat((x.beside.view(torch.float32), float8.dequantise(made)[:, GROUP:]), dim=1)
         out.append((rows, made.values.view(torch.uint8), made.scales))
     stream.finish()
     return out
@@ -93,7 +93,7 @@ def walk(stream: Stream, plan: Plan, deltas: list[Tensor], norms: list[Norm]) ->
 
 def beside(x: Hidden) -> Tensor:
     """The first columns."""
-    return x.require_complete("beside")[:, :RUN].contiguous().view(torch.int32)
+    return x.require_complete("beside")[:, :GROUP].contiguous().view(torch.int32)
 
 
 def norms_of(plan: Plan, device: torch.device) -> list[Norm]:
@@ -143,7 +143,7 @@ def walk_into(
 def got_by(rows: int, device: torch.device) -> Got:
     """Where a read's rows are put."""
     x = torch.empty(rows, WIDTH, device=device)
-    values, scales, _ = float8.unfilled(x, RUN)
+    values, scales, _ = float8.unfilled(x, GROUP)
     return x, values.view(torch.uint8), scales
 
 
@@ -187,10 +187,10 @@ def check_padded(
                 got, values, scales = (part[: len(right[0])].cpu() for part in out)
                 what = (rank, read.read.site, counts, plan)
                 travelled = any(step.op == "unpack" for step in read.steps)
-                exact, groups = (RUN, 1) if travelled else (WIDTH, len(scales[0]) if len(scales) else 0)
+                exact, groups = (GROUP, 1) if travelled else (WIDTH, len(scales[0]) if len(scales) else 0)
                 assert torch.allclose(got[:, :exact], right[0][:, :exact], rtol=1e-5, atol=1e-6), what
                 assert torch.allclose(got, right[0], rtol=0.15, atol=1e-3), what  # half of FP8's last bit, twice
-                eight = float8.quantise(got[:, :exact], RUN)
+                eight = float8.quantise(got[:, :exact], GROUP)
                 assert torch.equal(values[:, :exact], eight.values.view(torch.uint8)), what
                 assert torch.equal(scales[:, :groups], eight.scales[:, :groups]), what
     if mesh.attn_dp > 1 and mesh.attn_tp > 1:

@@ -21,7 +21,7 @@ from weft.comm.reference import ReferenceWorld
 from weft.engine.worker.build_batch import SeqRows, build_batch
 from weft.engine.worker.model_runner import ModelRunner
 from weft.kernels import float8
-from weft.kernels.float8 import Rows, Weight
+from weft.kernels.float8 import Fp8Rows, Fp8Weight
 from weft.kv.cache_spec import CacheGroup, rule
 from weft.models import layers
 from weft.models.load import dummy_model, load_model
@@ -111,19 +111,25 @@ class Products:
         self.experts: list[float] = []
         product, experts = layers.product, moe.experts
 
-        def checked_product(x: Tensor | Rows, weight: Tensor | Weight, *more: Any, **named: Any) -> Tensor:
+        def checked_product(x: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, *more: Any, **named: Any) -> Tensor:
             found = product(x, weight, *more, **named)
-            if isinstance(weight, Weight) and len(found):  # plans are made of traces without rows
+            if isinstance(weight, Fp8Weight) and len(found):  # plans are made of traces without rows
                 self.dense.append(_off(found, float8.linear(x, weight, torch.float64)))
             return found
 
         def checked_experts(
-            x: Tensor | Rows, routing: Any, gate_up: Weight, down: Weight, out: Tensor, add: bool = False, **more: Any
+            x: Tensor | Fp8Rows,
+            routing: Any,
+            gate_up: Fp8Weight,
+            down: Fp8Weight,
+            out: Tensor,
+            add: bool = False,
+            **more: Any,
         ) -> Tensor:
             before = out.double() if add else torch.zeros_like(out, dtype=torch.float64)
             found = experts(x, routing, gate_up, down, out, add=add, **more)
             if len(out):
-                rows = x if isinstance(x, Rows) else x.double()
+                rows = x if isinstance(x, Fp8Rows) else x.double()
                 wanted = plain.experts(rows, routing.weight, routing.expert, gate_up, down, **more)
                 self.experts.append(_off(found.double() - before, wanted))
             return found

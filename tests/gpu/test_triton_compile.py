@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from weft.kernels.float8 import FLOAT8, Weight, unfilled  # noqa: E402
+from weft.kernels.float8 import FLOAT8, Fp8Weight, unfilled  # noqa: E402
 from weft.kernels.parts import Parts  # noqa: E402
 from weft.kernels.torch_reference import packed_shards  # noqa: E402
 from weft.kernels.triton import (  # noqa: E402
@@ -231,9 +231,9 @@ def gate(rows: int, heads: int, dim: int) -> None:
         gate_heads.gate_heads(empty(rows, heads, dim), empty(rows, features), lse, sinks)
 
 
-def in_float8(*shape: int, unit: tuple[int, int] = (128, 128)) -> Weight:
+def in_float8(*shape: int, unit: tuple[int, int] = (128, 128)) -> Fp8Weight:
     blocks = (*shape[:-2], -(-shape[-2] // unit[0]), -(-shape[-1] // unit[1]))
-    return Weight(empty(*shape, dtype=FLOAT8), empty(*blocks, dtype=FLOAT), unit)
+    return Fp8Weight(empty(*shape, dtype=FLOAT8), empty(*blocks, dtype=FLOAT), unit)
 
 
 def mix_float8_experts(rows: int, held: int, inner: int, width: int, unit: tuple[int, int] = (128, 128)) -> None:

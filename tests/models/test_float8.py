@@ -27,7 +27,7 @@ from weft.engine.startup import float8_products
 from weft.hidden import Hidden
 from weft.kernels import float8
 from weft.kernels import row_ops as rows
-from weft.kernels.float8 import FLOAT8, Rows, Weight, dequantise
+from weft.kernels.float8 import FLOAT8, Fp8Rows, Fp8Weight, dequantise
 from weft.kernels.triton import definitions as plain
 from weft.models.layers import Layer
 from weft.models.load import build_model, dummy_model, float8_says, load_model
@@ -120,9 +120,9 @@ def test_ranks_hold_what_is_stored(family: str, tmp_path: Path) -> None:
                 parts: dict[str, list[torch.Tensor]] = {}
                 for name in layer.sources:
                     weight = layer.declared(name)
-                    units |= {weight.unit} if isinstance(weight, Weight) else set()
+                    units |= {weight.unit} if isinstance(weight, Fp8Weight) else set()
                     parts.setdefault(name.partition("weight_")[0] or "weight", []).append(
-                        dequantise(weight) if isinstance(weight, Weight) else weight
+                        dequantise(weight) if isinstance(weight, Fp8Weight) else weight
                     )
                 for name, weights in parts.items():
                     assert torch.equal(torch.cat(weights), wide[path].get_parameter(name)), f"{path}.{name}"
@@ -141,14 +141,16 @@ the root of the mean square of a mantissa between 1 and 2 whose logarithm is spr
 """
 
 
-def noisy(x: torch.Tensor, run: int) -> Rows:
+def noisy(x: torch.Tensor, group_size: int) -> Fp8Rows:
     """Rows with so much noise in the place of FP8's rounding."""
-    return Rows(x * (1 + NOISE * torch.randn(x.shape)), x.new_ones(*x.shape[:-1], -(-x.shape[-1] // run)), run)
+    return Fp8Rows(
+        x * (1 + NOISE * torch.randn(x.shape)), x.new_ones(*x.shape[:-1], -(-x.shape[-1] // group_size)), group_size
+    )
 
 
-def noisy_unfilled(x: torch.Tensor, run: int) -> Rows:
+def noisy_unfilled(x: torch.Tensor, group_size: int) -> Fp8Rows:
     """Room for them."""
-    return Rows(torch.empty_like(x), x.new_empty(x.shape[0], -(-x.shape[1] // run)), run)
+    return Fp8Rows(torch.empty_like(x), x.new_empty(x.shape[0], -(-x.shape[1] // group_size)), group_size)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -265,7 +267,7 @@ def test_made_up_weights_are_in_float8_too(tmp_path: Path) -> None:
         mine, cut = slice(8 * (rank // 2), 8 * (rank // 2) + 8), slice(128 * (rank % 2), 128 * (rank % 2) + 128)
         assert torch.equal(dequantise(part.declared("down")), full[mine][..., cut])
     ours, theirs = (m.layers[0].attention.qkv.declared("weight") for m in (whole, rounded_not))
-    assert isinstance(ours, Weight)
+    assert isinstance(ours, Fp8Weight)
     off = (dequantise(ours) - theirs[: len(ours.values)]).norm() / theirs[: len(ours.values)].norm()
     assert 0.01 < off < 0.04
 

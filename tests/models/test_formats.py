@@ -154,7 +154,7 @@ def model(stream: Stream | TraceStream, mesh: Mesh, start: Tensor, kind: Format,
     beside = sums(x) if x.beside is None else x.beside
     assert x.in_format is not None
     made = x.in_format(kind)
-    rows = float8.dequantise(made) if isinstance(made, float8.Rows) else made.float()
+    rows = float8.dequantise(made) if isinstance(made, float8.Fp8Rows) else made.float()
     if plain:
         rows = rows + x.require_complete("plain")
     return torch.cat((rows, beside.view(torch.float32)), dim=1)

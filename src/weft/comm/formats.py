@@ -21,20 +21,20 @@ class FormatKernels(NamedTuple):
 
     make: of (x `[T, width]`, format) the value. tensors: of a value its tensors `[T, …]`, whose bytes are as many as
     `Format.parts` says. value: of (format, these tensors as uint8) the value. unfilled: of (x, format) a
-    `weft.kernels.float8.Rows` for a norm of x to fill along with its result; None where norms do not.
+    `weft.kernels.float8.Fp8Rows` for a norm of x to fill along with its result; None where norms do not.
     """
 
     make: Callable[[Tensor, Any], Any]
     tensors: Callable[[Any], tuple[Tensor, ...]]
     value: Callable[..., Any]
-    unfilled: Callable[[Tensor, Any], float8.Rows] | None = None
+    unfilled: Callable[[Tensor, Any], float8.Fp8Rows] | None = None
 
 
 FORMATS: dict[type[Any], FormatKernels] = {
     Float8: FormatKernels(
         make=lambda x, format: rows.quantise(x, format.group),
         tensors=lambda value: (value.values, value.scales),
-        value=lambda format, values, scales: float8.Rows(
+        value=lambda format, values, scales: float8.Fp8Rows(
             values.view(float8.FLOAT8), scales.view(torch.float32), format.group
         ),
         unfilled=lambda x, format: float8.unfilled(x, format.group),
@@ -48,7 +48,7 @@ def make(x: Tensor, format: Format) -> Any:
     return FORMATS[type(format)].make(x, format)
 
 
-def unfilled(x: Tensor, format: Format) -> float8.Rows | None:
+def unfilled(x: Tensor, format: Format) -> float8.Fp8Rows | None:
     """Where a norm of x `[T, width]` may put its result in a format; None where it cannot."""
     kernels = FORMATS[type(format)]
     return kernels.unfilled and kernels.unfilled(x, format)

@@ -62,8 +62,8 @@ class Request(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("group", "direction", "segments", "span", "two_shot", "x", "x_rows", "out")),
         *((name, c_int64) for name in ("out_rows", "row_bytes", "width", "dtype", "device_counts", "residual")),
-        *((name, c_int64) for name in ("residual_out", "weight", "wide_weight", "quantised", "scales", "run", "push")),
-        *((name, c_int64) for name in ("sum", "write", "cluster", "threads", "early", "stream")),
+        *((name, c_int64) for name in ("residual_out", "weight", "wide_weight", "quantised", "scales", "quant_group")),
+        *((name, c_int64) for name in ("push", "sum", "write", "cluster", "threads", "early", "stream")),
         *((name, c_int64 * MAX_RANKS) for name in ("rows", "received")),
         ("eps", c_double),
     )
@@ -252,10 +252,11 @@ class PeerTransport(NamedCalls):
             request.residual_out, request.eps = given.data_ptr(), epilogue.eps
             request.quantised = 0
             if epilogue.quantised is not None:
-                values, scales, run = epilogue.quantised
+                values, scales, group_size = epilogue.quantised
                 self._expect(values, "quantised rows", FLOAT8, *out.shape)
-                self._expect(scales, "their scales", torch.float32, rows, -(-values.shape[1] // run))
-                request.quantised, request.scales, request.run = values.data_ptr(), scales.data_ptr(), run
+                self._expect(scales, "their scales", torch.float32, rows, -(-values.shape[1] // group_size))
+                request.quantised, request.scales = values.data_ptr(), scales.data_ptr()
+                request.quant_group = group_size
         request.out = out.data_ptr()
         try:
             self._kernels.run(self._handle, addressof(request))

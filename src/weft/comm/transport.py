@@ -72,7 +72,7 @@ class Epilogue:
     residual: Tensor
     weight: Tensor
     eps: float
-    quantised: float8.Rows | None = None
+    quantised: float8.Fp8Rows | None = None
 
 
 def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:

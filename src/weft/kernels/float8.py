@@ -1,7 +1,7 @@
 """Tensors in FP8 with a scale for each block, and what products of them compute, in plain torch.
 
 float8_e4m3fn, 448 at most, times a float32 scale: a weight has one for each block of rows and columns, rows of
-activations one for each run of columns, found anew each time (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+activations one for each group of columns, found anew each time (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST, LEAST = 448.0, 1e-10
-"""The greatest value, and the least magnitude that a run of columns is taken to have, so that zeros have a scale."""
+"""The greatest value, and the least magnitude that a group of columns is taken to have, so that zeros have a scale."""
 
 
-class Rows(NamedTuple):
-    """Quantised rows: values float8 `[T, width]`, scales float32 `[T, ⌈width / run⌉]` of runs of columns."""
+class Fp8Rows(NamedTuple):
+    """Quantised rows: values float8 `[T, width]`, scales float32 `[T, ⌈width / group_size⌉]` of groups of columns."""
 
     values: Tensor
     scales: Tensor
-    run: int
+    group_size: int
 
 
-class Weight(NamedTuple):
+class Fp8Weight(NamedTuple):
     """values float8 `[…, N, K]`; scales float32 `[…, ⌈N / rows⌉, ⌈K / columns⌉]`; unit: (rows, columns) of a block."""
 
     values: Tensor
@@ -45,41 +45,45 @@ class Weight(NamedTuple):
             raise ValueError("weights and their scales must be contiguous")
 
 
-def quantise(x: Tensor, run: int) -> Rows:
-    """The rows of x `[T, width]`: in every run of columns the largest magnitude becomes 448, the others are rounded.
+def quantise(x: Tensor, group_size: int) -> Fp8Rows:
+    """The rows of x `[T, width]`: in every group of columns the largest magnitude becomes 448, the others are rounded.
 
     NaN, or infinity, makes NaN of itself.
     """
     width = x.shape[-1]
-    blocks = torch.nn.functional.pad(x.float(), (0, -width % run)).unflatten(-1, (-1, run))
+    blocks = torch.nn.functional.pad(x.float(), (0, -width % group_size)).unflatten(-1, (-1, group_size))
     largest = blocks.abs().amax(-1).clamp(min=LEAST)
     most = torch.full_like(largest, LARGEST)  # by a number torch divides in two steps, which rounds twice
     values = (blocks * (most / largest)[..., None]).to(FLOAT8)
-    return Rows(values.flatten(-2)[..., :width].contiguous(), largest / most, run)
+    return Fp8Rows(values.flatten(-2)[..., :width].contiguous(), largest / most, group_size)
 
 
-def unfilled(x: Tensor, run: int) -> Rows:
+def unfilled(x: Tensor, group_size: int) -> Fp8Rows:
     """Where what `quantise` makes of x `[T, width]` may be put."""
     rows, width = x.shape
-    return Rows(x.new_empty(rows, width, dtype=FLOAT8), x.new_empty(rows, -(-width // run), dtype=torch.float32), run)
+    return Fp8Rows(
+        x.new_empty(rows, width, dtype=FLOAT8),
+        x.new_empty(rows, -(-width // group_size), dtype=torch.float32),
+        group_size,
+    )
 
 
-def fill(rows: Rows, x: Tensor) -> None:
+def fill(rows: Fp8Rows, x: Tensor) -> None:
     """Puts there what `quantise` makes of x `[T, width]`."""
-    made = quantise(x, rows.run)
+    made = quantise(x, rows.group_size)
     rows.values.copy_(made.values)
     rows.scales.copy_(made.scales)
 
 
-def dequantise(x: Rows | Weight, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantise(x: Fp8Rows | Fp8Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     """What they stand for."""
-    rows, columns = (1, x.run) if isinstance(x, Rows) else x.unit
+    rows, columns = (1, x.group_size) if isinstance(x, Fp8Rows) else x.unit
     scales = x.scales.repeat_interleave(rows, -2)[..., : x.values.shape[-2], :]
     scales = scales.repeat_interleave(columns, -1)[..., : x.values.shape[-1]]
     return x.values.to(dtype) * scales
 
 
-def linear(x: Tensor | Rows, weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """x Wᵀ of x `[T, K]`, whose rows are quantised first by runs of the weight's columns: dtype `[T, N]`."""
-    rows = x if isinstance(x, Rows) else quantise(x, weight.unit[1])
+def linear(x: Tensor | Fp8Rows, weight: Fp8Weight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """x Wᵀ of x `[T, K]`, whose rows are quantised first by groups of the weight's columns: dtype `[T, N]`."""
+    rows = x if isinstance(x, Fp8Rows) else quantise(x, weight.unit[1])
     return dequantise(rows, dtype) @ dequantise(weight, dtype).mT

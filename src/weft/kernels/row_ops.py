@@ -34,7 +34,7 @@ def cos_sin(
     return kernels.cos_sin(positions, inverse, factor, dtype, interleaved)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, quantised: float8.Rows | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, quantised: float8.Fp8Rows | None = None) -> Tensor:
     """`weft.kernels.torch_reference.rms_norm` of x `[…, width]`. quantised: of x `[rows, width]`, filled with it in
     FP8 too.
     """
@@ -49,7 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, quantised: float8.Rows | Non
 
 
 def add_rms_norm(
-    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, quantised: float8.Rows | None = None
+    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, quantised: float8.Fp8Rows | None = None
 ) -> tuple[Tensor, Tensor]:
     """(residual + delta, its `rms_norm`), `[rows, width]` each; both are new."""
     if not residual.is_cuda:
@@ -87,22 +87,22 @@ def gate_heads(
     return kernel(out, gate, lse, sinks)
 
 
-def quantise(x: Tensor, run: int) -> float8.Rows:
+def quantise(x: Tensor, group_size: int) -> float8.Fp8Rows:
     """`weft.kernels.float8.quantise` of x `[T, width]`."""
     if not x.is_cuda:
-        return float8.quantise(x, run)
+        return float8.quantise(x, group_size)
     from weft.kernels.triton import float8_linear as kernels
 
-    return kernels.quantise(x, run)
+    return kernels.quantise(x, group_size)
 
 
-def quantising(x: Tensor, made: float8.Rows | None = None) -> Callable[[int], float8.Rows]:
-    """Gives x quantised by runs of so many columns: as it was made already, or made once, when first asked for."""
-    known = {} if made is None else {made.run: made}
+def quantising(x: Tensor, made: float8.Fp8Rows | None = None) -> Callable[[int], float8.Fp8Rows]:
+    """Gives x quantised by groups of so many columns: as it was made already, or made once, when first asked for."""
+    known = {} if made is None else {made.group_size: made}
 
-    def quantised(run: int) -> float8.Rows:
-        if run not in known:
-            known[run] = quantise(x, run)
-        return known[run]
+    def quantised(group_size: int) -> float8.Fp8Rows:
+        if group_size not in known:
+            known[group_size] = quantise(x, group_size)
+        return known[group_size]
 
     return quantised

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.hidden import Hidden
-from weft.kernels.float8 import FLOAT8, Weight
+from weft.kernels.float8 import FLOAT8, Fp8Weight
 from weft.kernels.parts import Parts
 from weft.kernels.row_ops import embed, rms_norm
 from weft.models.products import product, product_or_parts, unit_of
@@ -117,10 +117,10 @@ class Layer(nn.Module):
         blocks = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
         self.register_parameter(f"{name}_scales", b.empty(*blocks, dtype=torch.float32))
 
-    def declared(self, name: str) -> Tensor | Weight:
+    def declared(self, name: str) -> Tensor | Fp8Weight:
         """The weight, as `weft.models.products.product` takes it."""
         weight, unit = getattr(self, name), self.units.get(name)
-        return weight if unit is None else Weight(weight, getattr(self, f"{name}_scales"), unit)
+        return weight if unit is None else Fp8Weight(weight, getattr(self, f"{name}_scales"), unit)
 
 
 class Linear(Layer):

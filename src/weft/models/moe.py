@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from weft.hidden import Hidden
 from weft.kernels import float8
-from weft.kernels.float8 import Weight
+from weft.kernels.float8 import Fp8Weight
 from weft.kernels.row_ops import gated
 from weft.kernels.triton import definitions as plain
 from weft.models.expert_sources import MOSTLY, Form, Stored, expert_sources, gate_up_biases
@@ -83,12 +83,12 @@ class Experts(Layer):
         out = self._sum(self._world_rows(x), x.value, probability, expert)
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
-    def _sum(self, x: Tensor | float8.Rows, like: Tensor, probability: Tensor, expert: Tensor) -> Tensor:
+    def _sum(self, x: Tensor | float8.Fp8Rows, like: Tensor, probability: Tensor, expert: Tensor) -> Tensor:
         """What this rank's experts make of rows: a tensor as like is."""
         out = self.workspace(*like.shape, like=like)
         more = (self.limit, self.alpha, self.gate_up_bias, self.down_bias)
         gate_up, down, expert = self.declared("gate_up"), self.declared("down"), expert - self.first
-        if isinstance(gate_up, Weight) or isinstance(down, Weight):
+        if isinstance(gate_up, Fp8Weight) or isinstance(down, Fp8Weight):
             here = (expert >= 0) & (expert < self.gate_up.shape[0])
             return out.copy_(plain.experts(x, probability, expert.where(here, -1), gate_up, down, *more))
         assert isinstance(x, Tensor), "rows in FP8 are for weights in FP8"
@@ -137,7 +137,7 @@ class Experts(Layer):
         return route.sort_pairs(weight, (expert - self.first).where(here, -1), held, tile_rows)
 
     def _sum_routed(
-        self, x: Tensor | float8.Rows, like: Tensor, routing: PairRouting, shared: Tensor | None = None
+        self, x: Tensor | float8.Fp8Rows, like: Tensor, routing: PairRouting, shared: Tensor | None = None
     ) -> Tensor:
         """shared: to which it is added, where it lies; like: as for `_sum`."""
         from weft.kernels.triton import fused_experts as moe
@@ -165,7 +165,7 @@ class Experts(Layer):
         out = x.settler.dispatch(x.require_complete(self.path), weight, expert, self.experts, work)
         return Hidden(out, x.placement, x.mesh, self.path)
 
-    def _world_rows(self, x: Hidden) -> Tensor | float8.Rows:
+    def _world_rows(self, x: Hidden) -> Tensor | float8.Fp8Rows:
         """The rows, if they are complete and every rank holds the same; else PlacementError."""
         taken = x.taken(self.declared("gate_up"), self.path)
         if not x.mesh.same_rows(x.placement.rows, "world"):

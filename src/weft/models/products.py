@@ -2,7 +2,7 @@
 
 A rank's slice of a weight may cut the checkpoint's blocks. Its scales are then held for smaller ones: the greatest
 common divisor of a block's sides and of all borders of slices, so that no value changes. Rows of activations are
-quantised by runs of as many columns, which must be 32 at least; less is refused by name.
+quantised by groups of as many columns, which must be 32 at least; less is refused by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.kernels import float8 as plain
-from weft.kernels.float8 import Rows, Weight
+from weft.kernels.float8 import Fp8Rows, Fp8Weight
 from weft.kernels.parts import Parts
 from weft.models.source import Source
 from weft.place.spec import LayoutError
@@ -40,14 +40,14 @@ def unit_of(path: str, dims: int, sources: Sequence[Source]) -> tuple[int, int]:
 
 
 def product(
-    x: Tensor | Rows, weight: Tensor | Weight, like: Tensor, out: Tensor | None = None, bias: Tensor | None = None
+    x: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, like: Tensor, out: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """x Wᵀ + bias, into out where it is given; else it is of like's dtype.
 
     x: `[rows, inputs]`, in FP8 only where the weight is; weight `[outputs, inputs]`; bias `[outputs]`. On GPUs by
     Triton kernels in FP8, and of few rows in 2-byte floats; else by torch, in FP8 by what the kernels compute.
     """
-    if not isinstance(weight, Weight):
+    if not isinstance(weight, Fp8Weight):
         assert isinstance(x, Tensor), "rows in FP8 are for products with weights in FP8"
         if x.is_cuda:
             from weft.kernels.triton import dense  # GPUs only: a CPU need not have Triton
@@ -68,10 +68,10 @@ def product(
 
 
 def product_or_parts(
-    x: Tensor | Rows, weight: Tensor | Weight, like: Tensor, bias: Tensor | None = None
+    x: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, like: Tensor, bias: Tensor | None = None
 ) -> Tensor | Parts:
     """The same, for what adds up its parts itself where a GPU makes it in parts."""
-    if isinstance(x, Tensor) and x.is_cuda and not isinstance(weight, Weight):
+    if isinstance(x, Tensor) and x.is_cuda and not isinstance(weight, Fp8Weight):
         from weft.kernels.triton import dense
 
         if tile := dense.tile_for(x, weight, added_next=True):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpu.triton_checks import test_moe
-from weft.kernels.float8 import FLOAT8, LARGEST, Rows, Weight, dequantise
+from weft.kernels.float8 import FLOAT8, LARGEST, Fp8Rows, Fp8Weight, dequantise
 from weft.kernels.float8 import linear as plain_linear
 from weft.kernels.float8 import quantise as plain_quantise
 from weft.kernels.triton import definitions as plain
@@ -19,16 +19,16 @@ from weft.kernels.triton.experts_tiles import ExpertsTile
 NAN = float("nan")
 
 
-def weight_of(*shape: int, unit: tuple[int, int], device: torch.device) -> Weight:
+def weight_of(*shape: int, unit: tuple[int, int], device: torch.device) -> Fp8Weight:
     """Random values, a block of which are zeros, and scales that differ from block to block by powers of ten."""
     blocks = (*shape[:-2], -(-shape[-2] // unit[0]), -(-shape[-1] // unit[1]))
     values = (torch.randn(shape, device=device) * 60).clamp(-LARGEST, LARGEST)
     values[..., : unit[0], : unit[1]] = 0
-    return Weight(values.to(FLOAT8), 10 ** (2 * torch.rand(blocks, device=device) - 4), unit)
+    return Fp8Weight(values.to(FLOAT8), 10 ** (2 * torch.rand(blocks, device=device) - 4), unit)
 
 
 def skewed(rows: int, width: int, device: torch.device) -> Tensor:
-    """Rows of which some have one huge value, one is of zeros, and one tiny."""
+    """Fp8Rows of which some have one huge value, one is of zeros, and one tiny."""
     x = torch.randn(rows, width, device=device)
     x[3::4, width // 2] *= 1e4
     if rows > 2:
@@ -44,19 +44,21 @@ def off(found: Tensor, wanted: Tensor) -> float:
 
 
 def rounding(device: torch.device) -> float:
-    """Of sums in float32; of a GPU's tensor cores, which sum a run of FP8 with about 14 bits."""
+    """Of sums in float32; of a GPU's tensor cores, which sum a group of FP8 with about 14 bits."""
     return 1e-5 if device.type == "cpu" else 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows, width, run", [(1, 128, 128), (5, 640, 128), (3, 200, 64), (4, 96, 32), (0, 128, 128)])
-def test_quantises_rows(rows: int, width: int, run: int, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "rows, width, group_size", [(1, 128, 128), (5, 640, 128), (3, 200, 64), (4, 96, 32), (0, 128, 128)]
+)
+def test_quantises_rows(rows: int, width: int, group_size: int, dtype: torch.dtype, device: torch.device) -> None:
     x = (skewed(rows, width + 8, device) if rows else torch.zeros(0, width + 8, device=device)).to(dtype)[:, 4:-4]
-    found, wanted = float8.quantise(x, run), plain_quantise(x, run)
+    found, wanted = float8.quantise(x, group_size), plain_quantise(x, group_size)
     assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8))
     assert torch.equal(found.scales, wanted.scales)
-    largest = F.pad(x.float(), (0, -width % run)).unflatten(-1, (-1, run)).abs().amax(-1)
-    bound = (largest.repeat_interleave(run, -1)[:, :width] * 2.0**-10).maximum(x.float().abs() * 2.0**-4) + 1e-12
+    largest = F.pad(x.float(), (0, -width % group_size)).unflatten(-1, (-1, group_size)).abs().amax(-1)
+    bound = (largest.repeat_interleave(group_size, -1)[:, :width] * 2.0**-10).maximum(x.float().abs() * 2.0**-4) + 1e-12
     assert ((dequantise(found) - x.float()).abs() <= bound * 1.001).all()
 
 
@@ -72,7 +74,7 @@ LINEAR = {
     "few rows": (17, 200, 384, (128, 128)),
     "rows past a tile": (33, 160, 128, (128, 128)),
     "many rows": (70, 136, 256, (128, 128)),
-    "a ragged run": (5, 64, 200, (64, 128)),
+    "a ragged group": (5, 64, 200, (64, 128)),
     "cut blocks": (9, 96, 192, (32, 64)),
     "blocks of a row": (20, 24, 96, (1, 32)),
 }
@@ -106,7 +108,7 @@ def test_linear(case: tuple[int, int, int, tuple[int, int]], device: torch.devic
     (18, float8.Tile(32, 128, 2, 4, 4)),
 ])  # fmt: skip
 def test_tiles_and_parts(rows: int, tile: float8.Tile, device: torch.device) -> None:
-    """Four runs and a ragged one, in one part or several; a row's bits depend on no other row."""
+    """Four groups and a ragged one, in one part or several; a row's bits depend on no other row."""
     weight, x = weight_of(136, 600, unit=(128, 128), device=device), skewed(rows, 600, device)
     out = float8.linear(x, weight, torch.full((rows, 136), NAN, device=device), tile)
     assert off(out, plain_linear(x, weight, torch.float64)) <= rounding(device)
@@ -123,7 +125,7 @@ def test_few_tiles_are_cut_into_parts() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_linear_of_the_library() -> None:
-    """Rows that come by four, and what is left over."""
+    """Fp8Rows that come by four, and what is left over."""
     device = torch.device("cuda")
     for outputs, width in ((256, 512), (320, 1024)):  # the last block of columns is half a block
         weight = weight_of(outputs, width, unit=(128, 128), device=device)
@@ -137,7 +139,7 @@ def test_linear_of_the_library() -> None:
 def test_linear_refuses(device: torch.device) -> None:
     weight, x = weight_of(64, 128, unit=(64, 64), device=device), torch.randn(2, 128, device=device)
     out = torch.empty(2, 64, device=device)
-    with pytest.raises(ValueError, match=r"by runs of 128, the weight .* by 64"):
+    with pytest.raises(ValueError, match=r"by groups of 128, the weight .* by 64"):
         float8.linear(float8.quantise(x, 128), weight, out)
     with pytest.raises(ValueError, match="out"):
         float8.linear(x, weight, out[:1])
@@ -166,7 +168,7 @@ def test_experts(case: str, quantised: bool, device: torch.device) -> None:
     chosen, first_unit, last_unit = FORMS[case]
     rows, live, held = chosen[0], chosen[1], chosen[5]
     found, probability, expert = test_moe.routed(*chosen, device, tile_rows=16 if rows < 64 else 32)
-    width, inner = 160, 192 if first_unit[0] < 128 else 128  # a run is 128, the rest of a row another
+    width, inner = 160, 192 if first_unit[0] < 128 else 128  # a group is 128, the rest of a row another
     x = skewed(rows, width, device)
     x[live:] = NAN
     gate_up = weight_of(held, 2 * inner, width, unit=first_unit, device=device)
@@ -174,7 +176,7 @@ def test_experts(case: str, quantised: bool, device: torch.device) -> None:
     unchosen = [e for e in range(held) if e not in expert.flatten().tolist()]
     gate_up.scales[unchosen], down.scales[unchosen] = NAN, NAN
     out = torch.full((rows, width), NAN, device=device)
-    given: Tensor | Rows = float8.quantise(x, first_unit[1]) if quantised else x
+    given: Tensor | Fp8Rows = float8.quantise(x, first_unit[1]) if quantised else x
     tile = None if not quantised else ExpertsTile(64, 128, 4, 2)  # of few rows, the depth is cut into two parts
     moe.experts(given, found, gate_up, down, out, tile, tile)
     wanted = plain.experts(x.double(), probability, expert, gate_up, down)
@@ -193,7 +195,7 @@ def test_experts_with_limits_and_biases(
     rows, live, held = chosen[0], chosen[1], chosen[5]
     found, probability, expert = test_moe.routed(*chosen, device)
     gate_up = weight_of(held, 384, 160, unit=(64, 128), device=device)
-    down = weight_of(held, 160, 192, unit=(128, 128), device=device)  # both are two runs deep, each of them a part
+    down = weight_of(held, 160, 192, unit=(128, 128), device=device)  # both are two groups deep, each of them a part
     x, biases = skewed(rows, 160, device), [torch.randn(held, n, device=device) for n in (384, 160)]
     tile = ExpertsTile(64, 128, 4, 2)
     out = moe.experts(x, found, gate_up, down, torch.full_like(x, NAN), tile, tile, limit, alpha, *biases)

@@ -165,16 +165,16 @@ def test_rms_norm(add: bool, dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width, run", [(256, 128), (200, 64), (96, 128)])
-def test_rms_norm_quantises(width: int, run: int, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("width, group_size", [(256, 128), (200, 64), (96, 128)])
+def test_rms_norm_quantises(width: int, group_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Bit by bit what is made of its result afterwards; the result as it is without, but for the order of a sum."""
     x, weight = torch.randn(4, width + 8, device=device).to(dtype)[:, 4:-4], torch.randn(width, device=device)
     x[1], x[2, width // 2] = 0, 1e4
-    rows = float8.unfilled(x, run)
+    rows = float8.unfilled(x, group_size)
     rows.values.view(torch.uint8).fill_(255)
     rows.scales.fill_(float("nan"))
     found = rms_norm.rms_norm(x, weight, 1e-3, quantised=rows)
-    wanted = float8.quantise(found, run)
+    wanted = float8.quantise(found, group_size)
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(found, rms_norm.rms_norm(x, weight, 1e-3), rtol=4 * step, atol=0)
     assert torch.equal(rows.values.view(torch.uint8), wanted.values.view(torch.uint8))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.kernels.float8 import Rows, Weight, dequantise, quantise
+from weft.kernels.float8 import Fp8Rows, Fp8Weight, dequantise, quantise
 from weft.kernels.torch_reference import gated
 
 if TYPE_CHECKING:
@@ -72,11 +72,11 @@ def route(
 
 
 def experts(
-    x: Tensor | Rows,
+    x: Tensor | Fp8Rows,
     weight: Tensor,
     expert: Tensor,
-    gate_up: Tensor | Weight,
-    down: Tensor | Weight,
+    gate_up: Tensor | Fp8Weight,
+    down: Tensor | Fp8Weight,
     limit: float | None = None,
     alpha: float | None = None,
     gate_up_bias: Tensor | None = None,
@@ -87,23 +87,23 @@ def experts(
 
     Between the products is `weft.kernels.torch_reference.gated`.
     """
-    given, dtype = (x.values, torch.float32) if isinstance(x, Rows) else (x, x.dtype)
+    given, dtype = (x.values, torch.float32) if isinstance(x, Fp8Rows) else (x, x.dtype)
     wide = torch.promote_types(dtype, torch.float32)
     out = torch.zeros(given.shape, dtype=wide, device=given.device)
 
-    def product(rows: Tensor | Rows, weight: Tensor | Weight, e: int, bias: Tensor | None) -> Tensor:
-        if isinstance(weight, Weight):
-            rows = rows if isinstance(rows, Rows) else quantise(rows, weight.unit[1])
-            weight = dequantise(Weight(weight.values[e], weight.scales[e], weight.unit), wide)
+    def product(rows: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, e: int, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, Fp8Weight):
+            rows = rows if isinstance(rows, Fp8Rows) else quantise(rows, weight.unit[1])
+            weight = dequantise(Fp8Weight(weight.values[e], weight.scales[e], weight.unit), wide)
         else:
             weight = weight[e].to(wide)
-        given = dequantise(rows, wide) if isinstance(rows, Rows) else rows.to(wide)
+        given = dequantise(rows, wide) if isinstance(rows, Fp8Rows) else rows.to(wide)
         return F.linear(given, weight, None if bias is None else bias[e].to(wide))
 
     for e in expert.unique().tolist():
         if e >= 0:
             token, choice = (expert == e).nonzero(as_tuple=True)
-            taken = Rows(x.values[token], x.scales[token], x.run) if isinstance(x, Rows) else x[token]
+            taken = Fp8Rows(x.values[token], x.scales[token], x.group_size) if isinstance(x, Fp8Rows) else x[token]
             inner = gated(product(taken, gate_up, e, gate_up_bias), limit, alpha)
             rows = product(inner, down, e, down_bias)
             out.index_add_(0, token, rows * weight[token, choice, None].to(wide))

@@ -1,14 +1,14 @@
 """Products in FP8: rows and weights as float8_e4m3fn, with a float32 scale for each block of either.
 
-A row has a scale for each run of columns, found when it is quantised; a weight one for each block of rows and columns,
-as its checkpoint has them. Both cut the depth of a product at the same columns: a run's products are summed by tensor
-cores, which on Hopper keep about 14 bits, then scaled and added in float32 (DeepSeek-V3, arXiv 2412.19437, section
-3.3.2).
+A row has a scale for each group of columns, found when it is quantised. A weight has one for each block of rows and
+columns, as in its checkpoint. Both cut the depth of a product at the same columns. Tensor cores, which on Hopper keep
+about 14 bits, sum a group's products; these sums are scaled and added in float32 (DeepSeek-V3, arXiv 2412.19437,
+section 3.3.2).
 
 Rows are quantised by a kernel of their own: a product that did so as it loads them took two to four times as long on an
 H200, as each program quantises them anew between its loads. For few rows, where programs would be few and each would go
 through the whole depth alone, the depth is dealt out over several programs; their sums are added in the order of the
-parts by another kernel, so the bits are the same at every run, and those of a row depend on no other row. Hopper's FP8
+parts by another kernel, so the bits are the same every time, and those of a row depend on no other row. Hopper's FP8
 instructions multiply 64 rows or more by 8 or more: for few rows the weight's are the 64.
 """
 
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.kernels.float8 import FLOAT8, Rows, Weight
+from weft.kernels.float8 import FLOAT8, Fp8Rows, Fp8Weight
 from weft.kernels.triton import overlap
 from weft.kernels.triton.dense import add_parts
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
@@ -30,8 +30,8 @@ from weft.kernels.triton.route import pairs_of
 
 FEW_ROWS = 64
 """Up to so many rows, the depth of experts' products is dealt out, too."""
-LEAST_RUNS, MOST_PARTS = 3, 7
-"""Runs of a part, at least, as its loads overlap, and parts, at most, as their sum reads them all."""
+MIN_GROUPS, MAX_PARTS = 3, 7
+"""Groups of a part, whose loads overlap; parts, whose sum reads them all."""
 LIBRARY_ROWS = 1024
 """From so many rows on, dense products are cuBLAS's where it has them: see `of_library`."""
 
@@ -39,35 +39,35 @@ LIBRARY_ROWS = 1024
 @triton.jit
 def to_float8(x):
     """(values, scale) of each row of x, float32 `[M, N]`: the largest becomes 448. NaN and infinity give NaN."""
-    largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-10)  # a run of zeros has a scale, too
+    largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-10)  # a group of zeros has a scale, too
     return (x * tl.div_rn(448.0, largest)[:, None]).to(tl.float8e4nv), tl.div_rn(largest, 448.0)
 
 
 @kernel
-def _quantise(x, values, scales, x_row, WIDTH: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr):
+def _quantise(x, values, scales, x_row, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
     overlap.begin()
     row = tl.program_id(0).to(tl.int64)
-    run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
-    column = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     value, scale = to_float8(tl.load(x + row * x_row + column, mask=column < WIDTH, other=0.0).to(tl.float32))
     tl.store(values + row * WIDTH + column, value, mask=column < WIDTH)
-    ALL: tl.constexpr = (WIDTH + RUN - 1) // RUN
-    tl.store(scales + row * ALL + run, scale, mask=run < ALL)
+    ALL: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
+    tl.store(scales + row * ALL + group, scale, mask=group < ALL)
 
 
-@kernel(do_not_specialize=["rows", "runs"])
+@kernel(do_not_specialize=["rows", "groups"])
 def multiply(
-    x, x_scale, weight, scale, order, tile_expert, out, rows, outputs, runs, x_row, out_row, out_part,
-    WIDTH: tl.constexpr, RUN: tl.constexpr, UNIT: tl.constexpr, K: tl.constexpr, SORTED: tl.constexpr,
+    x, x_scale, weight, scale, order, tile_expert, out, rows, outputs, groups, x_row, out_row, out_part,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, K: tl.constexpr, SORTED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x Wᵀ over one part of the depth, so many runs of it, stored in `out` at that part.
+    """A tile of x Wᵀ over one part of the depth, so many groups of it, stored in `out` at that part.
 
     K: 0 where all rows have one weight; else rows are pairs of a token, which is a row of x, and one of its K experts
     (K = 1: x has a row for each pair), a tile's pairs those of one expert (see `route`).
     """
     overlap.begin()
-    ALL: tl.constexpr = (WIDTH + RUN - 1) // RUN
+    ALL: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     if K:
         blocks = tl.cdiv(outputs, BLOCK_N)
         tile = tl.program_id(0) // blocks
@@ -88,7 +88,7 @@ def multiply(
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = column < outputs
     known = tl.where(wanted, column, 0)
-    depth = tl.arange(0, RUN)
+    depth = tl.arange(0, GROUP)
     x += row[:, None] * x_row + depth[None, :]
     x_scale += row * ALL
     weight += known.to(tl.int64)[:, None] * WIDTH + depth[None, :]
@@ -98,18 +98,18 @@ def multiply(
         scale += known // UNIT * ALL
     WEIGHT_FIRST: tl.constexpr = BLOCK_M < 64
     acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHT_FIRST else [BLOCK_M, BLOCK_N], tl.float32)
-    first = tl.program_id(1) * runs
-    last = tl.minimum(first + runs, ALL)
+    first = tl.program_id(1) * groups
+    last = tl.minimum(first + groups, ALL)
     a_scale, b_scale = tl.load(x_scale + first), tl.load(scale + first)
-    for run in range(first, last):
-        if WIDTH % RUN == 0:
-            a = tl.load(x + run * RUN)
-            b = tl.load(weight + run * RUN)
+    for group in range(first, last):
+        if WIDTH % GROUP == 0:
+            a = tl.load(x + group * GROUP)
+            b = tl.load(weight + group * GROUP)
         else:
-            inside = depth < WIDTH - run * RUN
-            a = tl.load(x + run * RUN, mask=inside[None, :], other=0.0)
-            b = tl.load(weight + run * RUN, mask=inside[None, :], other=0.0)
-        then = tl.minimum(run + 1, last - 1)  # the next run's scales, that nothing waits for them
+            inside = depth < WIDTH - group * GROUP
+            a = tl.load(x + group * GROUP, mask=inside[None, :], other=0.0)
+            b = tl.load(weight + group * GROUP, mask=inside[None, :], other=0.0)
+        then = tl.minimum(group + 1, last - 1)  # the next group's scales, that nothing waits for them
         a_next, b_next = tl.load(x_scale + then), tl.load(scale + then)
         if UNIT % BLOCK_N == 0:
             if WEIGHT_FIRST:
@@ -126,9 +126,9 @@ def multiply(
     tl.store(to, found, mask=real[:, None] & wanted[None, :])
 
 
-def runs_of_program(run: int, runs: int) -> int:
-    """How many of a row's runs, of so many columns each, a program quantises: about 1,024 columns."""
-    return min(max(1, 1024 // run), next_power_of_2(runs))
+def groups_of_program(group_size: int, groups: int) -> int:
+    """How many of a row's groups, of so many columns each, a program quantises: about 1,024 columns."""
+    return min(max(1, 1024 // group_size), next_power_of_2(groups))
 
 
 class Tile(NamedTuple):
@@ -141,7 +141,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_of(rows: int, outputs: int, runs: int) -> Tile:
+def tile_of(rows: int, outputs: int, groups: int) -> Tile:
     """The tile of a dense product that was quickest on an H200.
 
     Few rows read the weight as wide as they can; where products are shallow, narrower tiles that reach every
@@ -149,18 +149,18 @@ def tile_of(rows: int, outputs: int, runs: int) -> Tile:
     """
     block = 16 if rows <= 16 else 32 if rows <= 32 else 64
     blocks = cdiv(rows, block)
-    shallow = rows > 32 and runs <= 16 and blocks * cdiv(outputs, 128) < 128
+    shallow = rows > 32 and groups <= 16 and blocks * cdiv(outputs, 128) < 128
     columns = 64 if outputs <= 1024 or shallow else 128
-    parts = parts_of(blocks * cdiv(outputs, columns), runs, 128 if rows <= FEW_ROWS else 192)
+    parts = parts_of(blocks * cdiv(outputs, columns), groups, 128 if rows <= FEW_ROWS else 192)
     return Tile(block, columns, parts, 4, 5 if rows <= FEW_ROWS else 4)
 
 
-def parts_of(tiles: int, runs: int, programs: int) -> int:
+def parts_of(tiles: int, groups: int, programs: int) -> int:
     """Parts of the depth, for at most so many programs where there are more than tiles."""
-    return max(1, min(programs // tiles, runs // LEAST_RUNS, MOST_PARTS))
+    return max(1, min(programs // tiles, groups // MIN_GROUPS, MAX_PARTS))
 
 
-def of_library(rows: int, weight: Weight, out: Tensor) -> bool:
+def of_library(rows: int, weight: Fp8Weight, out: Tensor) -> bool:
     """Whether cuBLAS has the product, and is quicker: since CUDA 12.9 on Hopper, of 128 × 128 to a scale.
 
     It reads a block's scales four by four, so that many lie along the depth.
@@ -173,7 +173,7 @@ def of_library(rows: int, weight: Weight, out: Tensor) -> bool:
     return hopper and cuda >= (12, 9) and out.is_contiguous()
 
 
-def library(x: Rows, weight: Weight, out: Tensor) -> None:
+def library(x: Fp8Rows, weight: Fp8Weight, out: Tensor) -> None:
     """x Wᵀ by cuBLAS into out: what `torch.nn.functional.scaled_mm` calls, which would make the tensor itself.
 
     A multiple of four rows, since their scales are taken column by column and columns begin at 16 bytes.
@@ -184,63 +184,63 @@ def library(x: Rows, weight: Weight, out: Tensor) -> None:
     torch.ops.aten._scaled_mm_v2.out(x.values, weight.values.t(), *given, out=out)
 
 
-def quantise(x: Tensor, run: int) -> Rows:
-    """Rows of x `[T, width]`, contiguous each, by their largest magnitude in every run of columns (a power of two)."""
+def quantise(x: Tensor, group_size: int) -> Fp8Rows:
+    """`weft.kernels.float8.quantise` of x `[T, width]`, whose rows are contiguous. group_size: a power of two."""
     rows, width = x.shape
     if x.stride(1) != 1:
         raise ValueError("rows must be contiguous")
     values = x.new_empty(rows, width, dtype=FLOAT8)
-    scales = x.new_empty(rows, cdiv(width, run), dtype=torch.float32)
+    scales = x.new_empty(rows, cdiv(width, group_size), dtype=torch.float32)
     if rows:
-        runs = runs_of_program(run, scales.shape[1])
-        _quantise[(rows, cdiv(scales.shape[1], runs))](
+        groups = groups_of_program(group_size, scales.shape[1])
+        _quantise[(rows, cdiv(scales.shape[1], groups))](
             x,
             values,
             scales,
             x.stride(0),
             WIDTH=width,
-            RUN=run,
-            RUNS=runs,
+            GROUP=group_size,
+            GROUPS=groups,
             num_warps=4,
             **overlap.options(),
         )
-    return Rows(values, scales, run)
+    return Fp8Rows(values, scales, group_size)
 
 
-def linear(x: Tensor | Rows, weight: Weight, out: Tensor, tile: Tile | None = None) -> Tensor:
+def linear(x: Tensor | Fp8Rows, weight: Fp8Weight, out: Tensor, tile: Tile | None = None) -> Tensor:
     """x Wᵀ; fills and returns out `[T, N]`.
 
-    x: `[T, K]`, or its rows quantised by runs of the weight's columns, which are 32, 64 or 128. Rows of x and out are
+    x: `[T, K]`, or its rows quantised by groups of the weight's columns, which are 32, 64 or 128. Rows of x and out are
     contiguous. Raises ValueError where shapes do not fit together.
     """
     weight.check()
-    (outputs, width), (unit, run) = weight.values.shape, weight.unit
-    rows, given, found = (*x.values.shape, x.run) if isinstance(x, Rows) else (*x.shape, run)
-    if given != width or out.shape != (rows, outputs) or found != run:
+    (outputs, width), (unit, group_size) = weight.values.shape, weight.unit
+    rows, given, found = (*x.values.shape, x.group_size) if isinstance(x, Fp8Rows) else (*x.shape, group_size)
+    if given != width or out.shape != (rows, outputs) or found != group_size:
         raise ValueError(
-            f"x is {[rows, given]} by runs of {found}, the weight {list(weight.values.shape)} by {run}, out "
+            f"x is {[rows, given]} by groups of {found}, the weight {list(weight.values.shape)} by {group_size}, out "
             f"{list(out.shape)}"
         )
     if out.stride(1) != 1:
         raise ValueError("rows must be contiguous")
     if not rows:
         return out
-    values, scales, _ = x if isinstance(x, Rows) else quantise(x, run)
+    values, scales, _ = x if isinstance(x, Fp8Rows) else quantise(x, group_size)
     if not (values.stride(1) == 1 and scales.is_contiguous()):
         raise ValueError("quantised rows and their scales must be contiguous")
     if tile is None and of_library(rows, weight, out):
         whole = rows // 4 * 4
-        library(Rows(values[:whole], scales[:whole], run), weight, out[:whole])
-        linear(Rows(values[whole:], scales[whole:], run), weight, out[whole:])
+        library(Fp8Rows(values[:whole], scales[:whole], group_size), weight, out[:whole])
+        linear(Fp8Rows(values[whole:], scales[whole:], group_size), weight, out[whole:])
         return out
-    runs = cdiv(width, run)
-    cut = tile or tile_of(rows, outputs, runs)
-    depth = cdiv(runs, cut.parts)
-    parts = cdiv(runs, depth)
+    groups = cdiv(width, group_size)
+    cut = tile or tile_of(rows, outputs, groups)
+    depth = cdiv(groups, cut.parts)
+    parts = cdiv(groups, depth)
     to = out if parts == 1 else out.new_empty(parts, rows, outputs, dtype=torch.float32)
     multiply[(cdiv(rows, cut.rows) * cdiv(outputs, cut.columns), parts)](
         values, scales, weight.values, weight.scales, values, values, to, rows, outputs, depth, values.stride(0),
-        to.stride(-2), to.stride(0), WIDTH=width, RUN=run, UNIT=unit, K=0, SORTED=False, BLOCK_M=cut.rows,
+        to.stride(-2), to.stride(0), WIDTH=width, GROUP=group_size, UNIT=unit, K=0, SORTED=False, BLOCK_M=cut.rows,
         BLOCK_N=cut.columns, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
     return out if parts == 1 else add_parts(to, out)

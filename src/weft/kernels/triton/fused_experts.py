@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.float8 import Rows, Weight
+from weft.kernels.float8 import Fp8Rows, Fp8Weight
 from weft.kernels.triton import float8_linear as float8
 from weft.kernels.triton import fused_experts_float8 as moe_float8
 from weft.kernels.triton import overlap
@@ -47,10 +47,10 @@ def _up(
     gate_at = weight + tl.where(wanted, column, 0)[None, :] * WIDTH + depth[:, None]
     up_at = gate_at + INNER * WIDTH
     if UNIT:
-        RUNS: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
-        x_scale += token * RUNS
-        gate_scale = scale + expert * (2 * INNER // UNIT * RUNS) + tl.where(wanted, column, 0) // UNIT * RUNS
-        up_scale = gate_scale + INNER // UNIT * RUNS
+        GROUPS: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
+        x_scale += token * GROUPS
+        gate_scale = scale + expert * (2 * INNER // UNIT * GROUPS) + tl.where(wanted, column, 0) // UNIT * GROUPS
+        up_scale = gate_scale + INNER // UNIT * GROUPS
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, WIDTH, BLOCK_K):
@@ -65,10 +65,10 @@ def _up(
             c = tl.load(up_at + k, mask=inside[:, None], other=0.0)
         a = tl.load(x + k, mask=held, other=0.0)
         if UNIT:
-            run = k // BLOCK_K
-            a_scale = tl.load(x_scale + run, mask=real, other=0.0)
-            gate += tl.dot(a, b) * (a_scale[:, None] * tl.load(gate_scale + run)[None, :])
-            up += tl.dot(a, c) * (a_scale[:, None] * tl.load(up_scale + run)[None, :])
+            group = k // BLOCK_K
+            a_scale = tl.load(x_scale + group, mask=real, other=0.0)
+            gate += tl.dot(a, b) * (a_scale[:, None] * tl.load(gate_scale + group)[None, :])
+            up += tl.dot(a, c) * (a_scale[:, None] * tl.load(up_scale + group)[None, :])
         else:
             gate = tl.dot(a, b, gate, input_precision="ieee")
             up = tl.dot(a, c, up, input_precision="ieee")
@@ -78,7 +78,7 @@ def _up(
         up += tl.load(bias + INNER, mask=wanted, other=0.0).to(tl.float32)[None, :]
     value = activated(gate, up, LIMIT, ALPHA)
     to = out + pair.to(tl.int64)[:, None] * INNER + column[None, :]
-    if out.dtype.element_ty == tl.float8e4nv:  # a block's columns are a run of the next product
+    if out.dtype.element_ty == tl.float8e4nv:  # a block's columns are a group of the next product
         value, found = float8.to_float8(tl.where(wanted[None, :], value, 0.0))
         at = pair.to(tl.int64) * COLUMN_BLOCKS + tl.program_id(0) % COLUMN_BLOCKS
         tl.store(out_scale + at, found, mask=real)
@@ -109,9 +109,9 @@ def _down(
     weight += expert.to(tl.int64) * (WIDTH * INNER)
     weight += tl.where(wanted, column, 0)[None, :] * INNER + depth[:, None]
     if UNIT:
-        RUNS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
-        inner_scale += tl.where(real, pair, 0).to(tl.int64) * RUNS
-        scale += (expert * ((WIDTH + UNIT - 1) // UNIT) + tl.where(wanted, column, 0) // UNIT) * RUNS
+        GROUPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
+        inner_scale += tl.where(real, pair, 0).to(tl.int64) * GROUPS
+        scale += (expert * ((WIDTH + UNIT - 1) // UNIT) + tl.where(wanted, column, 0) // UNIT) * GROUPS
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, INNER, BLOCK_K):
         if INNER % BLOCK_K == 0:
@@ -123,9 +123,9 @@ def _down(
             b = tl.load(weight + k, mask=inside[:, None], other=0.0)
         a = tl.load(inner + k, mask=held, other=0.0)
         if UNIT:
-            run = k // BLOCK_K
-            a_scale = tl.load(inner_scale + run, mask=real, other=0.0)
-            acc += tl.dot(a, b) * (a_scale[:, None] * tl.load(scale + run)[None, :])
+            group = k // BLOCK_K
+            a_scale = tl.load(inner_scale + group, mask=real, other=0.0)
+            acc += tl.dot(a, b) * (a_scale[:, None] * tl.load(scale + group)[None, :])
         else:
             acc = tl.dot(a, b, acc, input_precision="ieee")
     if BIAS:
@@ -172,10 +172,10 @@ def _sum_choices(
 
 
 def experts(
-    x: Tensor | Rows,
+    x: Tensor | Fp8Rows,
     routing: Routing,
-    gate_up: Tensor | Weight,
-    down: Tensor | Weight,
+    gate_up: Tensor | Fp8Weight,
+    down: Tensor | Fp8Weight,
     out: Tensor,
     up_tile: ExpertsTile | None = None,
     down_tile: ExpertsTile | None = None,
@@ -194,32 +194,32 @@ def experts(
     in `plain.experts`. Biases `[E, 2 · inner]` and `[E, width]` are added to the products.
 
     Both weights may be in FP8, by blocks whose columns are 32, 64 or 128: then the rows of both products are quantised
-    by runs of as many columns, those of x here unless they come so. With few rows the depth of each product is dealt
+    by groups of as many columns, those of x here unless they come so. With few rows the depth of each product is dealt
     out over programs, a tile's depth to each (0: as much as is needed for `float8.parts_of`), and what comes next adds
-    the parts. With many rows a tile's depth is a run, and the first product's columns are a run of the second, whose
-    rows it quantises.
+    the parts. With many rows a tile's depth is a group, and the first product's columns are a group of the second,
+    whose rows it quantises.
     Raises ValueError where shapes or dtypes do not fit together.
     """
     if not _check(x, routing, gate_up, down, out, gate_up_bias, down_bias):
         return out
     if alpha is not None and limit is None:
         raise ValueError("alpha without a limit")
-    up, last = (w.values if isinstance(w, Weight) else w for w in (gate_up, down))
-    given = x.values if isinstance(x, Rows) else x
+    up, last = (w.values if isinstance(w, Fp8Weight) else w for w in (gate_up, down))
+    given = x.values if isinstance(x, Fp8Rows) else x
     (rows, width), k, inner = given.shape, routing.expert.shape[1], last.shape[2]
     pairs = rows * k
     x_scale, up_scale, hidden_scale, down_scale = given, up, last, last  # none of them is read without FP8
     up_unit, down_unit = (0, 0), (0, 0)
     hidden = None
-    if isinstance(gate_up, Weight) and isinstance(down, Weight):
+    if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight):
         gate_up.check(), down.check()
         (_, up_scale, up_unit), (_, down_scale, down_unit) = gate_up, down
         if inner % up_unit[0]:
             raise ValueError(f"up begins at row {inner}, in the middle of a block of {up_unit[0]}")
-        x = x if isinstance(x, Rows) else float8.quantise(x, up_unit[1])
+        x = x if isinstance(x, Fp8Rows) else float8.quantise(x, up_unit[1])
         given, x_scale, found = x
         if found != up_unit[1]:
-            raise ValueError(f"x comes by runs of {found} columns, gate_up by {up_unit[1]}")
+            raise ValueError(f"x comes by groups of {found} columns, gate_up by {up_unit[1]}")
         shipped = float8_tiles_of(rows)
         up_tile, down_tile = up_tile or shipped[0], down_tile or shipped[1]
         if rows <= float8.FEW_ROWS:
@@ -251,21 +251,21 @@ def experts(
 
 
 def _check(
-    x: Tensor | Rows,
+    x: Tensor | Fp8Rows,
     routing: Routing,
-    gate_up: Tensor | Weight,
-    down: Tensor | Weight,
+    gate_up: Tensor | Fp8Weight,
+    down: Tensor | Fp8Weight,
     out: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> bool:
     """Whether there are rows. Raises ValueError where shapes, dtypes or strides do not fit together."""
-    up, last = (w.values if isinstance(w, Weight) else w for w in (gate_up, down))
-    given = x.values if isinstance(x, Rows) else x
+    up, last = (w.values if isinstance(w, Fp8Weight) else w for w in (gate_up, down))
+    given = x.values if isinstance(x, Fp8Rows) else x
     (rows, width), inner = given.shape, last.shape[2]
     if up.shape[1:] != (2 * inner, width) or last.shape[1] != width or routing.expert.shape[0] != rows:
         raise ValueError(f"x is {list(given.shape)}, gate_up {list(up.shape)}, down {list(last.shape)}")
-    if not (up.dtype == last.dtype and (isinstance(gate_up, Weight) or given.dtype == up.dtype)):
+    if not (up.dtype == last.dtype and (isinstance(gate_up, Fp8Weight) or given.dtype == up.dtype)):
         raise ValueError(f"x is {given.dtype}, gate_up {up.dtype}, down {last.dtype}; they must be alike")
     if not (up.is_contiguous() and last.is_contiguous() and given.stride(1) == 1 and out.stride(1) == 1):
         raise ValueError("the weights and the rows of x and out must be contiguous")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.float8 import Rows, Weight
+from weft.kernels.float8 import Fp8Rows, Fp8Weight
 from weft.kernels.triton import float8_linear as float8
 from weft.kernels.triton import overlap
 from weft.kernels.triton.experts_tiles import ExpertsTile
@@ -25,7 +25,7 @@ PROGRAMS = 1024
 def _gate_parts(
     parts, bias, expert, out, out_scale, part,
     INNER: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    RUN: tl.constexpr, RUNS: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Adds the parts of the first product, and quantises what the second takes."""
     overlap.begin()
@@ -33,11 +33,11 @@ def _gate_parts(
     mine = tl.load(expert + pair).to(tl.int64)
     if mine < 0:
         return
-    run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
-    column = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < INNER
-    gate = tl.zeros([RUNS, RUN], tl.float32)
-    up = tl.zeros([RUNS, RUN], tl.float32)
+    gate = tl.zeros([GROUPS, GROUP], tl.float32)
+    up = tl.zeros([GROUPS, GROUP], tl.float32)
     for i in tl.static_range(PARTS):
         at = parts + i * part + pair * (2 * INNER) + column
         gate += tl.load(at, mask=inside, other=0.0)
@@ -48,15 +48,15 @@ def _gate_parts(
         up += tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32)
     value, scale = float8.to_float8(tl.where(inside, activated(gate, up, LIMIT, ALPHA), 0.0))
     tl.store(out + pair * INNER + column, value, mask=inside)
-    ALL: tl.constexpr = (INNER + RUN - 1) // RUN
-    tl.store(out_scale + pair * ALL + run, scale, mask=run < ALL)
+    ALL: tl.constexpr = (INNER + GROUP - 1) // GROUP
+    tl.store(out_scale + pair * ALL + group, scale, mask=group < ALL)
 
 
 def parts_of_pairs(
-    x: Rows,
+    x: Fp8Rows,
     routing: Routing,
-    gate_up: Weight,
-    down: Weight,
+    gate_up: Fp8Weight,
+    down: Fp8Weight,
     up_tile: ExpertsTile,
     down_tile: ExpertsTile,
     limit: float | None,
@@ -67,29 +67,33 @@ def parts_of_pairs(
 
     x: few rows; the rest as `moe.experts` takes it.
     """
-    inner, run = down.values.shape[2], down.unit[1]
+    inner, group_size = down.values.shape[2], down.unit[1]
     parts = _parts(x, routing, gate_up, routing.expert.shape[1], up_tile)
-    hidden = Rows(x.values.new_empty(parts.shape[1], inner), x.scales.new_empty(parts.shape[1], cdiv(inner, run)), run)
-    runs = float8.runs_of_program(run, hidden.scales.shape[1])
-    _gate_parts[(parts.shape[1], cdiv(hidden.scales.shape[1], runs))](
+    hidden = Fp8Rows(
+        x.values.new_empty(parts.shape[1], inner),
+        x.scales.new_empty(parts.shape[1], cdiv(inner, group_size)),
+        group_size,
+    )
+    groups = float8.groups_of_program(group_size, hidden.scales.shape[1])
+    _gate_parts[(parts.shape[1], cdiv(hidden.scales.shape[1], groups))](
         parts, parts if gate_up_bias is None else gate_up_bias, routing.expert, hidden.values, hidden.scales,
         parts.stride(0), INNER=inner, PARTS=parts.shape[0], BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha,
-        RUN=run, RUNS=runs, num_warps=4, **overlap.options(),
+        GROUP=group_size, GROUPS=groups, num_warps=4, **overlap.options(),
     )  # fmt: skip
     return _parts(hidden, routing, down, 1, down_tile)
 
 
-def _parts(x: Rows, routing: Routing, weight: Weight, k: int, cut: ExpertsTile) -> Tensor:
+def _parts(x: Fp8Rows, routing: Routing, weight: Fp8Weight, k: int, cut: ExpertsTile) -> Tensor:
     """float32 `[parts, pairs, outputs]`: the parts of each pair's product. x: a row a pair, or for each k of them."""
-    (_, outputs, width), (unit, run) = weight.values.shape, weight.unit
+    (_, outputs, width), (unit, group_size) = weight.values.shape, weight.unit
     order, tile_expert, tiles = routing.tiles()
-    programs, runs, pairs = tiles * cdiv(outputs, cut.columns), cdiv(width, run), routing.expert.numel()
-    wanted = cdiv(width, cut.depth) if cut.depth else float8.parts_of(programs, runs, PROGRAMS)
-    depth = cdiv(runs, wanted)
-    out = x.scales.new_empty(cdiv(runs, depth), pairs, outputs)
+    programs, groups, pairs = tiles * cdiv(outputs, cut.columns), cdiv(width, group_size), routing.expert.numel()
+    wanted = cdiv(width, cut.depth) if cut.depth else float8.parts_of(programs, groups, PROGRAMS)
+    depth = cdiv(groups, wanted)
+    out = x.scales.new_empty(cdiv(groups, depth), pairs, outputs)
     float8.multiply[(programs, out.shape[0])](
         x.values, x.scales, weight.values, weight.scales, order, tile_expert, out, pairs, outputs, depth,
-        x.values.stride(0), outputs, out.stride(0), WIDTH=width, RUN=run, UNIT=unit, K=k,
+        x.values.stride(0), outputs, out.stride(0), WIDTH=width, GROUP=group_size, UNIT=unit, K=k,
         SORTED=routing.order is not None, BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns, num_warps=cut.warps,
         num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip

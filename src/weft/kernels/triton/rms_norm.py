@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.float8 import Rows
+from weft.kernels.float8 import Fp8Rows
 from weft.kernels.triton import overlap
 from weft.kernels.triton.float8_linear import to_float8
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
@@ -18,7 +18,7 @@ from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 @kernel
 def _rms_norm(
     x, residual, weight, total, out, values, scales, x_row, residual_row, total_row, out_row, eps,
-    WIDTH: tl.constexpr, ADD: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, ADD: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     row = tl.program_id(0).to(tl.int64)
@@ -34,13 +34,13 @@ def _rms_norm(
     value *= tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
     normed = value.to(out.dtype.element_ty)
     tl.store(out + row * out_row + i, normed, mask=inside)
-    if RUN:
-        RUNS: tl.constexpr = BLOCK // RUN
-        ALL: tl.constexpr = (WIDTH + RUN - 1) // RUN
-        quantised, scale = to_float8(tl.reshape(normed.to(tl.float32), [RUNS, RUN]))
+    if GROUP:
+        GROUPS: tl.constexpr = BLOCK // GROUP
+        ALL: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
+        quantised, scale = to_float8(tl.reshape(normed.to(tl.float32), [GROUPS, GROUP]))
         tl.store(values + row * WIDTH + i, tl.reshape(quantised, [BLOCK]), mask=inside)
-        run = tl.arange(0, RUNS)
-        tl.store(scales + row * ALL + run, scale, mask=run < ALL)
+        group = tl.arange(0, GROUPS)
+        tl.store(scales + row * ALL + group, scale, mask=group < ALL)
 
 
 @triton.jit
@@ -86,13 +86,13 @@ def rms_norm(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     total: Tensor | None = None,
-    quantised: Rows | None = None,
+    quantised: Fp8Rows | None = None,
 ) -> Tensor:
     """x · weight / √(mean(x²) + eps) over the rows of x `[T, width]`, in float32, rounded once.
 
     residual: `[T, width]`; what is normalised is then residual + x, rounded to its dtype. That is kept in total, of the
     same shape and dtype; left out, in place of the residual.
-    quantised: contiguous, filled with what `float8.quantise` makes of the result; its run is a power of two.
+    quantised: contiguous, filled with what `float8.quantise` makes of the result; its group size is a power of two.
     """
     rows, width = x.shape
     if weight.shape != (width,) or (residual is not None and residual.shape != x.shape):
@@ -102,15 +102,15 @@ def rms_norm(
     out = x.new_empty(rows, width) if out is None else out
     given = x if residual is None else residual
     total = given if total is None else total
-    values, scales, run = (out, out, 0) if quantised is None else quantised
-    if quantised is not None and (values.shape != x.shape or scales.shape != (rows, cdiv(width, run))):
+    values, scales, group_size = (out, out, 0) if quantised is None else quantised
+    if quantised is not None and (values.shape != x.shape or scales.shape != (rows, cdiv(width, group_size))):
         raise ValueError(f"x is {list(x.shape)}, quantised {list(values.shape)} with scales {list(scales.shape)}")
     if rows:
-        block = max(run, next_power_of_2(width))
+        block = max(group_size, next_power_of_2(width))
         _rms_norm[(rows,)](
             x, given, weight, total, out, values, scales, x.stride(0), given.stride(0), total.stride(0), out.stride(0),
-            eps, WIDTH=width, ADD=residual is not None, RUN=run, BLOCK=block, num_warps=min(16, max(1, block // 512)),
-            **overlap.options(),
+            eps, WIDTH=width, ADD=residual is not None, GROUP=group_size, BLOCK=block,
+            num_warps=min(16, max(1, block // 512)), **overlap.options(),
         )  # fmt: skip
     return out
 
@@ -121,7 +121,7 @@ def gated(
     """`weft.kernels.torch_reference.gated`, where each row of x `[T, 2 · width]` is gate, then up; in float32, rounded
     once.
 
-    score: (rows `[S, inputs]`, weight `[1, inputs]`), where T is a multiple of S: equal runs of rows share one of them.
+    score: (rows `[S, inputs]`, weight `[1, inputs]`), where T is a multiple of S: T / S rows share each of them.
     """
     rows, width = x.shape[0], x.shape[1] // 2
     if x.stride(1) != 1 or x.shape[1] % 2 or (alpha is not None and limit is None):

@@ -64,10 +64,10 @@ struct Call {
   char* out = nullptr;           // [rows, width]; with an epilogue the normalised rows
   char* residual_out = nullptr;  // epilogue or null
   const char *residual = nullptr, *weight = nullptr;
-  bool wide_weight = false;   // float32 beside elements of 16 bits
-  char* quantised = nullptr;  // the normalised rows in eight bits, or null
-  float* scales = nullptr;    // of each row's runs of columns, by which these were divided
-  uint32_t log2_run = 0;      // of such a run's columns
+  bool wide_weight = false;       // float32 beside elements of 16 bits
+  char* quantised = nullptr;      // the normalised rows in eight bits, or null
+  float* scales = nullptr;        // of each row's groups of columns, by which these were divided
+  uint32_t log2_quant_group = 0;  // of such a group's columns
   float eps = 0, inverse_width = 0;
   uint32_t row_bytes = 0, row_units = 0;
   // In device memory, instead of `lanes`: rows of each segment; in a permute, rows sent to each rank, then got from each.

@@ -150,21 +150,21 @@ __device__ Unit normed(const RowUnit& r, float scale, bool wide_weight) {
   return E::narrow(f);
 }
 
-// A unit of a normalised row in eight bits (OCP FP8 E4M3): the largest magnitude of its run of columns, which lie side by
+// A unit of a normalised row in eight bits (OCP FP8 E4M3): the largest magnitude of its group of columns, side by
 // side in this warp, becomes 448; as weft/kernels/float8.py says, bit for bit. mine: as for `sum`.
 template <class K>
 __device__ void quantise(const K& k, uint32_t row, uint32_t u, bool mine, const Unit& unit) {
   using E = typename K::E;
-  const uint32_t width = k.row_bytes / sizeof(typename K::T), at = u * E::count, run = 1u << k.c.log2_run;
-  float f[E::count], largest = 1e-10f;  // so that a run of zeros has a scale
+  const uint32_t width = k.row_bytes / sizeof(typename K::T), at = u * E::count, group = 1u << k.c.log2_quant_group;
+  float f[E::count], largest = 1e-10f;  // so that a group of zeros has a scale
   E::widen(unit, f);
 #pragma unroll
   for (int i = 0; i < E::count; ++i)
     if (mine && (K::kWhole || at + i < width)) largest = fmaxf(largest, fabsf(f[i]));
-  for (uint32_t by = 1; by * E::count < run; by *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, by));
+  for (uint32_t by = 1; by * E::count < group; by *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, by));
   if (!mine) return;
-  const uint32_t runs = (width + run - 1) >> k.c.log2_run;
-  if ((at & (run - 1)) == 0) k.c.scales[row * runs + (at >> k.c.log2_run)] = __fdiv_rn(largest, 448.0f);
+  const uint32_t groups = (width + group - 1) >> k.c.log2_quant_group;
+  if ((at & (group - 1)) == 0) k.c.scales[row * groups + (at >> k.c.log2_quant_group)] = __fdiv_rn(largest, 448.0f);
   const float factor = __fdiv_rn(448.0f, largest);
   uint32_t q[E::count / 4];
 #pragma unroll

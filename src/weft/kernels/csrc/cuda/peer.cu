@@ -220,8 +220,8 @@ void clear_error(int64_t handle) { *reinterpret_cast<volatile uint32_t*>(world_o
 //   x_rows, out_rows            that there is room for; row_bytes, width: of a row its bytes and its elements; dtype: see
 //                               `run`, of no matter where nothing is summed
 //   residual … eps              the epilogue, if there is a weight; wide_weight: which is float32 beside a dtype of 16
-//                               bits; quantised, scales and run, if its rows are wanted in eight bits too: scales,
-//                               float32, of each row's runs of so many columns, a power of two up to 128
+//                               bits; quantised, scales and quant_group, if its rows are wanted in FP8 too: scales,
+//                               float32, one for each group of so many columns of a row, a power of two up to 128
 //   push, sum, write            blocks that do so; without the first all do all work. cluster: blocks that share a row to
 //                               be normalised; threads: workers of a block; early: blocks may take their places before
 //                               the kernel before this one ends; stream: a cudaStream_t
@@ -229,8 +229,8 @@ void clear_error(int64_t handle) { *reinterpret_cast<volatile uint32_t*>(world_o
 #define WEFT_REQUEST(FIELD, FIELDS)                                                                                      \
   FIELD(group) FIELD(direction) FIELD(segments) FIELD(span) FIELD(two_shot) FIELD(x) FIELD(x_rows) FIELD(out)             \
   FIELD(out_rows) FIELD(row_bytes) FIELD(width) FIELD(dtype) FIELD(device_counts) FIELD(residual) FIELD(residual_out)     \
-  FIELD(weight) FIELD(wide_weight) FIELD(quantised) FIELD(scales) FIELD(run) FIELD(push) FIELD(sum) FIELD(write) FIELD(cluster)         \
-  FIELD(threads) FIELD(early) FIELD(stream) FIELDS(rows) FIELDS(received)
+  FIELD(weight) FIELD(wide_weight) FIELD(quantised) FIELD(scales) FIELD(quant_group) FIELD(push)           \
+  FIELD(sum) FIELD(write) FIELD(cluster) FIELD(threads) FIELD(early) FIELD(stream) FIELDS(rows) FIELDS(received)
 // clang-format on
 struct Request {
 #define FIELD(name) int64_t name;
@@ -292,10 +292,10 @@ void run(int64_t handle, int64_t request) {
     c.wide_weight = r.wide_weight != 0;
     c.quantised = at(r.quantised), c.scales = reinterpret_cast<float*>(r.scales);
     c.eps = float(r.eps), c.inverse_width = 1.0f / float(r.width);
-    while (1 << c.log2_run < r.run && c.quantised) ++c.log2_run;
-    if (c.quantised && (r.run < 8 || r.run > 128 || 1 << c.log2_run != r.run))
-      TVM_FFI_THROW(WeftCallError) << "the epilogue quantises by runs of 8 to 128 columns, a power of two, not "
-                                   << r.run;
+    while (1 << c.log2_quant_group < r.quant_group && c.quantised) ++c.log2_quant_group;
+    if (c.quantised && (r.quant_group < 8 || r.quant_group > 128 || 1 << c.log2_quant_group != r.quant_group))
+      TVM_FFI_THROW(WeftCallError) << "the epilogue quantises by groups of 8 to 128 columns, a power of two, not "
+                                   << r.quant_group;
     if (c.row_units > kMaxRuns * kRunUnits)
       TVM_FFI_THROW(WeftCallError) << "the epilogue takes rows of at most " << kMaxRuns * kRunUnits * kUnit << " bytes";
   }

@@ -24,9 +24,16 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.kernels.triton import decode_attention, norm_rope_cache, prefill_attention, rms_norm, route, sample
+from weft.kernels.triton import (
+    decode_attention,
+    definitions,
+    norm_rope_cache,
+    prefill_attention,
+    rms_norm,
+    route,
+    sample,
+)
 from weft.kernels.triton import decode_step as step
-from weft.kernels.triton import definitions as plain
 from weft.kernels.triton import fused_experts as moe
 from weft.kernels.triton.experts_tiles import tile_rows_of
 from weft.models.routing import Routing
@@ -136,7 +143,7 @@ def time_attention(report: Report, rows: int, context: int) -> None:
     lse = torch.empty(rows, HEADS, device=DEVICE)
     found = decode_attention.decode_attention(q, cache[0, 0], cache[0, 1], pages, lengths, PAGE, scale, lse=lse)
     wide = (x.double() for x in (q, cache[0, 0], cache[0, 1]))
-    wanted, wanted_lse = plain.decode_attention(*wide, pages, lengths, PAGE, scale)
+    wanted, wanted_lse = definitions.decode_attention(*wide, pages, lengths, PAGE, scale)
     slots = (pages[:, :per_row].long()[:, :, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten(1)
     mask = (torch.arange(slots.shape[1], device=DEVICE) < lengths[:, None])[:, None, None]
 
@@ -196,7 +203,7 @@ def time_latent_attention(report: Report, rows: int, context: int) -> None:
         return decode_attention.latent_decode_attention(q, x, 512, pages, lengths, PAGE, 0.07)
 
     wide = latents[0].double()
-    wanted, _ = plain.decode_attention(q.double(), wide, wide[..., :512], pages, lengths, PAGE, 0.07)
+    wanted, _ = definitions.decode_attention(q.double(), wide, wide[..., :512], pages, lengths, PAGE, 0.07)
     wrong = error(ours(latents[0]), wanted)
     us = graph_us([lambda x=x: ours(x) for x in latents])
     report.add("latent attention", f"{rows} rows × {context}", us, None, rows * context * 1152, 2, error=wrong)
@@ -234,10 +241,10 @@ def time_moe(report: Report, split: str, rows: int) -> None:
 
     routings = [routed(logits) for _, logits in sets]
     x, logits = sets[0]
-    weight, expert = plain.route(logits, RULE, rows, 0, held)
+    weight, expert = definitions.route(logits, RULE, rows, 0, held)
     assert torch.equal(routings[0].expert.sort(-1)[0], expert.sort(-1)[0]), "other experts than torch's"
     moe.experts(x, routings[0], gate_up, down, out.fill_(float("nan")))
-    wanted = plain.experts(x.double(), weight, expert, gate_up.double(), down.double())
+    wanted = definitions.experts(x.double(), weight, expert, gate_up.double(), down.double())
     wrong = error(out, wanted)
     route_us = graph_us([lambda x=x: routed(x) for _, x in sets])
     each = list(zip(sets, routings, strict=True))
@@ -279,7 +286,7 @@ def time_norm_rope_cache(report: Report, rows: int) -> None:
 
     stored, wanted_stored = cache[0].clone(), cache[0].double()
     found = ours(qkv[0], stored)
-    wanted = plain.norm_rope_cache(qkv[0].double(), HEADS, cos, sin, slots, *wanted_stored, **options)
+    wanted = definitions.norm_rope_cache(qkv[0].double(), HEADS, cos, sin, slots, *wanted_stored, **options)
     wrong = max(error(found, wanted), error(stored, wanted_stored))
     each = list(zip(qkv, cache, strict=True))
     us = graph_us([lambda x=x, c=c: ours(x, c) for x, c in each])
@@ -290,7 +297,7 @@ def time_norm_rope_cache(report: Report, rows: int) -> None:
 def time_rms_norm(report: Report, rows: int) -> None:
     """The residual's addition and norm."""
     x, weight, residual = normal(16, rows, HIDDEN), normal(HIDDEN), normal(rows, HIDDEN)
-    wanted = plain.rms_norm(x[0].double(), weight, 1e-6, residual.double())
+    wanted = definitions.rms_norm(x[0].double(), weight, 1e-6, residual.double())
     wrong = error(rms_norm.rms_norm(x[0], weight, 1e-6, residual), wanted)
     us = graph_us([lambda y=y: rms_norm.rms_norm(y, weight, 1e-6, residual) for y in x])
     torch_us = graph_us([lambda y=y: F.rms_norm(residual.add_(y), (HIDDEN,), weight, 1e-6) for y in x])
@@ -303,7 +310,7 @@ def time_sample(report: Report, rows: int, heat: float) -> None:
     seed, position = torch.arange(rows, device=DEVICE) * 977, torch.arange(rows, device=DEVICE) + 5
     temperature, live = torch.full((rows,), heat, device=DEVICE), ints(rows)
     found = sample.sample(sets[0], temperature, seed, position, live)[1]
-    wanted = plain.sample(sets[0], temperature, seed, position, rows)[1]
+    wanted = definitions.sample(sets[0], temperature, seed, position, rows)[1]
     assert torch.equal(found, wanted), f"{found.tolist()} drawn, {wanted.tolist()} wanted"
     us = graph_us([lambda x=x: sample.sample(x, temperature, seed, position, live) for x in sets])
     torch_us = graph_us([lambda x=x: x.argmax(-1) for x in sets])

@@ -26,7 +26,7 @@ from weft.engine.scheduler.scheduler import make_schedulers
 from weft.engine.worker.graph_inputs import PromptInputs, Shape, captures_prompts, decode_capacities, prompt_capacities
 from weft.engine.worker.row_table import DeviceRows
 from weft.engine.worker.worker import Worker
-from weft.kernels.triton import definitions as plain
+from weft.kernels.triton import definitions
 from weft.kv.cache_spec import Rule
 from weft.place.cost import costs
 from weft.place.spec import Mesh, Rows
@@ -103,7 +103,7 @@ class Ranks:
         best_tokens[0, :live, 0, 1] = found.argmax(-1).float()
         decode_count, rows = int(sampled.decode_count), self.rows
         state = rows.last_token, rows.length, tokens, rows.steps, torch.zeros(2, 8, dtype=torch.int32)
-        plain.step_out(sampled.rows, live, decode_count, best_tokens, sampled.lengths, *state)
+        definitions.step_out(sampled.rows, live, decode_count, best_tokens, sampled.lengths, *state)
         ours.table.advance(group_rows)
         for at, row in ours.table.rows.items():
             assert int(rows.length[at]) == row.length

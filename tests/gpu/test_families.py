@@ -104,7 +104,7 @@ class Products:
     """Stand in for the products of a model in FP8, and note how far each is from its definition for the same rows."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        from weft.kernels.triton import definitions as plain
+        from weft.kernels.triton import definitions
         from weft.kernels.triton import fused_experts as moe
 
         self.dense: list[float] = []
@@ -130,7 +130,7 @@ class Products:
             found = experts(x, routing, gate_up, down, out, add=add, **more)
             if len(out):
                 rows = x if isinstance(x, Fp8Rows) else x.double()
-                wanted = plain.experts(rows, routing.weight, routing.expert, gate_up, down, **more)
+                wanted = definitions.experts(rows, routing.weight, routing.expert, gate_up, down, **more)
                 self.experts.append(_off(found.double() - before, wanted))
             return found
 

@@ -25,7 +25,7 @@ from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from weft.kernels.float8 import FLOAT8, Fp8Weight, unfilled  # noqa: E402
-from weft.kernels.parts import Parts  # noqa: E402
+from weft.kernels.split_k import SplitKPartials  # noqa: E402
 from weft.kernels.torch_reference import packed_shards  # noqa: E402
 from weft.kernels.triton import (  # noqa: E402
     decode_attention,
@@ -183,11 +183,11 @@ def attend_prompts(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
     )
 
 
-def parts_of(rows: int, outputs: int, width: int, bias: torch.Tensor | None = None) -> torch.Tensor | Parts:
+def parts_of(rows: int, outputs: int, width: int, bias: torch.Tensor | None = None) -> torch.Tensor | SplitKPartials:
     """A product that comes in parts, where it does."""
     x, weight = empty(rows, width), empty(outputs, width)
     tile = dense.tile_for(x, weight, added_next=True)
-    return dense.linear_parts(x, weight, tile, bias) if tile else empty(rows, outputs)
+    return dense.linear_partials(x, weight, tile, bias) if tile else empty(rows, outputs)
 
 
 def route_rows(rows: int) -> None:
@@ -278,8 +278,8 @@ def draw(rows: int) -> None:
 
 def ends(capacity: int) -> None:
     rows, live, state = empty(capacity, dtype=INT), empty(1, dtype=INT), empty(256, dtype=INT)
-    parts = step.parts([2560, 2, 2560], [False, True, False], torch.device("meta"))
-    step.step_in(rows, live, state, state, empty(256, 5122, dtype=INT), live, parts, 16)
+    pieces = step.table_pieces([2560, 2, 2560], [False, True, False], torch.device("meta"))
+    step.step_in(rows, live, state, state, empty(256, 5122, dtype=INT), live, pieces, 16)
     told = empty(8, 256, dtype=INT)
     for ranks, shares in ((1, 75), (2, 1)):
         drawn = empty(ranks, capacity, shares, 2, dtype=FLOAT)

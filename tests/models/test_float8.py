@@ -28,7 +28,6 @@ from weft.hidden import Hidden
 from weft.kernels import float8
 from weft.kernels import row_ops as rows
 from weft.kernels.float8 import FLOAT8, Fp8Rows, Fp8Weight, dequantise
-from weft.kernels.triton import definitions as plain
 from weft.models.layers import Layer
 from weft.models.load import build_model, dummy_model, float8_says, load_model
 from weft.models.model_config import ModelError, Storage
@@ -173,7 +172,7 @@ def test_logits_are_off_as_by_noise_of_the_size_of_the_rounding(
     exact = logits(Mesh(), False)
     found = [off(logits(mesh, True)) for mesh in (Mesh(), QUARTER)]
     torch.manual_seed(0)
-    for module in (float8, plain):
+    for module in (float8, definitions):
         monkeypatch.setattr(module, "quantise", noisy)
     monkeypatch.setattr(float8, "unfilled", noisy_unfilled)
     wanted = off(logits(Mesh(), True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.attention.forward_batch import Batch, PageTables
-from weft.kernels.parts import Parts
+from weft.kernels.split_k import SplitKPartials
 from weft.kv.cache import KVCache
 
 
@@ -151,7 +151,7 @@ class Backend(Protocol):
         ...
 
     def project(
-        self, layer: int, qkv: Tensor | Parts, heads: HeadSplit, *, scale: float, lse: bool = False
+        self, layer: int, qkv: Tensor | SplitKPartials, heads: HeadSplit, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """The same from queries, keys and values side by side, `[T, features]` or its parts, which are still to be
         added up, split, normalised and rotated as `heads` says: what one kernel can do on the way into the cache.

@@ -12,7 +12,7 @@ from weft.attention.backend import Absorbed, Backend, HeadSplit, LatentSplit
 from weft.attention.forward_batch import Batch, PageTables, StateSlots
 from weft.attention.sdpa import SDPA
 from weft.dcp.group import ContextGroup
-from weft.kernels.parts import Parts
+from weft.kernels.split_k import SplitKPartials
 from weft.kv.cache import KVCache, StateCache
 from weft.kv.cache_spec import CacheGroup, Recurrent, Spec, Window, rule
 
@@ -121,7 +121,7 @@ class Caches:
         return backend(at, q, k, v, scale=scale, lse=lse, absorbed=absorbed, gathered=gathered)
 
     def project(
-        self, layer: Cached, qkv: Tensor | Parts, heads: HeadSplit, *, scale: float, lse: bool = False
+        self, layer: Cached, qkv: Tensor | SplitKPartials, heads: HeadSplit, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of a layer over its PagedKV or Window, from what its projection gives: see `Backend.project`."""
         backend, at = self._backend_of[layer.path]

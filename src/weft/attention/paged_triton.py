@@ -12,7 +12,7 @@ from weft.attention.backend import Absorbed, HeadSplit, LatentSplit, RotaryTable
 from weft.attention.forward_batch import Batch, PageTables
 from weft.attention.sdpa import SDPA
 from weft.dcp.group import ContextGroup
-from weft.kernels.parts import Parts
+from weft.kernels.split_k import SplitKPartials
 from weft.kernels.triton.decode_attention import decode_attention, latent_decode_attention, splits_of
 from weft.kernels.triton.norm_rope_cache import latent_rope_cache, norm_rope_cache
 from weft.kernels.triton.prefill_attention import prefill_attention
@@ -59,7 +59,7 @@ class PagedTriton(SDPA):
         self._splits = splits_of(lengths, tokens, self.cache.window, width, kv_heads)
 
     def project(
-        self, layer: int, qkv: Tensor | Parts, heads: HeadSplit, *, scale: float, lse: bool = False
+        self, layer: int, qkv: Tensor | SplitKPartials, heads: HeadSplit, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.project`."""
         cos, sin = self._angles(heads.rotary)

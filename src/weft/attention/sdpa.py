@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
 from weft.attention.forward_batch import Batch, PageTables
 from weft.dcp.group import ContextGroup
-from weft.kernels.parts import Parts
+from weft.kernels.split_k import SplitKPartials
 from weft.kv.cache import KVCache
 from weft.kv.cache_spec import Latent
 from weft.place.recipes import Merge, Prompt
@@ -164,10 +164,10 @@ class SDPA:
         return self._attend(layer, q, scale, lse, absorbed, gathered)
 
     def project(
-        self, layer: int, qkv: Tensor | Parts, heads: HeadSplit, *, scale: float, lse: bool = False
+        self, layer: int, qkv: Tensor | SplitKPartials, heads: HeadSplit, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.project`."""
-        q, k, v = heads.split(qkv.whole() if isinstance(qkv, Parts) else qkv)
+        q, k, v = heads.split(qkv.total() if isinstance(qkv, SplitKPartials) else qkv)
         return self(layer, q, k, v, scale=scale, lse=lse, gathered=heads.gathered)
 
     def project_latent(

@@ -141,7 +141,7 @@ class Command:
             texts += [] if shared is None else [dcp_text(shared, tokens, planner.settlements)]
             texts += [vocabulary_text(config.vocab_size, mesh.attn_tp, steps)] if steps else []
             if gpus and config.storage.float8_block:
-                meta = build_model(config, mesh, 0, config.dtype, torch.device("cpu"), hollow=True)
+                meta = build_model(config, mesh, 0, config.dtype, torch.device("cpu"), shape_only=True)
                 texts += [fill(note, 120)] if (note := float8_says(meta)) else []
             print("\n\n".join(texts))
         return 0

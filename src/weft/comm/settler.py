@@ -19,7 +19,7 @@ from weft.comm.dispatch import Exchanging, Work, all_to_allv
 from weft.comm.stats import StepTimes
 from weft.comm.step_rows import StepRows
 from weft.comm.transport import COLLECTIVE, CommError, LiveSizes, Ranks, Sizes, Transport, place_in
-from weft.kernels import torch_reference as plain
+from weft.kernels import torch_reference
 from weft.place import exchange
 from weft.place.chain import Counts
 from weft.place.exchange import Exchange
@@ -230,7 +230,7 @@ def _kernels(x: Tensor) -> ModuleType:
         from weft.kernels.triton import merge  # GPUs only: a CPU need not have Triton
 
         return merge
-    return plain
+    return torch_reference
 
 
 def ag_rs(
@@ -255,7 +255,7 @@ def a2a(
     """Sends every rank its heads, lse and output in one, and combines what comes in rank order and float32."""
     n, kernels, (tokens, heads, dim) = len(group), _kernels(out), out.shape
     own_heads(out, group)
-    packed = transport.empty(n, plain.packed_shards(n, tokens, heads, dim, out.dtype)[1], like=out)
+    packed = transport.empty(n, torch_reference.packed_shards(n, tokens, heads, dim, out.dtype)[1], like=out)
     kernels.pack_shard(out, lse, packed)
     came = in_a_range(transport, packed, exchange.all_to_allv(n), group, (1,) * n**2)
     merged: tuple[Tensor, Tensor] = kernels.merge_packed(came, tokens, heads, dim)

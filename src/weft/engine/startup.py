@@ -126,7 +126,7 @@ def float8_products(config: EngineConfig, model: ModelConfig) -> str:
     if not model.float8 or model.storage.float8_block is None:
         return ""
     cpu = torch.device("cpu")
-    return float8_says(build_model(model, config.mesh, 0, dtype_of(config), cpu, hollow=True))
+    return float8_says(build_model(model, config.mesh, 0, dtype_of(config), cpu, shape_only=True))
 
 
 def _offers(config: EngineConfig) -> list[Offer]:

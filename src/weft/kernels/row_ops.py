@@ -10,14 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from weft.kernels import float8
-from weft.kernels import torch_reference as plain
+from weft.kernels import float8, torch_reference
 
 
 def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
     """`weft.kernels.torch_reference.embed`."""
     if not weight.is_cuda:
-        return plain.embed(tokens, weight, first)
+        return torch_reference.embed(tokens, weight, first)
     from weft.kernels.triton import embed as kernels  # GPUs only: a CPU need not have Triton
 
     return kernels.embed(tokens, weight, first)
@@ -28,7 +27,7 @@ def cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """`weft.kernels.torch_reference.cos_sin`."""
     if not positions.is_cuda:
-        return plain.cos_sin(positions, inverse, factor, dtype, interleaved)
+        return torch_reference.cos_sin(positions, inverse, factor, dtype, interleaved)
     from weft.kernels.triton import embed as kernels
 
     return kernels.cos_sin(positions, inverse, factor, dtype, interleaved)
@@ -39,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, quantised: float8.Fp8Rows | 
     FP8 too.
     """
     if not x.is_cuda:
-        normed = plain.rms_norm(x, weight, eps)
+        normed = torch_reference.rms_norm(x, weight, eps)
         if quantised is not None:
             float8.fill(quantised, normed)
         return normed
@@ -69,7 +68,7 @@ def gated(
     score: (rows `[T, width]`, weight `[1, width]`), whose product's sigmoid scales all of a row.
     """
     if not x.is_cuda:
-        return plain.gated(x, limit, alpha, score)
+        return torch_reference.gated(x, limit, alpha, score)
     from weft.kernels.triton import rms_norm as kernels
 
     flat = kernels.gated(x.reshape(-1, x.shape[-1]), limit, alpha, score)
@@ -81,7 +80,7 @@ def gate_heads(
 ) -> Tensor:
     """`weft.kernels.torch_reference.gate_heads`."""
     if not out.is_cuda:
-        return plain.gate_heads(out, gate, lse, sinks)
+        return torch_reference.gate_heads(out, gate, lse, sinks)
     from weft.kernels.triton.gate_heads import gate_heads as kernel
 
     return kernel(out, gate, lse, sinks)

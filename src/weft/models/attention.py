@@ -10,8 +10,8 @@ from torch import Tensor
 from weft.attention.backend import HeadSplit
 from weft.attention.caches import Caches
 from weft.hidden import Hidden
-from weft.kernels.parts import Parts
 from weft.kernels.row_ops import gate_heads
+from weft.kernels.split_k import SplitKPartials
 from weft.kv.cache_spec import PagedKV, Window
 from weft.models.decoder import on_group_rows
 from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Out, RowLinear
@@ -100,7 +100,7 @@ class Attention(Layer):
         norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
         heads = HeadSplit(self.sizes, self.dim, rotary, norms, self.gathered)
 
-        def attend(qkv: Tensor | Parts, gate: Tensor | None = None) -> Tensor:
+        def attend(qkv: Tensor | SplitKPartials, gate: Tensor | None = None) -> Tensor:
             out, lse = caches.project(self, qkv, heads, scale=self.scale, lse=self.sinks is not None)
             if gate is not None or self.sinks is not None:
                 out = gate_heads(out, gate, lse, self.sinks)

@@ -23,9 +23,9 @@ from torch.nn import functional as F
 
 from weft.hidden import Hidden
 from weft.kernels.float8 import FLOAT8, Fp8Weight
-from weft.kernels.parts import Parts
 from weft.kernels.row_ops import embed, rms_norm
-from weft.models.products import product, product_or_parts, unit_of
+from weft.kernels.split_k import SplitKPartials
+from weft.models.products import product, product_or_partials, unit_of
 from weft.models.source import LessOne, Source, View
 from weft.place.experts import Forms
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
@@ -47,7 +47,7 @@ class Builder:
     """What every layer needs: the rank's place, its weights' dtype and device, and where values that owe a sum go.
 
     queries: so many neighbours each make the queries of all their heads, for attention over tokens that are dealt out.
-    hollow: weights have their shapes and take no memory, for a run on zero rows.
+    shape_only: weights have their shapes and take no memory, for a run on zero rows.
     experts: the forms in which a mixture of experts may take its rows. float8: whether products with the weight of a
     name are computed in FP8; None: none are.
     """
@@ -58,14 +58,14 @@ class Builder:
     device: torch.device
     workspace: Workspace = torch_empty
     queries: int = 1
-    hollow: bool = False
+    shape_only: bool = False
     experts: Forms = "gather"
     float8: Callable[[str], bool] | None = None
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An unfilled weight, of the model's dtype unless said."""
-        weight = torch.empty(() if self.hollow else shape, dtype=dtype or self.dtype, device=self.device)
-        return nn.Parameter(weight.expand(shape) if self.hollow else weight, requires_grad=False)
+        weight = torch.empty(() if self.shape_only else shape, dtype=dtype or self.dtype, device=self.device)
+        return nn.Parameter(weight.expand(shape) if self.shape_only else weight, requires_grad=False)
 
     def share(
         self, what: str, size: int, over: str | None, unit: int = 1, replicate: bool = False, together: int = 1
@@ -193,13 +193,13 @@ class ColumnLinear(Layer):
     def forward(self, x: Hidden) -> Hidden:
         return Hidden(self._product(x), self._placement(x), x.mesh, self.path)
 
-    def feed(self, x: Hidden, function: Callable[[Tensor | Parts], Tensor], origin: str) -> Hidden:
+    def feed(self, x: Hidden, function: Callable[[Tensor | SplitKPartials], Tensor], origin: str) -> Hidden:
         """`self(x).elementwise(function, origin)`, where the function adds up the product's parts if it gets them."""
         placement = self._placement(x)
         if len(self.products) > 1:
             return Hidden(function(self._product(x)), placement, x.mesh, origin)
         weight = self.declared("weight")
-        made = product_or_parts(x.taken(weight, self.path), weight, x.value, self.bias)
+        made = product_or_partials(x.taken(weight, self.path), weight, x.value, self.bias)
         return Hidden(function(made), placement, x.mesh, origin)
 
     def _placement(self, x: Hidden) -> Placement:

@@ -27,19 +27,19 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     workspace: Workspace = torch_empty,
-    hollow: bool = False,
+    shape_only: bool = False,
     in_float8: Callable[[str], bool] | None = None,
 ) -> LanguageModel:
     """The model of one rank with unfilled weights (none at all on the `meta` device).
 
-    workspace: makes the tensors that the ranks will sum. hollow: weights take no memory, for a run on zero rows.
+    workspace: makes the tensors that the ranks will sum. shape_only: weights take no memory, for a run on zero rows.
     in_float8: which weights are stored in FP8, where products in it are asked for; left out, as config.json has it.
 
     Raises LayoutError where the model's heads, experts or features do not divide over the layout.
     """
     queries = mesh.dcp if config.replicate_queries else 1
     stored = (in_float8 or config.storage.in_float8) if config.float8 else None
-    return config.build(Builder(mesh, rank, dtype, device, workspace, queries, hollow, config.experts, stored))
+    return config.build(Builder(mesh, rank, dtype, device, workspace, queries, shape_only, config.experts, stored))
 
 
 def load_model(

@@ -14,7 +14,7 @@ from weft.hidden import Hidden
 from weft.kernels import float8
 from weft.kernels.float8 import Fp8Weight
 from weft.kernels.row_ops import gated
-from weft.kernels.triton import definitions as plain
+from weft.kernels.triton import definitions
 from weft.models.expert_sources import MOSTLY, Form, Stored, expert_sources, gate_up_biases
 from weft.models.layers import Builder, Layer, Linear
 from weft.models.mlp import FeedForward, GatedMLP, WholeMLP
@@ -90,7 +90,7 @@ class Experts(Layer):
         gate_up, down, expert = self.declared("gate_up"), self.declared("down"), expert - self.first
         if isinstance(gate_up, Fp8Weight) or isinstance(down, Fp8Weight):
             here = (expert >= 0) & (expert < self.gate_up.shape[0])
-            return out.copy_(plain.experts(x, probability, expert.where(here, -1), gate_up, down, *more))
+            return out.copy_(definitions.experts(x, probability, expert.where(here, -1), gate_up, down, *more))
         assert isinstance(x, Tensor), "rows in FP8 are for weights in FP8"
         routed(x, probability, expert, gate_up, down, out, *more)
         return out

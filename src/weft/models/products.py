@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.kernels import float8 as plain
+from weft.kernels import float8
 from weft.kernels.float8 import Fp8Rows, Fp8Weight
-from weft.kernels.parts import Parts
+from weft.kernels.split_k import SplitKPartials
 from weft.models.source import Source
 from weft.place.spec import LayoutError
 
@@ -59,21 +59,21 @@ def product(
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
     out = like.new_empty(like.shape[0], weight.values.shape[0]) if out is None else out
     if out.is_cuda:
-        from weft.kernels.triton import float8_linear as float8
+        from weft.kernels.triton import float8_linear
 
-        float8.linear(x, weight, out)
+        float8_linear.linear(x, weight, out)
     elif out.shape[0]:
-        out.copy_(plain.linear(x, weight))
+        out.copy_(float8.linear(x, weight))
     return out if bias is None else out.add_(bias)
 
 
-def product_or_parts(
+def product_or_partials(
     x: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, like: Tensor, bias: Tensor | None = None
-) -> Tensor | Parts:
+) -> Tensor | SplitKPartials:
     """The same, for what adds up its parts itself where a GPU makes it in parts."""
     if isinstance(x, Tensor) and x.is_cuda and not isinstance(weight, Fp8Weight):
         from weft.kernels.triton import dense
 
         if tile := dense.tile_for(x, weight, added_next=True):
-            return dense.linear_parts(x, weight, tile, bias)
+            return dense.linear_partials(x, weight, tile, bias)
     return product(x, weight, like, None, bias)

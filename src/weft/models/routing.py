@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.hidden import Hidden
-from weft.kernels.parts import Parts
+from weft.kernels.split_k import SplitKPartials
 from weft.models.layers import Builder, Linear
 from weft.models.model_config import ModelError
 from weft.models.source import Source
@@ -94,7 +94,7 @@ class Router(Linear):
         parts = (value, self.weight, self.offset)
         return F.linear(*((None if part is None else part.float()) for part in parts) if self.routing.wide else parts)
 
-    def unsummed(self, x: Hidden) -> Tensor | Parts:
+    def unsummed(self, x: Hidden) -> Tensor | SplitKPartials:
         """The logits of x on a GPU: of few rows as parts, whose sum needs no kernel of its own where they are read."""
         from weft.kernels.triton import dense
 
@@ -102,7 +102,9 @@ class Router(Linear):
         tile = dense.tile_for(value, self.weight, added_next=True)
         if tile is None:
             return self.logits(x)
-        return dense.linear_parts(value, self.weight, tile, self.offset, torch.float32 if self.routing.wide else None)
+        return dense.linear_partials(
+            value, self.weight, tile, self.offset, torch.float32 if self.routing.wide else None
+        )
 
     def choose(self, x: Hidden) -> tuple[Tensor, Tensor]:
         """(weight float32 `[T, k]`, expert int32 or int64 `[T, k]`, on GPUs −1 of rows that are padding)."""

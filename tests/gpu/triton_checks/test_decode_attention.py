@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.triton import decode_attention as kernels
-from weft.kernels.triton import definitions as plain
+from weft.kernels.triton import definitions
 from weft.kernels.triton.splits import order_splits
 
 PAGE = 16
@@ -49,7 +49,9 @@ def test_grouped_query_attention(lengths: tuple[int, ...], dtype: torch.dtype, s
     lse = torch.full((len(lengths), 6), float("nan"), device=device)
     out = torch.full((len(lengths), 6, 48), float("nan"), dtype=dtype, device=device)
     kernels.decode_attention(q, keys, values, pages, length, PAGE, 0.3, out=out, lse=lse)
-    wanted, wanted_lse = plain.decode_attention(q.double(), keys.double(), values.double(), pages, length, PAGE, 0.3)
+    wanted, wanted_lse = definitions.decode_attention(
+        q.double(), keys.double(), values.double(), pages, length, PAGE, 0.3
+    )
     assert close(out, wanted, TOLERANCE[dtype])
     empty = length == 0
     assert (out[empty] == 0).all() and (lse[empty] == float("-inf")).all()
@@ -61,7 +63,7 @@ def test_latent_attention(seed: int, device: torch.device) -> None:
     q = torch.randn(3, 20, 40, device=device)
     found = kernels.latent_decode_attention(q, latents, 32, pages, length, PAGE, 0.2)
     wide = latents.double()
-    wanted, _ = plain.decode_attention(q.double(), wide, wide[..., :32], pages, length, PAGE, 0.2)
+    wanted, _ = definitions.decode_attention(q.double(), wide, wide[..., :32], pages, length, PAGE, 0.2)
     assert close(found, wanted, 2e-6) and (found[1] == 0).all()
 
 
@@ -71,7 +73,7 @@ def test_a_window(window: int, device: torch.device) -> None:
     cache, pages, length = paged(lengths, 2, 32, torch.float32, device)
     q, keys, values = torch.randn(4, 4, 32, device=device), cache[:, :1], cache[:, 1:]
     wide = (x.double() for x in (q, keys, values))
-    wanted, wanted_lse = plain.decode_attention(*wide, pages, length, PAGE, 0.2, window)
+    wanted, wanted_lse = definitions.decode_attention(*wide, pages, length, PAGE, 0.2, window)
     for row, seen in enumerate(lengths):  # pages that no window reaches are given back
         pages[row, : max(0, seen - window) // PAGE] = -(1 << 24)
     lse = torch.full((4, 4), float("nan"), device=device)
@@ -100,7 +102,9 @@ def test_items_of_several_splits(seed: int, device: torch.device) -> None:
     cache, pages, length = paged(LONG_AND_SHORT, 4, 48, torch.float16, device)
     keys, values = cache[:, :2], cache[:, 2:]
     q = torch.randn(len(LONG_AND_SHORT), 6, 48, device=device).half()
-    wanted, wanted_lse = plain.decode_attention(q.double(), keys.double(), values.double(), pages, length, PAGE, 0.3)
+    wanted, wanted_lse = definitions.decode_attention(
+        q.double(), keys.double(), values.double(), pages, length, PAGE, 0.3
+    )
     outs = []
     for programs, at_once in (528, 264), (3, 264), (3, 2), (528, None):
         splits = order_splits(length, pages.shape[1] * PAGE, None, at_once, kernels.cut_of(48))
@@ -120,7 +124,9 @@ def test_a_longer_row_has_longer_splits(device: torch.device) -> None:
     q = torch.randn(1, 1, 16, device=device)
     found = kernels.decode_attention(q, cache[:, :1], cache[:, 1:], pages, length, PAGE, 0.2)
     wide = cache.double()
-    assert close(found, plain.decode_attention(q.double(), wide[:, :1], wide[:, 1:], pages, length, PAGE, 0.2)[0], 2e-6)
+    assert close(
+        found, definitions.decode_attention(q.double(), wide[:, :1], wide[:, 1:], pages, length, PAGE, 0.2)[0], 2e-6
+    )
 
 
 def test_layers_share_the_order_of_a_step(device: torch.device) -> None:

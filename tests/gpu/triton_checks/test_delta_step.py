@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.kernels.triton import definitions as plain
+from weft.kernels.triton import definitions
 from weft.kernels.triton import delta_step as kernels
 
 NAN = float("nan")
@@ -42,7 +42,7 @@ def test_a_token(
     before, after = (torch.tensor(x, device=device) for x in (BEFORE, AFTER))
     of_layer = (conv.to(dtype), decay, bias, weight.to(dtype), 1e-3)
     wanted_states, wanted_tails = states.double(), tails.double()
-    wanted = plain.delta_step(product.double(), before, after, *of_layer, wanted_states, wanted_tails)
+    wanted = definitions.delta_step(product.double(), before, after, *of_layer, wanted_states, wanted_tails)
     out = torch.full((rows, values), NAN, dtype=dtype, device=device)
     kernels.delta_step(product, before, after, *of_layer, states, tails, out)
     tolerance = dict(rtol=2e-3, atol=2e-3) if dtype == torch.float16 else dict(rtol=1e-4, atol=1e-5)

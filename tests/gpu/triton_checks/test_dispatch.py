@@ -18,7 +18,7 @@ from comm.test_dispatch import check as compare
 from weft.comm.dispatch import Exchanging, on_device
 from weft.comm.reference import ReferenceTransport
 from weft.comm.transport import LiveSizes, Sizes, to_and_from
-from weft.kernels.triton import definitions as plain
+from weft.kernels.triton import definitions
 from weft.kernels.triton import moe_permute as kernels
 from weft.models.layers import Builder
 from weft.models.moe import Experts
@@ -185,7 +185,7 @@ def test_experts_in_float8_take_rows_as_they_arrive(device: torch.device) -> Non
     held = EXPERTS // 4
     local = (expert - held).where((expert >= held) & (expert < 2 * held), -1)
     given = (layer.declared("gate_up"), layer.declared("down"))
-    wanted = plain.experts(came[:live, :width].double(), weight[:live], local[:live], *given)
+    wanted = definitions.experts(came[:live, :width].double(), weight[:live], local[:live], *given)
     some = (local[:live] >= 0).any(1)
     assert 8 < some.sum() < live and (out[:live][~some] == 0).all()
     error = (out[:live] - wanted)[some].norm(dim=1) / wanted[some].norm(dim=1)

@@ -11,7 +11,7 @@ from gpu.triton_checks import test_moe
 from weft.kernels.float8 import FLOAT8, LARGEST, Fp8Rows, Fp8Weight, dequantise
 from weft.kernels.float8 import linear as plain_linear
 from weft.kernels.float8 import quantise as plain_quantise
-from weft.kernels.triton import definitions as plain
+from weft.kernels.triton import definitions
 from weft.kernels.triton import float8_linear as float8
 from weft.kernels.triton import fused_experts as moe
 from weft.kernels.triton.experts_tiles import ExpertsTile
@@ -102,12 +102,12 @@ def test_linear(case: tuple[int, int, int, tuple[int, int]], device: torch.devic
 
 
 @pytest.mark.parametrize("rows, tile", [
-    (70, float8.Tile(64, 64, 1, 4, 4)),
-    (66, float8.Tile(128, 128, 2, 8, 3)),
-    (3, float8.Tile(16, 64, 2, 4, 4)),
-    (18, float8.Tile(32, 128, 2, 4, 4)),
+    (70, float8.Fp8Tile(64, 64, 1, 4, 4)),
+    (66, float8.Fp8Tile(128, 128, 2, 8, 3)),
+    (3, float8.Fp8Tile(16, 64, 2, 4, 4)),
+    (18, float8.Fp8Tile(32, 128, 2, 4, 4)),
 ])  # fmt: skip
-def test_tiles_and_parts(rows: int, tile: float8.Tile, device: torch.device) -> None:
+def test_tiles_and_parts(rows: int, tile: float8.Fp8Tile, device: torch.device) -> None:
     """Four groups and a ragged one, in one part or several; a row's bits depend on no other row."""
     weight, x = weight_of(136, 600, unit=(128, 128), device=device), skewed(rows, 600, device)
     out = float8.linear(x, weight, torch.full((rows, 136), NAN, device=device), tile)
@@ -179,12 +179,12 @@ def test_experts(case: str, quantised: bool, device: torch.device) -> None:
     given: Tensor | Fp8Rows = float8.quantise(x, first_unit[1]) if quantised else x
     tile = None if not quantised else ExpertsTile(64, 128, 4, 2)  # of few rows, the depth is cut into two parts
     moe.experts(given, found, gate_up, down, out, tile, tile)
-    wanted = plain.experts(x.double(), probability, expert, gate_up, down)
+    wanted = definitions.experts(x.double(), probability, expert, gate_up, down)
     assert (out[(expert < 0).all(-1)] == 0).all()
     if live:
         assert off(out[:live], wanted[:live]) <= turned(device)
         wide = [dequantise(w, torch.float64) for w in (gate_up, down)]
-        assert off(wanted[:live], plain.experts(x.double(), probability, expert, *wide)[:live]) > 2e-2
+        assert off(wanted[:live], definitions.experts(x.double(), probability, expert, *wide)[:live]) > 2e-2
 
 
 @pytest.mark.parametrize("case, limit, alpha", [("few pairs", 0.5, 1.7), ("one kernel", 0.5, None)])
@@ -199,7 +199,7 @@ def test_experts_with_limits_and_biases(
     x, biases = skewed(rows, 160, device), [torch.randn(held, n, device=device) for n in (384, 160)]
     tile = ExpertsTile(64, 128, 4, 2)
     out = moe.experts(x, found, gate_up, down, torch.full_like(x, NAN), tile, tile, limit, alpha, *biases)
-    wanted = plain.experts(x.double(), probability, expert, gate_up, down, limit, alpha, *biases)
+    wanted = definitions.experts(x.double(), probability, expert, gate_up, down, limit, alpha, *biases)
     assert off(out[:live], wanted[:live]) <= turned(device)
 
 

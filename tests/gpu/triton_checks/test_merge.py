@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dcp.shards import check, own, shards_of
-from weft.kernels import torch_reference as plain
+from weft.kernels import torch_reference
 from weft.kernels.triton import merge as kernels
 
 
@@ -17,7 +17,7 @@ def test_the_parts_of_a_merge(ranks: int, dim: int, dtype: torch.dtype, apart: f
     shape = 4, ranks, dim
     shards = shards_of([1, 0, 30, 20], ranks, ranks, dim, dtype, apart=apart, empty=lambda r, t: (r, t) == (1, 3))
     outs, lses = shards.outs.to(device), shards.lses.to(device)
-    size = plain.packed_shards(ranks, *shape, dtype)[1]
+    size = torch_reference.packed_shards(ranks, *shape, dtype)[1]
     packed = torch.full((ranks, ranks, size), 77.0, dtype=dtype, device=device)
     by_rank = torch.full((ranks, ranks, 4 * dim), float("nan"), dtype=dtype, device=device)
     total = []
@@ -27,7 +27,7 @@ def test_the_parts_of_a_merge(ranks: int, dim: int, dtype: torch.dtype, apart: f
             out, lse = out.transpose(0, 1).contiguous().transpose(0, 1), lse.t().contiguous().t()
         theirs = packed[rank].clone()
         kernels.pack_shard(out, lse, packed[rank])
-        plain.pack_shard(out, lse, theirs)
+        torch_reference.pack_shard(out, lse, theirs)
         assert torch.equal(packed[rank].nan_to_num(7), theirs.nan_to_num(7))
         total.append(kernels.scale_shard(out, lses, rank, by_rank[rank]))
     for rank in range(ranks):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gpu.triton_checks.worker import INTERPRETED
 from weft.hidden import Hidden
-from weft.kernels.parts import Parts
-from weft.kernels.triton import definitions as plain
+from weft.kernels.split_k import SplitKPartials
+from weft.kernels.triton import definitions
 from weft.kernels.triton import fused_experts as moe
 from weft.kernels.triton import route as kernels
 from weft.kernels.triton.experts_tiles import ExpertsTile
@@ -32,7 +32,7 @@ def routed(
     count = torch.tensor([live], dtype=torch.int32, device=device)
     rule = Routing(k, renormalise=True)
     found = kernels.route(logits, rule, count, tile_rows, first, held)
-    return found, *plain.route(logits, rule, live, first, held)
+    return found, *definitions.route(logits, rule, live, first, held)
 
 
 def assert_order(routing: kernels.Routing) -> None:
@@ -106,7 +106,7 @@ def test_rules(rule: Routing, seed: int, device: torch.device) -> None:
     assert torch.allclose(dense(whole[:7], expert[:7]), dense(wanted_weight, wanted_expert), rtol=1e-5, atol=1e-6)
     assert torch.equal(expert[:7].sort().values, wanted_expert.sort().values.int()) and (expert[7:] == -1).all()
     weight, local = kernels.choose(logits, rule, live, 4, 8, bias)
-    twin = plain.route(logits.nan_to_num(), rule, 7, 4, 8, bias)
+    twin = definitions.route(logits.nan_to_num(), rule, 7, 4, 8, bias)
     assert torch.equal(local, twin[1]) and torch.allclose(weight[:7], twin[0][:7], rtol=1e-5, atol=1e-6)
     assert weight.isfinite().all()
 
@@ -126,12 +126,12 @@ def test_logits_that_come_as_parts(count: int, dtype: torch.dtype, rule: Routing
     bias, live = torch.randn(15, device=device) if rule.bias else None, torch.tensor([6], device=device).int()
     values[:, 6:] = NAN
     wanted = kernels.choose((total + offset.float()).to(dtype), rule, live, bias=bias)
-    found = kernels.choose(Parts(values, offset, dtype), rule, live, bias=bias)
+    found = kernels.choose(SplitKPartials(values, offset, dtype), rule, live, bias=bias)
     for mine, theirs in zip(found, wanted, strict=True):
         assert torch.equal(mine[:6], theirs[:6])
     assert (found[1][6:] == -1).all() and found[0].isfinite().all()
     with pytest.raises(ValueError, match="bias"):
-        kernels.choose(Parts(values, offset[:4], dtype), rule, live)
+        kernels.choose(SplitKPartials(values, offset[:4], dtype), rule, live)
 
 
 @pytest.mark.parametrize("wide, offset", [(False, True), (True, False)])
@@ -142,7 +142,7 @@ def test_a_router_leaves_its_parts_to_the_rule(wide: bool, offset: bool, device:
         torch.nn.init.normal_(weight)
     x = Hidden(torch.randn(5, 600, device=device).to(dtype), mesh.placement(Rows.WORLD), mesh, "x")
     found, wanted = router.unsummed(x), router.logits(x)
-    assert isinstance(found, Parts) and found.dtype == wanted.dtype and (found.bias is router.offset)
+    assert isinstance(found, SplitKPartials) and found.dtype == wanted.dtype and (found.bias is router.offset)
     total = found.values.sum(0) + (0 if found.bias is None else found.bias.float())
     torch.testing.assert_close(total.to(found.dtype), wanted, rtol=2e-3, atol=2e-3)
     many = Hidden(x.value.repeat(13, 1), x.placement, mesh, "x")
@@ -179,7 +179,7 @@ def test_experts(case: tuple[int, ...], dtype: torch.dtype, device: torch.device
     out = torch.full((rows, width), NAN, dtype=dtype, device=device)
     tile = ExpertsTile(32, 32, 4, 2)
     moe.experts(x, found, gate_up, down, out, tile, tile)
-    wanted = plain.experts(x.double(), weight, expert, gate_up.double(), down.double())
+    wanted = definitions.experts(x.double(), weight, expert, gate_up.double(), down.double())
     assert (out.double() - wanted).norm() <= (2e-6 if dtype == torch.float32 else 3e-3) * wanted.norm()
     assert (out[(expert < 0).all(-1)] == 0).all()
 
@@ -202,7 +202,9 @@ def test_experts_with_limits_and_biases_and_a_shared_one(
     shared = torch.randn_like(x)
     out = moe.experts(x, found, gate_up, down, shared.clone(), tile, tile, limit, alpha, *biases, add=True)
     wide = [None if b is None else b.double() for b in biases]
-    wanted = plain.experts(x.double(), weight, expert, gate_up.double(), down.double(), limit, alpha, *wide) + shared
+    wanted = (
+        definitions.experts(x.double(), weight, expert, gate_up.double(), down.double(), limit, alpha, *wide) + shared
+    )
     assert (out.double() - wanted).norm() <= 2e-6 * wanted.norm()
 
 

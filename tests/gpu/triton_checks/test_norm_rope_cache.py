@@ -9,11 +9,10 @@ import torch
 
 from weft.attention.backend import LatentSplit
 from weft.kernels import float8
-from weft.kernels.parts import Parts
+from weft.kernels.split_k import SplitKPartials
 from weft.kernels.torch_reference import gate_heads as gate_heads_of_torch
 from weft.kernels.torch_reference import gated
-from weft.kernels.triton import definitions as plain
-from weft.kernels.triton import gate_heads, rms_norm
+from weft.kernels.triton import definitions, gate_heads, rms_norm
 from weft.kernels.triton import norm_rope_cache as kernels
 from weft.models.rotary import RotaryTable
 
@@ -34,7 +33,7 @@ def test_norm_rope_cache(interleaved: bool, norm: bool, turned: int, seed: int, 
     cache = torch.full((2, 8, kv_heads, dim), NAN, device=device)
     wanted_cache = cache.double()
     found = kernels.norm_rope_cache(qkv, heads, angle.cos(), angle.sin(), slots, cache[0], cache[1], **options)
-    wanted = plain.norm_rope_cache(
+    wanted = definitions.norm_rope_cache(
         qkv.double(), heads, angle.cos().double(), angle.sin().double(), slots, *wanted_cache, **options
     )
     assert torch.allclose(found[:-1].double(), wanted[:-1], rtol=1e-5, atol=1e-5)
@@ -44,20 +43,20 @@ def test_norm_rope_cache(interleaved: bool, norm: bool, turned: int, seed: int, 
 
 
 @pytest.mark.parametrize("turned, biased", [(8, True), (24, False)])
-def test_a_product_that_comes_in_parts(turned: int, biased: bool, device: torch.device) -> None:
+def test_a_product_that_comes_as_partials(turned: int, biased: bool, device: torch.device) -> None:
     """Added in their order, then to the bias, and rounded before anything else is done."""
     torch.manual_seed(turned)
     rows, heads, kv_heads, dim, dtype = 3, 3, 2, 24, torch.float16
     values = torch.randn(4, rows, (heads + 2 * kv_heads) * dim, device=device)
     bias = torch.randn(values.shape[2], device=device).to(dtype) * 30 if biased else None
-    product = Parts(values, bias, dtype)
+    product = SplitKPartials(values, bias, dtype)
     slots, weight = torch.tensor([2, -1, 0], device=device).int(), torch.randn(dim, device=device)
     angle = torch.rand(rows, turned // 2, device=device) * 9
     given = (heads, angle.cos(), angle.sin(), slots)
     caches = torch.full((2, 2, 4, kv_heads, dim), NAN, device=device, dtype=dtype)
     more = dict(q_weight=weight, k_weight=weight, eps=1e-3) if biased else {}
     found = [
-        kernels.norm_rope_cache(x, *given, *c, **more) for x, c in zip((product, product.whole()), caches, strict=True)
+        kernels.norm_rope_cache(x, *given, *c, **more) for x, c in zip((product, product.total()), caches, strict=True)
     ]
     assert found[0].dtype == dtype and torch.equal(found[0], found[1])
     assert torch.equal(caches[0].nan_to_num(7.0), caches[1].nan_to_num(7.0)) and caches[0, :, 2].isfinite().all()
@@ -72,7 +71,7 @@ def test_many_rows(device: torch.device) -> None:
     wanted_cache = cache.double()
     found = kernels.norm_rope_cache(qkv, 1, angle.cos(), angle.sin(), slots, cache[0], cache[1])
     wide = (x.double() for x in (angle.cos(), angle.sin()))
-    wanted = plain.norm_rope_cache(qkv.double(), 1, *wide, slots, *wanted_cache)
+    wanted = definitions.norm_rope_cache(qkv.double(), 1, *wide, slots, *wanted_cache)
     assert torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-5)
     assert torch.allclose(cache.double(), wanted_cache, rtol=1e-5, atol=1e-5, equal_nan=True)
 
@@ -101,7 +100,9 @@ def test_latent_rope_cache(interleaved: bool, heads: int, seed: int, device: tor
     table = (angle.cos(), angle.sin())
     wanted, wanted_cache = q.double(), cache.double()
     wide = (t.double() for t in table)
-    plain.latent_rope_cache(wanted, kv.double(), *wide, slots, wanted_cache, weight, 1e-3, interleaved=interleaved)
+    definitions.latent_rope_cache(
+        wanted, kv.double(), *wide, slots, wanted_cache, weight, 1e-3, interleaved=interleaved
+    )
     untouched = q[..., : dim - turned].clone()
     beside = torch.full((rows, heads, turned + 5), NAN, device=device)
     given, to = q.clone(), beside[..., 5:]
@@ -154,7 +155,7 @@ def test_rms_norm(add: bool, dtype: torch.dtype, device: torch.device) -> None:
     residual = torch.randn(3, 50, device=device).to(dtype)
     ours, theirs = residual.clone(), residual.clone()
     found = rms_norm.rms_norm(x, weight, 1e-3, ours if add else None)
-    wanted = plain.rms_norm(x, weight, 1e-3, theirs if add else None)
+    wanted = definitions.rms_norm(x, weight, 1e-3, theirs if add else None)
     assert torch.equal(ours, theirs)
     assert torch.allclose(found, wanted, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-5)
     if add:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gpu.triton_checks.test_decode_attention import PAGE, TOLERANCE, close, paged
-from weft.kernels.triton import definitions as plain
-from weft.kernels.triton.prefill_attention import Tile, prefill_attention
+from weft.kernels.triton import definitions
+from weft.kernels.triton.prefill_attention import PrefillTile, prefill_attention
 
 SPANS = ((5, 40), (1, 9), (33, 0), (0, 3), (2, 17), (1, 0), (70, 21))
 """(rows, context) of each sequence."""
@@ -30,7 +30,7 @@ class Step:
 
 
 def attend(
-    step: Step, q: Tensor, keys: Tensor, values: Tensor, window: int | None = None, tile: Tile | None = None
+    step: Step, q: Tensor, keys: Tensor, values: Tensor, window: int | None = None, tile: PrefillTile | None = None
 ) -> tuple[Tensor, Tensor]:
     """(output, lse), −7 where nothing was written."""
     out = torch.full((*q.shape[:2], values.shape[2]), -7.0, dtype=q.dtype, device=q.device)
@@ -40,10 +40,10 @@ def attend(
     return out, lse
 
 
-def compare(step: Step, q: Tensor, keys: Tensor, values: Tensor, window: int | None, tile: Tile | None) -> None:
+def compare(step: Step, q: Tensor, keys: Tensor, values: Tensor, window: int | None, tile: PrefillTile | None) -> None:
     out, lse = attend(step, q, keys, values, window, tile)
     wide = (x.double() for x in (q, keys, values))
-    wanted, wanted_lse = plain.decode_attention(*wide, step.pages[step.sequence], step.limits, PAGE, 0.3, window)
+    wanted, wanted_lse = definitions.decode_attention(*wide, step.pages[step.sequence], step.limits, PAGE, 0.3, window)
     several = step.several
     assert close(out[several], wanted[several], TOLERANCE[q.dtype])
     assert torch.allclose(lse[several].double(), wanted_lse[several], rtol=1e-5, atol=TOLERANCE[q.dtype])
@@ -51,8 +51,8 @@ def compare(step: Step, q: Tensor, keys: Tensor, values: Tensor, window: int | N
 
 
 @pytest.mark.parametrize("window", [None, 1, 20])
-@pytest.mark.parametrize("dtype, tile", [(torch.float32, None), (torch.float16, Tile(64, 32, 4, 2))], ids=str)
-def test_prompts(dtype: torch.dtype, tile: Tile | None, window: int | None, device: torch.device) -> None:
+@pytest.mark.parametrize("dtype, tile", [(torch.float32, None), (torch.float16, PrefillTile(64, 32, 4, 2))], ids=str)
+def test_prompts(dtype: torch.dtype, tile: PrefillTile | None, window: int | None, device: torch.device) -> None:
     step = Step(SPANS, 4, 24, dtype, device)
     q = torch.randn(len(step.limits), 6, 24, device=device).to(dtype)
     if window is not None:  # pages that no row's window reaches are given back
@@ -64,7 +64,7 @@ def test_prompts(dtype: torch.dtype, tile: Tile | None, window: int | None, devi
 def test_latents(device: torch.device) -> None:
     step = Step(((5, 20), (1, 2), (4, 0)), 1, 24, torch.float32, device)
     q = torch.randn(len(step.limits), 20, 24, device=device)
-    compare(step, q, step.cache, step.cache[..., :16], None, Tile(16, 16, 4, 1))  # heads in two blocks
+    compare(step, q, step.cache, step.cache[..., :16], None, PrefillTile(16, 16, 4, 1))  # heads in two blocks
 
 
 def test_a_row_has_the_same_bits_however_its_prompt_is_cut(device: torch.device) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.kernels.triton import definitions as plain
+from weft.kernels.triton import definitions
 from weft.kernels.triton import sample as kernels
 
 VOCABULARY = 2600
@@ -33,7 +33,7 @@ def test_draws(min_p: bool, count: int, seed: int, device: torch.device) -> None
     given[0][count:] = float("nan")
     least = torch.tensor([0.5, 0.0, 0.2, 0.0, 0.9], device=device) if min_p else None
     value, token = kernels.sample(*given, live(count, device), min_p=least)
-    wanted_value, wanted = plain.sample(*given, count, min_p=least)
+    wanted_value, wanted = definitions.sample(*given, count, min_p=least)
     assert token.tolist() == wanted.tolist()
     assert torch.allclose(value, wanted_value, rtol=1e-4, atol=1e-4)
     assert (token[count:] == -1).all() and (token[:count] >= 0).all()
@@ -58,7 +58,7 @@ def test_programs_share_a_row(
     ]
     for kept, x in zip(tables, given, strict=True):
         kept[table.long()] = x
-    wanted = plain.sample(logits, temperature, seed, position, 4, min_p=least)
+    wanted = definitions.sample(logits, temperature, seed, position, 4, min_p=least)
     monkeypatch.setattr(kernels, "BLOCK", block)
     monkeypatch.setattr(kernels, "PROGRAMS", programs)
     more = dict(min_p=tables[2], table=table)
@@ -103,12 +103,12 @@ def test_ties_go_to_the_lower_token_and_nan_to_none(device: torch.device) -> Non
 
 
 def test_noise_is_of_gumbels_distribution(device: torch.device) -> None:
-    noise = plain.gumbel(torch.arange(20), torch.arange(20), 0, 5000)
+    noise = definitions.gumbel(torch.arange(20), torch.arange(20), 0, 5000)
     for level in (-1.0, 0.0, 1.0, 4.0):
         wanted = torch.tensor(-level).exp().neg().exp().item()
         assert abs((noise <= level).float().mean().item() - wanted) < 0.006
     assert len(noise[0].unique()) > 4990 and not torch.equal(noise[0], noise[1])
-    again = plain.gumbel(torch.arange(20), torch.arange(20) + 1, 0, 5000)
+    again = definitions.gumbel(torch.arange(20), torch.arange(20) + 1, 0, 5000)
     assert not torch.isclose(noise, again).float().mean() > 0.01, "another position must have other noise"
 
 

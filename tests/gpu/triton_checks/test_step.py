@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weft.kernels.triton import decode_step as kernels
-from weft.kernels.triton import definitions as plain
+from weft.kernels.triton import definitions
 from weft.place.vocabulary import MAX_TOKENS
 
 PAGE = 8
@@ -35,13 +35,13 @@ def test_inputs(
     rows[count:] = -(1 << 24)  # no request: must not be looked up
     live = torch.tensor([count], dtype=torch.int32, device=device)
     steps = torch.tensor([2], dtype=torch.int32, device=device)
-    wanted = kernels.StepInputs(*plain.step_in(rows, count, last, length, entries, steps, groups, PAGE))
+    wanted = kernels.StepInputs(*definitions.step_in(rows, count, last, length, entries, steps, groups, PAGE))
     assert steps == 3
     for most in (1024, 2):
         monkeypatch.setattr(kernels, "ENTRIES", most)
-        parts = kernels.parts(widths, [state for _, state in groups], device)
-        assert len(parts.each) == sum(1 if state or most > 5 else 3 for _, state in groups)
-        found = kernels.step_in(rows, live, last, length, entries, steps, parts, PAGE)
+        pieces = kernels.table_pieces(widths, [state for _, state in groups], device)
+        assert len(pieces.each) == sum(1 if state or most > 5 else 3 for _, state in groups)
+        found = kernels.step_in(rows, live, last, length, entries, steps, pieces, PAGE)
         for name in ("tokens", "positions", "lengths"):
             assert torch.equal(getattr(found, name), getattr(wanted, name)), name
         known = wanted.entries >= 0
@@ -81,7 +81,7 @@ def test_draws_go_into_the_state(
     given = (last, length, tokens, steps, told)
     states = [[x.clone() if x.is_cuda or device.type == "cpu" else x.clone().pin_memory() for x in given] for _ in "ab"]
     kernels.step_out(rows, live, first, drawn, lengths, *states[0])
-    plain.step_out(rows, count, answers, drawn, lengths, *states[1])
+    definitions.step_out(rows, count, answers, drawn, lengths, *states[1])
     if device.type == "cuda":
         torch.cuda.synchronize()  # for what is written to the host
     for ours, theirs in zip(*states, strict=True):
@@ -95,13 +95,13 @@ def test_draws_go_into_the_state(
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     one, table = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((1,), (1, 3)))
-    parts = kernels.parts([3], [False], device)
+    pieces = kernels.table_pieces([3], [False], device)
     with pytest.raises(ValueError, match="the same rows"):
-        kernels.step_in(one, one, one, torch.zeros(2, dtype=torch.int32, device=device), table, one, parts, PAGE)
+        kernels.step_in(one, one, one, torch.zeros(2, dtype=torch.int32, device=device), table, one, pieces, PAGE)
     with pytest.raises(ValueError, match="not rows of int32"):
         halves = torch.zeros(1, 6, dtype=torch.int32, device=device)[:, ::2]
-        kernels.step_in(one, one, one, one, halves, one, parts, PAGE)
-    with pytest.raises(ValueError, match="drawn"):
+        kernels.step_in(one, one, one, one, halves, one, pieces, PAGE)
+    with pytest.raises(ValueError, match="candidates"):
         kernels.step_out(one, one, one, torch.zeros(1, 2, 1, 2, device=device), *[one] * 5, table)
-    with pytest.raises(ValueError, match="drawn"):  # told has no power of two of rows
+    with pytest.raises(ValueError, match="candidates"):  # the ring has no power of two of rows
         kernels.step_out(one, one, one, torch.zeros(1, 1, 1, 2, device=device), *[one] * 5, table.expand(3, 3))

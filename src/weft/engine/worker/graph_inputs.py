@@ -23,7 +23,7 @@ from weft.kv.cache_spec import Rule
 from weft.place.spec import Mesh
 
 if TYPE_CHECKING:
-    from weft.kernels.triton.decode_step import Parts
+    from weft.kernels.triton.decode_step import TablePieces
 
 
 class Shape(NamedTuple):
@@ -115,7 +115,7 @@ class DecodeInputs:
 
         rows, decode_rows = self._rows, self._decode_rows[: shape.rows]
         state = rows.last_token, rows.length, rows.entries, rows.steps
-        inputs = step_in(decode_rows, live, *state, self._parts, self._page_size)
+        inputs = step_in(decode_rows, live, *state, self._pieces, self._page_size)
         tables: list[PageTables | StateSlots] = []
         for rule, pages, slots in zip(self._rules, inputs.entries.split(rows.widths, 1), inputs.slots, strict=True):
             tables.append(StateSlots(*slots) if rule.state else PageTables(pages, slots[0]))
@@ -123,10 +123,10 @@ class DecodeInputs:
         return batch, SampledRows(decode_rows, live, live, inputs.lengths)
 
     @cached_property
-    def _parts(self) -> Parts:
-        from weft.kernels.triton.decode_step import parts
+    def _pieces(self) -> TablePieces:
+        from weft.kernels.triton.decode_step import table_pieces
 
-        return parts(self._rows.widths, [rule.state for rule in self._rules], self._decode_rows.device)
+        return table_pieces(self._rows.widths, [rule.state for rule in self._rules], self._decode_rows.device)
 
 
 class PromptInputs:

@@ -23,7 +23,7 @@ from weft.kernels.triton.splits import FIELDS, Cut, Splits, order_splits
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 
-class Tile(NamedTuple):
+class DecodeTile(NamedTuple):
     """How the first kernel is cut: heads and tokens of a block, warps, stages of the pipeline of loads, programs; and
     whether a program reads splits of a row that follow one another without a pause, which takes more shared memory.
     """
@@ -155,14 +155,14 @@ def _attend_splits(
             _store_split(part, part_lse, at, d, in_group, top, total, acc, GROUP, D)
 
 
-def tile_of(head_dim: int, group: int) -> Tile:
+def tile_of(head_dim: int, group: int) -> DecodeTile:
     """The first kernel's tile: by the model's shape alone, so that a row has the same bits at every capacity."""
     heads = min(64, max(16, next_power_of_2(group)))
     if head_dim <= 128:
-        return Tile(heads, 32, 4, 3, 132 * 4, True)
+        return DecodeTile(heads, 32, 4, 3, 132 * 4, True)
     if head_dim <= 256:
-        return Tile(min(heads, 32), 32, 4, 3, 132 * 3, False)
-    return Tile(16, 32, 4, 3, 264, False)
+        return DecodeTile(min(heads, 32), 32, 4, 3, 132 * 3, False)
+    return DecodeTile(16, 32, 4, 3, 264, False)
 
 
 def cut_of(head_dim: int) -> Cut:
@@ -176,7 +176,7 @@ def cut_of(head_dim: int) -> Cut:
 
 
 def splits_of(
-    lengths: Tensor, tokens: int, window: int | None, head_dim: int, blocks: int, tile: Tile | None = None
+    lengths: Tensor, tokens: int, window: int | None, head_dim: int, blocks: int, tile: DecodeTile | None = None
 ) -> Splits:
     """The splits of a step's rows, for all layers whose heads are alike.
 
@@ -200,7 +200,7 @@ def decode_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     splits: Splits | None = None,
-    tile: Tile | None = None,
+    tile: DecodeTile | None = None,
 ) -> Tensor:
     """softmax(scale · q Kᵀ) V of each row over its own tokens; gives `[rows, heads, head_dim]` in q's dtype.
 
@@ -231,7 +231,7 @@ def latent_decode_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     splits: Splits | None = None,
-    tile: Tile | None = None,
+    tile: DecodeTile | None = None,
 ) -> Tensor:
     """`decode_attention` of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), its up-projections absorbed.
 
@@ -257,7 +257,7 @@ def _launch(
     out: Tensor | None,
     lse: Tensor | None,
     splits: Splits | None,
-    tile: Tile | None,
+    tile: DecodeTile | None,
 ) -> Tensor:
     rows, heads, dim = q.shape
     kv_heads, d = keys.shape[1], dim - rest

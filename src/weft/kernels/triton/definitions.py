@@ -303,14 +303,14 @@ def step_in(
 
 
 def step_out(
-    rows: Tensor, live: int, answers: int, drawn: Tensor, lengths: Tensor, last_token: Tensor, length: Tensor,
-    tokens: Tensor, steps: Tensor, told: Tensor,
+    rows: Tensor, live: int, decode_rows: int, candidates: Tensor, lengths: Tensor, last_token: Tensor, length: Tensor,
+    tokens: Tensor, steps: Tensor, token_ring: Tensor,
 ) -> None:  # fmt: skip
-    """Updates the state and the tokens in place, and the row of `told` that is the step's."""
+    """Updates the state and the tokens in place, and the row of `token_ring` that belongs to the step."""
     tokens[: len(rows)] = -1
     for i, row in enumerate(rows[:live].tolist()):
-        found = drawn[:, i].reshape(-1, 2)
+        found = candidates[:, i].reshape(-1, 2)
         best = found[found[:, 0] == found[:, 0].max(), 1].min().int()
-        last_token[row] = tokens[i] = torch.where((last_token[row] < 0) & (i < answers), -1, best)
-        told[steps % len(told), i] = tokens[i]
+        last_token[row] = tokens[i] = torch.where((last_token[row] < 0) & (i < decode_rows), -1, best)
+        token_ring[steps % len(token_ring), i] = tokens[i]
         length[row] = lengths[i]

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.parts import Parts
+from weft.kernels.split_k import SplitKPartials
 from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
@@ -40,7 +40,7 @@ FARTHEST = 1 << 24
 LANGUAGE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-class Tile(NamedTuple):
+class DenseTile(NamedTuple):
     """How a product is cut: the weight's rows of a tile, parts of the depth, depth of a block, and warps.
 
     block: a power of two; a program has so many blocks of it as its part of the depth needs, or each warp's slice.
@@ -55,8 +55,8 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def load_parts(at, part, bias, mask, PARTS: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr):
-    """Elements of a product of so many parts (see `Parts`), in float32; those that are masked mean nothing.
+def load_partials(at, part, bias, mask, PARTS: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr):
+    """Elements of a product of so many parts (see `SplitKPartials`), in float32; those that are masked mean nothing.
 
     at: pointers into the first; bias: pointers, of the same shape.
     """
@@ -161,11 +161,11 @@ def _add_gemm_parts(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = parts + row * OUTPUTS + column
-    total = load_parts(at, part, bias + column, column < OUTPUTS, PARTS, BIAS, tl.float32)
+    total = load_partials(at, part, bias + column, column < OUTPUTS, PARTS, BIAS, tl.float32)
     tl.store(out + row * out_row + column, total.to(out.dtype.element_ty), mask=column < OUTPUTS)
 
 
-def add_parts(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+def add_partials(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
     """Fills and returns out `[T, N]`, whose rows are contiguous: the sum of parts float32 `[parts, T, N]`, contiguous,
     in their order, and then of bias `[N]`."""
     count, rows, outputs = parts.shape
@@ -177,7 +177,7 @@ def add_parts(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def tile_for(x: Tensor, weight: Tensor, added_next: bool = False) -> Tile | None:
+def tile_for(x: Tensor, weight: Tensor, added_next: bool = False) -> DenseTile | None:
     """The tile of x Wᵀ, or None where a library is to be preferred: in other dtypes, of many rows, of a large weight.
 
     added_next: what comes next adds the parts, if there are.
@@ -187,13 +187,13 @@ def tile_for(x: Tensor, weight: Tensor, added_next: bool = False) -> Tile | None
     return tile_of(rows, outputs, width, added_next) if like and rows and _is_dense(x, weight) else None
 
 
-def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> Tile | None:
+def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> DenseTile | None:
     """The same by sizes alone. Tiles are the quickest on an H200."""
     if rows > MOST_ROWS:
         return None
     if added_next and outputs <= FEW_OUTPUTS:  # which have few tiles: every block is a part
         block = 256 if width <= 256 * MOST_PARTS else 512
-        return Tile(64, cdiv(width, block), block, 4)
+        return DenseTile(64, cdiv(width, block), block, 4)
     if not added_next and (whole := _whole_depth(rows, outputs, width)):
         return whole
     cuts = [(64, 512 if width > 1024 else 256 if width > 128 else 128, 4)]
@@ -204,14 +204,14 @@ def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> Ti
     for columns, block, warps in cuts:
         depth = cdiv(width, block * MOST_PARTS) * block
         parts = cdiv(width, depth)
-        tile = Tile(columns, parts, block, warps)
+        tile = DenseTile(columns, parts, block, warps)
         held = 2 * depth * (columns + rows_of_block(rows, tile))
         if cdiv(outputs, columns) * parts <= SHARED_BYTES // held * MULTIPROCESSORS:
             return tile
     return None
 
 
-def _whole_depth(rows: int, outputs: int, width: int) -> Tile | None:
+def _whole_depth(rows: int, outputs: int, width: int) -> DenseTile | None:
     """The tile of as few columns as let all programs be on the GPU at once; None where registers do not hold it.
 
     It takes the place of parts and of the kernel that adds them, up to so many rows that reading all of x takes longer.
@@ -220,7 +220,7 @@ def _whole_depth(rows: int, outputs: int, width: int) -> Tile | None:
     block = min((256, 128, 64) if rows <= 8 else (64,), key=lambda size: (cdiv(width, 8 * size) * size, -size))
     depth = cdiv(width, 8 * block) * 8 * block
     for columns in (16, 32, 64):
-        tile = Tile(columns, 1, block, 8, True)
+        tile = DenseTile(columns, 1, block, 8, True)
         held = 2 * depth * (columns + rows_of_block(rows, tile))
         programs = MULTIPROCESSORS * (2 if held <= 64 << 10 else 1)
         if rows <= 16 and held <= (192 if rows <= 8 else 128) << 10 and columns <= outputs <= columns * programs:
@@ -228,7 +228,7 @@ def _whole_depth(rows: int, outputs: int, width: int) -> Tile | None:
     return None
 
 
-def rows_of_block(rows: int, tile: Tile) -> int:
+def rows_of_block(rows: int, tile: DenseTile) -> int:
     """How many rows a program takes at once, which are all but with slices."""
     if tile.sliced:
         return 8 if rows <= 8 else 16
@@ -239,7 +239,7 @@ def _is_dense(*tensors: Tensor) -> bool:
     return all(t.dim() == 2 and t.stride(1) == 1 and t.stride(0) <= FARTHEST for t in tensors)
 
 
-def linear(x: Tensor, weight: Tensor, tile: Tile, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, tile: DenseTile, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + bias, summed in float32 and rounded once; fills and returns out `[T, N]`, which is made where it is None.
 
     x `[T, K]`, of which there is a row; weight `[N, K]`, of the same dtype; bias `[N]`. Rows of all are contiguous.
@@ -257,18 +257,18 @@ def linear(x: Tensor, weight: Tensor, tile: Tile, out: Tensor | None = None, bia
         return out
     values = out.new_empty(parts, *out.shape, dtype=torch.float32)
     _multiply(x, weight, None, values, tile)
-    return add_parts(values, out, bias)
+    return add_partials(values, out, bias)
 
 
-def linear_parts(
-    x: Tensor, weight: Tensor, tile: Tile, bias: Tensor | None = None, dtype: torch.dtype | None = None
-) -> Parts:
+def linear_partials(
+    x: Tensor, weight: Tensor, tile: DenseTile, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> SplitKPartials:
     """The same with its sum left to what comes next, which rounds it to dtype, x's where that is None."""
     _check(x, weight, bias)
     outputs, width = weight.shape
     values = x.new_empty(_parts_of(width, tile), x.shape[0], outputs, dtype=torch.float32)
     _multiply(x, weight, None, values, tile)
-    return Parts(values, bias, dtype or x.dtype)
+    return SplitKPartials(values, bias, dtype or x.dtype)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -282,17 +282,17 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-def _blocks_of(width: int, tile: Tile) -> int:
+def _blocks_of(width: int, tile: DenseTile) -> int:
     """Blocks of a part of the depth."""
     return cdiv(cdiv(width, tile.parts), tile.block)
 
 
-def _parts_of(width: int, tile: Tile) -> int:
+def _parts_of(width: int, tile: DenseTile) -> int:
     """Parts of whole blocks: the last ones may not be needed."""
     return cdiv(width, _blocks_of(width, tile) * tile.block)
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> None:
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: DenseTile) -> None:
     """Into out `[T, N]`, or `[parts, T, N]`."""
     (outputs, width), rows = weight.shape, x.shape[0]
     _gemm_few_rows[(cdiv(outputs, tile.columns), _parts_of(width, tile))](
@@ -303,7 +303,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile:
     )  # fmt: skip
 
 
-def _multiply_whole_depth(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> None:
+def _multiply_whole_depth(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: DenseTile) -> None:
     (outputs, width), rows = weight.shape, x.shape[0]
     _gemm_whole_depth[(cdiv(outputs, tile.columns),)](
         x, weight, x if bias is None else bias, out, rows, outputs, x.stride(0), out.stride(0), WIDTH=width,

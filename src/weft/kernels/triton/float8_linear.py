@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from weft.kernels.float8 import FLOAT8, Fp8Rows, Fp8Weight
 from weft.kernels.triton import overlap
-from weft.kernels.triton.dense import add_parts
+from weft.kernels.triton.dense import add_partials
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.kernels.triton.route import pairs_of
 
@@ -131,7 +131,7 @@ def groups_of_program(group_size: int, groups: int) -> int:
     return min(max(1, 1024 // group_size), next_power_of_2(groups))
 
 
-class Tile(NamedTuple):
+class Fp8Tile(NamedTuple):
     """How a product is cut: rows and columns of a block, parts of the depth, warps, and stages of the pipeline."""
 
     rows: int
@@ -141,7 +141,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_of(rows: int, outputs: int, groups: int) -> Tile:
+def tile_of(rows: int, outputs: int, groups: int) -> Fp8Tile:
     """The tile of a dense product that was quickest on an H200.
 
     Few rows read the weight as wide as they can; where products are shallow, narrower tiles that reach every
@@ -152,7 +152,7 @@ def tile_of(rows: int, outputs: int, groups: int) -> Tile:
     shallow = rows > 32 and groups <= 16 and blocks * cdiv(outputs, 128) < 128
     columns = 64 if outputs <= 1024 or shallow else 128
     parts = parts_of(blocks * cdiv(outputs, columns), groups, 128 if rows <= FEW_ROWS else 192)
-    return Tile(block, columns, parts, 4, 5 if rows <= FEW_ROWS else 4)
+    return Fp8Tile(block, columns, parts, 4, 5 if rows <= FEW_ROWS else 4)
 
 
 def parts_of(tiles: int, groups: int, programs: int) -> int:
@@ -207,7 +207,7 @@ def quantise(x: Tensor, group_size: int) -> Fp8Rows:
     return Fp8Rows(values, scales, group_size)
 
 
-def linear(x: Tensor | Fp8Rows, weight: Fp8Weight, out: Tensor, tile: Tile | None = None) -> Tensor:
+def linear(x: Tensor | Fp8Rows, weight: Fp8Weight, out: Tensor, tile: Fp8Tile | None = None) -> Tensor:
     """x Wᵀ; fills and returns out `[T, N]`.
 
     x: `[T, K]`, or its rows quantised by groups of the weight's columns, which are 32, 64 or 128. Rows of x and out are
@@ -243,4 +243,4 @@ def linear(x: Tensor | Fp8Rows, weight: Fp8Weight, out: Tensor, tile: Tile | Non
         to.stride(-2), to.stride(0), WIDTH=width, GROUP=group_size, UNIT=unit, K=0, SORTED=False, BLOCK_M=cut.rows,
         BLOCK_N=cut.columns, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
-    return out if parts == 1 else add_parts(to, out)
+    return out if parts == 1 else add_partials(to, out)

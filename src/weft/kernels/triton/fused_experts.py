@@ -1,12 +1,13 @@
 """The routed experts of a mixture-of-experts block, in three kernels that follow `route`.
 
-up: silu(x · gateᵀ) · (x · upᵀ) of every pair, both products in one pass over x; down: its product with the down
-projection times the pair's weight, `[T, k, width]`; sum: over a token's pairs in the order of its choices. Nothing is
-added atomically, so the bits are the same on every run. Products accumulate in float32; between the kernels values
-have x's dtype. Gate and up rows of a weight lie as checkpoints have them, one block after the other: a program reads a
-tile of each, so no weight is permuted. (Tried on an H200 and slower: for one row by 11 µs, one
-kernel that goes through a token's pairs in turn for the last two; and to read a product's weights while what comes
-before it still runs, docs/gpu-engine.md.)
+- up: silu(x · gateᵀ) · (x · upᵀ) of every pair of a token and an expert, both products in one pass over x.
+- down: the product of that with the down projection times the pair's weight, `[T, k, width]`.
+- sum: over a token's pairs in the order of its choices.
+
+Nothing is added atomically, so the bits are the same every time. Products accumulate in float32; between the kernels
+values have x's dtype. Gate and up rows of a weight lie as checkpoints have them, one block after the other: a program
+reads a tile of each, so no weight is permuted. Two variants were slower on an H200: one kernel for down and sum, by 11 µs
+for one row; and reading a product's weights while the kernel before still runs (docs/gpu-engine.md).
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Fp8Rows, Fp8Weight
-from weft.kernels.triton import float8_linear as float8
-from weft.kernels.triton import fused_experts_float8 as moe_float8
-from weft.kernels.triton import overlap
+from weft.kernels.triton import float8_linear, fused_experts_float8, overlap
 from weft.kernels.triton.experts_tiles import ExpertsTile, down_tile_of, float8_tiles_of, up_tile_of
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.kernels.triton.rms_norm import activated
@@ -79,7 +78,7 @@ def _up(
     value = activated(gate, up, LIMIT, ALPHA)
     to = out + pair.to(tl.int64)[:, None] * INNER + column[None, :]
     if out.dtype.element_ty == tl.float8e4nv:  # a block's columns are a group of the next product
-        value, found = float8.to_float8(tl.where(wanted[None, :], value, 0.0))
+        value, found = float8_linear.to_float8(tl.where(wanted[None, :], value, 0.0))
         at = pair.to(tl.int64) * COLUMN_BLOCKS + tl.program_id(0) % COLUMN_BLOCKS
         tl.store(out_scale + at, found, mask=real)
         tl.store(to, value, mask=real[:, None] & wanted[None, :])
@@ -141,9 +140,9 @@ def _sum_choices(
     pairs, expert, weight, bias, out, part, out_row, WIDTH: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PARTS: 0 where pairs have their bias and weight already; else how many parts of them there are, without.
+    """PARTS: number of parts of each pair, without bias and weight; 0: pairs are whole and include both.
 
-    ADD: to what out holds.
+    ADD: the sum is added to what out holds.
     """
     token = tl.program_id(0)
     experts: tl.tuple = ()
@@ -187,17 +186,19 @@ def experts(
 ) -> Tensor:
     """Σ over a token's pairs that are here of weight · down(silu(gate(x)) · up(x)); fills and returns out.
 
-    add: to what out holds, as for a shared expert.
+    x: `[T, width]` with contiguous rows; with weights in FP8 also its quantised rows.
+    routing: by `route` with `tile_rows_of(T)`.
+    gate_up: `[E, 2 · inner, width]`, gate's rows first. down: `[E, width, inner]`. Both contiguous, both in FP8 or none.
+    out: `[T, width]`, zero where no expert is here.
+    limit, alpha: as in `definitions.experts`.
+    gate_up_bias, down_bias: `[E, 2 · inner]`, `[E, width]`, added to the products.
+    add: the sum is added to what out holds, such as a shared expert's result.
 
-    x `[T, width]` with contiguous rows; routing by `route` with `tile_rows_of(T)`; gate_up `[E, 2 · inner, width]`,
-    gate's rows first; down `[E, width, inner]`; out `[T, width]`, zero where no expert is here. limit, alpha: as
-    in `plain.experts`. Biases `[E, 2 · inner]` and `[E, width]` are added to the products.
+    Weights in FP8 have blocks of 32, 64 or 128 columns, and the rows of both products are quantised by groups of as
+    many columns. With few rows, programs share the depth of each product: each takes a tile's depth (0: as
+    `float8_linear.parts_of` says), and the next kernel adds the parts. With many rows a tile's depth is one group, and
+    the first product's columns are one group of the second, whose rows it quantises.
 
-    Both weights may be in FP8, by blocks whose columns are 32, 64 or 128: then the rows of both products are quantised
-    by groups of as many columns, those of x here unless they come so. With few rows the depth of each product is dealt
-    out over programs, a tile's depth to each (0: as much as is needed for `float8.parts_of`), and what comes next adds
-    the parts. With many rows a tile's depth is a group, and the first product's columns are a group of the second,
-    whose rows it quantises.
     Raises ValueError where shapes or dtypes do not fit together.
     """
     if not _check(x, routing, gate_up, down, out, gate_up_bias, down_bias):
@@ -216,14 +217,16 @@ def experts(
         (_, up_scale, up_unit), (_, down_scale, down_unit) = gate_up, down
         if inner % up_unit[0]:
             raise ValueError(f"up begins at row {inner}, in the middle of a block of {up_unit[0]}")
-        x = x if isinstance(x, Fp8Rows) else float8.quantise(x, up_unit[1])
+        x = x if isinstance(x, Fp8Rows) else float8_linear.quantise(x, up_unit[1])
         given, x_scale, found = x
         if found != up_unit[1]:
             raise ValueError(f"x comes by groups of {found} columns, gate_up by {up_unit[1]}")
         shipped = float8_tiles_of(rows)
         up_tile, down_tile = up_tile or shipped[0], down_tile or shipped[1]
-        if rows <= float8.FEW_ROWS:
-            parts = moe_float8.parts_of_pairs(x, routing, gate_up, down, up_tile, down_tile, limit, alpha, gate_up_bias)
+        if rows <= float8_linear.FEW_ROWS:
+            parts = fused_experts_float8.parts_of_pairs(
+                x, routing, gate_up, down, up_tile, down_tile, limit, alpha, gate_up_bias
+            )
             return _sum(parts, routing, out, parts.shape[0], down_bias, add)
         hidden = out.new_empty(pairs, inner, dtype=last.dtype)
         hidden_scale = down_scale.new_empty(pairs, cdiv(inner, down_unit[1]))
@@ -276,7 +279,7 @@ def _check(
 
 
 def _sum(parts: Tensor, routing: Routing, out: Tensor, count: int, bias: Tensor | None, add: bool) -> Tensor:
-    """Fills and returns out; count: the parts, 0 where pairs have their bias and weight already."""
+    """Fills and returns out. count: as PARTS of `_sum_choices`."""
     rows, width = out.shape
     block = min(1024, next_power_of_2(width))
     _sum_choices[(rows, cdiv(width, block))](

@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Fp8Rows, Fp8Weight
-from weft.kernels.triton import float8_linear as float8
-from weft.kernels.triton import overlap
+from weft.kernels.triton import float8_linear, overlap
 from weft.kernels.triton.experts_tiles import ExpertsTile
 from weft.kernels.triton.launch import cdiv, kernel
 from weft.kernels.triton.rms_norm import activated
@@ -46,7 +45,7 @@ def _gate_parts(
         at = bias + mine * (2 * INNER) + column
         gate += tl.load(at, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32)
-    value, scale = float8.to_float8(tl.where(inside, activated(gate, up, LIMIT, ALPHA), 0.0))
+    value, scale = float8_linear.to_float8(tl.where(inside, activated(gate, up, LIMIT, ALPHA), 0.0))
     tl.store(out + pair * INNER + column, value, mask=inside)
     ALL: tl.constexpr = (INNER + GROUP - 1) // GROUP
     tl.store(out_scale + pair * ALL + group, scale, mask=group < ALL)
@@ -74,7 +73,7 @@ def parts_of_pairs(
         x.scales.new_empty(parts.shape[1], cdiv(inner, group_size)),
         group_size,
     )
-    groups = float8.groups_of_program(group_size, hidden.scales.shape[1])
+    groups = float8_linear.groups_of_program(group_size, hidden.scales.shape[1])
     _gate_parts[(parts.shape[1], cdiv(hidden.scales.shape[1], groups))](
         parts, parts if gate_up_bias is None else gate_up_bias, routing.expert, hidden.values, hidden.scales,
         parts.stride(0), INNER=inner, PARTS=parts.shape[0], BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha,
@@ -88,10 +87,10 @@ def _parts(x: Fp8Rows, routing: Routing, weight: Fp8Weight, k: int, cut: Experts
     (_, outputs, width), (unit, group_size) = weight.values.shape, weight.unit
     order, tile_expert, tiles = routing.tiles()
     programs, groups, pairs = tiles * cdiv(outputs, cut.columns), cdiv(width, group_size), routing.expert.numel()
-    wanted = cdiv(width, cut.depth) if cut.depth else float8.parts_of(programs, groups, PROGRAMS)
+    wanted = cdiv(width, cut.depth) if cut.depth else float8_linear.parts_of(programs, groups, PROGRAMS)
     depth = cdiv(groups, wanted)
     out = x.scales.new_empty(cdiv(groups, depth), pairs, outputs)
-    float8.multiply[(programs, out.shape[0])](
+    float8_linear.multiply[(programs, out.shape[0])](
         x.values, x.scales, weight.values, weight.scales, order, tile_expert, out, pairs, outputs, depth,
         x.values.stride(0), outputs, out.stride(0), WIDTH=width, GROUP=group_size, UNIT=unit, K=k,
         SORTED=routing.order is not None, BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns, num_warps=cut.warps,

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.parts import Parts, in_parts
+from weft.kernels.split_k import SplitKPartials, as_partials
 from weft.kernels.triton import overlap
-from weft.kernels.triton.dense import load_parts
+from weft.kernels.triton.dense import load_partials
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
@@ -48,19 +48,19 @@ def _norm_rope_cache(
         real = slot >= 0  # keys and values of a row without a slot go nowhere
     if head >= HEADS + KV_HEADS:
         d = tl.arange(0, BLOCK_D)[None, :]
-        v = load_parts(at + d, part, bias + d, real & (d < D), PARTS, BIAS, dtype).to(dtype)
+        v = load_partials(at + d, part, bias + d, real & (d < D), PARTS, BIAS, dtype).to(dtype)
         tl.store(values + slot * v_slot + (head - HEADS - KV_HEADS) * v_head + d, v, mask=real & (d < D))
         return
     i = tl.arange(0, BLOCK_PAIRS)[None, :]
     paired = real & (i < TURNED // 2)
     left_at, right_at = _pair(i, TURNED, INTERLEAVED)
     rest_at = TURNED + tl.arange(0, BLOCK_REST)[None, :]
-    left = load_parts(at + left_at, part, bias + left_at, paired, PARTS, BIAS, dtype)
-    right = load_parts(at + right_at, part, bias + right_at, paired, PARTS, BIAS, dtype)
+    left = load_partials(at + left_at, part, bias + left_at, paired, PARTS, BIAS, dtype)
+    right = load_partials(at + right_at, part, bias + right_at, paired, PARTS, BIAS, dtype)
     c = tl.load(cos + row * angle_row + i, mask=paired, other=0.0).to(tl.float32)
     s = tl.load(sin + row * angle_row + i, mask=paired, other=0.0).to(tl.float32)
     if TURNED < D:
-        rest = load_parts(at + rest_at, part, bias + rest_at, real & (rest_at < D), PARTS, BIAS, dtype)
+        rest = load_partials(at + rest_at, part, bias + rest_at, real & (rest_at < D), PARTS, BIAS, dtype)
     if NORM:
         square = tl.sum(left * left + right * right, 1, keep_dims=True)
         if TURNED < D:
@@ -84,7 +84,7 @@ def _norm_rope_cache(
 
 
 def norm_rope_cache(
-    qkv: Tensor | Parts,
+    qkv: Tensor | SplitKPartials,
     heads: int,
     cos: Tensor,
     sin: Tensor,
@@ -108,7 +108,7 @@ def norm_rope_cache(
     divided by √(mean of squares + eps) and multiplied by it; both or neither.
     Raises ValueError where shapes or dtypes do not fit together.
     """
-    (parts, bias, dtype), (_, kv_heads, d) = in_parts(qkv), keys.shape
+    (parts, bias, dtype), (_, kv_heads, d) = as_partials(qkv), keys.shape
     count, rows, features = parts.shape
     turned = 2 * cos.shape[-1]
     if features != (heads + 2 * kv_heads) * d or turned > d or values.shape != keys.shape:

@@ -17,7 +17,7 @@ from weft.kernels.triton.decode_attention import LN2, LOG2E
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
-class Tile(NamedTuple):
+class PrefillTile(NamedTuple):
     """A program's block: queries (rows times heads), tokens of a turn, warps, stages of the pipeline of loads."""
 
     queries: int
@@ -108,15 +108,15 @@ def _attend(
         tl.store(lse + row.to(tl.int64) * HEADS + head, found, mask=real)
 
 
-def tile_of(head_dim: int, element_size: int) -> Tile:
+def tile_of(head_dim: int, element_size: int) -> PrefillTile:
     """By the model's shape alone, so that a row has the same bits in every step."""
     if element_size > 2:
-        return Tile(32, 16, 4, 1)
+        return PrefillTile(32, 16, 4, 1)
     if head_dim <= 128:
-        return Tile(128, 64, 8, 3)
+        return PrefillTile(128, 64, 8, 3)
     if head_dim <= 256:
-        return Tile(64, 64, 8, 2)
-    return Tile(64, 16, 8, 2)
+        return PrefillTile(64, 64, 8, 2)
+    return PrefillTile(64, 16, 8, 2)
 
 
 def prefill_attention(
@@ -132,7 +132,7 @@ def prefill_attention(
     *,
     window: int | None = None,
     lse: Tensor | None = None,
-    tile: Tile | None = None,
+    tile: PrefillTile | None = None,
 ) -> None:
     """softmax(scale · q Kᵀ) V of every row of the sequences that have two rows or more; the others' are left alone.
 

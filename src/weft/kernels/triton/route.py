@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.parts import Parts, in_parts
+from weft.kernels.split_k import SplitKPartials, as_partials
 from weft.kernels.triton import overlap
-from weft.kernels.triton.dense import LANGUAGE, load_parts
+from weft.kernels.triton.dense import LANGUAGE, load_partials
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 CHUNKS = 128, 2048
@@ -124,7 +124,7 @@ def _route(
     here = row < tl.minimum(tl.load(live), rows)
     known = here[:, None] & wanted[None, :]
     logits += row.to(tl.int64)[:, None] * row_stride + e[None, :]
-    x = load_parts(logits, part, offset + e[None, :], known, PARTS, OFFSET, DTYPE)
+    x = load_partials(logits, part, offset + e[None, :], known, PARTS, OFFSET, DTYPE)
     x = tl.where(known, x, float("-inf"))
     x = tl.where(here[:, None] | (c > 0)[None, :], x, 0.0)  # a row that is not live must not make a NaN
     if SIGMOID:
@@ -227,7 +227,7 @@ def pairs_of(
 
 
 def choose(
-    logits: Tensor | Parts,
+    logits: Tensor | SplitKPartials,
     rule: Rule,
     live: Tensor,
     first: int = 0,
@@ -235,7 +235,7 @@ def choose(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(weight float32 `[T, k]`, expert int32 `[T, k]`): as `route` chooses."""
-    found = in_parts(logits)
+    found = as_partials(logits)
     parts, offset = found.values, found.bias
     (count, rows, experts), k = parts.shape, rule.k
     weight = parts.new_empty(rows, k, dtype=torch.float32)
@@ -258,7 +258,7 @@ def choose(
 
 
 def route(
-    logits: Tensor | Parts,
+    logits: Tensor | SplitKPartials,
     rule: Rule,
     live: Tensor,
     tile_rows: int,
@@ -275,7 +275,7 @@ def route(
     and their logits are not read. first, held: the experts that are here; all where held is None.
     Raises ValueError where shapes do not fit together.
     """
-    experts = (logits.values if isinstance(logits, Parts) else logits).shape[-1]
+    experts = (logits.values if isinstance(logits, SplitKPartials) else logits).shape[-1]
     held = experts - first if held is None else held
     weight, expert = choose(logits, rule, live, first, held, bias)
     if expert.numel() * 4 <= experts:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Parts(NamedTuple):
+class SplitKPartials(NamedTuple):
     """A product whose depth was cut: float32 `[parts, T, N]`, to be added in their order, and then to bias `[N]`.
 
     dtype: to which the sum is then rounded.
@@ -18,7 +18,7 @@ class Parts(NamedTuple):
     bias: Tensor | None
     dtype: torch.dtype
 
-    def whole(self) -> Tensor:
+    def total(self) -> Tensor:
         """The product, `[T, N]`."""
         total = self.values[0]
         for part in self.values[1:]:
@@ -26,6 +26,6 @@ class Parts(NamedTuple):
         return (total if self.bias is None else total + self.bias).to(self.dtype)
 
 
-def in_parts(x: Tensor | Parts) -> Parts:
+def as_partials(x: Tensor | SplitKPartials) -> SplitKPartials:
     """What is whole as a single part."""
-    return x if isinstance(x, Parts) else Parts(x[None], None, x.dtype)
+    return x if isinstance(x, SplitKPartials) else SplitKPartials(x[None], None, x.dtype)

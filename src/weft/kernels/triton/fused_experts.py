@@ -6,8 +6,8 @@
 
 Nothing is added atomically, so the bits are the same every time. Products accumulate in float32; between the kernels
 values have x's dtype. Gate and up rows of a weight lie as checkpoints have them, one block after the other: a program
-reads a tile of each, so no weight is permuted. Two variants were slower on an H200: one kernel for down and sum, by 11 µs
-for one row; and reading a product's weights while the kernel before still runs (docs/gpu-engine.md).
+reads a tile of each, so no weight is permuted. Two variants were slower on an H200: one kernel for down and sum, by
+11 µs for one row; and reading a product's weights while the kernel before still runs (docs/gpu-engine.md).
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def experts(
 
     x: `[T, width]` with contiguous rows; with weights in FP8 also its quantised rows.
     routing: by `route` with `tile_rows_of(T)`.
-    gate_up: `[E, 2 · inner, width]`, gate's rows first. down: `[E, width, inner]`. Both contiguous, both in FP8 or none.
+    gate_up: `[E, 2 · inner, width]`, gate's rows first. down: `[E, width, inner]`. Contiguous, and both in FP8 or none.
     out: `[T, width]`, zero where no expert is here.
     limit, alpha: as in `definitions.experts`.
     gate_up_bias, down_bias: `[E, 2 · inner]`, `[E, width]`, added to the products.

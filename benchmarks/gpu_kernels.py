@@ -273,16 +273,16 @@ def time_norm_rope_cache(report: Report, rows: int) -> None:
 
     def today(x: Tensor, c: Tensor) -> Tensor:
         q, k, v = x.unflatten(1, (-1, HEAD_DIM)).split((HEADS, KV_HEADS, KV_HEADS), 1)
-        turned = []
+        rotated = []
         for part in (q, k):
             wide = part.float()
             y = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(BF16)
             left, right = y.chunk(2, -1)
             swapped = torch.cat((-right, left), -1)
-            turned.append(y * torch.cat((cos, cos), -1)[:, None] + swapped * torch.cat((sin, sin), -1)[:, None])
-        c[0].index_copy_(0, kept, turned[1])
+            rotated.append(y * torch.cat((cos, cos), -1)[:, None] + swapped * torch.cat((sin, sin), -1)[:, None])
+        c[0].index_copy_(0, kept, rotated[1])
         c[1].index_copy_(0, kept, v)
-        return turned[0]
+        return rotated[0]
 
     stored, wanted_stored = cache[0].clone(), cache[0].double()
     found = ours(qkv[0], stored)

@@ -46,7 +46,7 @@ def logits_of(model: Any) -> Callable[[Tensor], Tensor]:
     "family, changes",
     [
         ("deepseek_v3", dict(rope_interleave=None)),  # null is false, a missing one true
-        ("glm4_moe", dict(partial_rotary_factor=None)),  # null turns whole heads, a missing one half of each
+        ("glm4_moe", dict(partial_rotary_factor=None)),  # null rotates whole heads, a missing one half of each
         ("qwen2_moe", dict(num_experts=0, mlp_only_layers=[])),  # an MLP in every layer
         ("qwen3_moe", dict(num_experts=0)),
     ],
@@ -105,7 +105,7 @@ NO_WINDOW = "needs a value for 'sliding_window'"
         ("step3p5", dict(num_attention_groups=1), "'num_attention_groups' .value 2. is not supported"),
         ("qwen3", dict(num_attention_heads=5), "num_attention_heads=5 is not a multiple of num_key_value_heads=2"),
         ("qwen3", dict(num_attention_heads=0), "num_attention_heads=0 is not an integer of 1 or more"),
-        ("step3p5", dict(partial_rotary_factors=[0.4] * 6), "turn pairs of elements, but 3 elements"),
+        ("step3p5", dict(partial_rotary_factors=[0.4] * 6), "rotate pairs of elements, but 3 elements"),
         ("qwen3_moe", dict(decoder_sparse_step=0), "decoder_sparse_step=0 is not an integer of 1 or more"),
     ],
 )

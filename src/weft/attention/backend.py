@@ -15,7 +15,7 @@ from weft.kv.cache import KVCache
 
 
 class RotaryTable(Protocol):
-    """A rotary embedding's table: cos, sin `[T, 1, dim]`; turns `[T, heads, dim]`."""
+    """A rotary embedding's table: cos, sin `[T, 1, dim]`; rotates `[T, heads, dim]`."""
 
     @property
     def cos(self) -> Tensor: ...

@@ -102,7 +102,7 @@ class PagedTriton(SDPA):
         else:  # both parts of what attends are written side by side, where a concatenation would copy them
             n, width = keys.shape[1:]
             whole = q.new_empty(*q.shape[:2], width + parts.dim - n)
-            store(interleaved=rotary.interleaved, q_turned=whole[..., width:])
+            store(interleaved=rotary.interleaved, q_rotated=whole[..., width:])
             torch.bmm(q[..., :n].transpose(0, 1), keys, out=whole[..., :width].transpose(0, 1))
             q, absorbed = whole, Absorbed(None, absorbed.values)
         return self._attend(layer, q, scale, False, absorbed, parts.gathered)[0]

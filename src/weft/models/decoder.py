@@ -24,7 +24,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def ropes_of_layers(self) -> Sequence[Rope]:
-        """What layers choose from, by number, to turn queries and keys."""
+        """The rotary embeddings that layers choose from, by number."""
         return (self.rope,)
 
     @abstractmethod
@@ -39,7 +39,7 @@ class DecoderLayer(Layer):
     """Attention on the DP group's tokens, then experts (or an MLP) on everyone's.
 
     attention: (Hidden, RotaryTable, Caches) → Hidden; mlp: Hidden → Hidden, of the rows that it
-    `takes`. rope: which of the decoder's turns its queries and keys.
+    `takes`. rope: number of the decoder's rotary embedding for its queries and keys.
     """
 
     def __init__(self, b: Builder, path: str, c: ModelConfig, attention: Layer, mlp: FeedForward, rope: int = 0):

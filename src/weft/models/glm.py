@@ -1,4 +1,4 @@
-"""GLM-4.5 and GLM-4.5-Air (arXiv 2508.06471): grouped-query attention that turns half of each head, and experts."""
+"""GLM-4.5 and GLM-4.5-Air (arXiv 2508.06471): grouped-query attention that rotates half of each head, and experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-OSS (arXiv 2508.10925): windows and full attention by turns, sinks, biases everywhere, experts in MXFP4."""
+"""GPT-OSS (arXiv 2508.10925): windows and full attention in alternation, sinks, biases everywhere, experts in MXFP4."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class ModelConfig(ABC):
     """What every family has; each adds its own fields.
 
     family: the model type that the registry knows it by. Widths in elements. max_position: tokens of a sequence, at
-    most. dtype: the checkpoint's. rope: what turns queries and keys, where a layer says nothing else. storage: of the
+    most. dtype: the checkpoint's. rope: the rotary embedding of queries and keys, where a layer says nothing else. storage: of the
     weights. norms_less_one: norms store their weights' difference from one. prefix:
     of the decoder's weights. split_vocabulary, replicate_queries: the layout's choices, not config.json's: embedding
     and head are split over attn_tp by tokens of the vocabulary; each rank of a dcp group makes the queries of all.
@@ -157,7 +157,7 @@ def common_fields(
     rope: Rope | None = None,
     eps: float | None = None,
 ) -> dict[str, Any]:
-    """ModelConfig's own fields. rope_dim: how many of a head's elements are turned, if not all; interleaved: as `Rope`.
+    """ModelConfig's own fields. rope_dim: how many of a head's elements are rotated, if not all; interleaved: as `Rope`.
 
     rope: where the family has read it otherwise than from `rope_parameters`. eps: of the norms, where a config may
     leave it out. Raises ModelError.
@@ -212,7 +212,7 @@ def _storage(fields: Fields) -> Storage:
 
 
 def rope_of(parameters: Mapping[str, Any], dim: int, max_position: int, interleaved: bool = False) -> Rope:
-    """Checks parameters as transformers names them. dim: elements of a head that are turned. Raises ModelError."""
+    """Checks parameters as transformers names them. dim: elements of a head that are rotated. Raises ModelError."""
     kind = parameters.get("rope_type", "default")
     if kind not in ROPES:
         raise ModelError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPES)}")
@@ -220,5 +220,5 @@ def rope_of(parameters: Mapping[str, Any], dim: int, max_position: int, interlea
         if name not in ROPES[kind] and value is not None and (name, value) != ("partial_rotary_factor", 1.0):
             raise ModelError(f"rope type {kind!r}: parameter {name!r} (value {value!r}) is not understood")
     if dim < 2 or dim % 2:
-        raise ModelError(f"rotary embeddings turn pairs of elements, but {dim} elements of a head are to be turned")
+        raise ModelError(f"rotary embeddings rotate pairs of elements, but {dim} elements of a head are to be rotated")
     return Rope(parameters, dim, max_position, interleaved)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864): its frequencies, and how it turns queries and keys."""
+"""Rotary position embedding (arXiv 2104.09864): its frequencies, and how it rotates queries and keys."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ ROPES: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class Rope:
-    """parameters: as transformers names them (`rope_parameters`). dim: elements of a head that are turned, the first.
+    """parameters: as transformers names them (`rope_parameters`). dim: elements of a head that are rotated: the first ones.
 
-    interleaved: an angle turns two neighbouring elements (DeepSeek), else an element of each half (most checkpoints).
+    interleaved: an angle rotates two neighbouring elements (DeepSeek), else an element of each half (most checkpoints).
     """
 
     parameters: Mapping[str, Any]
@@ -77,10 +77,10 @@ class RotaryTable:
     interleaved: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Turns the first `dim` elements of x `[T, heads, at least dim]`."""
-        turned = self.cos.shape[-1]
-        if turned < x.shape[-1]:
-            return torch.cat((self(x[..., :turned]), x[..., turned:]), dim=-1)
+        """Rotates the first `dim` elements of x `[T, heads, at least dim]`."""
+        rotary_dim = self.cos.shape[-1]
+        if rotary_dim < x.shape[-1]:
+            return torch.cat((self(x[..., :rotary_dim]), x[..., rotary_dim:]), dim=-1)
         if self.interleaved:
             across = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
         else:

@@ -1,4 +1,4 @@
-"""Step-3.5-Flash: full attention and windows by turns, heads behind gates, norms about one, a shared expert."""
+"""Step-3.5-Flash: full attention and windows in alternation, heads behind gates, norms about one, a shared expert."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STORED = Stored("moe.gate", "moe.router_bias", "moe", "stacked", "share_expert")
 
 @dataclass(frozen=True)
 class StepConfig(DecoderConfig):
-    """Widths in elements. heads: of each layer; rope_of_layer: which of `ropes` it turns by.
+    """Widths in elements. heads: of each layer; rope_of_layer: which of `ropes` rotates it.
 
     limits, shared_limits: of the gated products of each layer's routed experts, and of its shared expert or MLP
     (`weft.kernels.torch_reference.gated`).
@@ -101,8 +101,8 @@ def read(fields: Fields) -> StepConfig:
             raise ModelError(
                 f"layer type {kind!r} is not supported for {fields.family!r}; supported: {FULL}, {SLIDING}"
             )
-    turned = tuple(dict.fromkeys(kinds))
-    ropes = tuple((_written_rope if written else _published_rope)(fields, kind, kinds) for kind in turned)
+    rotated_kinds = tuple(dict.fromkeys(kinds))
+    ropes = tuple((_written_rope if written else _published_rope)(fields, kind, kinds) for kind in rotated_kinds)
     groups, experts, chosen = (
         fields.size(theirs if written else name)
         for name, theirs in (
@@ -121,7 +121,7 @@ def read(fields: Fields) -> StepConfig:
         **common,
         heads=tuple(heads[kind] for kind in kinds),
         ropes=ropes,
-        rope_of_layer=tuple(turned.index(kind) for kind in kinds),
+        rope_of_layer=tuple(rotated_kinds.index(kind) for kind in kinds),
         intermediate_size=fields.need("intermediate_size"),
         moe_layers=_written_moe_layers(fields, layers) if written else _published_moe_layers(fields, layers),
         num_experts=experts,
@@ -166,7 +166,7 @@ def _written_moe_layers(fields: Fields, layers: range) -> frozenset[int]:
 
 
 def _published_rope(fields: Fields, kind: str, kinds: Sequence[str]) -> Rope:
-    """How layers of a kind turn queries and keys. Raises ModelError where they do not all do so alike."""
+    """How layers of a kind rotate queries and keys. Raises ModelError where they do not all do so alike."""
     layers = range(len(kinds))
     bases = _by_layer(fields, "rope_theta", layers)
     parts = _by_layer(fields, "partial_rotary_factors", layers, 1.0)

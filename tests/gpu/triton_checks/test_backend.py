@@ -111,21 +111,23 @@ def test_dealt_tokens(spec: PagedKV | Latent, device: torch.device) -> None:
 )
 def test_latent_projections(spans: list[tuple[int, int]], more: int, interleaved: bool, device: torch.device) -> None:
     """Norm, rotary, the cache's write and attention, from the projections: as torch's backend has them."""
-    turned, latent, heads, nope = 4, 8, 4, 6
-    made = make_case(spans, seed=3, spec=Latent(latent + turned, latent))
+    rotary_dim, latent, heads, nope = 4, 8, 4, 6
+    made = make_case(spans, seed=3, spec=Latent(latent + rotary_dim, latent))
     live = len(made.batch.tokens)
     rows = live + 2 * more
     roomier = roomy(made, rows, len(spans) + more) if more else made
     cases = [on(device, replace(roomier, cache=copy.deepcopy(made.cache))) for _ in range(2)]
     torch.manual_seed(5)
-    angle = torch.rand(rows, 1, turned // 2) * 9
+    angle = torch.rand(rows, 1, rotary_dim // 2) * 9
     angle = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
     norm = HeadNorm(Builder(Mesh(), 0, torch.float32, torch.device("cpu")), "norm", latent, 1e-6)
     torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
-    parts = LatentSplit(nope + turned, RotaryTable(angle.cos().to(device), angle.sin().to(device), interleaved), norm)
+    parts = LatentSplit(
+        nope + rotary_dim, RotaryTable(angle.cos().to(device), angle.sin().to(device), interleaved), norm
+    )
     norm.to(device)
     absorbed = Absorbed(torch.randn(heads, nope, latent).to(device), torch.randn(heads, 5, latent).to(device))
-    q, kv = torch.randn(rows, heads * parts.dim).to(device), torch.randn(rows, latent + turned).to(device)
+    q, kv = torch.randn(rows, heads * parts.dim).to(device), torch.randn(rows, latent + rotary_dim).to(device)
     outs = []
     for case, make in zip(cases, (SDPA, PagedTriton), strict=True):
         backend = make(case.cache)

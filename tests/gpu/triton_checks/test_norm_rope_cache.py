@@ -21,13 +21,13 @@ NAN = float("nan")
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("turned", [8, 24], ids="turned{}".format)
-def test_norm_rope_cache(interleaved: bool, norm: bool, turned: int, seed: int, device: torch.device) -> None:
+@pytest.mark.parametrize("rotary_dim", [8, 24], ids="rotary_dim{}".format)
+def test_norm_rope_cache(interleaved: bool, norm: bool, rotary_dim: int, seed: int, device: torch.device) -> None:
     rows, heads, kv_heads, dim = 5, 3, 2, 24
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device) * 3
     slots = torch.tensor([6, -1, 0, 3, -1], dtype=torch.int32, device=device)
     qkv[-1] = NAN  # a row that is only there to fill the graph
-    angle = torch.rand(rows, turned // 2, device=device) * 9
+    angle = torch.rand(rows, rotary_dim // 2, device=device) * 9
     weights = {"q_weight": torch.randn(dim, device=device), "k_weight": torch.randn(dim, device=device), "eps": 1e-3}
     options = {**(weights if norm else {}), "interleaved": interleaved}
     cache = torch.full((2, 8, kv_heads, dim), NAN, device=device)
@@ -42,16 +42,16 @@ def test_norm_rope_cache(interleaved: bool, norm: bool, turned: int, seed: int, 
     assert cache[:, untouched].isnan().all() and not cache[:, [6, 0, 3]].isnan().any()
 
 
-@pytest.mark.parametrize("turned, biased", [(8, True), (24, False)])
-def test_a_product_that_comes_as_partials(turned: int, biased: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("rotary_dim, biased", [(8, True), (24, False)])
+def test_a_product_that_comes_as_partials(rotary_dim: int, biased: bool, device: torch.device) -> None:
     """Added in their order, then to the bias, and rounded before anything else is done."""
-    torch.manual_seed(turned)
+    torch.manual_seed(rotary_dim)
     rows, heads, kv_heads, dim, dtype = 3, 3, 2, 24, torch.float16
     values = torch.randn(4, rows, (heads + 2 * kv_heads) * dim, device=device)
     bias = torch.randn(values.shape[2], device=device).to(dtype) * 30 if biased else None
     product = SplitKPartials(values, bias, dtype)
     slots, weight = torch.tensor([2, -1, 0], device=device).int(), torch.randn(dim, device=device)
-    angle = torch.rand(rows, turned // 2, device=device) * 9
+    angle = torch.rand(rows, rotary_dim // 2, device=device) * 9
     given = (heads, angle.cos(), angle.sin(), slots)
     caches = torch.full((2, 2, 4, kv_heads, dim), NAN, device=device, dtype=dtype)
     more = dict(q_weight=weight, k_weight=weight, eps=1e-3) if biased else {}
@@ -90,12 +90,12 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("heads", [3, 33])
 def test_latent_rope_cache(interleaved: bool, heads: int, seed: int, device: torch.device) -> None:
-    rows, dim, latent, turned = 5, 20, 24, 12
-    q, kv = torch.randn(rows, heads, dim, device=device), torch.randn(rows, latent + turned, device=device) * 3
+    rows, dim, latent, rotary_dim = 5, 20, 24, 12
+    q, kv = torch.randn(rows, heads, dim, device=device), torch.randn(rows, latent + rotary_dim, device=device) * 3
     slots = torch.tensor([6, -1, 0, 3, -1], device=device)
     q[-1], kv[-1] = NAN, NAN  # a row that is only there to fill the graph
-    weight, cache = torch.randn(latent, device=device), torch.full((8, 1, latent + turned), NAN, device=device)
-    angle = torch.rand(rows, turned // 2, device=device) * 9
+    weight, cache = torch.randn(latent, device=device), torch.full((8, 1, latent + rotary_dim), NAN, device=device)
+    angle = torch.rand(rows, rotary_dim // 2, device=device) * 9
     angle = angle.repeat_interleave(2, 1) if interleaved else torch.cat((angle, angle), 1)
     table = (angle.cos(), angle.sin())
     wanted, wanted_cache = q.double(), cache.double()
@@ -103,15 +103,15 @@ def test_latent_rope_cache(interleaved: bool, heads: int, seed: int, device: tor
     definitions.latent_rope_cache(
         wanted, kv.double(), *wide, slots, wanted_cache, weight, 1e-3, interleaved=interleaved
     )
-    untouched = q[..., : dim - turned].clone()
-    beside = torch.full((rows, heads, turned + 5), NAN, device=device)
+    untouched = q[..., : dim - rotary_dim].clone()
+    beside = torch.full((rows, heads, rotary_dim + 5), NAN, device=device)
     given, to = q.clone(), beside[..., 5:]
     kernels.latent_rope_cache(q, kv, *table, slots, cache, weight, 1e-3, interleaved=interleaved, q_turned=to)
     assert torch.equal(q[:-1], given[:-1]) and beside[..., :5].isnan().all()
     kernels.latent_rope_cache(q, kv, *table, slots, cache, weight, 1e-3, interleaved=interleaved)
-    assert torch.equal(to[:-1], q[:-1, :, dim - turned :])
+    assert torch.equal(to[:-1], q[:-1, :, dim - rotary_dim :])
     assert torch.allclose(q[:-1].double(), wanted[:-1], rtol=1e-5, atol=1e-5)
-    assert torch.equal(q[:-1, :, : dim - turned], untouched[:-1])
+    assert torch.equal(q[:-1, :, : dim - rotary_dim], untouched[:-1])
     assert torch.allclose(cache.double(), wanted_cache, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert cache[[1, 2, 4, 5, 7]].isnan().all() and not cache[[6, 0, 3]].isnan().any()
     turn = LatentSplit(dim, RotaryTable(*(t[:, None] for t in table), interleaved), Norm(weight, 1e-3))

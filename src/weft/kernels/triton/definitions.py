@@ -129,17 +129,17 @@ def norm_rope_cache(
     wide = torch.promote_types(qkv.dtype, torch.float32)
     q, k, v = qkv.unflatten(1, (-1, d)).split((heads, kv_heads, kv_heads), 1)
 
-    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+    def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
         x = x.to(wide)
         if weight is not None:
             x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
         part, rest = x.split((2 * cos.shape[1], d - 2 * cos.shape[1]), -1)
-        return torch.cat((_turn(part, cos.to(wide)[:, None], sin.to(wide)[:, None], interleaved), rest), -1)
+        return torch.cat((_rotate(part, cos.to(wide)[:, None], sin.to(wide)[:, None], interleaved), rest), -1)
 
     kept = slots >= 0
-    keys[slots[kept].long()] = turned(k, k_weight)[kept].to(keys.dtype)
+    keys[slots[kept].long()] = rotated(k, k_weight)[kept].to(keys.dtype)
     values[slots[kept].long()] = v[kept]
-    return turned(q, q_weight).to(qkv.dtype)
+    return rotated(q, q_weight).to(qkv.dtype)
 
 
 def latent_rope_cache(
@@ -154,17 +154,17 @@ def latent_rope_cache(
     *,
     interleaved: bool = False,
 ) -> None:
-    """The queries are turned in place; latent vectors and keys are stored."""
-    wide, turned, kept = torch.promote_types(q.dtype, torch.float32), cos.shape[1], slots >= 0
-    c, s = (t[:, 0::2] if interleaved else t[:, : turned // 2] for t in (cos.to(wide), sin.to(wide)))
-    q[..., -turned:] = _turn(q[..., -turned:].to(wide), c[:, None], s[:, None], interleaved).to(q.dtype)
-    latent = kv[:, :-turned].to(wide)
+    """The queries are rotated in place; latent vectors and keys are stored."""
+    wide, rotary_dim, kept = torch.promote_types(q.dtype, torch.float32), cos.shape[1], slots >= 0
+    c, s = (t[:, 0::2] if interleaved else t[:, : rotary_dim // 2] for t in (cos.to(wide), sin.to(wide)))
+    q[..., -rotary_dim:] = _rotate(q[..., -rotary_dim:].to(wide), c[:, None], s[:, None], interleaved).to(q.dtype)
+    latent = kv[:, :-rotary_dim].to(wide)
     latent = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
-    both = torch.cat((latent, _turn(kv[:, -turned:].to(wide), c, s, interleaved)), -1)
+    both = torch.cat((latent, _rotate(kv[:, -rotary_dim:].to(wide), c, s, interleaved)), -1)
     latents[slots[kept].long(), 0] = both[kept].to(latents.dtype)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotates pairs of the last dimension: its halves, or, interleaved, neighbours. cos, sin: an angle a pair."""
     left, right = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     pair = (left * cos - right * sin, right * cos + left * sin)

@@ -27,7 +27,7 @@ def _embed(
 
 
 @triton.jit
-def _turn(angle):
+def _cos_sin_of(angle):
     """cos and sin of angles float32, to its last digits however large they are.
 
     Quarter turns are taken off in float64; of the rest, up to π / 4, polynomials are as good (those of Cephes). CUDA's
@@ -53,7 +53,7 @@ def _cos_sin(
     i = tl.arange(0, BLOCK)
     inside = i < PAIRS
     angle = tl.load(positions + row).to(tl.float32) * tl.load(inverse + i, mask=inside, other=0.0)
-    c, s = _turn(angle)
+    c, s = _cos_sin_of(angle)
     c, s = (c * factor).to(cos.dtype.element_ty), (s * factor).to(cos.dtype.element_ty)
     left = row * 2 * PAIRS + (2 * i if INTERLEAVED else i)
     right = left + (1 if INTERLEAVED else PAIRS)

@@ -17,14 +17,14 @@ from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
 @triton.jit
-def _pair(i, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Which two elements are turned with each other: of halves, or neighbours."""
+def _pair(i, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The two elements that one angle rotates: of either half, or neighbours."""
     if INTERLEAVED:
         left = 2 * i
         right = left + 1
     else:
         left = i
-        right = i + TURNED // 2
+        right = i + ROTARY // 2
     return left, right
 
 
@@ -32,7 +32,7 @@ def _pair(i, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr):
 def _norm_rope_cache(
     qkv, bias, q_weight, k_weight, cos, sin, slots, q_out, keys, values,
     rows, part, qkv_row, angle_row, q_row, q_head, k_slot, k_head, v_slot, v_head, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
     INTERLEAVED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_D: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -52,34 +52,34 @@ def _norm_rope_cache(
         tl.store(values + slot * v_slot + (head - HEADS - KV_HEADS) * v_head + d, v, mask=real & (d < D))
         return
     i = tl.arange(0, BLOCK_PAIRS)[None, :]
-    paired = real & (i < TURNED // 2)
-    left_at, right_at = _pair(i, TURNED, INTERLEAVED)
-    rest_at = TURNED + tl.arange(0, BLOCK_REST)[None, :]
+    paired = real & (i < ROTARY // 2)
+    left_at, right_at = _pair(i, ROTARY, INTERLEAVED)
+    rest_at = ROTARY + tl.arange(0, BLOCK_REST)[None, :]
     left = load_partials(at + left_at, part, bias + left_at, paired, PARTS, BIAS, dtype)
     right = load_partials(at + right_at, part, bias + right_at, paired, PARTS, BIAS, dtype)
     c = tl.load(cos + row * angle_row + i, mask=paired, other=0.0).to(tl.float32)
     s = tl.load(sin + row * angle_row + i, mask=paired, other=0.0).to(tl.float32)
-    if TURNED < D:
+    if ROTARY < D:
         rest = load_partials(at + rest_at, part, bias + rest_at, real & (rest_at < D), PARTS, BIAS, dtype)
     if NORM:
         square = tl.sum(left * left + right * right, 1, keep_dims=True)
-        if TURNED < D:
+        if ROTARY < D:
             square += tl.sum(rest * rest, 1, keep_dims=True)
         factor = tl.rsqrt(square / D + eps)
         weight = k_weight
         if head < HEADS:
             weight = q_weight
-        inside = i < TURNED // 2
+        inside = i < ROTARY // 2
         left *= factor * tl.load(weight + left_at, mask=inside, other=0.0).to(tl.float32)
         right *= factor * tl.load(weight + right_at, mask=inside, other=0.0).to(tl.float32)
-        if TURNED < D:
+        if ROTARY < D:
             rest *= factor * tl.load(weight + rest_at, mask=rest_at < D, other=0.0).to(tl.float32)
     to = keys + slot * k_slot + (head - HEADS) * k_head
     if head < HEADS:
         to = q_out + row.to(tl.int64) * q_row + head * q_head
     tl.store(to + left_at, (left * c - right * s).to(dtype), mask=paired)
     tl.store(to + right_at, (right * c + left * s).to(dtype), mask=paired)
-    if TURNED < D:
+    if ROTARY < D:
         tl.store(to + rest_at, rest.to(dtype), mask=real & (rest_at < D))
 
 
@@ -98,22 +98,22 @@ def norm_rope_cache(
     interleaved: bool = False,
     q_out: Tensor | None = None,
 ) -> Tensor:
-    """Turns queries and keys, stores keys and values at the rows' slots; gives the queries `[T, heads, D]`.
+    """Rotates queries and keys, stores keys and values at the rows' slots; gives the queries `[T, heads, D]`.
 
     qkv `[T, (heads + 2 · kv_heads) · D]`: queries, keys, values side by side, heads one after the other; its parts are
     added here.
-    cos, sin `[T, turned / 2]`, where a head's first `turned` elements are turned: element i with element
-    i + turned / 2, or, interleaved, element 2i with 2i + 1. slots int32 or int64 `[T]`; −1 stores nothing.
+    cos, sin `[T, rotary_dim / 2]`, where a head's first `rotary_dim` elements are rotated: element i with element
+    i + rotary_dim / 2, or, interleaved, element 2i with 2i + 1. slots int32 or int64 `[T]`; −1 stores nothing.
     keys, values `[slots, kv_heads, D]`, of qkv's dtype. q_weight, k_weight `[D]`: each head's query and key are first
     divided by √(mean of squares + eps) and multiplied by it; both or neither.
     Raises ValueError where shapes or dtypes do not fit together.
     """
     (parts, bias, dtype), (_, kv_heads, d) = as_partials(qkv), keys.shape
     count, rows, features = parts.shape
-    turned = 2 * cos.shape[-1]
-    if features != (heads + 2 * kv_heads) * d or turned > d or values.shape != keys.shape:
+    rotary_dim = 2 * cos.shape[-1]
+    if features != (heads + 2 * kv_heads) * d or rotary_dim > d or values.shape != keys.shape:
         raise ValueError(f"qkv is {[rows, features]} for {heads} heads, keys {list(keys.shape)}, cos {list(cos.shape)}")
-    if cos.shape != (rows, turned // 2) or sin.shape != cos.shape or sin.stride() != cos.stride():
+    if cos.shape != (rows, rotary_dim // 2) or sin.shape != cos.shape or sin.stride() != cos.stride():
         raise ValueError(f"cos is {list(cos.shape)}, sin {list(sin.shape)}; they must be alike, a row for each of qkv")
     if (q_weight is None) != (k_weight is None):
         raise ValueError("queries and keys are both normalised, or neither is")
@@ -128,9 +128,9 @@ def norm_rope_cache(
             parts, parts if bias is None else bias, parts if q_weight is None else q_weight,
             parts if k_weight is None else k_weight, cos, sin, slots, out, keys, values, rows, parts.stride(0),
             parts.stride(1), cos.stride(0), out.stride(0), out.stride(1), keys.stride(0), keys.stride(1),
-            values.stride(0), values.stride(1), eps, HEADS=heads, KV_HEADS=kv_heads, D=d, TURNED=turned,
+            values.stride(0), values.stride(1), eps, HEADS=heads, KV_HEADS=kv_heads, D=d, ROTARY=rotary_dim,
             NORM=q_weight is not None, INTERLEAVED=interleaved, BLOCK_T=block_t,
-            BLOCK_PAIRS=max(1, next_power_of_2(turned // 2)), BLOCK_REST=max(1, next_power_of_2(d - turned)),
+            BLOCK_PAIRS=max(1, next_power_of_2(rotary_dim // 2)), BLOCK_REST=max(1, next_power_of_2(d - rotary_dim)),
             BLOCK_D=next_power_of_2(d), PARTS=count, BIAS=bias is not None, num_warps=1 if block_t == 1 else 4,
             **overlap.options(),
         )  # fmt: skip
@@ -139,15 +139,15 @@ def norm_rope_cache(
 
 @kernel
 def _latent_rope_cache(
-    q, kv, weight, cos, sin, slots, latents, q_turned, q_row, kv_row, angle_row, latent_slot, to_row, to_head, eps,
-    HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    q, kv, weight, cos, sin, slots, latents, q_rotated, q_row, kv_row, angle_row, latent_slot, to_row, to_head, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, LATENT: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK_PAIRS)
-    paired = i < TURNED // 2
-    left_at, right_at = _pair(i, TURNED, INTERLEAVED)
+    paired = i < ROTARY // 2
+    left_at, right_at = _pair(i, ROTARY, INTERLEAVED)
     c = tl.load(cos + row * angle_row + left_at, mask=paired, other=0.0).to(tl.float32)
     s = tl.load(sin + row * angle_row + left_at, mask=paired, other=0.0).to(tl.float32)
     dtype = latents.dtype.element_ty
@@ -155,10 +155,10 @@ def _latent_rope_cache(
     if block > 0:
         head = (block - 1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         real = (head < HEADS) & paired[None, :]
-        at = q + row * q_row + head * DIM + DIM - TURNED
+        at = q + row * q_row + head * DIM + DIM - ROTARY
         left = tl.load(at + left_at[None, :], mask=real, other=0.0).to(tl.float32)
         right = tl.load(at + right_at[None, :], mask=real, other=0.0).to(tl.float32)
-        to = q_turned + row * to_row + head * to_head
+        to = q_rotated + row * to_row + head * to_head
         tl.store(to + left_at[None, :], (left * c[None, :] - right * s[None, :]).to(dtype), mask=real)
         tl.store(to + right_at[None, :], (right * c[None, :] + left * s[None, :]).to(dtype), mask=real)
         return
@@ -188,29 +188,29 @@ def latent_rope_cache(
     eps: float,
     *,
     interleaved: bool = False,
-    q_turned: Tensor | None = None,
+    q_rotated: Tensor | None = None,
 ) -> None:
-    """Turns the last elements of each head of the queries, in place or into q_turned `[T, heads, turned]`; normalises
-    latent vectors, turns the key behind each and stores both at the rows' slots (multi-head latent attention, arXiv
+    """Rotates the last elements of each head of the queries, in place or into q_rotated `[T, heads, rotary_dim]`; normalises
+    latent vectors, rotates the key behind each and stores both at the rows' slots (multi-head latent attention, arXiv
     2405.04434).
 
     q `[T, heads, D]`, heads one after the other. kv, latents `[T, width]`, `[slots, 1, width]`: a latent vector, which
-    is divided by √(mean of squares + eps) and multiplied by weight `[latent]`, and then the key's turned elements.
-    cos, sin `[T, turned]`, turned = width − latent: of the elements i and i + turned / 2, or, interleaved, of 2i and
+    is divided by √(mean of squares + eps) and multiplied by weight `[latent]`, and then the key's rotated elements.
+    cos, sin `[T, rotary_dim]`, rotary_dim = width − latent: of the elements i and i + rotary_dim / 2, or, interleaved, of 2i and
     2i + 1, the first one's counts. slots int32 or int64 `[T]`; −1 stores nothing. All of one dtype but for the slots.
     Raises ValueError where shapes or dtypes do not fit together.
     """
     rows, heads, dim = q.shape
-    width, (latent,), turned = kv.shape[1], weight.shape, cos.shape[1]
-    if kv.shape[0] != rows or latents.shape[1:] != (1, width) or latent + turned != width or turned > dim:
+    width, (latent,), rotary_dim = kv.shape[1], weight.shape, cos.shape[1]
+    if kv.shape[0] != rows or latents.shape[1:] != (1, width) or latent + rotary_dim != width or rotary_dim > dim:
         raise ValueError(f"q is {list(q.shape)}, kv {list(kv.shape)}, latents {list(latents.shape)}, norm {latent}")
     if cos.shape[0] != rows or sin.shape != cos.shape or sin.stride() != cos.stride():
         raise ValueError(f"cos is {list(cos.shape)}, sin {list(sin.shape)}; they must be alike, a row for each of q")
     if not q.dtype == kv.dtype == latents.dtype:
         raise ValueError(f"q is {q.dtype}, kv {kv.dtype}, latents {latents.dtype}; they must be alike")
-    to = q[..., dim - turned :] if q_turned is None else q_turned
-    if to.shape != (rows, heads, turned) or to.dtype != q.dtype:
-        raise ValueError(f"q_turned is {to.dtype} {list(to.shape)} of q {q.dtype} {list(q.shape)}")
+    to = q[..., dim - rotary_dim :] if q_rotated is None else q_rotated
+    if to.shape != (rows, heads, rotary_dim) or to.dtype != q.dtype:
+        raise ValueError(f"q_rotated is {to.dtype} {list(to.shape)} of q {q.dtype} {list(q.shape)}")
     if not (q.stride()[1:] == (dim, 1) and all(t.stride(-1) == 1 for t in (kv, cos, latents, weight, to))):
         raise ValueError("the heads of q, and the last dimensions of the others, must be contiguous")
     if rows:
@@ -218,7 +218,7 @@ def latent_rope_cache(
         _latent_rope_cache[(rows, 1 + cdiv(heads, block_h))](
             q, kv, weight, cos, sin, slots, latents, to, q.stride(0), kv.stride(0), cos.stride(0), latents.stride(0),
             to.stride(0), to.stride(1), eps,
-            HEADS=heads, DIM=dim, TURNED=turned, LATENT=latent, INTERLEAVED=interleaved, BLOCK_H=block_h,
-            BLOCK_PAIRS=max(1, next_power_of_2(turned // 2)), BLOCK_L=next_power_of_2(latent),
+            HEADS=heads, DIM=dim, ROTARY=rotary_dim, LATENT=latent, INTERLEAVED=interleaved, BLOCK_H=block_h,
+            BLOCK_PAIRS=max(1, next_power_of_2(rotary_dim // 2)), BLOCK_L=next_power_of_2(latent),
             num_warps=4, **overlap.options(),
         )  # fmt: skip

@@ -227,7 +227,7 @@ def test_a_recipe_is_added_by_one_registration(model: Path, monkeypatch: pytest.
     """A row of the planner's table, and what carries it out: plans take it, reports name it, tokens are the same."""
     toy = Recipe("toy", lambda value, ranks, rows: [("merge_scatterv", 0.0)], lambda value, ranks, rows: [])
     monkeypatch.setitem(RECIPES, Merge, (*RECIPES[Merge], toy))
-    monkeypatch.setitem(settle.RUNS, "toy", settle.fused)
+    monkeypatch.setitem(settle.MERGES, "toy", settle.fused)
     mesh = Mesh(1, 2, 2, 1, dcp=2)
     settlements = Settlements(mesh, [OFFER], {Merge: "auto"})
     assert settlements.plan(Merge(4, 16, 4), "dcp", 8).recipe.name == "toy", "it moves nothing, so it costs least"

@@ -28,6 +28,7 @@ from weft.hidden import Hidden
 from weft.kernels import float8
 from weft.kernels import row_ops as rows
 from weft.kernels.float8 import FLOAT8, Fp8Rows, Fp8Weight, dequantise
+from weft.kernels.triton import definitions
 from weft.models.layers import Layer
 from weft.models.load import build_model, dummy_model, float8_says, load_model
 from weft.models.model_config import ModelError, Storage

@@ -1,7 +1,7 @@
 """Carries settlements out: the values that a block settles between ranks, by the plan's recipe and transport.
 
 The plan says which recipe, which transport and how many rows a call takes (`weft.place.settlements`); here values are
-cut into calls, exchanged, timed and counted. A recipe is a row of the planner's table and a function of `RUNS`.
+cut into calls, exchanged, timed and counted. A recipe is a row of the planner's table and a function of `MERGES`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weft.place.spec import Mesh, PlacementError, Rows
 
 Calls = tuple[int, int, float, float]
 """How often a settlement ran, bytes that a rank received, seconds on this rank (on CPUs alone), predicted seconds."""
-MergeRun = Callable[[Transport, Tensor, Tensor, Ranks, Tensor | None], tuple[Tensor, Tensor]]
+MergeFunction = Callable[[Transport, Tensor, Tensor, Ranks, Tensor | None], tuple[Tensor, Tensor]]
 
 
 class Settling(Protocol):
@@ -145,15 +145,15 @@ class Settler:
             return own_heads(out, ranks), own_heads(lse, ranks)
         what = Merge(heads, dim, out.element_size())
         plan = self._plan(what, group, tokens)
-        run, transport = RUNS[plan.recipe.name], self._transports[plan.transport]
+        merge, transport = MERGES[plan.recipe.name], self._transports[plan.transport]
         with self._counted(plan, sum(moved for _, moved in plan.calls(tokens, tokens)), out):
             if tokens <= plan.each:
-                return run(transport, out, lse, ranks, live)
+                return merge(transport, out, lse, ranks, live)
             own, total = own_heads(out, ranks), own_heads(lse, ranks)
             for begin in range(0, tokens, plan.each):
                 at = slice(begin, begin + plan.each)
                 here = None if live is None else (live - begin).clamp(0, plan.each)
-                own[at], total[at] = run(transport, out[at], lse[at], ranks, here)
+                own[at], total[at] = merge(transport, out[at], lse[at], ranks, here)
         return own, total
 
     def _plan(self, what: Gather | Merge, group: str, rows: int) -> Settled:
@@ -270,7 +270,7 @@ def fused(
         return transport.merge_scatterv(out, lse, group, live)
 
 
-RUNS: dict[str, MergeRun] = {"ag_rs": ag_rs, "a2a": a2a, "fused": fused}
+MERGES: dict[str, MergeFunction] = {"ag_rs": ag_rs, "a2a": a2a, "fused": fused}
 """What carries out each recipe of a merge."""
 DISPATCHES: dict[str, Callable[[Exchanging, Tensor, Tensor, Tensor, int, Work], Tensor]] = {"all_to_allv": all_to_allv}
 """The same of a dispatch."""

@@ -29,7 +29,7 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads of a layer, of all ranks together. dim: elements of a head.
+    """The heads of a layer, summed over all ranks. dim: elements of a head.
 
     window: a row sees itself and the window − 1 tokens before it. bias: of query, key and value; output_bias: of the
     output. gate: a sigmoid of another projection, which scales each head of the output ("head", checkpoint `g_proj`)
@@ -59,15 +59,15 @@ class Attention(Layer):
         self.dim, self.scale = heads.dim, heads.dim**-0.5
         queries, values = heads.query * heads.dim, heads.kv * heads.dim
         beside = heads.gate == "element"
-        together = b.queries if heads.window is None else 1  # tokens of windows are not dealt out
-        self.gathered = together > 1
+        shared_by = b.queries_shared_by if heads.window is None else 1  # tokens of windows are not sharded
+        self.gathered = shared_by > 1
         outs = [
             Out(
                 f"{path}.q_proj",
                 queries,
                 unit=heads.dim,
                 views=(PartOfHeads(0, 2, heads.dim),) if beside else (),
-                together=together,
+                shared_by=shared_by,
             ),
             Out(f"{path}.k_proj", values, unit=heads.dim, replicate=True),
             Out(f"{path}.v_proj", values, unit=heads.dim, replicate=True),

@@ -79,8 +79,8 @@ class LatentAttention(Layer):
         super().__init__(path)
         self.dim, self.up_dims = c.head_dim, [c.nope_dim, c.value_dim]
         self.scale = c.head_dim**-0.5 * c.rope.attention_scale()
-        name, self.gathered = "q_proj" if c.q_rank is None else "q_b_proj", b.queries > 1
-        q = Out(f"{path}.{name}", c.num_heads * c.head_dim, unit=c.head_dim, together=b.queries)
+        name, self.gathered = "q_proj" if c.q_rank is None else "q_b_proj", b.queries_shared_by > 1
+        q = Out(f"{path}.{name}", c.num_heads * c.head_dim, unit=c.head_dim, shared_by=b.queries_shared_by)
         if c.q_rank is not None:
             self.q_down = Linear(b, f"{path}.q_a_proj", c.hidden_size, c.q_rank)
             self.q_norm = RMSNorm(b, f"{path}.q_a_layernorm", c.q_rank, LATENT_EPS)
@@ -88,7 +88,7 @@ class LatentAttention(Layer):
         self.kv_down = Linear(b, f"{path}.kv_a_proj_with_mqa", c.hidden_size, c.kv_rank + c.rope_dim)
         self.kv_norm = HeadNorm(b, f"{path}.kv_a_layernorm", c.kv_rank, LATENT_EPS)
         ups = c.num_heads * sum(self.up_dims)
-        share = b.share(f"{path} (heads)", ups, "attn_tp", unit=sum(self.up_dims), together=b.mesh.dcp)
+        share = b.share(f"{path} (heads)", ups, "attn_tp", unit=sum(self.up_dims), shared_by=b.mesh.dcp)
         self.kv_up = b.empty(share.stop - share.start, c.kv_rank)
         self.sources["kv_up"] = [Source(f"{path}.kv_b_proj.weight", (ups, c.kv_rank), (share,))]
         self.cache = Latent(c.kv_rank + c.rope_dim, c.kv_rank)

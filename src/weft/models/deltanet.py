@@ -18,14 +18,14 @@ from weft.models.rotary import RotaryTable
 from weft.models.source import Fused, Source
 
 CHUNK, CHUNKS = 64, 16
-"""Tokens whose corrections are solved for together, and how many such chunks are prepared at once."""
+"""Tokens whose corrections are solved for at once, and how many such chunks are prepared at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeads:
-    """The heads of a layer, of all ranks together; equal runs of value heads share a key head, which is a query's too.
+    """The heads of a layer, summed over all ranks. Neighbouring value heads share a key head and its query.
 
-    window: tokens that the convolution before them takes in, a row's own included.
+    window: tokens that the convolution reads, a row's own included.
     """
 
     key: int
@@ -84,7 +84,7 @@ class GatedDeltaNet(Layer):
 
         def run(product: Tensor) -> Tensor:
             out = product.new_empty(len(product), self.sizes[3])
-            for rows, sequences, count in together(caches.batch.spans, len(product)):
+            for rows, sequences, count in equal_spans(caches.batch.spans, len(product)):
                 if count == 1 and self.in_place:
                     self._step(product[rows], sequences, caches, out[rows])
                     continue
@@ -163,8 +163,8 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sta
     return torch.cat(found, dim=-2)[..., :rows, :], state
 
 
-def together(spans: tuple[tuple[int, int], ...] | None, rows: int) -> list[tuple[slice, slice, int]]:
-    """(rows, sequences, rows of each) that run at once: neighbours of one row together, the others one by one.
+def equal_spans(spans: tuple[tuple[int, int], ...] | None, rows: int) -> list[tuple[slice, slice, int]]:
+    """(rows, sequences, rows of each sequence) of each call: neighbouring sequences of one row share a call.
 
     spans: as in `Batch`.
     """

@@ -7,39 +7,44 @@ from typing import Literal
 
 from weft.models.source import Fused, Source, Stacked, Transposed
 
-Form = Literal["each", "stacked", "fused", "turns", "plain turns"]
+ExpertLayout = Literal["per_expert", "stacked", "fused", "interleaved", "interleaved_transposed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """Where checkpoints keep the weights of a mixture of experts, behind its path.
+class ExpertStorage:
+    """Where checkpoints keep the weights of a mixture of experts: names behind the block's path.
 
-    bias: of the router; left out, `e_score_correction_bias` behind it. form: of the experts' weights, a tensor for each
-    expert and projection ("each"), one for each projection of all experts ("stacked"), these with gate and up in one
-    ("fused"), or with gate and up taking turns, transposed ("turns") or not ("plain turns").
+    router, experts, shared: prefixes of the router's, the experts' and the shared expert's weights.
+    bias: the router's bias; empty: `e_score_correction_bias` behind the router.
+    layout: of the experts' weights:
+        per_expert: a tensor for each expert and projection;
+        stacked: a tensor for each projection, of all experts;
+        fused: stacked, with gate and up in one tensor;
+        interleaved: fused, with rows of gate and up in alternation;
+        interleaved_transposed: interleaved, with outputs as the last dimension.
     """
 
     router: str = "gate"
     bias: str = ""
     experts: str = "experts"
-    form: Form = "each"
+    layout: ExpertLayout = "per_expert"
     shared: str = "shared_expert"
 
 
-MOSTLY = Stored()
+EXPERT_STORAGE = ExpertStorage()
+"""As most checkpoints have them."""
 
 
 def expert_sources(
-    path: str, form: Form, experts: int, width: int, inner: int, mine: slice, cut: slice
+    path: str, layout: ExpertLayout, experts: int, width: int, inner: int, mine: slice, cut: slice
 ) -> dict[str, list[Source]]:
-    """Of the experts `mine` and of their inner features `cut`: `gate_up`, gate's rows first, and `down`.
+    """The sources of parameters `gate_up` `[held, 2·size, width]`, gate's rows first, and `down` `[held, width, size]`.
 
-    Their parameters are `[held, 2·size, width]` and `[held, width, size]`, where `mine` holds so many of `experts` and
-    `cut` is of that size of `inner`.
+    mine: the `held` of all `experts` that this rank has. cut: the `size` of their `inner` features that it has.
     """
     size = cut.stop - cut.start
     gate, up, every = slice(0, size), slice(size, 2 * size), slice(None)
-    if form == "each":
+    if layout == "per_expert":
         shape, sources = (inner, width), dict[str, list[Source]](gate_up=[], down=[])
         for i, e in enumerate(range(mine.start, mine.stop)):
             name = f"{path}.{e}"
@@ -49,18 +54,18 @@ def expert_sources(
             ]
             sources["down"].append(Source(f"{name}.down_proj.weight", (width, inner), (every, cut), (i,)))
         return sources
-    if form in ("turns", "plain turns"):
-        transposed = (Transposed(),) if form == "turns" else ()
+    if layout in ("interleaved", "interleaved_transposed"):
+        transposed = (Transposed(),) if layout == "interleaved_transposed" else ()
         sources = dict(gate_up=[], down=[])
         for i, e in enumerate(range(mine.start, mine.stop)):
             last = (*transposed, Stacked(e, experts))
-            for turn, rows_at in enumerate((gate, up)):
-                views = (Fused(turn, 2 * inner, 2), *last)
+            for start, rows_at in enumerate((gate, up)):
+                views = (Fused(start, 2 * inner, 2), *last)
                 source = Source(f"{path}.gate_up_proj", (inner, width), (cut,), (i, rows_at), views)
                 sources["gate_up"].append(source)
             sources["down"].append(Source(f"{path}.down_proj", (width, inner), (every, cut), (i,), last))
         return sources
-    end, fused = (".weight", False) if form == "stacked" else ("", True)
+    end, fused = (".weight", False) if layout == "stacked" else ("", True)
     rows, gate_name, up_name = (2 * inner, "gate_up", "gate_up") if fused else (inner, "gate", "up")
     below = slice(inner + cut.start, inner + cut.stop) if fused else cut
     return {
@@ -73,11 +78,11 @@ def expert_sources(
 
 
 def gate_up_biases(path: str, experts: int, inner: int, mine: slice, cut: slice) -> list[Source]:
-    """Of the same, for a parameter `[held, 2·size]`: gate's first; in checkpoints the two take turns."""
+    """The sources of a parameter `[held, 2·size]`, gate's biases first; in checkpoints the two are interleaved."""
     size, sources = cut.stop - cut.start, []
     for i, e in enumerate(range(mine.start, mine.stop)):
-        for turn in (0, 1):
-            views = (Fused(turn, 2 * inner, 2), Stacked(e, experts))
-            at = (i, slice(turn * size, (turn + 1) * size))
+        for start in (0, 1):
+            views = (Fused(start, 2 * inner, 2), Stacked(e, experts))
+            at = (i, slice(start * size, (start + 1) * size))
             sources.append(Source(f"{path}.gate_up_proj_bias", (inner,), (cut,), at, views))
     return sources

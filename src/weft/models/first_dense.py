@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.models.decoder import DecoderConfig, DecoderLayer
-from weft.models.expert_sources import Stored
+from weft.models.expert_sources import ExpertStorage
 from weft.models.layers import Builder, Layer
 from weft.models.mlp import FeedForward, GatedMLP
 from weft.models.model_config import Fields
@@ -46,7 +46,7 @@ class FirstDenseConfig(DecoderConfig):
                 routing=self.routing,
                 shared=self.shared_size,
                 shared_gate=False,
-                stored=Stored(shared="shared_experts"),
+                stored=ExpertStorage(shared="shared_experts"),
             )
         return DecoderLayer(b, path, self, self.attention(b, f"{path}.self_attn"), mlp)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from weft.models.attention import Attention, Heads
 from weft.models.decoder import DecoderConfig, DecoderLayer
-from weft.models.expert_sources import Stored
+from weft.models.expert_sources import ExpertStorage
 from weft.models.layers import Builder
 from weft.models.model_config import Fields, ModelError, common_fields
 from weft.models.moe import SparseMoE
@@ -35,7 +35,7 @@ class GptOssConfig(DecoderConfig):
             inner=self.intermediate_size,
             routing=self.routing,
             # In MXFP4 an output's inputs lie together, as they share scales; otherwise an input's outputs.
-            stored=Stored("router", form="plain turns" if self.storage.mxfp4 else "turns"),
+            stored=ExpertStorage("router", layout="interleaved" if self.storage.mxfp4 else "interleaved_transposed"),
             limit=self.limit,
             alpha=self.alpha,
             expert_bias=True,

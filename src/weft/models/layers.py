@@ -44,12 +44,14 @@ def torch_empty(*shape: int, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Builder:
-    """What every layer needs: the rank's place, its weights' dtype and device, and where values that owe a sum go.
+    """What every layer is built with: the rank's place, its weights' dtype and device, and the layout's choices.
 
-    queries: so many neighbours each make the queries of all their heads, for attention over tokens that are dealt out.
-    shape_only: weights have their shapes and take no memory, for a run on zero rows.
-    experts: the forms in which a mixture of experts may take its rows. float8: whether products with the weight of a
-    name are computed in FP8; None: none are.
+    workspace: makes tensors that the ranks will sum.
+    queries_shared_by: number of neighbouring ranks that each compute the queries of all their heads, for attention over
+        sharded tokens.
+    shape_only: weights have their shapes and take no memory, for a pass over zero rows.
+    experts: how a mixture of experts may take its rows.
+    float8: whether products with the weight of a name are computed in FP8; None: none are.
     """
 
     mesh: Mesh
@@ -57,7 +59,7 @@ class Builder:
     dtype: torch.dtype
     device: torch.device
     workspace: Workspace = torch_empty
-    queries: int = 1
+    queries_shared_by: int = 1
     shape_only: bool = False
     experts: Forms = "gather"
     float8: Callable[[str], bool] | None = None
@@ -68,16 +70,16 @@ class Builder:
         return nn.Parameter(weight.expand(shape) if self.shape_only else weight, requires_grad=False)
 
     def share(
-        self, what: str, size: int, over: str | None, unit: int = 1, replicate: bool = False, together: int = 1
+        self, what: str, size: int, over: str | None, unit: int = 1, replicate: bool = False, shared_by: int = 1
     ) -> slice:
-        """This rank's run of `size` features cut over a group in whole `unit`s.
+        """This rank's share of `size` features, which are cut over a group in whole `unit`s.
 
-        replicate: where there are fewer units than ranks, neighbouring ranks hold the same one (key-value heads).
-        together: so many neighbours each hold all of their runs. Raises LayoutError where the units do not divide among
-        the ranks.
+        replicate: where there are fewer units than ranks, neighbouring ranks hold the same unit (key-value heads).
+        shared_by: number of neighbouring ranks that hold the same share.
+        Raises LayoutError where the units do not divide among the ranks.
         """
-        ranks = self.mesh.size(self.mesh.canonical(over)) // together
-        place = self.mesh.peers(self.mesh.canonical(over), self.rank).index(self.rank) // together
+        ranks = self.mesh.size(self.mesh.canonical(over)) // shared_by
+        place = self.mesh.peers(self.mesh.canonical(over), self.rank).index(self.rank) // shared_by
         units = size // unit
         if units % ranks == 0:
             each = size // ranks
@@ -146,7 +148,7 @@ class Linear(Layer):
 class Out:
     """One of a ColumnLinear's outputs: checkpoint prefix, features, and the unit that is never cut (a head).
 
-    views: from the weight to how it is stored. together: so many neighbours each have all of their features.
+    views: from the weight to how it is stored. shared_by: number of neighbouring ranks that hold the same features.
     """
 
     name: str
@@ -154,14 +156,14 @@ class Out:
     unit: int = 1
     replicate: bool = False
     views: tuple[View, ...] = ()
-    together: int = 1
+    shared_by: int = 1
 
 
 class ColumnLinear(Layer):
     """Several outputs of one input in one product, each split over a group by features.
 
     x: complete `[rows, inputs]`; gives `[rows, sum(sizes)]`, the outputs side by side. Raises PlacementError where the
-    group's ranks hold different rows. Where some weights are in FP8 and others not, each run of either is a product.
+    group's ranks hold different rows. Neighbouring outputs whose weights are all in FP8, or all not, share a product.
     """
 
     weight: nn.Parameter
@@ -169,7 +171,7 @@ class ColumnLinear(Layer):
     def __init__(self, b: Builder, path: str, inputs: int, outs: Sequence[Out], over: str, bias: bool = False):
         super().__init__(path)
         self.over = over
-        shares = [b.share(o.name, o.features, over, o.unit, o.replicate, o.together) for o in outs]
+        shares = [b.share(o.name, o.features, over, o.unit, o.replicate, o.shared_by) for o in outs]
         self.sizes = [s.stop - s.start for s in shares]
         self.bias = b.empty(sum(self.sizes)) if bias else None
         if bias:

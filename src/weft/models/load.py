@@ -32,7 +32,7 @@ def build_model(
 ) -> LanguageModel:
     """The model of one rank with unfilled weights (none at all on the `meta` device).
 
-    workspace: makes the tensors that the ranks will sum. shape_only: weights take no memory, for a run on zero rows.
+    workspace: makes the tensors that the ranks will sum. shape_only: weights take no memory, for a pass over zero rows.
     in_float8: which weights are stored in FP8, where products in it are asked for; left out, as config.json has it.
 
     Raises LayoutError where the model's heads, experts or features do not divide over the layout.

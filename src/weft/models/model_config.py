@@ -103,15 +103,22 @@ class Storage:
 
 @dataclass(frozen=True)
 class ModelConfig(ABC):
-    """What every family has; each adds its own fields.
+    """The fields that every family has; each family adds its own. Widths are in elements.
 
-    family: the model type that the registry knows it by. Widths in elements. max_position: tokens of a sequence, at
-    most. dtype: the checkpoint's. rope: the rotary embedding of queries and keys, where a layer says nothing else. storage: of the
-    weights. norms_less_one: norms store their weights' difference from one. prefix:
-    of the decoder's weights. split_vocabulary, replicate_queries: the layout's choices, not config.json's: embedding
-    and head are split over attn_tp by tokens of the vocabulary; each rank of a dcp group makes the queries of all.
-    experts, too: the forms in which mixtures of experts may take their rows (`weft.place.experts`). float8: products
-    with weights that are stored in FP8 are computed in it (`weft.models.products`); else they are dequantised.
+    norms_less_one: norms store their weights' difference from one.
+    prefix: of the decoder's weights.
+    family: the model type that the registry knows it by.
+    max_position: maximum tokens of a sequence.
+    dtype: the checkpoint's.
+    rope: the rotary embedding of queries and keys, where a layer names no other.
+    storage: of the weights.
+
+    The layout sets these; config.json does not have them:
+    split_vocabulary: embedding and head are split over attn_tp by tokens of the vocabulary.
+    replicate_queries: each rank of a dcp group computes the queries of all ranks.
+    experts: how mixtures of experts may take their rows (`weft.place.experts`).
+    float8: products with weights that are stored in FP8 are computed in it (`weft.models.products`); otherwise the
+        weights are dequantised.
     """
 
     norms_less_one: ClassVar[bool] = False
@@ -157,10 +164,11 @@ def common_fields(
     rope: Rope | None = None,
     eps: float | None = None,
 ) -> dict[str, Any]:
-    """ModelConfig's own fields. rope_dim: how many of a head's elements are rotated, if not all; interleaved: as `Rope`.
+    """ModelConfig's own fields. Raises ModelError.
 
-    rope: where the family has read it otherwise than from `rope_parameters`. eps: of the norms, where a config may
-    leave it out. Raises ModelError.
+    rope_dim: number of a head's elements that are rotated; None: all. interleaved: as `Rope`.
+    rope: for a family that does not read it from `rope_parameters`.
+    eps: of the norms, where a config may leave it out.
     """
     fields.only("hidden_act", "silu")
     fields.only("is_encoder_decoder", False)

@@ -15,7 +15,7 @@ from weft.kernels import float8
 from weft.kernels.float8 import Fp8Weight
 from weft.kernels.row_ops import gated
 from weft.kernels.triton import definitions
-from weft.models.expert_sources import MOSTLY, Form, Stored, expert_sources, gate_up_biases
+from weft.models.expert_sources import EXPERT_STORAGE, ExpertLayout, ExpertStorage, expert_sources, gate_up_biases
 from weft.models.layers import Builder, Layer, Linear
 from weft.models.mlp import FeedForward, GatedMLP, WholeMLP
 from weft.models.routing import Router, Routing, live_rows
@@ -29,13 +29,15 @@ if TYPE_CHECKING:
 class Experts(Layer):
     """Routed experts: whole experts over `ep`, their inner features over `moe_tp`.
 
-    Takes rows in two forms (`weft.place.experts`): those that all ranks hold, and owes a sum over ep and moe_tp, the
-    world; or each rank's own, which are dispatched to the ranks of their experts and back: complete.
+    Rows come gathered or for dispatch (`weft.place.experts`). Of rows that all ranks hold, the result owes a sum over
+    ep and moe_tp, the world. A rank's own rows are dispatched to the ranks of their experts and back: complete.
 
-    x: complete `[T, width]`; probability `[T, k]` and expert int64 `[T, k]` from the router. form: as `Stored`; limit,
-    alpha: as `weft.kernels.torch_reference.gated` takes them. bias: products have one; the last is added on the first
-    rank of moe_tp only, so that the sum holds it once. Building raises LayoutError where the split leaves sizes that
-    grouped products do not take. Both products are in FP8, or none.
+    forward: x: complete `[T, width]`; probability `[T, k]` and expert int64 `[T, k]` from the router.
+    layout: as `ExpertStorage`. limit, alpha: as `weft.kernels.torch_reference.gated` takes them.
+    bias: products have biases; the last is added on the first rank of moe_tp only, so that the sum holds it once.
+
+    Both products are in FP8, or neither. Building raises LayoutError where the split leaves sizes that grouped products
+    do not take.
     """
 
     gate_up: nn.Parameter
@@ -48,7 +50,7 @@ class Experts(Layer):
         experts: int,
         width: int,
         inner: int,
-        form: Form = "each",
+        layout: ExpertLayout = "per_expert",
         limit: float | None = None,
         alpha: float | None = None,
         bias: bool = False,
@@ -64,7 +66,7 @@ class Experts(Layer):
             )
         self.first, self.workspace, self.limit, self.alpha = mine.start, b.workspace, limit, alpha
         self.experts = experts
-        found, held = expert_sources(path, form, experts, width, inner, mine, cut), mine.stop - mine.start
+        found, held = expert_sources(path, layout, experts, width, inner, mine, cut), mine.stop - mine.start
         if b.float8 is not None and not all(b.float8(s.name) for part in found.values() for s in part):
             b = replace(b, float8=None)
         self.declare(b, "gate_up", (held, 2 * size, width), found["gate_up"])
@@ -229,7 +231,7 @@ class SparseMoE(FeedForward):
         routing: Routing,
         shared: int = 0,
         shared_gate: bool = True,
-        stored: Stored = MOSTLY,
+        stored: ExpertStorage = EXPERT_STORAGE,
         limit: float | None = None,
         shared_limit: float | None = None,
         alpha: float | None = None,
@@ -239,7 +241,7 @@ class SparseMoE(FeedForward):
         bias = f"{path}.{stored.bias}" if stored.bias else ""
         self.router = Router(b, f"{path}.{stored.router}", width, experts, routing, bias)
         self.experts = Experts(
-            b, f"{path}.{stored.experts}", experts, width, inner, stored.form, limit, alpha, expert_bias
+            b, f"{path}.{stored.experts}", experts, width, inner, stored.layout, limit, alpha, expert_bias
         )
         self.takes = {"gather": (Rows.WORLD,), "dispatch": (Rows.OWN,), "auto": (Rows.WORLD, Rows.OWN)}[b.experts]
         mlp = GatedMLP if b.experts == "gather" or b.mesh.world == 1 else WholeMLP

@@ -8,7 +8,7 @@ from typing import ClassVar
 from weft.models.attention import Attention, HeadNorms, Heads
 from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.deltanet import DeltaHeads, GatedDeltaNet
-from weft.models.expert_sources import Stored
+from weft.models.expert_sources import ExpertStorage
 from weft.models.layers import Builder, Layer
 from weft.models.model_config import Fields, ModelError, common_fields, rope_of
 from weft.models.moe import SparseMoE
@@ -47,7 +47,7 @@ class Qwen35Config(DecoderConfig):
             routing=self.routing,
             shared=self.shared_size,
             # As the two releases have them.
-            stored=Stored(form="fused" if self.storage.float8_block is None else "each"),
+            stored=ExpertStorage(layout="fused" if self.storage.float8_block is None else "per_expert"),
         )
         return DecoderLayer(b, path, self, mixer, mlp)
 

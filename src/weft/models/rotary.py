@@ -27,8 +27,10 @@ ROPES: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class Rope:
-    """parameters: as transformers names them (`rope_parameters`). dim: elements of a head that are rotated: the first ones.
+    """A rotary position embedding, as config.json describes it.
 
+    parameters: as transformers names them (`rope_parameters`).
+    dim: number of a head's elements that are rotated: the first ones.
     interleaved: an angle rotates two neighbouring elements (DeepSeek), else an element of each half (most checkpoints).
     """
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from weft.models.attention import Attention, HeadNorms, Heads
 from weft.models.decoder import DecoderConfig, DecoderLayer
-from weft.models.expert_sources import Stored
+from weft.models.expert_sources import ExpertStorage
 from weft.models.layers import Builder
 from weft.models.mlp import FeedForward, GatedMLP
 from weft.models.model_config import Fields, ModelError, common_fields, rope_of
@@ -17,7 +17,7 @@ from weft.models.rotary import Rope
 from weft.models.routing import Routing
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-STORED = Stored("moe.gate", "moe.router_bias", "moe", "stacked", "share_expert")
+EXPERT_STORAGE = ExpertStorage("moe.gate", "moe.router_bias", "moe", "stacked", "share_expert")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StepConfig(DecoderConfig):
                 routing=self.routing,
                 shared=self.shared_size,
                 shared_gate=False,
-                stored=STORED,
+                stored=EXPERT_STORAGE,
                 limit=self.limits[index],
                 shared_limit=self.shared_limits[index],
             )

@@ -1,7 +1,7 @@
-"""What lies between the query-key-value product and attention: norms of queries and keys, rotary, the cache's write.
+"""From the query-key-value product to attention: norms of queries and keys, rotary embedding, the cache's write.
 
-A program takes one head of one row, or of a few where there are many; of latent attention, several heads of a row's
-query, or the latent vector. Arithmetic is in float32 and is rounded once, where a value is stored.
+A program takes one head of one row, or of a few rows where there are many. Of latent attention, a program takes several
+heads of a row's query, or the latent vector. Arithmetic is in float32 and is rounded once, where a value is stored.
 """
 
 from __future__ import annotations
@@ -98,14 +98,17 @@ def norm_rope_cache(
     interleaved: bool = False,
     q_out: Tensor | None = None,
 ) -> Tensor:
-    """Rotates queries and keys, stores keys and values at the rows' slots; gives the queries `[T, heads, D]`.
+    """Rotates queries and keys, stores keys and values at the rows' slots, and returns the queries `[T, heads, D]`.
 
-    qkv `[T, (heads + 2 · kv_heads) · D]`: queries, keys, values side by side, heads one after the other; its parts are
-    added here.
-    cos, sin `[T, rotary_dim / 2]`, where a head's first `rotary_dim` elements are rotated: element i with element
-    i + rotary_dim / 2, or, interleaved, element 2i with 2i + 1. slots int32 or int64 `[T]`; −1 stores nothing.
-    keys, values `[slots, kv_heads, D]`, of qkv's dtype. q_weight, k_weight `[D]`: each head's query and key are first
-    divided by √(mean of squares + eps) and multiplied by it; both or neither.
+    qkv: `[T, (heads + 2 · kv_heads) · D]`: queries, keys, values side by side, one head after the other; or the partial
+        products of that, which this kernel adds.
+    cos, sin: `[T, rotary_dim / 2]`, for the first `rotary_dim` elements of a head: an angle rotates element i with
+        element i + rotary_dim / 2, or, interleaved, element 2i with 2i + 1.
+    slots: int32 or int64 `[T]`; −1 stores nothing.
+    keys, values: `[slots, kv_heads, D]`, of qkv's dtype.
+    q_weight, k_weight: `[D]`, both or neither: each head's query and key are first divided by √(mean of squares + eps)
+        and multiplied by it.
+
     Raises ValueError where shapes or dtypes do not fit together.
     """
     (parts, bias, dtype), (_, kv_heads, d) = as_partials(qkv), keys.shape
@@ -190,15 +193,19 @@ def latent_rope_cache(
     interleaved: bool = False,
     q_rotated: Tensor | None = None,
 ) -> None:
-    """Rotates the last elements of each head of the queries, in place or into q_rotated `[T, heads, rotary_dim]`; normalises
-    latent vectors, rotates the key behind each and stores both at the rows' slots (multi-head latent attention, arXiv
-    2405.04434).
+    """Multi-head latent attention (arXiv 2405.04434): rotates the end of each head's query, normalises latent vectors,
+    rotates the key behind each, and stores vector and key at the rows' slots.
 
-    q `[T, heads, D]`, heads one after the other. kv, latents `[T, width]`, `[slots, 1, width]`: a latent vector, which
-    is divided by √(mean of squares + eps) and multiplied by weight `[latent]`, and then the key's rotated elements.
-    cos, sin `[T, rotary_dim]`, rotary_dim = width − latent: of the elements i and i + rotary_dim / 2, or, interleaved, of 2i and
-    2i + 1, the first one's counts. slots int32 or int64 `[T]`; −1 stores nothing. All of one dtype but for the slots.
-    Raises ValueError where shapes or dtypes do not fit together.
+    q: `[T, heads, D]`, heads one after the other. The rotated elements are written in place, or into q_rotated
+        `[T, heads, rotary_dim]`.
+    kv: `[T, width]`: a latent vector, then a key of rotary_dim = width − latent elements.
+    latents: `[slots, 1, width]`, the cache.
+    weight: `[latent]`; a latent vector is divided by √(mean of squares + eps) and multiplied by it.
+    cos, sin: `[T, rotary_dim]`. The first element of each rotated pair counts: i of i and i + rotary_dim / 2, or,
+        interleaved, 2i of 2i and 2i + 1.
+    slots: int32 or int64 `[T]`; −1 stores nothing.
+
+    All have one dtype but for the slots. Raises ValueError where shapes or dtypes do not fit together.
     """
     rows, heads, dim = q.shape
     width, (latent,), rotary_dim = kv.shape[1], weight.shape, cos.shape[1]

@@ -251,7 +251,7 @@ def multiply(rows: int, outputs: int, width: int) -> None:
     dense.linear(x, weight, dense.tile_for(x, weight), None, empty(outputs))
 
 
-def norm_and_turn(rows: int) -> None:
+def norm_and_rotate(rows: int) -> None:
     cache, angle, slots, weight = empty(1000, 2, 128), empty(rows, 64), empty(rows, dtype=INT), empty(128)
     qkv = parts_of(rows, 20 * 128, 2048)
     norm_rope_cache.norm_rope_cache(
@@ -356,8 +356,8 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "product of whole depth": (lambda: multiply(16, 2880, 512), ("HMMA",)),
     "product, 64 rows, deep": (lambda: multiply(64, 1024, 4096), ("HGMMA",)),
     "parts of a deep product": (lambda: parts_of(64, 256, 7168), ("HGMMA",)),
-    "norm, rotary, cache": (lambda: norm_and_turn(64), ()),
-    "norm, rotary, cache, many rows": (lambda: norm_and_turn(4096), ()),
+    "norm, rotary, cache": (lambda: norm_and_rotate(64), ()),
+    "norm, rotary, cache, many rows": (lambda: norm_and_rotate(4096), ()),
     "latents, rotary, cache": (lambda: norm_latents(64, 128), ()),
     "routes, 1 row": (lambda: route_rows(1), ("HGMMA",)),
     "routes, 64 rows": (lambda: route_rows(64), ("HGMMA",)),

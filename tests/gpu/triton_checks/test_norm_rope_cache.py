@@ -106,7 +106,7 @@ def test_latent_rope_cache(interleaved: bool, heads: int, seed: int, device: tor
     untouched = q[..., : dim - rotary_dim].clone()
     beside = torch.full((rows, heads, rotary_dim + 5), NAN, device=device)
     given, to = q.clone(), beside[..., 5:]
-    kernels.latent_rope_cache(q, kv, *table, slots, cache, weight, 1e-3, interleaved=interleaved, q_turned=to)
+    kernels.latent_rope_cache(q, kv, *table, slots, cache, weight, 1e-3, interleaved=interleaved, q_rotated=to)
     assert torch.equal(q[:-1], given[:-1]) and beside[..., :5].isnan().all()
     kernels.latent_rope_cache(q, kv, *table, slots, cache, weight, 1e-3, interleaved=interleaved)
     assert torch.equal(to[:-1], q[:-1, :, dim - rotary_dim :])
@@ -140,7 +140,7 @@ def test_latents_that_do_not_fit_are_refused(device: torch.device) -> None:
         (dict(cos=angle[:, :2]), "norm 6"),
         (dict(sin=angle[:1]), "a row for each"),
         (dict(latents=cache.half()), "must be alike"),
-        (dict(q_turned=q[..., :3]), "q_turned"),
+        (dict(q_rotated=q[..., :3]), "q_turned"),
         (dict(q=q.transpose(1, 2).contiguous().transpose(1, 2)), "contiguous"),
     ):
         given = dict(q=q, kv=kv, cos=angle, sin=angle, slots=slots, latents=cache, weight=weight, eps=0.0)

@@ -140,7 +140,7 @@ def test_latents_that_do_not_fit_are_refused(device: torch.device) -> None:
         (dict(cos=angle[:, :2]), "norm 6"),
         (dict(sin=angle[:1]), "a row for each"),
         (dict(latents=cache.half()), "must be alike"),
-        (dict(q_rotated=q[..., :3]), "q_turned"),
+        (dict(q_rotated=q[..., :3]), "q_rotated"),
         (dict(q=q.transpose(1, 2).contiguous().transpose(1, 2)), "contiguous"),
     ):
         given = dict(q=q, kv=kv, cos=angle, sin=angle, slots=slots, latents=cache, weight=weight, eps=0.0)

@@ -8,6 +8,11 @@ Nothing is added atomically, so the bits are the same every time. Products accum
 values have x's dtype. Gate and up rows of a weight lie as checkpoints have them, one block after the other: a program
 reads a tile of each, so no weight is permuted. Two variants were slower on an H200: one kernel for down and sum, by
 11 µs for one row; and reading a product's weights while the kernel before still runs (docs/gpu-engine.md).
+
+Weights in FP8 have blocks of 32, 64 or 128 columns, and the rows of both products are quantised by groups of as
+many columns. With few rows, programs share the depth of each product: each takes a tile's depth (0: as
+`float8_linear.parts_of` says), and the next kernel adds the parts. With many rows a tile's depth is one group, and
+the first product's columns are one group of the second, whose rows it quantises.
 """
 
 from __future__ import annotations
@@ -193,11 +198,6 @@ def experts(
     limit, alpha: as in `definitions.experts`.
     gate_up_bias, down_bias: `[E, 2 · inner]`, `[E, width]`, added to the products.
     add: the sum is added to what out holds, such as a shared expert's result.
-
-    Weights in FP8 have blocks of 32, 64 or 128 columns, and the rows of both products are quantised by groups of as
-    many columns. With few rows, programs share the depth of each product: each takes a tile's depth (0: as
-    `float8_linear.parts_of` says), and the next kernel adds the parts. With many rows a tile's depth is one group, and
-    the first product's columns are one group of the second, whose rows it quantises.
 
     Raises ValueError where shapes or dtypes do not fit together.
     """

@@ -136,7 +136,7 @@ class Half:
         return (2 * width,)
 
 
-WIDTH, COUNTS = 24, (3, 0)
+WIDTH = 22  # whose scales begin at no multiple of their size
 
 
 class Norm:
@@ -160,7 +160,7 @@ def model(stream: Stream | TraceStream, mesh: Mesh, start: Tensor, kind: Format,
     return torch.cat((rows, beside.view(torch.float32)), dim=1)
 
 
-def read(kind: Format, plain: bool) -> list[tuple[Tensor, Plan]]:
+def read(kind: Format, plain: bool, counts: tuple[int, int] = (3, 0)) -> list[tuple[Tensor, Plan]]:
     mesh = Mesh(2, 1, 2, 1)
 
     def rank_main(transport: Transport) -> tuple[Tensor, Plan]:
@@ -168,8 +168,8 @@ def read(kind: Format, plain: bool) -> list[tuple[Tensor, Plan]]:
         model(trace, mesh, torch.empty(0, WIDTH), kind, plain)
         chain: Chain = trace.chain()
         plan = Planner(mesh, chain, [offer_of(transport, mesh, SLOW_BYTES)]).plan((4, 4))
-        start = torch.randn(COUNTS[transport.rank], WIDTH, generator=torch.Generator().manual_seed(transport.rank))
-        stream = Stream(plan, {transport.name: transport}, StepRows(mesh, transport.rank, COUNTS))
+        start = torch.randn(counts[transport.rank], WIDTH, generator=torch.Generator().manual_seed(transport.rank))
+        stream = Stream(plan, {transport.name: transport}, StepRows(mesh, transport.rank, counts))
         found = model(stream, mesh, start, kind, plain)
         stream.finish()
         return found, plan
@@ -194,6 +194,14 @@ def test_a_format_is_added_by_one_registration(monkeypatch: pytest.MonkeyPatch, 
     assert found[0][1].checksum() != wanted[0][1].checksum(), "ranks that differ in a format would be found"
     assert all(torch.equal(ours[0], theirs[0]) for ours, theirs in zip(found, wanted, strict=True))
     assert travelled == {"half + 4 bytes": 2} and len(found[0][0]) == 3 and len(found[1][0]) == 3
+
+
+def test_a_single_row_in_float8(monkeypatch: pytest.MonkeyPatch, travelled: Counter[str]) -> None:
+    found = read(Float8(8), plain=False, counts=(0, 1))
+    assert travelled == {"fp8/8 + 4 bytes": 2}
+    monkeypatch.setattr(plan_module, "wire_edges", lambda mesh, wire: {})
+    wanted = read(Float8(8), plain=False, counts=(0, 1))
+    assert all(torch.equal(ours[0], theirs[0]) for ours, theirs in zip(found, wanted, strict=True))
 
 
 def test_rows_that_a_block_takes_plain_travel_plain(travelled: Counter[str]) -> None:

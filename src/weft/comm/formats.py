@@ -65,6 +65,7 @@ def pack(value: Any, beside: Tensor | None, wire: Wire, width: int) -> Tensor:
 def unpack(x: Tensor, wire: Wire, width: int) -> tuple[Any, Tensor | None]:
     """The value, and what travelled beside it as int32 `[T, n]`, of what `pack` made."""
     sizes = [*wire.format.parts(width), *([wire.beside] if wire.beside else [])]
-    parts = [part.contiguous() for part in x[:, : sum(sizes)].split(sizes, dim=1)]
+    # Copies even of a single row, whose parts need not begin where their dtypes can be read.
+    parts = [part.clone(memory_format=torch.contiguous_format) for part in x[:, : sum(sizes)].split(sizes, dim=1)]
     beside = parts.pop().view(torch.int32) if wire.beside else None
     return FORMATS[type(wire.format)].value(wire.format, *parts), beside

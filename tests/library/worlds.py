@@ -28,13 +28,6 @@ def run_ranks(world: int, directory: Path, work: Work, *args: Any) -> None:
     mp.start_processes(_rank_main, (world, str(directory), work, args), nprocs=world, start_method="fork")
 
 
-def every_input(x: Tensor) -> list[Tensor]:
-    """Every rank's tensor, by torch.distributed, bit for bit; their shapes may differ."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (bytes(bits(x).tolist()), x.shape, x.dtype))
-    return [torch.tensor(list(data), dtype=torch.uint8).view(dtype).view(shape) for data, shape, dtype in found]
-
-
 def poison(comm: Communicator) -> None:
     """Leaves NaN where the next results will lie, so that what is not written shows."""
     held = [comm.transport.empty(comm.max_bytes // 4, like=torch.empty(0)).fill_(float("nan")) for _ in range(3)]

@@ -284,11 +284,14 @@ class Communicator:
         self.transport.check()
 
     def close(self) -> None:
-        """Leaves the group; on GPUs collective. Results stay valid. A second call does nothing."""
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        """Leaves the group; on GPUs collective. Results stay valid. A second call does nothing.
+
+        A `with` block that ends by an error leaves alone on GPUs too: the others may wait for this rank elsewhere.
+        """
+        transport, self._open = self._open, None
+        if transport is not None:
             OPEN.pop(self.name, None)
+            transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -296,6 +299,9 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and isinstance(self._open, PeerTransport):
+            self._open = None  # the end of the process frees its memory
+            OPEN.pop(self.name, None)
         self.close()
 
 

@@ -201,7 +201,7 @@ def test_what_the_model_directory_says_of_answers(tmp_path: Path) -> None:
     written = {"eos_token_id": [0, 1], "temperature": 0.7, "top_k": 20, "max_new_tokens": 5}
     (tmp_path / "generation_config.json").write_text(json.dumps(written))
     text_processor = TextProcessor(TOKENIZER, tmp_path, 1024, (2,))
-    ends = "token 0 ends answers too, token 1 ends answers too"
+    ends = "token 0 also ends completions, token 1 also ends completions"
     assert text_processor.says == f"temperature 0.7 by default, top_k 20 by default, {ends}"
     assert text_processor.ends == {0, 1, 2} and text_processor.defaults == {"temperature": 0.7, "top_k": 20}
     assert TEXT_PROCESSOR.defaults == {"temperature": 0.0}, "do_sample is false"

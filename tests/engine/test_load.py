@@ -185,7 +185,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(world: World) -> None:
         first.ask([1, 2, 3], 100, timeout_s=0.0)  # due at once
         first.wait(1)
         assert first.last(0).finish_reason == "timeout" and first.last(0).error == (
-            "the request was not answered in its time"
+            "the request did not end before its deadline"
         )
         world.go.clear()
         running, waiting = Client(engine), Client(engine)

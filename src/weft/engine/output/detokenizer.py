@@ -29,7 +29,7 @@ class TokenTexts(dict[int, str]):
 
 
 class Detokenizer:
-    """What all answers share. tokenizer: a transformers fast tokenizer.
+    """What all outputs share. tokenizer: a transformers fast tokenizer.
 
     by_bytes: its tokens stand for bytes whatever comes before them, so that a token that begins and ends with a
     character has one text.
@@ -42,11 +42,18 @@ class Detokenizer:
 
 
 class TextStream:
-    """The text of one answer.
+    """The text of one output, token by token.
 
-    Text is handed out once it is final: an incomplete character waits for its other bytes, and an end that may become
-    a stop string waits until it is decided. keep_stop: the stop string is a part of the text; those of stop_after
-    always are. keep_special: so are special tokens.
+    Text is returned once it is final: an incomplete character waits for its other bytes, and an end that may become a
+        stop
+    string waits until that is decided.
+
+    Args:
+        detokenizer: of the model.
+        stop: strings that end the text.
+        keep_stop: the stop string is a part of the text.
+        keep_special: special tokens are a part of the text.
+        stop_after: strings that end the text and are always a part of it.
     """
 
     def __init__(
@@ -82,7 +89,7 @@ class TextStream:
         return self._release(len(self._held) - self._undecided()), None
 
     def flush(self) -> str:
-        """What is left when the answer ends without a stop string, half a character included."""
+        """The rest of the text when the output ends without a stop string, half a character included."""
         return self._release(len(self._held)) + self._undecoded()
 
     def _decode(self, token: int) -> str:

@@ -1,4 +1,5 @@
-"""Answers that follow a grammar, by llguidance: JSON of a schema, a regular expression, a choice, or a Lark grammar."""
+"""Completions that follow a grammar, by llguidance: a JSON schema, a regular expression, a choice, or a Lark
+grammar."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def followed(lead: str, grammar: str) -> str:
 
 
 class Grammar:
-    """How far one answer has come in its grammar."""
+    """The state of one completion in its grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher):
         self._matcher = matcher
@@ -92,20 +93,20 @@ class Grammar:
         return bytes(a & b for a, b in zip(mask, allowed, strict=False)) if allowed else mask
 
     def accept(self, token: int) -> bool:
-        """Takes the next token; True where the text is whole and nothing can follow.
+        """Takes the next token; True where the text is complete and nothing can follow.
 
-        Raises ValueError where the grammar does not allow the token, as none is drawn unless no other may come at all;
-        or where the grammar has grown beyond llguidance's limits.
+        Raises ValueError where the grammar does not allow the token, which is sampled only where no token is allowed,
+        or where the grammar grows beyond llguidance's limits.
         """
         if not self._matcher.consume_token(token):
             why = (self._matcher.get_error() or "no token may come").splitlines()[0]
-            raise ValueError(f"the answer cannot go on in its grammar: {why}")
+            raise ValueError(f"the completion cannot go on in its grammar: {why}")
         return self._matcher.is_stopped()
 
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A grammar that any number of answers may follow. bytes: of memory, about."""
+    """A grammar that any number of completions may follow. bytes: memory that it takes, about."""
 
     matcher: llguidance.LLMatcher
     bytes: int

@@ -43,7 +43,7 @@ ENDED = {
 
 
 class GrammarSandbox:
-    """The controller's end. tokenizer: makes the line that tells of it, when the process is first needed."""
+    """The controller's end. tokenizer: makes the line that describes the tokenizer, when the process first starts."""
 
     def __init__(self, tokenizer: Callable[[], dict[str, Any]]):
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""The answers that are being made: what steps draw is given to them, and their listeners hear of it until they end."""
+"""The outputs of running requests: gives them the tokens of each step, and calls their callbacks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from weft.engine.scheduler.scheduler import Scheduled
 
 
 class OutputProcessor:
-    """Of all requests between `begin` and their end; on the engine's thread. intake: is told of every end.
+    """The outputs of all requests between `begin` and their end; used on the engine's thread.
 
-    The counts are totals so far, as in `weft.engine.output.results.EngineStats`; they may be read on any thread.
+    The counts are totals so far, as in `weft.engine.output.results.EngineStats`; any thread may read them.
+
+    Args:
+        requests: is told of every request that ends.
     """
 
     def __init__(self, requests: RequestQueue):
@@ -36,14 +39,14 @@ class OutputProcessor:
         return iter(self._open.values())
 
     def begin(self, output: RequestOutput) -> None:
-        """A request that has a place in a scheduler."""
+        """Adds a request that has a place in a scheduler."""
         self._open[(sequence := output.sequence).request] = output
         self.prompt_tokens += sequence.prompt_tokens
         if sequence.deadline is not None:
             heapq.heappush(self._deadlines, (sequence.deadline, sequence.request))
 
     def take(self, scheduled: Scheduled, result: Result) -> None:
-        """Gives what a step drew and scored to whom it belongs. Listeners hear of it from `notify`."""
+        """Takes a step's tokens and prompt logprobs. `notify` calls the callbacks."""
         for sequence, scored in scheduled.scored(result):
             self._open[sequence.request].score(scored)
         generated = 0
@@ -60,32 +63,32 @@ class OutputProcessor:
         self.generated_tokens += generated
 
     def notify(self) -> None:
-        """Gives listeners word of what came of the last step: mostly while the ranks run the next."""
+        """Calls the callbacks for the tokens of the last step, mostly while the ranks run the next one."""
         while self._to_notify:
             if (output := self._to_notify.popleft()).notify():
                 self._end_seen(output)
 
     def cancel(self, request: int) -> None:
-        """Ends a request, also one that has not begun. No harm where it has ended already."""
+        """Ends a request, also one that has not begun. Does nothing where it has ended already."""
         if (output := self._requests.withdraw(request) or self._open.get(request)) is not None:
             self.end(output, "abort")
 
     def end_overdue(self) -> None:
-        """Ends those whose deadline has passed."""
+        """Ends the requests whose deadline has passed."""
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             due = self._open.get(heapq.heappop(self._deadlines)[1])
             if due is not None:
                 self.timeouts += 1
-                self.end(due, "timeout", "the request was not answered in its time")
+                self.end(due, "timeout", "the request did not end before its deadline")
 
     def end_all(self, reason: FinishReason, error: str) -> None:
-        """Ends every one, and leaves the schedulers alone, which may be in any state when the engine ends."""
+        """Ends every request. Schedulers are left as they are: the engine may end in any state."""
         for output in list(self):
             output.scheduler = None
             self.end(output, reason, error)
 
     def end(self, output: RequestOutput, reason: FinishReason, error: str | None = None) -> None:
-        """Ends one before its time, also one that has not begun."""
+        """Ends a request early, also one that has not begun."""
         self.notify()
         self._forget(output)
         output.cut(reason, error)
@@ -98,7 +101,7 @@ class OutputProcessor:
             output.scheduler.finish(output.sequence)
 
     def _end_seen(self, output: RequestOutput) -> None:
-        """Its listener knows that it has ended."""
+        """The callback of its last increment was called."""
         self._requests.ended()
-        if output.sequence.request in self._open:  # it has failed; steps under way may still draw for it
+        if output.sequence.request in self._open:  # it failed while steps under way sample for it
             self._requests.put(partial(self.cancel, output.sequence.request))

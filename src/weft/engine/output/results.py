@@ -1,4 +1,4 @@
-"""What callers get from the engine besides increments."""
+"""Results of the engine besides increments: counters, whole completions, communication reports."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ from weft.engine.request import FinishReason, TokenLogprob
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot. running, waiting: requests. kv_used, kv_total: pages of each DP group. The rest are totals so far.
+    """A snapshot of the engine's counters.
 
-    stalls: how often a sequence sat a step out, because its next draw needed a token that was still being drawn.
-    rejected: requests for which there was no room. timeouts: requests that ended by their deadline. queue_seconds:
-    spent by all requests until their first place in a batch. failures: of ranks, after which they were started anew.
+    Attributes:
+        running, waiting: requests now.
+        kv_used, kv_total: pages of each DP group now.
+        preemptions: sequences that lost their pages to another and were computed again. This and the rest: totals so
+            far.
+        stalls: how often a sequence skipped a step because its sampling depends on a pending token.
+        steps: steps that were sent.
+        rejected: requests that were refused because too many waited.
+        timeouts: requests that ended by their deadline.
+        queue_seconds: time that all requests waited for their first place in a batch.
+        failures: failures of ranks, after which they were started anew.
     """
 
     running: int
@@ -39,7 +47,7 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A whole answer. error: why it ended before its time, if it did (`weft.engine.request.Output`)."""
+    """A whole completion. error: why it ended early, if it did (`weft.engine.request.Output`)."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -52,7 +60,7 @@ class GenerationResult:
 def gather(
     prompts: Sequence[Sequence[int]], submit: Callable[[Sequence[int], OutputCallback], None]
 ) -> list[GenerationResult]:
-    """Submits each prompt with a listener, and waits for all answers."""
+    """Submits each prompt with a callback, and waits for all completions."""
     ended: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
 
     def callback(at: int) -> OutputCallback:
@@ -69,7 +77,7 @@ def gather(
 
 
 def whole(output: RequestOutput) -> GenerationResult:
-    """One that has ended, of which nothing was taken yet."""
+    """The completion of an output that has ended and of which nothing was taken yet."""
     increments = []
     while not output.over:
         increments.append(output.take())

@@ -1,4 +1,4 @@
-"""What a model directory says of its text: the tokenizer, the tokens that end an answer, and how to draw."""
+"""The text side of a model directory: its tokenizer, its end tokens, and its default sampling parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.models.model_config import ModelError, first_line
 
 ADVICE = "it needs the tokenizer.json and tokenizer_config.json that the model was published with"
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What generation_config.json may say of requests that do not."""
+"""Sampling parameters that generation_config.json may set for requests that give none."""
 
 
 def read_tokenizer(source: Path | str) -> Any:
@@ -31,11 +31,18 @@ def read_tokenizer(source: Path | str) -> Any:
 
 
 class TextProcessor:
-    """tokenizer: a transformers fast tokenizer; directory: its own. vocabulary: the model's tokens. eos: the end tokens
-    of its config.json.
+    """Converts between text and tokens for one model. Raises ModelError, in one line, for a file that cannot be read.
 
-    ends: those, and what generation_config.json adds. defaults: of requests that do not say how to draw; `do_sample:
-    false` is temperature 0. says: what the file changes, in a line. Raises ModelError, in one line.
+    Args:
+        tokenizer: a transformers fast tokenizer.
+        directory: the tokenizer's.
+        vocabulary: number of the model's tokens.
+        eos: end tokens of its config.json.
+
+    Attributes:
+        ends: all end tokens: `eos` and those of generation_config.json.
+        defaults: sampling parameters of requests that give none; `do_sample: false` is temperature 0.
+        says: what generation_config.json changes, in one line.
     """
 
     def __init__(self, tokenizer: Any, directory: Path, vocabulary: int, eos: tuple[int, ...]):
@@ -52,7 +59,7 @@ class TextProcessor:
         if written.get("do_sample") is False:
             self.defaults["temperature"] = 0.0
         texts = [f"{name} {value:g} by default" for name, value in self.defaults.items()]
-        texts += [f"token {token} ends answers too" for token in sorted(added)]
+        texts += [f"token {token} also ends completions" for token in sorted(added)]
         self.says = ", ".join(texts)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a sequence's draws need, as plain data for its row: how tokens are drawn, and what the next draw asks for."""
+"""What the ranks need to sample a sequence's tokens, as plain data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from weft.engine.request import Sequence
 
 
 def sampling(sequence: Sequence) -> Sampling:
-    """How all its tokens are drawn."""
+    """The sampling parameters of all its tokens."""
     p = sequence.params
     return Sampling(p.temperature, p.top_p, p.top_k, sequence.seed, p.min_p)
 
 
 def adjust(sequence: Sequence) -> Adjust | None:
-    """What its next draw asks for besides; None: nothing. It follows from the sequence alone, so a replay draws the
-    same tokens."""
+    """What its next token needs beyond these; None: nothing. It depends on the sequence alone, so a step that runs
+    again samples the same token.
+    """
     p = sequence.params
     if p.plain and (not p.min_tokens or sequence.output_tokens + sequence.pending >= p.min_tokens):
         return None
@@ -32,7 +33,7 @@ def adjust(sequence: Sequence) -> Adjust | None:
 
 
 def scoring(sequence: Sequence, rows: int) -> Score | None:
-    """What the next rows are to say of the prompt's tokens after them; None where that is known or not wanted."""
+    """The prompt tokens whose logprobs the next rows give; None where they are known or not wanted."""
     if not sequence.to_score or sequence.params.prompt_logprobs is None:
         return None
     first = sequence.computed + 1
@@ -49,7 +50,7 @@ def bits(tokens: Iterable[int], vocabulary: int) -> bytes:
 
 
 def _added(sequence: Sequence) -> tuple[tuple[int, float], ...]:
-    """The bias, less the penalties for what the answer holds already: presence once, frequency for each time."""
+    """The bias minus the penalties for the tokens so far: presence once, frequency for each occurrence."""
     p = sequence.params
     if not (p.presence_penalty or p.frequency_penalty):
         return p.logit_bias
@@ -60,7 +61,7 @@ def _added(sequence: Sequence) -> tuple[tuple[int, float], ...]:
 
 
 def _banned(sequence: Sequence) -> tuple[int, ...]:
-    """The end before min_tokens, and the last token of each bad word whose others stand at the answer's end."""
+    """End tokens before min_tokens, and the last token of each bad word whose other tokens come just before it."""
     p, output = sequence.params, sequence.tokens[sequence.prompt_tokens :] if sequence.params.bad_words else []
     banned = set(sequence.end_ids) if sequence.output_tokens + sequence.pending < p.min_tokens else set()
     banned |= {word[-1] for word in p.bad_words if output[len(output) - len(word) + 1 :] == list(word[:-1])}

@@ -1,22 +1,23 @@
 """One DP group's scheduler: which rows run in the next step.
 
-Policy, in this order, within `max_batch_tokens` rows a step:
-1. running sequences that need one row (they answer), in their order: by priority, then oldest first;
-2. running sequences that still read their prompt, in that order, cut to what is left (chunked prefill: Sarathi-Serve,
+A step has at most `max_batch_tokens` rows, taken in this order:
+1. one row of each running sequence that decodes: by priority, then oldest first;
+2. prompts of running sequences, in the same order, cut to the rows that are left (chunked prefill: Sarathi-Serve,
    arXiv 2403.02310);
-3. waiting ones, by priority, clients taking turns (`weft.engine.scheduler.waiting_queue`), while the whole prompt's
-pages can be had. When a running sequence needs a page and none is to be had, the last in that order gives up its pages
-and waits again, at the head of the queue of its priority; it will be computed anew. The first always goes on, so nobody
-starves for others of its priority.
+3. waiting sequences, by priority, clients taking turns (`weft.engine.scheduler.waiting_queue`), while there are pages
+   for the whole prompt.
+A running sequence that needs a page when none is free preempts the last one in that order. The preempted one loses its
+pages, waits at the head of the queue of its priority, and is computed again. The first sequence is never preempted, so
+none starves for others of its priority.
 
-A step may be scheduled while the one before still runs, supposing that every sequence goes on: the token that it is
-about to get counts as `pending`, and its next row is in the step. Where an answer has ended after all, that row was for
-nothing and its token is dropped. Two kinds of sequences sit such a step out: those whose last token is pending, which
-is known beforehand where a length ends them, and those whose next draw needs the pending token here, such as a grammar.
-What a sequence gives back may be handed out at once, also while steps under way name it: ranks run steps in the order
-in which they were scheduled, each after the one before.
+A step may be scheduled while the previous one still runs. The scheduler then assumes that every sequence goes on: the
+token that the previous step samples counts as `pending`, and the sequence's next row is in the step. If the sequence
+ends with that token, the token of the extra row is dropped. Two kinds of sequences skip such a step: those whose last
+token is pending, as a limit of length says beforehand, and those whose sampling depends on the pending token, such as
+with a grammar. Pages that are freed may be reused at once, also while steps under way read them: ranks run steps one
+after the other, in the order in which they were scheduled.
 
-What a sequence holds in the caches is its `allocation`; who owns what there, `weft.kv.manager` says.
+`weft.kv.manager` says who owns which page.
 """
 
 from __future__ import annotations
@@ -36,16 +37,22 @@ from weft.kv.cache_spec import CacheGroup
 from weft.kv.manager import CacheAllocation, CacheManager
 
 PAGES_AHEAD = 4
-"""Pages that a sequence takes at once, at most: taking them for all costs as much as dozens of steps in between."""
+"""Pages that a decoding sequence takes at once, at most. A step in which all take pages costs as much as dozens of
+others."""
 SCORED_COST = 8
-"""Rows that one row of a scored prompt counts for: its logits are wanted, which are many times a row's other values."""
+"""Rows that a row of a prompt with logprobs counts for: its logits are many times its other values."""
 
 
 @dataclass(eq=False, slots=True)
 class Scheduled:
-    """What a step runs of one group: its rows, and the sequences that wait for a token or for scores of it, in order.
+    """One DP group's part of a step.
 
-    A sequence that ends or gives way while the step runs has another allocation by then, or none.
+    A sequence that ends or is preempted while the step runs has another allocation by then, or none.
+
+    Attributes:
+        rows: what the ranks run.
+        sampled: the sequences that get a token of it, in the order of `Result.tokens`, with their allocations.
+        scores: the sequences that get prompt logprobs of it, in the order of `Result.scored`.
     """
 
     rows: GroupRows
@@ -53,7 +60,7 @@ class Scheduled:
     scores: list[tuple[Sequence, CacheAllocation]]
 
     def take_tokens(self, result: Result) -> list[tuple[Sequence, int, Logprobs | None]]:
-        """Once its tokens have come: what is whose, pending no longer; what is nobody's any more is left out."""
+        """Its (sequence, token, logprobs), of sequences that still want them; the tokens are pending no longer."""
         sampled, logprobs = [], result.logprobs or [None] * len(result.tokens)
         for (sequence, allocation), token, known in zip(self.sampled, result.tokens, logprobs, strict=True):
             if sequence.allocation is allocation:
@@ -62,7 +69,7 @@ class Scheduled:
         return sampled
 
     def scored(self, result: Result) -> Iterator[tuple[Sequence, Scored]]:
-        """Whose the scores are, in the same way."""
+        """Its (sequence, prompt logprobs), of sequences that still want them."""
         for (sequence, allocation), scored in zip(self.scores, result.scored, strict=True):
             if sequence.allocation is allocation:
                 yield sequence, scored
@@ -80,7 +87,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = self.stalls = 0
         self._step: list[tuple[Sequence, int]] = []
-        self._same, self._repeats = Scheduled(GroupRows(), [], []), 0  # a step that comes again, and how often
+        self._same, self._repeats = Scheduled(GroupRows(), [], []), 0  # a step that repeats, and how often
         self._free_rows = list(range(max_running - 1, -1, -1))
 
     # --- requests in and out ----------------------------------------------------------------------------------
@@ -90,17 +97,17 @@ class Scheduler:
         limit = sequence.prompt_tokens + sequence.max_tokens
         if limit > self.caches.max_tokens:
             raise ValueError(
-                f"prompt and answer may take {limit} tokens, but the key-value cache of a group holds "
+                f"prompt and completion may take {limit} tokens, but the key-value cache of a group holds "
                 f"{self.caches.max_tokens}; ask for fewer or start with a larger kv_tokens"
             )
         self.waiting.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is; its pages are free, or the tree's, at once."""
+        """Removes a sequence, running or waiting, and frees its pages or leaves them to the prefix tree."""
         if sequence.allocation is not None:
             self.running.remove(sequence)
             self._repeats = 0
-            # A step's tokens are taken before the next but one is scheduled: whatever has a row is known here.
+            # A step's tokens are taken before the next but one is scheduled, so all tokens with a row are known.
             assert sequence.computed <= len(sequence.tokens)
             self.caches.remember(sequence.allocation, sequence.tokens[: sequence.computed], ended=True)
             self._give_up(sequence)
@@ -113,15 +120,15 @@ class Scheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Rows that are still to run for what is here, were nothing more drawn: the wait of a newcomer.
+        """Rows of all sequences here that are still to run, if none samples more: how long a new one waits.
 
-        Asked for every newcomer, so it must not take longer the more wait.
+        It is read for every new request, so its time does not grow with the number of waiting sequences.
         """
         return self.waiting.rows + sum(s.left for s in self.running)
 
     @property
     def used_pages(self) -> int:
-        """Pages that sequences hold; what only the tree holds can be had at any time and does not count."""
+        """Pages that sequences hold. Pages of the prefix tree alone do not count: they can be freed at any time."""
         return self.caches.used([s.allocation for s in self.running if s.allocation])
 
     def forget(self) -> None:
@@ -131,14 +138,14 @@ class Scheduler:
     # --- steps ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Scheduled:
-        """The rows of the next step, which counts as run from now on; those of the steps before may still run."""
+        """The rows of the next step, which count as computed from now on. Earlier steps may still run."""
         if self._repeats and not (self.waiting and len(self.running) < self.max_running):
             return self._repeat()
         budget, decoding = self.max_batch_tokens, [s for s in self.running if s.decoding]
         if any(s.allocation is not None and s.computed >= s.allocation.capacity and not s.ending for s in decoding):
             self._grow_ahead(decoding)
-        for sequence in decoding:  # in the order of those that run, as in all that follows
-            if budget and sequence.allocation is not None and not sequence.ending:  # else an earlier one took its pages
+        for sequence in decoding:  # in the order of `running`
+            if budget and sequence.allocation is not None and not sequence.ending:  # else it was preempted
                 if sequence.stalled:
                     self.stalls += 1
                 elif sequence.computed < sequence.allocation.capacity or self._grow(sequence, budget):
@@ -155,7 +162,7 @@ class Scheduler:
             done = sequence.left == 0
             assert sequence.allocation is not None
             if not sequence.decoding or self.caches.frees_on_advance:
-                # Where the prompt is done, others may start from it.
+                # Others may reuse a prompt that is done.
                 first = done and not sequence.output_tokens and not sequence.pending
                 self.caches.advance(sequence.allocation, sequence.tokens, sequence.computed, keep=first)
             if done:
@@ -165,14 +172,15 @@ class Scheduler:
         return scheduled
 
     def check_idle(self) -> None:
-        """With nothing running or waiting, every page must be free or the tree's. AssertionError otherwise."""
+        """Raises AssertionError where a page is neither free nor the prefix tree's. Call it when nothing runs or
+        waits."""
         assert not self.running and not self.waiting and len(self._free_rows) == self.max_running
         self.caches.check_idle()
 
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _foresee(self, scheduled: Scheduled) -> None:
-        """How often a step comes again after this one, with nothing new to say, unless somebody comes or goes."""
+        """Notes how often this step can repeat unchanged, unless a sequence comes or goes."""
         rows, self._repeats = scheduled.rows, 0
         if len(rows.decode_rows) == len(self.running) and not (rows.adjust or self.caches.frees_on_advance):
             left = (min(s.allocation.capacity, s.to_run) - s.computed for s in self.running if s.allocation)
@@ -189,10 +197,11 @@ class Scheduler:
         return self._same
 
     def _grow_ahead(self, decoding: Seq[Sequence]) -> None:
-        """Where one needs a page, all get room for as many tokens, so that the steps in between are alike: for more
-        than a page's where so many pages are free.
+        """Takes pages for all decoding sequences when one needs a page, so that the steps in between are alike.
 
-        They take no page that another may need soon, but such as only the prefix tree holds.
+        It takes up to PAGES_AHEAD pages for each, and none that a sequence may need soon: only free ones, and those
+            of the
+        prefix tree alone.
         """
         held = sum(len(s.allocation.tables[0]) for s in self.running if s.allocation)
         if self.waiting or self.caches.frees_on_advance or held + 2 * len(self.running) > self.caches.total:
@@ -201,12 +210,12 @@ class Scheduler:
         self.caches.grow_all([(s.allocation, min(s.computed + ahead, s.to_run)) for s in decoding if s.allocation])
 
     def _rows_of_step(self) -> Scheduled:
-        """What the ranks are told of the step."""
+        """The step as the ranks get it."""
         decode_rows: list[int] = []
         chunks: list[Chunk] = []
         joins: list[Join] = []
         entries: list[Entry] = []
-        asked: list[tuple[int, Adjust]] = []
+        adjusted: list[tuple[int, Adjust]] = []
         sampled: list[tuple[Sequence, CacheAllocation]] = []
         scores: list[tuple[Sequence, CacheAllocation]] = []
         for sequence, rows in self._step:
@@ -215,10 +224,10 @@ class Scheduler:
             if not sequence.sent_tables:
                 sequence.sent_tables = [list(table) for table in allocation.tables]
                 tables = tuple(map(tuple, allocation.tables))
-                draw, copy = sampling(sequence), allocation.copy
-                joins.append(Join(sequence.row, sequence.request, sequence.computed, tables, draw, copy))
+                how, copy = sampling(sequence), allocation.copy
+                joins.append(Join(sequence.row, sequence.request, sequence.computed, tables, how, copy))
             elif self.caches.frees_on_advance or len(allocation.tables[0]) != len(sequence.sent_tables[0]):
-                entries += self._news(sequence, allocation)
+                entries += self._new_entries(sequence, allocation)
             if sequence.decoding:
                 decode_rows.append(sequence.row)
             else:
@@ -230,21 +239,21 @@ class Scheduler:
                     continue
             sampled.append((sequence, allocation))
             try:
-                how = adjust(sequence)
-            except Exception as error:  # of one answer: it ends when its token comes, and the others go on
-                how, sequence.fault = None, error
-            if how is not None:
-                asked.append((sequence.row, how))
-        rows_of_step = GroupRows(tuple(decode_rows), tuple(chunks), tuple(joins), tuple(entries), tuple(asked))
+                adjustment = adjust(sequence)
+            except Exception as error:  # this request ends when its token comes; the others go on
+                adjustment, sequence.fault = None, error
+            if adjustment is not None:
+                adjusted.append((sequence.row, adjustment))
+        rows_of_step = GroupRows(tuple(decode_rows), tuple(chunks), tuple(joins), tuple(entries), tuple(adjusted))
         return Scheduled(rows_of_step, sampled, scores)
 
-    def _news(self, sequence: Sequence, allocation: CacheAllocation) -> Iterator[Entry]:
-        """What of its tables the ranks do not know yet."""
+    def _new_entries(self, sequence: Sequence, allocation: CacheAllocation) -> Iterator[Entry]:
+        """The entries of its page tables that the ranks do not have yet."""
         for group, (table, sent) in enumerate(zip(allocation.tables, sequence.sent_tables, strict=True)):
             if self.caches.rules[group].state:
                 new = [i for i in (0, 1) if table[i] != sent[i]]
                 sent[:] = table
-            else:  # what a window has passed needs no word: it is not read any more
+            else:  # ranks read no page that a window has passed
                 new = list(range(len(sent), len(table)))
                 sent += table[len(sent) :]
             for i in new:
@@ -257,16 +266,17 @@ class Scheduler:
         return min(self.caches.rows_to_border(sequence.computed, len(sequence.tokens)), limit)
 
     def _plan_rows(self, sequence: Sequence, budget: int) -> int:
-        """Puts the next rows of a prompt into the step; what they cost of the budget."""
+        """Adds the next rows of a prompt to the step. Returns what they cost of the budget."""
         rows = self._rows(sequence, budget)
         self._step.append((sequence, rows))
         return min(budget, rows * SCORED_COST if sequence.to_score else rows)
 
     def _grow(self, sequence: Sequence, budget: int) -> bool:
-        """Room for all the sequence's tokens, at others' cost if need be.
+        """Takes pages for all tokens of the sequence, and preempts others where there are too few.
 
-        False where it had to give way itself, or where it sits this step out: because others are about to end, or
-        because its own token is pending and would be lost, so that it might never get beyond it.
+        False where the sequence was preempted itself or skips this step: others are about to end, or its own pending
+            token
+        would be lost and it might never get beyond it.
         """
         assert sequence.allocation is not None
         end = sequence.computed + self._rows(sequence, budget)
@@ -282,9 +292,9 @@ class Scheduler:
         return True
 
     def _admit(self, budget: int) -> Sequence | None:
-        """Gives the next waiting sequence what is cached of its prefix, and room for the rest of its tokens.
+        """Starts the next waiting sequence, with its cached prefix and pages for its other tokens.
 
-        None where nobody waits, or there is too little room for the one whose turn it is.
+        None where none waits, or where pages are missing for the next one.
         """
         if not self.waiting:
             return None

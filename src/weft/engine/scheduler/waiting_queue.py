@@ -17,7 +17,7 @@ from weft.engine.request import Sequence
 
 @dataclass(eq=False, slots=True)
 class _Level:
-    """Those of one priority."""
+    """The sequences of one priority."""
 
     returned: OrderedDict[int, Sequence] = field(default_factory=OrderedDict)
     clients: OrderedDict[str, OrderedDict[int, Sequence]] = field(default_factory=OrderedDict)
@@ -37,7 +37,7 @@ class WaitingQueue:
         return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In the order in which they would be taken, were none added."""
+        """In the order in which `take` would return them, if none were added."""
         for priority in self._priorities:
             level = self._levels[priority]
             yield from level.returned.values()
@@ -49,28 +49,28 @@ class WaitingQueue:
                     lines.append(line)
 
     def add(self, sequence: Sequence) -> None:
-        """At the end of its client's line; behind those that have run before where it has itself."""
+        """Adds a sequence at the end of its client's line, or behind other preempted ones if it has run before."""
         level, new = self._level(sequence), sequence.admitted is None
         line = level.clients.setdefault(sequence.sharing.client, OrderedDict()) if new else level.returned
         line[sequence.request] = sequence
         self._count(sequence, 1)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Before all of its priority: it ran last, and must give way."""
+        """Puts a preempted sequence before all others of its priority."""
         returned = self._level(sequence).returned
         returned[sequence.request] = sequence
         returned.move_to_end(sequence.request, last=False)
         self._count(sequence, 1)
 
     def first(self) -> Sequence:
-        """The one whose turn it is; it stays. It is the same one until it is taken or removed, or one of a lower
-        priority number comes."""
+        """The next sequence; it stays in the queue. It is the same one until it leaves, or a lower priority number
+        comes."""
         level = self._levels[self._priorities[0]]
         line = level.returned or next(iter(level.clients.values()))
         return next(iter(line.values()))
 
     def take(self) -> Sequence:
-        """Removes the one whose turn it is; its client's turn comes again after all others'."""
+        """Removes and returns the next sequence; its client's turn comes again after all others'."""
         sequence, level = self.first(), self._levels[self._priorities[0]]
         if not level.returned:
             level.clients.move_to_end(sequence.sharing.client)
@@ -78,7 +78,7 @@ class WaitingQueue:
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes out one that waits, wherever it is. Raises KeyError where it does not wait."""
+        """Removes a sequence, wherever it waits. Raises KeyError where it does not."""
         level = self._levels[priority := sequence.sharing.priority]
         if level.returned.pop(sequence.request, None) is None:
             line = level.clients[sequence.sharing.client]

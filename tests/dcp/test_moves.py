@@ -86,7 +86,7 @@ def test_of_a_split_vocabulary(tmp_path: Path) -> None:
         )
         rows = counts[mesh.group_of(asked.rank)]
         batch = build_batch([5] * rows, [SeqRows(1, 2, [[at]], 1) for at in range(rows)], PAGE, [Rule()])
-        best = runner.forward(batch, counts, whole=False).max(-1)
+        best = runner.forward(batch, counts, full=False).max(-1)
         assert runner.vocabulary is not None
         runner.vocabulary.best(best.values, best.indices)
         moves = runner.moves(counts, None)

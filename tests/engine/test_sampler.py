@@ -48,7 +48,7 @@ def test_greedy_and_banned() -> None:
 def test_logprobs_are_of_the_raw_logits_for_those_who_ask() -> None:
     rows = GroupRows(decode_rows=(5, 4, 7), adjust=((4, Adjust(2, banned=(0,))), (7, Adjust(0))))
     output = StepOutput(rows, torch.tensor([0, 1, 2], dtype=torch.int32))
-    output.look(LOGITS.repeat(3, 1))
+    output.note_logprobs(LOGITS.repeat(3, 1))
     output.copy()
     (first, second, third), scored = output.logprobs()
     assert first is None and abs(second[0] - LOGITS[1]) < 1e-6 and [t for t, _ in second[1]] == [0, 1]

@@ -1,8 +1,7 @@
-"""What CUDA graphs read of a step, and how it gets to the device: of steps of answers alone, and of those with prompts.
+"""What CUDA graphs read of a step: for steps of decode rows alone, and for steps with prompts.
 
-Of a row of the table its last token, length, page tables and states' slots lie on the device already
-(`weft.engine.worker.row_table.DeviceRows`). So the host copies no more than which rows take part, and the tokens of
-prompts.
+The last token, length, page tables and state slots of a row are on the device already
+(`weft.engine.worker.row_table.DeviceRows`). So the host copies only which rows take part, and the tokens of prompts.
 """
 
 from __future__ import annotations
@@ -27,8 +26,12 @@ if TYPE_CHECKING:
 
 
 class Shape(NamedTuple):
-    """What a graph has room for in each DP group. draws: tokens that are drawn. prompts: whether it takes sequences of
-    several rows; otherwise each has one, from which a token is drawn.
+    """The capacity of a graph in each DP group.
+
+    Attributes:
+        rows: rows of a step.
+        sampled: tokens that it samples.
+        prompts: sequences may have several rows; otherwise each has one and samples a token.
     """
 
     rows: int
@@ -37,10 +40,13 @@ class Shape(NamedTuple):
 
 
 class SampledRows(NamedTuple):
-    """From which of a step's sequences tokens are drawn; tensors have a graph's room for them.
+    """The sequences of a step that sample a token. Tensors have the graph's capacity.
 
-    rows int32 `[draws]`: of the table, of which the first `live` (int32 `[1]`) count. answers: int32 `[1]`, how many of
-    these go on from their last token. lengths int32 `[draws]`: their tokens, those of this step included.
+    Attributes:
+        rows: int32 `[sampled]`, rows of the table.
+        live: int32 `[1]`, how many of `rows` count.
+        decode_count: int32 `[1]`, how many of these are decode rows.
+        lengths: int32 `[sampled]`, their tokens, those of this step included.
     """
 
     rows: Tensor
@@ -50,29 +56,30 @@ class SampledRows(NamedTuple):
 
 
 class Inputs(Protocol):
-    """Of one kind of steps. shapes: of the graphs that serve them, in ascending order."""
+    """The inputs of one kind of steps. shapes: of their graphs, ascending."""
 
     shapes: Sequence[Shape]
 
     def put(self, group_rows: GroupRows) -> int:
-        """Queues the copies that a replay waits for; gives the number of draws."""
+        """Queues the copies that a replay waits for. Returns the number of sampled rows."""
         ...
 
     def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, SampledRows]:
-        """What a graph's model is given; host code that a capture runs once. live: int32 `[1]`, rows of the step."""
+        """The batch and sampled rows of a graph; host code that a capture runs once. live: int32 `[1]`, rows of the
+        step."""
         ...
 
 
 def decode_capacities(max_rows: int) -> list[int]:
-    """Rows of a DP group that graphs of answers are captured for: powers of two to 64, then steps of 64, the last being
-    `max_rows`."""
+    """Capacities of graphs of decode rows: powers of two to 64, then steps of 64, the last being `max_rows`."""
     small = [1 << i for i in range(7)]
     return sorted({min(c, max_rows) for c in [*small, *range(128, max_rows + 64, 64)]})
 
 
 def prompt_capacities(max_rows: int) -> list[int]:
-    """The same of graphs with prompts. Few rows take about as long as a few more, since weights have to be read; from
-    512 on less than a quarter of a graph's rows is padding."""
+    """Capacities of graphs with prompts. Few rows take about as long as a few more, since weights have to be read;
+    from 512 on less than a quarter of a graph's rows is padding.
+    """
     found = [64, 128, 256, 384]
     while found[-1] < max_rows:
         octave = 512 << (len(found) - 4) // 4
@@ -81,17 +88,18 @@ def prompt_capacities(max_rows: int) -> list[int]:
 
 
 def captures_prompts(rules: Sequence[Rule], mesh: Mesh) -> bool:
-    """Whether steps with prompts have graphs: not where layers keep recurrent states, as the host loops over prompts,
-    nor where tokens are dealt out over dcp, as what is exchanged then follows from how long prompts are.
+    """Whether steps with prompts have graphs.
+
+    They have none where layers keep recurrent states, as the host loops over prompts, nor where tokens are sharded over
+    dcp, as the exchanges depend on the lengths of prompts.
     """
     return mesh.dcp == 1 and not any(rule.state for rule in rules)
 
 
 class DecodeInputs:
-    """Of steps of answers alone: a row each, which runs the last token. Only which rows take part is copied, and that
-    where it has changed.
+    """Inputs of decode steps: one row for each sequence, which runs its last token.
 
-    rules, page_size: of the caches.
+    Only which rows take part is copied, and only where that has changed. rules, page_size: of the caches.
     """
 
     def __init__(self, rows: DeviceRows, rules: Sequence[Rule], page_size: int):
@@ -130,22 +138,20 @@ class DecodeInputs:
 
 
 class PromptInputs:
-    """Of steps in which some sequences run the next tokens of their prompts, up to `max_rows` rows in all.
+    """Inputs of steps with prompts, of up to `max_rows` rows in all.
 
-    Where each row lies and what it sees follows on the device from the sequences' lengths and tables, by torch's
-    operators: a microsecond or two each, beside a step of milliseconds. Sequences of one row, answers or not, come
-    first: sequence i has row i.
+    Positions and slots of rows are computed on the device from lengths and tables, by torch's operators: a
+    microsecond or two each, beside a step of milliseconds. Sequences of one row come first: sequence i has row i.
     """
 
     def __init__(self, rows: DeviceRows, page_size: int, max_rows: int):
         max_sequences, device = len(rows.length), rows.length.device
         self.shapes: Sequence[Shape] = [Shape(n, min(n, max_sequences), True) for n in prompt_capacities(max_rows)]
         self._rows, self._page_size = rows, page_size
-        self._capacity = (
-            -(-(max_sequences + 1) // 4) * 4
-        )  # whole units of 16 bytes, so that no other kernels are compiled for these
-        # Side by side, so that a step has one copy: rows of the table, starts, which of the sequences draw, how many
-        # are answers, how many draw, tokens.
+        # Whole units of 16 bytes, so that no other kernels are compiled for these.
+        self._capacity = -(-(max_sequences + 1) // 4) * 4
+        # Side by side, so that a step has one copy: rows of the table, starts, which sequences sample, how many are
+        # decode rows, how many sample, tokens.
         sizes = [self._capacity] * 3 + [4, 4, max_rows]
         self._copied = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         parts = self._copied.split(sizes)
@@ -209,7 +215,7 @@ class PromptInputs:
             slots = (page * page_size + positions % page_size).where(real & (page >= 0), -1)
             tables.append(PageTables(state.entries[:, begin : begin + each].index_select(0, rows), slots))
             begin += each
-        state.length.index_add_(0, rows, count)  # of those too that draw nothing yet
+        state.length.index_add_(0, rows, count)  # of those too that sample nothing yet
         state.steps.add_(1)
         last_rows = (starts[1:].index_select(0, sampled).long() - 1).clamp(min=0)
         batch = Batch(tokens.long(), positions.long(), starts, lengths, tuple(tables), last_rows, None)

@@ -39,17 +39,25 @@ from weft.place.spec import Mesh
 from weft.stream import Stream
 
 MAX_COUNTS = 4096
-"""How many different counts are kept before they are added up, so that they take no more room with every step."""
+"""How many different counts are kept before they are added up, so that they take no more memory with every step."""
 
 
 class ModelRunner:
     """Runs a model on one rank. Every rank must call `forward` for every step, with the same counts.
 
-    transports: the planner chooses among them, edge by edge, by the costs (`weft.place.cost.costs`). groups,
-    page_size: of the caches, which are allocated here once. interleave: under decode context parallelism, tokens in a
-    row that one rank holds (None: a page); dcp_exchange: how attention is merged (a recipe of `weft.place.recipes`);
-    dcp_prefill: how prompts attend (a recipe too).
-    timed_every: how many steps pass from one whose collectives are timed to the next.
+    Args:
+        model: its weights on this rank.
+        mesh, rank: the layout, and this rank's place in it.
+        transports: the planner chooses among them for each edge, by cost.
+        groups, page_size: of the caches, which are allocated here once.
+        costs: the cost model (`weft.place.cost.costs`).
+        interleave: under decode context parallelism, consecutive tokens on one rank; None: a page.
+        dcp_exchange: the recipe by which attention is merged (`weft.place.recipes`).
+        dcp_prefill: the recipe by which prompts attend.
+        plan: cheapest or naive.
+
+    Attributes:
+        timed_every: of so many steps, the collectives of one are timed.
     """
 
     timed_every = 16
@@ -96,15 +104,20 @@ class ModelRunner:
         self._checksums: dict[tuple[Counts, bool], int] = {}
         self._steps: Counter[Counts] = Counter()  # walked since the totals were last worked out
         self._replays: Counter[tuple[Counts, Shape]] = Counter()  # the same of graphs
-        self._alone: dict[Counts, dict[StepKey, float]] = {}  # seconds of the exchanges of graphs with so much room
+        self._alone: dict[Counts, dict[StepKey, float]] = {}  # seconds of the exchanges of graphs, by capacity
         self._walks = 0
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, counts: Counts, whole: bool = True) -> Tensor:
-        """float32 logits `[S, vocabulary]` of the sampled rows of this rank's DP group; the same on all its ranks.
+    def forward(self, batch: Batch, counts: Counts, full: bool = True) -> Tensor:
+        """Runs a step. Returns float32 logits `[S, vocabulary]` of the sampled rows, the same on all ranks of the DP
+        group.
 
-        whole: otherwise, where the vocabulary is split, this rank's run of it, `[S, own]`: see `SplitVocabulary`.
-        counts: rows of every DP group in this step. Raises CommError where a peer is lost, ValueError for wrong counts.
+        Raises CommError where a peer is lost, ValueError for wrong counts.
+
+        Args:
+            batch: this DP group's rows.
+            counts: rows of every DP group in this step.
+            full: False: where the vocabulary is split, the logits are this rank's share `[S, own]` (`SplitVocabulary`).
         """
         mine = counts[self.mesh.group_of(self.rank)]
         if len(counts) != self.mesh.attn_dp or len(batch.tokens) != mine:
@@ -115,7 +128,7 @@ class ModelRunner:
         self.caches.plan(batch)
         logits: Tensor = self.model(stream, batch, self.caches)
         stream.finish()
-        logits = self.whole(logits) if whole else logits.float()
+        logits = self.full_logits(logits) if full else logits.float()
         self._steps[counts] += 1
         self._walks += 1
         if len(self._steps) == MAX_COUNTS:
@@ -131,16 +144,15 @@ class ModelRunner:
         return self._checksums[key]
 
     def planned(self, max_rows: int) -> tuple[Planned, ...]:
-        """The plans of all graphs, and of steps of so many rows in each DP group that run without one."""
+        """The plans of all graphs, and of steps of `max_rows` rows in each DP group that run without one."""
         largest = {shape.rows: shape for shape in (self._graphs.shapes if self._graphs else ())}
         captured = [Planned(rows, True, self.plan_checksum((), shape)) for rows, shape in sorted(largest.items())]
         eager = Planned(max_rows, False, self.plan_checksum((max_rows,) * self.mesh.attn_dp))
         return (*captured, eager)
 
     def capture(self, rows: DeviceRows, max_rows: int, progress: Callable[[int, int], None] | None = None) -> None:
-        """Captures graphs for steps of up to as many answers of each DP group as there are sequences, and where
-        `captures_prompts` says so, for steps of up to `max_rows` with prompts. Collective; on GPUs only.
-        progress(done, of).
+        """Captures graphs of decode steps for up to as many rows as the table has, and where `captures_prompts` says
+        so, graphs of steps with prompts for up to `max_rows`. Collective; on GPUs only. progress(done, total).
         """
         # Plans of graphs hold only what reads counts on the device, where there is such a transport.
         able = {name: t for name, t in self.transports.items() if t.takes_live_sizes} or self.transports
@@ -181,24 +193,25 @@ class ModelRunner:
             transport.check()
 
     def shape_of(self, groups: Sequence[GroupRows], counts: Counts) -> Shape | None:
-        """Of the graph that serves a step; None where it runs eagerly: see `StepGraphs.shape_of`."""
+        """The shape of the graph for a step; None where it runs eagerly (`StepGraphs.shape_of`)."""
         return None if self._graphs is None else self._graphs.shape_of(groups, counts)
 
     def replay(self, shape: Shape, group_rows: GroupRows, counts: Counts) -> tuple[Tensor, Tensor]:
-        """Logits, and the tokens drawn from them, by the graph: see `StepGraphs.replay`. Few steps look at logits
-        beyond the draw, and then at few rows: `whole` makes of these what `forward` gives.
+        """Replays a graph. Returns its logits and sampled tokens (`StepGraphs.replay`).
+
+        `full_logits` makes of these logits what `forward` returns; few steps need it, and for few rows.
         """
         assert self._graphs is not None
         self._replays[counts, shape] += 1
         return self._graphs.replay(shape, group_rows, counts)
 
     def sampled_tokens(self, count: int) -> Callable[[], Tensor]:
-        """What waits for the tokens that the last replay drew: see `PinnedTokenRing.wait`."""
+        """A function that waits for the last replay's tokens (`PinnedTokenRing.wait`)."""
         assert self._graphs is not None
         return self._graphs.token_ring.wait(count)
 
-    def whole(self, logits: Tensor) -> Tensor:
-        """Rows of logits as float32, of the whole vocabulary. Where it is split all ranks of a group must call."""
+    def full_logits(self, logits: Tensor) -> Tensor:
+        """Rows of logits as float32, of the whole vocabulary. Collective in the group where it is split."""
         logits = logits.float()
         return logits if self.vocabulary is None else self.vocabulary.whole(logits)
 
@@ -228,11 +241,11 @@ class ModelRunner:
         return found
 
     def merges_from(self, rows: int) -> int | None:
-        """On top of how many cached tokens a prompt's next `rows` are merged over dcp; None: of no number."""
+        """The number of cached tokens from which a prompt's next `rows` are merged over dcp; None: never."""
         return None if self._context is None else self._context.merges_from(rows, self.planner.settlements)
 
     def forget(self) -> None:
-        """Counts from here on."""
+        """Clears all counts."""
         self._steps.clear()
         self._replays.clear()
         self.settler.ran.clear()
@@ -288,7 +301,7 @@ class ModelRunner:
         return sharded_context(self.model.config, self.mesh, self.model.embed.weight.dtype, self.planner.chain)
 
     def _capacity(self, shape: Shape) -> Counts:
-        """Rows of each DP group that a graph has room for."""
+        """Rows that a graph has for each DP group."""
         return (shape.rows,) * self.mesh.attn_dp
 
     def _captured_plan(self, shape: Shape) -> Plan:

@@ -1,4 +1,4 @@
-"""Tokens that a graph draws, on their way to the host: its last kernel writes them there.
+"""Pinned host memory to which a graph's last kernel writes its sampled tokens.
 
 A copy behind each graph would take the GPU to its copy engine and back before the next graph starts, and the host a
 launch, memory and an event a step.
@@ -14,8 +14,8 @@ from torch import Tensor
 from weft.engine.worker.row_table import NO_TOKEN
 
 STEPS = 8
-"""Steps whose tokens have a place, a power of two. The controller sends a step once it has the tokens of the one but
-one before: these were read long before they are written over."""
+"""Length of the ring, a power of two. The controller sends a step once it has the tokens of the step before the last:
+a place is read long before it is overwritten."""
 
 
 class PinnedTokenRing:
@@ -33,12 +33,13 @@ class PinnedTokenRing:
         self._step = 0
 
     def next(self) -> None:
-        """A graph was queued: its place is the next in turn."""
+        """Call it once a graph was queued: its place is the next one."""
         self._step += 1
 
     def wait(self, sampled: int) -> Callable[[], Tensor]:
-        """What waits, on any thread, for the first tokens of the graph that was queued last, once nothing else is to
-        change them. AssertionError where those that were in its place were not read.
+        """A function that waits, on any thread, for the first `sampled` tokens of the graph that was queued last.
+        Call this once nothing else changes them. Raises AssertionError where the tokens that were in the place before
+        were not read.
         """
         place = self._step % STEPS
         assert not self._unread[place], f"nobody read the tokens of {STEPS} steps"

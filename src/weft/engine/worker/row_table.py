@@ -1,7 +1,7 @@
-"""What a rank keeps of its DP group's sequences, each in a row of a table, so that a step's message says only news.
+"""A rank's table of its DP group's sequences, one row each. A step's message carries only changes of it.
 
-The host knows every row's length and tables, since they follow from the messages. The token that was last drawn for a
-row lies on the device alone: the next step takes it from there, whether or not anybody has seen it yet.
+The host knows every row's length and page tables: they follow from the messages. The last sampled token of a row is on
+the device alone. The next step reads it there, whether or not the host has seen it yet.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.kv.cache_spec import Rule
 
 NO_TOKEN = -1
-"""The last token of a row for which none was drawn since its sequence came: nothing may be run from it."""
+"""The last token of a row before one is sampled for its sequence. A decode row must not run from it."""
 
 
 @dataclass(slots=True)
 class Row:
-    """A sequence. length: its tokens in the caches, or on the way there; the rest as `weft.engine.messages.Join`."""
+    """A sequence. length: its tokens in the caches, once the steps begun so far have run; the rest as in `Join`."""
 
     request: int
     length: int
@@ -36,19 +36,20 @@ class Row:
 
 
 class RowTable:
-    """The rows of a rank. most: how many; rules, page_size: of the caches."""
+    """The rows of a rank. max_rows: how many; rules, page_size: of the caches."""
 
     def __init__(self, max_rows: int, rules: Sequence[Rule], page_size: int, device: torch.device):
         self.device, self.rules, self.page_size = device, tuple(rules), page_size
         self.rows: dict[int, Row] = {}
         self.cut: set[int] = set()
-        """Rows whose draws leave out the tail by top_k or top_p, which takes a sort."""
+        """Rows sampled with top_k or top_p, which take a sort."""
         self.floored: set[int] = set()
-        """Rows whose draws leave out the tail by min_p."""
+        """Rows sampled with min_p."""
         self.last_token = torch.full((max_rows,), NO_TOKEN, dtype=torch.int32, device=device)
 
     def apply(self, group_rows: GroupRows) -> None:
-        """Takes in what is new, before the rows of the step. Raises ValueError for an entry beyond a table's end."""
+        """Applies a message's changes, before the rows of its step. Raises ValueError for an entry beyond a table's
+        end."""
         for join in group_rows.joins:
             self.rows[join.row] = Row(join.request, join.context, [list(table) for table in join.tables], join.sampling)
             self.last_token[join.row].fill_(NO_TOKEN)
@@ -69,20 +70,20 @@ class RowTable:
         self.last_token.fill_(NO_TOKEN)
 
     def batch(self, group_rows: GroupRows) -> Batch:
-        """The step's rows, from the host's knowledge and the last tokens. Answers come first, a row each."""
+        """The batch of a step: decode rows first, one row each, then chunks."""
         n, rows = len(group_rows.decode_rows), self.rows
         tokens = [0] * n + [token for chunk in group_rows.chunks for token in chunk.tokens]
         seqs = [SeqRows(1, rows[row].length, rows[row].tables, 1) for row in group_rows.decode_rows]
         for chunk in group_rows.chunks:
-            sampled = len(chunk.tokens) if chunk.score else int(chunk.samples)
-            seqs.append(SeqRows(len(chunk.tokens), rows[chunk.row].length, rows[chunk.row].tables, sampled))
+            wanted = len(chunk.tokens) if chunk.score else int(chunk.samples)
+            seqs.append(SeqRows(len(chunk.tokens), rows[chunk.row].length, rows[chunk.row].tables, wanted))
         batch = build_batch(tokens, seqs, self.page_size, self.rules, self.device)
         if n:
             batch.tokens[:n] = self.last(group_rows.decode_rows).clamp(min=0)
         return batch
 
     def advance(self, group_rows: GroupRows) -> None:
-        """Counts the step's rows to the sequences: a row's length is then the place of what it draws."""
+        """Adds the step's rows to the lengths: a row's length is then the position of the token that it samples."""
         for row in group_rows.decode_rows:
             self.rows[row].length += 1
         for chunk in group_rows.chunks:
@@ -93,8 +94,9 @@ class RowTable:
         return self.last_token.index_select(0, on_device(rows, torch.int64, self.device))
 
     def needs_full_logits(self, group_rows: GroupRows) -> bool:
-        """Whether a step needs whole rows of logits where the vocabulary is split: not where every row takes the best
-        token, or draws by temperature alone.
+        """Whether a step needs full rows of logits where the vocabulary is split.
+
+        Rows that are greedy or sampled by temperature alone need none.
         """
         cut = self.cut | self.floored
         return (
@@ -104,11 +106,14 @@ class RowTable:
         )
 
     def sample(self, group_rows: GroupRows, logits: Tensor, split: SplitVocabulary | None = None) -> Tensor:
-        """The step's tokens, int32, from logits `[S, vocabulary]` of `GroupRows.sampled`: the rows' last from now on.
+        """Samples the step's tokens, int32 `[S]`, which become the rows' last tokens.
 
-        split: whose share the logits are of. It is for steps that need no whole rows.
+        A row that ran without a last token gets NO_TOKEN, so that the fault is seen wherever the tokens arrive.
 
-        A row that ran without a last token draws none either, so that the fault is seen wherever tokens arrive.
+        Args:
+            group_rows: the step.
+            logits: `[S, vocabulary]` of `GroupRows.sampled_rows`, or this rank's share of them.
+            split: given where the logits are a share; for steps that need no full rows.
         """
         sampled, n = group_rows.sampled_rows, len(group_rows.decode_rows)
         if split is None:
@@ -122,8 +127,10 @@ class RowTable:
         return tokens
 
     def rows_to_resample(self, group_rows: GroupRows, split: bool) -> list[int]:
-        """Which of a step's draws ask for more than a graph draws by, or for logprobs: the same on every rank of a
-        group. split: it draws from a split vocabulary, where min_p is more.
+        """Which of a step's sampled rows need more than a graph's sampling, or logprobs; the same on every rank of a
+        group.
+
+        split: the graph samples from a split vocabulary, where min_p is such a need.
         """
         more = self.cut.union((row for row, _ in group_rows.adjust), self.floored if split else ())
         return [at for at, row in enumerate(group_rows.sampled_rows) if row in more] if more else []
@@ -134,15 +141,24 @@ class RowTable:
         again: Sequence[int],
         logits: Tensor,
         tokens: Tensor,
-        whole: Callable[[Tensor], Tensor],
+        full_logits: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Of tokens that a graph drew from logits, draws those of the draws `again` anew, in place. whole: makes
-        rows of logits float32, and of all the vocabulary; gives what it made of theirs.
+        """Samples some tokens of a graph's step again, and replaces them in `tokens`.
+
+        Args:
+            group_rows: the step.
+            again: which of its sampled rows.
+            logits: the graph's, of all sampled rows.
+            tokens: the graph's, of all sampled rows.
+            full_logits: makes rows of logits float32 and of the whole vocabulary.
+
+        Returns:
+            The full logits of the rows `again`.
         """
         sampled = group_rows.sampled_rows
         rows = [sampled[at] for at in again]
         put = on_device([again, rows], torch.int64, self.device)
-        logits = whole(logits.index_select(0, put[0]))
+        logits = full_logits(logits.index_select(0, put[0]))
         resampled = self._sample(rows, logits, dict(group_rows.adjust))
         resampled = torch.where(tokens.index_select(0, put[0]) < 0, NO_TOKEN, resampled)
         tokens.index_copy_(0, put[0], resampled)
@@ -156,20 +172,24 @@ class RowTable:
 
 
 class DeviceRows:
-    """What CUDA graphs read and write of the same rows: lengths, tables, and how tokens are drawn.
+    """The part of the table that CUDA graphs read and write on the device.
 
-    length int32 `[rows]`. entries: the tables of all cache groups side by side, each as wide as `widths` says: int32
-    `[rows, max_pages]`, the page table, or `[rows, 2]`, the slots of the state before and after the next step; −1 where
-    nothing is, as for windows that have passed.
-    temperature and min_p float32, seed int64 `[rows]`; last_token is the table's. steps: int32 `[1]`, how many graphs
-    ran: each begins by counting itself.
+    Attributes:
+        length: int32 `[rows]`.
+        entries: int32, the tables of all cache groups side by side, each as wide as `widths` says: `[rows,
+            max_pages]`, the page table, or `[rows, 2]`, the slots of the state before and after the next step. −1: no
+            page, as where a window has passed.
+        temperature, min_p: float32 `[rows]`.
+        seed: int64 `[rows]`.
+        last_token: the table's.
+        steps: int32 `[1]`, how many graphs ran; each begins by counting itself.
     """
 
     def __init__(self, table: RowTable, max_pages: int):
         self.last_token, device = table.last_token, table.device
         max_rows, self.widths = len(self.last_token), [2 if rule.state else max_pages for rule in table.rules]
         self.length = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        # Side by side, so that a step's news of all groups are one copy.
+        # Side by side, so that a step's new entries of all groups are one copy.
         self.entries = torch.full((max_rows, sum(self.widths)), -1, dtype=torch.int32, device=device)
         self._begins = [0, *itertools.accumulate(self.widths)]
         self.temperature, self.min_p = torch.zeros(2, max_rows, device=device)
@@ -193,7 +213,7 @@ class DeviceRows:
             _put(self.entries.view(-1), at, values)
 
     def _place(self, row: int, group: int, index: int) -> int:
-        """Of a table's entry among all."""
+        """The index of a table's entry among all entries."""
         if self._begins[group] + index >= self._begins[group + 1]:
             raise ValueError(f"entry {index} of a table of {self.widths[group]} entries")
         return row * self._begins[-1] + self._begins[group] + index
@@ -208,7 +228,7 @@ class DeviceRows:
             tensor[join.row].fill_(value)  # a launch that holds the value: no copy from the host
 
     def ran(self, table: RowTable, group_rows: GroupRows) -> None:
-        """After a step that ran without a graph: takes the lengths of its rows."""
+        """After a step without a graph: copies the new lengths of its rows to the device."""
         rows = [*group_rows.decode_rows, *(chunk.row for chunk in group_rows.chunks)]
         _put(self.length, rows, [table.rows[row].length for row in rows])
 

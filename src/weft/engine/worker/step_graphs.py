@@ -1,9 +1,9 @@
 """Steps as CUDA graphs: one for each shape, captured at the start, replayed for every step that fits.
 
-A graph's tensors have its shape. Live counts, and what it reads of sequences, lie in device memory (`inputs.py`), so
-that one graph serves all DP groups, also idle ones; padding rows are stored nowhere and choose no expert. The tokens
-that it draws are written where the next step reads them. Which graph is replayed follows from what all groups run,
-which every rank knows.
+A graph's tensors have its shape. Live counts, and what it reads of sequences, are in device memory
+(`weft.engine.worker.graph_inputs`), so one graph serves all DP groups, also idle ones. Padding rows are stored nowhere
+and choose no expert. Sampled tokens are written where the next step reads them. All ranks know what all groups run, so
+they choose the same graph.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ from weft.stream import Stream
 
 
 class StepGraphs:
-    """The graphs of a rank, and the tensors that they read and write.
+    """The graphs of a rank, and the tensors that they read and write. Layers get batches whose `spans` are None.
 
-    plan: of so many tokens in each DP group. transports: those of the plans. inputs: of each kind of steps, each with
-    the shapes of its graphs. rows: what they read of sequences. settler: carries out
-    what blocks settle. vocabulary: where it is split; its exchanges are
-    captured too. Layers are given batches whose `spans` are None.
+    Args:
+        model, mesh, rank: as in `ModelRunner`.
+        plan: gives the plan of so many rows in each DP group.
+        transports: those of the plans.
+        caches: of the model's layers.
+        rows: the table on the device.
+        inputs: one for each kind of steps, with the shapes of its graphs.
+        settler: carries out what blocks settle.
+        vocabulary: given where it is split; its exchanges are captured too.
     """
 
     def __init__(
@@ -60,13 +65,13 @@ class StepGraphs:
         self.shapes = sorted(shape for kind in inputs for shape in kind.shapes)
         weight, max_rows = model.embed.weight, len(rows.length)
         self._device, own = weight.device, len(weight)  # the head is split as the embedding is
-        # Of steps with prompts, few of whose logits anybody looks at: one place for all graphs of such.
+        # Few logits of steps with prompts are read again: one place serves all graphs of such steps.
         self._logits = weight.new_empty(max_rows if True in self._inputs else 0, own)
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
         self.token_ring = PinnedTokenRing(max_rows, self._device.type == "cuda")
         self._counts: dict[int, CapturedRows] = {}  # by rows
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._outputs: dict[tuple[Shape, int], tuple[Tensor, Tensor]] = {}  # what `replay` gives, by how many are drawn
+        self._outputs: dict[tuple[Shape, int], tuple[Tensor, Tensor]] = {}  # of `replay`, by shape and sampled rows
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -93,8 +98,8 @@ class StepGraphs:
         self._rows.steps.zero_()  # as none was replayed
 
     def shape_of(self, groups: Sequence[GroupRows], counts: Counts) -> Shape | None:
-        """Of the graph that serves a step of these DP groups, whose rows are counts; None where there is none: for more
-        rows, for prompts of models whose prompts are not captured, and where a prompt's own logprobs are wanted.
+        """The shape of the graph for a step; None where there is none: for too many rows, for prompts of models whose
+        prompts are not captured, and where a prompt's own logprobs are wanted. counts: rows of these DP groups.
         """
         prompts = any(group.chunks for group in groups)
         inputs = self._inputs.get(prompts)
@@ -104,12 +109,17 @@ class StepGraphs:
         return inputs.shapes[at] if at < len(inputs.shapes) else None
 
     def replay(self, shape: Shape, group_rows: GroupRows, counts: Counts) -> tuple[Tensor, Tensor]:
-        """(logits `[draws, vocabulary]` as the model gives them, the tokens drawn from them, int32).
+        """Replays a graph; the host waits for nothing. The next replay overwrites what it returns.
 
-        Logits are of this rank's share where the vocabulary is split. min_p is then left out of the draw, which would
-        take the whole. The next replay overwrites both. news: of this group, whose rows the tables on the device know.
-        counts: of all groups, the same on every rank. The host waits for nothing. An answer without a last token gives
-        −1.
+        Args:
+            shape: of the graph.
+            group_rows: this group's part of the step; the table on the device knows its rows.
+            counts: rows of all groups, the same on every rank.
+
+        Returns:
+            Logits `[sampled, vocabulary]` as the model gives them, of this rank's share where the vocabulary is
+            split; and the sampled tokens, int32, NO_TOKEN for a decode row without a last token. Sampling ignores
+            min_p where the vocabulary is split, as that needs full rows.
         """
         for transport in self._transports.values():
             transport.check()

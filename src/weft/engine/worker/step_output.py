@@ -1,4 +1,4 @@
-"""What a step gave that the host must see: the tokens, and the logprobs that were asked for."""
+"""What the host reads of a step: its sampled tokens, and the logprobs that were asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from weft.engine.worker.row_table import NO_TOKEN
 
 
 def sampled_logits(rows: GroupRows, logits: Tensor) -> Tensor:
-    """Of the logits of a step's sampled rows, those that tokens are drawn from: of a scored chunk only the last."""
+    """Of the logits of a step's wanted rows, those that tokens are sampled from: of a scored chunk only the last
+    row."""
     if not any(chunk.score for chunk in rows.chunks):
         return logits
     at, first = list(range(len(rows.decode_rows))), len(rows.decode_rows)
@@ -25,10 +26,15 @@ def sampled_logits(rows: GroupRows, logits: Tensor) -> Tensor:
 
 
 class StepOutput:
-    """Of one step on one rank. `score` and `look` are only for the rank that tells its group's logprobs; then `copy`
-    begins the copies to the host, and what follows waits for them, on any thread.
+    """The output of one step on one rank.
 
-    read_tokens: waits for the tokens where they need no copy.
+    `note_logprobs` and `note_prompt_logprobs` are for the rank whose result has its group's logprobs. Then `copy`
+    begins the copies to the host. `tokens` and `logprobs` wait for them, on any thread.
+
+    Args:
+        rows: the step.
+        tokens: int32 `[S]`, sampled, on the device.
+        read_tokens: waits for the tokens where they need no copy.
     """
 
     def __init__(self, rows: GroupRows, tokens: Tensor, read_tokens: Callable[[], Tensor] | None = None):
@@ -37,8 +43,8 @@ class StepOutput:
         self._counts: list[Sequence[int]] = []
         self._sampled_at: list[int] = []
 
-    def score(self, logits: Tensor) -> None:
-        """Notes the logprobs of the chunks' own tokens. logits: of all sampled rows."""
+    def note_prompt_logprobs(self, logits: Tensor) -> None:
+        """Notes logprobs of the chunks' own tokens. logits: of all wanted rows of the step."""
         first = len(self._rows.decode_rows)
         for chunk in self._rows.chunks:
             if chunk.score:
@@ -46,9 +52,10 @@ class StepOutput:
                 self._note(logits[first : first + len(tokens)], tokens, [chunk.score.logprobs] * len(tokens))
             first += len(chunk.tokens) if chunk.score else int(chunk.samples)
 
-    def look(self, logits: Tensor, of: Sequence[int] | None = None) -> None:
-        """Notes the logprobs of those drawn tokens for which they are asked. logits: of the draws, or of these of them,
-        among which are all that ask.
+    def note_logprobs(self, logits: Tensor, of: Sequence[int] | None = None) -> None:
+        """Notes logprobs of the sampled tokens whose rows ask for them.
+
+        logits: of all sampled rows, or of the sampled rows `of`, which include all that ask.
         """
         asked = {row: adjust.logprobs for row, adjust in self._rows.adjust if adjust.logprobs >= 0}
         self._sampled_at = [at for at, row in enumerate(self._rows.sampled_rows) if row in asked] if asked else []
@@ -86,7 +93,7 @@ class StepOutput:
         return tokens, zlib.crc32(sampled.numpy().tobytes())
 
     def logprobs(self) -> tuple[tuple[Logprobs | None, ...], list[tuple[Logprobs, ...]]]:
-        """(of each drawn token, empty where none are asked for; of each scored chunk)."""
+        """(one for each sampled token, or none where no row asks; one tuple for each scored chunk)."""
         if not self._found:
             return (), []
         lists = [tensor.tolist() for tensor in self._wait()]

@@ -1,8 +1,8 @@
-"""Made-up steps that a rank on a GPU runs before it is ready, so that none is held up by the compilation of a kernel.
+"""Made-up steps that a rank on a GPU runs before it is ready, so that no request waits for the compilation of a kernel.
 
-Triton compiles a kernel anew for other block sizes, and these follow from a step's rows, from how many sequences it has
-and how many of them have one row, and from how many tokens are drawn, by powers of two and limits at such. Steps with
-prompts of every such number, answers among them, meet what steps of requests will.
+Triton compiles a kernel for each block size. Block sizes follow from a step's rows, from the numbers of its sequences
+and of those with one row, and from the number of sampled tokens: by powers of two, and limits at such. So the steps
+have prompts of every such number, with decode rows among them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ def warm_steps(
     split: bool = False,
     merges_from: Callable[[int], int | None] = lambda rows: None,
 ) -> list[Step]:
-    """The steps, the same on every rank; they overwrite rows of the table, and pages.
+    """The steps, the same on every rank. They overwrite rows of the table, and pages.
 
-    groups: of the caches. longest: tokens that a sequence may have. split: whether the vocabulary is; then every other
-    step draws from whole rows. merges_from: on top of how many tokens a prompt of so many rows is merged over dcp, as
-    every other step's is; None: of no number.
+    Args:
+        groups: of the caches.
+        longest: tokens that a sequence may have.
+        split: the vocabulary is split; then every other step samples from full rows.
+        merges_from: the number of cached tokens from which a prompt of so many rows is merged over dcp, as in every
+            other step; None: never.
     """
     world, steps = config.attn_dp, []
     for number, rows in enumerate(sizes(config.max_batch_tokens * world)):
@@ -71,12 +74,12 @@ class _Rows:
     chunks: list[Chunk]
 
     def output(self, context: int) -> None:
-        """Of a sequence that had so many tokens."""
+        """Adds a decode row of a sequence with so many tokens."""
         self.decode_rows.append(self._join(context, 1))
 
-    def prompt(self, count: int, context: int, sampled: bool) -> None:
-        """So many tokens on top of the context."""
-        self.chunks.append(Chunk(self._join(context, count), (0,) * count, sampled))
+    def prompt(self, count: int, context: int, samples: bool) -> None:
+        """Adds a prompt of `count` tokens on top of the context."""
+        self.chunks.append(Chunk(self._join(context, count), (0,) * count, samples))
 
     def _join(self, context: int, count: int) -> int:
         row, pages = len(self.joins), -(-(context + count) // self.config.interleave.span)

@@ -1,4 +1,4 @@
-"""One rank: the model, its part of the cache, and the loop that answers the controller."""
+"""One rank: its model, its cache, and the loop that carries out the controller's messages."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from weft.place.cost import Costs
 
 Send = Callable[[FromRank], None]
 Finish = Callable[[], Result]
-"""Waits for what a step drew, if need be, and gives its result."""
+"""Waits for a step's tokens, if need be, and returns its result."""
 
 
 class Worker:
-    """Loads a rank's shard, then runs steps. Every rank of a DP group draws its tokens, the same on all."""
+    """Loads a rank's shard, then runs steps. Every rank of a DP group samples the same tokens."""
 
     def __init__(self, config: EngineConfig, transports: Sequence[Transport], costs: Costs, send: Send):
         self.config, self.mesh, self.rank = config, config.mesh, transports[0].rank
@@ -96,7 +96,7 @@ class Worker:
             )
             config = self.config = sized(config, specs, memory, dtype.itemsize, agree)
         elif self.on_gpu:
-            torch.cuda.empty_cache()  # of what loading took
+            torch.cuda.empty_cache()  # memory that loading used
             check_cache(specs, config, dtype.itemsize, torch.cuda.mem_get_info()[0])
         self.groups = groups_of(specs, config)
         self.runner = make(self.groups)
@@ -115,7 +115,8 @@ class Worker:
         self.runner.capture(self.device_rows, self.config.max_batch_tokens, progress)
 
     def warm_up(self, longest: int, progress: Callable[[int, int], None]) -> None:
-        """Runs the steps of `warm_steps`, eagerly, and leaves no trace of them: before graphs are captured. Collective.
+        """Runs the steps of `warm_steps` eagerly, before graphs are captured, and forgets them. Collective.
+
         longest: tokens of a sequence.
         """
         split = self.runner.vocabulary is not None
@@ -131,9 +132,9 @@ class Worker:
 
     @torch.inference_mode()
     def step(self, step: Step) -> Finish:
-        """Begins a step: on a GPU it may still run when this returns, and the next may be begun before it is finished.
+        """Begins a step. On a GPU it may still run when this returns, and the next one may begin before it ends.
 
-        The leader of each DP group tells the tokens.
+        The result of the DP group's leader has the tokens.
         """
         group = self.mesh.group_of(self.rank)
         rows, counts, leads = step.groups[group], step.counts, self.rank == self.mesh.leader(group)
@@ -145,24 +146,24 @@ class Worker:
         if self.device_rows:
             self.device_rows.apply(rows)
         split = self.runner.vocabulary is not None
-        looked: list[int] | None = None
+        resampled: list[int] | None = None
         if shape is not None:
             logits, tokens = self.runner.replay(shape, rows, counts)
             self.table.advance(rows)
-            if looked := self.table.rows_to_resample(rows, split):
-                logits = self.table.resample(rows, looked, logits, tokens, self.runner.whole)
+            if resampled := self.table.rows_to_resample(rows, split):
+                logits = self.table.resample(rows, resampled, logits, tokens, self.runner.full_logits)
         else:
-            whole = not split or self.table.needs_full_logits(rows)
-            logits = self.runner.forward(self.table.batch(rows), counts, whole)
+            full = not split or self.table.needs_full_logits(rows)
+            logits = self.runner.forward(self.table.batch(rows), counts, full)
             self.table.advance(rows)
             if self.device_rows:
                 self.device_rows.ran(self.table, rows)
-            tokens = self.table.sample(rows, sampled_logits(rows, logits), None if whole else self.runner.vocabulary)
-        read_tokens = self.runner.sampled_tokens(len(tokens)) if shape is not None and not looked else None
+            tokens = self.table.sample(rows, sampled_logits(rows, logits), None if full else self.runner.vocabulary)
+        read_tokens = self.runner.sampled_tokens(len(tokens)) if shape is not None and not resampled else None
         output = StepOutput(rows, tokens, read_tokens)
         if leads:
-            output.score(logits)
-            output.look(sampled_logits(rows, logits), looked)
+            output.note_prompt_logprobs(logits)
+            output.note_logprobs(sampled_logits(rows, logits), resampled)
         output.copy()
         plan = self.runner.plan_checksum(counts, shape)
         scored_from = [self.table.rows[c.row].length - len(c.tokens) + 1 for c in rows.chunks if c.score]
@@ -180,13 +181,13 @@ class Worker:
         return finish
 
     def serve(self, receive: Callable[[], ToRank], send: Send) -> None:
-        """Answers the controller until it says Stop. send: is called on two threads."""
+        """Carries out the controller's messages until Stop. send: is called on two threads."""
         send(Ready(self.rank, self.groups, self.runner.planned(self.config.max_batch_tokens)))
         begun: queue.SimpleQueue[Finish | None] = queue.SimpleQueue()
-        # While a GPU runs a step, one thread waits for what it draws, and the other for the step after it.
-        teller = threading.Thread(target=self._tell, args=(begun, send), daemon=True)
+        # While a GPU runs a step, one thread waits for its tokens, and the other for the next step.
+        sender = threading.Thread(target=self._send_results, args=(begun, send), daemon=True)
         if self.on_gpu:
-            teller.start()
+            sender.start()
         while True:
             message = receive()
             if isinstance(message, Step):
@@ -208,9 +209,9 @@ class Worker:
                 break
         if self.on_gpu:
             begun.put(None)
-            teller.join()
+            sender.join()
 
-    def _tell(self, begun: queue.SimpleQueue[Finish | None], send: Send) -> None:
+    def _send_results(self, begun: queue.SimpleQueue[Finish | None], send: Send) -> None:
         torch.cuda.set_device(self.table.device)
         while (finish := begun.get()) is not None:
             try:
@@ -221,7 +222,7 @@ class Worker:
 
 
 def failure(rank: int, error: Exception) -> Failure:
-    """What the controller is told of an error that nobody could foresee."""
+    """The message of an error that nothing foresaw."""
     first = next(iter(str(error).splitlines()), "")
     if isinstance(error, torch.OutOfMemoryError):
         first += "; lower --kv-tokens, --max-batch-tokens or --max-running, or take more ranks"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support import small_model
 
-from engine.conftest import answers_of_some, byte_tokenizer, greedy_answers
+from engine.conftest import byte_tokenizer, greedy_outputs, outputs_of_some
 from engine.test_engine import GREEDY, prompts
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
@@ -45,7 +45,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Any:
             changes = dict(vocab_size=257, max_position_embeddings=256, num_hidden_layers=2) | changes
             model = small_model(family, 4, directory, seed=3, **changes)
             byte_tokenizer(directory)
-            answers = greedy_answers(lambda tokens: model(tokens[None]).logits[0, -1], prompts(), GREEDY.max_tokens)
+            answers = greedy_outputs(lambda tokens: model(tokens[None]).logits[0, -1], prompts(), GREEDY.max_tokens)
             made[shape] = directory, answers
         return made[shape]
 
@@ -86,7 +86,7 @@ def test_pages_run_out_and_requests_are_cancelled(shapes: Any, shape: str, layou
     draw = random.Random(1)
     with Engine(config(directory, **layout, kv_tokens=32, max_batch_tokens=8)) as engine:
         cancelled = {at: draw.randrange(6) for at in draw.sample(range(7), 2)}
-        reasons, answers = answers_of_some(engine, prompts(), GREEDY, cancelled)
+        reasons, answers = outputs_of_some(engine, prompts(), GREEDY, cancelled)
         for at in range(7):
             assert reasons[at] == ("abort" if at in cancelled else "length")
             assert answers[at] == expected[at][: len(answers[at])]

@@ -1,4 +1,4 @@
-"""On which devices the ranks run, in which dtype, and what carries their exchanges."""
+"""The devices of the ranks, their dtype, and the transports between them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_float8(model: ModelConfig, device: torch.device) -> None:
 
 def enabled_transports(config: EngineConfig) -> tuple[TransportEntry, ...]:
     """The transports among which the ranks' plans choose; the first is where activations live. Raises LayoutError where
-    one that is named has no room for the ranks.
+    one that is named does not serve so many ranks.
     """
     gpus, world = on_gpus(config), config.mesh.world
     if config.executor == "thread" or (gpus and world == 1):  # nothing is exchanged

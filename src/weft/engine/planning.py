@@ -135,6 +135,6 @@ def split_steps(
         try:
             ours, theirs = ([s.us for r in p.plan(counts).reads for s in r.steps] for p in (split, whole))
             found.append(split_step(head, n, sum(ours) - sum(theirs), split.settlements))
-        except LayoutError:  # no transport has room for it: whoever asks for it all the same is told by its plan
+        except LayoutError:  # no transport holds it: an explicit --split-vocabulary on fails with its plan
             return []
     return found

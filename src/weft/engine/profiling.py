@@ -1,7 +1,7 @@
-"""A window of steps, watched on every rank: the CPU time that they take, and with torch's profiler all that they run.
+"""Profiles a window of steps on every rank: the CPU time that they take, and with torch's profiler all that they run.
 
-The ranks begin a window at one step, as they see the same steps in the same order, and end it by themselves once it has
-its steps. CPU time is counted in windows without the profiler, which would be counted too.
+Ranks begin a window at the same step, and end it by themselves (`weft.engine.worker.rank_profiler`). CPU time is
+counted in windows without the profiler, whose own time would be counted too.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ from weft.engine.engine import Engine
 from weft.engine.messages import Profiled, StartProfile, StopProfile
 
 POLL_S = 0.005
-"""How often is asked whether the steps have run; to count its pages holds the engine's thread up a little."""
+"""How often the number of steps is read; reading it delays the engine's thread a little."""
 
 
 class NotWatched(EngineError):
-    """An engine that works, of which no window of steps can be had."""
+    """The engine works, but a window of steps could not be profiled."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """What was watched. steps: that every rank ran; seconds: from the first to the end of the last, on rank 0.
+    """A profiled window.
 
-    controller_cpu_s: of the engine's thread. rank_cpu_s: of each rank's thread that runs steps; process_cpu_s: of all
-    threads of each rank's process.
+    Attributes:
+        steps: that every rank ran.
+        seconds: from the start of the first step to the end of the last, on rank 0.
+        controller_cpu_s: CPU time of the engine's thread.
+        rank_cpu_s: of each rank's thread that runs steps.
+        process_cpu_s: of all threads of each rank's process.
     """
 
     steps: int
@@ -43,10 +47,11 @@ class Window:
 
 
 def watch(engine: Engine, steps: int, folder: Path | None = None) -> Window:
-    """Watches the next steps of an engine, which requests that run must fill; the caller's thread waits.
+    """Profiles the next steps of an engine; running requests must fill them. The caller's thread waits.
 
-    folder: where each rank's trace goes, of torch's profiler; without one only CPU time is counted. Raises NotWatched
-    where too few steps follow, and EngineError.
+    folder: for the trace of each rank, by torch's profiler; without one only CPU time is counted. Raises NotWatched
+        where
+    too few steps follow, and EngineError.
     """
     if engine.config.executor == "thread":
         raise NotWatched("ranks that are threads of one process cannot be told apart; profile them as processes")

@@ -1,4 +1,4 @@
-"""What can be found before any rank is started: a model, a layout or a table that could never serve."""
+"""Checks before any rank is started: a model, a layout or a cost table that could never serve."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_model(config: EngineConfig) -> ModelConfig:
 
 
 def load_tokenizer(config: EngineConfig) -> Any:
-    """The tokenizer, whose chat template, if it has one, can be read. Raises ModelError."""
+    """The tokenizer, with a chat template that can be read, if it has one. Raises ModelError."""
     tokenizer = read_tokenizer(config.tokenizer)
     if tokenizer.chat_template:
         try:
@@ -50,7 +50,7 @@ def load_tokenizer(config: EngineConfig) -> Any:
 
 
 def context_tokens(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens that prompt and answer may have together. Raises ModelError for more than the model knows."""
+    """Limit of tokens of a prompt and its completion together. Raises ModelError for more than the model has."""
     if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise ModelError(
             f"max_model_len={config.max_model_len} is beyond the model's {model.max_position} positions; ask for fewer"
@@ -65,8 +65,9 @@ def check_packages(config: EngineConfig) -> None:
 
 
 def resolve_defaults(config: EngineConfig) -> EngineConfig:
-    """The same with what `auto` leaves open settled: whether the vocabulary is split, and products are in FP8. Experts
-    gather on GPUs; on CPUs `check_plans` settles their form. Raises ModelError, LayoutError.
+    """The configuration with values for what `auto` leaves open: FP8 products, and whether the vocabulary is split.
+
+    Experts gather on GPUs; on CPUs `check_plans` decides. Raises ModelError, LayoutError.
     """
     if config.float8 == "auto":
         config = replace(config, float8="on" if on_gpus(config) else "off")
@@ -83,11 +84,11 @@ def resolve_defaults(config: EngineConfig) -> EngineConfig:
 
 
 def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Builds the model without weights and plans every step that may come. Gives the configuration to start ranks with:
-    of the forms of experts that are open, both only where some step takes less time by dispatch.
+    """Builds the model without weights and plans every step that may come. Returns the configuration to start ranks
+    with: experts may dispatch only where some step takes less time by it.
 
-    Raises ModelError for sizes of which no model can be; LayoutError where it does not divide over the
-    layout, or the cost table lacks an edge that is needed.
+    Raises ModelError for sizes that no model can have, LayoutError where the model does not divide over the layout,
+    or the cost table lacks an edge that is needed.
     """
     check_packages(config)
     counting = [option for option, entry in transports(config.plugins).items() if entry.takes_live_sizes]
@@ -130,6 +131,6 @@ def float8_products(config: EngineConfig, model: ModelConfig) -> str:
 
 
 def _offers(config: EngineConfig) -> list[Offer]:
-    """Of the ranks' transports, with room for any tensor."""
+    """Offers of the ranks' transports, for tensors of any size."""
     mesh, table = config.mesh, cost_model(config)
     return [offer_of(entry, mesh, table.of(entry.name, mesh.world)) for entry in enabled_transports(config)]

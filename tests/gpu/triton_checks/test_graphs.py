@@ -110,7 +110,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
 
     monkeypatch.setattr(inputs, "prompt_capacities", lambda most: sorted({min(4, most), most}))
     monkeypatch.setattr(runner, "exchange_times", lambda *_: {})  # events and graphs of their own
-    monkeypatch.setattr(sampler, "_draw", sampler._draw_on_gpu)
+    monkeypatch.setattr(sampler, "_sample_rows", sampler._sample_on_gpu)
     monkeypatch.setattr(sampler, "_best_of_share", sampler._best_on_gpu)
     monkeypatch.setattr(Worker, "__init__", made)
     return seen

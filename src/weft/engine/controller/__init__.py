@@ -1,1 +1,1 @@
-"""The controller's side of the ranks: how they are started, watched, told what to do and restarted."""
+"""The controller's side of the ranks: starts, watches, commands and restarts them."""

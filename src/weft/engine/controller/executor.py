@@ -1,4 +1,4 @@
-"""The controller's end of all ranks: what they are told, what they answer, and for how long that is waited for."""
+"""The controller's end of all ranks: sends them messages, and waits for their replies with a deadline."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ M = TypeVar("M", Result, Report, PlanText, Profiled, Ready)
 POLL_S = 0.2
 LOAD_TIMEOUT_S = 600.0
 REPORT_S = 5.0
-"""How often rank 0 says what it has run, while steps are sent."""
+"""How often rank 0 sends a report, while steps are sent."""
 
 
 class Executor(ABC):
@@ -48,27 +48,30 @@ class Executor(ABC):
         self.groups: tuple[CacheGroup, ...] = ()
         """Of the model's caches; known once `start` has returned."""
         self.reported = Report((), ())
-        """What rank 0 said last of what it has run; may be read on any thread."""
-        self._reports_due, self._asked_at, self._news = 0, 0.0, False  # news: steps were sent since it was asked
-        self._under_way: deque[tuple[int, Counts, float]] = deque()  # steps that were not collected, and until when
-        self._results: list[deque[Result]] = []  # of each rank, those that came and were not collected
+        """The last report of rank 0; any thread may read it."""
+        self._reports_due, self._asked_at, self._unreported = 0, 0.0, False
+        self._under_way: deque[tuple[int, Counts, float]] = deque()  # steps that were not collected, with deadlines
+        self._results: list[deque[Result]] = []  # of each rank, results that were not collected
 
     def prepare(self) -> None:
-        """Begins what takes long and needs no rank; `start` waits for it."""
+        """Begins slow preparations that need no rank; `start` waits for them."""
         return
 
     def start(
         self, progress: Callable[[str, float], None] | None = None, poll: Callable[[], None] = lambda: None
     ) -> None:
-        """Starts the ranks, anew where there are some, and waits until all have loaded. progress(what, fraction).
+        """Starts the ranks, or restarts them, and waits until all have loaded.
 
-        poll: called several times a second meanwhile; what it raises ends the start. Raises ModelError or LayoutError
-        where the user can put it right, else EngineError; then no rank is left.
+        Raises ModelError or LayoutError where the user can put it right, else EngineError; then no rank is left.
+
+        Args:
+            progress: called with what is done, and the fraction of it.
+            poll: called several times a second; what it raises ends the start.
         """
         loaded = dict.fromkeys(range(self.mesh.world), 0.0)
         self._stop_ranks(grace_s=0)
         self._under_way.clear()
-        self._reports_due, self._news = 0, False
+        self._reports_due, self._unreported = 0, False
         self._results = [deque() for _ in range(self.mesh.world)]
         try:
             self._launch(poll)
@@ -90,20 +93,20 @@ class Executor(ABC):
             raise
 
     def send(self, step: Step) -> None:
-        """Has every rank run a step, after those that were sent before."""
+        """Sends a step to every rank, behind those that were sent before."""
         now = time.monotonic()
         deadline = now + self.config.step_timeout_s * (1 + len(self._under_way))
         self._under_way.append((step.number, step.counts, deadline))
         self._send_all(step)
-        self._news = True
+        self._unreported = True
         if now >= self._asked_at + REPORT_S:
             self._ask_report()
 
     def collect(self) -> list[Result]:
-        """Waits for the oldest step under way; gives each DP group's result, in group order.
+        """Waits for the oldest step under way. Returns each DP group's result, in group order.
 
-        Raises EngineError also where ranks did not all execute this step, with these counts, by the same plan, or drew
-        other tokens than the others of their group.
+        Raises EngineError also where a rank ran another step, other counts or another plan, or sampled other tokens
+        than the others of its group.
         """
         number, counts, deadline = self._under_way[0]
         while not all(self._results):
@@ -120,14 +123,14 @@ class Executor(ABC):
         return leaders
 
     def report(self) -> None:
-        """Has rank 0 tell what it has run and what the naive plan would have moved, and waits until it has."""
+        """Requests a report of rank 0 and waits for it."""
         self._ask_report()
         deadline = time.monotonic() + self.config.step_timeout_s
         while self._reports_due:
             self._note(self._await(Report, deadline, "the report"))
 
     def _ask_report(self) -> None:
-        self._reports_due, self._asked_at, self._news = self._reports_due + 1, time.monotonic(), False
+        self._reports_due, self._asked_at, self._unreported = self._reports_due + 1, time.monotonic(), False
         self._send(0, AskReport())
 
     def _note(self, report: Report) -> None:
@@ -139,14 +142,14 @@ class Executor(ABC):
         return self._await(PlanText, time.monotonic() + self.config.step_timeout_s, "the plan").text
 
     def ask_all(self, question: StartProfile | StopProfile, what: str) -> list[Profiled]:
-        """Every rank's answer, in any order. what: is waited for."""
+        """Sends a question to every rank. Returns their replies, in any order. what: is waited for, in errors."""
         for rank in range(self.mesh.world):
             self._send(rank, question)
         deadline = time.monotonic() + LOAD_TIMEOUT_S  # a profiler's start and a long trace take their time
         return [self._await(Profiled, deadline, what) for _ in range(self.mesh.world)]
 
     def interrupt(self) -> None:
-        """Ends what waits for an answer of the ranks with an EngineError, now and from now on; from any thread."""
+        """Ends every wait for replies, now and from now on, with an EngineError; from any thread."""
         self._interrupted.set()
 
     def check(self) -> None:
@@ -155,9 +158,9 @@ class Executor(ABC):
             raise EngineError(dead)
 
     def idle(self) -> None:
-        """To be called now and then while no step is sent: looks after the ranks, and has reported what they ran."""
+        """Checks the ranks and keeps the report fresh; call it now and then while no step is sent."""
         self.check()
-        if self._news:
+        if self._unreported:
             self.report()
 
     def _await(self, kind: type[M], deadline: float, what: str) -> M:
@@ -179,16 +182,17 @@ class Executor(ABC):
         return message
 
     def _go_on(self, deadline: float, what: str, poll: Callable[[], None]) -> None:
-        """To be called while waiting. Raises EngineError where there is no use in that any more."""
+        """Call it while waiting. Raises EngineError where waiting is of no use any more."""
         poll()
         if self._interrupted.is_set():
             raise EngineError(f"interrupted while waiting for {what}")
         if time.monotonic() > deadline:
-            raise EngineError(f"no answer from the ranks for {what} in time; see step_timeout_s")
+            raise EngineError(f"no reply from the ranks for {what} in time; see step_timeout_s")
 
     def _cause(self, first: Failure) -> Exception:
-        """The error that explains a failure. One rank's fault fails its peers too: a killed rank comes before all,
-        then one that failed by itself, whoever's message was here first."""
+        """The error behind a failure. One rank's fault makes its peers fail too, in any order. A killed rank comes
+        first, then one that failed by itself.
+        """
         failures, deadline = [first], time.monotonic() + POLL_S
         while time.monotonic() < deadline:
             message = self._receive()
@@ -218,18 +222,18 @@ class Executor(ABC):
 
     @abstractmethod
     def _dead(self, *, killed: bool = False) -> str | None:
-        """One line about a rank that is gone, or None. killed: only about one that a signal ended."""
+        """One line about a rank that has ended, or None. killed: only about one that a signal ended."""
 
     def close(self, grace_s: float = 5.0) -> None:
-        """Stops every rank; nothing is left of them. May be called twice.
+        """Stops every rank. May be called twice.
 
-        grace_s: how long they may take to leave by themselves; they hold nothing that would be lost.
+        grace_s: how long they may take to exit by themselves; they hold nothing that would be lost.
         """
         self._stop_ranks(grace_s)
 
 
 def _compare_plans(ready: dict[int, Ready]) -> None:
-    """Raises EngineError where a rank plans otherwise than the first."""
+    """Raises EngineError where a rank's plans differ from those of rank 0."""
     for rank, message in sorted(ready.items()):
         for found, asked in itertools.zip_longest(message.plans, ready[0].plans):
             if found != asked:

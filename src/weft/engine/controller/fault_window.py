@@ -1,4 +1,4 @@
-"""How often ranks may fail: some faults pass when the ranks are started anew, others come again each time."""
+"""Limits how often ranks may fail: some faults pass when ranks are restarted, others come back each time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ MAX_BACKOFF_S = 60.0
 
 
 class FaultWindow:
-    """Counts failures. max_failures: that are borne within window_s; clock: seconds, rising.
+    """Counts failures.
 
-    backoff_s: the wait after the second failure without a step in between; it doubles with each further one.
+    Args:
+        max_failures: allowed within window_s seconds.
+        clock: seconds, rising.
+        backoff_s: the wait after the second failure without a step in between; each further one doubles it.
     """
 
     def __init__(
@@ -28,11 +31,11 @@ class FaultWindow:
         """Failures so far, whenever they were."""
 
     def worked(self) -> None:
-        """A step has succeeded: the next failure is one of its own."""
+        """Notes that a step has succeeded: the next failure is a new one."""
         self._in_a_row = 0
 
     def add(self, cause: str) -> float:
-        """Notes a failure; gives the seconds to wait before ranks are started anew: none after the first.
+        """Notes a failure. Returns the seconds to wait before ranks are restarted: 0 after the first one.
 
         Raises EngineError, with every failure of the window, where it is one too many.
         """

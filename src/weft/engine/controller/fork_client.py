@@ -16,7 +16,7 @@ from typing import Any
 from weft.engine.config import EngineError
 
 CODE_S = 1.0
-"""How long the fork server may take to tell a rank's exit code, once the rank has ended."""
+"""How long the fork server may take to report a rank's exit code, once the rank has ended."""
 
 
 class RankProcess:
@@ -37,7 +37,7 @@ class RankProcess:
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Waits for its end; None where that does not come in time."""
         if self._code is None and (self._pidfd < 0 or _readable(self._pidfd, timeout_s)):
-            # A rank whose code nobody can tell was killed with its fork server.
+            # Without a code the rank was killed together with its fork server.
             self._code = self._server.code_of(self.pid, -signal.SIGKILL)
             if self._pidfd >= 0:
                 os.close(self._pidfd)
@@ -79,7 +79,7 @@ class ForkServer:
         return self._process.poll() is None
 
     def request(self, directory: Path, rank: int) -> None:
-        """Asks for a rank; `forked` tells when it is there."""
+        """Requests a rank; `forked` returns its process."""
         self._pids.pop(rank, None)
         try:
             self._in.write(json.dumps({"directory": str(directory), "rank": rank}).encode() + b"\n")
@@ -93,7 +93,7 @@ class ForkServer:
         return RankProcess(pid, self) if (pid := self._pids.get(rank)) else None
 
     def code_of(self, pid: int, unknown: int) -> int:
-        """The exit code of a rank that has ended; `unknown` where the server cannot tell."""
+        """The exit code of a rank that has ended; `unknown` where the server is gone."""
         deadline = time.monotonic() + CODE_S
         while pid not in self._codes and (left := deadline - time.monotonic()) > 0:
             try:

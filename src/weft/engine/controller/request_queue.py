@@ -1,4 +1,5 @@
-"""What other threads hand to the engine's: requests, a bounded number of them, and commands, which come first."""
+"""Requests and commands that other threads hand to the engine's. Requests are limited in number; commands come
+first."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from weft.engine.output.request_output import RequestOutput
 T = TypeVar("T")
 Command = Callable[[], None]
 RATE_OVER = 64
-"""Requests that ended last, by whose times the wait of one that is refused is estimated."""
+"""Number of last ends from which the wait of a refused request is estimated."""
 MAX_RETRY_S = 60.0
 
 
@@ -31,10 +32,10 @@ class RequestQueue:
         self._closed: str | None = None
         self._open = True
         self.here = self.refused = 0
-        """Requests that have been taken in and not ended; how many were refused for want of room, so far."""
+        """here: requests taken in and not ended; refused: requests refused so far because too many were here."""
 
     def put(self, command: Command) -> bool:
-        """Hands over a command; False where none is taken any more. One that is taken will run."""
+        """Hands over a command, which will run; False where the queue is closed."""
         with self._changed:
             if self._open:
                 self._commands.append(command)
@@ -42,7 +43,7 @@ class RequestQueue:
             return self._open
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Hands over a command and waits for what it gives or raises. Raises EngineError where none is taken."""
+        """Hands over a question and waits for its result or error. Raises EngineError where the queue is closed."""
         reply: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
@@ -59,7 +60,7 @@ class RequestQueue:
         return cast(T, value)
 
     def add(self, newcomers: Sequence[RequestOutput]) -> None:
-        """Hands over requests, all or none. Raises QueueFull, EngineError where no more are taken."""
+        """Hands over requests, all or none. Raises QueueFull, and EngineError where new requests are refused."""
         with self._changed:
             if self._closed is not None:
                 raise EngineError(self._closed)
@@ -72,12 +73,12 @@ class RequestQueue:
             self._changed.notify()
 
     def withdraw(self, request: int) -> RequestOutput | None:
-        """Takes out a request that has not been taken by `newcomers`; None where it has, or is not known."""
+        """Removes a request that `newcomers` has not returned yet; None where there is none."""
         with self._changed:
             return self._newcomers.pop(request, None)
 
     def ended(self) -> None:
-        """One request less is here."""
+        """Notes the end of a request."""
         with self._changed:
             self.here -= 1
             self._ends.append(time.monotonic())
@@ -96,7 +97,7 @@ class RequestQueue:
             take_in()
 
     def wait_for_capacity(self, timeout_s: float) -> bool:
-        """Waits until another request may come; False where none may yet."""
+        """Waits until another request would be accepted; False where that takes longer."""
         with self._changed:
             return self._changed.wait_for(lambda: self.here < self._max_requests, timeout_s)
 
@@ -122,18 +123,18 @@ class RequestQueue:
             return [self._newcomers.popitem(last=False)[1] for _ in range(min(max_requests, len(self._newcomers)))]
 
     def refuse(self, why: str) -> None:
-        """From now on every newcomer is refused with this line; commands are still taken. The first line stays."""
+        """Refuses new requests from now on, with this line; commands are still taken. The first line stays."""
         with self._changed:
             self._closed = self._closed or why
 
     def close(self) -> bool:
-        """Takes nothing more, provided that nothing is left to run; False where something is."""
+        """Closes the queue, provided that nothing is left in it; False where something is."""
         with self._changed:
             self._open = bool(self._commands or self._newcomers)
             return not self._open
 
     def _retry_after_s(self, over: int) -> float:
-        """When so many more will have ended, if requests go on ending as they did."""
+        """Seconds until `over` more requests end, at the rate of the last ones."""
         if len(self._ends) < 2:
             return 1.0
         each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)

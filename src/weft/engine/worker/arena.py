@@ -1,4 +1,4 @@
-"""How much shared memory a rank's steps can need, whatever traffic comes, and whether this machine has it."""
+"""The shared memory that a rank's steps need at most, and whether this machine has it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from weft.place.spec import LayoutError, Mesh
 
 @dataclass(frozen=True)
 class ArenaNeed:
-    """Of one rank: how many tensors are alive at once in the worst step, and the bytes of the largest."""
+    """A rank's need. blocks: tensors alive at once in the worst step; block_bytes: bytes of the largest."""
 
     blocks: int
     block_bytes: int
 
     @property
     def bytes(self) -> int:
-        """Of a rank whose every block holds the largest tensor."""
+        """Bytes of all blocks, each as large as the largest tensor."""
         return self.blocks * self.block_bytes
 
 
@@ -50,14 +50,14 @@ class Ledger:
 
 
 def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> ArenaNeed:
-    """What any step of this configuration takes at most, whatever plan it follows. Raises LayoutError.
+    """What any step of this configuration needs at most, whatever plan it follows. Raises LayoutError.
 
-    Alive at once are the residual, what was last read, the blocks' sums or the deltas made of them, and while a
-    collective runs with an epilogue its plain result and its residual and norm together. The last is also the largest:
-    two values of every group's rows, as many as a plan can be made for. Where tokens are dealt out over dcp, attention
-    has gathered queries and merged outputs besides, of a row a running sequence. Of a split vocabulary's logits a row
-    must fit: more are gathered in turns. Rows that go to their experts are sent, arrive, and come back made: any rank
-    may get them all.
+    Alive at once are the residual, the last read, the blocks' sums or the deltas made of them, and while a collective
+    runs with an epilogue, its plain result and its residual and norm together. The last is also the largest: two
+    values of every group's rows, as many as a plan can be made for. Where tokens are sharded over dcp, attention also
+    has gathered queries and merged outputs, a row for each running sequence. A row of a split vocabulary's logits must
+    fit: more are gathered in turns. Rows that go to their experts are sent, arrive, and come back: any rank may get
+    them all.
     """
     ledger = Ledger()
     chain = trace(model, config.mesh, dtype, ledger.empty)
@@ -75,7 +75,7 @@ def merged_bytes(chain: Chain, mesh: Mesh, rows: int) -> int:
 
 
 def sent_bytes(config: EngineConfig, chain: Chain) -> int:
-    """What a rank sends to experts at most: each of its own rows, with its lists, to every rank; 0 where none go."""
+    """Bytes that a rank sends to experts at most: its rows, with their lists, to every rank; 0 where none go."""
     tokens, settled = max(bucket((config.max_batch_tokens,))), (s for f in chain.forms for r in f for s in r.settles)
     sent = {settlement.value for settlement in settled if isinstance(settlement.value, Dispatch)}
     return max((value.bytes(tokens, config.mesh.world) for value in sent), default=0)

@@ -49,7 +49,7 @@ def exchange_times(
     """Seconds of a call of each communicating step of a plan, and of what is settled by counts, that one of the
     transports carries.
 
-    rows: full, with room for the plan's counts; like: of the activations' width, dtype and device.
+    rows: full, with capacity for the plan's counts; like: of the activations' width, dtype and device.
     """
     found: dict[object, float] = {}
     times: dict[StepKey, float] = {}

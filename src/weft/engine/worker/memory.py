@@ -1,8 +1,8 @@
-"""How large a GPU's cache may be: what its weights, its steps and its graphs leave, measured before it is made.
+"""The size of a GPU's cache: what weights, steps and graphs leave, measured before the cache is made.
 
-Every rank runs the largest steps once, with a cache that just holds them, and looks how far torch's allocator goes.
-What then is free, but for the share that `gpu_memory_fraction` leaves to others, is for the cache; the least of all
-ranks counts, as page tables are the same on each.
+Every rank runs the largest steps once, with a cache that just holds them, and reads the allocator's peak. The rest of
+the memory, minus the share that `gpu_memory_fraction` leaves to others, is for the cache. The smallest of all ranks
+counts, as page tables are the same on each.
 """
 
 from __future__ import annotations
@@ -28,16 +28,21 @@ from weft.place.spec import LayoutError
 
 GIB = 1 << 30
 MAX_PAGES = 1 << 24
-"""Numbers up to here are whole in float32, in which ranks tell theirs."""
+"""Ranks exchange numbers of pages as float32, which has all integers up to here."""
 MAX_SPLIT_TOKENS = 8192
-"""Tokens of an answer's sequence from which on its attention takes no more memory: it is cut into no more parts."""
+"""Context of a decode row from which on its attention takes no more memory: it is cut into no more parts."""
 MakeRunner = Callable[[Sequence[CacheGroup]], ModelRunner]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one rank's GPU, in bytes, with its weights but without its cache. steps: what an eager step takes beyond;
-    graphs: what all graphs keep."""
+    """Bytes of a rank's GPU, with its weights and without its cache.
+
+    Attributes:
+        total, free: of the GPU.
+        steps: what an eager step takes at most.
+        graphs: what all graphs keep.
+    """
 
     total: int
     free: int
@@ -45,7 +50,7 @@ class Memory:
     graphs: int
 
     def capacity(self, fraction: float) -> int:
-        """Bytes for the cache, where so much of the GPU may be used; below 0 where the rest has no room."""
+        """Bytes for the cache where this fraction of the GPU may be used; below 0 where the rest does not fit."""
         return self.free - self.steps - self.graphs - int((1 - fraction) * self.total)
 
 
@@ -87,7 +92,7 @@ def check_weights(model: ModelConfig, config: EngineConfig, rank: int, dtype: to
 
 
 def check_cache(specs: Mapping[str, Spec], config: EngineConfig, element: int, free: int) -> None:
-    """The same for a cache whose size was asked for. element: as for `cache_bytes`."""
+    """The same for a cache of a given size. element: as for `cache_bytes`."""
     if (need := cache_bytes(specs, groups_of(specs, config), config, element)) > free:
         raise LayoutError(
             f"a cache of {config.cached_tokens} tokens takes {need / GIB:.1f} GiB, and beside the weights a GPU has "
@@ -102,8 +107,9 @@ def max_sequence_tokens(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def large_steps(config: EngineConfig, model: ModelConfig) -> list[list[int]]:
-    """The rows of each sequence in the steps that take most: one long prompt; many that end, whose logits are wanted;
-    and one row of as many answers as there may be, which come on top of many tokens."""
+    """Rows of each sequence in the largest steps: one long prompt; many prompts that end, whose logits are wanted;
+    and one decode row of every sequence.
+    """
     longest = min(config.max_batch_tokens, max_sequence_tokens(config, model))
     each, more = divmod(config.max_batch_tokens, config.max_running)
     spread = [min(longest, each + (i < more)) for i in range(config.max_running)]
@@ -155,8 +161,8 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
         runner.forward(batch, (sum(rows),) * config.attn_dp)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    # Graphs share one pool, as large as the largest needs: with prompts it attends as a step of answers does, too. Each
-    # of answers keeps its logits, those with prompts have one place for theirs.
+    # Graphs share one pool, as large as the largest needs: with prompts it also attends as a decode step does. Each
+    # decode graph keeps its logits; those with prompts share one place for theirs.
     prompts = captures_prompts(runner.rules, config.mesh)
     sampled = sum(decode_capacities(config.max_running)) + config.max_running * prompts
     logits = len(weight) * weight.element_size()  # of a token: the head is split as the embedding is
@@ -171,7 +177,8 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
 def sized(
     config: EngineConfig, specs: Mapping[str, Spec], memory: Memory, element: int, agree: Callable[[int], int]
 ) -> EngineConfig:
-    """The configuration with a cache that every rank has room for. agree: gives the least of all ranks' numbers.
+    """The configuration with the largest cache that fits on every rank. agree: gives the minimum over ranks of their
+    numbers.
 
     Raises LayoutError, on every rank, where not one sequence of max_model_len tokens fits, or not one page.
     """
@@ -187,7 +194,7 @@ def sized(
     if pages * config.interleave.span < least:
         need, weights = bytes_of(-(-least // config.interleave.span)), memory.total - memory.free
         if need <= capacity:
-            raise LayoutError(f"another rank's GPU has no room for the cache of a sequence of {least} tokens")
+            raise LayoutError(f"another rank's GPU has too little memory for the cache of a sequence of {least} tokens")
         cache, missing = f"{need / GIB:.1f} GiB", f"{(need - capacity) / GIB:.1f} GiB are missing"
         raise LayoutError(
             f"a GPU's {memory.total / GIB:.1f} GiB hold {weights / GIB:.1f} GiB of weights and what else is there, and "
@@ -199,7 +206,7 @@ def sized(
 
 
 def min_over_ranks(transport: Transport, world: int, device: torch.device) -> Callable[[int], int]:
-    """The least of all ranks' numbers up to MAX_PAGES. Collective."""
+    """A function that gives the minimum over ranks of their numbers, up to MAX_PAGES. Collective."""
 
     def agree(mine: int) -> int:
         if world == 1:

@@ -27,7 +27,7 @@ from weft.place.spec import LayoutError
 
 
 def main(directory: Path, rank: int, parent: int) -> int:
-    """Runs a rank until it is told to stop or fails, or its parent is gone. Gives its exit code."""
+    """Runs a rank until it gets Stop, fails, or its parent is gone. Returns its exit code."""
     threading.Thread(target=_leave_with_parent, args=(parent, directory.parent), daemon=True).start()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     config = EngineConfig.from_dict(json.loads((directory / "config.json").read_text()))

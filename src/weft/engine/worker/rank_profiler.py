@@ -76,8 +76,8 @@ class RankProfiler:
     def _end(self) -> None:
         self._wanted = 0
         if self._steps:
-            took = [now - then for now, then in zip(self._clocks(), self._began, strict=True)]
-            self._done = Profiled(self._runner.rank, len(self._steps), *took)
+            elapsed = [now - then for now, then in zip(self._clocks(), self._began, strict=True)]
+            self._done = Profiled(self._runner.rank, len(self._steps), *elapsed)
         if self._profiler is not None:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()

@@ -1,6 +1,6 @@
-"""Drawing tokens from logits. What a request gets depends on its own logits, seed and position, never on the batch.
+"""Samples tokens from logits. A request's tokens depend on its own logits, seed and position, never on the batch.
 
-Every rank of a DP group draws for itself: the logits are the same bits on all of them.
+Every rank of a DP group samples for itself: the logits are the same bits on all of them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ from weft.engine.worker.split_vocabulary import SplitVocabulary
 
 
 def sample(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], adjust: Mapping[int, Adjust]) -> Tensor:
-    """One token, int64 `[S]`, for each row of float32 logits `[S, vocabulary]`.
+    """Samples one token, int64 `[S]`, for each row of float32 logits `[S, vocabulary]`.
 
-    positions: of the tokens to be drawn in their sequences. adjust: for rows that ask for it: repetition (arXiv
-    1909.05858), what is added, banned and masked tokens. Then temperature, top_k, top_p (nucleus: the fewest most
-    probable tokens that reach it; arXiv 1904.09751) and min_p (arXiv 2407.01082). Draws by Gumbel-max, with noise from
-    (seed, position, token), on GPUs by `weft.kernels.triton.sample`; CPUs use torch's generator, which is faster there,
-    so a CPU draws other tokens than a GPU.
+    `adjust` comes first: repetition (arXiv 1909.05858), added values, banned and masked tokens. Then come
+    temperature, top_k, top_p (nucleus: the fewest most probable tokens that reach it; arXiv 1904.09751) and min_p
+    (arXiv 2407.01082). The token is found by Gumbel-max, with noise from (seed, position, token): on GPUs by
+    `weft.kernels.triton.sample`, on CPUs by torch's generator, which is faster there. So a CPU samples
+    other tokens than a GPU.
+
+    Args:
+        logits: of the rows.
+        how: the sampling parameters of each row.
+        positions: of the sampled tokens in their sequences.
+        adjust: by row, for rows that need it.
     """
     if changed := [row for row, a in adjust.items() if a.repeated or a.added or a.banned or a.mask]:
         logits = logits.clone()
@@ -39,9 +45,9 @@ def sample(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], ad
 
 
 def sample_share(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], split: SplitVocabulary) -> Tensor:
-    """The same, int32 `[S]`, from this rank's share `[S, own]` of the vocabulary: by temperature alone.
+    """The same, int32 `[S]`, by temperature alone, from this rank's share `[S, own]` of the vocabulary.
 
-    Of each rank's rows only the best token travels, with its score. Noise is the token's, whoever holds it.
+    Of each row only the rank's best token and its score travel. Noise belongs to the token, whichever rank has it.
     """
     if logits.is_cuda:
         return split.best(*_best_on_gpu(logits, how, positions, split))
@@ -49,12 +55,12 @@ def sample_share(logits: Tensor, how: Sequence[Sampling], positions: Sequence[in
 
 
 def cuts(how: Sampling) -> bool:
-    """Whether tokens are left out by how probable the ones before them are, which takes a sort."""
+    """Whether sampling needs a sort: for top_k or top_p."""
     return how.temperature > 0 and (how.top_k > 0 or how.top_p < 1)
 
 
 def _adjust(logits: Tensor, how: Adjust) -> Tensor:
-    """A row `[vocabulary]`, with what its request does to its logits."""
+    """A row `[vocabulary]` of logits with its adjustments."""
     if how.repeated:
         at = torch.tensor(how.repeated, device=logits.device)
         values = logits[at]
@@ -88,7 +94,7 @@ def _sample_rows(logits: Tensor, how: Sequence[Sampling], positions: Sequence[in
 def _best_of_share(
     logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], split: SplitVocabulary
 ) -> tuple[Tensor, Tensor]:
-    """(score, token) `[S]`: of each row the best of a share's tokens."""
+    """(score, token) `[S]`: each row's best token of a share."""
     scores = logits.clone()
     for row, (h, at) in enumerate(zip(how, positions, strict=True)):
         if h.temperature > 0:
@@ -106,15 +112,15 @@ def _sample_on_gpu(logits: Tensor, how: Sequence[Sampling], positions: Sequence[
 def _best_on_gpu(
     logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], split: SplitVocabulary | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(score, token) `[S]`, by the kernel that draws in CUDA graphs too. split: whose share the logits are of."""
-    from weft.kernels.triton.sample import sample as draw  # a CPU need not have Triton
+    """(score, token) `[S]`, by the kernel that CUDA graphs use. split: the vocabulary, where the logits are a share."""
+    from weft.kernels.triton.sample import sample as sample_best  # a CPU need not have Triton
 
     device = logits.device
     temperature, min_p = on_device([[h.temperature for h in how], [h.min_p for h in how]], torch.float32, device)
     seed, position = on_device([[h.seed for h in how], positions], torch.int64, device)
     live = torch.full((1,), len(how), dtype=torch.int32, device=device)
     whole: dict[str, Any] = dict(min_p=min_p) if split is None else dict(first=split.share.start)
-    return draw(logits.contiguous(), temperature, seed, position, live, **whole)
+    return sample_best(logits.contiguous(), temperature, seed, position, live, **whole)
 
 
 def _cut(logits: Tensor, how: Sequence[Sampling], temperature: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ from weft.place.vocabulary import MAX_TOKENS, best_tokens, logit_rows
 
 
 class SplitVocabulary:
-    """A rank's end of an attn_tp group whose ranks hold the logits of their runs of the vocabulary for the same rows.
+    """A rank's end of an attn_tp group of which each rank has the logits of its share of the vocabulary, for the same
+    rows.
 
-    size: tokens of the whole vocabulary; share: this rank's. Raises LayoutError where there are fewer tokens than
-    ranks, or too many to be told apart.
+    size: tokens of the whole vocabulary; share: this rank's range. Raises LayoutError where there are fewer tokens than
+    ranks, or more than float32 can number.
     """
 
     def __init__(self, vocabulary: int, mesh: Mesh, rank: int, settler: Settler):

@@ -81,11 +81,11 @@ def generate_together(
 def outputs_of_some(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, cut: Mapping[int, int]
 ) -> tuple[list[str], list[tuple[int, ...]]]:
-    """Why each prompt's answer ended, and its tokens. cut: answers of some that grow longer than this are cancelled."""
+    """Why each prompt's output ended, and its tokens. cut: outputs of some that grow longer than this are cancelled."""
     outputs: list[list[int]] = [[] for _ in prompts]
     ended: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
     ids: list[int] = []
-    known = threading.Event()  # a listener may hear of a request before its submitter knows the number
+    known = threading.Event()  # a callback may be called for a request before its submitter knows the number
 
     def callback_for(at: int) -> OutputCallback:
         def callback(output: RequestOutput) -> None:
@@ -106,7 +106,7 @@ def outputs_of_some(
 
 
 def lose_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank forgets its rows' last tokens before the fourth step: as if they had never been drawn."""
+    """Every rank forgets its rows' last tokens before the fourth step: as if they had never been sampled."""
     step = Worker.step
 
     def poisoned(worker: Worker, message: Step) -> Any:

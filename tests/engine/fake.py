@@ -1,7 +1,7 @@
 """A fake device for scheduler tests: caches that hold token ids, and a next token that depends on all that is read.
 
 Whatever goes wrong with pages — one freed too early, shared and written, matched to another prefix, not computed anew
-after a preemption — changes the history that a sequence reads through its page table, and so the tokens that it draws.
+after a preemption — changes the history that a sequence reads through its page table, and so its tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def expected_output(prompt: Seq[int], max_tokens: int, end_ids: frozenset[int] =
 
 @dataclass
 class Part:
-    """A sequence's rows in a step: `rows` tokens after the first `context`. tokens: None for the one last drawn;
+    """A sequence's rows in a step: `rows` tokens after the first `context`. tokens: None for the one last sampled;
     scored: those whose logprobs are wanted."""
 
     row: int
@@ -107,7 +107,7 @@ class FakeDevice:
         return Parts(parts, [join.copy for join in rows.joins if join.copy])
 
     def run(self, step: Parts) -> list[int]:
-        """The drawn tokens. AssertionError for a step that no device could run right."""
+        """The sampled tokens. AssertionError for a step that no device could run right."""
         for slots in (slots for slots, rule in zip(self.slots, self.rules, strict=True) if rule == Rule()):
             pages = [slots[a * self.page_size : (a + 1) * self.page_size] for a, _ in step.copies]
             for (_, to), page in zip(step.copies, pages, strict=True):
@@ -213,7 +213,7 @@ class Driver:
         parts = self.device.take(scheduled.rows)
         assert parts.count == scheduled.rows.count
         for s in self.scheduler.running:
-            assert s.pending <= 1 or not s.params.depends_on_output, "a draw that needs the token before it"
+            assert s.pending <= 1 or not s.params.depends_on_output, "a token whose sampling needs the one before it"
             most, size = max(s.prompt_tokens, s.to_run), self.scheduler.caches.page_size
             for rule, table in zip(self.scheduler.caches.rules, s.allocation.tables, strict=True):
                 assert rule.state or len(table) <= -(-most // size), "a page that nothing can ever be written to"

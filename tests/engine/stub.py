@@ -1,7 +1,7 @@
 """An engine whose ranks are a fake device in this process: each token depends on all that its request's pages hold.
 
 So a test of the engine's loop needs no model, decides when a step runs, and sees any wrong page, lost token or token
-drawn twice in the answer itself.
+sampled twice in the output itself.
 """
 
 from __future__ import annotations
@@ -164,6 +164,6 @@ class Client:
         return [token for increment in self.increments[at] for token in increment.token_ids]
 
     def check_whole(self, at: int, max_tokens: int) -> None:
-        """The answer is what the request gets alone, every token once."""
+        """The output is what the request gets alone, every token once."""
         assert self.last(at).finish_reason == "length", self.last(at)
         assert self.tokens(at) == expected_output(self.prompts[at], max_tokens)

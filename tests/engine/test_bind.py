@@ -55,7 +55,7 @@ def test_cores_as_written(text: str, cores: list[set[int]]) -> None:
 
 
 @pytest.mark.usefixtures("eight_cores")
-def test_auto_deals_out_every_core_once() -> None:
+def test_auto_gives_every_core_to_one_rank() -> None:
     for world in (1, 2, 3, 4, 5, 8):
         cores = bound("auto", world).cores
         assert sorted(c for part in cores for c in part) == sorted(EIGHT)

@@ -56,7 +56,7 @@ def expected(model_dir: Path) -> list[tuple[int, ...]]:
 
 
 def test_what_ranks_have_run_is_published_while_they_run(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while others ask for it, and the answers are the same."""
+    """Also while others ask for it, and the outputs are the same."""
     monkeypatch.setattr("weft.engine.controller.executor.REPORT_S", 0.0)
     with Engine(config(model_dir, attn_tp=2, ep=2)) as engine:
         expected = engine.generate(prompts(), GREEDY)
@@ -110,7 +110,7 @@ def test_the_naive_plan_gives_the_same_tokens(model_dir: Path, expected: Any) ->
 
 
 def test_pages_run_out_and_requests_are_cancelled_at_random(model_dir: Path, expected: Any) -> None:
-    """12 pages for 7 requests that want up to 16 each: preemption, and each answer is still right."""
+    """12 pages for 7 requests that want up to 16 each: preemption, and each output is still right."""
     rng = random.Random(1)
     with Engine(config(model_dir, kv_tokens=64, max_batch_tokens=8, attn_dp=2, ep=2)) as engine:
         for _ in range(3):
@@ -173,7 +173,7 @@ def test_bad_requests_are_refused_with_one_line(model_dir: Path) -> None:
             SamplingParams(**bad)
 
 
-def test_a_listener_that_fails_does_not_end_the_others(model_dir: Path, expected: Any) -> None:
+def test_a_callback_that_fails_does_not_end_the_others(model_dir: Path, expected: Any) -> None:
     with Engine(config(model_dir)) as engine:
         engine.submit(prompts()[1], GREEDY, lambda output: 1 / 0)
         assert engine.generate(prompts()[:1], GREEDY)[0].token_ids == expected[0]

@@ -72,7 +72,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> list[tuple[int, ...]]:
-    """Greedy answers of the plain model."""
+    """Greedy outputs of the plain model."""
     config: Any = load_config(model_dir, registry([PLUGIN]))
     plain = PlainHybrid(config, load_file(model_dir / "model.safetensors"))
     outputs = []
@@ -81,7 +81,7 @@ def expected(model_dir: Path) -> list[tuple[int, ...]]:
         for _ in range(12):
             tokens.append(int(plain.logits(tokens).argmax()))
         outputs.append(tuple(tokens[len(prompt) :]))
-    assert len({t for a in outputs for t in a}) > 20, "answers that hardly differ would show little"
+    assert len({t for a in outputs for t in a}) > 20, "outputs that hardly differ would show little"
     return outputs
 
 

@@ -57,7 +57,7 @@ def test_killed_ranks_are_replaced_and_every_request_goes_on(model_dir: Path) ->
         begun, killed = threading.Event(), threading.Event()
 
         def callback_for(at: int) -> OutputCallback:
-            def callback(output: RequestOutput) -> None:  # on the engine's thread: no answer ends before the rank
+            def callback(output: RequestOutput) -> None:  # on the engine's thread: no output ends before the rank
                 outputs[at].append(increment := output.take())
                 begun.set()
                 killed.wait(WAIT_S)
@@ -95,7 +95,7 @@ def test_a_message_to_a_dead_rank_does_not_block(model_dir: Path) -> None:
     executor.start()
     os.kill(executor.processes[3].pid, signal.SIGKILL)
     executor.processes[3].wait()
-    with pytest.raises(EngineError, match="rank 3 was killed by signal 9"):  # not that there was no answer in time
+    with pytest.raises(EngineError, match="rank 3 was killed by signal 9"):  # not that there was no reply in time
         executor.send(Step(1, (prompt_rows(5), GroupRows())))
         executor.collect()
     executor.close()

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar, drawn from random logits: what comes out is always of its kind."""
+"""Completions that follow a grammar, sampled from random logits: what comes out is always of its kind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def generated(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_answers_are_of_their_kind(seed: int) -> None:
+def test_completions_are_of_their_kind(seed: int) -> None:
     text, reason = generated(SamplingParams(max_tokens=None, grammar=grammar("json", SCHEMA)), seed)
     read = json.loads(text)
     assert reason == "stop" and len(read["name"]) <= 5 and 0 <= read["age"] <= 99 and set(read) == {"name", "age"}
@@ -63,7 +63,7 @@ def test_answers_are_of_their_kind(seed: int) -> None:
         )
 
 
-def test_two_answers_of_one_grammar_do_not_meet() -> None:
+def test_two_completions_of_one_grammar_do_not_meet() -> None:
     one, two = (TEXT_PROCESSOR.grammars.start(grammar("choice", ["ab", "cd"])) for _ in range(2))
     [token] = TEXT_PROCESSOR.tokenizer.encode("a", add_special_tokens=False)
     before = two.mask(b"")
@@ -189,13 +189,13 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model() -> None:
     assert text_processor.token_name(1010) == TOKENIZER.decode([1010])
 
 
-def test_an_answer_that_its_grammar_and_its_tokens_leave_nothing_for_ends_with_an_error() -> None:
+def test_a_completion_that_its_grammar_and_its_tokens_leave_nothing_for_ends_with_an_error() -> None:
     [other] = TEXT_PROCESSOR.tokenizer.encode("b", add_special_tokens=False)
     params = SamplingParams(max_tokens=9, grammar=grammar("regex", "[0-9]{4}"), allowed_token_ids=(other,))
     assert generated(params, 3)[1] == "error"
 
 
-def test_what_the_model_directory_says_of_answers(tmp_path: Path) -> None:
+def test_what_the_model_directory_says_of_completions(tmp_path: Path) -> None:
     for file in embedded_model_dir().iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     written = {"eos_token_id": [0, 1], "temperature": 0.7, "top_k": 20, "max_new_tokens": 5}

@@ -28,7 +28,7 @@ def test_greedy_tokens_are_transformers(family: str, layouts: tuple[str, ...], t
     model = small_model(family, 4, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256)
     byte_tokenizer(tmp_path)
     wanted = greedy_outputs(lambda tokens: model(tokens[None]).logits[0, -1], prompts(), GREEDY.max_tokens)
-    assert len(set(wanted)) > 4, "answers that are alike would show little"
+    assert len(set(wanted)) > 4, "outputs that are alike would show little"
     for layout in layouts:
         with Engine(config(tmp_path, **LAYOUTS[layout])) as engine:
             first = [result.token_ids for result in engine.generate(prompts(), GREEDY)]

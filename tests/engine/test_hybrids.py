@@ -28,12 +28,12 @@ FAMILIES: dict[str, Callable[[Path], Oracle]] = {
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, ...]]]:
-    """A model, and transformers' greedy answers."""
+    """A model, and transformers' greedy outputs."""
     directory = tmp_path_factory.mktemp(request.param)
     oracle = FAMILIES[request.param](directory)
     byte_tokenizer(directory)
     outputs = greedy_outputs(lambda tokens: oracle(tokens)[-1], prompts(), GREEDY.max_tokens)
-    assert len({t for a in outputs for t in a}) > 20, "answers that hardly differ would show little"
+    assert len({t for a in outputs for t in a}) > 20, "outputs that hardly differ would show little"
     return directory, outputs
 
 

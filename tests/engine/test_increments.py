@@ -1,4 +1,4 @@
-"""Increments are the same wherever they are taken: at once, on another thread, or when the answer has ended."""
+"""Increments are the same wherever they are taken: at once, on another thread, or when the output has ended."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HOWS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "stop string too early": ({"stop": ("he",), "min_tokens": 6}, TEXT),
     "stop string and end": ({"max_tokens": 99, "stop": (". x",)}, [*TEXT, 2]),
     "logprobs": ({"logprobs": 1}, TEXT),
-    "nothing drawn": ({"max_tokens": 0}, TEXT[:1]),
+    "nothing sampled": ({"max_tokens": 0}, TEXT[:1]),
     "cut": ({"max_tokens": 99, "stop": (". x",)}, TEXT),
 }
 
@@ -84,9 +84,9 @@ TEXTS = {
     "stop string": SAID[: SAID.index("sto")],
     "stop string that stays": SAID[: SAID.index("is h") + 4],
     "stop string too early": SAID[: SAID.rindex("he")],
-    "nothing drawn": "",
+    "nothing sampled": "",
 }
-"""Where the text is not all that was drawn."""
+"""Where the text is not all that was sampled."""
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -152,8 +152,8 @@ def test_what_is_never_taken_has_no_text_decoded(monkeypatch: pytest.MonkeyPatch
         assert decoded == expected and output.end is not None and output.end.reason == "length"
 
 
-def test_a_fault_that_is_found_late_ends_the_answer_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The listener lags behind the engine: what came before the fault is whole, and one increment says so."""
+def test_a_fault_that_is_found_late_ends_the_output_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The taker lags behind the engine: what came before the fault is whole, and one increment says so."""
     output, tokens = made("stop string that does not come")
     for token in tokens[:4]:
         output.accept(token)
@@ -163,14 +163,14 @@ def test_a_fault_that_is_found_late_ends_the_answer_once(monkeypatch: pytest.Mon
     assert [o.token_ids for o in increments] == [*((token,) for token in tokens[:4]), ()]
     assert increments[-1].error == "internal error: ZeroDivisionError" and output.over
     assert [o.finish_reason for o in increments] == [None] * 4 + ["error"]
-    output, tokens = made("length")  # where the fault is the listener's, it ends with its next token
+    output, tokens = made("length")  # where the fault is the callback's, it ends with its next token
     output.accept(tokens[0])
     assert output.take().finish_reason == "error" and output.end is None
     output.accept(tokens[1])
     assert output.end is not None and output.end.reason == "error"
     heard: list[RequestOutput] = []
     output.callback = heard.append
-    assert output.notify() and not output.notify() and not heard, "its listener knows already"
+    assert output.notify() and not output.notify() and not heard, "its callback was called already"
 
 
 @pytest.mark.parametrize("stops", [("t", "e"), ("e", "t"), ("he", "th"), ("th", "he")])
@@ -183,7 +183,7 @@ def test_of_stop_strings_that_one_token_ends_the_first_in_the_text_counts(stops:
 
 @pytest.mark.parametrize("least", [0, 1, 2, 3, 4])
 def test_an_end_counts_from_min_tokens_on(least: int) -> None:
-    """It is one of them: as the least-th token it ends the answer, before it does not."""
+    """It is one of them: as the least-th token it ends the output, before it does not."""
     output = prepare(
         PROMPT, SamplingParams(max_tokens=9, min_tokens=least), lambda output: None, 0, 400, TEXT_PROCESSOR
     )

@@ -71,13 +71,13 @@ class Ranks:
         for _, backend in self.roomy.runner.caches.paged:
             backend.cache.keys.fill_(torch.nan), backend.cache.values.fill_(torch.nan)
         self.rows = DeviceRows(self.roomy.table, 40)
-        self.rows.entries.fill_(1 << 20)  # a page that was never told is none
+        self.rows.entries.fill_(1 << 20)  # a page that was never sent is none
         self.inputs = PromptInputs(self.rows, self.config.page_size, MAX_ROWS)
         self.inputs._copied.fill_(1 << 20)
 
     @torch.inference_mode()
     def step(self, number: int, group_rows: GroupRows, shape: Shape) -> tuple[int, ...]:
-        """Runs it on both, compares what they are given and what they make of it, and gives the tokens drawn."""
+        """Runs it on both, compares what they are given and what they make of it, and gives the sampled tokens."""
         eager, ours = self.eager, self.roomy
         logits: list[torch.Tensor] = []
         forward = eager.runner.forward
@@ -157,11 +157,11 @@ def test_logits_are_those_of_eager_steps(name: str, tmp_path: Path) -> None:
             continue
         cached += sum(join.context for join in group_rows.joins)
         lengths = [len(chunk.tokens) for chunk in group_rows.chunks]
-        seen["answers"] += bool(group_rows.decode_rows) and not lengths
+        seen["decode rows"] += bool(group_rows.decode_rows) and not lengths
         seen["prompts"] += not group_rows.decode_rows
-        seen["answers and a prompt"] += bool(group_rows.decode_rows) and len(lengths) == 1
+        seen["decode rows and a prompt"] += bool(group_rows.decode_rows) and len(lengths) == 1
         seen["a row behind a prompt"] += any(n == 1 for n in lengths[1:]) and lengths[0] > 1
-        seen["nothing drawn"] += not all(chunk.samples for chunk in group_rows.chunks)
+        seen["nothing sampled"] += not all(chunk.samples for chunk in group_rows.chunks)
         small = group_rows.count <= 8 and rng.random() < 0.7
         number += 1
         tokens = ranks.step(number, group_rows, Shape(8, 6, True) if small else Shape(MAX_ROWS, 6, True))

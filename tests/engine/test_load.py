@@ -200,7 +200,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(world: World) -> None:
         engine.check_idle()
 
 
-def test_the_time_in_the_queue_is_told(world: World) -> None:
+def test_the_time_in_the_queue_is_in_the_output(world: World) -> None:
     """The second request waits at least from when it was asked until the first one's step may run."""
     with world.engine(max_running=1) as engine:
         world.go.clear()

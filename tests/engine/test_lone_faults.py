@@ -1,4 +1,4 @@
-"""A fault while one answer is made or heard ends that answer, with an error, and nothing else."""
+"""A fault while one output is made or heard ends that output, with an error, and nothing else."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def on_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -
         first[:] = first or [self]
         calls[0] += self is first[0]
         if self is first[0] and calls[0] >= call:
-            raise RuntimeError("a fault of this answer alone")
+            raise RuntimeError("a fault of this output alone")
         return method(self, *args, **kwargs)
 
     monkeypatch.setattr(owner, name, broken)
@@ -50,13 +50,13 @@ def breaking_callback(callback_for: OutputCallback, call: int) -> OutputCallback
     def callback(output: RequestOutput) -> None:
         calls[0] += 1
         if calls[0] == call:
-            raise RuntimeError("a fault of this answer alone")
+            raise RuntimeError("a fault of this output alone")
         callback_for(output)
 
     return callback
 
 
-# Of the answer that fails: parameters, what is broken and at which call, and the tokens that its listener still hears.
+# Of the output that fails: parameters, what is broken and at which call, and the tokens that its callback still gets.
 FAULTS: dict[str, tuple[dict[str, Any], tuple[Any, str, int] | None, int]] = {
     "detokeniser": ({}, (TextStream, "push", 3), 2),
     "detokeniser, first token": ({}, (TextStream, "push", 1), 0),
@@ -66,13 +66,13 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[Any, str, int] | None, int]] = {
     "grammar": (ANY, (Grammar, "accept", 1), 0),
     "mask of a grammar": (ANY, (Grammar, "mask", 1), 0),
     "logprobs of the prompt": ({"prompt_logprobs": 0}, ("weft.engine.output.request_output", "TokenLogprob", 1), 0),
-    "listener": ({}, None, 2),
+    "callback": ({}, None, 2),
 }
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_one_answer_ends_with_an_error(
+def test_one_output_ends_with_an_error(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str, overlap: bool
 ) -> None:
     params, broken, heard = FAULTS[fault]
@@ -99,10 +99,10 @@ def test_one_answer_ends_with_an_error(
         [said] = [r for r in caplog.records if r.levelno >= logging.ERROR]
         assert "request abc" in said.getMessage() and said.exc_info and "alone" in str(said.exc_info[1])
         assert engine.drain(WAIT_S) == 0
-    assert client.ended.empty(), "a listener heard of an end twice"
+    assert client.ended.empty(), "a callback was called for an end twice"
 
 
-def test_a_listener_that_always_fails_is_let_go(world: World) -> None:
+def test_a_callback_that_always_fails_is_let_go(world: World) -> None:
     with world.engine() as engine:
         client, calls = Client(engine), []
 
@@ -116,7 +116,7 @@ def test_a_listener_that_always_fails_is_let_go(world: World) -> None:
         client.check_whole(0, 5)
         assert engine._requests.wait_until_empty(WAIT_S)
         engine.check_idle()
-        assert engine.stats().generated_tokens <= 5 + 4, "tokens are drawn for nobody"
+        assert engine.stats().generated_tokens <= 5 + 4, "tokens are sampled for nobody"
         assert len(calls) == 2 and calls[-1].finish_reason == "error" and engine.stats().failures == 0
 
 

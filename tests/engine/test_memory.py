@@ -90,7 +90,7 @@ def test_what_is_missing_is_said() -> None:
         sized(EngineConfig(gpu_memory_fraction=1.0), SPECS, enough, 2, lambda mine: 0)
 
 
-def test_the_least_of_all_ranks_counts() -> None:
+def test_the_minimum_over_ranks_counts() -> None:
     pages = [70_000, 12_345_678, 69_999]
 
     def rank_main(transport: Any) -> int:
@@ -137,7 +137,7 @@ def test_steps_are_measured_with_a_cache_that_just_holds_them(
     found = run_world(2, rank_main)[0]
     assert rows[0] == rows[1] == [(16, 1, 16), (16, 6, 3), (6, 6, model.max_position)]
     assert (found.total, found.free) == (400, 300)
-    assert found.steps >= 3000  # both ranks draw from the same counter
+    assert found.steps >= 3000  # both ranks sample from the same counter
     prompts = not made.plugins  # the hybrid's, whose states' prompts are not captured
     logits = (1 + 2 + 4 + 6 + 6 * prompts) * model.vocab_size * 4
     assert found.graphs == found.steps * (1 + prompts) + logits, "the last step is said to take most"

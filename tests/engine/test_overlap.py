@@ -1,4 +1,4 @@
-"""Steps that are sent before the tokens of the one before are back: the same answers, and nothing is waited for."""
+"""Steps that are sent before the tokens of the one before are back: the same outputs, and nothing is waited for."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_row_and_its_pages_go_to_another_while_a_step_under_way_names_them(wor
 
 
 def test_a_token_for_a_sequence_that_gave_way_and_came_back_meanwhile_is_dropped() -> None:
-    """It has no pages of the step that drew the token: it reads everything again, and draws the same once more."""
+    """It has no pages of the step that sampled the token: it reads everything again, and samples the same once more."""
     driver = make(ahead=True, num_pages=32)
     sequence = driver.add(1, [1, 2, 3], 4)
     driver.step()
@@ -137,7 +137,7 @@ def test_a_row_forgets_the_token_of_whom_it_belonged_to() -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED, ENDS, READS], ids=["greedy", "seeded", "ends", "reads"])
-def test_answers_are_those_of_steps_one_by_one(model_dir: Path, params: SamplingParams) -> None:
+def test_outputs_are_those_of_steps_one_by_one(model_dir: Path, params: SamplingParams) -> None:
     """Alone and in company, in caches of every request's size and in one that is too small for all."""
     layout = dict(attn_dp=2, ep=2)
     with Engine(config(model_dir, overlap=False)) as engine:
@@ -187,7 +187,7 @@ def test_a_row_whose_last_token_never_came_is_found_out(model_dir: Path, monkeyp
         engine.generate(prompts()[:2], GREEDY)
 
 
-def test_ranks_of_a_group_that_draw_other_tokens_are_found_out(
+def test_ranks_of_a_group_that_sample_other_tokens_are_found_out(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Worker.step

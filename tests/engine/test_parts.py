@@ -105,7 +105,7 @@ def test_text_comes_whole_and_stop_strings_never_leak(tokenizer, text: str, stop
             break
     else:
         out += stream.flush()
-    # The first stop string to be complete ends the answer, also where one that began earlier is still incomplete.
+    # The first stop string to be complete ends the output, also where one that began earlier is still incomplete.
     complete = next((text[:end] for end in range(len(text) + 1) if any(s in text[:end] for s in stops)), None)
     assert bool(stopped) == (complete is not None)
     assert out == (text if complete is None else complete[: min(complete.find(s) for s in stops if s in complete)])

@@ -27,7 +27,7 @@ def world(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_token_is_lost_or_drawn_twice_whenever_ranks_fail(world: World, seed: int) -> None:
+def test_no_token_is_lost_or_sampled_twice_whenever_ranks_fail(world: World, seed: int) -> None:
     """Random prompts, lengths, cancels and failures, in a cache that is too small for all."""
     rng, faults = random.Random(seed), random.Random(seed + 100)
     left = faults.randrange(1, 9)
@@ -177,7 +177,7 @@ def test_while_ranks_start_anew_requests_come_and_go(world: World) -> None:
 
 @pytest.mark.parametrize("borne", [True, False])
 def test_what_came_before_a_failure_is_heard_before_anything_else(world: World, borne: bool) -> None:
-    """Listeners hear of a step while the next one runs: also where that never does."""
+    """Callbacks are called for a step while the next one runs: also where that never does."""
     with world.engine(max_restarts=int(borne)) as engine:
         world.fail = lambda executor, when: when == "before" and world.run == 3
         world.may_start.clear()
@@ -263,10 +263,10 @@ def test_what_does_not_end_in_time_is_cut_short_also_in_a_step_that_hangs(world:
 
 
 @pytest.mark.parametrize("failing", [1, 3])
-def test_greedy_and_seeded_answers_of_a_model_survive_a_rank(
+def test_greedy_and_seeded_outputs_of_a_model_survive_a_rank(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    """A real model on four ranks; one fails in the middle of several answers, others still wait for it."""
+    """A real model on four ranks; one fails in the middle of several outputs, others still wait for it."""
     seeded = SamplingParams(max_tokens=12, temperature=30.0, top_p=0.95, seed=7, ignore_eos=True, logprobs=0)
     layout = dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2)
     with Engine(config(model_dir, **layout)) as engine:

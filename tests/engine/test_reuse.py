@@ -23,7 +23,7 @@ from weft.kv.prefix import ABSENT, PrefixTree
 PROMPT = list(range(18))
 
 
-def test_a_prompt_can_be_reused_once_it_is_done_and_before_its_answer_is() -> None:
+def test_a_prompt_can_be_reused_once_it_is_done_and_before_its_output_is() -> None:
     driver = make(num_pages=64, max_batch_tokens=8)
     driver.add(1, PROMPT, 20)
     reusable = []
@@ -51,7 +51,7 @@ def test_a_state_is_kept_at_the_last_border_and_before_the_prompt_is_done() -> N
 
 
 def test_who_gave_way_goes_on_from_what_is_cached_but_reports_what_was_at_first() -> None:
-    """Its own prompt is in the cache by then; the client is told of the tokens that others had computed for it."""
+    """Its own prompt is in the cache by then; the client learns of the tokens that others had computed for it."""
     driver = make(num_pages=12, max_batch_tokens=64, max_running=2)
     driver.add(1, [9] * 20, 16)
     young = driver.add(2, PROMPT, 9)

@@ -23,7 +23,7 @@ def frequencies(trials: int = 4000, **how: float) -> torch.Tensor:
     return torch.bincount(sampled, minlength=5) / trials
 
 
-def test_temperature_one_draws_the_softmax() -> None:
+def test_temperature_one_samples_the_softmax() -> None:
     assert (frequencies() - LOGITS.exp()).abs().max() < 0.03
 
 
@@ -59,7 +59,7 @@ def test_logprobs_are_of_the_raw_logits_for_those_who_ask() -> None:
         stale.tokens()
 
 
-def test_a_draw_does_not_depend_on_the_batch() -> None:
+def test_sampling_does_not_depend_on_the_batch() -> None:
     logits = torch.randn(40, 300)
     rows = [Sampling(1.0, 0.9, 50, seed) for seed in range(40)]
     together = sample(logits, rows, [3] * 40, {}).tolist()
@@ -117,7 +117,7 @@ def test_a_neighbour_with_every_parameter_changes_nothing() -> None:
     assert alone[0] == beside[0] and beside[1] in (3, 9)
 
 
-def test_what_a_sequence_asks_of_its_next_draw() -> None:
+def test_what_a_sequence_needs_for_its_next_token() -> None:
     params = SamplingParams(
         presence_penalty=0.5,
         frequency_penalty=1.0,

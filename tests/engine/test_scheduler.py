@@ -65,7 +65,7 @@ def random_prompt(rng: random.Random, stems: list[list[int]], longest: int) -> l
     ahead=st.booleans(),
 )
 @example(22065638, 9, 4, 1, 11, True, [Window(1, 1, 1), STATE], False)  # a prefix's pages that no row sees were held
-def test_random_traffic_draws_what_each_request_alone_would(
+def test_random_traffic_gets_what_each_request_alone_would(
     seed: int,
     num_pages: int,
     page_size: int,
@@ -130,7 +130,7 @@ def test_traffic_of_that_kind_preempts_shares_and_cuts_prompts() -> None:
     driver.scheduler.check_idle()
 
 
-def test_a_long_prompt_is_cut_and_does_not_stop_those_that_answer() -> None:
+def test_a_long_prompt_is_cut_and_does_not_stop_those_that_decode() -> None:
     driver = make(num_pages=64, max_batch_tokens=8)
     driver.add(1, [1, 2, 3], 30)
     driver.step()
@@ -156,14 +156,14 @@ def test_equal_prefixes_are_computed_once() -> None:
         assert driver.outputs[request] == expected_output(text, 3)
 
 
-def test_an_answer_is_a_prefix_of_the_next_turn() -> None:
+def test_an_output_is_a_prefix_of_the_next_turn() -> None:
     driver = make(num_pages=64, max_batch_tokens=64)
     driver.add(1, [1, 2, 3], 14)
     driver.finish_all()
     turn = [1, 2, 3, *driver.outputs[1], 7]
     sequence = driver.add(2, turn, 1)
     driver.finish_all()
-    assert sequence.cached == 16  # the last drawn token never ran: 16 of 17 are in the cache
+    assert sequence.cached == 16  # the last sampled token never ran: 16 of 17 are in the cache
 
 
 def test_when_pages_run_out_the_newest_gives_way_and_comes_back_in_order() -> None:
@@ -312,7 +312,7 @@ def test_steps_between_two_pages_are_alike_until_somebody_comes_or_goes(ahead: b
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_no_row_runs_beyond_the_length_of_an_answer(ahead: bool) -> None:
+def test_no_row_runs_beyond_the_length_of_an_output(ahead: bool) -> None:
     driver = make(num_pages=64, page_size=8, ahead=ahead)
     lengths = [5, 14, 30]
     for request, length in enumerate(lengths):
@@ -320,10 +320,10 @@ def test_no_row_runs_beyond_the_length_of_an_answer(ahead: bool) -> None:
     ran = 0
     while driver.live or driver.under_way:
         ran += sum(part.tokens is None for part in driver.step().parts)
-    assert ran == sum(lengths) - len(lengths), "the first token of each is drawn after its prompt"
+    assert ran == sum(lengths) - len(lengths), "the first token of each is sampled after its prompt"
 
 
-def test_what_a_draw_asks_for_is_said_in_every_step() -> None:
+def test_what_sampling_needs_is_sent_in_every_step() -> None:
     driver = make(num_pages=64, page_size=8, ahead=True)
     driver.add(0, [1, 2], 20, logprobs=0)
     driver.add(1, [3], 20)

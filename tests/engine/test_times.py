@@ -62,7 +62,7 @@ def test_steps_of_other_sizes_take_other_times(monkeypatch: pytest.MonkeyPatch) 
     assert sum(s.seconds for s in stats.table(times)) == pytest.approx(moves * (5 * 1 + 2 * 100 + 3 * 50.5)), "twice"
 
 
-def test_a_step_that_was_never_timed_with_these_counts_takes_what_it_took_with_others(
+def test_a_step_that_was_never_timed_with_these_counts_counts_as_with_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each step what it took itself, not what others did."""

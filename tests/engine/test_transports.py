@@ -86,7 +86,7 @@ def test_a_row_that_is_there_already_is_refused(tmp_path: Path) -> None:
     assert list(transports([TOY, TOY])) == ["shm", "gloo", "peer", "nccl", "toy"]
 
 
-def test_auto_takes_those_of_the_device_that_have_room() -> None:
+def test_auto_takes_those_of_the_device_that_serve_so_many() -> None:
     assert automatic(transports(), "cpu", 16) == (SHM, GLOO) and automatic(transports(), "cpu", 17) == (GLOO,)
     assert automatic(transports(), "cuda", 8) == (PEER, NCCL) and automatic(transports(), "cuda", 9) == (NCCL,)
     assert enabled_transports(EngineConfig(device="cpu")) == (SHM, GLOO)

@@ -1,4 +1,4 @@
-"""A vocabulary that is split over ranks: the model's logits, each rank's best token, and the engine's answers."""
+"""A vocabulary that is split over ranks: the model's logits, each rank's best token, and the engine's outputs."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_answers_are_those_of_a_whole_vocabulary(layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Greedy, drawn by temperature, and those that need whole rows. No others gather any."""
+def test_outputs_are_those_of_a_whole_vocabulary(layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Greedy, sampled by temperature, and those that need whole rows. No others gather any."""
     small_model("qwen2_moe", 4, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256)
     byte_tokenizer(tmp_path)
     asked = prompts(2 if "processes" in layout else len(MIXED))

@@ -55,7 +55,7 @@ def rows_of(config: EngineConfig, longest: int = 64, **more: Any) -> list[Step]:
     return steps
 
 
-def test_steps_have_every_number_of_rows_with_answers_among_them() -> None:
+def test_steps_have_every_number_of_rows_with_decode_rows_among_them() -> None:
     config = EngineConfig(attn_dp=2, ep=2, max_batch_tokens=300, max_running=9)
     steps = rows_of(config)
     assert [sum(step.counts) for step in steps] == sizes(600)
@@ -81,7 +81,7 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "recurrent"])
-def test_answers_are_the_same_behind_them(
+def test_outputs_are_the_same_behind_them(
     layout: str, model_dir: Path, recurrent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = recurrent if layout == "recurrent" else model_dir

@@ -409,7 +409,7 @@ OWN = [
         "engine/scheduler/sampling_rows.py",
         "Counter(sequence.tokens[sequence.prompt_tokens :])",
         "Counter(sequence.tokens)",
-        ("tests/engine/test_sampler.py::test_what_a_sequence_asks_of_its_next_draw",),
+        ("tests/engine/test_sampler.py::test_what_a_sequence_needs_for_its_next_token",),
     ),
     Fault(
         "min_tokens does not count tokens that are being drawn",

@@ -23,8 +23,8 @@ from weft.engine.config import EngineConfig
 from weft.engine.messages import GroupRows, Result, Step
 from weft.engine.request import SamplingParams, Sequence
 from weft.engine.scheduler.scheduler import make_schedulers
+from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import PromptInputs, Shape, captures_prompts, decode_capacities, prompt_capacities
-from weft.engine.worker.row_table import DeviceRows
 from weft.engine.worker.worker import Worker
 from weft.kernels.triton import definitions
 from weft.kv.cache_spec import Rule

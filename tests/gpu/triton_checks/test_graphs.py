@@ -33,8 +33,8 @@ from weft.engine.worker import graph_inputs as inputs
 from weft.engine.worker import model_runner as runner
 from weft.engine.worker import sampler
 from weft.engine.worker import step_graphs as graphs
+from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import Shape
-from weft.engine.worker.row_table import DeviceRows
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.engine.worker.worker import Worker

@@ -1,7 +1,7 @@
 """What CUDA graphs read of a step: for steps of decode rows alone, and for steps with prompts.
 
 The last token, length, page tables and state slots of a row are on the device already
-(`weft.engine.worker.row_table.DeviceRows`). So the host copies only which rows take part, and the tokens of prompts.
+(`weft.engine.worker.device_rows.DeviceRows`). So the host copies only which rows take part, and the tokens of prompts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from weft.attention.forward_batch import Batch, PageTables, StateSlots
 from weft.engine.device import fill
 from weft.engine.messages import GroupRows
-from weft.engine.worker.row_table import DeviceRows
+from weft.engine.worker.device_rows import DeviceRows
 from weft.kv.cache_spec import Rule
 from weft.place.spec import Mesh
 

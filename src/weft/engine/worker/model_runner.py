@@ -20,9 +20,9 @@ from weft.dcp.group import context_group
 from weft.dcp.interleave import Interleave
 from weft.engine.messages import GroupRows, Planned
 from weft.engine.planning import plan_model, sharded_context
+from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.exchange_times import exchange_times
 from weft.engine.worker.graph_inputs import DecodeInputs, Inputs, PromptInputs, Shape, captures_prompts
-from weft.engine.worker.row_table import DeviceRows
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.kv.cache_spec import CacheGroup
@@ -251,10 +251,6 @@ class ModelRunner:
         self.settler.ran.clear()
         self._stats, self._naive_stats, self._times = Stats(), Stats(), StepTimes(self.model.embed.weight.device)
         self._walks = 0
-
-    def plan(self, tokens_per_group: int) -> Plan:
-        """The plan for steps of so many tokens in each DP group."""
-        return self.planner.plan((tokens_per_group,) * self.mesh.attn_dp)
 
     def report(self) -> list[StepStat]:
         """What ran since the start, in the order of a step."""

@@ -20,9 +20,9 @@ from weft.comm.settler import Settler
 from weft.comm.step_rows import CapturedRows, captured_rows
 from weft.comm.transport import Transport
 from weft.engine.messages import GroupRows
+from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import Inputs, Shape
 from weft.engine.worker.pinned_tokens import PinnedTokenRing
-from weft.engine.worker.row_table import DeviceRows
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.models.model_config import LanguageModel
 from weft.place.chain import Counts

@@ -32,10 +32,11 @@ from weft.engine.messages import (
     StopProfile,
     ToRank,
 )
+from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.memory import check_cache, check_weights, groups_of, measure, min_over_ranks, sized
 from weft.engine.worker.model_runner import ModelRunner
 from weft.engine.worker.rank_profiler import RankProfiler
-from weft.engine.worker.row_table import DeviceRows, RowTable
+from weft.engine.worker.row_table import RowTable
 from weft.engine.worker.step_output import StepOutput, sampled_logits
 from weft.engine.worker.warmup import warm_steps
 from weft.kv.cache_spec import CacheGroup

@@ -108,7 +108,7 @@ def test_items_of_several_splits(seed: int, device: torch.device) -> None:
     outs = []
     for programs, at_once in (528, 264), (3, 264), (3, 2), (528, None):
         splits = order_splits(length, pages.shape[1] * PAGE, None, at_once, kernels.cut_of(48))
-        tile = kernels.tile_of(48, 3)._replace(programs=programs, runs=at_once is not None)
+        tile = kernels.tile_of(48, 3)._replace(programs=programs, consecutive=at_once is not None)
         lse = torch.full((len(q), 6), float("nan"), device=device)
         out = torch.full((len(q), 6, 48), float("nan"), dtype=q.dtype, device=device)
         kernels.decode_attention(q, keys, values, pages, length, PAGE, 0.3, out=out, lse=lse, splits=splits, tile=tile)
@@ -142,7 +142,7 @@ def test_layers_share_the_order_of_a_step(device: torch.device) -> None:
     with pytest.raises(ValueError, match="of other rows"):
         kernels.decode_attention(q, keys, values, pages, length, PAGE, 0.2, splits=splits, window=8)
     with pytest.raises(ValueError, match="one by one"):
-        tile = kernels.tile_of(16, 1)._replace(runs=False)
+        tile = kernels.tile_of(16, 1)._replace(consecutive=False)
         kernels.decode_attention(q, keys, values, pages, length, PAGE, 0.2, splits=splits, tile=tile)
 
 

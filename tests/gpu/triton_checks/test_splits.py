@@ -49,7 +49,7 @@ def test_items_are_the_splits_longest_first(
     assert sizes == sorted(sizes, reverse=True)
     for (row, *_), span in zip(items, spans, strict=True):
         assert span == cut.tokens if len(splits[row]) < 2 else splits[row][0][1] - splits[row][0][0]
-    assert len(wanted) <= len(found.items) == len(lengths) * found.room
+    assert len(wanted) <= len(found.items) == len(lengths) * found.max_splits
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])

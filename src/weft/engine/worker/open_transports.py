@@ -28,6 +28,7 @@ from weft.place.spec import Mesh
 
 T = TypeVar("T")
 
+
 def cost_model(config: EngineConfig) -> Costs:
     """The cost model that a configuration names; auto: this host's table, where it has one with times of what carries
     the ranks' exchanges, else what is known of hosts like it. Raises LayoutError.

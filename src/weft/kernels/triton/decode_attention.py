@@ -1,8 +1,8 @@
 """Attention of one query a row over paged keys and values, in two kernels.
 
-The tokens of a row are cut into splits (`splits.py`): the first kernel leaves a partial output and its log-sum-exp for
-each split, the second merges a row's splits in their order (the structure is that of LightLLM's kernel). The first
-kernel's programs, whose number is fixed, share out the splits of all rows, which they find on the device: one captured
+The tokens of a row are cut into splits (`splits.py`). The first kernel leaves a partial output and its log-sum-exp for
+each split; the second merges a row's splits in their order (the structure is that of LightLLM's kernel). The number of
+the first kernel's programs is fixed. They share the splits of all rows, which they find on the device: one captured
 graph serves all lengths, and short rows leave no program idle.
 """
 
@@ -24,8 +24,10 @@ LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 
 class DecodeTile(NamedTuple):
-    """How the first kernel is cut: heads and tokens of a block, warps, stages of the pipeline of loads, programs; and
-    whether a program reads splits of a row that follow one another without a pause, which takes more shared memory.
+    """How the first kernel is cut.
+
+    heads, tokens: of a block. warps: of a program. stages: of the pipeline of loads. programs: how many there are.
+    consecutive: whether a program reads consecutive splits of a row without a pause, which takes more shared memory.
     """
 
     heads: int
@@ -33,7 +35,7 @@ class DecodeTile(NamedTuple):
     warps: int
     stages: int
     programs: int
-    runs: bool
+    consecutive: bool
 
 
 @triton.jit
@@ -51,37 +53,14 @@ def _store_split(part, part_lse, at, d, in_group, top, total, acc, GROUP: tl.con
     tl.store(part_lse + at, top + tl.log2(total), mask=real)
 
 
-@kernel(do_not_specialize=["room", "pages_row"])
+@kernel(do_not_specialize=["max_splits", "pages_row"])
 def _attend_splits(
-    q,
-    keys,
-    values,
-    pages,
-    items,
-    count,
-    part,
-    part_lse,
-    room,
-    scale_log2,
-    q_row,
-    q_head,
-    k_slot,
-    k_head,
-    v_slot,
-    v_head,
-    pages_row,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    REST: tl.constexpr,
-    LATENT: tl.constexpr,
-    RUNS: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
+    q, keys, values, pages, items, count, part, part_lse, max_splits, scale_log2, q_row, q_head, k_slot, k_head, v_slot,
+    v_head, pages_row,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, LATENT: tl.constexpr,
+    CONSECUTIVE: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     BLOCKS: tl.constexpr = (HEADS // GROUP) * HEAD_BLOCKS
     overlap.begin()
@@ -89,10 +68,10 @@ def _attend_splits(
     r = tl.arange(0, BLOCK_REST)
     work, programs, program = tl.load(count) * BLOCKS, tl.num_programs(0), tl.program_id(0)
     back = programs - 1 - 2 * program
-    turns = work // programs
-    for turn in range(turns + (program + turns % 2 * back < work % programs).to(tl.int32)):
-        # Items come longest first. Each turn goes through the programs the other way round, to even out their sums.
-        place = turn * programs + program + turn % 2 * back
+    rounds = work // programs
+    for round in range(rounds + (program + rounds % 2 * back < work % programs).to(tl.int32)):
+        # Items come longest first. Rounds go through the programs in alternating order, to even out their sums.
+        place = round * programs + program + round % 2 * back
         block = place % BLOCKS
         item = items + place // BLOCKS * FIELDS
         row, start = tl.load(item), tl.load(item + 1)
@@ -113,9 +92,9 @@ def _attend_splits(
         v_at = values + kv_head * v_head
         top = tl.full([BLOCK_H], float("-inf"), tl.float32)
         # Weights are summed up over tokens only where a split ends, if registers allow.
-        weight = tl.zeros([BLOCK_H, BLOCK_N if RUNS else 1], tl.float32)
+        weight = tl.zeros([BLOCK_H, BLOCK_N if CONSECUTIVE else 1], tl.float32)
         acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-        # The slots of a turn are looked up in the turn before, so that loads of keys need not wait for the page table.
+        # The slots of a block are looked up one block ahead, so that loads of keys need not wait for the page table.
         slot = _slots(row_pages, start + tl.arange(0, BLOCK_N), end, PAGE)
         for first in range(start, end, BLOCK_N):
             seen = first + tl.arange(0, BLOCK_N) < end
@@ -138,19 +117,19 @@ def _attend_splits(
             new_top = tl.maximum(top, tl.max(score, 1))
             keep = tl.exp2(top - new_top)
             p = tl.exp2(score - new_top[:, None])
-            weight = weight * keep[:, None] + (p if RUNS else tl.sum(p, 1, keep_dims=True))
+            weight = weight * keep[:, None] + (p if CONSECUTIVE else tl.sum(p, 1, keep_dims=True))
             acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
             top = new_top
-            if RUNS:
+            if CONSECUTIVE:
                 ended = first + BLOCK_N >= split_end
                 if ended:
-                    at = (row.to(tl.int64) * HEADS + head) * room + split
+                    at = (row.to(tl.int64) * HEADS + head) * max_splits + split
                     _store_split(part, part_lse, at, d, in_group, top, tl.sum(weight, 1), acc, GROUP, D)
                     split += 1
                     split_end = tl.where(split == last, end, split_end + span)
                     top = tl.full([BLOCK_H], float("-inf"), tl.float32)  # what was summed up counts 0 from here on
-        if not RUNS:
-            at = (row.to(tl.int64) * HEADS + head) * room + split
+        if not CONSECUTIVE:
+            at = (row.to(tl.int64) * HEADS + head) * max_splits + split
             total = tl.where(end > start, tl.sum(weight, 1), 1.0)
             _store_split(part, part_lse, at, d, in_group, top, total, acc, GROUP, D)
 
@@ -183,7 +162,7 @@ def splits_of(
     lengths, tokens, window: see `order_splits`. blocks: of heads, one for each key-value head at least.
     """
     tile = tile_of(head_dim, 1) if tile is None else tile
-    at_once = max(1, tile.programs // blocks) if tile.runs else None
+    at_once = max(1, tile.programs // blocks) if tile.consecutive else None
     return order_splits(lengths, tokens, window, at_once, cut_of(head_dim))
 
 
@@ -202,16 +181,19 @@ def decode_attention(
     splits: Splits | None = None,
     tile: DecodeTile | None = None,
 ) -> Tensor:
-    """softmax(scale · q Kᵀ) V of each row over its own tokens; gives `[rows, heads, head_dim]` in q's dtype.
+    """softmax(scale · q Kᵀ) V of each row over its own tokens: `[rows, heads, head_dim]` in q's dtype.
 
-    q `[rows, heads, head_dim]`; keys and values `[slots, kv_heads, head_dim]`, where token t of a row lies at slot
-    `pages[row, t // page_size] · page_size + t % page_size`; pages int32 `[rows, max_pages]`; lengths int32 `[rows]`,
-    the row's own token included. Last dimensions are contiguous; heads is a multiple of kv_heads.
-    window: a row sees its last `window` tokens only; what the page table says of those before is not read.
-    lse: float32 `[rows, heads]`, filled with the natural log-sum-exp of the scaled scores.
+    q: `[rows, heads, head_dim]`; heads is a multiple of kv_heads.
+    keys, values: `[slots, kv_heads, head_dim]`. Token t of a row lies at slot
+        `pages[row, t // page_size] · page_size + t % page_size`.
+    pages: int32 `[rows, max_pages]`. lengths: int32 `[rows]`, the row's own token included.
+    window: a row sees its last `window` tokens; the page table's entries of earlier ones are not read.
+    out: filled and returned. lse: float32 `[rows, heads]`, filled with the natural log-sum-exp of the scaled scores.
     splits: of these lengths and this window by `splits_of`, where several layers share them.
-    A row of length 0 gets output 0 and lse −inf, and neither its page table nor its slots are read.
-    Raises ValueError where shapes or dtypes do not fit together.
+    tile: for tests and measurements; `tile_of` where it is None.
+
+    Last dimensions are contiguous. A row of length 0 gets output 0 and lse −inf, and neither its page table nor its
+    slots are read. Raises ValueError where shapes or dtypes do not fit together.
     """
     if values.shape != keys.shape:
         raise ValueError(f"keys are {list(keys.shape)}, values {list(values.shape)}; they must be alike")
@@ -275,16 +257,16 @@ def _launch(
     blocks = kv_heads * cdiv(group, tile.heads)
     if splits is None:
         splits = splits_of(lengths, pages.shape[1] * page_size, window, d, blocks, tile)
-    if splits.window != (window or 0) or len(splits.items) != rows * splits.room:
+    if splits.window != (window or 0) or len(splits.items) != rows * splits.max_splits:
         raise ValueError(f"splits are of {len(splits.items)} items, window {splits.window}: of other rows than q's")
-    room, cut = splits.room, splits.cut
-    if splits.runs and not tile.runs:
+    max_splits, cut = splits.max_splits, splits.cut
+    if splits.consecutive and not tile.consecutive:
         raise ValueError("the tile takes splits one by one: order them with at_once=None")
     if cut.tokens % tile.tokens:
         raise ValueError(f"a split of {cut.tokens} tokens is no whole number of blocks of {tile.tokens}")
-    part = q.new_empty(rows, heads, room, d, dtype=torch.float32)
-    part_lse = q.new_empty(rows, heads, room, dtype=torch.float32)
-    _attend_splits[(min(tile.programs, rows * blocks * room),)](
+    part = q.new_empty(rows, heads, max_splits, d, dtype=torch.float32)
+    part_lse = q.new_empty(rows, heads, max_splits, dtype=torch.float32)
+    _attend_splits[(min(tile.programs, rows * blocks * max_splits),)](
         q,
         keys,
         values,
@@ -293,7 +275,7 @@ def _launch(
         splits.total,
         part,
         part_lse,
-        room,
+        max_splits,
         scale * LOG2E,
         q.stride(0),
         q.stride(1),
@@ -307,7 +289,7 @@ def _launch(
         D=d,
         REST=rest,
         LATENT=keys is values,
-        RUNS=tile.runs,
+        CONSECUTIVE=tile.consecutive,
         PAGE=page_size,
         BLOCK_H=tile.heads,
         BLOCK_N=tile.tokens,
@@ -319,8 +301,8 @@ def _launch(
     )
     block_d = min(128, next_power_of_2(d))
     _merge_splits[(rows * heads, cdiv(d, block_d))](
-        part, part_lse, lengths, out, part_lse if lse is None else lse, room, out.stride(0), out.stride(1),
-        HEADS=heads, D=d, LSE=lse is not None, WINDOW=splits.window, TOKENS=cut.tokens, MOST=cut.splits,
+        part, part_lse, lengths, out, part_lse if lse is None else lse, max_splits, out.stride(0), out.stride(1),
+        HEADS=heads, D=d, LSE=lse is not None, WINDOW=splits.window, TOKENS=cut.tokens, MAX_SPLITS=cut.splits,
         SPARE=cut.spare, BLOCK_S=16, BLOCK_D=block_d, LN2=LN2, num_warps=1, **overlap.options(),
     )  # fmt: skip
     return out

@@ -9,21 +9,21 @@ from weft.kernels.triton.launch import kernel
 from weft.kernels.triton.splits import row_splits
 
 
-@kernel(do_not_specialize=["room"])
+@kernel(do_not_specialize=["max_splits"])
 def _merge_splits(
-    part, part_lse, lengths, out, lse, room, out_row, out_head,
+    part, part_lse, lengths, out, lse, max_splits, out_row, out_head,
     HEADS: tl.constexpr, D: tl.constexpr, LSE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
-    MOST: tl.constexpr, SPARE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, LN2: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, SPARE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, LN2: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     row = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
-    seen, _, splits = row_splits(tl.load(lengths + row), WINDOW, TOKENS, MOST, SPARE)
+    seen, _, splits = row_splits(tl.load(lengths + row), WINDOW, TOKENS, MAX_SPLITS, SPARE)
     splits = tl.where(seen > 0, splits, 0)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    at = (row.to(tl.int64) * HEADS + head) * room
-    every = tl.arange(0, MOST)
-    each = tl.load(part_lse + at + every, mask=every < splits, other=float("-inf"))
+    at = (row.to(tl.int64) * HEADS + head) * max_splits
+    split = tl.arange(0, MAX_SPLITS)
+    each = tl.load(part_lse + at + split, mask=split < splits, other=float("-inf"))
     top = tl.max(each, 0)
     empty = top == float("-inf")
     top = tl.where(empty, 0.0, top)  # an empty row has no weights: -inf minus -inf would be NaN

@@ -1,10 +1,10 @@
-"""Which splits decode attention cuts a step's rows into, and in which order programs take them.
+"""How decode attention cuts a step's rows into splits, and in which order programs take them.
 
-The tokens that a row sees are cut into splits, which are attended to side by side (flash-decoding,
-https://pytorch.org/blog/flash-decoding). How many and how long they are follows from the row's own length alone, so a
-row's bits do not depend on its neighbours. The order does: longest first (Graham, "Bounds on multiprocessing timing
-anomalies", 1969), since programs take them in turns and none should end long after the others. All layers of a step
-whose caches are cut alike share one order.
+The tokens that a row sees are cut into splits, which run in parallel (flash-decoding,
+https://pytorch.org/blog/flash-decoding). Their number and length follow from the row's own length alone, so a row's
+bits do not depend on its neighbours. The order depends on all rows: longest first (Graham, "Bounds on multiprocessing timing
+anomalies", 1969), since each program takes one item after another and all should end at the same time. All layers of a
+step whose caches are cut alike share one order.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 FIELDS = tl.constexpr(8)
-"""Of an item: row, first token, the token behind the last one, number of its first split in the row, splits of the
-item, tokens of a split.
+"""Fields of an item: row, first token, the token behind the last one, number of its first split in the row, number of
+its splits, tokens of a split.
 """
 
 
 class Cut(NamedTuple):
     """How rows are cut into splits.
 
-    tokens: of a split at least, a power of two. splits: of a row at most, a power of two; a longer row has longer ones.
-    spare: in quarters of a split, how much longer a row's last one may be before what is left becomes one of its own.
+    tokens: minimum of a split, a power of two.
+    splits: maximum of a row, a power of two; longer rows have longer splits.
+    spare: in quarters of a split, by how much a row's last split may be longer than the others.
     """
 
     tokens: int
@@ -37,27 +38,28 @@ class Cut(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """What programs take in turns: some splits of a row each.
+    """The items that programs take one after another: some consecutive splits of a row each.
 
-    items int32 `[capacity, FIELDS]`, of which the first `total` (int32 `[1]`) are there; room: splits of a row at most;
-    window: how many of a row's last tokens it sees, 0 for all; runs: whether an item may be of several splits.
+    items: int32 `[capacity, FIELDS]`, of which the first `total` (int32 `[1]`) are valid.
+    max_splits: maximum splits of a row. window: number of a row's last tokens that it sees; 0: all.
+    consecutive: whether an item may have several splits. cut: how rows are cut.
     """
 
     items: Tensor
     total: Tensor
-    room: int
+    max_splits: int
     window: int
-    runs: bool
+    consecutive: bool
     cut: Cut
 
 
 @triton.jit
-def row_splits(length, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr, SPARE: tl.constexpr):
+def row_splits(length, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, SPARE: tl.constexpr):
     """(tokens that a row sees, tokens of each of its splits but the last, splits); one split where it sees none."""
     seen = length
     if WINDOW > 0:
         seen = tl.minimum(length, WINDOW)
-    span = tl.maximum(tl.cdiv(seen, MOST), 1) - 1  # rounded up to a power of two
+    span = tl.maximum(tl.cdiv(seen, MAX_SPLITS), 1) - 1  # rounded up to a power of two
     span |= span >> 1
     span |= span >> 2
     span |= span >> 4
@@ -71,55 +73,55 @@ def row_splits(length, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.cons
 
 @kernel(do_not_specialize=["rows", "at_once"])
 def _order_splits(
-    lengths, items, total, rows, at_once, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr,
+    lengths, items, total, rows, at_once, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
     SPARE: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """A program finds the places of one row's items: all but the last are alike and follow one another."""
     overlap.begin()
-    row, every = tl.program_id(0), tl.arange(0, BLOCK_R)
+    row, any_row = tl.program_id(0), tl.arange(0, BLOCK_R)
     length = tl.load(lengths + row)
-    every_length = tl.load(lengths + every, mask=every < rows, other=0)
-    every_seen, every_span, every_splits = row_splits(every_length, WINDOW, TOKENS, MOST, SPARE)
-    run = tl.maximum(tl.cdiv(tl.sum(tl.where(every < rows, every_splits, 0), 0), at_once), 1)  # splits of an item
-    every_others = tl.cdiv(every_splits, run) - 1
-    every_last = every_seen - every_others * every_span * run
+    any_length = tl.load(lengths + any_row, mask=any_row < rows, other=0)
+    any_seen, any_span, any_splits = row_splits(any_length, WINDOW, TOKENS, MAX_SPLITS, SPARE)
+    per_item = tl.maximum(tl.cdiv(tl.sum(tl.where(any_row < rows, any_splits, 0), 0), at_once), 1)  # splits of an item
+    any_others = tl.cdiv(any_splits, per_item) - 1
+    any_last = any_seen - any_others * any_span * per_item
     if row == 0:
-        tl.store(total, tl.sum(tl.where(every < rows, every_others + 1, 0), 0))
-    seen, span, splits = row_splits(length, WINDOW, TOKENS, MOST, SPARE)
-    others = tl.cdiv(splits, run) - 1
-    last = seen - others * span * run
-    longer = (every_span > span) | ((every_span == span) & (every < row))
-    others_at = tl.sum(tl.where(longer, every_others, 0), 0) + tl.sum((every_last > span * run).to(tl.int32), 0)
-    longer = (every_last > last) | ((every_last == last) & (every < row))
-    last_at = tl.sum(tl.where(every_span * run >= last, every_others, 0), 0) + tl.sum(longer.to(tl.int32), 0)
-    item = tl.arange(0, MOST)
+        tl.store(total, tl.sum(tl.where(any_row < rows, any_others + 1, 0), 0))
+    seen, span, splits = row_splits(length, WINDOW, TOKENS, MAX_SPLITS, SPARE)
+    others = tl.cdiv(splits, per_item) - 1
+    last = seen - others * span * per_item
+    longer = (any_span > span) | ((any_span == span) & (any_row < row))
+    others_at = tl.sum(tl.where(longer, any_others, 0), 0) + tl.sum((any_last > span * per_item).to(tl.int32), 0)
+    longer = (any_last > last) | ((any_last == last) & (any_row < row))
+    last_at = tl.sum(tl.where(any_span * per_item >= last, any_others, 0), 0) + tl.sum(longer.to(tl.int32), 0)
+    item = tl.arange(0, MAX_SPLITS)
     is_last = item == others
-    start = length - seen + item * span * run
+    start = length - seen + item * span * per_item
     to = items + tl.where(is_last, last_at, others_at + item) * FIELDS
     real = item <= others
     tl.store(to, row, mask=real)
     tl.store(to + 1, start, mask=real)
-    tl.store(to + 2, tl.where(is_last, length, start + span * run), mask=real)
-    tl.store(to + 3, item * run, mask=real)
-    tl.store(to + 4, tl.where(is_last, splits - others * run, run), mask=real)
+    tl.store(to + 2, tl.where(is_last, length, start + span * per_item), mask=real)
+    tl.store(to + 3, item * per_item, mask=real)
+    tl.store(to + 4, tl.where(is_last, splits - others * per_item, per_item), mask=real)
     tl.store(to + 5, span, mask=real)
 
 
 def order_splits(lengths: Tensor, tokens: int, window: int | None, at_once: int | None, cut: Cut) -> Splits:
     """The splits of a step's rows, longest items first; those of equal length by row and split.
 
-    at_once: how many items programs take in one turn. Where there are more splits, an item is of several that follow
-    one another, which a program reads without a pause. None: each split is an item.
-
-    lengths int32 `[rows]`, the tokens of each row, `tokens` of them at most; window: a row sees its last `window` only.
+    lengths: int32 `[rows]`, the tokens of each row, `tokens` at most.
+    window: a row sees its last `window` tokens; None: all.
+    at_once: number of items that run at a time. Where there are more splits, an item has several consecutive ones,
+        which a program reads without a pause. None: each split is an item.
     """
     rows = lengths.shape[0]
-    room = min(cut.splits, max(1, cdiv(min(tokens, window or tokens), cut.tokens)))
-    items, total = lengths.new_empty(rows * room, FIELDS.value), lengths.new_empty(1)
+    max_splits = min(cut.splits, max(1, cdiv(min(tokens, window or tokens), cut.tokens)))
+    items, total = lengths.new_empty(rows * max_splits, FIELDS.value), lengths.new_empty(1)
     if rows:
         _order_splits[(rows,)](
-            lengths, items, total, rows, at_once or rows * room, WINDOW=window or 0, TOKENS=cut.tokens, MOST=cut.splits,
-            SPARE=cut.spare, BLOCK_R=max(32, next_power_of_2(rows)),
+            lengths, items, total, rows, at_once or rows * max_splits, WINDOW=window or 0, TOKENS=cut.tokens,
+            MAX_SPLITS=cut.splits, SPARE=cut.spare, BLOCK_R=max(32, next_power_of_2(rows)),
             num_warps=1 if rows <= 256 else 4, **overlap.options(),
         )  # fmt: skip
-    return Splits(items, total, room, window or 0, at_once is not None, cut)
+    return Splits(items, total, max_splits, window or 0, at_once is not None, cut)

@@ -44,7 +44,7 @@ MODULES = {name.removesuffix(".__init__"): path for name, path in MODULES.items(
 
 KNOWN_CIRCLES: set[frozenset[str]] = set()
 MOST_LINES, MOST_FIELDS = 80, 25
-KNOWN_LONG_FUNCTIONS = {}
+KNOWN_LONG_FUNCTIONS: set[str] = set()
 KNOWN_LARGE_CLASSES: set[str] = set()
 
 

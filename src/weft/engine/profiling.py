@@ -54,7 +54,7 @@ def watch(engine: Engine, steps: int, folder: Path | None = None) -> Window:
     too few steps follow, and EngineError.
     """
     if engine.config.executor == "thread":
-        raise NotWatched("ranks that are threads of one process cannot be told apart; profile them as processes")
+        raise NotWatched("ranks that are threads have no CPU times of their own; profile them as processes")
 
     def begin(executor: Executor) -> tuple[int, float]:
         executor.ask_all(StartProfile(steps, "" if folder is None else str(folder)), "the profilers")

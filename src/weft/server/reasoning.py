@@ -30,7 +30,7 @@ def after_thought(grammar: str, start: Start, named: Collection[str]) -> str:
     # Where the end is a token that no text matches, it ends the text by itself.
     inside = f"inside: /(?s:.*)/ {END}" if END in named else f'inside[suffix="{END}"]: /(?s:.*)/'
     thought = "thought" if start == "inside" else f"({literal(BEGIN)} thought)?"
-    return followed(f"start: {thought} @answer\nthought: inside /\\n{{0,2}}/\n{inside}\n", grammar)
+    return followed(f"start: {thought} @output\nthought: inside /\\n{{0,2}}/\n{inside}\n", grammar)
 
 
 class ThoughtParser:

@@ -5,7 +5,7 @@ that ranks are started anew, and its memory is shared. It must stay single-threa
 neither. It lives as long as its standard input is open, which ends with the controller however that ends; then it kills
 its ranks and removes DIRECTORY. Its protocol is one JSON object a line:
 
-  in    {"directory": PATH, "rank": N}        fork a rank, whose files are there
+  in    {"directory": PATH, "rank": N}        fork a rank; its files are there
   out   {"ready": true}                       once, when all is imported
         {"rank": N, "pid": PID}               a rank has been forked
         {"pid": PID, "code": CODE}            a rank has ended; as `subprocess.Popen.returncode`

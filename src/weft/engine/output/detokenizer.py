@@ -68,7 +68,7 @@ class TextStream:
         self._texts = detokenizer.texts[self._skip]
         self.stops = dict.fromkeys(stop, keep_stop) | dict.fromkeys(stop_after, True)  # whether it stays in the text
         self._decoder = DecodeStream(skip_special_tokens=self._skip)
-        self._ids: list[int] = []  # whose text is not all handed out, and how much of it is
+        self._ids: list[int] = []  # with text that is not all returned, and its returned length
         self._decoded = 0
         self._held = ""
 

@@ -74,9 +74,9 @@ def schema_text(schema: Any, *, any_whitespace: bool = False) -> str:
 
 
 def followed(lead: str, grammar: str) -> str:
-    """A grammar that begins otherwise. lead: Lark, in which `@answer` stands for the grammar."""
+    """A grammar that begins otherwise. lead: Lark, in which `@output` stands for the grammar."""
     inner = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
-    return json.dumps({"grammars": [{"lark_grammar": lead}, inner[0] | {"name": "answer"}, *inner[1:]]})
+    return json.dumps({"grammars": [{"lark_grammar": lead}, inner[0] | {"name": "output"}, *inner[1:]]})
 
 
 class Grammar:

@@ -21,7 +21,7 @@ class OutputProcessor:
     The counts are totals so far, as in `weft.engine.output.results.EngineStats`; any thread may read them.
 
     Args:
-        requests: is told of every request that ends.
+        requests: notes every request that ends.
     """
 
     def __init__(self, requests: RequestQueue):

@@ -4,7 +4,7 @@ A row goes once to each rank that has one of its experts, however many of them a
 and what they weigh. A rank gives back one row for each that came: the sum over its experts, in the rows' dtype. Its
 owner adds these in rank order and float32, and rounds once: the same bits on every run. The ranks first tell each other
 how many rows they send; a rank may get every row of the world. On CPUs the host reads these counts, and tensors have
-just these rows; on GPUs they stay on the device, and tensors have room for all.
+just these rows; on GPUs they stay on the device, and tensors have the capacity for all.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ those of a row's experts that are here."""
 
 @dataclass(frozen=True)
 class Exchanging:
-    """A rank's end of a dispatch. capacity: rows of each rank that tensors have room for. carry: its exchanges; on GPUs
-    they take LiveSizes. empty: makes a tensor for the exchange of this name.
+    """A rank's end of a dispatch.
+
+    capacity: maximum rows of each rank. carry: runs an exchange; on GPUs it takes LiveSizes.
+    empty: makes a tensor for the exchange of this name.
     """
 
     mesh: Mesh
@@ -77,8 +79,8 @@ def on_host(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: 
 def on_device(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
     """The same on GPUs: the host waits for nothing, so that a CUDA graph may hold it.
 
-    Experts of −1 are none, as of rows that are padding. What `work` gets has room for every row of the world; those
-    behind the live ones have no expert.
+    Experts of −1 are none, as of rows that are padding. What `work` gets has the capacity for every row of the world;
+    rows behind the live ones have no expert.
     """
     from weft.kernels.triton import moe_permute as kernels  # GPUs only: a CPU need not have Triton
 

@@ -226,13 +226,13 @@ class PeerTransport(NamedCalls):
         """As the protocol says. Of LiveSizes, rows behind the live ones are neither read nor written."""
         self.check()
         x = x.contiguous()
-        live, room = (sizes.live, sizes.capacity) if isinstance(sizes, LiveSizes) else (None, sizes)
-        key = (exchange, group, room, x.shape, x.dtype, live is None, epilogue is None)
+        live, capacity = (sizes.live, sizes.capacity) if isinstance(sizes, LiveSizes) else (None, sizes)
+        key = (exchange, group, capacity, x.shape, x.dtype, live is None, epilogue is None)
         call = self._calls.get(key)
         if call is None:
             if len(self._calls) >= MANY_CALLS:
                 self._calls.clear()
-            call = self._calls[key] = self._prepare(x, exchange, group, room, live is not None, epilogue)
+            call = self._calls[key] = self._prepare(x, exchange, group, capacity, live is not None, epilogue)
         request, rows = call
         request.stream, request.x = self._stream(), x.data_ptr()
         if live is not None:

@@ -126,9 +126,9 @@ class ReferenceTransport(NamedCalls):
         permutes = exchange.direction == "permute"
 
         def combine(given: list[tuple[Tensor, Sizes]]) -> Tensor:
-            told = _sent(given, place) if permutes else sizes
-            runs = [p for p in parts(exchange, told) if place in p.readers]
-            terms = [[given[s][0][p.source_row : p.source_row + p.rows] for s in p.sources] for p in runs]
+            all_sizes = _sent(given, place) if permutes else sizes
+            own = [p for p in parts(exchange, all_sizes) if place in p.readers]
+            terms = [[given[s][0][p.source_row : p.source_row + p.rows] for s in p.sources] for p in own]
             return torch.cat([self._world.total(t) if exchange.combine == "sum" else t[0] for t in terms])
 
         call = (exchange, () if permutes else sizes, x.shape[1:], x.dtype)
@@ -156,8 +156,8 @@ def open_transport(rank: Opening) -> ReferenceTransport:
 def _sent(given: list[tuple[Tensor, Sizes]], place: int) -> Sizes:
     """The whole matrix of a permute, from every sender. Raises CommError where this rank expects other rows."""
     n = len(given)
-    told = tuple(rows for i, (_, sizes) in enumerate(given) for rows in sizes[i * n : (i + 1) * n])
-    expected, sent = given[place][1][place::n], told[place::n]
+    matrix = tuple(rows for i, (_, sizes) in enumerate(given) for rows in sizes[i * n : (i + 1) * n])
+    expected, sent = given[place][1][place::n], matrix[place::n]
     if sent != expected:
         raise CommError(f"all_to_allv: place {place} of the group expects {expected} rows and is sent {sent}")
-    return told
+    return matrix

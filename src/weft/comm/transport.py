@@ -32,12 +32,14 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class LiveSizes:
-    """Sizes of which only the device knows how many rows are live.
+    """Sizes whose live rows only the device knows.
 
-    capacity: rows of each segment that tensors have room for, the same on every rank. live: int32 `[segments]` in
-    device memory, read when the kernel runs: each segment's live rows, at most its capacity. Of a permute it is
-    `[2 · ranks]`: rows that this rank sends to each, then those that it gets from each. Live rows lie one after the
-    other from a tensor's first row on, whatever the capacities; rows beyond are neither read nor written.
+    capacity: maximum rows of each segment, by which tensors are allocated; the same on every rank.
+    live: int32 `[segments]` in device memory, read when the kernel runs: live rows of each segment, at most its
+        capacity. Of a permute `[2 · ranks]`: rows that this rank sends to each rank, then rows that it gets from each.
+
+    Live rows lie one after the other from a tensor's first row on, whatever the capacities. Rows behind them are
+    neither read nor written.
     """
 
     capacity: Sizes
@@ -62,11 +64,11 @@ class CommTimeout(CommError):
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What a sum goes on to do with its rows while they are at hand: residual add, then RMSNorm.
+    """What a sum does with its result in the same call: residual add, then RMSNorm (see `finish`).
 
-    residual: `[rows, width]` for the result's rows, of the input's dtype; weight: `[width]`, of the same or float32, as
-    `weft.kernels.torch_reference.rms_norm` takes it. See `finish`.
-    quantised: to be filled with the normalised rows in FP8 too, for products that take them so.
+    residual: `[rows, width]` for the result's rows, of the input's dtype.
+    weight: `[width]`, of the same dtype or float32, as `weft.kernels.torch_reference.rms_norm` takes it.
+    quantised: filled with the normalised rows in FP8 too, for products that take them so.
     """
 
     residual: Tensor
@@ -89,13 +91,16 @@ def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
 
 
 class Described(Protocol):
-    """What a plan is made by, of a transport or of its row in the table
+    """What the planner knows of a transport, or of its row in the table
     (`weft.comm.transport_registry.TransportEntry`).
 
-    name: as plans and reports print it. max_bytes: of the larger of a call's input and result; max_normed_bytes: of a
-    row that an epilogue takes; max_ranks: of a host, max_hosts: that it serves; None: any. takes_live_sizes: whether
-    `Transport.exchange` takes LiveSizes too. What a transport lacks it says here and in `offers`, at plan time, and
-    never falls back on its own.
+    name: as plans and reports print it.
+    max_bytes: of the larger of a call's input and result; None: any.
+    max_normed_bytes: of a row that an epilogue takes; None: any.
+    max_ranks: of a host; max_hosts: number of hosts; None: any.
+    takes_live_sizes: whether `Transport.exchange` takes LiveSizes too.
+
+    A transport declares here and in `offers`, at plan time, what it lacks. It never falls back on its own.
     """
 
     @property
@@ -170,9 +175,7 @@ class Transport(Described, Protocol):
 
 
 class NamedCalls:
-    """What its row of the table says of a transport, and every exchange by its name, for whoever calls it directly; see
-    `Transport.exchange`.
-    """
+    """A base of transports: the properties of its row in the table, and every exchange as a method of its name."""
 
     entry: Described
     rank: int
@@ -222,7 +225,7 @@ class NamedCalls:
         return self.exchange(x, named.all_reduce(len(group)), group, (x.shape[0],), epilogue)
 
     def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
-        """Sum of every rank's x `[sum(sizes), width]`, of which the i-th rank gets the i-th run of rows."""
+        """Sum of every rank's x `[sum(sizes), width]`, of which the i-th rank gets the i-th segment of rows."""
         return self.exchange(x, named.reduce_scatterv(len(group)), group, sizes, epilogue)
 
     def all_gatherv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
@@ -230,7 +233,7 @@ class NamedCalls:
         return self.exchange(x, named.all_gatherv(len(group)), group, sizes)
 
     def all_to_allv(self, x: Tensor, group: Ranks, send: Sizes, receive: Sizes) -> Tensor:
-        """Sends the i-th run of rows to the i-th rank; gives the runs received, in rank order."""
+        """Sends the i-th segment of rows to the i-th rank; gives the segments received, in rank order."""
         return self.exchange(
             x, named.all_to_allv(len(group)), group, to_and_from(send, receive, place_in(group, self.rank))
         )
@@ -248,7 +251,7 @@ class NamedCalls:
     def reduce_scatterv_all_reduce(
         self, x: Tensor, world: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
     ) -> Tensor:
-        """Sum of every rank's x `[sum(sizes), width]`; the i-th group of neighbours gets the i-th run of rows."""
+        """Sum of every rank's x `[sum(sizes), width]`; the i-th group of neighbours gets the i-th segment of rows."""
         exchange = named.reduce_scatterv_all_reduce(len(sizes), len(world) // len(sizes))
         return self.exchange(x, exchange, world, sizes, epilogue)
 

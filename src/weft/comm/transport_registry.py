@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 AUTO = "auto"
-"""The option by which every transport of a device that its row says so of is enabled, and the planner chooses."""
+"""The option that enables every transport of a device whose row has `auto`; the planner chooses among them."""
 SHM_RANKS = 16
 
 
@@ -37,8 +37,10 @@ class Offers(Protocol):
 
 
 class Opening(Protocol):
-    """What a rank gives to a transport that it opens. directory: a folder of the ranks alone, where they can meet;
-    device: this rank's; timeout_s: after which a call whose peers do not come fails.
+    """What a rank gives to a transport that it opens.
+
+    directory: a folder of these ranks alone, for their rendezvous. device: this rank's.
+    timeout_s: a call fails when its peers have not come after so many seconds.
     """
 
     @property
@@ -75,10 +77,12 @@ class Opening(Protocol):
 class TransportEntry:
     """A transport, as it is known before it is built.
 
-    option: its name on command lines; name: in plans, reports and cost tables. device: where its ranks run.
-    open: makes a rank's end; collective. max_ranks: of a host, max_hosts: that it serves; max_normed_bytes: of a row
-    that an epilogue takes; max_bytes: of a call's largest tensor, however it is opened; None: any. takes_live_sizes:
-    see `weft.comm.transport.LiveSizes`. auto: whether AUTO enables it, in the table's order.
+    option: its name on command lines. name: in plans, reports and cost tables. device: where its ranks run.
+    open: makes a rank's end; collective.
+    max_ranks: of a host; max_hosts: number of hosts; None: any.
+    max_normed_bytes: of a row that an epilogue takes; max_bytes: of a call's largest tensor; None: any.
+    takes_live_sizes: see `weft.comm.transport.LiveSizes`.
+    auto: whether AUTO enables it, in the table's order.
     """
 
     option: str
@@ -98,7 +102,7 @@ class TransportEntry:
         return self.device in (device, "any")
 
     def check(self, mesh: Mesh) -> None:
-        """Raises LayoutError where it has no room for as many ranks of a host."""
+        """Raises LayoutError for more ranks of a host than max_ranks."""
         on_host = mesh.world // mesh.hosts
         if self.max_ranks is not None and on_host > self.max_ranks:
             kind = ", of one host" if self.max_hosts == 1 else ""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
-LARGEST, LEAST = 448.0, 1e-10
-"""The greatest value, and the least magnitude that a group of columns is taken to have, so that zeros have a scale."""
+LARGEST, MIN_MAGNITUDE = 448.0, 1e-10
+"""The greatest value of float8_e4m3fn. A group's largest magnitude counts as MIN_MAGNITUDE at least, for zeros."""
 
 
 class Fp8Rows(NamedTuple):
@@ -52,7 +52,7 @@ def quantise(x: Tensor, group_size: int) -> Fp8Rows:
     """
     width = x.shape[-1]
     blocks = torch.nn.functional.pad(x.float(), (0, -width % group_size)).unflatten(-1, (-1, group_size))
-    largest = blocks.abs().amax(-1).clamp(min=LEAST)
+    largest = blocks.abs().amax(-1).clamp(min=MIN_MAGNITUDE)
     most = torch.full_like(largest, LARGEST)  # by a number torch divides in two steps, which rounds twice
     values = (blocks * (most / largest)[..., None]).to(FLOAT8)
     return Fp8Rows(values.flatten(-2)[..., :width].contiguous(), largest / most, group_size)

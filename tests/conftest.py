@@ -33,6 +33,8 @@ LONGEST = (
     "e2e/test_chaos.py",
     "e2e/test_measuring.py",
     "engine/test_faults.py",
+    "library/test_planned.py",
+    "library/test_communicator.py",
     "server/test_tools.py",
     "dcp/test_product.py",
     "gpu/test_merge_emulated.py",

@@ -143,7 +143,7 @@ def test_random_calls_equal_torchs(world: int, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_hundred_thousand_calls_equal_torchs(tmp_path: Path) -> None:
-    run_ranks(2, tmp_path, random_calls, 6000)
+    run_ranks(2, tmp_path, random_calls, 7000)
 
 
 def every_dtype() -> None:
@@ -237,6 +237,11 @@ def calls_that_differ() -> None:
     with Communicator(max_bytes=SMALL) as comm:
         other = x.to((torch.float32, torch.int32)[comm.rank])
         refused(lambda: comm.all_gatherv(other, [4, 4]), "dtype", error=weft.CommError)
+        refused(lambda: comm.all_gatherv(torch.ones(SMALL // 4), [SMALL // 4] * 2), f"max_bytes={2 * SMALL}")
+        send = [0, SMALL // 8] if comm.rank == 0 else [0, SMALL // 8 + 1]
+        if comm.rank:  # whose result is too large
+            x = torch.ones(sum(send))
+            refused(lambda: comm.all_to_allv(x, send, [SMALL // 8, SMALL // 8 + 1]), "the result has 65540 bytes")
     with Communicator(max_bytes=SMALL, timeout_s=0.3) as comm:
         if comm.rank:
             refused(lambda: comm.all_reduce(x), "waited 0.3 s for rank 0", error=weft.CommTimeout)

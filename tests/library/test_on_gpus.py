@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from gpu.emulation import run_emulated
 from library.worlds import same_bits
+from weft.comm import peer
 from weft.comm.peer import PeerTransport
 from weft.comm.peer_launch import PeerTuning
 from weft.kernels.torch_reference import rms_norm, softmax_merge
@@ -112,6 +115,22 @@ def test_calls_over_emulated_peer_memory(world: int) -> None:
         assert transport._handle and comm.name not in OPEN  # others may still write to its memory
 
     run_emulated(Mesh(1, world, 1, world), work, PeerTuning(), max_bytes=MAX_BYTES)
+
+
+def test_barriers_wait_as_long_as_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hosts' barriers are over shared memory, with a time-out of their own."""
+    waits: list[float] = []
+
+    def host(mesh: Mesh, rank: int, path: str, *, timeout_s: float) -> Any:
+        waits.append(timeout_s)
+        return SimpleNamespace(all_gatherv=lambda x, group, sizes: x)
+
+    monkeypatch.setattr(peer, "ShmTransport", host)
+    kernels = SimpleNamespace(export_handle=lambda *_: None, connect=lambda *_: None)
+    for timeout_s in (10.0, 600.0):
+        rank = SimpleNamespace(rank=0, world=(0,), _handle=1, _kernels=kernels, _timeout_s=timeout_s)
+        PeerTransport._connect(rank, Mesh(), "")  # type: ignore[arg-type]
+    assert waits == [120.0, 600.0]
 
 
 def test_gpus_that_cannot_be_had_together_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:

@@ -183,7 +183,7 @@ class PeerTransport(NamedCalls):
 
     def _connect(self, mesh: Mesh, path: Path | str) -> Host:
         """Maps every rank's memory into this process; what the hosts can say to each other from then on."""
-        host = ShmTransport(mesh, self.rank, path, timeout_s=120.0)
+        host = ShmTransport(mesh, self.rank, path, timeout_s=max(120.0, self._timeout_s))
         mine = torch.empty(1, 64, dtype=torch.uint8)
         self._kernels.export_handle(self._handle, mine)
         self._kernels.connect(self._handle, host.all_gatherv(mine, self.world, (1,) * mesh.world))

@@ -61,7 +61,8 @@ def test_a_router_is_exact_for_its_logits() -> None:
     router = Router(b, "gate", 64, 128, Routing(8, renormalise=True))
     router.weight.data.normal_(0, 0.1)
     x = torch.randn(200, 64).bfloat16()
-    probability, expert = router.choose(Hidden(x, b.mesh.placement(Rows.WORLD), b.mesh, "x"))
+    weight, expert = router.choose(Hidden(x, b.mesh.placement(Rows.WORLD), b.mesh, "x"))
+    probability = weight.to(x.dtype)  # as experts take it
     logits = F.linear(x, router.weight).double()
     order = logits.sort(dim=-1, descending=True, stable=True)
     # Equal logits are equal probabilities: whichever expert is taken, the probabilities are these.

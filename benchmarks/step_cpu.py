@@ -1,6 +1,6 @@
 """CPU time that a decode step takes of the controller and of a rank, without the model: nothing is computed.
 
-The controller's loop runs as it is, with messages encoded and decoded, against ranks that answer at once with a token a
+The controller's loop runs as it is, with messages encoded and decoded, against ranks that reply at once with a token a
 row; a rank runs the steps that the controller sent, with graphs that do nothing when replayed. Sockets, the kernels'
 launches and what listeners do are left out. Both are the CPU time of one thread, the least over rounds, as all else
 that the machine does only adds to it. Prints a line of JSON for each number of sequences.
@@ -17,7 +17,7 @@ or three times as long as without.
     python benchmarks/step_cpu.py --trees ../before/src src --runs 4 --json step_cpu.json
 
 runs two source trees in turn, so that a machine that changes its mind does so for both, prints medians of their runs
-with the ratio, and writes what each run gave.
+with the ratio, and writes what each run gave. Each tree is measured by its own checkout's copy of this script.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TOKEN = 70
 
 
 class InstantRanks(Executor):
-    """Ranks that answer with the same token for every row. rounds, own: CPU seconds of a step, and of their part."""
+    """Ranks that reply with the same token for every row. rounds, own: CPU seconds of a step, and of their part."""
 
     def __init__(self, config: EngineConfig, rounds: int, pause_s: float):
         super().__init__(config)
@@ -71,9 +71,9 @@ class InstantRanks(Executor):
 
     def start(self, progress: Any = None, poll: Callable[[], None] = lambda: None) -> None:
         self._results = [type(self._under_way)() for _ in range(self.mesh.world)]
-        self._answers: list[bytes] = []
+        self._replies: list[bytes] = []
 
-    def _tell_all(self, message: Any) -> None:
+    def _send_all(self, message: Any) -> None:
         self.sent.append(encode(message))
         if message.groups[0].chunks or message.groups[0].joins:
             self._steps = 0
@@ -82,7 +82,7 @@ class InstantRanks(Executor):
         else:  # the clock is a system call, and slow: it is asked twice a round
             took = time.thread_time() - self._began
             for _ in range(ROUND):
-                self._answers_to(message)
+                self._replies_to(message)
             self.own.append((time.thread_time() - self._began - took) / ROUND)
             if self._steps:
                 self.rounds.append(took / ROUND)
@@ -90,21 +90,21 @@ class InstantRanks(Executor):
             self._began = time.thread_time()
             if len(self.rounds) == self._most:
                 self.done.set()
-        self._answers += self._answers_to(message)
+        self._replies += self._replies_to(message)
         time.sleep(self._pause_s)
 
-    def _answers_to(self, message: Step) -> list[bytes]:
-        answers = []
+    def _replies_to(self, message: Step) -> list[bytes]:
+        replies = []
         for rank in range(self.mesh.world):
             group = self.mesh.group_of(rank)
             leads = rank == self.mesh.leader(group)
             ran = Ran(message.number, message.counts, 7, 9)
             tokens = (TOKEN,) * len(message.groups[group].sampled_rows)
-            answers.append(encode(Result(rank, ran, tokens if leads else ())))
-        return answers
+            replies.append(encode(Result(rank, ran, tokens if leads else ())))
+        return replies
 
     def _receive(self, *_: float) -> Any:
-        return decode_from_rank(self._answers.pop(0))
+        return decode_from_rank(self._replies.pop(0))
 
     def _launch(self, poll: Any) -> None: ...
     def _stop_ranks(self, grace_s: float) -> None: ...
@@ -125,9 +125,9 @@ def controller(
     engine_module.make_executor = make  # type: ignore[assignment]
     params = SamplingParams(max_tokens=config.max_model_len - 32, temperature=0.0, ignore_eos=True)
 
-    def listen(answer: Any) -> None:
-        if take and isinstance(answer, RequestOutput):  # trees before 120fa98 give the increment itself
-            answer.take()
+    def listen(output: Any) -> None:
+        if take and isinstance(output, RequestOutput):
+            output.take()
 
     with Engine(config) as engine:
         engine.submit_all([([5 + i % 200] * (9 + i % 7), params, listen) for i in range(sequences)])
@@ -179,12 +179,13 @@ def rank(config: EngineConfig, sequences: int, messages: list[bytes], pause_s: f
 
 def compare(asked: argparse.Namespace) -> None:
     """Runs both trees in turn, prints the medians of their figures, and writes all runs."""
-    command = [sys.executable, __file__, "--rounds", str(asked.rounds), "--world", str(asked.world), "--sequences"]
-    command += [*map(str, asked.sequences), "--pause-ms", str(asked.pause_ms), *["--take"] * asked.take]
+    options = ["--rounds", str(asked.rounds), "--world", str(asked.world), "--pause-ms", str(asked.pause_ms)]
+    options += ["--sequences", *map(str, asked.sequences), *["--take"] * asked.take]
     runs: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
     for _ in range(asked.runs):
         for name, tree in zip(runs, asked.trees, strict=True):
             where = os.environ | {"PYTHONPATH": str(tree.resolve())}
+            command = [sys.executable, str(tree.parent / "benchmarks" / "step_cpu.py"), *options]
             done = subprocess.run(command, env=where, stdout=subprocess.PIPE, text=True, check=True)
             runs[name] += map(json.loads, done.stdout.splitlines())
     for sequences in asked.sequences:
@@ -209,7 +210,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=2, help="ranks of the controller, attn_tp")
     parser.add_argument("--pause-ms", type=float, default=0.0)
     parser.add_argument("--take", action="store_true", help="listeners take their increments")
-    parser.add_argument("--trees", type=Path, nargs=2, help="source trees, before and after a change")
+    parser.add_argument("--trees", type=Path, nargs=2, help="source folders of two checkouts: before, after")
     parser.add_argument("--runs", type=int, default=4, help="of each tree")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()

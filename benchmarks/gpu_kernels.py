@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from weft.kernels.triton import (
     decode_attention,
     definitions,
+    fused_experts,
     norm_rope_cache,
     prefill_attention,
     rms_norm,
@@ -34,7 +35,6 @@ from weft.kernels.triton import (
     sample,
 )
 from weft.kernels.triton import decode_step as step
-from weft.kernels.triton import fused_experts as moe
 from weft.kernels.triton.experts_tiles import tile_rows_of
 from weft.models.routing import Routing
 
@@ -243,13 +243,13 @@ def time_moe(report: Report, split: str, rows: int) -> None:
     x, logits = sets[0]
     weight, expert = definitions.route(logits, RULE, rows, 0, held)
     assert torch.equal(routings[0].expert.sort(-1)[0], expert.sort(-1)[0]), "other experts than torch's"
-    moe.experts(x, routings[0], gate_up, down, out.fill_(float("nan")))
+    fused_experts.experts(x, routings[0], gate_up, down, out.fill_(float("nan")))
     wanted = definitions.experts(x.double(), weight, expert, gate_up.double(), down.double())
     wrong = error(out, wanted)
     route_us = graph_us([lambda x=x: routed(x) for _, x in sets])
     each = list(zip(sets, routings, strict=True))
-    us = graph_us([lambda x=s[0], r=r: moe.experts(x, r, gate_up, down, out) for s, r in each])
-    both = graph_us([lambda s=s: moe.experts(s[0], routed(s[1]), gate_up, down, out) for s in sets])
+    us = graph_us([lambda x=s[0], r=r: fused_experts.experts(x, r, gate_up, down, out) for s, r in each])
+    both = graph_us([lambda s=s: fused_experts.experts(s[0], routed(s[1]), gate_up, down, out) for s in sets])
     torch_us = graph_us([lambda s=s: torch_experts(*s, 0, gate_up, down) for s in sets], 5)
     hit = statistics.mean((r.expert.unique() >= 0).sum().item() for r in routings)
     size = hit * 3 * inner * HIDDEN * 2 + rows * HIDDEN * 4

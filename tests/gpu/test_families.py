@@ -104,12 +104,11 @@ class Products:
     """Stand in for the products of a model in FP8, and note how far each is from its definition for the same rows."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        from weft.kernels.triton import definitions
-        from weft.kernels.triton import fused_experts as moe
+        from weft.kernels.triton import definitions, fused_experts
 
         self.dense: list[float] = []
         self.experts: list[float] = []
-        product, experts = layers.product, moe.experts
+        product, experts = layers.product, fused_experts.experts
 
         def checked_product(x: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, *more: Any, **named: Any) -> Tensor:
             found = product(x, weight, *more, **named)
@@ -135,7 +134,7 @@ class Products:
             return found
 
         monkeypatch.setattr(layers, "product", checked_product)
-        monkeypatch.setattr(moe, "experts", checked_experts)
+        monkeypatch.setattr(fused_experts, "experts", checked_experts)
 
 
 def _off(found: Tensor, wanted: Tensor) -> float:

@@ -32,6 +32,7 @@ from weft.kernels.triton import (  # noqa: E402
     delta_step,
     dense,
     embed,
+    fused_experts,
     gate_heads,
     launch,
     merge,
@@ -44,7 +45,6 @@ from weft.kernels.triton import (  # noqa: E402
 )
 from weft.kernels.triton import decode_step as step  # noqa: E402
 from weft.kernels.triton import float8_linear as float8  # noqa: E402
-from weft.kernels.triton import fused_experts as moe  # noqa: E402
 from weft.kernels.triton import moe_permute as dispatch  # noqa: E402
 from weft.kernels.triton.experts_tiles import tile_rows_of  # noqa: E402
 from weft.models.routing import Routing  # noqa: E402
@@ -217,7 +217,7 @@ def mix_experts(
     routing = routed(rows, held, tile_rows_of(rows))
     gate_up, down = new(held, 2 * inner, width), new(held, width, inner)
     more = dict(limit=7.0, alpha=1.702, gate_up_bias=new(held, 2 * inner), down_bias=new(held, width))
-    moe.experts(new(rows, width), routing, gate_up, down, new(rows, width), **more if biased else {})
+    fused_experts.experts(new(rows, width), routing, gate_up, down, new(rows, width), **more if biased else {})
 
 
 def route_in_groups(rows: int) -> None:
@@ -239,7 +239,7 @@ def in_float8(*shape: int, unit: tuple[int, int] = (128, 128)) -> Fp8Weight:
 def mix_float8_experts(rows: int, held: int, inner: int, width: int, unit: tuple[int, int] = (128, 128)) -> None:
     routing = routed(rows, held, tile_rows_of(rows, float8=True))
     gate_up, down = in_float8(held, 2 * inner, width, unit=unit), in_float8(held, width, inner, unit=unit)
-    moe.experts(empty(rows, width), routing, gate_up, down, empty(rows, width))
+    fused_experts.experts(empty(rows, width), routing, gate_up, down, empty(rows, width))
 
 
 def multiply_float8(rows: int, outputs: int, width: int, unit: tuple[int, int] = (128, 128)) -> None:

@@ -11,27 +11,27 @@ from pathlib import Path
 from typing import Any
 
 CSRC = Path(__file__).parent / "csrc"
-# GCC 12 warns of its own AVX-512 headers. Products and sums are rounded one by one: every instruction set gives the
-# same bits, also those that have both in one.
+# GCC 12 warns of its own AVX-512 headers. Products and sums are rounded one by one, so that all instruction sets give
+# the same bits, also those with a fused multiply-add.
 CPU_FLAGS = ("-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-maybe-uninitialized")
 
 CUDA_FLAGS = ("-O3", "-gencode=arch=compute_90a,code=sm_90a")
 
 
 class BuildError(RuntimeError):
-    """A native kernel does not compile here: one line that says what is missing."""
+    """A native kernel does not compile here. The text is one line that says what is missing."""
 
 
 class KernelError(RuntimeError):
-    """A native call failed: the text says what of the call is wrong."""
+    """A native call failed. The text says what is wrong in the call."""
 
 
 class KernelPeerLost(KernelError):
-    """The text is the rank whose process is gone."""
+    """The process of a rank is gone. The text is the number of the rank."""
 
 
 class KernelTimeout(KernelError):
-    """The text is the rank that was waited for."""
+    """A wait for a rank took too long. The text is the number of the rank."""
 
 
 _ERRORS = {"WeftCallError": KernelError, "WeftPeerLost": KernelPeerLost, "WeftTimeout": KernelTimeout}
@@ -39,7 +39,7 @@ _ERRORS = {"WeftCallError": KernelError, "WeftPeerLost": KernelPeerLost, "WeftTi
 
 @cache
 def cpu_kernels() -> Any:
-    """The module of `csrc/cpu/shm.cc`, a function for each exported name. Raises BuildError."""
+    """The module of `csrc/cpu/shm.cc`: one function for each exported name. Raises BuildError."""
     return load("weft_cpu", CSRC / "cpu" / "shm.cc", extra_cflags=list(CPU_FLAGS))
 
 
@@ -50,7 +50,7 @@ def cuda_kernels() -> Any:
 
 
 def load(name: str, source: Path, *folders: Path, **options: Any) -> Any:
-    """The module of `source`, which includes what lies beside it and in `folders`. Raises BuildError.
+    """The module of `source`, which may include files of its own folder and of `folders`. Raises BuildError.
 
     options: flags, as tvm-ffi's `cpp.build` takes them.
     """
@@ -59,7 +59,7 @@ def load(name: str, source: Path, *folders: Path, **options: Any) -> Any:
 
     for kind, error_class in _ERRORS.items():
         tvm_ffi.register_error(kind, error_class)
-    # tvm-ffi hashes the named file, not what it includes: the includes' hash goes in as a definition.
+    # tvm-ffi hashes the named file, not the files that it includes: their hash goes in as a definition.
     folders = (source.parent, *folders)
     text = b"".join(path.read_bytes() for folder in folders for path in sorted(folder.iterdir()))
     version = f"-DWEFT_SOURCE=0x{hashlib.sha256(text).hexdigest()[:15]}ull"

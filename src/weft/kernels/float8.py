@@ -1,7 +1,8 @@
-"""Tensors in FP8 with a scale for each block, and what products of them compute, in plain torch.
+"""FP8 tensors with a scale for each block, and products of them, in plain torch.
 
-float8_e4m3fn, 448 at most, times a float32 scale: a weight has one for each block of rows and columns, rows of
-activations one for each group of columns, found anew each time (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+A value is a float8_e4m3fn (at most 448) times a float32 scale. A weight has one scale for each block of rows and
+columns. A row of activations has one for each group of columns, computed at each step (DeepSeek-V3, arXiv 2412.19437,
+section 3.3.2).
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST, MIN_MAGNITUDE = 448.0, 1e-10
-"""The greatest value of float8_e4m3fn. A group's largest magnitude counts as MIN_MAGNITUDE at least, for zeros."""
+"""The greatest value of float8_e4m3fn, and the smallest magnitude that a group's largest counts as, for zeros."""
 
 
 class Fp8Rows(NamedTuple):
-    """Quantised rows: values float8 `[T, width]`, scales float32 `[T, ⌈width / group_size⌉]` of groups of columns."""
+    """Quantised rows.
+
+    values: float8 `[T, width]`. scales: float32 `[T, ⌈width / group_size⌉]`, one for each group of columns.
+    """
 
     values: Tensor
     scales: Tensor
@@ -25,14 +29,17 @@ class Fp8Rows(NamedTuple):
 
 
 class Fp8Weight(NamedTuple):
-    """values float8 `[…, N, K]`; scales float32 `[…, ⌈N / rows⌉, ⌈K / columns⌉]`; unit: (rows, columns) of a block."""
+    """A quantised weight.
+
+    values: float8 `[…, N, K]`. scales: float32 `[…, ⌈N / rows⌉, ⌈K / columns⌉]`. unit: (rows, columns) of a block.
+    """
 
     values: Tensor
     scales: Tensor
     unit: tuple[int, int]
 
     def check(self) -> None:
-        """Raises ValueError where shapes or dtypes do not fit together, or a tensor is not contiguous."""
+        """Raises ValueError where shapes or dtypes do not match, or a tensor is not contiguous."""
         values, scales = self.values, self.scales
         sizes = zip(values.shape[-2:], self.unit, strict=True)
         blocks = (*values.shape[:-2], *(-(-size // unit) for size, unit in sizes))
@@ -46,20 +53,20 @@ class Fp8Weight(NamedTuple):
 
 
 def quantise(x: Tensor, group_size: int) -> Fp8Rows:
-    """The rows of x `[T, width]`: in every group of columns the largest magnitude becomes 448, the others are rounded.
+    """Quantises the rows of x `[T, width]`: the largest magnitude of each group of columns becomes 448.
 
-    NaN, or infinity, makes NaN of itself.
+    A group with NaN or infinity becomes NaN.
     """
     width = x.shape[-1]
     blocks = torch.nn.functional.pad(x.float(), (0, -width % group_size)).unflatten(-1, (-1, group_size))
     largest = blocks.abs().amax(-1).clamp(min=MIN_MAGNITUDE)
-    most = torch.full_like(largest, LARGEST)  # by a number torch divides in two steps, which rounds twice
-    values = (blocks * (most / largest)[..., None]).to(FLOAT8)
-    return Fp8Rows(values.flatten(-2)[..., :width].contiguous(), largest / most, group_size)
+    top = torch.full_like(largest, LARGEST)  # torch divides by a Python number in two steps, which rounds twice
+    values = (blocks * (top / largest)[..., None]).to(FLOAT8)
+    return Fp8Rows(values.flatten(-2)[..., :width].contiguous(), largest / top, group_size)
 
 
 def unfilled(x: Tensor, group_size: int) -> Fp8Rows:
-    """Where what `quantise` makes of x `[T, width]` may be put."""
+    """Empty tensors for the result of `quantise` of x `[T, width]`."""
     rows, width = x.shape
     return Fp8Rows(
         x.new_empty(rows, width, dtype=FLOAT8),
@@ -69,14 +76,14 @@ def unfilled(x: Tensor, group_size: int) -> Fp8Rows:
 
 
 def fill(rows: Fp8Rows, x: Tensor) -> None:
-    """Puts there what `quantise` makes of x `[T, width]`."""
+    """Fills rows with the result of `quantise` of x `[T, width]`."""
     made = quantise(x, rows.group_size)
     rows.values.copy_(made.values)
     rows.scales.copy_(made.scales)
 
 
 def dequantise(x: Fp8Rows | Fp8Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What they stand for."""
+    """The values times their scales, of the shape of `x.values`."""
     rows, columns = (1, x.group_size) if isinstance(x, Fp8Rows) else x.unit
     scales = x.scales.repeat_interleave(rows, -2)[..., : x.values.shape[-2], :]
     scales = scales.repeat_interleave(columns, -1)[..., : x.values.shape[-1]]
@@ -84,6 +91,7 @@ def dequantise(x: Fp8Rows | Fp8Weight, dtype: torch.dtype = torch.float32) -> Te
 
 
 def linear(x: Tensor | Fp8Rows, weight: Fp8Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """x Wᵀ of x `[T, K]`, whose rows are quantised first by groups of the weight's columns: dtype `[T, N]`."""
+    """x Wᵀ, dtype `[T, N]`. x `[T, K]`: its rows are quantised first, by groups of as many columns as the weight
+    has."""
     rows = x if isinstance(x, Fp8Rows) else quantise(x, weight.unit[1])
     return dequantise(rows, dtype) @ dequantise(weight, dtype).mT

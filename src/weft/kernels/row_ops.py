@@ -1,6 +1,6 @@
-"""What is done to rows before and between products: by Triton's kernels where they lie on GPUs, else by plain torch.
+"""Operations on rows before and between products: Triton's kernels for rows on GPUs, else plain torch.
 
-On GPUs arithmetic is in float32 and rounded once, where a result is stored.
+On GPUs arithmetic is in float32, and a result is rounded once, when it is stored.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def cos_sin(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, quantised: float8.Fp8Rows | None = None) -> Tensor:
-    """`weft.kernels.torch_reference.rms_norm` of x `[…, width]`. quantised: of x `[rows, width]`, filled with it in
-    FP8 too.
+    """`weft.kernels.torch_reference.rms_norm` of x `[…, width]`.
+
+    quantised: of the shape of x `[rows, width]`; it is filled with the result in FP8.
     """
     if not x.is_cuda:
         normed = torch_reference.rms_norm(x, weight, eps)
@@ -65,7 +66,7 @@ def gated(
 ) -> Tensor:
     """`weft.kernels.torch_reference.gated` of x `[T, …, 2 · inner]`.
 
-    score: (rows `[T, width]`, weight `[1, width]`), whose product's sigmoid scales all of a row.
+    score: (rows `[T, width]`, weight `[1, width]`): the sigmoid of their product scales all elements of a row.
     """
     if not x.is_cuda:
         return torch_reference.gated(x, limit, alpha, score)
@@ -96,7 +97,8 @@ def quantise(x: Tensor, group_size: int) -> float8.Fp8Rows:
 
 
 def quantising(x: Tensor, made: float8.Fp8Rows | None = None) -> Callable[[int], float8.Fp8Rows]:
-    """Gives x quantised by groups of so many columns: as it was made already, or made once, when first asked for."""
+    """A function that gives x quantised by groups of so many columns. It quantises once for each size; made: one result
+    that is known."""
     known = {} if made is None else {made.group_size: made}
 
     def quantised(group_size: int) -> float8.Fp8Rows:

@@ -1,4 +1,4 @@
-"""Products that come in parts, to be added up where they are read."""
+"""Products in parts of their depth (split-K): the reader adds the parts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 
 class SplitKPartials(NamedTuple):
-    """A product whose depth was cut: float32 `[parts, T, N]`, to be added in their order, and then to bias `[N]`.
+    """The partial products of x Wᵀ.
 
-    dtype: to which the sum is then rounded.
+    values: float32 `[parts, T, N]`, to be added in their order. bias: `[N]`, added to their sum. dtype: the sum is
+    rounded to it.
     """
 
     values: Tensor
@@ -27,5 +28,5 @@ class SplitKPartials(NamedTuple):
 
 
 def as_partials(x: Tensor | SplitKPartials) -> SplitKPartials:
-    """What is whole as a single part."""
+    """x as it is, or a tensor as the only part."""
     return x if isinstance(x, SplitKPartials) else SplitKPartials(x[None], None, x.dtype)

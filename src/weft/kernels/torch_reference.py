@@ -1,4 +1,4 @@
-"""What kernels compute, in plain torch: the definitions that they are tested against, and what runs without them."""
+"""Definitions of the kernels in plain torch: tests compare kernels with them, and hosts without kernels run them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / √(mean(x²) + eps) over the last dimension, in float32 at least, rounded to x's dtype, times weight.
+    """x / √(mean(x²) + eps) over the last dimension, in float32 or float64, rounded to x's dtype, times weight.
 
-    x: `[…, width]`; weight: `[width]`, of x's dtype, or float32 beside fewer bits: then it is rounded after the product
-    alone. (arXiv 1910.07467)
+    x: `[…, width]`. weight: `[width]`, of x's dtype; or float32 beside an x of fewer bits: then only the product with
+    the weight is rounded. (arXiv 1910.07467)
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -22,10 +22,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
-    """The rows of weight `[held, width]` for int64 tokens `[T]`, `[T, width]`.
+    """Rows of the embedding, `[T, width]`, for int64 tokens `[T]`. weight: `[held, width]`.
 
-    first: the number of the token that weight begins with, where the vocabulary is split; rows of tokens that are held
-    elsewhere are then 0.
+    first: where the vocabulary is split, the number of the weight's first token. Rows of tokens on other ranks are 0.
     """
     if first is None:
         return F.embedding(tokens, weight)
@@ -36,8 +35,10 @@ def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
 def cos_sin(
     positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, `[T, 1, 2 · n]` each and times factor, of int64 positions `[T]` times inverse frequencies, float32
-    `[n]`: each twice, next to each other where interleaved, else in either half (arXiv 2104.09864).
+    """cos and sin times factor, `[T, 1, 2 · n]` each, of the angles positions · inverse (arXiv 2104.09864).
+
+    positions: int64 `[T]`. inverse: float32 `[n]`, the inverse frequencies. Each angle is there twice: as neighbours
+    where interleaved, else once in each half.
     """
     angles = positions[:, None, None].float() * inverse
     angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
@@ -47,10 +48,12 @@ def cos_sin(
 def gated(
     x: Tensor, limit: float | None = None, alpha: float | None = None, score: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """silu(gate) · up of `[…, 2 · inner]`, gate first. limit: silu(gate) is at most that, up within ± that.
+    """silu(gate) · up of `[…, 2 · inner]`, gate first.
 
-    alpha, beside a limit: gate · sigmoid(alpha · gate) · (up + 1), where gate is at most the limit, up within ± that.
-    score: (rows `[T, width]`, weight `[1, width]`) for x `[T, …]`: a row is also scaled by their product's sigmoid.
+    limit: the maximum of silu(gate); up is clamped to ± limit.
+    alpha: needs a limit. The result is then gate · sigmoid(alpha · gate) · (up + 1), where gate is at most the limit
+        and up is clamped to ± limit.
+    score: (rows `[T, width]`, weight `[1, width]`) for x `[T, …]`: the sigmoid of their product also scales each row.
     """
     gate, up = x.chunk(2, dim=-1)
     if limit is None:
@@ -69,11 +72,11 @@ def gated(
 def gate_heads(
     out: Tensor, gate: Tensor | None = None, lse: Tensor | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """What attention gives, `[T, heads, dim]`, behind a sink and behind a gate.
+    """Attention's output `[T, heads, dim]` after a sink and a gate.
 
-    sinks: `[heads]`, each the score of one more token, without a value, beside those whose log-sum-exp is lse `[T,
-    heads]`: a score more in the sum of exponentials scales the output (arXiv 2309.17453).
-    gate: `[T, heads]` or `[T, heads · dim]`, whose sigmoid scales each head, or each element.
+    sinks: `[heads]`. A sink is the score of one more token that has no value: it adds to the sum of exponentials, and
+        so scales the output (arXiv 2309.17453). It needs lse `[T, heads]`, the log-sum-exp of the other tokens' scores.
+    gate: `[T, heads]` or `[T, heads · dim]`: its sigmoid scales each head, or each element.
     """
     if sinks is not None and lse is not None:
         out = out * (lse - sinks).sigmoid().to(out.dtype)[..., None]
@@ -83,25 +86,25 @@ def gate_heads(
 
 
 def merge_weights(lses: Tensor) -> tuple[Tensor, Tensor]:
-    """What each part of the keys counts for, and what all of them together have for a log-sum-exp.
+    """The weight of each part of the keys in a softmax merge, and the log-sum-exp of all parts.
 
-    lses: `[parts, …]`, each part's logarithm (base e) of its sum of exponentials; −inf, and NaN and +inf, which some
-    kernels give: the part is empty. Gives weights `[parts, …]`, which add up to 1, or are 0 where every part is empty,
-    and lse `[…]`, −inf there. Summed in the parts' order, so that a row's bits depend on its own parts alone.
+    lses: `[parts, …]`, each part's log-sum-exp to base e. A part is empty where it is −inf, or NaN or +inf, which some
+    kernels give. Returns weights `[parts, …]`, which sum to 1, or are 0 where all parts are empty, and lse `[…]`, −inf
+    there. Sums are in the parts' order, so that a row's bits depend on its own parts alone.
     """
     known = lses.nan_to_num(nan=-inf, posinf=-inf, neginf=-inf)
-    most = known.amax(0)
-    most = most.where(most > -inf, 0.0)
-    terms = (known - most).exp()
+    top = known.amax(0)
+    top = top.where(top > -inf, 0.0)
+    terms = (known - top).exp()
     total = reduce(torch.add, terms.unbind())
-    return terms / total.where(total > 0, 1.0), most + total.log()
+    return terms / total.where(total > 0, 1.0), top + total.log()
 
 
 def softmax_merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over all keys from attention over each part of them (arXiv 2205.14135, 2501.01005).
 
-    outs: `[parts, …, D]`; lses: `[parts, …]`, as `merge_weights` takes them. Gives the output `[…, D]` of outs' dtype
-    and its lse. Summed in the parts' order, in float32 at least. A part of weight 0 is not read: it may be NaN.
+    outs: `[parts, …, D]`. lses: `[parts, …]`, as `merge_weights` takes them. Returns the output `[…, D]` of outs' dtype
+    and its lse. Sums are in the parts' order, in float32 or float64. A part of weight 0 is not read: it may be NaN.
     """
     wide = torch.promote_types(outs.dtype, torch.float32)
     weights, lse = merge_weights(lses)
@@ -110,10 +113,10 @@ def softmax_merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_shard(out: Tensor, lses: Tensor, place: int, by_rank: Tensor) -> Tensor:
-    """A rank's term of the sum that a merge is: its outputs times their weights, each rank's heads one after another.
+    """One rank's term of a softmax merge that is a sum: its outputs times their weights, ordered by the heads' ranks.
 
-    out `[T, H, D]`; lses `[n, T, H]` of all ranks, of which this is the one at `place`. Fills by_rank `[n, T·(H/n)·D]`.
-    Gives the merged lse `[T, H/n]` of its own heads.
+    out: `[T, H, D]`. lses: `[n, T, H]` of all ranks; `place` is this rank's index. by_rank: `[n, T·(H/n)·D]`, filled.
+    Returns the merged lse `[T, H/n]` of this rank's heads.
     """
     n = len(lses)
     weights, total = merge_weights(lses)
@@ -124,9 +127,10 @@ def scale_shard(out: Tensor, lses: Tensor, place: int, by_rank: Tensor) -> Tenso
 
 
 def packed_shards(ranks: int, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """How lse and outputs go in one: (element at which outputs begin, elements) for each rank's heads.
+    """The layout of lse and outputs in one row for each rank: (element at which outputs begin, elements of a row).
 
-    Both take whole units of 16 bytes, which transports move best; lse lies first, as float32 (float64 beside float64).
+    lse lies first, as float32 (float64 beside float64). Both parts are whole units of 16 bytes, which transports move
+    fastest.
     """
     unit, rows = 16 // dtype.itemsize, tokens * heads // ranks
     begin = -(-rows * torch.promote_types(torch.float32, dtype).itemsize // 16) * unit
@@ -134,7 +138,7 @@ def packed_shards(ranks: int, tokens: int, heads: int, dim: int, dtype: torch.dt
 
 
 def _views(packed: Tensor, tokens: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Outputs `[n, T, H/n, D]` and lse `[n, T, H/n]` in packed `[n, elements]`."""
+    """Views of packed `[n, elements]`: outputs `[n, T, H/n, D]` and lse `[n, T, H/n]`."""
     n, rows = len(packed), tokens * heads // len(packed)
     begin = packed_shards(n, tokens, heads, dim, packed.dtype)[0]
     lses = packed.view(torch.promote_types(torch.float32, packed.dtype))[:, :rows]
@@ -143,13 +147,13 @@ def _views(packed: Tensor, tokens: int, heads: int, dim: int) -> tuple[Tensor, T
 
 
 def pack_shard(out: Tensor, lse: Tensor, packed: Tensor) -> None:
-    """Packs out `[T, H, D]` and lse `[T, H]` for each rank, as `packed_shards` says, into packed `[n, elements]`."""
+    """Fills packed `[n, elements]` with out `[T, H, D]` and lse `[T, H]`, in the layout of `packed_shards`."""
     outs, lses = _views(packed, *out.shape)
     outs.copy_(out.unflatten(1, (len(packed), -1)).transpose(0, 1))
     lses.copy_(lse.unflatten(1, (len(packed), -1)).transpose(0, 1))
 
 
 def merge_packed(packed: Tensor, tokens: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:
-    """`softmax_merge` of what the ranks packed for this one: `[T, H/n, D]`, and float32 `[T, H/n]`."""
+    """`softmax_merge` of the rows that the ranks packed for this one: `[T, H/n, D]`, and float32 `[T, H/n]`."""
     merged, lse = softmax_merge(*_views(packed, tokens, heads, dim))
     return merged, lse.float()

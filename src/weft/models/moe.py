@@ -142,10 +142,10 @@ class Experts(Layer):
         self, x: Tensor | float8.Fp8Rows, like: Tensor, routing: PairRouting, shared: Tensor | None = None
     ) -> Tensor:
         """shared: to which it is added, where it lies; like: as for `_sum`."""
-        from weft.kernels.triton import fused_experts as moe
+        from weft.kernels.triton import fused_experts
 
         out = self.workspace(*like.shape, like=like) if shared is None else shared
-        return moe.experts(
+        return fused_experts.experts(
             x,
             routing,
             self.declared("gate_up"),

@@ -11,9 +11,8 @@ from gpu.triton_checks import test_moe
 from weft.kernels.float8 import FLOAT8, LARGEST, Fp8Rows, Fp8Weight, dequantise
 from weft.kernels.float8 import linear as plain_linear
 from weft.kernels.float8 import quantise as plain_quantise
-from weft.kernels.triton import definitions
+from weft.kernels.triton import definitions, fused_experts
 from weft.kernels.triton import float8_linear as float8
-from weft.kernels.triton import fused_experts as moe
 from weft.kernels.triton.experts_tiles import ExpertsTile
 
 NAN = float("nan")
@@ -178,7 +177,7 @@ def test_experts(case: str, quantised: bool, device: torch.device) -> None:
     out = torch.full((rows, width), NAN, device=device)
     given: Tensor | Fp8Rows = float8.quantise(x, first_unit[1]) if quantised else x
     tile = None if not quantised else ExpertsTile(64, 128, 4, 2)  # of few rows, the depth is cut into two parts
-    moe.experts(given, found, gate_up, down, out, tile, tile)
+    fused_experts.experts(given, found, gate_up, down, out, tile, tile)
     wanted = definitions.experts(x.double(), probability, expert, gate_up, down)
     assert (out[(expert < 0).all(-1)] == 0).all()
     if live:
@@ -198,7 +197,7 @@ def test_experts_with_limits_and_biases(
     down = weight_of(held, 160, 192, unit=(128, 128), device=device)  # both are two groups deep, each of them a part
     x, biases = skewed(rows, 160, device), [torch.randn(held, n, device=device) for n in (384, 160)]
     tile = ExpertsTile(64, 128, 4, 2)
-    out = moe.experts(x, found, gate_up, down, torch.full_like(x, NAN), tile, tile, limit, alpha, *biases)
+    out = fused_experts.experts(x, found, gate_up, down, torch.full_like(x, NAN), tile, tile, limit, alpha, *biases)
     wanted = definitions.experts(x.double(), probability, expert, gate_up, down, limit, alpha, *biases)
     assert off(out[:live], wanted[:live]) <= turned(device)
 
@@ -209,6 +208,6 @@ def test_experts_refuse(device: torch.device) -> None:
     gate_up = weight_of(8, 128, 128, unit=(128, 128), device=device)
     down = weight_of(8, 128, 64, unit=(128, 64), device=device)
     with pytest.raises(ValueError, match="up begins at row 64, in the middle of a block of 128"):
-        moe.experts(x, found, gate_up, down, out)
+        fused_experts.experts(x, found, gate_up, down, out)
     with pytest.raises(ValueError, match="must be alike"):
-        moe.experts(x, found, gate_up, torch.empty(8, 128, 64, device=device), out)
+        fused_experts.experts(x, found, gate_up, torch.empty(8, 128, 64, device=device), out)

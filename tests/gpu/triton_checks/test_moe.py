@@ -11,8 +11,7 @@ from torch import Tensor
 from gpu.triton_checks.worker import INTERPRETED
 from weft.hidden import Hidden
 from weft.kernels.split_k import SplitKPartials
-from weft.kernels.triton import definitions
-from weft.kernels.triton import fused_experts as moe
+from weft.kernels.triton import definitions, fused_experts
 from weft.kernels.triton import route as kernels
 from weft.kernels.triton.experts_tiles import ExpertsTile
 from weft.models.layers import Builder
@@ -178,7 +177,7 @@ def test_experts(case: tuple[int, ...], dtype: torch.dtype, device: torch.device
     gate_up[[e for e in range(held) if e not in expert.flatten().tolist()]] = NAN  # unchosen weights are not read
     out = torch.full((rows, width), NAN, dtype=dtype, device=device)
     tile = ExpertsTile(32, 32, 4, 2)
-    moe.experts(x, found, gate_up, down, out, tile, tile)
+    fused_experts.experts(x, found, gate_up, down, out, tile, tile)
     wanted = definitions.experts(x.double(), weight, expert, gate_up.double(), down.double())
     assert (out.double() - wanted).norm() <= (2e-6 if dtype == torch.float32 else 3e-3) * wanted.norm()
     assert (out[(expert < 0).all(-1)] == 0).all()
@@ -200,7 +199,7 @@ def test_experts_with_limits_and_biases_and_a_shared_one(
     biases = [torch.randn(held, n, device=device) if biased else None for n in (2 * inner, width)]
     tile = ExpertsTile(32, 32, 4, 2)
     shared = torch.randn_like(x)
-    out = moe.experts(x, found, gate_up, down, shared.clone(), tile, tile, limit, alpha, *biases, add=True)
+    out = fused_experts.experts(x, found, gate_up, down, shared.clone(), tile, tile, limit, alpha, *biases, add=True)
     wide = [None if b is None else b.double() for b in biases]
     wanted = (
         definitions.experts(x.double(), weight, expert, gate_up.double(), down.double(), limit, alpha, *wide) + shared
@@ -216,7 +215,7 @@ def test_a_token_has_the_same_bits_in_any_company(device: torch.device) -> None:
 
     def run(logits: Tensor, x: Tensor) -> Tensor:
         chosen = kernels.route(logits, Routing(2, renormalise=True), live, 16)
-        return moe.experts(x, chosen, gate_up, down, torch.empty_like(x))
+        return fused_experts.experts(x, chosen, gate_up, down, torch.empty_like(x))
 
     assert torch.equal(run(logits[moved], x[moved]), run(logits, x)[moved])
 
@@ -226,11 +225,11 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     x, out = torch.randn(2, 32, device=device), torch.empty(2, 32, device=device)
     gate_up, down = torch.randn(8, 64, 32, device=device), torch.randn(8, 32, 32, device=device)
     with pytest.raises(ValueError, match="gate_up"):
-        moe.experts(x, found, gate_up[:, :32], down, out)
+        fused_experts.experts(x, found, gate_up[:, :32], down, out)
     with pytest.raises(ValueError, match="must be alike"):
-        moe.experts(x, found, gate_up.half(), down, out)
+        fused_experts.experts(x, found, gate_up.half(), down, out)
     with pytest.raises(ValueError, match="contiguous"):
-        moe.experts(x, found, gate_up.transpose(1, 2).contiguous().transpose(1, 2), down, out)
+        fused_experts.experts(x, found, gate_up.transpose(1, 2).contiguous().transpose(1, 2), down, out)
 
 
 def test_a_block_of_experts_is_that_of_a_cpu(device: torch.device) -> None:

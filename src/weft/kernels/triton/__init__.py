@@ -1,6 +1,6 @@
-"""GPU kernels in Triton: a module each, which needs the extra `gpu`; `definitions` has each one's twin in torch alone.
+"""GPU kernels in Triton, one module each. They need the extra `gpu`.
 
-All of them can be captured in a CUDA graph: nothing waits for the host, what varies from step to step is read from
-device memory, and tiles follow from shapes, which are those of the graph's capacity. The twins say what is computed:
-they are what tests compare with, and what runs where there is no Triton.
+All of them can be captured in a CUDA graph: no kernel waits for the host, values that vary from step to step are read
+from device memory, and tiles follow from shapes, which are those of the graph's capacity. `definitions` has the same
+functions in plain torch: tests compare with them, and hosts without Triton run them.
 """

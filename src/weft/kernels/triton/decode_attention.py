@@ -159,7 +159,7 @@ def splits_of(
 ) -> Splits:
     """The splits of a step's rows, for all layers whose heads are alike.
 
-    lengths, tokens, window: see `order_splits`. blocks: of heads, one for each key-value head at least.
+    lengths, tokens, window: see `order_splits`. blocks: number of blocks of heads, at least the key-value heads.
     """
     tile = tile_of(head_dim, 1) if tile is None else tile
     at_once = max(1, tile.programs // blocks) if tile.consecutive else None
@@ -190,10 +190,10 @@ def decode_attention(
     window: a row sees its last `window` tokens; the page table's entries of earlier ones are not read.
     out: filled and returned. lse: float32 `[rows, heads]`, filled with the natural log-sum-exp of the scaled scores.
     splits: of these lengths and this window by `splits_of`, where several layers share them.
-    tile: for tests and measurements; `tile_of` where it is None.
+    tile: for tests and measurements; None: `tile_of`.
 
     Last dimensions are contiguous. A row of length 0 gets output 0 and lse −inf, and neither its page table nor its
-    slots are read. Raises ValueError where shapes or dtypes do not fit together.
+    Raises ValueError where shapes or dtypes do not match.
     """
     if values.shape != keys.shape:
         raise ValueError(f"keys are {list(keys.shape)}, values {list(values.shape)}; they must be alike")

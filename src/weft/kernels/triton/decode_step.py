@@ -31,8 +31,8 @@ class StepInputs(NamedTuple):
     """What a step of `capacity` rows reads.
 
     tokens, positions: int64 `[capacity]`. lengths: int32 `[capacity]`, the new token included.
-    entries: int32 `[capacity, width]`, the rows' tables; of pages those that hold tokens of the row. Nothing is written
-        behind them.
+    entries: int32 `[capacity, width]`, the rows' tables. Of a group of pages, only entries of pages that hold tokens of
+        the row are written.
     slots: int64 `[groups, 2, capacity]`: of pages, where the new token is stored (the second is unused); of states, the
         slots before and after the step.
 
@@ -110,8 +110,8 @@ def _step_out(
 class TablePieces(NamedTuple):
     """The pieces of a row's tables, one for each program of `step_in`.
 
-    groups: number of groups of caches. each: int32 `[pieces, 5]`: the group, whether it has states, where its table
-    begins, its width, and the first entry that the program copies.
+    groups: number of groups of caches. each: int32 `[pieces, 5]`: the group, 1 if it has states, the first entry of its
+    table, its width, and the first entry that the program copies.
     """
 
     groups: int
@@ -119,7 +119,8 @@ class TablePieces(NamedTuple):
 
 
 def table_pieces(widths: Sequence[int], states: Sequence[bool], device: torch.device) -> TablePieces:
-    """The pieces of tables that lie side by side. widths, states: of each group, and whether it has slots of states."""
+    """The pieces of tables that lie side by side. widths, states: for each group, its width and whether it has
+    states."""
     found, begin = [], 0
     for group, (width, state) in enumerate(zip(widths, states, strict=True)):
         for first in range(0, width, width if state else ENTRIES):
@@ -146,7 +147,7 @@ def step_in(
     steps: int32 `[1]`, incremented.
     pieces: of these tables, by `table_pieces`. page_size: tokens of an entry.
 
-    Raises ValueError where shapes, dtypes or strides do not fit together.
+    Raises ValueError where shapes, dtypes or strides do not match.
     """
     capacity, like = rows.shape[0], live.new_empty
     if not last_token.shape == length.shape == entries.shape[:1]:
@@ -185,8 +186,8 @@ def step_out(
     """Samples the best of the candidates of each row and updates the state with it.
 
     rows, live: as for `step_in`; a row of the state appears at most once among the live rows.
-    decode_rows: int32 `[1]`. Of the first so many rows, one without a last token (−1) samples −1, so that whoever reads
-        the tokens sees the fault.
+    decode_rows: int32 `[1]`. A row before this one that has no last token (−1) samples −1, so that the reader of the
+        tokens sees the fault.
     candidates: float32 `[ranks, capacity, each, 2]`, contiguous: scores and tokens, by `sample.candidates`.
     lengths: int32 `[capacity]`, the state's new lengths.
     tokens: int32 `[≥ capacity]`, filled with what is sampled, −1 for rows that are not live.
@@ -194,7 +195,7 @@ def step_out(
     token_ring: int32 `[a power of two, ≥ capacity]`, which may be pinned memory of the host; its row `steps` modulo the
         number of its rows is filled with the tokens of the live rows.
 
-    Raises ValueError where shapes do not fit together.
+    Raises ValueError where shapes do not match.
     """
     capacity, (ranks, count, each, two) = rows.shape[0], candidates.shape
     fits = min(tokens.shape[0], token_ring.shape[1]) >= capacity and count == capacity == lengths.shape[0]

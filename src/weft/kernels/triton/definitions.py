@@ -1,7 +1,7 @@
-"""Each kernel's twin in plain torch: what it computes, for any device and without Triton.
+"""Each kernel's definition in plain torch, for any device and without Triton.
 
-Arguments and results are those of the kernel's launcher, where its text is; arithmetic is in float32, or in float64
-where the inputs are. They are written to be read: they wait for the host.
+Arguments and results are those of the kernel's launcher, which documents them. Arithmetic is in float32, or in float64
+where the inputs are. The code is written to be read: it waits for the host.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ def decode_attention(
 def route(
     logits: Tensor, rule: Rule, live: int, first: int = 0, held: int | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(weight float32 `[T, k]`, expert int32 `[T, k]`, −1 where it is not here or the token is not live)."""
+    """(weight float32 `[T, k]`, expert int32 `[T, k]`, −1 for an expert of another rank and for a token that is not
+    live)."""
     held = logits.shape[1] - first if held is None else held
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     score = wide.softmax(-1) if rule.score == "softmax" else wide.sigmoid()
     ranked = score if bias is None else score + bias
-    # A stable sort gives equal scores to the lower expert; topk does not say whom it takes.
+    # A stable sort gives equal scores to the lower expert; topk does not say which of them it takes.
     by_group = ranked.unflatten(-1, (rule.groups, -1))
     best = by_group.sort(dim=-1, descending=True).values[..., : rule.group_best].sum(-1)
     last = best.sort(dim=-1, descending=True, stable=True).indices[:, rule.top_groups :]
@@ -82,10 +83,10 @@ def experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """`[T, width]`; pairs whose expert is −1 are left out. With weights in FP8 both products' rows are quantised, those
-    of x unless they come so: then the result is float32.
+    """`[T, width]`. Pairs of expert −1 are left out. Between the products is `weft.kernels.torch_reference.gated`.
 
-    Between the products is `weft.kernels.torch_reference.gated`.
+    With weights in FP8 the rows of both products are quantised (x only if it is not quantised yet), and the result is
+    float32.
     """
     given, dtype = (x.values, torch.float32) if isinstance(x, Fp8Rows) else (x, x.dtype)
     wide = torch.promote_types(dtype, torch.float32)
@@ -124,7 +125,7 @@ def norm_rope_cache(
     eps: float = 0.0,
     interleaved: bool = False,
 ) -> Tensor:
-    """The queries; keys and values are stored."""
+    """Returns the queries, and stores keys and values."""
     kv_heads, d = keys.shape[1:]
     wide = torch.promote_types(qkv.dtype, torch.float32)
     q, k, v = qkv.unflatten(1, (-1, d)).split((heads, kv_heads, kv_heads), 1)
@@ -154,7 +155,7 @@ def latent_rope_cache(
     *,
     interleaved: bool = False,
 ) -> None:
-    """The queries are rotated in place; latent vectors and keys are stored."""
+    """Rotates the queries in place, and stores latent vectors and keys."""
     wide, rotary_dim, kept = torch.promote_types(q.dtype, torch.float32), cos.shape[1], slots >= 0
     c, s = (t[:, 0::2] if interleaved else t[:, : rotary_dim // 2] for t in (cos.to(wide), sin.to(wide)))
     q[..., -rotary_dim:] = _rotate(q[..., -rotary_dim:].to(wide), c[:, None], s[:, None], interleaved).to(q.dtype)
@@ -165,7 +166,8 @@ def latent_rope_cache(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotates pairs of the last dimension: its halves, or, interleaved, neighbours. cos, sin: an angle a pair."""
+    """Rotates pairs of the last dimension: neighbours where interleaved, else one of each half. cos, sin: one angle for
+    each pair."""
     left, right = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     pair = (left * cos - right * sin, right * cos + left * sin)
     return torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
@@ -183,7 +185,7 @@ def delta_step(
     states: Tensor,
     tails: Tensor,
 ) -> Tensor:
-    """`[B, heads · V]`; states and tails are updated."""
+    """`[B, heads · V]`. Updates states and tails."""
     wide = torch.promote_types(product.dtype, torch.float32)
     (_, heads, key_dim, value_dim), features = states.shape, len(conv)
     keys = (features - heads * value_dim) // 2
@@ -212,7 +214,7 @@ def delta_step(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """The normalised rows; the residual is updated in place."""
+    """The normalised rows. Updates the residual in place."""
     wide = torch.promote_types(x.dtype, torch.float32)
     value = x.to(wide)
     if residual is not None:
@@ -230,7 +232,7 @@ def sample(
     min_p: Tensor | None = None,
     first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(value `[rows]`, token int32 `[rows]`). The noise is the kernel's but for the rounding of its logarithms."""
+    """(value `[rows]`, token int32 `[rows]`). The noise is the kernel's, up to the rounding of its logarithms."""
     value, vocabulary = logits.float(), logits.shape[1]
     value = torch.where(value.isnan(), float("-inf"), value)
     hot = temperature > 0
@@ -246,7 +248,8 @@ def sample(
 
 
 def gumbel(seed: Tensor, position: Tensor, first: int, count: int) -> Tensor:
-    """Gumbel noise float32 `[rows, count]` of the tokens from `first` on, by (seed, position, token) alone."""
+    """Gumbel noise float32 `[rows, count]` of the tokens from `first` on. It depends on (seed, position, token)
+    alone."""
     zero = torch.zeros_like(seed)
     key = _philox(seed & _MASK, (seed >> 32) & _MASK, position.long() & _MASK, position.long() >> 32 & _MASK)[0]
     token = torch.arange(first, first + count, device=seed.device)
@@ -264,7 +267,7 @@ def _philox(k0: Tensor, k1: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Ten
     """Philox4x32-10 (Salmon et al., SC 2011) of 32-bit words that are held in int64; counters 2 and 3 are zero."""
 
     def product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-        low, high = a * (b & 0xFFFF), a * (b >> 16)  # 48 bits each: int64 has no room for the whole 64
+        low, high = a * (b & 0xFFFF), a * (b >> 16)  # 48 bits each: a whole product takes 64
         return (high + (low >> 16)) >> 16, (((high & 0xFFFF) << 16) + low) & _MASK
 
     c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
@@ -279,8 +282,8 @@ def step_in(
     rows: Tensor, live: int, last_token: Tensor, length: Tensor, entries: Tensor, steps: Tensor,
     groups: Sequence[tuple[int, bool]], page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(tokens, positions, lengths, entries, slots), as `step.StepInputs`; entries that it leaves as they are, and slots
-    that mean nothing, are −1. groups: how wide the table of each is, and whether it is of states.
+    """(tokens, positions, lengths, entries, slots), as `step.StepInputs`; −1 for entries that the kernel does not write
+    and for slots that are not used. groups: (width of the table, whether it has states) of each group.
     """
     capacity, begin = len(rows), 0
     steps += 1
@@ -306,7 +309,7 @@ def step_out(
     rows: Tensor, live: int, decode_rows: int, candidates: Tensor, lengths: Tensor, last_token: Tensor, length: Tensor,
     tokens: Tensor, steps: Tensor, token_ring: Tensor,
 ) -> None:  # fmt: skip
-    """Updates the state and the tokens in place, and the row of `token_ring` that belongs to the step."""
+    """Updates in place: the state, the tokens, and the step's row of `token_ring`."""
     tokens[: len(rows)] = -1
     for i, row in enumerate(rows[:live].tolist()):
         found = candidates[:, i].reshape(-1, 2)

@@ -1,8 +1,8 @@
 """One token of Gated DeltaNet (arXiv 2412.06464) for each of several sequences, from projections to the gated output.
 
-States are read and written where they lie, in slots that are found on the device. One kernel convolves, a program a
-block of features; one applies the delta rule, a program a head of a sequence, which holds the head's state in
-registers. Arithmetic is in float32; the output is rounded once.
+States are read and written in place, in slots that are found on the device. Of two kernels, the first convolves: each
+program has a block of features. The second applies the delta rule: each program has one head of one sequence, and holds
+the head's state in registers. Arithmetic is in float32; the output is rounded once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _convolve(
     last = tl.load(conv + f * (KEPT + 1) + KEPT, mask=f < features, other=0.0).to(tl.float32)
     total = tl.sum(kept * taps, 1) + new * last
     tl.store(mixed + row * features + f, total / (1 + tl.exp(-total)), mask=f < features)
-    tl.debug_barrier()  # where a state is updated in place, an input is overwritten with the one behind it
+    tl.debug_barrier()  # where a state is updated in place, an input is overwritten with the next one
     to_tail = tails + to * tail_slot + f[:, None] * KEPT + i
     tl.store(to_tail - 1, kept, mask=there & (i > 0))
     if KEPT > 0:
@@ -52,7 +52,7 @@ def _delta_rule(
     k, v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     to_out = out + row * out_row + head * V + v
     to = tl.load(after + row)
-    if to < 0:  # a padding sequence: nothing is kept, and whoever sees its row sees zeros
+    if to < 0:  # a padding sequence: no state is kept, and its row is zeros
         tl.store(to_out, tl.zeros([BLOCK_V], tl.float32).to(out.dtype.element_ty), mask=v < V)
         return
     at = tl.load(before + row)
@@ -95,16 +95,18 @@ def delta_step(
     """Fills out `[B, heads · V]`, of product's dtype, with the layer's output before its last product, and writes the
     states after the token.
 
-    product `[B, 2 · keys + 2 · heads · V + 2 · heads]`: side by side queries and keys of `keys` features each, values,
-    what gates the output, what gates the correction, and what the state's decay follows from. Equal runs of heads share
-    a query and a key.
-    before, after: int64 `[B]`, slots of the state that a sequence goes on from (−1: zeros) and of the state after the
-    token, which may be the same (−1: a padding sequence: its state goes nowhere, its output is 0). No slot is written
-    for one sequence and touched for another.
-    conv `[features, 1, window]`, of queries, keys and values; decay (the logarithm of its rate), bias float32
-    `[heads]`; weight `[V]` and eps: of the norm before the gate.
-    states float32 `[slots, heads, K, V]`; tails float32 `[slots, features, window − 1]`, the convolution's last inputs.
-    Raises ValueError where shapes or dtypes do not fit together.
+    product: `[B, 2 · keys + 2 · heads · V + 2 · heads]`, side by side: queries and keys (`keys` features each), values,
+        the output's gate, the correction's gate, and the input of the state's decay. Consecutive heads, equally many
+        for each key, share a query and a key.
+    before, after: int64 `[B]`, slots of the state before the token (−1: zeros) and after it; both may be the same. An
+        `after` of −1 marks a padding sequence: no state is written, and its output is 0. A slot that one sequence
+        writes, no other sequence reads or writes.
+    conv: `[features, 1, window]`, of queries, keys and values. decay (the logarithm of its rate), bias: float32
+        `[heads]`. weight `[V]`, eps: of the norm before the gate.
+    states: float32 `[slots, heads, K, V]`. tails: float32 `[slots, features, window − 1]`, the convolution's last
+    inputs.
+
+    Raises ValueError where shapes or dtypes do not match.
     """
     rows, (_, heads, key_dim, value_dim) = product.shape[0], states.shape
     features, window = conv.shape[0], conv.shape[-1]
@@ -116,7 +118,9 @@ def delta_step(
     if not (conv.is_contiguous() and states[0].is_contiguous() and tails[0].is_contiguous()):
         raise ValueError("the convolution's weights and each slot's states must be contiguous")
     if not before.is_contiguous() or not after.is_contiguous() or not before.shape == after.shape == (rows,):
-        raise ValueError(f"before is {list(before.shape)}, after {list(after.shape)}: a slot for each row, contiguous")
+        raise ValueError(
+            f"before is {list(before.shape)}, after {list(after.shape)}; each must be a contiguous slot for each row"
+        )
     if out.shape != (rows, heads * value_dim) or not product.stride(-1) == out.stride(-1) == 1:
         raise ValueError(f"product is {list(product.shape)}, out {list(out.shape)}; their rows must be contiguous")
     if not rows:

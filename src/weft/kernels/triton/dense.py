@@ -1,13 +1,13 @@
 """x Wᵀ of few rows, as decode steps have them, in 2-byte floats.
 
-Such a product takes as long as reading its weight. As no kernel writes weights, each program loads its tile of one
-before it waits for the kernel before (see `overlap`; past L1, as all that is read so early), and then only its columns
-of x. There are two ways to cut a weight so that every multiprocessor has a tile:
+Such a product takes as long as reading its weight. No kernel writes weights, so each program loads its tile of the
+weight before it waits for the previous kernel (see `overlap`; past L1, as all loads before that wait), and its columns
+of x after the wait. A weight is cut in one of two forms, so that every multiprocessor has a tile:
 
-- Tiles of 64 rows or more and a part of the depth. The parts are added in their order by what comes next, or by a
-  kernel for that.
-- Tiles of fewer rows and the whole depth, which is dealt out over the program's warps in slices, whose sums it adds.
-  This spares that kernel, but every program reads all of x.
+- Tiles of 64 rows or more and a part of the depth. The next kernel adds the parts in their order, or a kernel for that
+  alone.
+- Tiles of fewer rows and the whole depth, which is split over the program's warps: each has a slice, and the program
+  adds their sums. This needs no second kernel, but every program reads all of x.
 
 Nothing is added atomically, so the bits are the same at every run, and those of a row depend on no other row.
 """
@@ -25,26 +25,28 @@ from weft.kernels.split_k import SplitKPartials
 from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
-MOST_ROWS = 64
-"""Products of more rows are better left to a library."""
+MAX_ROWS = 64
+"""For products of more rows a library is faster."""
 MULTIPROCESSORS = 132
-"""Of an H100 or H200, for which tiles were chosen."""
+"""Of an H100 or H200: tiles were chosen for these."""
 SHARED_BYTES = 227 << 10
-"""What the programs of a multiprocessor can have together. All programs are to be on the GPU at once."""
-MOST_PARTS = 8
-"""Parts of the depth, since their sum reads them all."""
+"""Shared memory of a multiprocessor, for all its programs. All programs are to be on the GPU at once."""
+MAX_PARTS = 8
+"""Parts of the depth. Their sum reads them all."""
 FEW_OUTPUTS = 512
-"""As routers have."""
+"""Outputs of a small product, such as a router's."""
 FARTHEST = 1 << 24
-"""Elements from one row to the next, so that 32 bits count those of a tile."""
+"""Maximum distance of two rows in elements, so that 32-bit offsets reach all of a tile."""
 LANGUAGE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class DenseTile(NamedTuple):
-    """How a product is cut: the weight's rows of a tile, parts of the depth, depth of a block, and warps.
+    """How a product is cut.
 
-    block: a power of two; a program has so many blocks of it as its part of the depth needs, or each warp's slice.
-    sliced: each warp multiplies a slice of the only part; there must be two warps, and a tile's columns of outputs.
+    columns: the weight's rows of a tile. parts: of the depth. warps: of a program.
+    block: depth of a block, a power of two. A part of the depth, or a warp's slice, is some of these blocks.
+    sliced: each warp multiplies a slice of the only part. It needs two warps or more, and at least as many outputs as
+    columns.
     """
 
     columns: int
@@ -56,9 +58,9 @@ class DenseTile(NamedTuple):
 
 @triton.jit
 def load_partials(at, part, bias, mask, PARTS: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr):
-    """Elements of a product of so many parts (see `SplitKPartials`), in float32; those that are masked mean nothing.
+    """Elements of the sum of a product's partial products (see `SplitKPartials`), in float32; undefined where masked.
 
-    at: pointers into the first; bias: pointers, of the same shape.
+    at: pointers into the first part. part: elements from one part to the next. bias: pointers, of at's shape.
     """
     value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(1, PARTS):
@@ -75,7 +77,7 @@ def _gemm_few_rows(
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # All programs of a part read the same rows at once, so each begins at another one.
+    # All programs of a part read the same rows at once, so each begins at a different one.
     row = (tl.arange(0, BLOCK_T) + tl.program_id(0)) % BLOCK_T
     wanted, real = column < outputs, row < rows
     depth = tl.program_id(1) * (BLOCKS * BLOCK_K) + tl.arange(0, BLOCK_K)[None, :]
@@ -110,41 +112,41 @@ def _gemm_few_rows(
 def _gemm_whole_depth(
     x, weight, bias, out, rows, outputs, x_row, out_row,
     WIDTH: tl.constexpr, WEIGHT_ROW: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    RUN: tl.constexpr, RUNS: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, BLOCK_N)
-    start = tl.minimum(tl.program_id(0) * BLOCK_N, outputs - BLOCK_N)  # the last tile may have some of the one before
-    # All programs read the same rows at once, so each begins at another one.
+    start = tl.minimum(tl.program_id(0) * BLOCK_N, outputs - BLOCK_N)  # the last tile may overlap the previous one
+    # All programs read the same rows at once, so each begins at a different one.
     row = (tl.arange(0, BLOCK_T) + tl.program_id(0)) & (BLOCK_T - 1)
-    depth = tl.arange(0, WARPS)[:, None, None] * (RUNS * RUN) + tl.arange(0, RUN)[None, None, :]
+    depth = tl.arange(0, WARPS)[:, None, None] * (BLOCKS * BLOCK_K) + tl.arange(0, BLOCK_K)[None, None, :]
     weight += start.to(tl.int64) * WEIGHT_ROW + n[None, :, None] * WEIGHT_ROW + depth
     x += row[None, :, None] * x_row + depth
     out += row[None, :] * out_row + start + n[:, None]
-    WHOLE: tl.constexpr = WIDTH % (WARPS * RUNS * RUN) == 0
+    WHOLE: tl.constexpr = WIDTH % (WARPS * BLOCKS * BLOCK_K) == 0
     weights = ()
-    for i in tl.static_range(RUNS):
+    for i in tl.static_range(BLOCKS):
         if WHOLE:
-            b = tl.load(weight + i * RUN, cache_modifier=".cg")
+            b = tl.load(weight + i * BLOCK_K, cache_modifier=".cg")
         else:
-            inside = (depth < WIDTH - i * RUN) & (n >= 0)[None, :, None]
-            b = tl.load(weight + i * RUN, mask=inside, other=0.0, cache_modifier=".cg")
+            inside = (depth < WIDTH - i * BLOCK_K) & (n >= 0)[None, :, None]
+            b = tl.load(weight + i * BLOCK_K, mask=inside, other=0.0, cache_modifier=".cg")
         weights += (b,)  # type: ignore[assignment]
     first = 0
-    # The compiler brings the weights into tensor cores' registers before this loop, so before the wait.
+    # The compiler loads the weights into tensor cores' registers before this loop, so before the wait.
     while first < rows:
         overlap.begin()
         real = row < rows - first
         x_at, out_at = x + tl.cast(first, tl.int64) * x_row, out + tl.cast(first, tl.int64) * out_row
         values = ()
-        for i in tl.static_range(RUNS):
+        for i in tl.static_range(BLOCKS):
             held = real[None, :, None] & (depth >= 0)
             if not WHOLE:
-                held &= depth < WIDTH - i * RUN
-            values += (tl.load(x_at + i * RUN, mask=held, other=0.0),)  # type: ignore[assignment]
+                held &= depth < WIDTH - i * BLOCK_K
+            values += (tl.load(x_at + i * BLOCK_K, mask=held, other=0.0),)  # type: ignore[assignment]
         slices = tl.zeros([WARPS, BLOCK_N, BLOCK_T], tl.float32)
-        for i in tl.static_range(RUNS):
+        for i in tl.static_range(BLOCKS):
             slices = tl.dot(weights[i], tl.permute(values[i], (0, 2, 1)), slices)
-        # Two warps' sums come together in a thread, the others in its warp: a sum over warps would meet twice.
+        # The sums of two warps meet in one thread, the others in its warp: a sum over warps would synchronise twice.
         left, right = tl.split(tl.reshape(tl.permute(slices, (1, 2, 0)), (BLOCK_N, BLOCK_T, WARPS // 2, 2)))
         total = tl.sum(left + right, 2)
         if BIAS:
@@ -166,8 +168,10 @@ def _add_gemm_parts(
 
 
 def add_partials(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Fills and returns out `[T, N]`, whose rows are contiguous: the sum of parts float32 `[parts, T, N]`, contiguous,
-    in their order, and then of bias `[N]`."""
+    """Fills and returns out `[T, N]`: the sum of parts float32 `[parts, T, N]` in their order, then of bias `[N]`.
+
+    parts are contiguous, and so are the rows of out.
+    """
     count, rows, outputs = parts.shape
     block = min(512, next_power_of_2(outputs))
     _add_gemm_parts[(rows, cdiv(outputs, block))](
@@ -178,9 +182,9 @@ def add_partials(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def tile_for(x: Tensor, weight: Tensor, added_next: bool = False) -> DenseTile | None:
-    """The tile of x Wᵀ, or None where a library is to be preferred: in other dtypes, of many rows, of a large weight.
+    """The tile of x Wᵀ; None where a library is used: for other dtypes, many rows, or a large weight.
 
-    added_next: what comes next adds the parts, if there are.
+    added_next: the next kernel adds the parts.
     """
     (rows, width), outputs = x.shape, weight.shape[0]
     like = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
@@ -188,11 +192,11 @@ def tile_for(x: Tensor, weight: Tensor, added_next: bool = False) -> DenseTile |
 
 
 def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> DenseTile | None:
-    """The same by sizes alone. Tiles are the quickest on an H200."""
-    if rows > MOST_ROWS:
+    """`tile_for` by sizes alone. The tiles are the fastest on an H200."""
+    if rows > MAX_ROWS:
         return None
-    if added_next and outputs <= FEW_OUTPUTS:  # which have few tiles: every block is a part
-        block = 256 if width <= 256 * MOST_PARTS else 512
+    if added_next and outputs <= FEW_OUTPUTS:  # there are few tiles, so every block is a part
+        block = 256 if width <= 256 * MAX_PARTS else 512
         return DenseTile(64, cdiv(width, block), block, 4)
     if not added_next and (whole := _whole_depth(rows, outputs, width)):
         return whole
@@ -202,7 +206,7 @@ def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> De
     if rows > 32 and added_next:
         cuts.append((128, 512, 8))
     for columns, block, warps in cuts:
-        depth = cdiv(width, block * MOST_PARTS) * block
+        depth = cdiv(width, block * MAX_PARTS) * block
         parts = cdiv(width, depth)
         tile = DenseTile(columns, parts, block, warps)
         held = 2 * depth * (columns + rows_of_block(rows, tile))
@@ -212,11 +216,12 @@ def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> De
 
 
 def _whole_depth(rows: int, outputs: int, width: int) -> DenseTile | None:
-    """The tile of as few columns as let all programs be on the GPU at once; None where registers do not hold it.
+    """The tile of the fewest columns with which all programs are on the GPU at once; None where registers do not hold
+    it.
 
-    It takes the place of parts and of the kernel that adds them, up to so many rows that reading all of x takes longer.
+    It replaces parts and the kernel that adds them, for so few rows that reading all of x takes less than that kernel.
     """
-    # Blocks of 256 stay within a warp; small ones leave registers for programs of the next kernel, beside 16 rows.
+    # Blocks of 256 stay within a warp. With up to 16 rows, small ones leave registers for programs of the next kernel.
     block = min((256, 128, 64) if rows <= 8 else (64,), key=lambda size: (cdiv(width, 8 * size) * size, -size))
     depth = cdiv(width, 8 * block) * 8 * block
     for columns in (16, 32, 64):
@@ -229,7 +234,7 @@ def _whole_depth(rows: int, outputs: int, width: int) -> DenseTile | None:
 
 
 def rows_of_block(rows: int, tile: DenseTile) -> int:
-    """How many rows a program takes at once, which are all but with slices."""
+    """How many rows a program takes at once: all, except where the tile is sliced."""
     if tile.sliced:
         return 8 if rows <= 8 else 16
     return max(16, next_power_of_2(rows))
@@ -240,10 +245,10 @@ def _is_dense(*tensors: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, tile: DenseTile, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + bias, summed in float32 and rounded once; fills and returns out `[T, N]`, which is made where it is None.
+    """x Wᵀ + bias, summed in float32 and rounded once; fills and returns out `[T, N]`, a new tensor where it is None.
 
-    x `[T, K]`, of which there is a row; weight `[N, K]`, of the same dtype; bias `[N]`. Rows of all are contiguous.
-    Raises ValueError where shapes do not fit together.
+    x: `[T, K]` of at least one row. weight: `[N, K]`, of the same dtype. bias: `[N]`. Rows of all are contiguous.
+    Raises ValueError where shapes do not match.
     """
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
     _check(x, weight, bias)
@@ -263,7 +268,7 @@ def linear(x: Tensor, weight: Tensor, tile: DenseTile, out: Tensor | None = None
 def linear_partials(
     x: Tensor, weight: Tensor, tile: DenseTile, bias: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> SplitKPartials:
-    """The same with its sum left to what comes next, which rounds it to dtype, x's where that is None."""
+    """`linear` as partial products, for a next kernel that adds them and rounds to dtype (None: x's)."""
     _check(x, weight, bias)
     outputs, width = weight.shape
     values = x.new_empty(_parts_of(width, tile), x.shape[0], outputs, dtype=torch.float32)
@@ -278,7 +283,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if not fits or not _is_dense(x, weight):
         raise ValueError(
             f"x is {x.dtype} {list(x.shape)}, the weight {weight.dtype} {list(weight.shape)}, the bias "
-            f"{None if bias is None else list(bias.shape)}; rows must be contiguous, not far apart, and one at least"
+            f"{None if bias is None else list(bias.shape)}; there must be a row, and rows must be contiguous and "
+            f"at most {FARTHEST} elements apart"
         )
 
 
@@ -288,12 +294,12 @@ def _blocks_of(width: int, tile: DenseTile) -> int:
 
 
 def _parts_of(width: int, tile: DenseTile) -> int:
-    """Parts of whole blocks: the last ones may not be needed."""
+    """Parts with a block of their own: rounding up may leave the last ones empty."""
     return cdiv(width, _blocks_of(width, tile) * tile.block)
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: DenseTile) -> None:
-    """Into out `[T, N]`, or `[parts, T, N]`."""
+    """Writes the product to out `[T, N]`, or its parts to out `[parts, T, N]`."""
     (outputs, width), rows = weight.shape, x.shape[0]
     _gemm_few_rows[(cdiv(outputs, tile.columns), _parts_of(width, tile))](
         x, weight, x if bias is None else bias, out, rows, outputs, x.stride(0), weight.stride(0), out.stride(-2),
@@ -308,6 +314,6 @@ def _multiply_whole_depth(x: Tensor, weight: Tensor, bias: Tensor | None, out: T
     _gemm_whole_depth[(cdiv(outputs, tile.columns),)](
         x, weight, x if bias is None else bias, out, rows, outputs, x.stride(0), out.stride(0), WIDTH=width,
         WEIGHT_ROW=weight.stride(0), BIAS=bias is not None, BLOCK_T=rows_of_block(rows, tile), BLOCK_N=tile.columns,
-        RUN=tile.block, RUNS=cdiv(width, tile.warps * tile.block), WARPS=tile.warps, num_warps=tile.warps,
+        BLOCK_K=tile.block, BLOCKS=cdiv(width, tile.warps * tile.block), WARPS=tile.warps, num_warps=tile.warps,
         **overlap.options(),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a step's tokens and positions become before the layers: rows of the embedding, and the angles of rotary ones."""
+"""The inputs of a step's layers: rows of the embedding for its tokens, and rotary angles for its positions."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def _embed(
 
 @triton.jit
 def _cos_sin_of(angle):
-    """cos and sin of angles float32, to its last digits however large they are.
+    """cos and sin of angles float32, to the last digits for angles of any size.
 
-    Quarter turns are taken off in float64; of the rest, up to π / 4, polynomials are as good (those of Cephes). CUDA's
-    own functions take their turns off in memory of the thread, should angles be large, which slows them all.
+    Multiples of a right angle are subtracted in float64; for the rest, up to π / 4, polynomials (those of Cephes)
+    suffice. CUDA's own functions reduce large angles in memory of the thread, which makes all calls slower.
     """
     wide = angle.to(tl.float64)
     quarters = tl.floor(wide * 0.6366197723675814 + 0.5)
@@ -81,7 +81,7 @@ def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
 def cos_sin(
     positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """`weft.kernels.torch_reference.cos_sin`, whose values these are to 10⁻⁶."""
+    """`weft.kernels.torch_reference.cos_sin`, to within 10⁻⁶."""
     (rows,), (pairs,) = positions.shape, inverse.shape
     if inverse.dtype != torch.float32 or not (positions.is_contiguous() and inverse.is_contiguous()):
         raise ValueError(f"frequencies are {inverse.dtype}: they must be float32, and contiguous as the positions")

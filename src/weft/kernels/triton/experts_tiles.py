@@ -1,4 +1,4 @@
-"""The tiles of the routed experts' products: by the number of rows and the sizes alone; the quickest on an H200."""
+"""The tiles of the routed experts' products, by the number of rows and the sizes alone: the fastest on an H200."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ExpertsTile(NamedTuple):
 
 
 def tile_rows_of(rows: int, float8: bool = False) -> int:
-    """Rows of a tile, for tensors of `rows` tokens. In FP8, whose sums take more registers, 64 at most."""
+    """Rows of a tile, for tensors of `rows` tokens. At most 64 in FP8, where sums take more registers."""
     return 16 if rows <= 64 else 32 if rows <= 128 else 64 if rows < 1024 or float8 else 128
 
 
 def up_tile_of(rows: int, itemsize: int) -> ExpertsTile:
-    """The tile of the first product, whose columns are of gate and of up: twice as many are read."""
+    """The tile of the first product. It reads the columns of gate and of up: twice as many as the tile has."""
     if rows == 1:
         return ExpertsTile(32, 512 // itemsize, 4, 4)
     if rows <= 4:
@@ -35,7 +35,7 @@ def up_tile_of(rows: int, itemsize: int) -> ExpertsTile:
 
 
 def down_tile_of(rows: int, inner: int, itemsize: int) -> ExpertsTile:
-    """The tile of the second product, whose depth is `inner`: of few rows, a program reads about 100 kB of weights."""
+    """The tile of the second product, of depth `inner`. For few rows, a program reads about 100 kB of weights."""
     if rows <= 4:
         return ExpertsTile(64, 128, 4, 6 if rows == 1 else 4)
     if rows <= 128:
@@ -46,8 +46,8 @@ def down_tile_of(rows: int, inner: int, itemsize: int) -> ExpertsTile:
 
 
 def float8_tiles_of(rows: int) -> tuple[ExpertsTile, ExpertsTile]:
-    """The tiles of both products in FP8, but for what the weights' blocks decide; for few rows, for how much of the
-    depth is a part.
+    """The tiles of both products in FP8, before the sizes that follow from the weights' blocks. For few rows, a tile's
+    depth says how much of the depth is a part.
     """
     if rows <= FEW_ROWS:
         return ExpertsTile(128, 0, 4, 5), ExpertsTile(128, 0, 4, 3)

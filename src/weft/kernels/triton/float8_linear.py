@@ -1,15 +1,17 @@
 """Products in FP8: rows and weights as float8_e4m3fn, with a float32 scale for each block of either.
 
-A row has a scale for each group of columns, found when it is quantised. A weight has one for each block of rows and
+A row has a scale for each group of columns, computed when it is quantised. A weight has one for each block of rows and
 columns, as in its checkpoint. Both cut the depth of a product at the same columns. Tensor cores, which on Hopper keep
 about 14 bits, sum a group's products; these sums are scaled and added in float32 (DeepSeek-V3, arXiv 2412.19437,
 section 3.3.2).
 
-Rows are quantised by a kernel of their own: a product that did so as it loads them took two to four times as long on an
-H200, as each program quantises them anew between its loads. For few rows, where programs would be few and each would go
-through the whole depth alone, the depth is dealt out over several programs; their sums are added in the order of the
-parts by another kernel, so the bits are the same every time, and those of a row depend on no other row. Hopper's FP8
-instructions multiply 64 rows or more by 8 or more: for few rows the weight's are the 64.
+A separate kernel quantises rows. A product that quantises them as it loads them takes two to four times as long on an
+H200, as each program quantises them again between its loads. With few rows there are few tiles, and one program for
+each would go through the whole depth. So the depth is split over several programs, and another kernel adds their sums
+in the
+order of the parts: the bits are the same every time, and those of a row depend on no other row. Hopper's FP8
+instructions
+multiply 64 rows or more by 8 or more: with few rows, the weight's rows are the 64.
 """
 
 from __future__ import annotations
@@ -29,17 +31,18 @@ from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.kernels.triton.route import pairs_of
 
 FEW_ROWS = 64
-"""Up to so many rows, the depth of experts' products is dealt out, too."""
+"""Up to so many rows, experts' products split their depth, too."""
 MIN_GROUPS, MAX_PARTS = 3, 7
-"""Groups of a part, whose loads overlap; parts, whose sum reads them all."""
+"""(Groups of a part, so that their loads overlap; maximum of parts: their sum reads them all.)"""
 LIBRARY_ROWS = 1024
-"""From so many rows on, dense products are cuBLAS's where it has them: see `of_library`."""
+"""From so many rows on, cuBLAS computes dense products where it can: see `of_library`."""
 
 
 @triton.jit
 def to_float8(x):
-    """(values, scale) of each row of x, float32 `[M, N]`: the largest becomes 448. NaN and infinity give NaN."""
-    largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-10)  # a group of zeros has a scale, too
+    """(values, scale) of each row of x, float32 `[M, N]`: the largest magnitude becomes 448. NaN and infinity give
+    NaN."""
+    largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-10)  # so that a group of zeros has a scale
     return (x * tl.div_rn(448.0, largest)[:, None]).to(tl.float8e4nv), tl.div_rn(largest, 448.0)
 
 
@@ -61,10 +64,10 @@ def multiply(
     WIDTH: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, K: tl.constexpr, SORTED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x Wᵀ over one part of the depth, so many groups of it, stored in `out` at that part.
+    """Stores a tile of x Wᵀ over one part of the depth, of so many groups, in that part of `out`.
 
-    K: 0 where all rows have one weight; else rows are pairs of a token, which is a row of x, and one of its K experts
-    (K = 1: x has a row for each pair), a tile's pairs those of one expert (see `route`).
+    K: 0 where all rows have one weight. Else rows are pairs of a token, which is a row of x, and one of its K experts
+    (K = 1: x has a row for each pair), and a tile has pairs of one expert (see `route`).
     """
     overlap.begin()
     ALL: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
@@ -109,7 +112,7 @@ def multiply(
             inside = depth < WIDTH - group * GROUP
             a = tl.load(x + group * GROUP, mask=inside[None, :], other=0.0)
             b = tl.load(weight + group * GROUP, mask=inside[None, :], other=0.0)
-        then = tl.minimum(group + 1, last - 1)  # the next group's scales, that nothing waits for them
+        then = tl.minimum(group + 1, last - 1)  # loads the next group's scales early
         a_next, b_next = tl.load(x_scale + then), tl.load(scale + then)
         if UNIT % BLOCK_N == 0:
             if WEIGHT_FIRST:
@@ -127,7 +130,7 @@ def multiply(
 
 
 def groups_of_program(group_size: int, groups: int) -> int:
-    """How many of a row's groups, of so many columns each, a program quantises: about 1,024 columns."""
+    """How many groups of a row, of group_size columns each, a program quantises: about 1,024 columns."""
     return min(max(1, 1024 // group_size), next_power_of_2(groups))
 
 
@@ -142,10 +145,10 @@ class Fp8Tile(NamedTuple):
 
 
 def tile_of(rows: int, outputs: int, groups: int) -> Fp8Tile:
-    """The tile of a dense product that was quickest on an H200.
+    """The tile of a dense product that is fastest on an H200.
 
-    Few rows read the weight as wide as they can; where products are shallow, narrower tiles that reach every
-    multiprocessor do without parts.
+    With few rows, tiles read as many of the weight's columns as they can. Where products are shallow, narrower tiles
+    reach every multiprocessor without parts.
     """
     block = 16 if rows <= 16 else 32 if rows <= 32 else 64
     blocks = cdiv(rows, block)
@@ -156,14 +159,14 @@ def tile_of(rows: int, outputs: int, groups: int) -> Fp8Tile:
 
 
 def parts_of(tiles: int, groups: int, programs: int) -> int:
-    """Parts of the depth, for at most so many programs where there are more than tiles."""
+    """Parts of the depth, at most MAX_PARTS: tiles · parts is at most `programs`, or there is one part."""
     return max(1, min(programs // tiles, groups // MIN_GROUPS, MAX_PARTS))
 
 
 def of_library(rows: int, weight: Fp8Weight, out: Tensor) -> bool:
-    """Whether cuBLAS has the product, and is quicker: since CUDA 12.9 on Hopper, of 128 × 128 to a scale.
+    """Whether cuBLAS has the product and is faster: since CUDA 12.9 on Hopper, for one scale for 128 × 128.
 
-    It reads a block's scales four by four, so that many lie along the depth.
+    It reads a block's scales four at a time, so the weight must have a multiple of four of them along the depth.
     """
     (outputs, width), unit = weight.values.shape, weight.unit
     if rows < LIBRARY_ROWS or unit != (128, 128) or width % 512 or outputs % 16 or out.dtype != torch.bfloat16:
@@ -174,9 +177,9 @@ def of_library(rows: int, weight: Fp8Weight, out: Tensor) -> bool:
 
 
 def library(x: Fp8Rows, weight: Fp8Weight, out: Tensor) -> None:
-    """x Wᵀ by cuBLAS into out: what `torch.nn.functional.scaled_mm` calls, which would make the tensor itself.
+    """x Wᵀ by cuBLAS into out. `torch.nn.functional.scaled_mm` calls the same, but makes a new tensor.
 
-    A multiple of four rows, since their scales are taken column by column and columns begin at 16 bytes.
+    Rows must be a multiple of four, since their scales are taken column by column and a column begins at 16 bytes.
     """
     by_row, by_block = x.scales.t().contiguous().t(), weight.scales.t()
     recipes = F.ScalingType.BlockWise1x128.value, F.ScalingType.BlockWise128x128.value
@@ -185,7 +188,7 @@ def library(x: Fp8Rows, weight: Fp8Weight, out: Tensor) -> None:
 
 
 def quantise(x: Tensor, group_size: int) -> Fp8Rows:
-    """`weft.kernels.float8.quantise` of x `[T, width]`, whose rows are contiguous. group_size: a power of two."""
+    """`weft.kernels.float8.quantise` of x `[T, width]`, which has contiguous rows. group_size: a power of two."""
     rows, width = x.shape
     if x.stride(1) != 1:
         raise ValueError("rows must be contiguous")
@@ -211,7 +214,7 @@ def linear(x: Tensor | Fp8Rows, weight: Fp8Weight, out: Tensor, tile: Fp8Tile | 
     """x Wᵀ; fills and returns out `[T, N]`.
 
     x: `[T, K]`, or its rows quantised by groups of the weight's columns, which are 32, 64 or 128. Rows of x and out are
-    contiguous. Raises ValueError where shapes do not fit together.
+    contiguous. Raises ValueError where shapes do not match.
     """
     weight.check()
     (outputs, width), (unit, group_size) = weight.values.shape, weight.unit

@@ -2,17 +2,17 @@
 
 - up: silu(x · gateᵀ) · (x · upᵀ) of every pair of a token and an expert, both products in one pass over x.
 - down: the product of that with the down projection times the pair's weight, `[T, k, width]`.
-- sum: over a token's pairs in the order of its choices.
+- sum: over a token's pairs in the order of its experts.
 
 Nothing is added atomically, so the bits are the same every time. Products accumulate in float32; between the kernels
 values have x's dtype. Gate and up rows of a weight lie as checkpoints have them, one block after the other: a program
 reads a tile of each, so no weight is permuted. Two variants were slower on an H200: one kernel for down and sum, by
-11 µs for one row; and reading a product's weights while the kernel before still runs (docs/gpu-engine.md).
+11 µs for one row; and reading a product's weights while the previous kernel still runs (docs/gpu-engine.md).
 
 Weights in FP8 have blocks of 32, 64 or 128 columns, and the rows of both products are quantised by groups of as
-many columns. With few rows, programs share the depth of each product: each takes a tile's depth (0: as
+many columns. With few rows, programs split the depth of each product: each takes a tile's depth (0: as
 `float8_linear.parts_of` says), and the next kernel adds the parts. With many rows a tile's depth is one group, and
-the first product's columns are one group of the second, whose rows it quantises.
+the first product's columns are one group of the second: the kernel quantises its rows.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _down(
 ):  # fmt: skip
     COLUMN_BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     tile, first = tl.program_id(0) // COLUMN_BLOCKS, tl.program_id(0) % COLUMN_BLOCKS * BLOCK_N
-    # The routing, and each token's weights, were written before `_up` began, so they may be read while it runs.
+    # The routing and each token's weights were written before `_up` began, so they may be read while it runs.
     pair, expert = pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M, CACHE=".cg")
     real = (pair < pairs) & (expert >= 0)
     share = tl.load(route_weight + pair, mask=real, other=0.0, cache_modifier=".cg")
@@ -147,7 +147,7 @@ def _sum_choices(
 ):  # fmt: skip
     """PARTS: number of parts of each pair, without bias and weight; 0: pairs are whole and include both.
 
-    ADD: the sum is added to what out holds.
+    ADD: the sum is added to the values of out.
     """
     token = tl.program_id(0)
     experts: tl.tuple = ()
@@ -189,17 +189,18 @@ def experts(
     down_bias: Tensor | None = None,
     add: bool = False,
 ) -> Tensor:
-    """Σ over a token's pairs that are here of weight · down(silu(gate(x)) · up(x)); fills and returns out.
+    """Fills and returns out: Σ of weight · down(silu(gate(x)) · up(x)) over a token's pairs with an expert of this
+    rank.
 
     x: `[T, width]` with contiguous rows; with weights in FP8 also its quantised rows.
     routing: by `route` with `tile_rows_of(T)`.
-    gate_up: `[E, 2 · inner, width]`, gate's rows first. down: `[E, width, inner]`. Contiguous, and both in FP8 or none.
-    out: `[T, width]`, zero where no expert is here.
+    gate_up: `[E, 2 · inner, width]`, gate's rows first. down: `[E, width, inner]`. Contiguous, both in FP8 or neither.
+    out: `[T, width]`, zero where no expert is on this rank.
     limit, alpha: as in `definitions.experts`.
     gate_up_bias, down_bias: `[E, 2 · inner]`, `[E, width]`, added to the products.
-    add: the sum is added to what out holds, such as a shared expert's result.
+    add: the sum is added to the values of out, such as a shared expert's result.
 
-    Raises ValueError where shapes or dtypes do not fit together.
+    Raises ValueError where shapes or dtypes do not match.
     """
     if not _check(x, routing, gate_up, down, out, gate_up_bias, down_bias):
         return out
@@ -262,7 +263,7 @@ def _check(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> bool:
-    """Whether there are rows. Raises ValueError where shapes, dtypes or strides do not fit together."""
+    """Whether there are rows. Raises ValueError where shapes, dtypes or strides do not match."""
     up, last = (w.values if isinstance(w, Fp8Weight) else w for w in (gate_up, down))
     given = x.values if isinstance(x, Fp8Rows) else x
     (rows, width), inner = given.shape, last.shape[2]
@@ -279,7 +280,7 @@ def _check(
 
 
 def _sum(parts: Tensor, routing: Routing, out: Tensor, count: int, bias: Tensor | None, add: bool) -> Tensor:
-    """Fills and returns out. count: as PARTS of `_sum_choices`."""
+    """Fills and returns out. count: `_sum_choices`'s PARTS."""
     rows, width = out.shape
     block = min(1024, next_power_of_2(width))
     _sum_choices[(rows, cdiv(width, block))](

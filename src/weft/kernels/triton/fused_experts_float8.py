@@ -1,7 +1,7 @@
-"""Both products of the routed experts for few rows in FP8: the depth of each is dealt out over programs.
+"""Both products of the routed experts for few rows in FP8: programs split the depth of each.
 
-Their parts are added by what comes next: those of the first where rows are quantised for the second, those of the
-second where a token's pairs are summed (`moe`).
+The next kernel adds their parts: for the first product, the one that quantises rows for the second; for the second, the
+one that sums a token's pairs (`fused_experts`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.kernels.triton.rms_norm import activated
 from weft.kernels.triton.route import Routing
 
 PROGRAMS = 1024
-"""About how many programs a product of few rows in FP8 is cut into: about a quarter of the tiles have an expert."""
+"""Programs of a product of few rows in FP8, roughly: about a quarter of the tiles have an expert."""
 
 
 @kernel
@@ -26,7 +26,7 @@ def _gate_parts(
     INNER: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the parts of the first product, and quantises what the second takes."""
+    """Adds the parts of the first product, and quantises the rows of the second."""
     overlap.begin()
     pair = tl.program_id(0).to(tl.int64)
     mine = tl.load(expert + pair).to(tl.int64)
@@ -62,9 +62,9 @@ def parts_of_pairs(
     alpha: float | None,
     gate_up_bias: Tensor | None,
 ) -> Tensor:
-    """float32 `[parts, pairs, width]`: whose sum is the second product of each pair, without bias and weight.
+    """float32 `[parts, pairs, width]`: the sum of the parts is each pair's second product, without bias and weight.
 
-    x: few rows; the rest as `moe.experts` takes it.
+    x: few rows. The other arguments are those of `fused_experts.experts`.
     """
     inner, group_size = down.values.shape[2], down.unit[1]
     parts = _parts(x, routing, gate_up, routing.expert.shape[1], up_tile)
@@ -83,7 +83,8 @@ def parts_of_pairs(
 
 
 def _parts(x: Fp8Rows, routing: Routing, weight: Fp8Weight, k: int, cut: ExpertsTile) -> Tensor:
-    """float32 `[parts, pairs, outputs]`: the parts of each pair's product. x: a row a pair, or for each k of them."""
+    """float32 `[parts, pairs, outputs]`: the parts of each pair's product. x has one row for each pair, or for k
+    pairs."""
     (_, outputs, width), (unit, group_size) = weight.values.shape, weight.unit
     order, tile_expert, tiles = routing.tiles()
     programs, groups, pairs = tiles * cdiv(outputs, cut.columns), cdiv(width, group_size), routing.expert.numel()

@@ -1,4 +1,4 @@
-"""What scales attention's output on the way to its last product: sinks, and gates of heads or of elements."""
+"""Scaling of attention's output before its last product: sinks, and gates of heads or of elements."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def _gate_heads(
 def gate_heads(
     out: Tensor, gate: Tensor | None = None, lse: Tensor | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """`weft.kernels.torch_reference.gate_heads`, in float32, rounded once. A row whose lse is −inf has output 0.
+    """`weft.kernels.torch_reference.gate_heads`, in float32, rounded once. A row with lse −inf gets output 0.
 
-    Raises ValueError where shapes do not fit together.
+    Raises ValueError where shapes do not match.
     """
     rows, heads, dim = out.shape
     fits = gate is None or (gate.shape in ((rows, heads), (rows, heads * dim)) and gate.stride(1) == 1)

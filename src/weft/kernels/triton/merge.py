@@ -1,6 +1,6 @@
-"""What a GPU does around the collectives by which attention over shards of the keys is merged; see `weft.comm.settler`.
+"""The kernels of a softmax merge over shards of the keys, before and after its collectives; see `weft.comm.settler`.
 
-The functions are those of `weft.kernels.torch_reference`. A program has a head of a token.
+The functions are those of `weft.kernels.torch_reference`. A program has one head of one token.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from weft.kernels.triton.launch import kernel, next_power_of_2
 
 @triton.jit
 def _known(lse):
-    """NaN and +inf, which some kernels give for an empty part, are −inf."""
+    """lse with −inf for NaN and +inf, which some kernels give for an empty part."""
     return tl.where(lse < float("inf"), lse, float("-inf"))
 
 
 @triton.jit
-def _most_and_sum(lses, stride, N: tl.constexpr):
-    """Of N numbers `stride` apart the largest, 0 where all are −inf, and the sum of their exponentials beside it."""
-    most = _known(tl.load(lses))
+def _max_and_sum(lses, stride, N: tl.constexpr):
+    """Of N numbers `stride` apart: the largest (0 where all are −inf), and the sum of their exponentials beside it."""
+    top = _known(tl.load(lses))
     for i in tl.static_range(1, N):
-        most = tl.maximum(most, _known(tl.load(lses + i * stride)))
-    most = tl.where(most == float("-inf"), 0.0, most)
-    total = tl.exp(_known(tl.load(lses)) - most)
+        top = tl.maximum(top, _known(tl.load(lses + i * stride)))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.exp(_known(tl.load(lses)) - top)
     for i in tl.static_range(1, N):
-        total += tl.exp(_known(tl.load(lses + i * stride)) - most)
-    return most, total
+        total += tl.exp(_known(tl.load(lses + i * stride)) - top)
+    return top, total
 
 
 @kernel
@@ -42,14 +42,14 @@ def _scale(
     own = heads // N
     reader, at = head // own, token * own + head % own
     d = tl.arange(0, BLOCK)
-    most, total = _most_and_sum(lses + row, part, N)
-    weight = tl.exp(_known(tl.load(lses + place * part + row)) - most) / tl.where(total > 0, total, 1.0)
+    top, total = _max_and_sum(lses + row, part, N)
+    weight = tl.exp(_known(tl.load(lses + place * part + row)) - top) / tl.where(total > 0, total, 1.0)
     read = tl.where(weight > 0, dim, 0)
     x = tl.load(out + token * out_token + head * out_head + d, mask=d < read, other=0.0)
     to = by_rank + (reader * (part // N) + at) * dim
     tl.store(to + d, (weight * x.to(tl.float32)).to(by_rank.dtype.element_ty), mask=d < dim)
     if reader == place:
-        tl.store(own_lse + at, most + tl.log(total))
+        tl.store(own_lse + at, top + tl.log(total))
 
 
 @kernel
@@ -70,16 +70,16 @@ def _pack(
 def _merge(packed, packed_lse, out, own_lse, begin, size, lse_size, dim, N: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
-    most, total = _most_and_sum(packed_lse + row, lse_size, N)
+    top, total = _max_and_sum(packed_lse + row, lse_size, N)
     merged = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(N):
-        term = tl.exp(_known(tl.load(packed_lse + i * lse_size + row)) - most)
+        term = tl.exp(_known(tl.load(packed_lse + i * lse_size + row)) - top)
         weight = term / tl.where(total > 0, total, 1.0)
         read = tl.where(weight > 0, dim, 0)
         x = tl.load(packed + i * size + begin + row * dim + d, mask=d < read, other=0.0)
         merged += weight * x.to(tl.float32)
     tl.store(out + row * dim + d, merged.to(out.dtype.element_ty), mask=d < dim)
-    tl.store(own_lse + row, most + tl.log(total))
+    tl.store(own_lse + row, top + tl.log(total))
 
 
 def _cut(dim: int) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""Rows laid out by the ranks that they go to, and what came back added: what `weft.comm.dispatch` does on GPUs.
+"""Dispatch of rows to ranks on GPUs, for `weft.comm.dispatch`: rows ordered by rank, and the sums of what comes back.
 
-Counts stay in device memory. A row has a place among those that go to a rank; they lie rank after rank, so a rank's
-begin where the counts of those before it end. No atomic addition decides where anything goes.
+Counts stay in device memory. Each row has a place among the rows that go to a rank. They lie rank after rank, so a
+rank's rows begin where the counts of the ranks before it end. No place depends on atomic additions.
 """
 
 from __future__ import annotations
@@ -87,9 +87,10 @@ def _add(back, place, counts, out, width, RANKS: tl.constexpr, BLOCK: tl.constex
 
 
 def places(expert: Tensor, ranks: int, held: int, span: int) -> tuple[Tensor, Tensor]:
-    """(place int32 `[T, ranks]`, counts int32 `[ranks]`): a row's place among those that go to a rank, or −1; how many.
+    """(place int32 `[T, ranks]`, counts int32 `[ranks]`): a row's place among the rows that go to a rank (−1: it does
+    not go there), and how many go there.
 
-    expert: int32 `[T, k]`, contiguous, −1 for none. Of the experts, each run of `held` is on `span` neighbouring ranks.
+    expert: int32 `[T, k]`, contiguous, −1 for none. `held` consecutive experts are on `span` consecutive ranks.
     """
     (rows, k), counts = expert.shape, expert.new_empty(ranks)
     place = expert.new_empty(rows, ranks)
@@ -98,9 +99,9 @@ def places(expert: Tensor, ranks: int, held: int, span: int) -> tuple[Tensor, Te
 
 
 def pack(x: Tensor, weight: Tensor, expert: Tensor, place: Tensor, counts: Tensor, packed: Tensor) -> None:
-    """Fills packed `[most, width + listed]` with the rows of x `[T, width]`, rank after rank, each with its lists.
+    """Fills packed `[capacity, width + listed]` with the rows of x `[T, width]`, rank after rank, each with its lists.
 
-    weight: float32 `[T, k]`, contiguous. The lists are the k numbers, then the k weights, in four bytes each.
+    weight: float32 `[T, k]`, contiguous. A row's lists are its k experts and its k weights, in four bytes each.
     """
     (rows, width), k, size = x.shape, expert.shape[1], x.element_size()
     if not rows:
@@ -117,7 +118,7 @@ def pack(x: Tensor, weight: Tensor, expert: Tensor, place: Tensor, counts: Tenso
 
 
 def lists(came: Tensor, width: int, k: int, received: Tensor) -> tuple[Tensor, Tensor]:
-    """(weight float32 `[R, k]`, expert int32 `[R, k]`) of rows that came; expert −1 behind the sum of received."""
+    """(weight float32 `[R, k]`, expert int32 `[R, k]`) of received rows; expert −1 from row `received.sum()` on."""
     rows = came.shape[0]
     numbers, weights = came.view(torch.int32), came.view(torch.float32)
     weight, expert = numbers.new_empty(rows, k, dtype=torch.float32), numbers.new_empty(rows, k)
@@ -130,7 +131,7 @@ def lists(came: Tensor, width: int, k: int, received: Tensor) -> tuple[Tensor, T
 
 
 def add(back: Tensor, place: Tensor, counts: Tensor) -> Tensor:
-    """`[T, width]`: of each row the sum of what came back of it, in rank order and float32; zero where nothing did."""
+    """`[T, width]`: for each row the sum of the rows that come back for it, in rank order and float32; zero if none."""
     (rows, ranks), width = place.shape, back.shape[1]
     out = back.new_empty(rows, width)
     if rows:

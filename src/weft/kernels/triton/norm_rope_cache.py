@@ -1,6 +1,6 @@
-"""From the query-key-value product to attention: norms of queries and keys, rotary embedding, the cache's write.
+"""From the query-key-value product to attention: norms of queries and keys, rotary embedding, the write to the cache.
 
-A program takes one head of one row, or of a few rows where there are many. Of latent attention, a program takes several
+A program has one head of one row, or of a few rows where there are many. In latent attention, a program has several
 heads of a row's query, or the latent vector. Arithmetic is in float32 and is rounded once, where a value is stored.
 """
 
@@ -18,7 +18,7 @@ from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 @triton.jit
 def _pair(i, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The two elements that one angle rotates: of either half, or neighbours."""
+    """The two elements that one angle rotates: neighbours where interleaved, else one of each half."""
     if INTERLEAVED:
         left = 2 * i
         right = left + 1
@@ -45,7 +45,7 @@ def _norm_rope_cache(
     dtype: tl.constexpr = q_out.dtype.element_ty
     slot = tl.load(slots + row, mask=real, other=-1).to(tl.int64)
     if head >= HEADS:
-        real = slot >= 0  # keys and values of a row without a slot go nowhere
+        real = slot >= 0  # keys and values of a row without a slot are not stored
     if head >= HEADS + KV_HEADS:
         d = tl.arange(0, BLOCK_D)[None, :]
         v = load_partials(at + d, part, bias + d, real & (d < D), PARTS, BIAS, dtype).to(dtype)
@@ -109,7 +109,7 @@ def norm_rope_cache(
     q_weight, k_weight: `[D]`, both or neither: each head's query and key are first divided by √(mean of squares + eps)
         and multiplied by it.
 
-    Raises ValueError where shapes or dtypes do not fit together.
+    Raises ValueError where shapes or dtypes do not match.
     """
     (parts, bias, dtype), (_, kv_heads, d) = as_partials(qkv), keys.shape
     count, rows, features = parts.shape
@@ -205,7 +205,7 @@ def latent_rope_cache(
         interleaved, 2i of 2i and 2i + 1.
     slots: int32 or int64 `[T]`; −1 stores nothing.
 
-    All have one dtype but for the slots. Raises ValueError where shapes or dtypes do not fit together.
+    All have one dtype but for the slots. Raises ValueError where shapes or dtypes do not match.
     """
     rows, heads, dim = q.shape
     width, (latent,), rotary_dim = kv.shape[1], weight.shape, cos.shape[1]

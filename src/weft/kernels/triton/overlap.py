@@ -1,9 +1,9 @@
-"""Programmatic dependent launch: a kernel's programs are started while the last ones of the kernel before still run.
+"""Programmatic dependent launch: programs of a kernel start while the last ones of the previous kernel still run.
 
-Between two kernels of a stream a GPU otherwise idles for about a microsecond, which the hundreds of short kernels of a
-decode step feel (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; Hopper and later).
-A kernel that is launched with `options()` calls `begin` before it reads what the kernel before wrote, and before it
-writes, in every one of its programs: that it has ended then says that all kernels before it have ended, too.
+Between two kernels of a stream a GPU otherwise idles for about a microsecond, and a decode step has hundreds of short
+kernels (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; Hopper and later). Every
+program of a kernel that is launched with `options()` calls `begin` before it reads what the previous kernel wrote, and
+before it writes. When the previous kernel has ended, all kernels before that have ended, too.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from triton.language.target_info import cuda_capability_geq
 from triton.runtime.driver import driver
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-LEAST_ARCH = 90
+MIN_ARCH = 90
 
 
 @triton.jit
 def begin():
-    """Waits until the kernel before has ended and what it wrote can be read; then the next one may be started.
+    """Waits until the previous kernel has ended and its writes can be read; then the next kernel may start.
 
-    So all kernels but the last one before had ended when this one was started: what they wrote may be read without
-    waiting, by loads with cache modifier ".cg", as L1 may hold older values.
+    All kernels before the previous one had ended when this one started. So their writes may be read without waiting, by
+    loads with cache modifier ".cg": L1 may hold older values.
     """
     if not INTERPRETED and cuda_capability_geq(9, 0):
         gdc_wait()
@@ -35,7 +35,7 @@ def begin():
 
 @cache
 def options() -> dict[str, bool]:
-    """Of a launch of a kernel that calls `begin`."""
+    """Launch options of a kernel that calls `begin`."""
     if knobs.runtime.interpret:
         return {}
-    return {"launch_pdl": driver.active.get_current_target().arch >= LEAST_ARCH}
+    return {"launch_pdl": driver.active.get_current_target().arch >= MIN_ARCH}

@@ -3,7 +3,7 @@
 The algorithm is FlashAttention-2's (arXiv 2307.08691): a program keeps a block of queries and walks over the tokens
 that they see. The query heads that share a key head lie side by side in the block. A row's tokens are taken in blocks
 that begin at multiples of the block's size, so a row's bits depend neither on its neighbours nor on how a prompt was
-cut into chunks. Which block of which sequence a program has, it finds on the device.
+cut into chunks. A program finds its block and its sequence on the device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
 class PrefillTile(NamedTuple):
-    """A program's block: queries (rows times heads), tokens of a turn, warps, stages of the pipeline of loads."""
+    """A program's block: queries (rows times heads), tokens of an iteration, warps, stages of the pipeline of loads."""
 
     queries: int
     tokens: int
@@ -41,7 +41,7 @@ def _attend(
     count = tl.load(starts + every + 1, mask=every < sequences, other=0) - first_row
     blocks = tl.where(count > 1, tl.cdiv(count, BLOCK_T), 0)
     blocks_before = tl.cumsum(blocks, 0)  # the sequence's own included
-    # The last blocks of a prompt see the most: they begin first.
+    # The last blocks of a prompt see the largest number of tokens, so they begin first.
     item = tl.sum(blocks, 0) - 1 - tl.program_id(1)
     if item < 0:
         return
@@ -109,7 +109,7 @@ def _attend(
 
 
 def tile_of(head_dim: int, element_size: int) -> PrefillTile:
-    """By the model's shape alone, so that a row has the same bits in every step."""
+    """A tile by the model's shape alone, so that a row has the same bits in every step."""
     if element_size > 2:
         return PrefillTile(32, 16, 4, 1)
     if head_dim <= 128:
@@ -134,16 +134,19 @@ def prefill_attention(
     lse: Tensor | None = None,
     tile: PrefillTile | None = None,
 ) -> None:
-    """softmax(scale · q Kᵀ) V of every row of the sequences that have two rows or more; the others' are left alone.
+    """softmax(scale · q Kᵀ) V of each row of the sequences that have two rows or more. Other rows of out do not change.
 
-    q `[T, heads, head_dim]`, the rows of a sequence one after the other; keys `[slots, kv_heads, head_dim]` and values
-    `[slots, kv_heads, value_dim]`, where token t of a sequence lies at slot `pages[sequence, t // page_size] ·
-    page_size + t % page_size`; pages int32 `[B, max_pages]`; starts int32 `[B + 1]`: the rows of sequence i are
-    starts[i] … starts[i + 1] − 1. limits int32 `[T]`: a row sees the first `limit` tokens of its sequence, within the
-    window the last `window` of these; they do not fall from row to row of a sequence. Last dimensions are contiguous.
-    out `[T, heads, value_dim]`; lse float32 `[T, heads]`: filled with the natural log-sum-exp of the scaled scores.
-    values may be the first elements of keys (multi-head latent attention); else both have one head dimension.
-    A row of limit 0 gets output 0 and lse −inf. Raises ValueError where shapes or dtypes do not fit together.
+    q: `[T, heads, head_dim]`, the rows of a sequence one after the other.
+    keys: `[slots, kv_heads, head_dim]`. values: `[slots, kv_heads, value_dim]`; they may be the first elements of keys
+        (multi-head latent attention), else both have one head dimension. Token t of a sequence lies at slot
+        `pages[sequence, t // page_size] · page_size + t % page_size`.
+    pages: int32 `[B, max_pages]`. starts: int32 `[B + 1]`: sequence i has rows starts[i] … starts[i + 1] − 1.
+    limits: int32 `[T]`: a row sees the first `limit` tokens of its sequence. Limits do not fall from row to row of it.
+    window: a row sees only the last `window` of these tokens.
+    out: `[T, heads, value_dim]`. lse: float32 `[T, heads]`, filled with the natural log-sum-exp of the scaled scores.
+
+    Last dimensions are contiguous. A row of limit 0 gets output 0 and lse −inf. Raises ValueError where shapes or
+    dtypes do not match.
     """
     rows, heads, dim = q.shape
     kv_heads, d = values.shape[1:]
@@ -160,8 +163,8 @@ def prefill_attention(
     tile = tile_of(d, q.element_size()) if tile is None else tile
     group = heads // kv_heads
     block_g = min(tile.queries, next_power_of_2(group))
-    most = cdiv(rows, tile.queries // block_g) + sequences
-    _attend[(kv_heads * cdiv(group, block_g), most)](
+    blocks = cdiv(rows, tile.queries // block_g) + sequences
+    _attend[(kv_heads * cdiv(group, block_g), blocks)](
         q, keys, values, pages, starts, limits, out, limits if lse is None else lse, sequences, scale * LOG2E,
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), pages.stride(0),
         out.stride(0), out.stride(1),

@@ -1,6 +1,6 @@
 """RMSNorm of rows, with or without the residual's addition, and the gated activation of dense blocks.
 
-For the places where no edge and no product takes them along.
+They run where no collective and no product includes them.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ def rms_norm(
 ) -> Tensor:
     """x · weight / √(mean(x²) + eps) over the rows of x `[T, width]`, in float32, rounded once.
 
-    residual: `[T, width]`; what is normalised is then residual + x, rounded to its dtype. That is kept in total, of the
-    same shape and dtype; left out, in place of the residual.
-    quantised: contiguous, filled with what `float8.quantise` makes of the result; its group size is a power of two.
+    residual: `[T, width]`; the input is then residual + x, rounded to x's dtype. total: of the same shape and dtype,
+        filled with that sum; None: the residual is overwritten with it.
+    quantised: contiguous, filled with `float8.quantise` of the result; its group size is a power of two.
     """
     rows, width = x.shape
     if weight.shape != (width,) or (residual is not None and residual.shape != x.shape):
-        raise ValueError(f"x is {list(x.shape)}, weight {list(weight.shape)}: they do not fit together")
+        raise ValueError(f"x is {list(x.shape)}, weight {list(weight.shape)}: they do not match")
     if x.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
         raise ValueError("rows must be contiguous")
     out = x.new_empty(rows, width) if out is None else out
@@ -118,14 +118,13 @@ def rms_norm(
 def gated(
     x: Tensor, limit: float | None = None, alpha: float | None = None, score: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """`weft.kernels.torch_reference.gated`, where each row of x `[T, 2 · width]` is gate, then up; in float32, rounded
-    once.
+    """`weft.kernels.torch_reference.gated` in float32, rounded once. Each row of x `[T, 2 · width]` is gate, then up.
 
     score: (rows `[S, inputs]`, weight `[1, inputs]`), where T is a multiple of S: T / S rows share each of them.
     """
     rows, width = x.shape[0], x.shape[1] // 2
     if x.stride(1) != 1 or x.shape[1] % 2 or (alpha is not None and limit is None):
-        raise ValueError(f"x is {list(x.shape)}; its rows must be contiguous and even, and beside alpha is a limit")
+        raise ValueError(f"x is {list(x.shape)}; rows must be contiguous and of even width, and alpha needs a limit")
     read, weight = (x, x) if score is None else score
     inputs = 0 if score is None else read.shape[1]
     if score is not None and (weight.shape != (1, inputs) or read.stride(1) != 1 or rows % max(1, len(read))):

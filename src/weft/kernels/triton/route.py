@@ -1,9 +1,9 @@
-"""Which experts a token goes to, and which pairs of token and expert each tile of the expert products takes.
+"""Routing: the experts of each token, and the pairs of token and expert in each tile of the expert products.
 
-A pair (token, choice) has the number token · k + choice. With few pairs each is a tile of its own, and nothing is
-sorted. Otherwise an expert's pairs form a run, padded to whole tiles: an expert's program counts all pairs, so that it
-knows where its run begins, then writes its run; with many pairs, programs for each chunk of them do so, and another
-kernel counts each chunk before. No atomic addition decides where anything goes.
+Pair (token, choice) has the number token · k + choice. With few pairs each is a tile of its own, and nothing is sorted.
+Otherwise pairs are sorted by expert, and each expert's pairs are padded to whole tiles: a program for each expert
+counts all pairs, so that it knows where its own begin, then writes its own. With many pairs, programs for each chunk of
+them do so, and another kernel first counts each chunk. No place depends on atomic additions.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from weft.kernels.triton.dense import LANGUAGE, load_partials
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 CHUNKS = 128, 2048
-"""Pairs of a chunk, at least and at most.
+"""Minimum and maximum of a chunk's pairs.
 
-At least the block's threads: with fewer elements than threads Triton 3.6 counts some twice.
+The minimum is the number of threads: with fewer elements than threads Triton 3.6 counts some twice.
 """
 NO_MODIFIER = tl.constexpr("")
 
 
 class Rule(Protocol):
-    """How k experts of a token are chosen, and with what weight.
+    """How k experts of a token are chosen, and their weights.
 
-    Scores are the softmax of its logits, or their sigmoid. By these, or with a bias by score + bias, the k greatest are
-    chosen; where there are groups, equal runs of experts, among the best `top_groups` of them, by the sum of a group's
-    `group_best` greatest. Weights are scores, which may be renormalised to a sum of one, times scale.
+    score: "softmax" or "sigmoid" of the token's logits. The k experts of the greatest score are chosen (with a bias, of
+    the greatest score + bias).
+    groups: number of groups of consecutive experts. Experts are chosen from the `top_groups` groups with the greatest
+    sum of their `group_best` greatest scores.
+    Weights are scores, divided by their sum where `renormalise` says so, times scale.
     """
 
     @property
@@ -55,11 +57,10 @@ class Rule(Protocol):
 class Routing(NamedTuple):
     """Where T tokens go.
 
-    weight: float32 `[T, k]`. expert: int32 `[T, k]`, counted from the first expert that is here; −1 for one that is
-    not, and for tokens that are not live: such pairs are neither computed nor read.
-    tile_rows: rows of a tile. order: int32, the pairs in the order of the tiles, `tile_rows` to each, or T · k where
-    a tile has no more; tile_expert: int32 `[tiles]`, the expert of each tile, or −1. Both are None where every pair
-    is a tile.
+    weight: float32 `[T, k]`. expert: int32 `[T, k]`, counted from the first expert of this rank; −1 for an expert of
+        another rank, and for tokens that are not live. Such pairs are neither computed nor read.
+    tile_rows: rows of a tile. order: int32, the pairs in the order of the tiles, `tile_rows` for each, padded with T ·
+        k. tile_expert: int32 `[tiles]`, the expert of each tile, or −1. Both are None where each pair is a tile.
     """
 
     weight: Tensor
@@ -69,7 +70,7 @@ class Routing(NamedTuple):
     tile_expert: Tensor | None
 
     def tiles(self) -> tuple[Tensor, Tensor, int]:
-        """(order, tile_expert, tiles) for kernels, which do not read the order where every pair is a tile."""
+        """(order, tile_expert, tiles) for kernels. Where each pair is a tile, kernels do not read the order."""
         order = self.expert if self.order is None else self.order
         tile_expert = self.expert if self.tile_expert is None else self.tile_expert
         return order, tile_expert, tile_expert.numel()
@@ -98,9 +99,9 @@ def _allow_groups(
 
 
 @triton.jit
-def _turned(bits):
-    """A float's bits as an integer that is ordered as floats are, and back: a warp finds the greatest of integers by
-    one instruction, of floats by five exchanges."""
+def _ordered_bits(bits):
+    """A float's bits as an integer of the same order, and back. A warp finds the greatest of integers in one
+    instruction, of floats in five exchanges."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -117,7 +118,7 @@ def _route(
     SIZE: tl.constexpr = E // GROUPS
     COLUMNS: tl.constexpr = BLOCK_GROUPS * BLOCK_SIZE
     row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    c = tl.arange(0, COLUMNS)  # a group's experts have BLOCK_SIZE columns, of which the last may be nobody's
+    c = tl.arange(0, COLUMNS)  # a group's experts have BLOCK_SIZE columns; the last columns may have no expert
     wanted = (c % BLOCK_SIZE < SIZE) & (c // BLOCK_SIZE < GROUPS)
     e = c // BLOCK_SIZE * SIZE + c % BLOCK_SIZE
     j = tl.arange(0, BLOCK_K)
@@ -140,12 +141,12 @@ def _route(
         ranked = _allow_groups(ranked, BLOCK_GROUPS, BLOCK_SIZE, TOP_GROUPS, GROUP_BEST)
     w = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     chosen = tl.full([BLOCK_T, BLOCK_K], -1, tl.int32)
-    keys = _turned(ranked.to(tl.int32, bitcast=True))
+    keys = _ordered_bits(ranked.to(tl.int32, bitcast=True))
     for i in tl.static_range(K):
-        most = tl.max(keys, 1)
-        at = tl.min(tl.where(keys == most[:, None], c[None, :], COLUMNS), 1)  # of equal ones the lower
+        top = tl.max(keys, 1)
+        at = tl.min(tl.where(keys == top[:, None], c[None, :], COLUMNS), 1)  # of equal ones the lower
         mine = c[None, :] == at[:, None]
-        best = _turned(most).to(tl.float32, bitcast=True)
+        best = _ordered_bits(top).to(tl.float32, bitcast=True)
         if BIAS:
             best = tl.sum(tl.where(mine, score, 0.0), 1)
         keys = tl.where(mine, -(1 << 31), keys)
@@ -185,7 +186,7 @@ def _sort_pairs(
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     e = tl.arange(0, BLOCK_HELD)
     found = tl.load(expert + i, mask=i < pairs, other=-1)
-    before = 0  # pairs of this expert in the chunks before
+    before = 0  # pairs of this expert in the previous chunks
     if BLOCK_CHUNKS == 1:
         count = _count(found, BLOCK_HELD)
     else:
@@ -201,7 +202,7 @@ def _sort_pairs(
     mine = (found == me).to(tl.int32)
     tl.store(order + start + before + tl.cumsum(mine, 0) - mine, i, mask=mine > 0)
     if chunk == 0:
-        for first in range(0, tiles, BLOCK_TILES):  # a program names its own tiles, the last those that nobody has
+        for first in range(0, tiles, BLOCK_TILES):  # its own tiles, and for the last program the idle ones
             tile = first + tl.arange(0, BLOCK_TILES)
             own = (tile >= start // BLOCK_M) & (tile < end // BLOCK_M)
             idle = (tile >= end // BLOCK_M) & (tile < tiles) & (me == HELD - 1)
@@ -214,9 +215,9 @@ def _sort_pairs(
 def pairs_of(
     tile, order, tile_expert, pairs, SORTED: tl.constexpr, BLOCK_M: tl.constexpr, CACHE: tl.constexpr = NO_MODIFIER
 ):
-    """(pairs `[BLOCK_M]` of a tile, its expert or −1). A row that has no pair has the number `pairs`.
+    """(pairs `[BLOCK_M]` of a tile, its expert or −1). A row without a pair has the number `pairs`.
 
-    Of an idle tile the pairs mean nothing, as its part of the order was never written. CACHE: modifier of the loads.
+    An idle tile's pairs are undefined: its part of the order is never written. CACHE: modifier of the loads.
     """
     expert = tl.load(tile_expert + tile, cache_modifier=CACHE)
     row = tl.arange(0, BLOCK_M)
@@ -234,7 +235,7 @@ def choose(
     held: int | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(weight float32 `[T, k]`, expert int32 `[T, k]`): as `route` chooses."""
+    """(weight float32 `[T, k]`, expert int32 `[T, k]`), with the arguments of `route`."""
     found = as_partials(logits)
     parts, offset = found.values, found.bias
     (count, rows, experts), k = parts.shape, rule.k
@@ -266,14 +267,16 @@ def route(
     held: int | None = None,
     bias: Tensor | None = None,
 ) -> Routing:
-    """The experts of each token by a rule over logits `[T, E]`, in float32. bias: `[E]`, as the rule takes it.
+    """The experts of each token by a rule over logits `[T, E]`, in float32.
 
-    Logits may come as the parts of the product that gives them, which are then added here.
+    logits: may be the partial products of the router; they are added here.
+    rule: see `Rule`. Equal scores go to the lower expert, or group. A rule that renormalises makes a token's k weights
+        sum to one, those of other ranks' experts included.
+    bias: `[E]`, as the rule takes it.
+    live: int32 `[1]`, the number of real tokens; those after them choose no expert, and their logits are not read.
+    first, held: this rank has experts first … first + held − 1; all where held is None.
 
-    Equal scores go to the lower expert, or group. A rule that renormalises makes a token's k weights sum to one, those
-    of experts held elsewhere included. live: int32 `[1]`, the tokens that are real; those after them choose nothing,
-    and their logits are not read. first, held: the experts that are here; all where held is None.
-    Raises ValueError where shapes do not fit together.
+    Raises ValueError where shapes do not match.
     """
     experts = (logits.values if isinstance(logits, SplitKPartials) else logits).shape[-1]
     held = experts - first if held is None else held
@@ -284,10 +287,10 @@ def route(
 
 
 def sort_pairs(weight: Tensor, expert: Tensor, held: int, tile_rows: int) -> Routing:
-    """The routing of tokens whose experts are chosen already: weight float32 and expert int32 `[T, k]`.
+    """The routing of tokens with chosen experts: weight float32 and expert int32 `[T, k]`.
 
-    expert is counted from the first that is here; outside `[0, held)` it must be −1. There are as many tiles as any
-    choice of experts can need.
+    expert is counted from the first expert of this rank; it must be −1 outside `[0, held)`. There are as many tiles as
+    any choice of experts can need.
     """
     pairs = expert.numel()
     tiles = (pairs + min(held, pairs) * (tile_rows - 1)) // tile_rows

@@ -1,13 +1,13 @@
-"""Draws a token for each row, greedily or by the Gumbel-max trick, in two kernels, or three where min_p may be asked.
+"""Samples a token for each row, greedily or by the Gumbel-max trick, in two kernels, or three where min_p may be used.
 
-Each row's vocabulary is shared out to programs, each of which leaves the best token of its share, a candidate; the
-best of those is drawn.
+Programs share each row's vocabulary. Each program finds the best token of its share, a candidate; the best candidate
+is the sampled token.
 
-The noise of a token depends on the request's seed, the position and the token's number, and on nothing else: not on
-the row, nor on how many rows or ranks there are. So what is drawn is the same in every batch and layout, and with the
-vocabulary cut over ranks each draws among its own tokens: the best of the ranks' bests is what one rank would have
-drawn. Philox as Triton has it (Salmon et al., SC 2011), four tokens a call; the exponential's small values, which win,
-are resolved to 2⁻³¹.
+The noise of a token depends on the request's seed, the position and the token's number alone: not on the row, nor on
+the number of rows or ranks. So samples are the same in every batch and layout. Where the vocabulary is split over
+ranks, each samples among its own tokens, and the best of the ranks' samples is the sample of the whole vocabulary. The
+random bits are Triton's Philox (Salmon et al., SC 2011), four tokens a call. Small values of the exponential, which
+win, are resolved to 2⁻³¹.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.place.vocabulary import MAX_TOKENS
 
 BLOCK, PROGRAMS = 2048, 1056
-"""Tokens that a program looks at at once, and how many programs there are about: eight for each multiprocessor of an
-H200. Fewer would leave some idle; many more take longer to start than to see that their row has nothing to draw.
+"""(Tokens that a program reads at once, approximate number of programs: eight for each multiprocessor of an H200.)
+
+With fewer programs some multiprocessors would idle; many more would take longer to start than to find no work.
 """
 
-LEAST_SHARES = 64
-"""That candidates are compared as, so that few kernels are compiled for all numbers of rows."""
+MIN_SHARES = 64
+"""Shares are padded to at least so many, so that few kernels are compiled for all numbers of rows."""
 OF_ROWS = ["temperature", "seed", "position", "min_p"]
-"""Tensors with a number for each row, which may begin anywhere."""
+"""Arguments with one number for each row: their addresses need no alignment."""
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def _gumbel(seed, position, first, BLOCK: tl.constexpr):
     a, b, c, d = tl.rand4x(key, first // 4 + tl.arange(0, BLOCK // 4))
     u = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])
     u = tl.maximum(u, 4.66e-10)
-    # log1p(-u), by what rounding 1 - u takes away (Kahan): log alone would lose small u, which are those that win.
+    # log1p(-u) from the rounding error of 1 - u (Kahan): log alone would lose small u, which are those that win.
     w = 1.0 - u
     exponential = tl.where(w == 1.0, u, -tl.log(w) * (u / tl.where(w == 1.0, 1.0, 1.0 - w)))
     return -tl.log(exponential)
@@ -109,7 +110,7 @@ def _candidates(
             x = tl.where(x >= least, x, float("-inf"))
             x += _gumbel(key, place, first + start, BLOCK)
         x = tl.where(inside & (x == x), x, float("-inf"))
-        # Of equal ones the token that came first stays; of nothing but −inf, any that exists.
+        # Of equal values the first token stays; where all are −inf, any token that exists.
         new = (x > value) | ((token == 2147483647) & inside)
         value, token = tl.where(new, x, value), tl.where(new, first + i, token)
     best, which = better(value, token)
@@ -145,18 +146,19 @@ def candidates(
     first: int = 0,
     table: Tensor | None = None,
 ) -> Tensor:
-    """float32 `[rows, shares, 2]`: of each share of a row's tokens the greatest of logits / temperature + noise, and
-    whose it is. Together with those of other ranks' shares they are what `weft.kernels.triton.decode_step.step_out`
-    takes.
+    """float32 `[rows, shares, 2]`: of each share of a row's tokens, the greatest logits / temperature + noise and its
+    token. `weft.kernels.triton.decode_step.step_out` takes these candidates, side by side with those of other ranks.
 
-    logits: `[rows, vocabulary]` of any float dtype with contiguous rows, −inf for what may not be drawn. temperature
-    float32 `[R]`: 0 takes the greatest logit, the lower token where several are equal. seed int64 `[R]`; position int32
-    or int64 `[rows]`: a number that a request never draws with twice. live: int32 `[1]`; of rows from there on nothing
-    is read and nothing written. min_p: float32 `[R]`; tokens less than min_p times as probable as the row's best are
-    not drawn (arXiv 2407.01082); it needs the whole vocabulary.
-    table: int32 `[rows]`, which of the R is a row's, where that is not its own index.
-    first: the number of the first token, where the vocabulary is cut over ranks.
-    Raises ValueError where these do not fit together.
+    logits: `[rows, vocabulary]` of any float dtype with contiguous rows; −inf excludes a token.
+    temperature: float32 `[R]`; 0 takes the greatest logit, the lower token where several are equal.
+    seed: int64 `[R]`. position: int32 or int64 `[rows]`, a number with which a request never samples twice.
+    live: int32 `[1]`; rows from there on are neither read nor written.
+    min_p: float32 `[R]`; tokens less than min_p times as probable as the row's best are excluded (arXiv 2407.01082). It
+        needs the whole vocabulary.
+    table: int32 `[rows]`, the index of each row in `[R]`; None: its own index.
+    first: the number of the first token, where the vocabulary is split over ranks.
+
+    Raises ValueError where these do not match.
     """
     rows, vocabulary = logits.shape
     if min_p is not None and first:
@@ -171,7 +173,7 @@ def candidates(
     if not rows:
         return found
     given = temperature if min_p is None else min_p
-    at, padded = live if table is None else table, max(LEAST_SHARES, next_power_of_2(shares))
+    at, padded = live if table is None else table, max(MIN_SHARES, next_power_of_2(shares))
     options = dict(TABLE=table is not None, BLOCK=BLOCK, num_warps=4, **overlap.options())
     tops = found if min_p is None else temperature.new_empty(rows, shares)
     sizes = logits.stride(0), vocabulary
@@ -185,18 +187,18 @@ def candidates(
 
 
 def best(found: Tensor, live: Tensor) -> Tensor:
-    """float32 `[rows, 2]`: the best of each row's `candidates`; (−inf, −1) of rows from `live` on."""
+    """float32 `[rows, 2]`: the best of each row's `candidates`; (−inf, −1) for rows from `live` on."""
     rows, shares, _ = found.shape
-    drawn = found.new_empty(rows, 2)
+    sampled = found.new_empty(rows, 2)
     if rows:
-        padded = max(LEAST_SHARES, next_power_of_2(shares))
-        _best[(rows,)](found, live, drawn, shares, SHARES=padded, num_warps=1, **overlap.options())
-    return drawn
+        padded = max(MIN_SHARES, next_power_of_2(shares))
+        _best[(rows,)](found, live, sampled, shares, SHARES=padded, num_warps=1, **overlap.options())
+    return sampled
 
 
 def sample(
     logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, live: Tensor, **more: Any
 ) -> tuple[Tensor, Tensor]:
-    """(score float32 `[rows]`, token int32 `[rows]`): what is drawn, by arguments as `candidates` takes them."""
-    drawn = best(candidates(logits, temperature, seed, position, live, **more), live)
-    return drawn[:, 0], drawn[:, 1].int()
+    """(score float32 `[rows]`, token int32 `[rows]`): the samples. Arguments are those of `candidates`."""
+    sampled = best(candidates(logits, temperature, seed, position, live, **more), live)
+    return sampled[:, 0], sampled[:, 1].int()

@@ -76,7 +76,7 @@ def _order_splits(
     lengths, items, total, rows, at_once, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
     SPARE: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """A program finds the places of one row's items: all but the last are alike and follow one another."""
+    """A program finds the places of one row's items: all except the last have one size and follow one another."""
     overlap.begin()
     row, any_row = tl.program_id(0), tl.arange(0, BLOCK_R)
     length = tl.load(lengths + row)
@@ -110,7 +110,7 @@ def _order_splits(
 def order_splits(lengths: Tensor, tokens: int, window: int | None, at_once: int | None, cut: Cut) -> Splits:
     """The splits of a step's rows, longest items first; those of equal length by row and split.
 
-    lengths: int32 `[rows]`, the tokens of each row, `tokens` at most.
+    lengths: int32 `[rows]`, the tokens of each row, at most `tokens`.
     window: a row sees its last `window` tokens; None: all.
     at_once: number of items that run at a time. Where there are more splits, an item has several consecutive ones,
         which a program reads without a pause. None: each split is an item.

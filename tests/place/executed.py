@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from support import held
 
@@ -34,12 +36,13 @@ def sampled(mesh: Mesh, total: int, seed: int) -> torch.Tensor:
     return torch.randn(1 + mesh.world, total, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def execute(
-    transport: Transport, plan: Plan, names: list[str], counts: tuple[int, ...], seed: int
-) -> list[torch.Tensor]:
-    """Runs a plan on random deltas that mean the same on every rank; gives what each read delivered."""
-    mesh, rank = plan.mesh, transport.rank
-    stream = Stream(plan, dict.fromkeys(names, transport), StepRows(mesh, rank, counts))
+def execute(transports: Mapping[str, Transport], plan: Plan, counts: tuple[int, ...], seed: int) -> list[torch.Tensor]:
+    """Runs a plan on random deltas that mean the same on every rank; gives what each read delivered.
+
+    transports: a rank's, by the names that the plan has for them.
+    """
+    mesh, rank = plan.mesh, next(iter(transports.values())).rank
+    stream = Stream(plan, transports, StepRows(mesh, rank, counts))
     out = []
     for i, read_plan in enumerate(plan.reads):
         for j, placement in enumerate(read_plan.read.deltas):

@@ -142,8 +142,8 @@ def test_plans_compute_what_the_naive_plan_computes(problem, offered, data) -> N
     plan, naive = planner.plan(counts), planner.naive(counts)
     seed = data.draw(st.integers(0, 99))
     names = [offer.transport for offer in offered]
-    ours = run_world(mesh.world, lambda t: execute(t, plan, names, counts, seed))
-    theirs = run_world(mesh.world, lambda t: execute(t, naive, names, counts, seed))
+    ours = run_world(mesh.world, lambda t: execute(dict.fromkeys(names, t), plan, counts, seed))
+    theirs = run_world(mesh.world, lambda t: execute(dict.fromkeys(names, t), naive, counts, seed))
     whole = whole_result(plan, counts, seed)
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         for i, (a, b) in enumerate(zip(mine, other, strict=True)):

@@ -48,6 +48,7 @@ class Opening:
     largest: int
     tunings: Mapping[str, object]
     timeout_s: float = 60.0
+    store: tuple[str, int] | None = None
 
     def max_bytes(self) -> int:
         return self.largest

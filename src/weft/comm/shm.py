@@ -1,5 +1,7 @@
 """Shared memory: ranks of one host, on Weft's own CPU kernels (`weft/kernels/csrc/cpu`).
 
+Where the mesh has several hosts, each host's ranks have a segment of their own, and serve the groups inside that host.
+
 Small calls take one shot: every rank puts its rows where the others see them, and each sums for itself, in rank order.
 Large sums take two: each rank sums a share, and copies the other shares. Inputs that lie in the shared arena, as every
 result does, are read where they are. Every rank gets the same bits, on every run.
@@ -60,14 +62,14 @@ class ShmTuning:
 
 
 class ShmTransport(NamedCalls):
-    """One rank of a world on one host; see `weft.comm.transport.Transport` for what each method gives.
+    """One rank among those of its host; see `weft.comm.transport.Transport` for what each method gives.
 
-    path: of the socket at which the ranks meet, in a folder of this user. Building one is collective. timeout_s: of the
-    meeting and of each call. blocks, block_bytes: results, and what `empty` gives, take a block of shared memory each;
-    so many tensors of a rank may be alive at once, and none may be larger. Untouched pages take no memory. tuning: the
-    host's; None: the defaults. spins: reads of a peer's flag before a rank gives up its core; None: many where each
-    rank has a core. isa: auto, or one of scalar, avx2, avx512, neon. Sums take float32, bfloat16, float16 and float64;
-    anything may be moved.
+    path: of the socket at which the host's ranks meet, in a folder of this user. Building one is collective.
+    timeout_s: of the meeting and of each call. blocks, block_bytes: results, and what `empty` gives, take a block
+    of shared memory each; so many tensors of a rank may be alive at once, and none may be larger. Untouched pages
+    take no memory. tuning: the host's; None: the defaults. spins: reads of a peer's flag before a rank gives up its
+    core; None: many where each rank has a core. isa: auto, or one of scalar, avx2, avx512, neon. Sums take float32,
+    bfloat16, float16 and float64; anything may be moved.
 
     Raises CommError where the ranks do not meet; calls raise PeerLost soon after a rank's end, CommTimeout, and
     CommError for what cannot be done, on every rank that sees it.
@@ -88,25 +90,26 @@ class ShmTransport(NamedCalls):
         spins: int | None = None,
         isa: str = "auto",
     ):
-        if mesh.world > SHM_RANKS:
-            raise CommError(f"shm takes at most {SHM_RANKS} ranks, not {mesh.world}")
-        self.rank, self._world = rank, tuple(range(mesh.world))
+        self.rank, self._on_host = rank, mesh.peers("host", rank)
+        world, place = len(self._on_host), self._on_host.index(rank)
+        if world > SHM_RANKS:
+            raise CommError(f"shm takes at most {SHM_RANKS} ranks of a host, not {world}")
         self.max_bytes = block_bytes // 2  # an epilogue's result holds the residual and its norm
-        groups = mesh.groups
+        groups = [group for group in mesh.groups if set(group) <= set(self._on_host)]
         self._ids = {g: i for i, g in enumerate(groups)}
         self._timeout_s = timeout_s
         self._kernels = kernels = cpu_kernels()
-        crowded = mesh.world > len(os.sched_getaffinity(0))
+        crowded = world > len(os.sched_getaffinity(0))
         spins = (20 if crowded else 2000) if spins is None else spins
         tuning = tuning or ShmTuning()
         slot_bytes, *sizes = astuple(tuning)
-        terms = [mesh.world, groups, blocks, block_bytes, slot_bytes, sizes]
+        terms = [self._on_host, groups, blocks, block_bytes, slot_bytes, sizes]
         meeting = rendezvous(
             Path(path),
-            mesh.world,
-            rank,
+            world,
+            place,
             terms,
-            lambda: kernels.arena_bytes(mesh.world, len(groups), slot_bytes, blocks, block_bytes),
+            lambda: kernels.arena_bytes(world, len(groups), slot_bytes, blocks, block_bytes),
             timeout_s,
         )
         self._handle = 0
@@ -115,9 +118,9 @@ class ShmTransport(NamedCalls):
             self._pidfds = pidfds(meeting.pids)
             self._handle = kernels.create(
                 meeting.fd,
-                mesh.world,
-                rank,
-                [list(g) for g in groups],
+                world,
+                place,
+                [[self._on_host.index(r) for r in g] for g in groups],
                 slot_bytes,
                 blocks,
                 block_bytes,
@@ -130,7 +133,7 @@ class ShmTransport(NamedCalls):
             meeting.ready()
         except KernelError as error:
             self.close()
-            self._explain(error, "start", self._world)
+            self._explain(error, "start", self._on_host)
         finally:
             meeting.close()
         self._plans: dict[tuple[Exchange, Ranks, Sizes | LiveSizes], int] = {}
@@ -288,7 +291,9 @@ class ShmTransport(NamedCalls):
     def _id(self, group: Ranks) -> int:
         """The group's number in the segment, where each has its flags and slots."""
         if group not in self._ids:
-            raise CommError(f"rank {self.rank}: {group} is no group of the layout; there are {list(self._ids)}")
+            raise CommError(
+                f"rank {self.rank}: {group} is no group of the layout inside this host; there are {list(self._ids)}"
+            )
         return self._ids[group]
 
     def _call(self, what: str, group: Ranks, *arguments: object) -> Any:
@@ -299,10 +304,11 @@ class ShmTransport(NamedCalls):
 
     def _explain(self, error: KernelError, what: str, group: Ranks) -> NoReturn:
         if isinstance(error, KernelPeerLost):
-            raise PeerLost(int(str(error)), by=self.rank) from None
+            raise PeerLost(self._on_host[int(str(error))], by=self.rank) from None
         if isinstance(error, KernelTimeout):
+            late = self._on_host[int(str(error))]
             raise CommTimeout(
-                f"rank {self.rank}: {what} over {group} waited {self._timeout_s:g} s for rank {error}"
+                f"rank {self.rank}: {what} over {group} waited {self._timeout_s:g} s for rank {late}"
             ) from None
         raise CommError(f"rank {self.rank}: {what} over {group}: {error}") from error
 
@@ -313,7 +319,7 @@ def open_transport(rank: Opening) -> ShmTransport:
     return ShmTransport(
         rank.mesh,
         rank.rank,
-        rank.directory / "shm",
+        rank.directory / f"shm-{rank.mesh.host_of(rank.rank)}",
         timeout_s=rank.timeout_s,
         blocks=blocks,
         block_bytes=block_bytes,

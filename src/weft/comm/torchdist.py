@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from weft.comm.transport import CommError, Epilogue, LiveSizes, NamedCalls, Ranks, Sizes, check_call, sizes_on_host
 from weft.comm.transport_registry import GLOO, NCCL, Opening
@@ -26,18 +28,18 @@ ONE_ROUND_BYTES = 128 * 1024
 class TorchDistTransport(NamedCalls):
     """One rank of a torch.distributed world; see `weft.comm.transport.Transport` for what each method gives.
 
-    init_method: as torch.distributed takes it (`tcp://HOST:PORT`, `file:///…`, `env://`). Building one is collective:
-    every rank of the mesh must. Raises CommError where the ranks do not meet within timeout_s. A process holds one
-    at a time, as torch.distributed does. one_round_bytes: up to which results a sum over gloo takes one round.
-    in_place: all_reduce leaves its result in the input's memory, which spares a copy; for callers that do not need the
-    input afterwards, as `weft.stream.Stream` does not.
+    meeting: where the ranks meet, a URL as torch.distributed takes it (`tcp://HOST:PORT`, `file:///…`, `env://`) or
+    a store. Building one is collective: every rank of the mesh must. Raises CommError where the ranks do not meet
+    within timeout_s. A process holds one at a time, as torch.distributed does. one_round_bytes: up to which results
+    a sum over gloo takes one round. in_place: all_reduce leaves its result in the input's memory, which spares a
+    copy; for callers that do not need the input afterwards, as `weft.stream.Stream` does not.
     """
 
     def __init__(
         self,
         mesh: Mesh,
         rank: int,
-        init_method: str,
+        meeting: str | Store,
         *,
         backend: str = "gloo",
         timeout_s: float = 60.0,
@@ -49,14 +51,13 @@ class TorchDistTransport(NamedCalls):
         self._groups: dict[Ranks, dist.ProcessGroup | None] = {}
         timeout = datetime.timedelta(seconds=timeout_s)
         try:
-            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=mesh.world, timeout=timeout)
+            where: Any = {"init_method": meeting} if isinstance(meeting, str) else {"store": meeting}
+            dist.init_process_group(backend, **where, rank=rank, world_size=mesh.world, timeout=timeout)
             for ranks in mesh.groups:
                 if len(ranks) > 1:
                     self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         except (RuntimeError, ValueError) as error:
-            raise CommError(
-                f"rank {rank}: no {backend} group of {mesh.world} ranks at {init_method}: {error}"
-            ) from error
+            raise CommError(f"rank {rank}: no {backend} group of {mesh.world} ranks at {meeting}: {error}") from error
 
     def close(self) -> None:
         """Leaves the group. The transport is of no use after."""
@@ -145,10 +146,26 @@ class TorchDistTransport(NamedCalls):
 def open_transport(rank: Opening) -> TorchDistTransport:
     """Transport gloo on CPUs, nccl on GPUs, as their rows of the table have them."""
     backend = "nccl" if rank.device.type == "cuda" else "gloo"
-    init_method = f"file://{rank.directory}/rendezvous"
+    meeting = _store(rank, *rank.store) if rank.store else f"file://{rank.directory}/rendezvous"
     return TorchDistTransport(
-        rank.mesh, rank.rank, init_method, backend=backend, timeout_s=rank.timeout_s, in_place=backend == "nccl"
+        rank.mesh, rank.rank, meeting, backend=backend, timeout_s=rank.timeout_s, in_place=backend == "nccl"
     )
+
+
+def _store(rank: Opening, host: str, port: int) -> Store:
+    """The store of ranks on several hosts, which rank 0 serves. Raises CommError where it cannot be reached.
+
+    Its keys begin with the name of the ranks' folder, another for each start: what is left of an earlier one is not
+    taken for this one's.
+    """
+    timeout = datetime.timedelta(seconds=rank.timeout_s)
+    try:
+        store = TCPStore(host, port, rank.mesh.world, rank.rank == 0, timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        do = "listen on" if rank.rank == 0 else "reach"
+        why = str(error).splitlines()[0]
+        raise CommError(f"rank {rank.rank} cannot {do} {host}:{port}, the store of the ranks: {why}") from error
+    return PrefixStore(rank.directory.name, store)
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:

@@ -39,7 +39,9 @@ class Offers(Protocol):
 class Opening(Protocol):
     """What a rank gives to a transport that it opens.
 
-    directory: a folder of these ranks alone, for their rendezvous. device: this rank's.
+    directory: a folder of these ranks alone, for their rendezvous; on each host its own, of the same name.
+    store: host and port at which rank 0 serves torch.distributed's store, where the ranks are on several hosts.
+    device: this rank's.
     timeout_s: a call fails when its peers have not come after so many seconds.
     """
 
@@ -51,6 +53,9 @@ class Opening(Protocol):
 
     @property
     def directory(self) -> Path: ...
+
+    @property
+    def store(self) -> tuple[str, int] | None: ...
 
     @property
     def device(self) -> torch.device: ...

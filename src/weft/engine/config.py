@@ -27,6 +27,10 @@ MAX_CORES = 1 << 16
 """The highest core that `cpu_bind` may name: a typing error must not fill memory."""
 
 
+STORE_PORT = 1
+"""Added to `master_port`: the port of torch.distributed's store. Agents come to `master_port` itself."""
+
+
 class EngineError(RuntimeError):
     """The engine cannot start or go on: one line that names the rank and the cause."""
 
@@ -113,13 +117,25 @@ class LayoutOptions(_Options):
     """How mixtures of experts exchange rows (`weft.place.experts`): gather, dispatch (on GPUs over peer alone), or
     auto: on CPUs the cheaper one for each step. Where a step dispatches, shared experts are whole on every rank."""
 
+    nnodes: int = 1
+    """Hosts that the ranks are on, as many on each. All run on this machine, as if on several: for tests of plans."""
+
     def check(self) -> None:
         _ = self.mesh
 
     @property
     def mesh(self) -> Mesh:
         """The layout. Raises LayoutError."""
-        return Mesh(self.attn_dp, self.attn_tp, self.ep, self.moe_tp, self.dcp)
+        return Mesh(self.attn_dp, self.attn_tp, self.ep, self.moe_tp, self.dcp, self.nnodes)
+
+    @property
+    def ranks_of_host(self) -> int:
+        """How many ranks a host has."""
+        return self.mesh.world // self.nnodes
+
+    def place_on_host(self, rank: int) -> int:
+        """A rank's place among those of its host."""
+        return self.mesh.peers("host", rank).index(rank)
 
 
 @dataclass(frozen=True)
@@ -195,7 +211,7 @@ class RankOptions(_Options):
     threads: int = 1
     """Threads of each rank's process; more ranks use cores better."""
     cpu_bind: str | None = None
-    """Cores of each rank, such as `0-3|4-7`; auto: this process's cores, divided evenly; None: not bound."""
+    """Cores of each rank of a host, such as `0-3|4-7`; auto: this process's cores, divided evenly; None: not bound."""
     step_timeout_s: float = 60.0
     """Seconds after which a step counts as a failure of the ranks."""
     max_restarts: int = 3
@@ -225,8 +241,32 @@ class CommunicationOptions(_Options):
 
 
 @dataclass(frozen=True)
+class ClusterOptions(_Options):
+    """Where the ranks' hosts meet, with nnodes above 1. On each host an agent starts its ranks (docs/hosts.md)."""
+
+    master_addr: str | None = None
+    """Address of node 0, which holds the controller. None: all ranks run on this machine, in groups of a host's ranks
+    that share no memory with other groups: for tests of layouts over hosts."""
+    master_port: int = 29600
+    """Port of node 0 to which agents connect; the next one is that of torch.distributed's store."""
+    cluster_key: Path | None = None
+    """A file with a secret, the same on every host: who does not know it is not heard."""
+    interface: str | None = None
+    """Network interface of this host, such as eth0; None: the one that leads to master_addr."""
+    join_timeout_s: float = 600.0
+    """Seconds to wait for hosts that are not there: at the start, and after one was lost."""
+
+    def check(self) -> None:
+        self._above_zero("join_timeout_s")
+        if not 0 < self.master_port < 65535:
+            raise ValueError(f"master_port is {self.master_port}; it and the next one must be ports, 1 to 65535")
+        if self.master_addr is not None and self.cluster_key is None:
+            raise ValueError("hosts meet by a secret: give cluster_key, a file that is the same on every host")
+
+
+@dataclass(frozen=True)
 class EngineConfig(
-    CommunicationOptions, RankOptions, RequestOptions, CacheOptions, LayoutOptions, ModelOptions
+    ClusterOptions, CommunicationOptions, RankOptions, RequestOptions, CacheOptions, LayoutOptions, ModelOptions
 ):  # dataclasses order fields from the last base to the first: `model` comes first
     """All options of an engine. Raises LayoutError for a layout, ValueError for other values, each in one line."""
 
@@ -260,9 +300,9 @@ class EngineConfig(
 
     @property
     def cores(self) -> list[set[int]]:
-        """The cores of each rank. Raises ValueError."""
+        """The cores of each rank of a host. Raises ValueError."""
         here = sorted(os.sched_getaffinity(0))
-        world = self.mesh.world
+        world = self.ranks_of_host
         if self.cpu_bind in (None, "auto"):
             if len(here) < world:  # ranks share cores, each still one only
                 return [{here[rank % len(here)]} for rank in range(world)]
@@ -301,12 +341,14 @@ class EngineConfig(
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a rank's process."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"model": str(self.model)}
+        key = None if self.cluster_key is None else str(self.cluster_key)
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"model": str(self.model), "cluster_key": key}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
         """The inverse of `to_dict`."""
-        return cls(**values | {"model": Path(values["model"]), "plugins": tuple(values["plugins"])})
+        key = values["cluster_key"] and Path(values["cluster_key"])
+        return cls(**values | {"model": Path(values["model"]), "plugins": tuple(values["plugins"]), "cluster_key": key})
 
 
 PARTS: tuple[type[_Options], ...] = (
@@ -316,6 +358,7 @@ PARTS: tuple[type[_Options], ...] = (
     RequestOptions,
     RankOptions,
     CommunicationOptions,
+    ClusterOptions,
 )
 
 

@@ -24,23 +24,26 @@ def on_gpus(config: EngineConfig) -> bool:
         return False
     asked = config.device == "cuda" or (entry is not None and not entry.runs_on("cpu"))
     on_cpus = entry is not None and not entry.runs_on("cuda")
-    have, world = torch.cuda.device_count(), config.mesh.world
+    have, world = torch.cuda.device_count(), config.ranks_of_host
     if asked and not have:
         here = "torch is built without CUDA" if torch.version.cuda is None else "CUDA sees no GPU"
         raise LayoutError(f"ranks are to run on GPUs, and {here} here (weft doctor looks closer); or take device cpu")
     if asked and have < world:
         raise LayoutError(
-            f"the layout has {world} ranks, a GPU each, and this machine has {have} GPU(s) that CUDA sees; choose a "
-            "smaller layout, or device cpu"
+            f"the layout has {world} ranks{' on each host' * (config.nnodes > 1)}, a GPU each, and this machine has "
+            f"{have} GPU(s) that CUDA sees; choose a smaller layout, or device cpu"
         )
     if asked and on_cpus:
         raise LayoutError(f"transport {config.transport} is of CPUs; leave it out, or take device cpu")
-    return have >= world and not on_cpus
+    gpus = have >= world and not on_cpus
+    if gpus and config.nnodes > 1:
+        raise LayoutError("ranks on GPUs of several hosts are not served yet; take device cpu")
+    return gpus
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:
     """A rank's."""
-    return torch.device("cuda", rank) if on_gpus(config) else torch.device("cpu")
+    return torch.device("cuda", config.place_on_host(rank)) if on_gpus(config) else torch.device("cpu")
 
 
 def dtype_of(config: EngineConfig) -> torch.dtype:
@@ -68,7 +71,7 @@ def enabled_transports(config: EngineConfig) -> tuple[TransportEntry, ...]:
         return (REFERENCE,)
     known = transports(config.plugins)
     if config.transport == AUTO:
-        return automatic(known, "cuda" if gpus else "cpu", world)
+        return automatic(known, "cuda" if gpus else "cpu", config.ranks_of_host)
     known[config.transport].check(config.mesh)
     return (known[config.transport],)
 

@@ -12,7 +12,7 @@ import math
 import os
 import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -178,6 +178,18 @@ class Costs:
             known = ", ".join(self.by_transport) or "nothing"
             raise LayoutError(f"{self.name} has no times of {transport}, only of {known}; measure it: weft tune")
         return by_world[min((w for w in by_world if w >= world), default=max(by_world))]
+
+
+def over_network(model: Costs, network: Network) -> Costs:
+    """The cost model, with this network between hosts where it knows none."""
+
+    def priced(cost: Cost) -> Cost:
+        if isinstance(cost, AlphaBeta | Table) and cost.network is None:
+            return replace(cost, network=network)
+        return cost
+
+    by_transport = {name: {n: priced(c) for n, c in found.items()} for name, found in model.by_transport.items()}
+    return Costs(model.name, by_transport)
 
 
 def read_table(path: Path, name: str = "") -> Costs:

@@ -88,7 +88,7 @@ def gathered_logits(config: EngineConfig, model: ModelConfig) -> int:
 
 def check_memory(config: EngineConfig, need: ArenaNeed, available: int) -> None:
     """Raises LayoutError, in one line that says what would fit, where the ranks' arenas may outgrow this machine."""
-    total = config.mesh.world * need.bytes
+    total = config.ranks_of_host * need.bytes
     if total <= available:
         return
     fits = config.max_batch_tokens * available // total
@@ -96,7 +96,7 @@ def check_memory(config: EngineConfig, need: ArenaNeed, available: int) -> None:
     advice = f"max_batch_tokens={fits}" + (f" with max_running={fits}" if fits < config.max_running else "")
     raise LayoutError(
         f"steps of {config.max_batch_tokens} tokens a group take up to {-(-total >> 20)} MiB of shared memory on "
-        f"{config.mesh.world} ranks, but {available >> 20} MiB are free here; "
+        f"{config.ranks_of_host} ranks, but {available >> 20} MiB are free here; "
         + (f"{advice} would fit" if fits else "no max_batch_tokens would fit")
     )
 

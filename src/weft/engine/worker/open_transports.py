@@ -11,7 +11,7 @@ import torch
 
 from weft.comm.transport import Transport
 from weft.comm.transport_registry import PEER
-from weft.engine.config import EngineConfig
+from weft.engine.config import STORE_PORT, EngineConfig
 from weft.engine.device import device_of, dtype_of, enabled_transports, on_gpus
 from weft.engine.planning import trace
 from weft.engine.worker.arena import (
@@ -23,7 +23,15 @@ from weft.engine.worker.arena import (
     sent_bytes,
 )
 from weft.place.chain import bucket
-from weft.place.cost import Costs, costs, host_costs, host_table, read_tuning
+from weft.place.cost import (
+    ETHERNET,
+    Costs,
+    costs,
+    host_costs,
+    host_table,
+    over_network,
+    read_tuning,
+)
 from weft.place.spec import Mesh
 
 T = TypeVar("T")
@@ -32,12 +40,16 @@ T = TypeVar("T")
 def cost_model(config: EngineConfig) -> Costs:
     """The cost model that a configuration names; auto: this host's table, where it has one with times of what carries
     the ranks' exchanges, else what is known of hosts like it. Raises LayoutError.
+
+    Over several hosts, exchanges between hosts that it has no times of are priced by a usual network.
     """
     if config.cost != "auto":
-        return costs(config.cost)
-    if config.executor == "thread":
-        return costs("cpu")
-    return host_costs(on_gpus(config), [entry.name for entry in enabled_transports(config)])
+        found = costs(config.cost)
+    elif config.executor == "thread":
+        found = costs("cpu")
+    else:
+        found = host_costs(on_gpus(config), [entry.name for entry in enabled_transports(config)])
+    return found if config.nnodes == 1 else over_network(found, ETHERNET)
 
 
 def untuned(config: EngineConfig) -> bool:
@@ -52,7 +64,7 @@ def untuned(config: EngineConfig) -> bool:
     if not (table := host_table(gpus=True)).is_file():
         return True
     measured = costs(str(table)).by_transport
-    return any(max(measured.get(e.name, {0: None})) < config.mesh.world for e in enabled)
+    return any(max(measured.get(e.name, {0: None})) < config.ranks_of_host for e in enabled)
 
 
 def open_transports(config: EngineConfig, rank: int, directory: Path) -> list[Transport]:
@@ -72,6 +84,12 @@ class _Opening:
     @property
     def mesh(self) -> Mesh:
         return self.config.mesh
+
+    @property
+    def store(self) -> tuple[str, int] | None:
+        if self.config.nnodes == 1 or not self.config.master_addr:
+            return None
+        return self.config.master_addr, self.config.master_port + STORE_PORT
 
     @property
     def device(self) -> torch.device:
@@ -109,7 +127,7 @@ def _largest(config: EngineConfig) -> int:
 def bind(config: EngineConfig, rank: int) -> None:
     """Keeps this process, and its threads to come, on the rank's cores."""
     if config.cpu_bind is not None:
-        os.sched_setaffinity(0, config.cores[rank])
+        os.sched_setaffinity(0, config.cores[config.place_on_host(rank)])
 
 
 def _table(config: EngineConfig) -> Path | None:

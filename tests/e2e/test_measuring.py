@@ -19,6 +19,7 @@ import torch
 from e2e.here import weft_here
 from weft.bench.baselines import DeepSpeed, build_deepspeed
 from weft.cli import cmd_bench_collectives, cmd_bench_dcp, cmd_bench_latency, cmd_tune
+from weft.place.cost import cache_folder
 
 MODULES = {
     "bench collectives": cmd_bench_collectives,
@@ -35,7 +36,11 @@ def measured(*args: Any) -> NoReturn:
 
 @pytest.fixture(autouse=True)
 def no_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the host was tuned to is no matter."""
+    """What the host was tuned to is no matter; what is compiled stays."""
+    kernels = cache_folder() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "weft").mkdir()
+    (tmp_path / "weft" / "kernels").symlink_to(kernels)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 

@@ -26,13 +26,13 @@ from weft.place.spec import Mesh
 SOURCE = Path(__file__).parent / "emulated"
 WAIT_S = 240.0
 """For ranks that come soon unless something is wrong; a busy machine may take long."""
-FLAGS = ("-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")  # longjmp goes from stack to stack
+FLAGS = ("-O1", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")  # longjmp goes from stack to stack
 
 
 @cache
 def emulated_kernels() -> Any:
     """The module, compiled (15 s)."""
-    return load("weft_emulated", SOURCE / "peer.cc", CSRC / "cuda", extra_cflags=list(FLAGS))
+    return load("weft_emulated", SOURCE / "peer.cc", CSRC / "cuda", flags=FLAGS)
 
 
 class Threads:

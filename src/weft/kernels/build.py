@@ -1,21 +1,39 @@
-"""Compiles the native kernels when first needed, and keeps them by a hash of source and flags.
+"""The native kernels: libraries that the wheel brings, or else compiled when first needed and kept by a hash.
 
-The compiled file is free of torch's and Python's ABI (tvm-ffi). Ranks that start together wait for one build.
+A library is free of torch's and Python's ABI (tvm-ffi), so that one serves every version of both. The hash is of the
+sources and flags. Ranks that start together wait for one build.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from weft.place.cost import cache_folder
+
 CSRC = Path(__file__).parent / "csrc"
+BUILT = Path(__file__).parent / "built"
+"""Where a wheel has its libraries: NAME.so, and NAME.json that says what it was built from."""
 # GCC 12 warns of its own AVX-512 headers. Products and sums are rounded one by one, so that all instruction sets give
 # the same bits, also those with a fused multiply-add.
 CPU_FLAGS = ("-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-maybe-uninitialized")
 
-CUDA_FLAGS = ("-O3", "-gencode=arch=compute_90a,code=sm_90a")
+CUDA_FLAGS = ("-O3", "--threads=0")
+ARCHITECTURES = ("80", "89", "90a", "100", "120")
+"""That a wheel's CUDA kernels are compiled for."""
+OLDEST_GPU = (8, 0)
+CPU_KERNELS, CUDA_KERNELS = ("weft_cpu", CSRC / "cpu" / "shm.cc"), ("weft_cuda", CSRC / "cuda" / "peer.cu")
+_log = logging.getLogger(__name__)
 
 
 class BuildError(RuntimeError):
@@ -40,34 +58,137 @@ _ERRORS = {"WeftCallError": KernelError, "WeftPeerLost": KernelPeerLost, "WeftTi
 @cache
 def cpu_kernels() -> Any:
     """The module of `csrc/cpu/shm.cc`: one function for each exported name. Raises BuildError."""
-    return load("weft_cpu", CSRC / "cpu" / "shm.cc", extra_cflags=list(CPU_FLAGS))
+    return load(*CPU_KERNELS, flags=CPU_FLAGS)
 
 
 @cache
 def cuda_kernels() -> Any:
-    """The module of `csrc/cuda/peer.cu`, for Hopper GPUs. Raises BuildError."""
-    return load("weft_cuda", CSRC / "cuda" / "peer.cu", extra_cuda_cflags=list(CUDA_FLAGS))
+    """The module of `csrc/cuda/peer.cu`, for the GPUs that this process sees. Raises BuildError."""
+    import torch
+
+    gpus = range(torch.cuda.device_count())
+    found = {torch.cuda.get_device_capability(gpu): torch.cuda.get_device_name(gpu) for gpu in gpus}
+    for capability, name in found.items():
+        if capability < OLDEST_GPU:
+            raise BuildError(f"{name} ({_sm(capability)}) is older than sm_80, which peer memory takes: use NCCL")
+    return load(*CUDA_KERNELS, flags=CUDA_FLAGS, gpus=sorted(found))
 
 
-def load(name: str, source: Path, *folders: Path, **options: Any) -> Any:
+def load(name: str, source: Path, *folders: Path, flags: Sequence[str], gpus: Sequence[tuple[int, int]] = ()) -> Any:
     """The module of `source`, which may include files of its own folder and of `folders`. Raises BuildError.
 
-    options: flags, as tvm-ffi's `cpp.build` takes them.
+    A library that the wheel brings is taken where it was built from these sources for these GPUs, and loads; else one
+    line says why it is not. gpus: compute capabilities that the kernels are to run on.
     """
+    if (BUILT / f"{name}.so").is_file():
+        try:
+            check_built(BUILT / f"{name}.json", source_hash(source, *folders), gpus)
+            return module(BUILT / f"{name}.so")
+        except (OSError, RuntimeError, ValueError) as error:
+            why = " ".join(str(error).split())
+            _log.warning("weft: the installed kernels %s are not used, others are compiled: %s", name, why)
+    own = ["90a" if gpu == (9, 0) else f"{gpu[0]}{gpu[1]}" for gpu in gpus]
+    return module(compiled(name, source, *folders, flags=(*flags, *for_gpus(own))))
+
+
+def module(library: Path) -> Any:
+    """A function for each exported name. Raises OSError or RuntimeError where the library does not load."""
     import tvm_ffi
-    from tvm_ffi import cpp
 
     for kind, error_class in _ERRORS.items():
         tvm_ffi.register_error(kind, error_class)
-    # tvm-ffi hashes the named file, not the files that it includes: their hash goes in as a definition.
-    folders = (source.parent, *folders)
-    text = b"".join(path.read_bytes() for folder in folders for path in sorted(folder.iterdir()))
-    version = f"-DWEFT_SOURCE=0x{hashlib.sha256(text).hexdigest()[:15]}ull"
-    options = {key: [*flags, version] for key, flags in options.items()}
+    return tvm_ffi.load_module(library)
+
+
+def source_hash(source: Path, *folders: Path) -> str:
+    """Of a source and all that it may include."""
+    files = [path for folder in (source.parent, *folders) for path in sorted(folder.iterdir())]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def check_built(description: Path, sources: str, gpus: Sequence[tuple[int, int]]) -> None:
+    """Raises ValueError unless the library that is described was built from sources of this hash, for these GPUs."""
+    built = json.loads(description.read_text())
+    if built["sources"] != sources:
+        raise ValueError("they were built from other sources than those installed; install Weft again")
+    for gpu in gpus:
+        if not any(runs_on(architecture, gpu) for architecture in built["architectures"]):
+            raise ValueError(f"they are for sm_{', sm_'.join(built['architectures'])}, and a GPU here is {_sm(gpu)}")
+
+
+def runs_on(architecture: str, gpu: tuple[int, int]) -> bool:
+    """Whether a GPU runs code for this architecture: of its generation, and no newer than it is."""
+    if architecture.endswith("a"):
+        return _sm(gpu) == f"sm_{architecture[:-1]}"
+    return int(architecture[:-1]) == gpu[0] and int(architecture[-1]) <= gpu[1]
+
+
+def _sm(gpu: tuple[int, int]) -> str:
+    return f"sm_{gpu[0]}{gpu[1]}"
+
+
+def for_gpus(architectures: Sequence[str]) -> list[str]:
+    """nvcc's flags."""
+    return [f"-gencode=arch=compute_{each},code=sm_{each}" for each in architectures]
+
+
+def compiled(name: str, source: Path, *folders: Path, flags: Sequence[str]) -> Path:
+    """The library of `source`, compiled unless it has been. Raises BuildError."""
+    import tvm_ffi
+
+    parts = (source_hash(source, *folders), tvm_ffi.__version__, *flags)
+    folder = cache_folder() / "kernels" / f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
+    library = folder / f"{name}.so"
     try:
-        path = cpp.build(name, sources=str(source), extra_include_paths=[*map(str, folders)], **options)
-    except (RuntimeError, OSError) as error:
-        lines = [line for line in str(error).splitlines() if "error" in line.lower()] or [str(error)]
-        needs = "CUDA's nvcc" if source.suffix == ".cu" else "a C++17 compiler, such as Debian's g++"
-        raise BuildError(f"{source.name} does not compile: {lines[0].strip()}; it needs {needs}") from error
-    return tvm_ffi.load_module(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # its end lets go of it, also that of a killed process
+            if not library.exists():
+                with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                    _compile(source, Path(scratch) / library.name, folders, flags)
+                    (Path(scratch) / library.name).rename(library)
+    except OSError as error:
+        raise BuildError(f"compiled kernels cannot be kept: {error}; set XDG_CACHE_HOME") from error
+    return library
+
+
+def _compile(source: Path, library: Path, folders: Sequence[Path], flags: Sequence[str]) -> None:
+    from tvm_ffi import libinfo
+
+    cuda = source.suffix == ".cu"
+    # CUDA's runtime goes into the library: which one torch brings does not matter then.
+    compiler = [nvcc(), "--cudart=static", "-Xcompiler=-fPIC"] if cuda else [os.environ.get("CXX", "c++"), "-fPIC"]
+    include = (libinfo.find_include_path(), libinfo.find_dlpack_include_path(), source.parent, *folders)
+    runtime = Path(libinfo.find_libtvm_ffi())  # loaded before, under this name: no path of this host is put in
+    command = [*compiler, "-std=c++17", "-shared", *flags, *(f"-I{path}" for path in include), str(source)]
+    command += ["-o", str(library), f"-L{runtime.parent}", "-ltvm_ffi"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+        said = "" if done.returncode == 0 else done.stderr + done.stdout or f"status {done.returncode}"
+    except OSError as error:
+        said = f"error: {error}"
+    if said:
+        lines = [line for line in said.splitlines() if "error" in line.lower()] or [said]
+        needs = "CUDA's nvcc" if cuda else "a C++17 compiler, such as Debian's g++"
+        raise BuildError(f"{source.name} does not compile: {lines[0].strip()}; it needs {needs}")
+
+
+def nvcc() -> str:
+    """CUDA's compiler: that of the PATH, else of CUDA_HOME, else where CUDA is installed as a rule."""
+    home = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
+    return shutil.which("nvcc") or shutil.which("nvcc", path=home / "bin") or "nvcc"
+
+
+def build_ahead(folder: Path) -> None:
+    """Compiles what a wheel brings into `folder`; a line says what is left out. Raises BuildError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    todo: list[tuple[tuple[str, Path], tuple[str, ...], tuple[str, ...]]] = [(CPU_KERNELS, CPU_FLAGS, ())]
+    if shutil.which(nvcc()):
+        todo.append((CUDA_KERNELS, CUDA_FLAGS, ARCHITECTURES))
+    else:
+        print("weft: no nvcc here: the wheel goes without CUDA kernels, which are compiled when first used")
+    for (name, source), flags, architectures in todo:
+        library = compiled(name, source, flags=(*flags, *for_gpus(architectures)))
+        shutil.copyfile(library, folder / f"{name}.so")
+        description = {"sources": source_hash(source), "architectures": architectures}
+        (folder / f"{name}.json").write_text(json.dumps(description) + "\n")

@@ -237,13 +237,17 @@ def read_tuning(path: Path, key: str, kind: type[T]) -> T:
         raise LayoutError(f"{wrong}: {type(error).__name__}: {error}") from error
 
 
+def cache_folder() -> Path:
+    """Where Weft keeps what it has made for this host and user: tables of times, compiled kernels."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
+
+
 def host_table(gpus: bool = False) -> Path:
     """Where `weft tune` writes this host's table unless it is given another path, and where the engine looks for it.
 
     gpus: the one of ranks on GPUs, which also lists other times of local kernels.
     """
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "weft" / f"tune-{socket.gethostname()}{'-gpu' * gpus}.json"
+    return cache_folder() / f"tune-{socket.gethostname()}{'-gpu' * gpus}.json"
 
 
 INFINIBAND = Network(us=20.0, hop_us=5.0, gb_s=46.0)

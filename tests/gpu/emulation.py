@@ -93,9 +93,14 @@ class EmulatedTransport(PeerTransport):
         return result
 
 
-def run_emulated(mesh: Mesh, work: Callable[..., None], tuning: PeerTuning, **options: Any) -> None:
-    """Runs `work(transport, mesh, device)` in a thread a rank. Raises the first error."""
-    emulated_kernels()  # once, before there are threads that ask for it
+def run_emulated(
+    mesh: Mesh, work: Callable[..., None], tuning: PeerTuning, plain: bool = False, **options: Any
+) -> None:
+    """Runs `work(transport, mesh, device)` in a thread a rank. Raises the first error.
+
+    plain: on a GPU before Hopper, where what takes Hopper ends the process.
+    """
+    emulated_kernels().set_plain(plain)  # compiled before there are threads that ask for it
     threads, errors = Threads(mesh.world), []
 
     def main(rank: int) -> None:

@@ -62,14 +62,17 @@ def soak(name: str, model: str, *arguments: str) -> Command:
     return Command(name, ("benchmarks/soak.py", *small, *options, *served))
 
 
-OTHER_TESTS = ("tests/gpu", *(f"--ignore=tests/gpu/test_{name}.py" for name in ("emulated", "merge_emulated", "lanes")))
-OTHER_TESTS += tuple(f"--ignore=tests/gpu/test_{name}.py" for name in ("compile", "triton_compile", "sanitizer"))
-OTHER_TESTS += tuple(f"--ignore=tests/gpu/test_{name}.py" for name in ("engine", "http", "families"))
+ELSEWHERE = ("emulated", "merge_emulated", "lanes", "compile", "triton_compile")  # on CPUs
+ELSEWHERE += ("sanitizer", "plain", "engine", "http", "families")  # in parts of their own
+OTHER_TESTS = ("tests/gpu", *(f"--ignore=tests/gpu/test_{name}.py" for name in ELSEWHERE))
 OTHER_TESTS += ("--ignore=tests/gpu/triton_checks",)
 TWO = ("--attn-tp", "2", "--ep", "2", "--moe-tp", "1")
 PROFILED = ("--preset", "qwen3-30b-a3b", "--load-format", "dummy", "--num-layers", "12", "--device", "cuda", *TWO)
 PARTS = {
     "kernels": Part("the Triton kernels on a GPU", 1, (tests("triton", "tests/gpu/triton_checks"),)),
+    "plain": Part(
+        "peer's kernels in the form that GPUs before Hopper run", 1, (tests("plain", "tests/gpu/test_plain.py"),)
+    ),
     "engine": Part(
         "families, the engine and HTTP on one GPU, and what else one GPU can do",
         1,

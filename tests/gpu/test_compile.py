@@ -10,15 +10,30 @@ from pathlib import Path
 import pytest
 from tvm_ffi import libinfo
 
-from weft.kernels.build import CSRC, CUDA_FLAGS
+from weft.kernels.build import ARCHITECTURES, CSRC, CUDA_FLAGS, for_gpus
 
 NVCC = shutil.which("nvcc")
+pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc, of CUDA 12.8 or later")
+SOONER = ("-std=c++17", *CUDA_FLAGS, "-Xcicc", "-O1")
+FEW_KERNELS = """
+#include "kernel.cuh"
+#include "merge.cuh"
+namespace weft {
+template __global__ void exchange<__nv_bfloat16, true, 4, Algorithm::kTwoShot, Epilogue::kQuantise>(
+    const __grid_constant__ Call);
+template __global__ void merge<__half, 4>(const __grid_constant__ Merge);
+}
+"""
 
 
-@pytest.mark.skipif(NVCC is None, reason="needs nvcc, of CUDA 12 or later")
+def compile_with(*arguments: str | Path) -> None:
+    include = libinfo.find_include_path(), libinfo.find_dlpack_include_path()
+    command = [str(NVCC), *SOONER, *(f"-I{path}" for path in include), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_kernels_compile(tmp_path: Path) -> None:
-    flags = ["-std=c++17", *CUDA_FLAGS, "-Xcicc", "-O1"]  # little optimised: sooner
-    command = [str(NVCC), *flags, f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
     folder, cubin = shutil.copytree(CSRC / "cuda", tmp_path / "cuda"), tmp_path / "peer.cubin"
     source = folder / "peer.cu"
     # Of the numbers of ranks that a kernel is made for one, and of the types of rows that are no whole units one: the
@@ -28,7 +43,13 @@ def test_the_kernels_compile(tmp_path: Path) -> None:
     text, left_out = re.subn(r"\bkernel_of<T, false", "kernel_of<__half, false", text)
     assert left_out == 1
     source.write_text(text)
-    done = subprocess.run([*command, "-cubin", "-o", str(cubin), str(source)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    compile_with(*for_gpus(["90a"]), "-cubin", "-o", cubin, source)
     for kernel in (b"exchangeIf", b"13__nv_bfloat16Lb1ELi4ELNS_9AlgorithmE2ELNS_8EpilogueE2E", b"6__halfLb0ELi8E"):
         assert kernel in cubin.read_bytes()
+
+
+def test_what_differs_compiles_for_every_architecture(tmp_path: Path) -> None:
+    """Of kernels that do all that there is, two: the plain form before Hopper, and what newer GPUs have."""
+    source = tmp_path / "few.cu"
+    source.write_text(FEW_KERNELS)
+    compile_with(*for_gpus(ARCHITECTURES), f"-I{CSRC / 'cuda'}", "-fatbin", "-o", tmp_path / "few.fatbin", source)

@@ -56,6 +56,31 @@ def test_every_call_edge_and_epilogue(mesh: Mesh, name: str) -> None:
     run_emulated(mesh, partial(everything, tunings=one, large=False), TUNINGS[name], max_bytes=1 << 20)
 
 
+@pytest.mark.parametrize("mesh, name", [(TWO, "one shot"), (THREE, "two shots")], ids=str)
+def test_the_plain_form_of_gpus_before_hopper(mesh: Mesh, name: str) -> None:
+    """As the reference, and what takes Hopper ends the process."""
+    one = {name: TUNINGS[name]}
+    run_emulated(mesh, partial(everything, tunings=one, large=False), TUNINGS[name], True, max_bytes=1 << 20)
+
+
+def norm_wide_rows(transport: PeerTransport, mesh: Mesh, device: torch.device, results: dict[int, Any]) -> None:
+    """Rows that the blocks of a cluster share, where there are clusters."""
+    generator = torch.Generator().manual_seed(transport.rank)  # the other ranks are threads
+    x, residual, weight = torch.randn(2, 1024, generator=generator), torch.ones(2, 1024), torch.ones(1024)
+    results[transport.rank] = (
+        (transport.tuning.cluster, transport.tuning.early),
+        transport.all_reduce(x, mesh.peers("world", transport.rank), Epilogue(residual, weight, 1e-6)),
+    )
+
+
+def test_both_forms_give_the_same_bits() -> None:
+    forms: list[dict[int, Any]] = [{}, {}]
+    for plain, results in enumerate(forms):
+        run_emulated(TWO, partial(norm_wide_rows, results=results), PeerTuning(cluster=4), plain == 1)
+    assert [form[0][0] for form in forms] == [(4, 1), (1, 0)]
+    assert all(torch.equal(forms[0][rank][1], forms[1][rank][1]) for rank in range(TWO.world))
+
+
 def same(transport: PeerTransport, step: Step) -> Step:
     return step
 

@@ -24,6 +24,10 @@ def test_every_shape(mesh: Mesh) -> None:
     run_emulated(mesh, partial(merge_everything, large=False), FEW, max_bytes=1 << 20)
 
 
+def test_the_plain_form_of_gpus_before_hopper() -> None:
+    run_emulated(MESHES[1], partial(merge_everything, large=False), FEW, plain=True, max_bytes=1 << 20)
+
+
 def same(transport: PeerTransport, step: Step) -> Step:
     return step
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager, suppress
 from ctypes import Structure, addressof, c_double, c_int64, sizeof
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -147,7 +148,7 @@ class PeerTransport(NamedCalls):
         self.rank, self.device, self.world = rank, device, tuple(range(mesh.world))
         groups = [g for g in mesh.groups if rank in g]  # of every rank as many, in the same order
         self._ids = {g: i for i, g in reversed([*enumerate(groups)])}
-        self._tuning, self._timeout_s = tuning or PeerTuning(), timeout_s
+        self._timeout_s = timeout_s
         self._calls: dict[tuple[object, ...], tuple[Request, int]] = {}
         self._kernels = self._load()
         if (theirs := self._kernels.layout()) != (ours := layout()):
@@ -155,18 +156,19 @@ class PeerTransport(NamedCalls):
         with self._on_device():
             inboxes = [inbox_bytes(len(g), max_bytes) for g in groups]
             self._handle = self._kernels.create(rank, [list(g) for g in groups], inboxes, int(timeout_s * 1e9))
+            self.tuning = tuning or PeerTuning()
             self._host = self._connect(mesh, path)
         self.max_bytes = max_bytes
         self._host.barrier(self.world)
 
     @property
     def tuning(self) -> PeerTuning:
-        """May be changed between calls, on every rank alike."""
+        """May be changed between calls, on every rank alike. The plain form takes no clusters and no early launch."""
         return self._tuning
 
     @tuning.setter
     def tuning(self, tuning: PeerTuning) -> None:
-        self._tuning = tuning
+        self._tuning = replace(tuning, cluster=1, early=0) if self._kernels.plain(self._handle) else tuning
         self._calls.clear()
 
     def _load(self) -> Any:

@@ -40,7 +40,7 @@ class PeerTuning:
     holds at a time; all do all work.
     split_…: large calls, by shots and with rows to be normalised or none. cluster: blocks that may share a row to be
     normalised, a power of two up to 8. Threads come in multiples of 32, up to MAX_THREADS. early: 1: a call's blocks
-    take their places before the kernel before it ends (programmatic dependent launch).
+    take their places before the kernel before it ends (programmatic dependent launch). GPUs before Hopper have neither.
     """
 
     one_shot_bytes: int = 192 << 10

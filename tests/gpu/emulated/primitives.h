@@ -35,6 +35,7 @@ inline void store_published(char* p, uint8_t mark) {
 }
 inline uint32_t at_most(uint32_t w, uint32_t most) { return std::min(w, most); }
 inline void sync_cluster() {
+  emulated::take_hopper();
   emulated::Cluster& cluster = *emulated::here.cluster;
   const uint32_t turn = cluster.turn;
   if (++cluster.here == cluster.threads) {
@@ -69,12 +70,16 @@ inline void init_barrier(uint64_t* barrier, uint32_t arrivals) {
   __atomic_store_n(barrier, emulated::bits(b), __ATOMIC_RELEASE);
 }
 inline void arrive_at(uint64_t* barrier) { change(barrier, 1, 0); }
-inline void arrive_expecting(uint64_t* barrier, uint32_t bytes) { change(barrier, 1, bytes); }
+inline void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
+  emulated::take_hopper();
+  change(barrier, 1, bytes);
+}
 inline bool has_passed(uint64_t* barrier, uint32_t parity) {
   emulated::yield();
   return emulated::value_of<Barrier>(__atomic_load_n(barrier, __ATOMIC_ACQUIRE)).phase != parity;
 }
 inline void store_in_block(uint32_t block, float* place, float value, uint64_t* barrier) {
+  emulated::take_hopper();
   __atomic_store_n(reinterpret_cast<uint32_t*>(in_block(block, place)), __float_as_uint(value), __ATOMIC_RELEASE);
   change(reinterpret_cast<uint64_t*>(in_block(block, barrier)), 0, -int64_t(sizeof value));
 }

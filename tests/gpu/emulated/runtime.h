@@ -120,7 +120,9 @@ constexpr cudaError_t cudaSuccess = 0, cudaErrorNotSupported = 801;
 struct cudaIpcMemHandle_t {
   char bytes[64];
 };
-struct cudaFuncAttributes {};
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
 enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization, cudaLaunchAttributeClusterDimension };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
@@ -140,6 +142,16 @@ struct cudaLaunchConfig_t {
 enum { cudaDevAttrClockRate, cudaDevAttrMultiProcessorCount, cudaHostAllocMapped, cudaIpcMemLazyEnablePeerAccess };
 enum { cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared };
 
+namespace emulated {
+
+inline unsigned cluster_of(const cudaLaunchConfig_t& config) {
+  for (int i = 0; i < config.numAttrs; ++i)
+    if (config.attrs[i].id == cudaLaunchAttributeClusterDimension) return config.attrs[i].val.clusterDim.x;
+  return 1;
+}
+
+}  // namespace emulated
+
 inline const char* cudaGetErrorString(cudaError_t) { return "not emulated"; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, int which, int) {
@@ -153,10 +165,13 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, i
 }
 template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel, const cudaLaunchConfig_t* config) {
-  *clusters = int(emulated::kProcessors / config->attrs[1].val.clusterDim.x);
+  *clusters = int(emulated::kProcessors / emulated::cluster_of(*config));
   return cudaSuccess;
 }
-inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) { return cudaSuccess; }
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  attributes->ptxVersion = emulated::plain ? 80 : 90;
+  return cudaSuccess;
+}
 inline cudaError_t cudaFuncSetAttribute(const void*, int, int) { return cudaSuccess; }
 template <class T>
 cudaError_t cudaMalloc(T** p, size_t size) {
@@ -191,7 +206,8 @@ inline cudaError_t cudaIpcCloseMemHandle(void*) { return cudaErrorNotSupported; 
 
 template <class Parameters>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters), const Parameters& given) {
-  const unsigned cluster = config->numAttrs > 1 ? config->attrs[1].val.clusterDim.x : 1;
+  const unsigned cluster = emulated::cluster_of(*config);
+  if (config->numAttrs) emulated::take_hopper();
   if (!config->gridDim.x || config->gridDim.x % cluster || config->blockDim.x > emulated::kMaxThreads)
     emulated::fail("a launch that a GPU would refuse");
   emulated::stream(reinterpret_cast<int64_t>(config->stream))

@@ -16,6 +16,12 @@ struct Index {
   std::abort();
 }
 
+// Whether the GPU is one before Hopper, which runs the plain form of the kernels.
+inline std::atomic<bool> plain{false};
+inline void take_hopper() {
+  if (plain) fail("a thing of Hopper's in the plain form");
+}
+
 constexpr size_t kStack = 64 << 10;
 constexpr int kMaxThreads = 512, kProcessors = 16;  // blocks that run at a time, for all that the launch knows
 

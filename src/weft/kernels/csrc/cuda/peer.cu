@@ -47,6 +47,7 @@ struct World {
   int64_t limit_cycles = 0;
   int rank = 0;
   bool imported = false;  // from other processes
+  bool plain = false;     // which form of the kernels this device runs: ptx.cuh
   uint32_t *error_host = nullptr, *error_device = nullptr;
   std::map<std::tuple<const void*, int, int>, int>
       resident;  // blocks of a kernel, of so many threads, in such clusters
@@ -100,6 +101,13 @@ void load() {
           one(kernel_for<T>(whole, ranks, how, then));
 }
 
+// Whether this device runs the plain form: what its code was compiled for chose, not what the device is.
+bool plain_here() {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(merge_for<float>(2))), "load");
+  return attributes.ptxVersion < 90;
+}
+
 World& world_of(int64_t handle) { return *reinterpret_cast<World*>(handle); }
 
 void place_groups(World& w) {
@@ -109,6 +117,33 @@ void place_groups(World& w) {
     group.state = reinterpret_cast<State*>(w.base) + g;
   }
 }
+
+// How kernels of a call are launched. early: blocks may take their places before the kernel before this one ends.
+class Launch {
+ public:
+  Launch(const World& w, int64_t blocks, int64_t threads, int64_t cluster, int64_t early, int64_t stream) {
+    if (w.plain && (cluster > 1 || early))
+      TVM_FFI_THROW(WeftCallError) << "the kernels for this GPU are the plain form, without clusters and early launch";
+    config.gridDim = unsigned(blocks), config.blockDim = unsigned(threads) + kBookkeepers;
+    config.stream = reinterpret_cast<cudaStream_t>(stream);
+    config.attrs = attributes_;
+    if (early) {
+      cudaLaunchAttribute& attribute = attributes_[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+      cudaLaunchAttribute& attribute = attributes_[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim.x = unsigned(cluster), attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    }
+  }
+  Launch(const Launch&) = delete;
+  cudaLaunchConfig_t config{};
+
+ private:
+  cudaLaunchAttribute attributes_[2];
+};
 
 // How many blocks the device holds at a time. Blocks that push and then wait must all be among them: one that came only
 // after another's end might be what that waits for, by way of a peer.
@@ -156,6 +191,7 @@ int64_t create(int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, Sizes inbox
     w->groups.push_back(std::move(g));
   }
   load<float>(), load<__nv_bfloat16>(), load<__half>();
+  w->plain = plain_here();
   check(cudaMalloc(&w->base, size_t(bytes)), "no memory for the arena");
   check(cudaMemset(w->base, 0xff, size_t(bytes)), "fill");
   check(cudaMemset(w->base, 0, size_t(of_states)), "fill");
@@ -205,6 +241,9 @@ void destroy(int64_t handle) {
   cudaFreeHost(w.error_host);
   delete &w;
 }
+
+// Whether calls must ask for no clusters and no early launch.
+int64_t plain(int64_t handle) { return world_of(handle).plain; }
 
 // 0, or 1 + the place in its group of the rank that a kernel waited for in vain.
 int64_t error(int64_t handle) { return *reinterpret_cast<volatile uint32_t*>(world_of(handle).error_host); }
@@ -319,16 +358,8 @@ void run(int64_t handle, int64_t request) {
   const bool whole = c.row_bytes % kUnit == 0 && aligned(c.x) && aligned(c.out) && aligned(c.residual) &&
                      aligned(c.residual_out) && aligned(c.weight) && aligned(c.quantised);
   const auto launch = [&](Kernels kernel) {
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = r.early != 0;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = unsigned(r.cluster);
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = unsigned(r.push + r.sum + r.write), config.blockDim = unsigned(r.threads) + kBookkeepers;
-    config.stream = reinterpret_cast<cudaStream_t>(r.stream);
-    config.attrs = attributes, config.numAttrs = r.cluster > 1 ? 2 : 1;
+    Launch prepared(w, r.push + r.sum + r.write, r.threads, r.cluster, r.early, r.stream);
+    cudaLaunchConfig_t& config = prepared.config;
     if (r.push) {
       const int push = int(r.push), sum = int(r.sum);
       c.push = Blocks{0, push}, c.sum = Blocks{push, sum}, c.write = Blocks{push + sum, int(r.write)};
@@ -375,15 +406,10 @@ void merge_shards(int64_t handle, int64_t request) {
   const Merges kernel = r.dtype == 0   ? merge_for<float>(c.n)
                         : r.dtype == 1 ? merge_for<__nv_bfloat16>(c.n)
                                        : merge_for<__half>(c.n);
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = r.early != 0;
-  cudaLaunchConfig_t config{};
-  config.blockDim = unsigned(r.threads) + kBookkeepers;
-  config.stream = reinterpret_cast<cudaStream_t>(r.stream);
-  config.attrs = &early, config.numAttrs = 1;
   const int64_t wanted = std::max<int64_t>(1, (pieces * c.team + r.threads - 1) / r.threads);
-  config.gridDim = unsigned(std::min({wanted, r.blocks, int64_t(resident(w, config, kernel, 1))}));
+  Launch prepared(w, std::min(wanted, r.blocks), r.threads, 1, r.early, r.stream);
+  cudaLaunchConfig_t& config = prepared.config;
+  config.gridDim = unsigned(std::min(int(config.gridDim.x), resident(w, config, kernel, 1)));
   check(cudaLaunchKernelEx(&config, kernel, c), "launch");
 }
 
@@ -394,6 +420,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(export_handle, weft::export_handle)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(connect, weft::connect)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(connect_here, weft::connect_here)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(destroy, weft::destroy)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plain, weft::plain)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(error, weft::error)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(clear_error, weft::clear_error)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layout, weft::layout)

@@ -1,9 +1,20 @@
 // What the kernels need of the machine and CUDA C++ has no name for. Each primitive states its memory-order contract, in
 // the terms of PTX's memory consistency model.
+//
+// The kernels have two forms, and the architecture that they are compiled for chooses. From Hopper on (sm_90), blocks
+// form clusters and a kernel may begin early. Older GPUs, from sm_80 on, take the plain form: a row to be normalised has
+// one block, and a kernel begins when the one before it has ended. Both give the same bits. The host asks which form a
+// device runs (`plain_here` in peer.cu), and asks the plain one for neither.
 #ifndef WEFT_PTX_CUH
 #define WEFT_PTX_CUH
 
 #include "call.h"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define WEFT_PLAIN 1
+#else
+#define WEFT_PLAIN 0
+#endif
 
 namespace weft {
 
@@ -17,13 +28,6 @@ __device__ inline void sync_named(int barrier, uint32_t threads) {
 __device__ inline void arrive_named(int barrier, uint32_t threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-
-// --- programmatic dependent launch ---------------------------------------------------------------------------------------
-
-// Waits until the kernel before this one on the stream has ended, and sees all that it wrote.
-__device__ inline void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The next kernel's blocks may take their places. Orders nothing: what they may read they wait for by the above.
-__device__ inline void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // --- units in memory that GPUs share ---------------------------------------------------------------------------------------
 
@@ -58,47 +62,66 @@ __device__ inline uint32_t at_most(uint32_t w, uint32_t most) {
   return w;
 }
 
-// --- barriers in shared memory (mbarrier), between the blocks of a cluster ---------------------------------------------------
+// --- barriers in shared memory (mbarrier) ---------------------------------------------------------------------------------
 
 __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
-// Where what lies at p in this block's shared memory lies in another block's.
-__device__ inline uint32_t shared_address_in(uint32_t block, const void* p) {
-  uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
-  return there;
-}
 // By one thread of a block. Others of the block know after a __syncthreads, other blocks after sync_cluster.
 __device__ inline void init_barrier(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+#if !WEFT_PLAIN
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-// Waits for every thread of a cluster's blocks. Relaxed but for init_barrier: a release would wait until what was pushed
-// to other GPUs has come there.
-__device__ inline void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+#endif
 }
 // Release, block: who has seen the phase pass sees what this thread did before in the block's memory.
 __device__ inline void arrive_at(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// The same, and the phase also waits for so many bytes of store_in_block. They may come before.
-__device__ inline void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-}
 // Whether the phase of this parity has passed; may wait for a moment. Acquire, block: then all that came with it is seen.
+#if WEFT_PLAIN
+#define WEFT_LOOK "test_wait"
+#else
+#define WEFT_LOOK "try_wait"
+#endif
 __device__ inline bool has_passed(uint64_t* barrier, uint32_t parity) {
   uint32_t passed;
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "mbarrier." WEFT_LOOK ".parity.shared::cta.b64 p, [%1], %2;\n"
       "selp.u32 %0, 1, 0, p;\n"
       "}"
       : "=r"(passed)
       : "r"(shared_address(barrier)), "r"(parity)
       : "memory");
   return passed;
+}
+#undef WEFT_LOOK
+
+#if !WEFT_PLAIN
+// --- programmatic dependent launch ---------------------------------------------------------------------------------------
+
+// Waits until the kernel before this one on the stream has ended, and sees all that it wrote.
+__device__ inline void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next kernel's blocks may take their places. Orders nothing: what they may read they wait for by the above.
+__device__ inline void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// --- clusters of blocks ------------------------------------------------------------------------------------------------------
+
+// Waits for every thread of a cluster's blocks. Relaxed but for init_barrier: a release would wait until what was pushed
+// to other GPUs has come there.
+__device__ inline void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
+// Where what lies at p in this block's shared memory lies in another block's.
+__device__ inline uint32_t shared_address_in(uint32_t block, const void* p) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
+  return there;
+}
+// As arrive_at, and the phase also waits for so many bytes of store_in_block. They may come before.
+__device__ inline void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
 }
 // Stores to what `place` of this block is in another one, and tells the barrier there of four bytes: who sees that phase
 // pass sees the value (release, cluster, for the value alone; nothing else that this thread did is waited for).
@@ -108,6 +131,14 @@ __device__ inline void store_in_block(uint32_t block, float* place, float value,
                "r"(__float_as_uint(value)), "r"(shared_address_in(block, barrier))
                : "memory");
 }
+#else
+__device__ inline void wait_for_kernel_before() {}
+__device__ inline void let_next_kernel_begin() {}
+// What a cluster of one block never calls.
+__device__ inline void sync_cluster() { __trap(); }
+__device__ inline void arrive_expecting(uint64_t*, uint32_t) { __trap(); }
+__device__ inline void store_in_block(uint32_t, float*, float, uint64_t*) { __trap(); }
+#endif
 
 }  // namespace weft
 

@@ -19,7 +19,7 @@ Prints a line of JSON a measurement, and writes them all, with the cases that fa
 profile` says.
 
     python benchmarks/gpu_decode.py --layouts 1x2,2x1 2x1,2x1 --batches 1 16 64 256 --carriers auto nccl naive
-    python benchmarks/gpu_decode.py --layouts 2x1,2x1 --batches 1 16 64 256 --carriers peer --experts gather dispatch
+    python benchmarks/gpu_decode.py --layouts 2x1,2x1 --carriers peer --moe-exchange gather dispatch
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def measure(send: Send, args: argparse.Namespace, case: dict[str, Any]) -> None:
         transport="auto" if carrier == "naive" else carrier,
         plugins=("weft.bench.nccl_window",) if carrier == "nccl_window" else (),
         plan="naive" if carrier == "naive" else "cheapest",
-        experts=case["experts"],
+        moe_exchange=case["moe_exchange"],
         split_vocabulary=case["split_vocabulary"],
         cuda_graphs=case["graphs"],
         overlap=not args.no_overlap,
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=["1x2,2x1"])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64])
     parser.add_argument("--carriers", nargs="+", default=["auto"], choices=CARRIERS)
-    parser.add_argument("--experts", nargs="+", default=["auto"], choices=["auto", "gather", "dispatch"])
+    parser.add_argument("--moe-exchange", nargs="+", default=["auto"], choices=["auto", "gather", "dispatch"])
     parser.add_argument("--split-vocabulary", nargs="+", default=["off"], choices=["off", "on"])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=80)
@@ -214,10 +214,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     drawn: dict[tuple[Any, ...], dict[str, Answers]] = {}
     # Carriers in turn, so that one that hangs in every layout costs the others nothing.
-    cases = itertools.product(args.carriers, args.layouts, args.experts, args.split_vocabulary)
+    cases = itertools.product(args.carriers, args.layouts, args.moe_exchange, args.split_vocabulary)
     for carrier, shape, experts, split in cases:
-        case = {"layout": shape, "carrier": carrier, "experts": experts, "split_vocabulary": split}
-        many = {experts: len(args.experts) > 1, split: len(args.split_vocabulary) > 1}
+        case = {"layout": shape, "carrier": carrier, "moe_exchange": experts, "split_vocabulary": split}
+        many = {experts: len(args.moe_exchange) > 1, split: len(args.split_vocabulary) > 1}
         name = " ".join([carrier, *(what for what in many if many[what])])
         case |= {"graphs": not (args.eager or args.device == "cpu"), "context": args.context}
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -16,7 +16,7 @@ from weft.bench.chaos import Chaos
 from weft.bench.chaos_clients import ask, questions
 from weft.bench.streamed_completion import LoadError
 from weft.cli import cmd_serve
-from weft.cli.command import Layout, arguments_of, parse
+from weft.cli.command import EngineArguments, parse
 from weft.cli.main import main
 
 
@@ -33,13 +33,21 @@ def test_nothing_is_lost_hangs_or_stays_behind(tmp_path: Path, monkeypatch: pyte
     assert found["requests"]["completed"] > 0 and not found["requests"]["lost"]
 
 
-def test_the_server_gets_the_layout_that_chaos_was_given() -> None:
-    """Every option of it, also those that are still to come."""
-    kinds = get_type_hints(Layout)
-    layout = Layout(**{field.name: another(field.name, kinds[field.name], field.default) for field in fields(Layout)})
-    assert all(getattr(layout, field.name) != field.default for field in fields(Layout))
-    assert parse(cmd_serve.Command, "serve", arguments_of(layout)).layout == layout
-    assert arguments_of(Layout()) == []
+def test_the_server_gets_the_options_that_chaos_was_given() -> None:
+    """Every option of the engine, also those that are still to come."""
+    engine = EngineArguments(**{name: changed(kind) for name, kind in get_type_hints(EngineArguments).items()})
+    values, defaults = engine.values(), EngineArguments().values()
+    assert values.keys() == defaults.keys() and not any(values[name] == defaults[name] for name in values)
+    assert parse(cmd_serve.Command, "serve", engine.arguments()).engine == engine
+    assert EngineArguments().arguments() == []
+
+
+def changed(kind: Any) -> Any:
+    """An option, or a group of options, with other values than the default."""
+    if not is_dataclass(kind):
+        return NAMES["preset"]
+    kinds = get_type_hints(kind)
+    return kind(**{field.name: another(field.name, kinds[field.name], field.default) for field in fields(kind)})
 
 
 NAMES = {"plugins": ("weft.bench.nccl_window",), "transport": "shm", "preset": "qwen3-30b-a3b"}
@@ -55,7 +63,9 @@ def another(name: str, kind: Any, default: Any) -> Any:
     if get_origin(kind) is tuple:
         return ("a", "b")
     inside = [k for k in get_args(kind) if k is not type(None)] or [kind]
-    return not default if inside[0] is bool else 3 if inside[0] is int else "x"
+    if inside[0] is float:
+        return default / 2
+    return not default if inside[0] is bool else 4 if inside[0] is int else "x"
 
 
 class Response:

@@ -93,7 +93,7 @@ def test_greedy_tokens_are_transformers_on_every_layout(
 def test_experts_by_dispatch_give_the_same_tokens(
     model_dir: Path, expected: Any, layout: dict[str, int], executor: str
 ) -> None:
-    with Engine(config(model_dir, executor=executor, experts="dispatch", **layout)) as engine:
+    with Engine(config(model_dir, executor=executor, moe_exchange="dispatch", **layout)) as engine:
         assert [r.token_ids for r in engine.generate(prompts(), GREEDY)] == expected
         ran, _ = engine.comm_report()
         calls = {s.step.split(" ")[0]: s.count for s in ran if "experts" in s.site or "post_attention" in s.site}

@@ -171,7 +171,7 @@ def differ(worker: Worker, what: str, captured: bool) -> None:
     runner._checksums.clear()
 
 
-LAYOUT = dict(attn_dp=2, attn_tp=2, ep=4, moe_tp=1, dcp=2, split_vocabulary="on", experts="dispatch")
+LAYOUT = dict(attn_dp=2, attn_tp=2, ep=4, moe_tp=1, dcp=2, split_vocabulary="on", moe_exchange="dispatch")
 OPS = pytest.mark.parametrize("what", ["stream", "queries", "outputs", "best tokens", "logits", "dispatch"])
 CAPTURED = pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 
@@ -270,7 +270,7 @@ def test_a_recipe_of_a_dispatch_is_added_by_one_registration(model: Path, monkey
         if toy:
             monkeypatch.setitem(RECIPES, Dispatch, (*RECIPES[Dispatch], Recipe("toy", parts=parts)))
             monkeypatch.setitem(settle.DISPATCHES, "toy", run)
-        with Engine(config(model, attn_tp=2, ep=2, experts="dispatch")) as engine:
+        with Engine(config(model, attn_tp=2, ep=2, moe_exchange="dispatch")) as engine:
             tokens = [result.token_ids for result in engine.generate(ASKED, GREEDY)]
             found.append((tokens, {s.step: s.bytes for s in engine.comm_report()[0] if "all_to_allv" in s.step}))
     (tokens, ops), (same, toys) = found

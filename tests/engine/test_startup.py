@@ -52,12 +52,12 @@ def refused(kind: type[Exception], text: str, **changes: Any) -> None:
 def test_a_model_or_layout_that_cannot_be(model_dir: Path, tmp_path: Path, executor: str) -> None:
     refused(ModelError, r"no config\.json", model_dir=tmp_path, executor=executor)
     refused(LayoutError, "8 do not divide over (attn_tp|ep)=3", model_dir=model_dir, executor=executor, attn_tp=3, ep=3)
-    both = dict(experts="dispatch", plan="naive", attn_dp=2, ep=2)
+    both = dict(moe_exchange="dispatch", plan="naive", attn_dp=2, ep=2)
     refused(
         LayoutError, "naive plan is one of all-reduces, by which exp", model_dir=model_dir, executor=executor, **both
     )
     with pytest.raises(LayoutError, match="must be the number of ranks"):
-        config(model_dir, attn_tp=2)
+        config(model_dir, attn_tp=2, ep=3)
 
 
 @pytest.mark.parametrize("name, value", [("transport", "ib"), ("split_vocabulary", True), ("plan", "best")])
@@ -157,7 +157,7 @@ def test_experts_gather_unless_some_step_is_quicker_by_dispatch(
     table = tmp_path / "table.json"
     table.write_text(json.dumps({"transports": {"reference": rows}, "local": [[1, 0.01]], "epilogue": [[1, 0.01]]}))
     asked = config(model_dir, attn_dp=4, ep=4, cost=str(table))
-    assert check_plans(asked, read_model(asked)).experts == settled
+    assert check_plans(asked, read_model(asked)).moe_exchange == settled
     for experts in ("gather", "dispatch"):
-        forced = replace(asked, experts=experts)
+        forced = replace(asked, moe_exchange=experts)
         assert check_plans(forced, read_model(forced)) == forced

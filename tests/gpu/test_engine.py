@@ -41,7 +41,7 @@ LAYOUTS = {
     "2x1": dict(attn_dp=2, ep=2),
     "1x2 nccl": dict(attn_tp=2, ep=2, transport="nccl"),
     "2x1 nccl": dict(attn_dp=2, ep=2, transport="nccl"),
-    "2x1 dispatch": dict(attn_dp=2, ep=2, experts="dispatch", transport="peer"),
+    "2x1 dispatch": dict(attn_dp=2, ep=2, moe_exchange="dispatch", transport="peer"),
     "2x2": dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2),
     "2x2 ep": dict(attn_dp=2, attn_tp=2, ep=4),
     "2x2 nccl": dict(attn_dp=2, attn_tp=2, ep=4, transport="nccl"),
@@ -80,7 +80,7 @@ def test_greedy_answers_are_those_of_a_cpu(name: str, graphs: bool, expected: li
         pytest.skip(f"needs {world} GPUs; this machine has {GPUS}")
     if not graphs and name not in ("1x1", "2x1", "1x2 split"):
         pytest.skip("eager steps run in three layouts, to save time")
-    if layout.get("experts") == "dispatch" and untuned(EngineConfig(device="cuda", **layout)):
+    if layout.get("moe_exchange") == "dispatch" and untuned(EngineConfig(device="cuda", **layout)):
         pytest.skip("what dispatch takes must be measured first: weft tune --device cuda")
     assert answers("cuda", cuda_graphs=graphs, **layout) == expected
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from weft.cli.command import Layout, ModelDir, UserError, arguments_of, check_writable
+from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, check_writable
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Command:
 
     model: ModelDir = None
     """A Hugging Face model directory; left out, the embedded model."""
-    layout: Annotated[Layout, tyro.conf.arg(name="")] = field(default_factory=Layout)
+    engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
     faults: int = 100
     """How many; each kind about equally often."""
     clients: int = 4
@@ -39,8 +37,6 @@ class Command:
     """Tokens of an output, at most."""
     seed: int = 0
     """Of the questions, and of which fault comes when."""
-    step_timeout_s: float = 60.0
-    """A step that takes longer counts as a fault of the ranks."""
     json: Path | None = None
     """Write the report to this file."""
 
@@ -55,8 +51,8 @@ class Command:
             raise UserError("--faults and --clients must be 1 or more, --tokens 2 or more")
         if self.json is not None:
             check_writable(self.json, "--json")
-        config = engine_config(self.model, self.layout)
-        arguments = [f"--step-timeout-s={self.step_timeout_s}", *arguments_of(self.layout)]
+        config = engine_config(self.model, self.engine)
+        arguments = self.engine.arguments()
         if self.model is not None:
             arguments.insert(0, str(self.model))
         try:

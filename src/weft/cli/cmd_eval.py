@@ -8,9 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import tyro
-
-from weft.cli.command import Layout, ModelDir, UserError, engine_config
+from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config
 from weft.cli.start import start_engine
 
 
@@ -29,7 +27,7 @@ class Command:
 
     model: ModelDir = None
     """A Hugging Face model directory; left out, the embedded model."""
-    layout: Annotated[Layout, tyro.conf.arg(name="")] = field(default_factory=Layout)
+    engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
     questions: int = 200
     """How many problems."""
     seed: int = 0
@@ -46,7 +44,7 @@ class Command:
 
         if self.questions < 1:
             raise UserError(f"questions is {self.questions}; it must be 1 or more")
-        config = engine_config(self.model, self.layout, max_waiting=self.questions)
+        config = engine_config(self.model, self.engine, max_waiting=self.questions)
         problems = word_problems.generate("heldout", self.questions, self.seed)
         params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
         with start_engine(config) as engine:

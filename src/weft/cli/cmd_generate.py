@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from weft.cli.command import Layout, ModelDir, UserError, engine_config
+from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config
 from weft.cli.start import start_engine
 
 
@@ -28,7 +28,7 @@ class Command:
     """One or more prompts."""
     model: ModelDir = None
     """A Hugging Face model directory; left out, the embedded model."""
-    layout: Annotated[Layout, tyro.conf.arg(name="")] = field(default_factory=Layout)
+    engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
     chat: bool = False
     """Put each prompt into the model's chat template, as a user's message."""
     max_tokens: int = 128
@@ -48,7 +48,7 @@ class Command:
         """Generates. Raises UserError, LayoutError, ModelError, EngineError."""
         from weft.engine.request import SamplingParams
 
-        config = engine_config(self.model, self.layout)
+        config = engine_config(self.model, self.engine)
         try:
             params = SamplingParams(
                 max_tokens=self.max_tokens,

@@ -12,10 +12,10 @@ import torch
 import tyro
 from transformers.utils import logging as transformers_logging
 
-from weft.cli.command import ModelDir, TransportName, model_dir
+from weft.cli.command import ModelDir, model_dir
 from weft.comm import peer
 from weft.comm.transport import offer_of
-from weft.comm.transport_registry import NCCL, PEER, REFERENCE, TransportEntry, automatic, transports
+from weft.comm.transport_registry import NCCL, PEER, REFERENCE, TransportEntry, TransportName, automatic, transports
 from weft.engine.planning import plan_model, sharded_context, split_steps
 from weft.models.load import build_model, float8_says
 from weft.models.registry import load_config, registry

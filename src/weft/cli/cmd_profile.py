@@ -7,9 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
-from weft.cli.command import Layout, ModelDir, UserError, engine_config, stop_on_sigterm
+from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config, stop_on_sigterm
 from weft.cli.start import start_engine
 from weft.place.show import columns, size_text
 
@@ -32,15 +30,13 @@ class Command:
 
     model: ModelDir = None
     """A Hugging Face model directory; left out, the embedded model."""
-    layout: Annotated[Layout, tyro.conf.arg(name="")] = field(default_factory=Layout)
+    engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
     batch: int = 16
     """Sequences, over all DP groups."""
     context: int = 512
     """Tokens of each prompt."""
     steps: int = 20
     """How many to watch."""
-    max_batch_tokens: int = 2048
-    """Rows of one step of a DP group, as in `weft serve`."""
     output: Path = Path("profile")
     """Folder for the files."""
 
@@ -50,16 +46,17 @@ class Command:
         from weft.profiler.breakdown import MIN_STEPS, SPARE_TOKENS, output_length, run
         from weft.profiler.chart import draw
 
-        for name in ("batch", "context", "steps", "max_batch_tokens"):
+        rows = self.engine.requests.max_batch_tokens
+        for name in ("batch", "context", "steps"):
             least = MIN_STEPS if name == "steps" else 1
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
-        tokens = output_length(self.steps, -(-self.batch * self.context // self.max_batch_tokens))
+        tokens = output_length(self.steps, -(-self.batch * self.context // rows))
         config = engine_config(
             self.model,
-            self.layout,
+            self.engine,
             max_running=self.batch,
-            max_batch_tokens=max(self.max_batch_tokens, self.batch),
+            max_batch_tokens=max(rows, self.batch),
             prefix_cache=False,
         )
         positions = config.read_model().max_position
@@ -88,7 +85,7 @@ class Command:
             "what": "weft profile",
             "host": describe_host(),
             "model": config.model.resolve().name,
-            "layout": self.layout.values() | {"num_layers": config.num_layers},
+            "layout": vars(self.engine.layout) | {"num_layers": config.num_layers},
             "batch": self.batch,
             "context": self.context,
             "steps": self.steps,

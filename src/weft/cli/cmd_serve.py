@@ -9,39 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
-from weft.cli.command import Layout, ModelDir, UserError, engine_config, stop_on_sigterm
+from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config, stop_on_sigterm
 from weft.cli.start import start_engine
 from weft.server.options import Options
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Of the engine: what it holds and how it behaves."""
-
-    max_waiting: int = 1024
-    """Requests that may wait for a place; more are refused with 429 and a time to retry after."""
-    step_timeout_s: float = 60.0
-    """A step that takes longer counts as a failure of the ranks."""
-    max_restarts: int = 3
-    """Failures of ranks within ten minutes after which they are started anew; one more ends the server."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and activations; auto is float32 on CPUs."""
-    kv_tokens: int | None = None
-    """Tokens in the key-value cache of each rank; left out, 65536 on CPUs, and on GPUs what fits."""
-    gpu_memory_fraction: float = 0.9
-    """Of each GPU's memory, what may be used in all where --kv-tokens is left out."""
-    max_batch_tokens: int = 2048
-    """Rows of one step of a DP group; longer prompts are read in chunks."""
-    max_running: int = 64
-    """Sequences that a DP group runs at once."""
-    max_model_len: int | None = None
-    """Tokens of prompt and output together; left out, what the model allows."""
-    threads: int = 1
-    """Threads of each rank; more ranks usually use the cores better."""
-    executor: Literal["process", "thread"] = "process"
-    """thread runs all ranks in this process on the reference transport: slow, for a close look."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +28,12 @@ class Command:
 
     model: ModelDir = None
     """A Hugging Face model directory; left out, the embedded model."""
-    layout: Annotated[Layout, tyro.conf.arg(name="")] = field(default_factory=Layout)
+    engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
-    http: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
-    engine: Annotated[EngineOptions, tyro.conf.arg(name="")] = field(default_factory=EngineOptions)
+    http: Annotated[Options, UNNAMED] = field(default_factory=Options)
     log_format: Literal["text", "json"] = "text"
     """Of the log on stderr."""
     served_model_name: str | None = None
@@ -85,7 +54,7 @@ class Command:
             raise UserError(str(error)) from error
         if self.served_model_name == "":
             raise UserError("served_model_name is empty; give one, or leave it out")
-        config = engine_config(self.model, self.layout, **vars(self.engine))
+        config = engine_config(self.model, self.engine)
         try:
             listener = run.bind(self.host, self.port)
         except OSError as error:

@@ -16,9 +16,9 @@ from weft.bench.host import describe_host
 from weft.bench.ranks import run_ranks
 from weft.bench.tune import find_sizes, price, price_locals
 from weft.bench.tune_gpu import measure_gpus
-from weft.cli.command import TransportName, UserError, check_writable, stop_on_sigterm
+from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.cli.progress import progress_bar
-from weft.comm.transport_registry import SHM_RANKS, automatic, transports
+from weft.comm.transport_registry import SHM_RANKS, TransportName, automatic, transports
 from weft.place.cost import host_table
 
 SIZES = [1 << p for p in range(12, 25, 2)]

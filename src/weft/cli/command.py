@@ -1,4 +1,4 @@
-"""What commands share: the list of them, the layout's options, and how a dataclass becomes a command."""
+"""What commands share: the list of them, the engine's options, and how a dataclass becomes a command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
@@ -18,9 +18,17 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from weft.assets import embedded_model_dir, preset_dir
 from weft.cli.other_engines import hint, renamed
-from weft.comm.transport_registry import AUTO, REFERENCE, TRANSPORTS, transports
+from weft.comm.transport_registry import AUTO, REFERENCE, TransportChoice, TransportName, transports
+from weft.engine.engine_options import (
+    CacheOptions,
+    CommunicationOptions,
+    EngineOptions,
+    LayoutOptions,
+    ModelOptions,
+    RankOptions,
+    RequestOptions,
+)
 from weft.models.directory import no_model
-from weft.place.spec import LayoutError, Mesh
 from weft.plugins import PluginError
 
 T = TypeVar("T")
@@ -44,24 +52,9 @@ COMMANDS = {
 EXTRAS = {"serve": "serve", "bench serving": "bench", "profile": "bench"}
 """The extra with the packages that a command imports beside those that Weft always brings."""
 
+UNNAMED = tyro.conf.arg(name="")
+"""Of options that stand in a group of their own in the help, and have no prefix."""
 ModelDir = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_DIR]")]
-
-
-class TransportName(str):
-    """An option of the table of transports: its values follow from that, plugins' transports included."""
-
-
-class TransportChoice(TransportName):
-    """The same, or AUTO."""
-
-
-ANY_TRANSPORT = TransportChoice(AUTO)
-
-BETWEEN_RANKS = (
-    f"Between the ranks: on CPUs {' or '.join(e.option for e in TRANSPORTS if e.runs_on('cpu'))}, on GPUs "
-    f"{' or '.join(e.option for e in TRANSPORTS if e.runs_on('cuda'))}, or a plugin's; auto: whichever costs less, "
-    "step by step."
-)
 
 
 class UserError(Exception):
@@ -69,94 +62,41 @@ class UserError(Exception):
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the ranks are laid out (attn-dp × attn-tp = ep × moe-tp = the number of ranks), and what model they run."""
+class EngineArguments:
+    """The model in place of a directory, and all options of the engine."""
 
-    attn_dp: int = 1
-    """Data-parallel groups of the attention, each with requests of its own."""
-    attn_tp: int = 1
-    """Ranks that share a group's attention heads."""
-    ep: int | None = None
-    """Parts that the experts are split into; left out, the same as --attn-dp."""
-    moe_tp: int | None = None
-    """Ranks that share each expert; left out, the same as --attn-tp."""
-    dcp: int = 1
-    """Ranks of --attn-tp that shard a group's cached tokens, so that it holds so many times as many."""
-    dcp_interleave: int | None = None
-    """Tokens in a row that one of them holds; left out, a page."""
-    dcp_exchange: Literal["auto", "ag_rs", "a2a", "fused"] = "auto"
-    """How their attention is merged; auto: whichever costs least."""
-    dcp_prefill: Literal["auto", "gather", "merge"] = "auto"
-    """Whether prompts gather the tokens that they see, or are merged as decode rows are; auto: whichever costs less."""
-    dcp_query: Literal["gather", "replicate"] = "gather"
-    """replicate: each of them makes the queries of all, from more weights, where they would gather them."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cuda: a GPU a rank; auto: GPUs where there are as many as ranks."""
-    transport: Annotated[TransportChoice, tyro.conf.arg(help=BETWEEN_RANKS)] = ANY_TRANSPORT
-    cost: str = "auto"
-    """Cost model of the planner: auto (this host's table, once weft tune wrote one), a preset, or FILE.json."""
-    plugins: tuple[str, ...] = ()
-    """Python modules or .py files that add model families or transports; they run, so name only what you trust."""
     preset: str | None = None
     """A published config in place of MODEL_DIR, such as qwen3-30b-a3b, to be run with --load-format dummy."""
-    load_format: Literal["auto", "dummy"] = "auto"
-    """dummy makes weights up, to measure a shape; auto reads the directory's safetensors."""
-    num_layers: int | None = None
-    """Only the model's first so many layers."""
-    split_vocabulary: Literal["off", "on", "auto"] = "auto"
-    """on: embedding and head are split over --attn-tp too; auto: on GPUs, where decode steps are quicker by it."""
-    moe_exchange: Literal["auto", "gather", "dispatch"] = "auto"
-    """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back (on GPUs with
-    --transport peer); auto: on CPUs whichever costs less. Where a step dispatches, shared experts are whole on all."""
-    float8: Literal["auto", "on", "off"] = "auto"
-    """Whether weights that a checkpoint has in FP8 stay so, and their products are in FP8; auto: on GPUs."""
-    cuda_graphs: bool = True
-    """Whether steps on GPUs are captured."""
-    cpu_bind: str | None = None
-    """Cores of each rank, such as 0-3|4-7, or auto to divide them evenly; left out, ranks are not bound."""
+    model: Annotated[ModelOptions, UNNAMED] = field(default_factory=ModelOptions)
+    layout: Annotated[LayoutOptions, UNNAMED] = field(default_factory=LayoutOptions)
+    cache: Annotated[CacheOptions, UNNAMED] = field(default_factory=CacheOptions)
+    requests: Annotated[RequestOptions, UNNAMED] = field(default_factory=RequestOptions)
+    ranks: Annotated[RankOptions, UNNAMED] = field(default_factory=RankOptions)
+    communication: Annotated[CommunicationOptions, UNNAMED] = field(default_factory=CommunicationOptions)
 
     def check(self, model: Path | None) -> None:
-        """What can be checked without torch, of the layout and the model directory beside it. Raises UserError."""
-        if self.preset is not None and self.load_format != "dummy":
+        """What can be checked without torch, of the options and the model directory beside them. Raises UserError."""
+        if self.preset is not None and self.model.load_format != "dummy":
             add = "add --load-format dummy to make some up"
             raise UserError(f"--preset {self.preset} is a shape without weights; {add}")
         model_dir(model, self.preset)
-        values = self.values()
         try:
-            Mesh(*(values[name] for name in ("attn_dp", "attn_tp", "ep", "moe_tp", "dcp")))
-        except LayoutError as error:
+            for options in self._groups():
+                options.check()
+        except ValueError as error:
             raise UserError(str(error)) from error
 
     def values(self) -> dict[str, Any]:
         """As EngineConfig takes them."""
-        ep = self.attn_dp if self.ep is None else self.ep
-        moe_tp = self.attn_tp if self.moe_tp is None else self.moe_tp
-        return {
-            "attn_dp": self.attn_dp,
-            "attn_tp": self.attn_tp,
-            "ep": ep,
-            "moe_tp": moe_tp,
-            "experts": self.moe_exchange,
-        } | {
-            name: getattr(self, name)
-            for name in (
-                "dcp",
-                "dcp_interleave",
-                "dcp_exchange",
-                "dcp_prefill",
-                "dcp_query",
-                "device",
-                "transport",
-                "cost",
-                "plugins",
-                "load_format",
-                "num_layers",
-                "split_vocabulary",
-                "float8",
-                "cuda_graphs",
-                "cpu_bind",
-            )
-        }
+        return {name: value for options in self._groups() for name, value in vars(options).items()}
+
+    def arguments(self) -> list[str]:
+        """The arguments by which a command gets these options; what it has by default is left out."""
+        preset = [] if self.preset is None else ["--preset", self.preset]
+        return [*preset, *(text for options in self._groups() for text in _arguments_of(options))]
+
+    def _groups(self) -> tuple[EngineOptions, ...]:
+        return self.model, self.layout, self.cache, self.requests, self.ranks, self.communication
 
 
 def parse(command: type[T], name: str, arguments: list[str]) -> T:
@@ -165,7 +105,7 @@ def parse(command: type[T], name: str, arguments: list[str]) -> T:
     arguments, old_names = renamed(arguments)
     for line in old_names:
         print(f"weft: {line}", file=sys.stderr)
-    starts_engine = get_type_hints(command).get("layout") is Layout
+    starts_engine = get_type_hints(command).get("engine") is EngineArguments
     if starts_engine and (advice := hint(arguments)) is not None:
         raise UserError(advice)
     parsed: Any = tyro.cli(
@@ -176,7 +116,7 @@ def parse(command: type[T], name: str, arguments: list[str]) -> T:
         registry=_with_transports(arguments),
     )
     if starts_engine:
-        parsed.layout.check(parsed.model)
+        parsed.engine.check(parsed.model)
     return parsed
 
 
@@ -202,12 +142,11 @@ def _with_transports(arguments: Sequence[str]) -> ConstructorRegistry:
     return found
 
 
-def arguments_of(options: Any) -> list[str]:
-    """The arguments by which a command gets such options: a dataclass, what it has by default left out."""
+def _arguments_of(options: EngineOptions) -> list[str]:
     found: list[str] = []
-    for field in dataclasses.fields(options):
-        value, name = getattr(options, field.name), field.name.replace("_", "-")
-        if value == field.default:
+    for each in dataclasses.fields(options):  # type: ignore[arg-type]
+        value, name = getattr(options, each.name), each.name.replace("_", "-")
+        if value == each.default:
             continue
         if isinstance(value, bool):
             found.append(f"--{name}" if value else f"--no-{name}")
@@ -241,14 +180,12 @@ def model_dir(model: Path | None, preset: str | None) -> Path:
         raise UserError(str(error)) from error
 
 
-def engine_config(model: Path | None, layout: Layout, **options: Any) -> Any:
-    """The EngineConfig of a command's options; None means the default. Raises UserError, LayoutError."""
+def engine_config(model: Path | None, engine: EngineArguments, **options: Any) -> Any:
+    """The EngineConfig of a command's options; `options` are the command's own. Raises UserError, LayoutError."""
     from weft.engine.config import EngineConfig
 
-    values: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     try:
-        values["model"] = model_dir(model, layout.preset)
-        return EngineConfig(**(values | layout.values()))
+        return EngineConfig(model=model_dir(model, engine.preset), **engine.values() | options)
     except ValueError as error:
         raise UserError(str(error)) from error
 

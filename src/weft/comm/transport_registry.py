@@ -27,6 +27,17 @@ T = TypeVar("T")
 
 AUTO = "auto"
 """The option that enables every transport of a device whose row has `auto`; the planner chooses among them."""
+
+
+class TransportName(str):
+    """An option of the table of transports: its values follow from that, plugins' transports included."""
+
+
+class TransportChoice(TransportName):
+    """The same, or AUTO."""
+
+
+ANY_TRANSPORT = TransportChoice(AUTO)
 SHM_RANKS = 16
 
 

@@ -71,8 +71,8 @@ def resolve_defaults(config: EngineConfig) -> EngineConfig:
     """
     if config.float8 == "auto":
         config = replace(config, float8="on" if on_gpus(config) else "off")
-    if config.experts == "auto" and on_gpus(config):
-        config = replace(config, experts="gather")
+    if config.moe_exchange == "auto" and on_gpus(config):
+        config = replace(config, moe_exchange="gather")
     if config.split_vocabulary != "auto":
         return config
     if not on_gpus(config):
@@ -92,12 +92,12 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """
     check_packages(config)
     counting = [option for option, entry in transports(config.plugins).items() if entry.takes_live_sizes]
-    if config.experts == "dispatch" and on_gpus(config) and config.transport not in counting:
+    if config.moe_exchange == "dispatch" and on_gpus(config) and config.transport not in counting:
         raise LayoutError(
             "experts by dispatch on GPUs count rows on the device: "
             f"add --transport {' or '.join(counting)}, or leave it out"
         )
-    if config.experts == "dispatch" and config.plan == "naive":
+    if config.moe_exchange == "dispatch" and config.plan == "naive":
         raise LayoutError(
             "the naive plan is one of all-reduces, by which experts gather: leave experts or plan as it is"
         )
@@ -118,7 +118,7 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         dispatches |= any(isinstance(each.value, Dispatch) for each in settled)
         planner.naive(counts)
         if rows >= config.max_batch_tokens:
-            return config if dispatches or config.experts != "auto" else replace(config, experts="gather")
+            return config if dispatches or config.moe_exchange != "auto" else replace(config, moe_exchange="gather")
         rows *= 2
 
 

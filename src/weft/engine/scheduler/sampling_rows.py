@@ -11,8 +11,8 @@ from weft.engine.request import Sequence
 
 def sampling(sequence: Sequence) -> Sampling:
     """The sampling parameters of all its tokens."""
-    p = sequence.params
-    return Sampling(p.temperature, p.top_p, p.top_k, sequence.seed, p.min_p)
+    shared = {name: getattr(sequence.params, name) for name in Sampling.__struct_fields__}
+    return Sampling(**shared | {"seed": sequence.seed})
 
 
 def adjust(sequence: Sequence) -> Adjust | None:

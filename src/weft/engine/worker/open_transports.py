@@ -117,7 +117,7 @@ def _largest(config: EngineConfig) -> int:
     mesh, model, dtype = config.mesh, config.read_model(), dtype_of(config)
     rows = sum(bucket((config.max_batch_tokens,) * mesh.attn_dp))
     largest = max(rows * model.hidden_size * dtype.itemsize, gathered_logits(config, model))
-    if mesh.dcp == 1 and config.experts != "dispatch":
+    if mesh.dcp == 1 and config.moe_exchange != "dispatch":
         return largest
     chain = trace(model, mesh, dtype)
     decoded = min(config.max_running, config.max_batch_tokens)  # a step's decode rows are merged in one call

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from comm.forks import Fork, arenas
+from weft.comm.host_memory import NOTE_BYTES, HostMemory
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.place.spec import Mesh
 
@@ -278,6 +279,59 @@ def two_worlds(folder: Path) -> None:
         expect_lost(well[rank], 2)
     for fork in (*doomed, *well):
         fork.reap()
+
+
+def host_memory_waits(folder: Path) -> None:
+    """No rank passes a barrier before the last has come, over and over; notes arrive; who is done may leave."""
+    (folder / "seen").mkdir()
+
+    def rank_main(rank: int, ready: int) -> list[bytes]:
+        memory = HostMemory(Mesh(2, 2, 2, 2), rank, folder / "meet", 240.0)
+        os.write(ready, b"x")
+        notes = memory.gather_notes(bytes([rank]) * NOTE_BYTES)
+        for turn in range(50):
+            (folder / "seen" / f"{turn} {rank}").touch()
+            memory.barrier((0, 1, 2, 3))
+            assert all((folder / "seen" / f"{turn} {other}").exists() for other in range(4)), turn
+        if rank == 3:
+            time.sleep(0.3)  # by then the first two have left
+        memory.barrier((0, 1) if rank < 2 else (2, 3))
+        memory.close()
+        memory.close()
+        return notes
+
+    forks = all_met([partial(rank_main, r) for r in range(4)])
+    outcomes = [fork.outcome() for fork in forks]
+    assert all(o and o.value == [bytes([r]) * NOTE_BYTES for r in range(4)] for o in outcomes), outcomes
+    for fork in forks:
+        fork.reap()
+
+
+def host_memory_loses(folder: Path) -> None:
+    """A killed rank, and one that left, are lost to who waits for them; a late one is named."""
+
+    def rank_main(how: str, rank: int, ready: int) -> None:
+        memory = HostMemory(MESH, rank, folder / "meet", 0.3 if how == "late" else 240.0)
+        os.write(ready, b"x")
+        if rank == 1 and how == "left":
+            memory.close()
+        if rank == 1:
+            time.sleep(600)
+        memory.barrier(WORLD)
+
+    for how in ("killed", "left", "late"):
+        forks = all_met([partial(rank_main, how, r) for r in WORLD])
+        if how == "killed":
+            forks[1].signal(signal.SIGKILL)
+        for rank in (0, 2):
+            if how != "late":
+                expect_lost(forks[rank], 1)
+                continue
+            outcome = forks[rank].outcome()
+            assert outcome is not None and outcome.classes[0] in ("CommTimeout", "PeerLost"), outcome
+            assert "for rank 1" in outcome.error or outcome.classes[0] == "PeerLost", outcome
+        end(forks)
+    assert not shared_files()
 
 
 def only_memfd(folder: Path) -> None:

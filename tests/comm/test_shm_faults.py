@@ -41,6 +41,8 @@ def nursery() -> Iterator[Nursery]:
         faults.one_is_stopped,
         faults.interrupted,
         faults.groups_end_apart,
+        faults.host_memory_waits,
+        faults.host_memory_loses,
         faults.one_leaves,
         faults.two_worlds,
         faults.only_memfd,

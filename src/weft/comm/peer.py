@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from weft.comm.host_memory import NOTE_BYTES, HostMemory
 from weft.comm.peer_launch import (
     MAX_NORMED_BYTES,
     MAX_RANKS,
@@ -29,7 +30,6 @@ from weft.comm.peer_launch import (
     merge_launch,
     spared_by_two_shot,
 )
-from weft.comm.shm import ShmTransport
 from weft.comm.transport import (
     CommError,
     CommTimeout,
@@ -92,7 +92,7 @@ def layout() -> str:
 
 
 class Host(Protocol):
-    """What a rank's host needs of its peers: see ShmTransport."""
+    """What a rank's host needs of its peers: see HostMemory."""
 
     def barrier(self, group: Ranks) -> None:
         """Returns once every rank's host is here; raises CommError."""
@@ -120,8 +120,7 @@ def check_peer_access(world: int, rank: int) -> None:
 class PeerTransport(NamedCalls):
     """One GPU of a host; see `weft.comm.transport.Transport` for what each method gives.
 
-    path: where the ranks meet, as for ShmTransport, which carries what the hosts say to each other. device: this
-    rank's.
+    path: where the ranks' processes meet (`weft.comm.host_memory`). device: this rank's.
     max_bytes: of the larger of a call's input and result, however uneven the ranks' shares; a little more than twice as
     much is taken at the start for each rank of each group that this one is in. timeout_s: of a kernel's wait; past it
     the kernel ends, and `check`, or the next call, raises PeerLost or CommTimeout.
@@ -185,10 +184,11 @@ class PeerTransport(NamedCalls):
 
     def _connect(self, mesh: Mesh, path: Path | str) -> Host:
         """Maps every rank's memory into this process; what the hosts can say to each other from then on."""
-        host = ShmTransport(mesh, self.rank, path, timeout_s=max(120.0, self._timeout_s))
-        mine = torch.empty(1, 64, dtype=torch.uint8)
+        host = HostMemory(mesh, self.rank, path, max(120.0, self._timeout_s))
+        mine = torch.empty(NOTE_BYTES, dtype=torch.uint8)
         self._kernels.export_handle(self._handle, mine)
-        self._kernels.connect(self._handle, host.all_gatherv(mine, self.world, (1,) * mesh.world))
+        notes = b"".join(host.gather_notes(mine.numpy().tobytes()))
+        self._kernels.connect(self._handle, torch.frombuffer(bytearray(notes), dtype=torch.uint8).view(-1, NOTE_BYTES))
         return host
 
     def close(self) -> None:

@@ -1,0 +1,99 @@
+"""What processes of one host tell each other without native code: barriers, a few bytes, and which of them is gone.
+
+It is for rare calls: a wait sleeps between looks at the other ranks' counters in a shared segment.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from weft.comm.rendezvous import pidfds, rendezvous
+from weft.comm.transport import CommTimeout, PeerLost, Ranks
+from weft.place.spec import Mesh
+
+NOTE_BYTES = 64
+"""What a rank can share at once."""
+SLEEP_S = 0.0002
+
+
+class HostMemory:
+    """One rank's end.
+
+    path: of a socket in a folder that only this user can reach; the ranks meet there. timeout_s: of each wait. Raises
+    CommError where the ranks of this host do not meet.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, path: Path | str, timeout_s: float):
+        self._rank, self._ranks, self._timeout_s = rank, mesh.peers("host", rank), timeout_s
+        self._groups = {group: at for at, group in enumerate(dict.fromkeys((*mesh.groups, self._ranks)))}
+        world, words = len(self._ranks), mesh.world * (len(self._groups) + 1)
+        size = 8 * words + NOTE_BYTES * mesh.world
+        meeting = rendezvous(Path(path), world, self._ranks.index(rank), [self._ranks, words], lambda: size, timeout_s)
+        self._segment: mmap.mmap | None = None
+        try:
+            self._pidfds = dict(zip(self._ranks, pidfds(meeting.pids), strict=True))
+            self._segment = mmap.mmap(meeting.fd, size)
+            meeting.ready()
+        finally:
+            meeting.close()
+        # An aligned word is stored at once. Row g: to how many barriers of group g each rank has come; the last row:
+        # whether it has left.
+        self._counters = memoryview(self._segment)[: 8 * words].cast("q", (len(self._groups) + 1, mesh.world))
+        self._notes = memoryview(self._segment)[8 * words :]
+
+    def barrier(self, group: Ranks) -> None:
+        """Returns once every rank of the group has called it. Raises PeerLost, CommTimeout."""
+        at, deadline = self._groups[group], time.monotonic() + self._timeout_s
+        turn = self._counters[at, self._rank] + 1
+        self._counters[at, self._rank] = turn
+        for rank in group:
+            while self._counters[at, rank] < turn:
+                self.check()
+                if self._left(rank) and self._counters[at, rank] < turn:  # it will not come any more
+                    raise PeerLost(rank, by=self._rank)
+                if time.monotonic() > deadline:
+                    raise CommTimeout(
+                        f"rank {self._rank}: barrier over {group} waited {self._timeout_s:g} s for rank {rank}"
+                    )
+                time.sleep(SLEEP_S)
+
+    def gather_notes(self, note: bytes) -> list[bytes]:
+        """Every rank's note of NOTE_BYTES, in rank order; for a single call of each rank. Raises as `barrier` does."""
+        self._notes[NOTE_BYTES * self._rank : NOTE_BYTES * (self._rank + 1)] = note
+        self.barrier(self._ranks)
+        return [bytes(self._notes[NOTE_BYTES * rank : NOTE_BYTES * (rank + 1)]) for rank in self._ranks]
+
+    def check(self) -> None:
+        """Raises PeerLost where a rank's process is gone that did not close its end."""
+        for rank in self._ranks:
+            if self._ended(rank) and not self._left(rank):
+                raise PeerLost(rank, by=self._rank)
+
+    def close(self) -> None:
+        """Leaves: the end of this process is no loss to the others from now on. It may be called twice."""
+        if self._segment is None:
+            return
+        self._counters[len(self._groups), self._rank] = 1
+        self._counters.release()
+        self._notes.release()
+        with suppress(BufferError):
+            self._segment.close()
+        self._segment = None
+        for fd in self._pidfds.values():
+            if fd >= 0:
+                os.close(fd)
+
+    def _left(self, rank: int) -> bool:
+        return bool(self._counters[len(self._groups), rank])
+
+    def _ended(self, rank: int) -> bool:
+        if (fd := self._pidfds[rank]) < 0:
+            return False
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(0))

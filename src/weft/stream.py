@@ -172,7 +172,7 @@ class Stream:
 
     def add(self, delta: Hidden) -> None:
         """Adds a block's output to the stream; its debt is settled by the next read."""
-        have = self._rows.room(delta.placement.rows)
+        have = self._rows.capacity_of(delta.placement.rows)
         if delta.value.shape[0] != have:
             raise PlacementError(
                 f"{delta.origin} adds {delta.value.shape[0]} rows as {delta.placement}, which means {have} rows here"
@@ -317,7 +317,7 @@ class Stream:
         if not edge.moves:
             return self._rows.carry(edge, x, self._local)
         if self._rows.idle:  # no rank holds a row, and every rank knows it
-            rows = self._rows.room(edge.dst.rows)
+            rows = self._rows.capacity_of(edge.dst.rows)
             return x.new_empty((2, rows, x.shape[1]) if epilogue else (rows, x.shape[1]))
         try:
             with nullcontext() if self._times is None else self._times.timed(self._plan.counts, site, step):

@@ -50,5 +50,5 @@ def test_replicated_values_are_not_summed() -> None:
 def test_rows_that_a_rank_sends_itself_are_those_that_it_receives() -> None:
     [transport, _] = ReferenceWorld(2).transports()
     for send, receive in (((2, 1), (1, 0)), ((2, 1), (2,)), ((2, 1), (2, 1, 0))):
-        with pytest.raises(CommError, match=r"rows sent and .* received do not fit each other"):
+        with pytest.raises(CommError, match=r"rows sent and .* received do not match"):
             transport.all_to_allv(torch.zeros(3, 4), (0, 1), send, receive)

@@ -267,7 +267,7 @@ def test_ranks_with_other_sizes_do_not_meet(tmp_path: Path) -> None:
         text = error_of(
             lambda: ShmTransport(mesh, transport.rank, tmp_path / "b", timeout_s=240, block_bytes=size(transport))
         )
-        assert ("another layout or other sizes", "turned this rank away")[transport.rank] in text
+        assert ("another layout or other sizes", "rejected this rank")[transport.rank] in text
 
     def size(transport: ShmTransport) -> int:
         return (1 << 20) * (1 + transport.rank)

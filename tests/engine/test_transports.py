@@ -81,7 +81,7 @@ def test_a_row_that_is_there_already_is_refused(tmp_path: Path) -> None:
         "from dataclasses import replace\nfrom weft.comm.transport_registry import GLOO\n"
         "TRANSPORTS = (replace(GLOO, name='another'),)\n"
     )
-    with pytest.raises(PluginError, match=r"twice.py adds a transport gloo, as another one is called"):
+    with pytest.raises(PluginError, match=r"twice.py adds transport gloo, but there is another of this name"):
         transports([str(plugin)])
     assert list(transports([TOY, TOY])) == ["shm", "gloo", "peer", "nccl", "toy"]
 

@@ -160,8 +160,8 @@ def check_padded(
     for number, (_, plan) in enumerate(plans_of(transport, mesh)):
         seen |= {edge.kind for _, _, edge in plan.moves()}
         rows = PaddedRows(mesh, rank, CAPACITY, device)
-        given = [torch.empty(rows.room(r.read.deltas[0].rows), WIDTH, device=device) for r in plan.reads]
-        outs = [got_by(rows.room(r.read.target.rows), device) for r in plan.reads]
+        given = [torch.empty(rows.capacity_of(r.read.deltas[0].rows), WIDTH, device=device) for r in plan.reads]
+        outs = [got_by(rows.capacity_of(r.read.target.rows), device) for r in plan.reads]
         norms = norms_of(plan, device)
         rows.fill((CAPACITY,) * mesh.attn_dp)
 

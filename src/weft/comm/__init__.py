@@ -1,1 +1,1 @@
-"""Transports: who carries a planned step out. They know ranks and rows, never models."""
+"""Transports: they carry out the steps of a plan. They know ranks and rows, never models."""

@@ -1,10 +1,10 @@
 """Rows to the ranks of their experts and back: dispatch and combine.
 
-A row goes once to each rank that has one of its experts, however many of them are there, and takes along which they are
-and what they weigh. A rank gives back one row for each that came: the sum over its experts, in the rows' dtype. Its
-owner adds these in rank order and float32, and rounds once: the same bits on every run. The ranks first tell each other
-how many rows they send; a rank may get every row of the world. On CPUs the host reads these counts, and tensors have
-just these rows; on GPUs they stay on the device, and tensors have the capacity for all.
+A row goes once to each rank that has any of its experts, with the list of its experts and their weights. A rank returns
+one row for each that it received: the sum over its experts, in the rows' dtype. The row's own rank adds these sums in
+rank order and float32, and rounds once: the bits are the same on every run. Ranks first exchange how many rows they
+send; a rank may receive all rows of the world. On CPUs the host reads these counts, and tensors have exactly these
+rows. On GPUs counts stay on the device, and tensors have the capacity for all rows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from weft.place.experts import COUNTS, RETURN, SEND, listed_bytes
 from weft.place.spec import Mesh
 
 Carry = Callable[[str, Tensor, Sizes | LiveSizes], Tensor]
-"""Carries an exchange of the world out, by its name (`weft.place.experts`): all_to_allv of rows, with these sizes."""
+"""Carries out the exchange of this name over the world (`weft.place.experts`): all_to_allv of rows, with these
+sizes."""
 Work = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""What a rank's experts make of rows `[R, width]`, weights `[R, k]` and experts `[R, k]`: `[R, width]`, the sum over
-those of a row's experts that are here."""
+"""A rank's experts, of rows `[R, width]`, weights `[R, k]` and experts `[R, k]`: `[R, width]`, the sum over those of a
+row's experts that this rank has."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,18 @@ class Exchanging:
 
 
 def all_to_allv(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
-    """Rows to the ranks of their experts and back, by the recipe of this name."""
+    """Sends rows to the ranks of their experts and back, by the recipe of this name."""
     return (on_device if x.is_cuda else on_host)(by, x, weight, expert, experts, work)
 
 
 def on_host(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
-    """Rows to the ranks of their experts, and the results back, on CPUs. Every rank of the world must call it.
+    """Sends rows to the ranks of their experts, and the results back, on CPUs. All ranks of the world must call it.
 
-    x `[T, width]`: this rank's own rows; weight `[T, k]`, expert int64 `[T, k]`, of `experts` in all. Each rank calls
-    `work` with the rows that came to it; the ranks of moe_tp that share an expert each get its rows, and each returns
-    its part. Gives `[T, width]`, complete.
+    x: `[T, width]`, this rank's own rows. weight: `[T, k]`. expert: int64 `[T, k]`. experts: their total number.
+    work: each rank calls it with the rows that it received. The ranks of moe_tp that share an expert all get its rows,
+        and each returns its part.
+
+    Returns `[T, width]`, complete.
     """
     mesh, carry, (rows, width), (_, k), n = by.mesh, by.carry, x.shape, expert.shape, by.mesh.world
     goes = torch.zeros(rows, mesh.ep, dtype=torch.bool, device=x.device)
@@ -77,10 +80,10 @@ def on_host(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: 
 
 
 def on_device(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
-    """The same on GPUs: the host waits for nothing, so that a CUDA graph may hold it.
+    """`on_host` for GPUs: the host does not wait, so that a CUDA graph may capture it.
 
-    Experts of −1 are none, as of rows that are padding. What `work` gets has the capacity for every row of the world;
-    rows behind the live ones have no expert.
+    Expert −1 means none, as for padding rows. `work` gets the capacity for all rows of the world; rows after the live
+    ones have no expert.
     """
     from weft.kernels.triton import moe_permute as kernels  # GPUs only: a CPU need not have Triton
 

@@ -1,4 +1,4 @@
-"""Carries formats of rows out: makes rows in them, lays them out as they travel, and takes them apart again.
+"""Kernels of the formats of rows: they make rows in a format, pack them for the wire, and unpack them.
 
 A format is a value of the planner's (`weft.place.row_formats`) and a row of `FORMATS`.
 """
@@ -17,11 +17,13 @@ from weft.place.row_formats import Float8, Format, Wire
 
 
 class FormatKernels(NamedTuple):
-    """What computes with a format; a value is whatever its readers take.
+    """The functions of a format. A value is what the format's readers take.
 
-    make: of (x `[T, width]`, format) the value. tensors: of a value its tensors `[T, …]`, whose bytes are as many as
-    `Format.parts` says. value: of (format, these tensors as uint8) the value. unfilled: of (x, format) a
-    `weft.kernels.float8.Fp8Rows` for a norm of x to fill along with its result; None where norms do not.
+    make: (x `[T, width]`, format) → value.
+    tensors: value → its tensors `[T, …]`; `Format.parts` says how many bytes each has.
+    value: (format, these tensors as uint8) → value.
+    unfilled: (x, format) → a `weft.kernels.float8.Fp8Rows` that a norm of x fills beside its result; None where norms
+        cannot.
     """
 
     make: Callable[[Tensor, Any], Any]
@@ -40,7 +42,7 @@ FORMATS: dict[type[Any], FormatKernels] = {
         unfilled=lambda x, format: float8.unfilled(x, format.group),
     )
 }
-"""Every format that rows may travel in."""
+"""All formats in which rows may travel."""
 
 
 def make(x: Tensor, format: Format) -> Any:
@@ -49,7 +51,7 @@ def make(x: Tensor, format: Format) -> Any:
 
 
 def unfilled(x: Tensor, format: Format) -> float8.Fp8Rows | None:
-    """Where a norm of x `[T, width]` may put its result in a format; None where it cannot."""
+    """Unfilled rows in a format for the result of a norm of x `[T, width]`; None where norms cannot fill them."""
     kernels = FORMATS[type(format)]
     return kernels.unfilled and kernels.unfilled(x, format)
 
@@ -63,9 +65,9 @@ def pack(value: Any, beside: Tensor | None, wire: Wire, width: int) -> Tensor:
 
 
 def unpack(x: Tensor, wire: Wire, width: int) -> tuple[Any, Tensor | None]:
-    """The value, and what travelled beside it as int32 `[T, n]`, of what `pack` made."""
+    """The value of rows that `pack` made, and the rows' `beside` as int32 `[T, n]`."""
     sizes = [*wire.format.parts(width), *([wire.beside] if wire.beside else [])]
-    # Copies even of a single row, whose parts need not begin where their dtypes can be read.
+    # Even a single row is copied: its parts need not be aligned for their dtypes.
     parts = [part.clone(memory_format=torch.contiguous_format) for part in x[:, : sum(sizes)].split(sizes, dim=1)]
     beside = parts.pop().view(torch.int32) if wire.beside else None
     return FORMATS[type(wire.format)].value(wire.format, *parts), beside

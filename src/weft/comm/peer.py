@@ -1,8 +1,8 @@
 """Peer memory: GPUs of one host, on Weft's own CUDA kernels over NVLink (`weft/kernels/csrc/cuda`).
 
-Every exchange is one kernel with no barrier: data is stored straight into the readers' memory and is its own flag.
-Small sums take one shot, larger ones two (`weft.comm.peer_launch`). Calls are queued on torch's current stream and can
-be captured in a CUDA graph; with row counts in device memory, one graph serves every count up to the tensors' size.
+Each exchange is one kernel with no barrier: data is stored directly in the readers' memory and is its own flag. Small
+sums take one shot, larger ones two (`weft.comm.peer_launch`). Calls are queued on torch's current stream and can be
+captured in a CUDA graph; with row counts in device memory, one graph serves all counts up to the tensors' size.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from weft.place.exchange import Exchange, result_rows
 from weft.place.spec import LayoutError, Mesh
 
 MAX_BYTES = 8 << 20
-"""Of a call's largest tensor, unless told otherwise."""
+"""Default of the maximum bytes of a call's largest tensor."""
 TOO_MANY_ROWS = 0x80000000
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DIRECTIONS = ("gather", "scatter", "permute")
 MANY_CALLS = 4096
-"""Kinds of calls that a transport remembers."""
+"""Maximum number of kinds of calls that a transport caches."""
 
 
 class Request(Structure):
-    """A call, as the native `run` takes it: `csrc/cuda/peer.cu` says what each field means."""
+    """A call, as the native `run` takes it; `csrc/cuda/peer.cu` documents the fields."""
 
     _fields_ = (
         *((name, c_int64) for name in ("group", "direction", "segments", "span", "two_shot", "x", "x_rows", "out")),
@@ -81,7 +81,7 @@ class MergeRequest(Structure):
 
 
 def layout() -> str:
-    """What this module takes for granted about the native one, which must say the same."""
+    """The layout of structures and the constants that this module assumes; the native module must report the same."""
     fields = ", ".join(
         " ".join(f"{field[0]}@{getattr(kind, field[0]).offset}" for field in kind._fields_) + f" size {sizeof(kind)}"
         for kind in (Request, MergeRequest)
@@ -92,18 +92,18 @@ def layout() -> str:
 
 
 class Host(Protocol):
-    """What a rank's host needs of its peers: see HostMemory."""
+    """What a rank needs of its peers' hosts: see HostMemory."""
 
     def barrier(self, group: Ranks) -> None:
-        """Returns once every rank's host is here; raises CommError."""
+        """Returns once all ranks' hosts have called it; raises CommError."""
         ...
 
     def check(self) -> None:
-        """Raises PeerLost."""
+        """Raises PeerLost where a rank's process is gone."""
         ...
 
     def close(self) -> None:
-        """Leaves."""
+        """Leaves the world."""
         ...
 
 
@@ -112,21 +112,22 @@ def check_peer_access(world: int, rank: int) -> None:
     for other in range(world):
         if other != rank and not torch.cuda.can_device_access_peer(rank, other):
             raise LayoutError(
-                f"GPU {rank} does not reach the memory of GPU {other}, which transport peer takes; choose --transport "
-                "nccl, or GPUs that do with CUDA_VISIBLE_DEVICES"
+                f"GPU {rank} does not reach the memory of GPU {other}, which transport peer needs; choose --transport "
+                "nccl, or select GPUs that do with CUDA_VISIBLE_DEVICES"
             )
 
 
 class PeerTransport(NamedCalls):
-    """One GPU of a host; see `weft.comm.transport.Transport` for what each method gives.
+    """One GPU of a host; see `weft.comm.transport.Transport` for the results of each method.
 
-    path: where the ranks' processes meet (`weft.comm.host_memory`). device: this rank's.
-    max_bytes: of the larger of a call's input and result, however uneven the ranks' shares; a little more than twice as
-    much is taken at the start for each rank of each group that this one is in. timeout_s: of a kernel's wait; past it
-    the kernel ends, and `check`, or the next call, raises PeerLost or CommTimeout.
+    path: where the ranks' processes meet (`weft.comm.host_memory`). device: of this rank.
+    max_bytes: of the larger of a call's input and result, for any split of rows over ranks. Building the transport
+        allocates a little more than twice as much for each rank of each group that this rank is in.
+    timeout_s: of a kernel's wait. After it the kernel ends, and `check`, or the next call, raises PeerLost or
+        CommTimeout.
 
-    Sums take float32, bfloat16 and float16, in rank order and float32, the same bits on every rank; a NaN may come out
-    as another. What is not summed arrives bit for bit, of whatever dtype.
+    Sums take float32, bfloat16 and float16, in rank order and float32: the same bits on all ranks. A NaN may become
+    another NaN. Exchanges without a sum deliver any dtype bit for bit.
     """
 
     entry = PEER
@@ -145,13 +146,13 @@ class PeerTransport(NamedCalls):
         if mesh.world > MAX_RANKS:
             raise CommError(f"peer takes at most {MAX_RANKS} ranks, not {mesh.world}")
         self.rank, self.device, self.world = rank, device, tuple(range(mesh.world))
-        groups = [g for g in mesh.groups if rank in g]  # of every rank as many, in the same order
+        groups = [g for g in mesh.groups if rank in g]  # equally many on all ranks, in the same order
         self._ids = {g: i for i, g in reversed([*enumerate(groups)])}
         self._timeout_s = timeout_s
         self._calls: dict[tuple[object, ...], tuple[Request, int]] = {}
         self._kernels = self._load()
         if (theirs := self._kernels.layout()) != (ours := layout()):
-            raise CommError(f"the compiled kernels are not these: they say {theirs!r}, this module {ours!r}")
+            raise CommError(f"the compiled kernels do not match: they say {theirs!r}, this module {ours!r}")
         with self._on_device():
             inboxes = [inbox_bytes(len(g), max_bytes) for g in groups]
             self._handle = self._kernels.create(rank, [list(g) for g in groups], inboxes, int(timeout_s * 1e9))
@@ -162,7 +163,7 @@ class PeerTransport(NamedCalls):
 
     @property
     def tuning(self) -> PeerTuning:
-        """May be changed between calls, on every rank alike. The plain form takes no clusters and no early launch."""
+        """May be changed between calls, to the same on all ranks. The plain form takes no clusters and no early launch."""
         return self._tuning
 
     @tuning.setter
@@ -177,13 +178,13 @@ class PeerTransport(NamedCalls):
         return torch.cuda.device(self.device)
 
     def _stream(self) -> int:
-        return torch._C._cuda_getCurrentRawStream(self.device.index)  # torch.cuda.current_stream makes objects of it
+        return torch._C._cuda_getCurrentRawStream(self.device.index)  # torch.cuda.current_stream makes an object
 
     def _synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
     def _connect(self, mesh: Mesh, path: Path | str) -> Host:
-        """Maps every rank's memory into this process; what the hosts can say to each other from then on."""
+        """Maps all ranks' memory into this process; returns the hosts' own connection."""
         host = HostMemory(mesh, self.rank, path, max(120.0, self._timeout_s))
         mine = torch.empty(NOTE_BYTES, dtype=torch.uint8)
         self._kernels.export_handle(self._handle, mine)
@@ -192,9 +193,9 @@ class PeerTransport(NamedCalls):
         return host
 
     def close(self) -> None:
-        """Leaves the world once every rank does: none may free memory that another still writes to.
+        """Leaves the world once all ranks do: no rank may free memory that another still writes to.
 
-        After a lost peer nothing is freed: the end of the process does that.
+        After a lost peer nothing is freed before the process ends.
         """
         if self._handle:
             self._synchronize()
@@ -205,7 +206,7 @@ class PeerTransport(NamedCalls):
         self._handle = 0
 
     def check(self) -> None:
-        """Raises what kernels that have run met: PeerLost, CommTimeout, or rows beyond a tensor's size."""
+        """Raises the errors of kernels that have run: PeerLost, CommTimeout, or more rows than a tensor holds."""
         code = self._kernels.error(self._handle)
         if not code:
             return
@@ -213,7 +214,7 @@ class PeerTransport(NamedCalls):
             raise CommError(
                 f"rank {self.rank}: the counts in device memory ask for more rows than the tensors hold, or an inbox"
             )
-        deadline = time.monotonic() + 1.0  # a process that ends takes a moment to be gone
+        deadline = time.monotonic() + 1.0  # a process that ends is not gone at once
         while time.monotonic() < deadline:
             self._host.check()
             time.sleep(0.02)
@@ -225,7 +226,7 @@ class PeerTransport(NamedCalls):
     def exchange(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None = None
     ) -> Tensor:
-        """As the protocol says. Of LiveSizes, rows behind the live ones are neither read nor written."""
+        """As the protocol says. With LiveSizes, rows after the live ones are neither read nor written."""
         self.check()
         x = x.contiguous()
         live, capacity = (sizes.live, sizes.capacity) if isinstance(sizes, LiveSizes) else (None, sizes)
@@ -269,7 +270,7 @@ class PeerTransport(NamedCalls):
     def _prepare(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, live: bool, epilogue: Epilogue | None
     ) -> tuple[Request, int]:
-        """What is the same in every call like this one, and the rows of its result. Raises CommError."""
+        """The parts of a request that all calls like this one share, and the rows of its result. Raises CommError."""
         place = check_call(self, x, exchange, group, sizes, epilogue)
         direction, n = exchange.direction, len(group)
         if exchange.combine == "sum" and x.dtype not in DTYPES:
@@ -282,7 +283,7 @@ class PeerTransport(NamedCalls):
         sent, received = sizes, sizes[:0]
         if direction == "permute":
             sent, received = sizes[place * n : (place + 1) * n], sizes[place::n]
-        segment = max((*sent, *received), default=0) * row_bytes  # that a rank gets from one in one shot
+        segment = max((*sent, *received), default=0) * row_bytes  # largest that two ranks exchange in one shot
         shared = n > 2 and exchange.combine == "sum" and exchange.span > 1
         two_shot = shared and spared_by_two_shot(exchange, segment) > self._tuning.one_shot_bytes
         launch = launch_of(self._tuning, largest, two_shot, rows if epilogue is not None else 0, row_bytes)
@@ -308,8 +309,8 @@ class PeerTransport(NamedCalls):
     def merge_scatterv(
         self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As the protocol says. Rows behind the live ones are left alone. The kernel takes heads of whole units of 16
-        bytes: others are copied to such, there and back.
+        """As the protocol says. Rows after the live ones are not written. The kernel takes heads of whole units of 16
+        bytes: others are copied to padded heads, and back.
         """
         self.check()
         check_merge(self, out, lse, group)
@@ -326,7 +327,7 @@ class PeerTransport(NamedCalls):
         if out.stride(2) != 1 or any(stride * size % UNIT_BYTES for stride in out.stride()[:2]):
             out = out.contiguous()
         if live is not None:
-            self._expect(live, "how many tokens are live", torch.int32, 1)
+            self._expect(live, "the number of live tokens", torch.int32, 1)
         own = out.new_empty(tokens, heads // len(group), dim), lse.new_empty(tokens, heads // len(group))
         blocks, threads = merge_launch(self._tuning, own[0].nbytes)
         request = MergeRequest(
@@ -360,7 +361,7 @@ class PeerTransport(NamedCalls):
         self._host.barrier(group)
 
     def _expect(self, given: Tensor, what: str, dtype: torch.dtype, *shape: int) -> None:
-        """Raises CommError: a kernel would take whatever lies there."""
+        """Raises CommError for a tensor that does not match: the kernel would read it unchecked."""
         fits = (
             given.dtype == dtype
             and given.shape == shape
@@ -375,7 +376,7 @@ class PeerTransport(NamedCalls):
 
 
 def open_transport(rank: Opening) -> PeerTransport:
-    """Transport peer, as its row of the table has it. Raises LayoutError."""
+    """Transport peer: the `open` of its row in the table. Raises LayoutError."""
     check_peer_access(rank.mesh.world, rank.rank)
     tuning = rank.tuning("peer_tuning", PeerTuning)
     path = rank.directory / "peer"

@@ -1,7 +1,8 @@
-"""How a call of transport peer is laid over a GPU: which algorithm, how many blocks and threads, how large an inbox.
+"""The launch of a call of transport peer: which algorithm, how many blocks and threads, and the size of an inbox.
 
-One shot: sources push to every reader, which sums. Two shots: each part of a segment goes to one of those that share
-it, which sums it and pushes the sum (the terms of MSCCL++ and of TensorRT-LLM's all-reduce kernels).
+One shot: each source pushes its rows to all readers, and each reader sums. Two shots: each part of a segment goes to
+one of the ranks that share it, which sums the part and pushes the sum (the terms of MSCCL++ and of TensorRT-LLM's
+all-reduce kernels).
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from weft.place.exchange import Exchange
 MAX_RANKS, MAX_THREADS = 8, 480
 UNIT_BYTES = 16
 MAX_NORMED_BYTES = 64 << 10
-"""Of a row that an epilogue takes. These four are the kernels' own: see `csrc/cuda/call.h`."""
+"""Bytes of a row that an epilogue takes. These four constants are the kernels' own: see `csrc/cuda/call.h`."""
 NEVER = 1 << 40
 """More bytes than any call has."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A call of from_bytes or more gives its blocks, of up to `threads` threads, a kind of work each."""
+    """In a call of from_bytes or more, each block has one kind of work. threads: maximum of a block."""
 
     from_bytes: int
     push: int
-    sum: int  # none in one shot, where those that write sum
+    sum: int  # 0 in one shot: there the blocks that write also sum
     write: int
     threads: int
 
@@ -33,14 +34,19 @@ class Split:
 class PeerTuning:
     """What depends on the machine. Sizes are bytes of a call's larger tensor.
 
-    one_shot_bytes: sums take two shots where that spares a rank more bytes of what it receives. few_bytes: up to here
-    at most `blocks` blocks of `threads` threads or as many more as it takes for a unit each; beyond, wide_blocks of
-    wide_threads; where rows are normalised, norm_blocks. Merges of attention: merge_blocks, of `threads` while that is
-    a unit each, of merge_threads up to 1024 units a block, then of wide_threads. Of all these, as many as the GPU
-    holds at a time; all do all work.
-    split_…: large calls, by shots and with rows to be normalised or none. cluster: blocks that may share a row to be
-    normalised, a power of two up to 8. Threads come in multiples of 32, up to MAX_THREADS. early: 1: a call's blocks
-    take their places before the kernel before it ends (programmatic dependent launch). GPUs before Hopper have neither.
+    one_shot_bytes: sums take two shots where that saves a rank more than so many received bytes.
+    few_bytes, blocks, threads: a call of up to few_bytes gets at most `blocks` blocks, of `threads` threads, or as many
+        more as give each unit a thread.
+    wide_blocks, wide_threads: of larger calls. norm_blocks: blocks of calls that normalise rows.
+    merge_blocks, merge_threads: of merges of attention. Threads are `threads` while that is one for each unit,
+        merge_threads up to 1024 units a block, then wide_threads.
+    split_…: large calls in which each block has one kind of work, by number of shots and with or without rows to
+        normalise.
+    cluster: maximum blocks that share a row to normalise, a power of two up to 8.
+    early: 1: a call's blocks start before the previous kernel ends (programmatic dependent launch).
+
+    Of all numbers of blocks, the GPU gets as many as it holds at a time. Threads are multiples of 32, up to
+    MAX_THREADS. GPUs before Hopper have neither clusters nor early launch.
     """
 
     one_shot_bytes: int = 192 << 10
@@ -60,13 +66,13 @@ class PeerTuning:
     early: int = 1
 
     def __post_init__(self) -> None:
-        """Takes what JSON makes of a Split."""
+        """Takes a Split as JSON gives it."""
         for name in SPLITS:
             if isinstance(given := getattr(self, name), dict):
                 object.__setattr__(self, name, Split(**given))
 
     def split_from(self, size: int) -> PeerTuning:
-        """The same, with calls of `size` bytes or more split, whatever the edge."""
+        """This tuning, where calls of `size` bytes or more are split, for all edges."""
         return replace(self, **{name: replace(getattr(self, name), from_bytes=size) for name in SPLITS})
 
 
@@ -75,7 +81,8 @@ SPLITS = tuple(f.name for f in fields(PeerTuning) if f.type == "Split")
 
 @dataclass(frozen=True)
 class Launch:
-    """blocks: that push, sum and write; the last alone: that many do all. cluster: of blocks that share a row."""
+    """blocks: that push, sum and write; if only the last is not 0, so many blocks do all work. cluster: blocks that
+    share a row."""
 
     blocks: tuple[int, int, int]
     threads: int
@@ -83,7 +90,7 @@ class Launch:
 
 
 def launch_of(t: PeerTuning, largest: int, two_shot: bool, normed_rows: int, row_bytes: int) -> Launch:
-    """largest: bytes of the larger of input and result. normed_rows: 0 without an epilogue."""
+    """The launch of a call. largest: bytes of the larger of input and result. normed_rows: 0 without an epilogue."""
     if normed_rows:
         split = t.split_two_shot_norm if two_shot else t.split_one_shot_norm
     else:
@@ -94,43 +101,43 @@ def launch_of(t: PeerTuning, largest: int, two_shot: bool, normed_rows: int, row
         return Launch((split.push, split.sum, split.write), threads)
     few = largest <= t.few_bytes
     wide = t.norm_blocks if normed_rows else t.wide_blocks
-    most, threads = (t.blocks, t.threads) if few else (wide, t.wide_threads)
-    if few:  # a unit a thread
-        threads = min(MAX_THREADS, max(threads, -(-largest // (32 * UNIT_BYTES * most)) * 32))
-    wanted = max(1, min(most, -(-largest // (threads * UNIT_BYTES))))
+    limit, threads = (t.blocks, t.threads) if few else (wide, t.wide_threads)
+    if few:  # one thread for each unit
+        threads = min(MAX_THREADS, max(threads, -(-largest // (32 * UNIT_BYTES * limit)) * 32))
+    wanted = max(1, min(limit, -(-largest // (threads * UNIT_BYTES))))
     if not normed_rows:
         return Launch((0, 0, wanted), threads)
     cluster = t.cluster
-    while cluster > 1 and (cluster * normed_rows > most or units < 64 * cluster):
+    while cluster > 1 and (cluster * normed_rows > limit or units < 64 * cluster):
         cluster //= 2
-    blocks = min(most, max(wanted, normed_rows * cluster)) // cluster * cluster
+    blocks = min(limit, max(wanted, normed_rows * cluster)) // cluster * cluster
     return Launch((0, 0, blocks), threads_for(-(-units // cluster), MAX_THREADS), cluster)
 
 
 def merge_launch(t: PeerTuning, own_bytes: int) -> tuple[int, int]:
-    """At most so many blocks, of so many threads, for a merge that gives this rank so many bytes."""
-    each = own_bytes / UNIT_BYTES / t.merge_blocks  # units a block
+    """(maximum of blocks, threads of each) of a merge that gives this rank so many bytes."""
+    each = own_bytes / UNIT_BYTES / t.merge_blocks  # units of a block
     return t.merge_blocks, t.threads if each <= t.threads else t.merge_threads if each <= 1024 else t.wide_threads
 
 
-def threads_for(units: int, most: int) -> int:
-    """Of a block with so many units of a row, in whole warps: all with equally many, which are a few or one."""
+def threads_for(units: int, limit: int) -> int:
+    """Threads of a block for a row of so many units, in whole warps, at most `limit`: all threads have equally many."""
     warps = max(1, -(-units // 32))
-    turns = -(-32 * warps // most)
-    return 32 * -(-warps // turns)
+    passes = -(-32 * warps // limit)
+    return 32 * -(-warps // passes)
 
 
 def inbox_bytes(ranks: int, max_bytes: int) -> int:
-    """What an inbox of a group takes, whatever the shares of a call's rows.
+    """Bytes of a group's inbox, for any split of a call's rows over ranks.
 
-    One shot fills a lane a rank, each with max_bytes at most, or an empty-lane flag. Two shots have half of it for
-    parts of what a rank holds or wants, which at least two ranks share, and half for the sums.
+    One shot fills one lane for each rank, with max_bytes at most, or an empty-lane flag. Two shots use half of it for
+    parts of a rank's input or result, which at least two ranks share, and half for the sums.
     """
     return ranks * (max_bytes + 2 * UNIT_BYTES)
 
 
 def spared_by_two_shot(exchange: Exchange, segment: int) -> float:
-    """Bytes that a rank receives less of segments of so many bytes if they are summed in parts, each by one rank."""
+    """Received bytes that a rank saves if segments of so many bytes are summed in parts, each by one rank."""
     ranks, span, scatters = exchange.ranks, exchange.span, exchange.direction == "scatter"
     second = span - 1 if scatters else ranks - 1  # parts of summed segments
     first = ranks - 1 if scatters else span - 1  # parts of terms

@@ -1,7 +1,7 @@
 """The oracle: N emulated ranks in one process, one thread each, every exchange in plain torch.
 
-Sums are taken in float64 in rank order and rounded once. Every call is checked: the ranks of a group must make the same
-call with fitting shapes, or all of them raise instead of hanging.
+Sums are computed in float64 in rank order and rounded once. Every call is checked: the ranks of a group must make the
+same call with matching shapes, or all of them raise instead of hanging.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 
 class _Meeting:
-    """Where the ranks of one group put their values and look at each other's."""
+    """Where the ranks of one group exchange their values."""
 
     def __init__(self, size: int):
         self.barrier = threading.Barrier(size)
@@ -44,10 +44,11 @@ class _Meeting:
 
 
 class ReferenceWorld:
-    """N emulated ranks. Each rank's transport is to be used from a thread of its own.
+    """N emulated ranks. Each rank's transport must be used from its own thread.
 
-    audit: also refuse sums that cannot be meant: bitwise equal, non-zero inputs on every rank are a replicated value
-    taken for a partial one. timeout_s: after so long without its peers a rank raises CommError.
+    audit: refuse sums that look like mistakes, too: bitwise equal, non-zero inputs on all ranks are a replicated value
+        that was declared partial.
+    timeout_s: a rank that waits longer for its peers raises CommError.
     """
 
     def __init__(self, world: int, *, audit: bool = True, timeout_s: float = 60.0):
@@ -61,7 +62,7 @@ class ReferenceWorld:
         return [ReferenceTransport(self, rank) for rank in range(self.world)]
 
     def abort(self) -> None:
-        """Wakes every waiting rank with CommError, and fails every later call."""
+        """Wakes all waiting ranks with CommError, and fails all later calls."""
         with self._lock:
             self._aborted = True
             meetings = list(self._meetings.values())
@@ -69,7 +70,7 @@ class ReferenceWorld:
             meeting.barrier.abort()
 
     def meet(self, rank: int, group: Ranks, call: Hashable, value: T, work: Callable[[list[T]], R]) -> R:
-        """Shows a value to the group, waits for all, and returns `work` on every rank's value in rank order."""
+        """Shows a value to the group, waits for all, and returns `work` of all ranks' values in rank order."""
         place_in(group, rank)
         with self._lock:
             if self._aborted:
@@ -102,7 +103,7 @@ class ReferenceWorld:
 
 
 class ReferenceTransport(NamedCalls):
-    """One emulated rank; see `weft.comm.transport.Transport` for what each method gives."""
+    """One emulated rank; see `weft.comm.transport.Transport` for the results of each method."""
 
     entry = REFERENCE
 
@@ -149,12 +150,12 @@ class ReferenceTransport(NamedCalls):
 
 
 def open_transport(rank: Opening) -> ReferenceTransport:
-    """Transport reference of a rank that is alone."""
+    """Transport reference for a world of one rank."""
     return ReferenceWorld(1).transports()[0]
 
 
 def _sent(given: list[tuple[Tensor, Sizes]], place: int) -> Sizes:
-    """The whole matrix of a permute, from every sender. Raises CommError where this rank expects other rows."""
+    """The whole matrix of a permute, from all senders. Raises CommError where this rank expects other rows."""
     n = len(given)
     matrix = tuple(rows for i, (_, sizes) in enumerate(given) for rows in sizes[i * n : (i + 1) * n])
     expected, sent = given[place][1][place::n], matrix[place::n]

@@ -1,6 +1,6 @@
-"""Ranks of one host meet: a Unix socket hands every rank the shared segment's file descriptor.
+"""Rendezvous of the ranks of one host: a Unix socket gives all ranks the shared segment's file descriptor.
 
-The segment is a memfd: it has no name, needs no /dev/shm, and is gone with the last process that maps it.
+The segment is a memfd: it has no name, needs no /dev/shm, and is freed with the last process that maps it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from pathlib import Path
 
 from weft.comm.transport import CommError
 
-MOST_HELLO = 1 << 16
+MAX_HELLO = 1 << 16
 
 
 def rendezvous(path: Path, world: int, rank: int, terms: object, size: Callable[[], int], timeout_s: float) -> Meeting:
     """Waits for all ranks; gives the same segment to each.
 
-    path: of the socket, in a folder that only this user can reach; rank 0 makes and removes it. terms: JSON that must
-    be the same on every rank. size: bytes of the segment, asked on rank 0. Raises CommError, naming who is missing or
-    differs.
+    path: of the socket, in a folder that only this user can reach; rank 0 makes and removes it.
+    terms: JSON that must be the same on all ranks. size: gives the segment's bytes; only rank 0 calls it.
+
+    Raises CommError with the ranks that are missing or differ.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -39,14 +40,14 @@ def rendezvous(path: Path, world: int, rank: int, terms: object, size: Callable[
 
 
 class Meeting:
-    """fd: of the segment. pids: of each rank's process. Every rank calls `ready` once it has mapped the segment."""
+    """fd: of the segment. pids: of all ranks' processes. A rank calls `ready` when it has mapped the segment."""
 
     def __init__(self, fd: int, pids: list[int], rank: int, peers: Sequence[socket.socket], deadline: float):
         self.fd, self.pids = fd, pids
         self._rank, self._peers, self._deadline = rank, peers, deadline
 
     def ready(self) -> None:
-        """Returns once every rank has called it. Raises CommError."""
+        """Returns once all ranks have called it. Raises CommError."""
         try:
             for peer in self._peers:
                 if self._rank:
@@ -70,7 +71,7 @@ class Meeting:
 
 
 def pidfds(pids: Sequence[int]) -> list[int]:
-    """A descriptor of each other process that tells when it ends; -1 for this. Raises CommError before Linux 5.3."""
+    """For each other process a descriptor that signals its end; −1 for this one. Raises CommError before Linux 5.3."""
     try:
         return [-1 if pid == os.getpid() else os.pidfd_open(pid) for pid in pids]
     except OSError as error:
@@ -78,16 +79,16 @@ def pidfds(pids: Sequence[int]) -> list[int]:
 
 
 def _host(path: Path, world: int, terms: str, size: int, deadline: float) -> Meeting:
-    # On an error, who already came must hear of it now, not when the last reference to a socket goes.
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ExitStack() as on_error:
+    # On an error the ranks that came must learn of it now, not when the last reference to a socket is dropped.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server, ExitStack() as on_error:
         with suppress(FileNotFoundError):
-            path.unlink()  # of a run that was killed; one that lives would hold another folder
-        listener.bind(str(path))
-        listener.listen(world)
+            path.unlink()  # left by a run that was killed; a live run has another folder
+        server.bind(str(path))
+        server.listen(world)
         peers: dict[int, socket.socket] = {}
         pids = {0: os.getpid()}
         try:
-            for peer, rank, pid, theirs in _callers(listener, on_error, deadline) if world > 1 else ():
+            for peer, rank, pid, theirs in _callers(server, on_error, deadline) if world > 1 else ():
                 if theirs != terms:
                     raise CommError(f"rank {rank} has another layout or other sizes than rank 0: {theirs}")
                 if not 0 < rank < world or rank in peers:
@@ -110,22 +111,23 @@ def _host(path: Path, world: int, terms: str, size: int, deadline: float) -> Mee
 
 
 def _callers(
-    listener: socket.socket, on_error: ExitStack, deadline: float
+    server: socket.socket, on_error: ExitStack, deadline: float
 ) -> Iterator[tuple[socket.socket, int, int, str]]:
-    """Who comes, with rank, process and terms. Who says something else is sent off; who says nothing keeps no one."""
+    """Connections with rank, process and terms. A caller that sends anything else is rejected; one that sends nothing
+    delays no other."""
     with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
+        selector.register(server, selectors.EVENT_READ)
         try:
             while (left := deadline - time.monotonic()) > 0:
                 for key, _ in selector.select(left):
-                    if key.fileobj is listener:
-                        new = on_error.enter_context(listener.accept()[0])
+                    if key.fileobj is server:
+                        new = on_error.enter_context(server.accept()[0])
                         selector.register(new, selectors.EVENT_READ, (new, bytearray()))
                         continue
                     caller, text = key.data
                     try:
                         text += (more := caller.recv(65536))
-                        if more and not text.endswith(b"\n") and len(text) < MOST_HELLO:
+                        if more and not text.endswith(b"\n") and len(text) < MAX_HELLO:
                             continue
                         hello = json.loads(text)
                         said = int(hello["rank"]), int(hello["pid"]), str(hello["terms"])
@@ -150,13 +152,13 @@ def _join(path: Path, rank: int, terms: str, deadline: float) -> Meeting:
             try:
                 peer.connect(str(path))
                 break
-            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):  # not there, or a queue before it
+            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):  # no socket yet, or its queue is full
                 time.sleep(0.01)
         peer.sendall(json.dumps({"rank": rank, "pid": os.getpid(), "terms": terms}).encode() + b"\n")
         _limit(peer, deadline)
         text, fds, _, _ = socket.recv_fds(peer, 4096, 1)
         if not fds:
-            raise CommError(f"rank {rank}: rank 0 turned this rank away; its own error says why")
+            raise CommError(f"rank {rank}: rank 0 rejected this rank; its own error says why")
         on_error.pop_all()
     return Meeting(fds[0], json.loads(text), rank, [peer], deadline)
 
@@ -167,9 +169,9 @@ def _limit(s: socket.socket, deadline: float) -> None:
     s.settimeout(left)
 
 
-def _expect(peer: socket.socket, deadline: float, most: int) -> bytes:
+def _expect(peer: socket.socket, deadline: float, limit: int) -> bytes:
     _limit(peer, deadline)
-    data = peer.recv(most)
+    data = peer.recv(limit)
     if not data:
         raise ConnectionError("connection closed")
     return data

@@ -1,7 +1,7 @@
-"""Carries settlements out: the values that a block settles between ranks, by the plan's recipe and transport.
+"""Settlements: values that blocks exchange between ranks, by the plan's recipe and transport.
 
-The plan says which recipe, which transport and how many rows a call takes (`weft.place.settlements`); here values are
-cut into calls, exchanged, timed and counted. A recipe is a row of the planner's table and a function of `MERGES`.
+The plan gives the recipe, the transport and the rows of a call (`weft.place.settlements`). This module cuts values into
+calls, exchanges, times and counts them. A recipe is a row of the planner's table and a function of `MERGES`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from weft.place.settlements import Settled, Settlement, Settlements
 from weft.place.spec import Mesh, PlacementError, Rows
 
 Calls = tuple[int, int, float, float]
-"""How often a settlement ran, bytes that a rank received, seconds on this rank (on CPUs alone), predicted seconds."""
+"""Of a settlement: calls, bytes that a rank received, seconds on this rank (on CPUs alone), predicted seconds."""
 MergeFunction = Callable[[Transport, Tensor, Tensor, Ranks, Tensor | None], tuple[Tensor, Tensor]]
 
 
 class Settling(Protocol):
-    """What blocks are given to settle values by: a rank's `Settler`, or a `TraceSettler`."""
+    """What blocks settle values with: a rank's `Settler`, or a `TraceSettler`."""
 
     mesh: Mesh
     rank: int
@@ -52,21 +52,21 @@ class Settling(Protocol):
 class Settler:
     """A rank's executor of settlements.
 
-    transports: by name. settlements: the plans to follow; `planned_by` has others followed for a while. site: of the
-    read of the stream that is served, by which calls are counted in `ran`, together with the plan; those whose bytes
-    follow from a step's counts are counted by its plan instead.
+    transports: by name. settlements: the plans to follow; `planned_by` replaces them for a while.
+    site: the read of the stream that precedes the settlement. `ran` counts calls by it and the plan, except for calls
+        of which the bytes follow from a step's counts: the step's plan counts these.
     """
 
     def __init__(self, mesh: Mesh, rank: int, transports: Mapping[str, Transport], settlements: Settlements):
         self.mesh, self.rank, self.settlements = mesh, rank, settlements
         self._transports = transports
         self.site = ""
-        self._planned: tuple[Settled, ...] = ()  # what the read's block settles
+        self._planned: tuple[Settled, ...] = ()  # settlements of the read's block
         self.ran: dict[tuple[str, Settled], Calls] = {}
 
     @contextmanager
     def planned_by(self, settlements: Settlements) -> Iterator[None]:
-        """Follows these plans inside: of steps that are captured."""
+        """Follows these plans inside the context: those of steps that are captured."""
         before, self.settlements = self.settlements, settlements
         try:
             yield
@@ -74,20 +74,21 @@ class Settler:
             self.settlements = before
 
     def begin(self, counts: Counts, rows: StepRows, times: StepTimes | None) -> None:
-        """A pass of the model. counts: that its plan was made for; times: where it is to be timed."""
+        """Begins a pass of the model. counts: those of its plan. times: not None where the pass is timed."""
         self._counts, self._rows, self._times = counts, rows, times
 
     def serve(self, read: ReadPlan) -> None:
-        """A read of the pass; what is settled from now on follows it."""
+        """Serves a read of the pass; settlements from now on follow it."""
         self.site, self._planned = read.read.site, read.settled
 
     def dispatch(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
-        """This rank's own rows x `[T, width]` to the ranks of their experts, and the results back, `[T, width]`.
+        """Sends this rank's own rows x `[T, width]` to the ranks of their experts; returns the results `[T, width]`.
 
-        weight `[T, k]`, expert `[T, k]`, of `experts` in all; each rank calls `work` with the rows that came to it.
-        Every rank of the world must call. Raises CommError; PlacementError where the plan has no such dispatch here.
+        weight: `[T, k]`. expert: `[T, k]`. experts: their total number. work: each rank calls it with the rows that it
+        received. All ranks of the world must call. Raises CommError; PlacementError where the plan has no such
+        dispatch here.
         """
-        if self._rows.idle:  # no rank has a row, and every rank knows it: nothing is sent, and no expert asked
+        if self._rows.idle:  # no rank has a row, and all ranks know it: no rank sends rows or calls its experts
             return x.new_empty(x.shape)
         what = Dispatch.on(self.mesh, experts, expert.shape[1], x.shape[1] * x.element_size())
         found = [settled for settled in self._planned if settled.value == what]
@@ -108,16 +109,16 @@ class Settler:
         return DISPATCHES[found[0].recipe.name](by, x, weight, expert, experts, work)
 
     def recipe(self, what: Prompt, group: str, rows: int) -> str:
-        """The name of the cheapest for just so many rows: its parts are then settled one by one.
+        """The name of the cheapest recipe for exactly so many rows; the caller settles its parts one by one.
 
-        Ranks that ask for the same come to the same. Raises LayoutError where there is none.
+        Ranks with the same arguments get the same recipe. Raises LayoutError where there is none.
         """
         return self.settlements.cheapest(what, group, rows).recipe.name
 
     def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes) -> Tensor:
-        """Every rank's rows of the group `[sum(sizes), width]`, in rank order. x: this rank's rows `[own, width]`.
+        """All ranks' rows of the group `[sum(sizes), width]`, in rank order. x: this rank's rows `[own, width]`.
 
-        sizes: rows of every rank. Raises CommError, and LayoutError where no transport takes even a row of each.
+        sizes: rows of each rank. Raises CommError, and LayoutError where no transport takes one row of each rank.
         """
         if not sum(sizes):
             return x
@@ -136,9 +137,10 @@ class Settler:
         return out
 
     def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Attention over the ranks' shards of the keys, merged: own heads, complete, `[T, H/n, D]` and `[T, H/n]`.
+        """Attention over the ranks' shards of the keys, merged: this rank's heads, complete, `[T, H/n, D]` and
+        `[T, H/n]`.
 
-        out `[T, H, D]`, lse `[T, H]`: of all heads over this rank's keys; live: see `Transport.merge_scatterv`.
+        out `[T, H, D]`, lse `[T, H]`: of all heads over this rank's keys. live: see `Transport.merge_scatterv`.
         """
         ranks, (tokens, heads, dim) = self.mesh.peers(group, self.rank), out.shape
         if not tokens:
@@ -157,8 +159,8 @@ class Settler:
         return own, total
 
     def _plan(self, what: Gather | Merge, group: str, rows: int) -> Settled:
-        """As the step's plan has it, which is made for the fullest DP group; what it has not, as prompts', the cheapest
-        for so many rows.
+        """The step's plan for a value; it is made for the largest DP group. For a value that the step's plan does not
+        have, as in prompts, the cheapest for so many rows.
         """
         for settled in self._planned:
             if settled.group == group and settled.rows >= rows and _covers(settled.value, what):
@@ -177,14 +179,14 @@ class Settler:
 
 
 def _covers(planned: Value, what: Value) -> bool:
-    """Whether the plan of a value serves this one: the rows of a rank that travel as one may be fewer than planned."""
+    """Whether the plan of a value serves this one: a rank may have fewer rows that travel as one than planned."""
     if isinstance(planned, Gather) and isinstance(what, Gather):
         return (planned.what, planned.relaid) == (what.what, what.relaid) and planned.row_bytes >= what.row_bytes
     return planned == what
 
 
 class TraceSettler:
-    """Writes down what the blocks of a traced model settle, in order. Carries zero rows. found: since the last read."""
+    """Records the settlements of a traced model's blocks, in order. Exchanges nothing. found: since the last read."""
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.rank = mesh, 0
@@ -204,7 +206,7 @@ class TraceSettler:
         return work(x, weight, expert)
 
     def recipe(self, what: Prompt, group: str, rows: int) -> str:
-        return RECIPES[type(what)][0].name  # a decode step is traced, which has no prompts
+        return RECIPES[type(what)][0].name  # a trace is of a decode step, which has no prompts
 
     def _note(self, what: Value, group: str) -> None:
         self.found.append(Settlement(what, group))
@@ -225,7 +227,7 @@ def in_a_range(transport: Transport, x: Tensor, exchange: Exchange, group: Ranks
 
 
 def _kernels(x: Tensor) -> ModuleType:
-    """What packs, scales and combines where x is."""
+    """The kernels that pack, scale and merge on x's device."""
     if x.is_cuda:
         from weft.kernels.triton import merge  # GPUs only: a CPU need not have Triton
 
@@ -238,7 +240,7 @@ def ag_rs(
 ) -> tuple[Tensor, Tensor]:
     """Gathers every rank's lse, scales the output by this rank's weight, and reduce-scatters it by heads.
 
-    The terms are rounded to the output's dtype before they are summed.
+    The terms are rounded to the output's dtype before the sum.
     """
     place, n = place_in(group, transport.rank), len(group)
     own = own_heads(out, group)
@@ -252,7 +254,9 @@ def ag_rs(
 def a2a(
     transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sends every rank its heads, lse and output in one, and combines what comes in rank order and float32."""
+    """Sends each rank its heads, lse and output in one exchange, and merges the received parts in rank order and
+    float32.
+    """
     n, kernels, (tokens, heads, dim) = len(group), _kernels(out), out.shape
     own_heads(out, group)
     packed = transport.empty(n, torch_reference.packed_shards(n, tokens, heads, dim, out.dtype)[1], like=out)
@@ -271,6 +275,6 @@ def fused(
 
 
 MERGES: dict[str, MergeFunction] = {"ag_rs": ag_rs, "a2a": a2a, "fused": fused}
-"""What carries out each recipe of a merge."""
+"""The function of each recipe of a merge."""
 DISPATCHES: dict[str, Callable[[Exchanging, Tensor, Tensor, Tensor, int, Work], Tensor]] = {"all_to_allv": all_to_allv}
-"""The same of a dispatch."""
+"""The function of each recipe of a dispatch."""

@@ -2,9 +2,9 @@
 
 Where the mesh has several hosts, each host's ranks have a segment of their own, and serve the groups inside that host.
 
-Small calls take one shot: every rank puts its rows where the others see them, and each sums for itself, in rank order.
-Large sums take two: each rank sums a share, and copies the other shares. Inputs that lie in the shared arena, as every
-result does, are read where they are. Every rank gets the same bits, on every run.
+Small calls take one shot: each rank writes its rows where the others see them, and each sums for itself, in rank order.
+Large sums take two: each rank sums a share, and copies the other shares. Inputs in the shared arena, where all results
+are, are read in place. All ranks get the same bits, on every run.
 """
 
 from __future__ import annotations
@@ -40,17 +40,19 @@ from weft.place.exchange import Exchange, parts
 from weft.place.spec import Mesh
 
 MAX_PLANS = 4096
-"""Of calls with their sizes, which change from step to step: all are forgotten when so many are known."""
+"""Maximum number of cached calls. Sizes change from step to step, so the cache is emptied when it is full."""
 
 
 @dataclass(frozen=True)
 class ShmTuning:
-    """Sizes, in bytes, that are best on a host: measured by `weft tune`. The same on every rank.
+    """Sizes, in bytes, that are fastest on a host: measured by `weft tune`. The same on all ranks.
 
-    slot_bytes: staging buffer of a rank and group, two of each. two_shot_bytes: larger sums take two shots.
-    chunk_bytes: pieces of a share that is read where it lies. zero_copy_bytes: smaller inputs are staged though they
-    lie in the arena. stream_slot_bytes: larger runs that peers read, staged or summed in two shots, are stored past the
-    cache; stream_out_bytes: larger results, whoever reads them.
+    slot_bytes: staging buffer of a rank and group; there are two of each.
+    two_shot_bytes: larger sums take two shots.
+    chunk_bytes: pieces of a share that is read in place.
+    zero_copy_bytes: smaller inputs are staged even if they lie in the arena.
+    stream_slot_bytes: larger pieces that peers read, staged or summed in two shots, are stored past the cache.
+    stream_out_bytes: larger results are, for any reader.
     """
 
     slot_bytes: int = 512 << 10
@@ -62,17 +64,20 @@ class ShmTuning:
 
 
 class ShmTransport(NamedCalls):
-    """One rank among those of its host; see `weft.comm.transport.Transport` for what each method gives.
+    """One rank among those of its host; see `weft.comm.transport.Transport` for the results of each method.
 
-    path: of the socket at which the host's ranks meet, in a folder of this user. Building one is collective.
-    timeout_s: of the meeting and of each call. blocks, block_bytes: results, and what `empty` gives, take a block
-    of shared memory each; so many tensors of a rank may be alive at once, and none may be larger. Untouched pages
-    take no memory. tuning: the host's; None: the defaults. spins: reads of a peer's flag before a rank gives up its
-    core; None: many where each rank has a core. isa: auto, or one of scalar, avx2, avx512, neon. Sums take float32,
-    bfloat16, float16 and float64; anything may be moved.
+    path: of the socket at which the host's ranks meet, in a folder of this user. Building the transport is collective.
+    timeout_s: of the meeting and of each call.
+    blocks, block_bytes: each result, and each tensor of `empty`, takes a block of shared memory: so many tensors of a
+        rank may be alive at once, each at most so large. Untouched pages take no memory.
+    tuning: the host's; None: the defaults.
+    spins: reads of a peer's flag before a rank yields its core; None: many where each rank has a core.
+    isa: auto, or one of scalar, avx2, avx512, neon.
 
-    Raises CommError where the ranks do not meet; calls raise PeerLost soon after a rank's end, CommTimeout, and
-    CommError for what cannot be done, on every rank that sees it.
+    Sums take float32, bfloat16, float16 and float64; other exchanges take any dtype.
+
+    Raises CommError where the ranks do not meet. Calls raise PeerLost soon after a rank's process ends, CommTimeout,
+    and CommError for a call that cannot be made, on all ranks that see it.
     """
 
     entry = SHM
@@ -142,7 +147,7 @@ class ShmTransport(NamedCalls):
         self._exchange_norm = kernels.exchange_norm
 
     def close(self) -> None:
-        """Leaves the world. Tensors in the arena stay valid; the transport is of no use after."""
+        """Leaves the world. Tensors in the arena stay valid; the transport must not be used after."""
         if self._handle:
             self._kernels.destroy(self._handle)
         for fd in self._pidfds:
@@ -152,31 +157,31 @@ class ShmTransport(NamedCalls):
 
     @property
     def isa(self) -> str:
-        """The instruction set that runs."""
+        """The instruction set in use."""
         return self._kernels.isa(self._handle)
 
     def check(self) -> None:
-        """Raises PeerLost where a rank's process is gone; needs no call from the others."""
+        """Raises PeerLost where a rank's process is gone. It is not collective."""
         self._call("check", ())
 
     def offset_of(self, x: Tensor) -> int:
-        """Where a tensor of this rank's arena lies in the shared segment, in bytes; for `direct_sum` on any rank."""
+        """The offset in bytes of a tensor of this rank's arena in the shared segment; for `direct_sum` on any rank."""
         return int(self._kernels.offset_of(self._handle, x))
 
     def direct_sum(self, out: Tensor, offsets: Sizes, begin: int, count: int) -> None:
         """out[begin : begin + count] = the sum of the tensors at offsets, elements counted flat; no rank waits.
 
-        A benchmark's floor: what a collective takes beyond it is its protocol.
+        A benchmark's lower bound: the rest of a collective's time is its protocol.
         """
         self._call("direct_sum", (), out, offsets, begin, count)
 
     @property
     def peak_blocks(self) -> int:
-        """The most blocks that this rank had in use at once; the others were never touched."""
+        """The maximum of blocks that this rank had in use at once; the others were never touched."""
         return int(self._kernels.peak_blocks(self._handle))
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """An unfilled tensor in the arena: as an input, it is read where it lies.
+        """An unfilled tensor in the arena: as an input it is read in place.
 
         Raises CommError where it is larger than a block, or no block is free.
         """
@@ -185,7 +190,7 @@ class ShmTransport(NamedCalls):
     def exchange(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None = None
     ) -> Tensor:
-        # A small call takes hardly longer than the way from here to the kernel, so that is kept short.
+        # A small call hardly takes longer than the Python code before it, so that code is kept short.
         plan = self._plans.get((exchange, group, sizes))
         if plan is None or (epilogue is not None and exchange.combine != "sum"):
             plan = self._prepare(x, exchange, group, sizes, epilogue)
@@ -195,7 +200,7 @@ class ShmTransport(NamedCalls):
             try:
                 return self._exchange(self._handle, plan, x)
             except KernelError as error:
-                if not x.is_contiguous():  # which the kernel finds before it does anything
+                if not x.is_contiguous():  # the kernel checks this before it does anything
                     return self.exchange(x.contiguous(), exchange, group, sizes)
                 self._explain(error, exchange.kind, group)
         if _wide(epilogue, x):
@@ -218,7 +223,8 @@ class ShmTransport(NamedCalls):
         self._call("barrier", group, self._id(group))
 
     def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
-        """Sum of every rank's x. Its plan is of any number of rows, so that the shortest calls look up least."""
+        """Sum of all ranks' x. One plan serves all numbers of rows, so that the shortest calls have the fewest
+        lookups."""
         plan = self._all_reduces.get(group) or self._prepare_all_reduce(group)
         if x.is_neg():
             x = _plain(x)
@@ -229,12 +235,12 @@ class ShmTransport(NamedCalls):
         try:
             return self._exchange(self._handle, plan, x)
         except KernelError as error:
-            if not x.is_contiguous():  # which the kernel finds before it does anything
+            if not x.is_contiguous():  # the kernel checks this before it does anything
                 return self.all_reduce(x.contiguous(), group)
             self._explain(error, "all_reduce", group)
 
     def all_reduce_(self, x: Tensor, group: Ranks) -> None:
-        """all_reduce over x itself, which must be contiguous: no result is allocated."""
+        """all_reduce over x itself, which must be contiguous: it allocates no result."""
         if x.is_neg():
             raise CommError(f"rank {self.rank}: all_reduce_ over a lazily negated view; give it a tensor of its own")
         try:
@@ -244,7 +250,7 @@ class ShmTransport(NamedCalls):
             self._explain(error, "all_reduce_", group)
 
     def _normed(self, plan: int, x: Tensor, epilogue: Epilogue, what: str, group: Ranks) -> Tensor:
-        """The call with its epilogue."""
+        """A call with its epilogue."""
         residual, weight = epilogue.residual, epilogue.weight
         if residual.is_neg() or weight.is_neg():
             residual, weight = _plain(residual), _plain(weight)
@@ -269,7 +275,7 @@ class ShmTransport(NamedCalls):
     def _prepare(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None
     ) -> int:
-        """The kernel's plan of a call that this rank can make. Raises CommError for one that it cannot."""
+        """The kernel's plan of a call. Raises CommError for a call that this rank cannot make."""
         sizes = sizes_on_host(self, sizes)
         check_call(self, x, exchange, group, sizes, epilogue)
         plan = self._plans.get((exchange, group, sizes))
@@ -289,10 +295,10 @@ class ShmTransport(NamedCalls):
         return plan
 
     def _id(self, group: Ranks) -> int:
-        """The group's number in the segment, where each has its flags and slots."""
+        """The group's number in the segment, where each group has its flags and slots."""
         if group not in self._ids:
             raise CommError(
-                f"rank {self.rank}: {group} is no group of the layout inside this host; there are {list(self._ids)}"
+                f"rank {self.rank}: {group} is no group of the layout inside this host; its groups are {list(self._ids)}"
             )
         return self._ids[group]
 
@@ -314,7 +320,7 @@ class ShmTransport(NamedCalls):
 
 
 def open_transport(rank: Opening) -> ShmTransport:
-    """Transport shm, as its row of the table has it."""
+    """Transport shm: the `open` of its row in the table."""
     blocks, block_bytes = rank.arena()
     return ShmTransport(
         rank.mesh,
@@ -337,7 +343,7 @@ def _wide(epilogue: Epilogue, x: Tensor) -> bool:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """As it lies in memory, or a copy that does: contiguous, neither lazily negated nor conjugated."""
+    """x, or a copy of it: contiguous, neither lazily negated nor conjugated."""
     if x.is_neg() or x.is_conj():
         x = x.resolve_neg().resolve_conj()
     return x.contiguous()

@@ -1,4 +1,4 @@
-"""What a rank's steps exchanged: how often, how many bytes, how long."""
+"""The exchanges of a rank's steps: calls, bytes and times."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from weft.place.settlements import Settled
 from weft.place.show import fold
 
 MAX_EVENTS = 4096
-"""How many timed calls are kept before those that have ended are added up."""
+"""Timed calls that are kept before those that have ended are added up."""
 
 
 @dataclass(frozen=True)
 class StepStat:
-    """Totals of one communicating step. site: the read it serves, layers folded into `*`.
+    """Totals of one communicating step.
 
-    step: edge and placements; group: the group's name; count: calls; bytes: that the busiest rank must receive for it
-    (`weft.place.exchange.rows_received`), whatever the transport's algorithm moves beyond. seconds: in the calls of
-    steps that ran eagerly, as far as those that were timed in place tell, waiting for peers included; and in the calls
-    of replayed graphs, what each takes alone, entered by all ranks together. predicted: seconds by the cost model.
+    site: the read that it serves, with layers folded into `*`. step: edge and placements. group: the group's name.
+    count: number of calls.
+    bytes: that the busiest rank must receive (`weft.place.exchange.rows_received`); a transport's algorithm may move
+        more.
+    seconds: of calls of eager steps, from those that were timed in place, waiting for peers included; and of calls of
+        replayed graphs, the time that a call takes alone when all ranks enter it at once.
+    predicted: seconds by the cost model.
     """
 
     site: str
@@ -47,12 +50,14 @@ StepKey = tuple[str, str]
 
 
 def step_key(site: str, step: Step | Settled) -> StepKey:
-    """By which an op's calls are added up. site: of its read."""
+    """The key by which an op's calls are added up. site: of its read."""
     return fold(site), str(step)
 
 
 class StepTimes:
-    """What communicating steps take, from the calls that were timed: on a GPU by events, which nobody waits for."""
+    """Times of communicating steps, from the calls that were timed. On a GPU events time them; no thread waits for
+    these.
+    """
 
     def __init__(self, device: torch.device):
         self._gpu = device.type == "cuda"
@@ -61,7 +66,8 @@ class StepTimes:
 
     @contextmanager
     def timed(self, counts: Counts, site: str, step: Step | Settled) -> Iterator[None]:
-        """Times what happens inside, as a range in torch's profiler too. counts: that the plan was made for."""
+        """Times the calls inside the context, and marks them as a range in torch's profiler. counts: those of the
+        plan."""
         with record_function(f"{COLLECTIVE}{' + '.join(step.kinds)}"):
             yield from self._timed(counts, step_key(site, step))
 
@@ -80,9 +86,9 @@ class StepTimes:
             self._add(counts, key, time.perf_counter() - began)
 
     def mean(self, counts: Counts, key: StepKey) -> float:
-        """Seconds of a call, of steps with other counts where none was timed of these; 0 where none was timed at all.
+        """Seconds of a call; of steps with other counts where none of these was timed; 0 where none was timed at all.
 
-        Waits for what a GPU has not yet done.
+        Waits for the GPU's queued events.
         """
         while self._events:
             self._read_event()
@@ -101,7 +107,7 @@ class StepTimes:
 
 
 class Stats:
-    """StepStats by step, in the order first seen, worked out from plans and how often each was walked."""
+    """StepStats by step, in the order first seen, computed from plans and how often each was walked."""
 
     def __init__(self) -> None:
         self._by_step: dict[StepKey, StepStat] = {}
@@ -110,10 +116,10 @@ class Stats:
     def record(
         self, planner: Planner, plan: Plan, counts: Counts, walks: int, alone: Mapping[StepKey, float] | None = None
     ) -> None:
-        """Counts walks along a plan, each with `counts` tokens in each DP group: of what is settled only what goes by
-        these counts, as the rest is counted as it runs, in steps that run eagerly.
+        """Counts walks along a plan, each with `counts` tokens in each DP group. Of settlements it counts those with
+        bytes that follow from these counts; eager steps count the others as they run.
 
-        alone: of walks by a graph, the seconds that a call of each op takes alone.
+        alone: for walks by a graph, the seconds that a call of each op takes alone.
         """
         for site, op in plan.ops(asked=False):
             if isinstance(op, Settled) and not op.by_counts and alone is None:
@@ -125,7 +131,7 @@ class Stats:
                 self._eager[key, plan.counts] += walks
 
     def add(self, site: str, op: Step | Settled, calls: int, moved: int, seconds: float, predicted: float) -> None:
-        """Counts calls of an op, and the bytes, seconds and predicted seconds of all of them."""
+        """Counts calls of an op: the bytes, seconds and predicted seconds are of all these calls."""
         key = step_key(site, op)
         stat = self._by_step.get(key, StepStat(*key, op.group))
         self._by_step[key] = replace(
@@ -137,7 +143,7 @@ class Stats:
         )
 
     def table(self, times: StepTimes | None = None) -> list[StepStat]:
-        """The totals so far. times: of calls, to work out the seconds of eager steps by; without them these are 0."""
+        """The totals so far. times: the seconds of calls of eager steps; without them these seconds are 0."""
         found = dict(self._by_step)
         if times is not None:
             for (key, counts), calls in self._eager.items():

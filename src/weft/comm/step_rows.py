@@ -1,9 +1,9 @@
-"""How many rows a step has, and how many its tensors have room for.
+"""The rows of a step, and the rows that its tensors have: their capacity.
 
-Outside of CUDA graphs both are the same, and the host knows them: `StepRows`. A captured graph has tensors of one
-shape, its capacity, and serves every step that fits: kernels read the live counts from device memory, live rows lie at
-a tensor's front, and what lies behind them is never read: `PaddedRows`. Where a transport takes no counts from device
-memory, all groups exchange their whole capacity: `EqualRows`.
+Outside of CUDA graphs both are equal, and the host knows them: `StepRows`. A captured graph has tensors of one shape,
+its capacity, and serves all steps that fit: kernels read the live counts from device memory, live rows lie at a
+tensor's front, and rows after them are never read: `PaddedRows`. Where a transport takes no counts from device memory,
+all groups exchange their whole capacity: `EqualRows`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from weft.place.spec import NAMED_ROWS, Mesh, Rows
 
 
 class StepRows:
-    """A step of `counts` tokens in each DP group, as one rank sees it; tensors have just these rows.
+    """A step of `counts` tokens in each DP group, as one rank sees it; tensors have exactly these rows.
 
-    capacity: the counts that tensors have room for. idle: no rank holds a row, and every rank knows it.
+    capacity: the counts by which tensors are allocated. idle: no rank has a row, and all ranks know it.
     """
 
     def __init__(self, mesh: Mesh, rank: int, counts: Counts):
@@ -32,23 +32,23 @@ class StepRows:
         self._sizes: dict[Edge, Sizes] = {}
         self._orders: dict[Edge, Tensor] = {}
 
-    def room(self, rows: Rows) -> int:
+    def capacity_of(self, rows: Rows) -> int:
         """Rows of a tensor."""
         return self.mesh.row_count(rows, self.rank, self.capacity)
 
     def live(self, rows: Rows) -> Tensor | None:
-        """int32 `[1]` on the device: how many of a tensor's rows are live; None where all are."""
+        """int32 `[1]` on the device: the number of a tensor's live rows; None where all are."""
         return None
 
     def sizes(self, edge: Edge) -> Sizes:
-        """Rows of each segment of an edge's exchange that tensors have room for."""
+        """Capacity of each segment of an edge's exchange."""
         found = self._sizes.get(edge)
         if found is None:
             found = self._sizes[edge] = edge.sizes(self.mesh, self.rank, self.capacity)
         return found
 
     def slice(self, x: Tensor, src: Rows, dst: Rows) -> Tensor:
-        """Of x, which holds src rows, the dst rows."""
+        """The dst rows of x, which has src rows."""
         if src in NAMED_ROWS and dst in NAMED_ROWS:
             (start, stop), (base, _) = (self.mesh.row_range(rows, self.rank, self.capacity) for rows in (dst, src))
             return x[start - base : stop - base]
@@ -69,7 +69,7 @@ class StepRows:
         return torch.empty_like(given).index_copy_(-2, order, given)
 
     def _runs(self, rows: Rows) -> dict[int, range]:
-        """Where the OWN rows of each rank lie in a tensor of these rows."""
+        """The range of each rank's OWN rows in a tensor of these rows."""
         found, at = {}, 0
         for peer in self.mesh.peers(rows.over, self.rank):
             count = self.mesh.row_count(Rows.OWN, peer, self.capacity)
@@ -77,7 +77,7 @@ class StepRows:
         return found
 
     def _segment_order(self, edge: Edge, device: torch.device) -> Tensor:
-        """int64: of the rows of all segments, one after the other, the places in rank order."""
+        """int64: for the rows of all segments, one after the other, their places in rank order."""
         found = self._orders.get(edge)
         if found is None:
             joined = max(edge.src.rows, edge.dst.rows, key=lambda rows: self.mesh.extent(self.mesh.gathered(rows)))
@@ -89,10 +89,11 @@ class StepRows:
 
 
 class PaddedRows(StepRows):
-    """A step whose tensors have room for `capacity` tokens in each DP group, and whose live counts are on the device.
+    """A step in a CUDA graph: tensors have the capacity of `capacity` tokens in each DP group, and the live counts are
+    on the device.
 
-    `fill` sets the counts, with one copy from pinned memory; everything that is handed out stays where it is, so that a
-    graph that was captured with it serves every fill.
+    `fill` sets the counts, with one copy from pinned memory. All tensors that this object returns keep their addresses,
+    so that a graph that was captured with it serves every fill.
     """
 
     def __init__(self, mesh: Mesh, rank: int, capacity: int, device: torch.device):
@@ -100,8 +101,8 @@ class PaddedRows(StepRows):
         if mesh.hosts > 1:
             raise CommError("row counts in device memory are of the ranks of one host")
         self.idle = False
-        # Which rows of a tensor are a smaller tensor's: behind the live ones, any.
-        cuts = {(src, dst): self.room(dst) for dst, src in itertools.combinations(NAMED_ROWS, 2)}
+        # The rows of a tensor that a smaller tensor takes: after the live ones, any.
+        cuts = {(src, dst): self.capacity_of(dst) for dst, src in itertools.combinations(NAMED_ROWS, 2)}
         lengths = [mesh.attn_dp, mesh.world, *(1 for _ in NAMED_ROWS), *cuts.values()]
         self._device = torch.zeros(sum(lengths), dtype=torch.int32, device=device)
         by_group, by_rank, *rest = self._device.split(lengths)
@@ -112,7 +113,7 @@ class PaddedRows(StepRows):
         self._live_sizes: dict[Edge, LiveSizes] = {}
 
     def fill(self, counts: Counts) -> None:
-        """Sets the live counts, at most the capacity. The copy is queued on torch's current stream, if they are new.
+        """Sets the live counts, at most the capacity. If they change, a copy is queued on torch's current stream.
 
         Raises ValueError where they do not fit.
         """
@@ -124,9 +125,9 @@ class PaddedRows(StepRows):
         filled += [mesh.row_count(rows, rank, counts) for rows in NAMED_ROWS]
         for (src, dst), index in self._indices.items():
             start = mesh.row_range(dst, rank, counts)[0] - mesh.row_range(src, rank, counts)[0]
-            last = max(self.room(src) - 1, 0)
+            last = max(self.capacity_of(src) - 1, 0)
             filled += [min(start + i, last) for i in range(len(index))]
-        # Pinned memory that torch keeps until the copy has ended.
+        # torch keeps this pinned memory until the copy has ended.
         host = torch.tensor(filled, dtype=torch.int32, pin_memory=self._device.is_cuda)
         self._device.copy_(host, non_blocking=True)
         self._counts = counts
@@ -135,14 +136,14 @@ class PaddedRows(StepRows):
         return self._live[rows]
 
     def carry(self, edge: Edge, x: Tensor, transport: Transport, epilogue: Epilogue | None = None) -> Tensor:
-        # An all_reduce sums what lies behind the live rows too: nobody reads it.
+        # An all_reduce also sums the rows after the live ones: no rank reads them.
         if edge.exchange is None or edge.exchange.segments == 1:
             return super().carry(edge, x, transport, epilogue)
         group = self.mesh.peers(edge.group, self.rank)
         return transport.exchange(x, edge.exchange, group, self.live_sizes(edge), epilogue)
 
     def live_sizes(self, edge: Edge) -> LiveSizes:
-        """Rows of each segment of an edge's exchange, live and at most."""
+        """Rows of each segment of an edge's exchange: live and capacity."""
         found = self._live_sizes.get(edge)
         if found is None:
             found = self._live_sizes[edge] = self._find_sizes(edge)
@@ -164,10 +165,10 @@ class PaddedRows(StepRows):
 
 
 class EqualRows(StepRows):
-    """As PaddedRows, for transports that take no row counts in device memory: every group exchanges its whole capacity.
+    """`PaddedRows` for transports that take no row counts in device memory: each group exchanges its whole capacity.
 
-    Each group's rows have a place of their own in tensors of several groups' rows. What lies behind a group's live rows
-    is there computed as a token is, and its experts too, and drawn from by nobody.
+    In tensors of several groups' rows each group's rows have a fixed place. Rows after a group's live rows are computed
+    like tokens, and so are their experts, but no rank samples from them.
     """
 
     def __init__(self, mesh: Mesh, rank: int, capacity: int, device: torch.device):
@@ -178,7 +179,7 @@ class EqualRows(StepRows):
         self._live = {
             rows: self._of_group
             if mesh.row_range(rows, rank, self.capacity) == group
-            else torch.full((1,), self.room(rows), dtype=torch.int32, device=device)
+            else torch.full((1,), self.capacity_of(rows), dtype=torch.int32, device=device)
             for rows in NAMED_ROWS
         }
         self._filled: int | None = None
@@ -202,11 +203,11 @@ CapturedRows = PaddedRows | EqualRows
 def captured_rows(
     transports: Iterable[Transport], mesh: Mesh, rank: int, capacity: int, device: torch.device
 ) -> CapturedRows:
-    """The rows of a graph whose exchanges these transports carry, with room for `capacity` tokens in each DP group."""
+    """The rows of a graph on these transports, for a capacity of `capacity` tokens in each DP group."""
     kind = PaddedRows if all(t.takes_live_sizes for t in transports) else EqualRows
     return kind(mesh, rank, capacity, device)
 
 
 def _check_counts(counts: Counts, capacity: Counts) -> None:
-    if len(counts) != len(capacity) or not all(0 <= n <= most for n, most in zip(counts, capacity, strict=True)):
+    if len(counts) != len(capacity) or not all(0 <= n <= limit for n, limit in zip(counts, capacity, strict=True)):
         raise ValueError(f"{list(counts)} tokens do not fit a capacity of {list(capacity)}")

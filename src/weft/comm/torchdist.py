@@ -1,8 +1,9 @@
 """torch.distributed: gloo on CPUs, NCCL on GPUs. Works everywhere, on several hosts too.
 
-Over gloo, an exchange is one round of all_to_all and a sum here, in rank order: gloo has no ragged collectives, its
-all_reduce takes 2(n-1) rounds, and a round is what costs (docs/LOG.md). Small sums take one round, in which each rank
-receives every term of what it wants; large ones two, in which no row is received twice. Every rank gets the same bits.
+Over gloo, an exchange is one round of all_to_all and a sum on each rank, in rank order: gloo has no ragged collectives,
+its all_reduce takes 2(n-1) rounds, and rounds dominate the time (docs/LOG.md). Small sums take one round, in which each
+rank receives all terms of its result. Large sums take two rounds, in which no row is received twice. All ranks get the
+same bits.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from weft.place.exchange import Exchange, Part, in_two_steps, parts
 from weft.place.spec import Mesh
 
 ONE_ROUND_BYTES = 128 * 1024
-"""Sums whose whole result is at most this large take one round: above, the second round costs less than the bytes."""
+"""Maximum bytes of a sum's whole result in one round; above, a second round costs less than the bytes that it saves."""
 
 
 class TorchDistTransport(NamedCalls):
-    """One rank of a torch.distributed world; see `weft.comm.transport.Transport` for what each method gives.
+    """One rank of a torch.distributed world; see `weft.comm.transport.Transport` for the results of each method.
 
-    meeting: where the ranks meet, a URL as torch.distributed takes it (`tcp://HOST:PORT`, `file:///…`, `env://`) or
-    a store. Building one is collective: every rank of the mesh must. Raises CommError where the ranks do not meet
-    within timeout_s. A process holds one at a time, as torch.distributed does. one_round_bytes: up to which results
-    a sum over gloo takes one round. in_place: all_reduce leaves its result in the input's memory, which spares a
-    copy; for callers that do not need the input afterwards, as `weft.stream.Stream` does not.
+    meeting: where the ranks meet, a URL as torch.distributed takes it (`tcp://HOST:PORT`, `file:///…`, `env://`) or a
+        store. Building the transport is collective over the mesh. Raises CommError where the ranks do not meet within
+        timeout_s. A process holds one at a time, as torch.distributed does.
+    one_round_bytes: maximum of the result of a sum over gloo in one round.
+    in_place: all_reduce leaves its result in the input's memory, which saves a copy; for callers that do not read the
+        input afterwards, such as `weft.stream.Stream`.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class TorchDistTransport(NamedCalls):
             raise CommError(f"rank {rank}: no {backend} group of {mesh.world} ranks at {meeting}: {error}") from error
 
     def close(self) -> None:
-        """Leaves the group. The transport is of no use after."""
+        """Leaves the group. The transport must not be used after."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -78,10 +80,10 @@ class TorchDistTransport(NamedCalls):
         x = x.contiguous()
         if self.backend == "nccl":
             return self._nccl(x, exchange.kind, group, sizes, place)
-        if exchange.kind == "all_reduce" and len(group) == 2:  # gloo's own takes one round too, and copies less
+        if exchange.kind == "all_reduce" and len(group) == 2:  # gloo's own takes one round, too, and copies less
             return self._all_reduced(x, group)
         found = parts(exchange, sizes)
-        # Every rank comes to the same number, whatever rows it has itself, so that all go the same way.
+        # All ranks compute the same number, whatever their own rows, so that all make the same choice.
         largest = max(sum(p.rows for p in found if r in p.readers) for r in range(len(group)))
         row_bytes = x.shape[1:].numel() * x.element_size()
         if exchange.combine == "none" or largest * row_bytes <= self._one_round_bytes:
@@ -90,7 +92,7 @@ class TorchDistTransport(NamedCalls):
         return self._round(self._round(x, first, exchange.kind, group, place), second, exchange.kind, group, place)
 
     def _round(self, x: Tensor, found: Sequence[Part], kind: str, group: Ranks, place: int) -> Tensor:
-        """One all_to_all: every reader of a part gets all its terms, and adds them in rank order."""
+        """One all_to_all: each reader of a part gets all its terms, and adds them in rank order."""
         everyone = range(len(group))
         sent = [[p for p in found if place in p.sources and r in p.readers] for r in everyone]
         due = [[p for p in found if r in p.sources and place in p.readers] for r in everyone]
@@ -144,7 +146,7 @@ class TorchDistTransport(NamedCalls):
 
 
 def open_transport(rank: Opening) -> TorchDistTransport:
-    """Transport gloo on CPUs, nccl on GPUs, as their rows of the table have them."""
+    """Transport gloo on CPUs, nccl on GPUs: the `open` of their rows in the table."""
     backend = "nccl" if rank.device.type == "cuda" else "gloo"
     meeting = _store(rank, *rank.store) if rank.store else f"file://{rank.directory}/rendezvous"
     return TorchDistTransport(
@@ -169,7 +171,7 @@ def _store(rank: Opening, host: str, port: int) -> Store:
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:
-    """Their sum in order; low precision is summed in float32 and rounded once."""
+    """The sum in order; low precision is summed in float32 and rounded once."""
     first = terms[0]
     if len(terms) == 1:
         return first

@@ -1,6 +1,6 @@
 """The protocol of transports, and the one place that turns a planned edge into a call.
 
-Rows are ragged: sizes differ by rank, may be zero, and change every step. Every rank of a group makes the same calls in
+Rows are ragged: sizes differ by rank, may be zero, and change every step. All ranks of a group make the same calls in
 the same order, also with zero rows.
 """
 
@@ -23,7 +23,7 @@ from weft.place.recipes import settled_exchanges
 from weft.place.spec import Mesh
 
 COLLECTIVE = "weft collective "
-"""How the range of a collective in a trace is called, before its kind: a trace's names hold ASCII only."""
+"""Prefix of a collective's range in a trace, before its kind. Names in a trace are ASCII only."""
 Ranks = tuple[int, ...]
 """A group: its global ranks, ascending, the caller's included."""
 Sizes = tuple[int, ...]
@@ -47,7 +47,7 @@ class LiveSizes:
 
 
 class CommError(RuntimeError):
-    """A collective failed or timed out: the text names the rank, the call and, where known, the lost peer."""
+    """A collective failed or timed out. The text names the rank, the call and, where known, the lost peer."""
 
 
 class PeerLost(CommError):
@@ -64,11 +64,12 @@ class CommTimeout(CommError):
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What a sum does with its result in the same call: residual add, then RMSNorm (see `finish`).
+    """A sum with an epilogue adds the residual to its result and normalises that by RMSNorm, in one call (see
+    `finish`).
 
     residual: `[rows, width]` for the result's rows, of the input's dtype.
     weight: `[width]`, of the same dtype or float32, as `weft.kernels.torch_reference.rms_norm` takes it.
-    quantised: filled with the normalised rows in FP8 too, for products that take them so.
+    quantised: filled with the normalised rows in FP8, for products that take them so.
     """
 
     residual: Tensor
@@ -78,10 +79,10 @@ class Epilogue:
 
 
 def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
-    """What a sum with an epilogue gives instead of delta `[rows, width]`: `[2, rows, width]`.
+    """The result of a sum with an epilogue, from the sum delta `[rows, width]`: `[2, rows, width]`.
 
-    First the new residual, residual + delta; then its `weft.kernels.torch_reference.rms_norm`, of which
-    `weft.kernels.float8.quantise` makes what fills `epilogue.quantised`.
+    First the new residual, residual + delta; then its `weft.kernels.torch_reference.rms_norm`. `epilogue.quantised` is
+    filled with `weft.kernels.float8.quantise` of the latter.
     """
     residual = epilogue.residual + delta
     normed = rms_norm(residual, epilogue.weight, epilogue.eps)
@@ -100,7 +101,7 @@ class Described(Protocol):
     max_ranks: of a host; max_hosts: number of hosts; None: any.
     takes_live_sizes: whether `Transport.exchange` takes LiveSizes too.
 
-    A transport declares here and in `offers`, at plan time, what it lacks. It never falls back on its own.
+    A transport declares at plan time, here and in `offers`, what it does not have. It never falls back on its own.
     """
 
     @property
@@ -122,12 +123,12 @@ class Described(Protocol):
     def takes_live_sizes(self) -> bool: ...
 
     def offers(self, exchange: Exchange, epilogue: bool = False) -> bool:
-        """Whether it carries this exchange out; epilogue: with residual add and norm in the same call."""
+        """Whether it carries out this exchange; epilogue: with residual add and norm in the same call."""
         ...
 
 
 class Transport(Described, Protocol):
-    """One rank's end. Tensors are `[rows, width]`; inputs are left as they are, results are new tensors.
+    """One rank's end. Tensors are `[rows, width]`. Inputs do not change; results are new tensors.
 
     All methods raise CommError.
     """
@@ -139,9 +140,11 @@ class Transport(Described, Protocol):
     ) -> Tensor:
         """This rank's result of an exchange among `group`, as `weft.place.exchange.parts` defines it.
 
-        x: this rank's input. sizes: rows of each segment. epilogue: `[2, rows, width]` comes back, as `finish` says.
-        Raises CommError, at once, where the transport does not offer the exchange, takes no LiveSizes and is given
-        some, or the rank is not in the group.
+        x: this rank's input. sizes: rows of each segment. epilogue: the result is then `[2, rows, width]`, as `finish`
+            says.
+
+        Raises CommError at once where the transport does not offer the exchange or takes no LiveSizes, or the rank is
+        not in the group.
         """
         ...
 
@@ -150,10 +153,12 @@ class Transport(Described, Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Merges attention over the ranks' shards of the keys: each rank gets its own heads, complete.
 
-        out `[T, H, D]`, its last dimension contiguous, and lse `[T, H]`, float32: this rank's part of every head, as
-        `weft.kernels.torch_reference.softmax_merge` takes them. live: int32 `[1]` in device memory, where only so many
-        of the T tokens count. Gives new tensors `[T, H/n, D]` and `[T, H/n]`: the i-th rank's are the i-th run of
-        heads. T is the same on all ranks. Raises CommError as `exchange` does.
+        out: `[T, H, D]`, its last dimension contiguous. lse: float32 `[T, H]`. They are this rank's part of all heads,
+            as `weft.kernels.torch_reference.softmax_merge` takes them. T is the same on all ranks.
+        live: int32 `[1]` in device memory: only so many of the T tokens count; None: all.
+
+        Returns new tensors `[T, H/n, D]` and `[T, H/n]`: the i-th rank gets the i-th H/n heads. Raises CommError as
+        `exchange` does.
         """
         ...
 
@@ -162,20 +167,20 @@ class Transport(Described, Protocol):
         ...
 
     def barrier(self, group: Ranks) -> None:
-        """Returns once every rank of the group has called it."""
+        """Returns once all ranks of the group have called it."""
         ...
 
     def check(self) -> None:
-        """Raises what calls that were queued have met since, and PeerLost where a rank is known to be gone."""
+        """Raises the errors of queued calls that have run since, and PeerLost where a rank is known to be gone."""
         ...
 
     def close(self) -> None:
-        """Leaves the world; the transport is of no use after."""
+        """Leaves the world; the transport must not be used after."""
         ...
 
 
 class NamedCalls:
-    """A base of transports: the properties of its row in the table, and every exchange as a method of its name."""
+    """A base class of transports: the properties of its row in the table, and each exchange as a method of its name."""
 
     entry: Described
     rank: int
@@ -218,52 +223,53 @@ class NamedCalls:
         raise CommError(f"{type(self).__name__} does not offer merge_scatterv")
 
     def check(self) -> None:
-        """Nothing is queued: calls raise what they meet."""
+        """Does nothing, for transports that queue nothing: calls raise their own errors."""
 
     def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
-        """Sum of every rank's x."""
+        """Sum of all ranks' x."""
         return self.exchange(x, named.all_reduce(len(group)), group, (x.shape[0],), epilogue)
 
     def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
-        """Sum of every rank's x `[sum(sizes), width]`, of which the i-th rank gets the i-th segment of rows."""
+        """Sum of all ranks' x `[sum(sizes), width]`; the i-th rank gets the i-th segment of its rows."""
         return self.exchange(x, named.reduce_scatterv(len(group)), group, sizes, epilogue)
 
     def all_gatherv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
-        """Every rank's rows, in rank order: `[sum(sizes), width]`; the i-th rank puts in `sizes[i]` rows."""
+        """All ranks' rows, in rank order: `[sum(sizes), width]`; the i-th rank passes `sizes[i]` rows."""
         return self.exchange(x, named.all_gatherv(len(group)), group, sizes)
 
     def all_to_allv(self, x: Tensor, group: Ranks, send: Sizes, receive: Sizes) -> Tensor:
-        """Sends the i-th segment of rows to the i-th rank; gives the segments received, in rank order."""
+        """Sends the i-th segment of rows to the i-th rank; returns the segments received, in rank order."""
         return self.exchange(
             x, named.all_to_allv(len(group)), group, to_and_from(send, receive, place_in(group, self.rank))
         )
 
     def broadcast(self, x: Tensor, group: Ranks, root: int) -> Tensor:
-        """The x of global rank `root`; every rank passes a tensor of that shape."""
+        """The x of global rank `root`; all ranks pass a tensor of that shape."""
         mine = x if self.rank == root else x[:0]
         return self.all_gatherv(mine, group, tuple(x.shape[0] * (r == root) for r in group))
 
     def all_reduce_all_gatherv(self, x: Tensor, world: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
-        """Of every group of neighbours, a group a size, the sum of its ranks' x, in order: `[sum(sizes), width]`."""
+        """The sums of x over each group of neighbouring ranks, in group order: `[sum(sizes), width]`. sizes: of
+        groups."""
         exchange = named.all_reduce_all_gatherv(len(sizes), len(world) // len(sizes))
         return self.exchange(x, exchange, world, sizes, epilogue)
 
     def reduce_scatterv_all_reduce(
         self, x: Tensor, world: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
     ) -> Tensor:
-        """Sum of every rank's x `[sum(sizes), width]`; the i-th group of neighbours gets the i-th segment of rows."""
+        """Sum of all ranks' x `[sum(sizes), width]`; the i-th group of neighbours gets the i-th segment of rows."""
         exchange = named.reduce_scatterv_all_reduce(len(sizes), len(world) // len(sizes))
         return self.exchange(x, exchange, world, sizes, epilogue)
 
 
 def to_and_from(send: Sequence[int], receive: Sequence[int], place: int) -> Sizes:
-    """The sizes of a permute as the rank at `place` knows them: its row and its column of the matrix, zeros elsewhere.
+    """The sizes of a permute that the rank at `place` knows: its row and its column of the matrix, zeros elsewhere.
 
     Raises CommError where it sends itself other rows than it receives from itself.
     """
     n = len(send)
     if len(receive) != n or send[place] != receive[place]:
-        raise CommError(f"all_to_allv: {list(send)} rows sent and {list(receive)} received do not fit each other")
+        raise CommError(f"all_to_allv: {list(send)} rows sent and {list(receive)} received do not match")
     sizes = [0] * (n * n)
     sizes[place * n : (place + 1) * n] = send
     sizes[place::n] = receive
@@ -271,14 +277,14 @@ def to_and_from(send: Sequence[int], receive: Sequence[int], place: int) -> Size
 
 
 def place_in(group: Ranks, rank: int) -> int:
-    """The rank's place. Raises CommError where it has none: its peers would never come."""
+    """The rank's place in the group. Raises CommError where it has none: its peers would wait for it forever."""
     if rank not in group:
         raise CommError(f"rank {rank} calls over the group {group}, which it is not in")
     return group.index(rank)
 
 
 def sizes_on_host(transport: Transport, sizes: Sizes | LiveSizes) -> Sizes:
-    """The sizes, for a transport that must know them here. Raises CommError for those that only the device knows."""
+    """Sizes, for a transport that must know them on the host. Raises CommError for LiveSizes."""
     if isinstance(sizes, LiveSizes):
         raise CommError(f"{transport.name} takes no row counts in device memory, so it serves no CUDA graph")
     return sizes
@@ -287,7 +293,7 @@ def sizes_on_host(transport: Transport, sizes: Sizes | LiveSizes) -> Sizes:
 def check_call(
     transport: Transport, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None
 ) -> int:
-    """The rank's place in the group. Raises CommError for what this rank alone can tell to be wrong."""
+    """The rank's place in the group. Raises CommError for an error that this rank can find alone."""
     place = place_in(group, transport.rank)
     if not transport.offers(exchange, epilogue is not None):
         what = f"{exchange.kind} with an epilogue" if epilogue is not None else exchange.kind
@@ -308,7 +314,7 @@ def check_call(
 
 
 def check_merge(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> int:
-    """The rank's place in the group. Raises CommError for a merge that this rank alone can tell to be wrong."""
+    """The rank's place in the group. Raises CommError for a wrong merge, as far as this rank can tell alone."""
     place, rank = place_in(group, transport.rank), transport.rank
     if not transport.offers(named.merge_scatterv(len(group))):
         raise CommError(f"{transport.name} does not offer merge_scatterv")
@@ -325,8 +331,8 @@ def check_merge(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) ->
 
 
 def offer_of(transport: Described, mesh: Mesh, cost: Cost) -> Offer:
-    """What a transport, or its row of the table, offers the planner: those of the mesh's edges, and of the exchanges by
-    which attention over shards is merged and rows are sent to experts, that it carries.
+    """The offer of a transport, or of its row of the table, to the planner: of the mesh's edges, and of the exchanges
+    that merge attention over shards and send rows to experts, those that it carries out.
     """
     exchanges = {e.exchange for found in legal_edges(mesh).values() for e in found if e.exchange is not None}
     exchanges |= settled_exchanges(mesh)

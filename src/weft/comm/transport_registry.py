@@ -1,7 +1,8 @@
-"""Which transports there are: a row each, and those that plugins add.
+"""The table of transports: one row each, and those that plugins add.
 
-All that others know of a transport before it is built follows from its row: options, help texts, errors, offers. The
-table imports no torch, so that a command line is read without it: a transport's module is imported when it is opened.
+Options, help texts, errors and offers follow from a transport's row before it is built. The table does not import
+torch,
+so that command lines parse quickly: a transport's module is imported when it is opened.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 AUTO = "auto"
-"""The option that enables every transport of a device whose row has `auto`; the planner chooses among them."""
+"""The option that enables all transports of a device that have `auto` in their row; the planner chooses among them."""
 
 
 class TransportName(str):
@@ -42,18 +43,18 @@ SHM_RANKS = 16
 
 
 class Offers(Protocol):
-    """Whether a transport carries an exchange out; epilogue: with residual add and norm in the same call."""
+    """Whether a transport carries out an exchange; epilogue: with residual add and norm in the same call."""
 
     def __call__(self, exchange: Exchange, epilogue: bool = False) -> bool: ...
 
 
 class Opening(Protocol):
-    """What a rank gives to a transport that it opens.
+    """The arguments of a rank that opens a transport.
 
     directory: a folder of these ranks alone, for their rendezvous; on each host its own, of the same name.
     store: host and port at which rank 0 serves torch.distributed's store, where the ranks are on several hosts.
-    device: this rank's.
-    timeout_s: a call fails when its peers have not come after so many seconds.
+    device: of this rank.
+    timeout_s: a call whose peers have not come after so many seconds fails.
     """
 
     @property
@@ -75,25 +76,27 @@ class Opening(Protocol):
     def timeout_s(self) -> float: ...
 
     def max_bytes(self) -> int:
-        """Of the largest tensor that a step exchanges."""
+        """Maximum bytes of a tensor that a step exchanges."""
         ...
 
     def arena(self) -> tuple[int, int]:
-        """Of memory that the ranks of this host share: how many tensors of a rank are alive there at once at most, and
-        the bytes of the largest. Raises LayoutError where the host has less.
+        """(maximum of tensors of a rank that are alive at once, bytes of the largest) in memory that the ranks of this
+        host share. Raises LayoutError where the host has less.
         """
         ...
 
     def tuning(self, key: str, kind: type[T]) -> T | None:
-        """What `weft tune` found best for this host under this key; None where it has not run. Raises LayoutError."""
+        """The tuning that `weft tune` found for this host under this key; None where it has not run. Raises
+        LayoutError.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class TransportEntry:
-    """A transport, as it is known before it is built.
+    """A transport's row in the table.
 
-    option: its name on command lines. name: in plans, reports and cost tables. device: where its ranks run.
+    option: its name on command lines. name: its name in plans, reports and cost tables. device: of its ranks.
     open: makes a rank's end; collective.
     max_ranks: of a host; max_hosts: number of hosts; None: any.
     max_normed_bytes: of a row that an epilogue takes; max_bytes: of a call's largest tensor; None: any.
@@ -118,7 +121,7 @@ class TransportEntry:
         return self.device in (device, "any")
 
     def check(self, mesh: Mesh) -> None:
-        """Raises LayoutError for more ranks of a host than max_ranks."""
+        """Raises LayoutError where a host has more ranks than max_ranks."""
         on_host = mesh.world // mesh.hosts
         if self.max_ranks is not None and on_host > self.max_ranks:
             kind = ", of one host" if self.max_hosts == 1 else ""
@@ -129,7 +132,7 @@ class TransportEntry:
 
 
 def offers_every(exchange: Exchange, epilogue: bool = False) -> bool:
-    """The offers of a transport that has the whole table: an epilogue goes with sums, a merge is of heads alone."""
+    """The offers of a transport that has all exchanges: epilogues of sums, and merges of whole heads."""
     if exchange.combine == "softmax_merge":
         return exchange == named.merge_scatterv(exchange.ranks) and not epilogue
     return exchange.combine == "sum" or not epilogue
@@ -169,7 +172,7 @@ PEER = TransportEntry(
 NCCL = TransportEntry("nccl", "torchdist/nccl", "cuda", _offers_what_nccl_calls, _opener("weft.comm.torchdist"))
 TRANSPORTS = (SHM, GLOO, PEER, NCCL)
 REFERENCE = TransportEntry("reference", "reference", "any", offers_every, _opener("weft.comm.reference"), auto=False)
-"""Of ranks that are threads of one process, and of a rank that is alone: no option of ranks that are processes."""
+"""For ranks that are threads of one process, and for a single rank: no option of ranks that are processes."""
 
 
 def transports(plugins: Sequence[str] = ()) -> dict[str, TransportEntry]:
@@ -178,11 +181,13 @@ def transports(plugins: Sequence[str] = ()) -> dict[str, TransportEntry]:
     for module in load_plugins(plugins):
         for entry in getattr(module, "TRANSPORTS", ()):
             if known.setdefault(entry.option, entry) != entry or entry.option in (AUTO, REFERENCE.option):
-                raise PluginError(f"plugin {module.__name__} adds a transport {entry.option}, as another one is called")
+                raise PluginError(
+                    f"plugin {module.__name__} adds transport {entry.option}, but there is another of this name"
+                )
     return known
 
 
 def automatic(known: dict[str, TransportEntry], device: str, ranks: int) -> tuple[TransportEntry, ...]:
-    """What AUTO enables for so many ranks on cpu or cuda."""
+    """The transports that AUTO enables for so many ranks on cpu or cuda."""
     on_device = (entry for entry in known.values() if entry.auto and entry.runs_on(device))
     return tuple(e for e in on_device if e.max_ranks is None or ranks <= e.max_ranks)

@@ -70,9 +70,9 @@ def _call(op: Step | Settled, transport: Transport, rows: CapturedRows, like: Te
         return _permute(op.value, transport, rows, like)
     edge, width = op.edge, like.shape[1]
     assert edge is not None
-    wire, have = edge.src.wire, rows.room(edge.src.rows)
+    wire, have = edge.src.wire, rows.capacity_of(edge.src.rows)
     x = like.new_zeros(have, wire.row_bytes(width), dtype=torch.uint8) if wire else like.new_zeros(have, width)
-    residual, weight = like.new_zeros(rows.room(edge.dst.rows), width), like.new_ones(width)
+    residual, weight = like.new_zeros(rows.capacity_of(edge.dst.rows), width), like.new_ones(width)
     epilogue = Epilogue(residual, weight, 1e-6) if op.op == "finish" else None
     return lambda: rows.carry(edge, x, transport, epilogue)
 

@@ -1,7 +1,7 @@
 // The shared segment: a header, then for each rank its lines, its staging slots, and its pool of blocks for tensors.
 //
-// Each rank writes only its own region, so that the first touch puts the pages on its NUMA node. Pages that nobody
-// touches take no memory: the pool's size is a limit, not a cost.
+// Each rank writes only its own region, so that the first touch puts the pages on its NUMA node. Untouched pages take
+// no memory: the pool's size is a limit, not a cost.
 #pragma once
 
 #include <errno.h>
@@ -35,8 +35,8 @@ struct Layout {
   static int64_t pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
   int64_t lines_bytes() const { return int64_t(kMaxGroups * sizeof(Line)); }
   int64_t slots_bytes() const { return 2 * pages(slot_bytes) * int64_t(groups.size()); }
-  // Blocks begin on pages. To stagger them by some lines, so that they begin in different sets of the cache, was tried:
-  // calls of 64 KiB then took up to a tenth longer.
+  // Blocks begin on pages. Offsets of some lines, so that blocks begin in different sets of the cache, were tried:
+  // calls of 64 KiB then take up to a tenth longer.
   int64_t block_stride() const { return pages(block_bytes); }
   int64_t region_bytes() const { return lines_bytes() + slots_bytes() + pages(blocks * block_stride()); }
   int64_t bytes() const { return int64_t(sizeof(Header)) + region_bytes() * world; }
@@ -45,10 +45,10 @@ struct Layout {
 
 // A rank's memory for tensors: blocks of one size, one for each tensor.
 //
-// Blocks of one size cannot fragment. Whatever sizes come in whatever order, there is room for a tensor while fewer
-// than `blocks` are alive, so a caller that knows how many it holds at once and how large they are never meets a full
-// pool. The block freed last is taken first: it is the likeliest to be in the cache, and blocks that are never needed
-// are never touched and take no memory.
+// Blocks of one size cannot fragment. For any sizes in any order, a tensor fits while fewer than `blocks` are alive. So
+// a caller that knows its maximum number of live tensors and their maximum size never meets a full pool. The block that
+// was freed last is taken first: it is most likely in the cache. Blocks that are not needed are never touched and take
+// no memory.
 class Pool {
  public:
   Pool(char* base, int64_t blocks, int64_t block_bytes, int64_t stride)
@@ -75,7 +75,7 @@ class Pool {
   }
   bool holds(const void* p) const { return p >= base_ && p < base_ + stride_ * int64_t(blocks_); }
 
-  // The most blocks that were in use at once; no other block was ever touched.
+  // Maximum number of blocks in use at once; no other block was ever touched.
   size_t peak() {
     std::lock_guard<std::mutex> hold(mutex_);
     return peak_;
@@ -120,7 +120,7 @@ class Arena {
   int64_t offset(const void* p) const { return static_cast<const char*>(p) - base_; }
 
  private:
-  // Takes the pages now: on this rank's node, and with an error here instead of a signal later.
+  // Allocates the pages now: on this rank's node, and with an error here instead of a signal later.
   void touch(char* from, int64_t bytes) {
     constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
     if (madvise(from, size_t(bytes), kPopulateWrite) == 0) return;

@@ -1,11 +1,11 @@
 // Every collective as one exchange of parts.
 //
-// A part is a run of elements that some ranks hold (sources), that is summed in rank order, and that some ranks want
-// (readers). In one shot every reader sums for itself, from what the sources staged. In two shots the part's owner
-// sums, then the readers copy from the owner's result, so that no byte is read twice from another rank. Parts larger
+// A part is a range of elements that some ranks hold (sources), that is summed in rank order, and that some ranks want
+// (readers). In one shot each reader sums for itself, from the data that the sources staged. In two shots the part's
+// owner sums, then the readers copy the owner's result, so that no byte is read twice from another rank. Parts larger
 // than a slot go in chunks, and the chunks in a pipeline: in each phase a rank stages chunk s, sums chunk s-1, copies
-// chunk s-2. A tensor that lies in the arena is not staged: its peers read it where it is, and all wait for each other
-// at the end, since its memory may then be used again.
+// chunk s-2. A tensor in the arena is not staged: its peers read it in place, and all ranks wait for each other at the
+// end, since its memory may be reused after that.
 #pragma once
 
 #include <algorithm>
@@ -17,12 +17,12 @@
 namespace weft {
 
 struct Part {
-  int64_t x = 0, out = 0, length = 0;  // elements: where it lies in a source's input and in a reader's result; how many
+  int64_t x = 0, out = 0, length = 0;  // elements: place in a source's input, place in a reader's result, number
   uint32_t sources = 0, readers = 0;   // bit i: the group's i-th rank
-  int owner = 0, lane = 0;             // owner: who sums it in two shots; lane: its place in a slot
+  int owner = 0, lane = 0;             // owner: the rank that sums it in two shots; lane: its place in a slot
 };
 
-// Where complete rows go on: residual add and RMSNorm.
+// The continuation of a sum: residual add and RMSNorm of its rows.
 struct Finish {
   const void *residual = nullptr, *weight = nullptr;
   void *residual_out = nullptr, *normed = nullptr;
@@ -47,16 +47,16 @@ struct Call {
 
 // What is fastest differs by host: `weft tune` measures it. All in bytes.
 struct Tuning {
-  int64_t two_shot_bytes = 16 << 10;     // larger sums take two shots; the same on every rank
-  int64_t chunk_bytes = 256 << 10;       // of a share that is read where it lies; the same on every rank
-  int64_t zero_copy_bytes = 8 << 10;     // smaller inputs are staged though they lie in the arena: one wait less
-  int64_t stream_slot_bytes = 32 << 10;  // runs from here on that peers will read are stored past the cache
+  int64_t two_shot_bytes = 16 << 10;     // larger sums take two shots; the same on all ranks
+  int64_t chunk_bytes = 256 << 10;       // of a share that is read in place; the same on all ranks
+  int64_t zero_copy_bytes = 8 << 10;     // smaller inputs are staged even if they lie in the arena: one wait less
+  int64_t stream_slot_bytes = 32 << 10;  // ranges of at least so many bytes that peers read are stored past the cache
   int64_t stream_out_bytes = 32 << 20;   // larger results are stored past the cache
 };
 
 enum class Holds { note, staged, input, result };
 
-// Tests record what a rank publishes and waits for, what it writes in its own memory, and reads in its peers'.
+// Tests record the phases that a rank publishes and waits for, its writes in its own memory, and its reads of peers'.
 struct NoProbe {
   void publish(int, uint32_t) {}                        // group, phase: before
   void wait(int, int, uint32_t) {}                      // group, rank, phase: after
@@ -109,11 +109,11 @@ class Exchange {
  private:
   friend class Merge<Probe>;
 
-  // A call that fails on its way leaves phases and notes behind that a later call would take for its own.
+  // A call that fails midway leaves phases and notes that a later call would take for its own.
   template <class F>
   void in_step(F&& call) {
     waiter_.check_lost();
-    if (broken_) throw CallError("an earlier call failed on its way, and the ranks are out of step: start anew");
+    if (broken_) throw CallError("an earlier call failed midway, and the ranks are out of step: restart them");
     broken_ = true;
     call();
     broken_ = false;
@@ -180,9 +180,9 @@ class Exchange {
           if (part.readers >> me & 1) normalise(c.out + part.out * c.element, part.out, part.length);
     }
 
-    // Whether peers may read my input where it is.
+    // Whether peers may read this rank's input in place.
     bool in_place() const {
-      if (c.ragged) return false;  // a reader would not know where its run begins
+      if (c.ragged) return false;  // a reader would not know where its range begins
       int64_t bytes = 0;
       for (const Part& part : *c.parts)
         if (part.sources >> me & 1) bytes += part.length * c.element;
@@ -268,13 +268,13 @@ class Exchange {
       }
     }
 
-    // Whether a sum of n elements is stored past the cache. In two shots peers read it; a norm reads it once more here.
+    // Whether a sum of n elements is stored past the cache. In two shots peers read it; a norm reads it again here.
     bool streams_out(int64_t n) const {
       const bool shared = c.two_shot && !c.finish && n * c.element >= e.tuning.stream_slot_bytes;
       return shared || c.bytes >= e.tuning.stream_out_bytes;
     }
 
-    // What the owner, who is the source of each part of a ragged call, has for this rank.
+    // The elements that an owner, which is the source of each part of a ragged call, has for this rank.
     void expect_length(const Part& part, uint32_t phase) const {
       int64_t there;
       const char* place = lane(part.owner, part, phase);
@@ -285,7 +285,7 @@ class Exchange {
                         " elements where this rank expects " + std::to_string(part.length));
     }
 
-    // The second shot: copies what the owners summed in `phase`.
+    // The second shot: copies the owners' sums of `phase`.
     void copy(uint32_t chunk, uint32_t) {
       for (const Part& part : *c.parts) {
         if (part.owner == me || !(part.readers >> me & 1)) continue;
@@ -303,7 +303,7 @@ class Exchange {
 
     static void move(char* out, const void* from, int64_t bytes) { std::memcpy(out, from, size_t(bytes)); }
 
-    // Whole rows: n elements of the sum, which lie at delta and belong at `place` of the result.
+    // Whole rows: n elements of the sum, at delta, which go to `place` of the result.
     void normalise(const char* delta, int64_t place, int64_t n) {
       const Finish& f = *c.finish;
       const int64_t at = place * c.element;
@@ -318,7 +318,7 @@ class Exchange {
     probe.publish(group, phase);
     publish(arena_->line(arena_->rank(), group), phase);
   }
-  // Acquire, of what every rank of the group stored before it published the phase.
+  // Acquire, of all that each rank of the group stored before it published the phase.
   void wait_all(int group, uint32_t phase) {
     for (const int rank : arena_->layout().groups[size_t(group)]) {
       if (rank == arena_->rank()) continue;
@@ -333,7 +333,7 @@ class Exchange {
     probe.write(Holds::note, 0, &mine, sizeof mine);
     mine = note;
   }
-  // What a rank said of its call, read by a plain load after the wait for the phase; throws unless it is this call.
+  // A rank's note of its call, read by a plain load after the wait for the phase; throws unless it is the same call.
   Note read_note(int rank, int group, uint32_t phase, uint32_t signature) {
     const Note& note = arena_->line(rank, group).notes[phase & 1];
     if (rank != arena_->rank()) probe.read(Holds::note, 0, &note, sizeof note);

@@ -1,9 +1,9 @@
-// Attention over shards of the keys, merged: every rank has outputs and log-sum-exps of all heads over its own tokens,
-// and gets its own heads over all tokens. What is computed, `softmax_merge` in weft/kernels/torch_reference.py says.
+// The merge of attention over shards of the keys: each rank has outputs and log-sum-exps of all heads over its own
+// tokens, and gets its own heads over all tokens, as `softmax_merge` in weft/kernels/torch_reference.py defines it.
 //
-// Each rank stages the other ranks' heads, and each reads its own from the others' slots and merges them in rank order,
-// in float. Rows, a head of a token each, go in chunks that fit a lane, in the pipeline of exchange.h: in each phase a
-// rank stages chunk s and merges chunk s-1. A row that holds nothing is neither staged nor read but for its log-sum-exp.
+// Each rank stages the other ranks' heads, reads its own from the others' slots, and merges them in rank order, in
+// float. A row is one head of one token. Rows go in chunks that fit a lane, in the pipeline of exchange.h: in each
+// phase a rank stages chunk s and merges chunk s-1. Of an empty row only the log-sum-exp is staged and read.
 #pragma once
 
 #include <cmath>
@@ -26,20 +26,20 @@ struct MergeCall {
   uint32_t signature = 0;
 };
 
-// A part's log-sum-exp as it counts: NaN and +inf, which some kernels give an empty part, are −inf.
+// A part's log-sum-exp, with −inf for NaN and +inf, which some kernels give for an empty part.
 inline float known_lse(float lse) { return lse < INFINITY ? lse : -INFINITY; }
 
-// Turns log-sum-exps into weights that add up to 1, all 0 where every part is empty; gives the whole's log-sum-exp.
+// Turns log-sum-exps into weights that sum to 1, or are 0 where all parts are empty; returns the log-sum-exp of all.
 inline float weigh(float* lses, int parts) {
-  float most = -INFINITY, total = 0;
-  for (int i = 0; i < parts; ++i) most = std::max(most, lses[i] = known_lse(lses[i]));
-  if (most == -INFINITY) {
+  float top = -INFINITY, total = 0;
+  for (int i = 0; i < parts; ++i) top = std::max(top, lses[i] = known_lse(lses[i]));
+  if (top == -INFINITY) {
     std::fill(lses, lses + parts, 0.0f);
-    return most;
+    return top;
   }
-  for (int i = 0; i < parts; ++i) total += lses[i] = std::exp(lses[i] - most);
+  for (int i = 0; i < parts; ++i) total += lses[i] = std::exp(lses[i] - top);
   for (int i = 0; i < parts; ++i) lses[i] /= total;
-  return most + std::log(total);
+  return top + std::log(total);
 }
 
 template <class Probe>
@@ -50,15 +50,15 @@ class Merge {
     me_ = int(std::find(ranks_.begin(), ranks_.end(), e_.arena_->rank()) - ranks_.begin());
     own_heads_ = c_.heads / n_, rows_ = c_.tokens * own_heads_, row_bytes_ = c_.dim * c_.element;
     stride_ = e_.arena_->layout().slot_bytes / std::max(1, n_ - 1) / 64 * 64;
-    most_ = (stride_ - 64) / (row_bytes_ + int64_t(sizeof(float)));
-    if (most_ <= 0)
+    chunk_rows_ = (stride_ - 64) / (row_bytes_ + int64_t(sizeof(float)));
+    if (chunk_rows_ <= 0)
       throw CallError("slots of " + std::to_string(e_.arena_->layout().slot_bytes) + " bytes are too small for " +
                       std::to_string(n_) + " ranks' heads of " + std::to_string(row_bytes_) +
                       " bytes; give the transport a larger slot_bytes");
   }
 
   void run() {
-    const auto chunks = uint32_t(std::max<int64_t>(1, (rows_ + most_ - 1) / most_));
+    const auto chunks = uint32_t(std::max<int64_t>(1, (rows_ + chunk_rows_ - 1) / chunk_rows_));
     uint32_t phase = e_.next_[size_t(c_.group)];
     e_.write_note(c_.group, phase, Note{c_.signature, chunks, -1, -1});
     for (uint32_t s = 0;; ++s, ++phase) {
@@ -82,10 +82,10 @@ class Merge {
   }
   static int64_t payload(int64_t rows) { return (rows * int64_t(sizeof(float)) + 63) / 64 * 64; }
 
-  int64_t first_row(uint32_t chunk) const { return int64_t(chunk) * most_; }
-  int64_t rows_of(uint32_t chunk) const { return std::min(most_, rows_ - first_row(chunk)); }
+  int64_t first_row(uint32_t chunk) const { return int64_t(chunk) * chunk_rows_; }
+  int64_t rows_of(uint32_t chunk) const { return std::min(chunk_rows_, rows_ - first_row(chunk)); }
 
-  // Where this rank has a row of a reader's: rows go by token, then by head.
+  // The place of a reader's row on this rank: rows go by token, then by head.
   const char* out(int reader, int64_t row) const {
     return c_.out + row / own_heads_ * c_.out_token + (reader * own_heads_ + row % own_heads_) * c_.out_head;
   }
@@ -139,7 +139,7 @@ class Merge {
   const MergeCall& c_;
   const Ranks& ranks_;
   int n_, me_;
-  int64_t own_heads_, rows_, row_bytes_, stride_, most_;  // most_: rows of a chunk
+  int64_t own_heads_, rows_, row_bytes_, stride_, chunk_rows_;  // chunk_rows_: rows of a chunk
 };
 
 }  // namespace weft

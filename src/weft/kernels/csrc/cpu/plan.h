@@ -1,8 +1,8 @@
-// What a collective does with rows: worked out once for its sizes, and laid out for the row width of each call.
+// The plan of a collective: computed once for its sizes, and laid out for the row width of each call.
 //
-// Python describes a collective by its parts (weft/place/exchange.py): runs of rows with the ranks that hold a term of
-// them (sources) and the ranks that want them (readers). All else that a call needs follows from the parts, and alike
-// on every rank: how many rows come and go, who sums which share in two shots, where each part lies in a slot, and the
+// Python describes a collective by its parts (weft/place/exchange.py): ranges of rows with the ranks that hold a term
+// of them (sources) and the ranks that want them (readers). The plan follows from the parts, and is the same on all
+// ranks: how many rows come and go, which rank sums which share in two shots, where each part lies in a slot, and the
 // signature by which ranks notice that they make different calls.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace weft {
 
-// Who sums a share of a part in two shots, and the share's lane in the slots of the part's sources.
+// A share of a part that one rank sums in two shots, and the share's lane in the slots of the part's sources.
 struct Share {
   int owner = 0, lane = 0;
 };
@@ -27,7 +27,7 @@ inline uint32_t mix(uint32_t hash, uint64_t value) {
   return uint32_t(mixed >> 32) | 1;
 }
 
-// Hands out the lanes of slots: two parts that have a source in common never share one.
+// Assigns the lanes of slots: two parts that have a source in common never share one.
 class Lanes {
  public:
   int take(uint32_t sources) {
@@ -47,10 +47,10 @@ class Lanes {
 
 class Plan {
  public:
-  // me: this rank's place in the group. permute: rows that only their sender and their receiver know. sums: parts are
-  // summed over their sources; else the first source's rows are taken. flat: of each part its sources, readers, first
-  // row in a source's input, first row in a reader's result, and number of rows. One part alone may leave its number of
-  // rows open, as -1: the plan then serves inputs of any number, all of whose rows are the part's.
+  // me: this rank's place in the group. permute: only a row's sender and receiver know of it. sums: parts are summed
+  // over their sources; else the first source's rows are taken. flat: for each part its sources, readers, first row in
+  // a source's input, first row in a reader's result, and number of rows. If there is one part, its number of rows may
+  // be -1: the plan then serves inputs of any number of rows, and all of them are the part's.
   Plan(int group, int me, bool permute, bool sums, const std::vector<int64_t>& flat)
       : group_(group), permute_(permute), sums_(sums), signature_(mix(1, permute ? 2 : sums)) {
     Lanes lanes, share_lanes;
@@ -60,7 +60,8 @@ class Plan {
       if (part.readers >> me & 1) result_rows_ = std::max(result_rows_, part.reader_row + part.rows);
       if (!sums) part.sources &= -part.sources;
       part.lane = lanes.take(part.sources);
-      // Ranks that both hold a term and want the sum own a share each; where there is none, the first reader owns all.
+      // Ranks that hold a term and want the sum own a share each; where there is no such rank, the first reader owns
+      // all.
       uint32_t owners = part.sources & part.readers;
       if (!owners) owners = part.readers & -part.readers;
       for (int r = 0; r < kMaxRanks; ++r)
@@ -76,15 +77,15 @@ class Plan {
     lanes_ = lanes.count(), share_lanes_ = share_lanes.count();
   }
 
-  // Rows of this rank's input and of its result, where the input has `given`.
+  // Rows of this rank's input and of its result, for an input of `given` rows.
   int64_t input_rows(int64_t given) const { return open_ ? given : input_rows_; }
   int64_t result_rows(int64_t given) const { return open_ ? given : result_rows_; }
   bool sums() const { return sums_; }
   // Whether the result may lie over the input: every row has the same place in both.
   bool in_place() const { return !moved_ && !permute_ && input_rows_ == result_rows_; }
 
-  // Fills in what of a call follows from the plan. call.element is set. given, width: the input's rows, and their
-  // elements. norm: rows go on to it, so that none is cut.
+  // Fills in the fields of a call that follow from the plan. call.element is set. given, width: the input's rows, and
+  // their elements. norm: rows continue to it, so that none is cut.
   void lay_out(Call& call, std::vector<Part>& parts, int64_t given, int64_t width, bool norm,
                const Tuning& tuning) const {
     call.group = group_;
@@ -104,7 +105,7 @@ class Plan {
         parts.push_back(Part{from, to, length, part.sources, part.readers, first, part.lane});
         continue;
       }
-      // Shares of whole rows where rows go on to the norm, else of cache lines.
+      // Shares are whole rows where rows continue to the norm, else whole cache lines.
       const int64_t unit = norm ? width : 64, units = unit ? (length + unit - 1) / unit : 0;
       const int64_t owners = int64_t(part.shares.size()), each = units / owners, more = units % owners;
       int64_t begin = 0;

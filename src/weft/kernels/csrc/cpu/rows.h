@@ -21,9 +21,10 @@ struct Rows {
   const char* isa;
   // out[i] = Σ sources[k][i] in order of k, in float (f64: double), rounded once. stream: store past the cache.
   void (*reduce)(DType, void* out, const void* const* sources, int n, int64_t count, bool stream);
-  // out[i] = Σ weights[k] · sources[k][i] in order of k, in float, each product and sum rounded; out rounded once. No f64.
+  // out[i] = Σ weights[k] · sources[k][i] in order of k, in float, each product and sum rounded; out rounded once. No
+  // f64.
   void (*weighted)(DType, void* out, const void* const* sources, const float* weights, int n, int64_t count);
-  // memcpy to a 64-byte aligned place past the cache: a plain store would first fetch lines that a peer has read.
+  // memcpy to a 64-byte aligned address past the cache: a plain store would first fetch lines that a peer has read.
   void (*copy_stream)(void* out, const void* in, int64_t bytes);
   // residual_out = residual + delta; normed = RMSNorm(residual_out) · weight, in float (f64: double).
   void (*add_norm)(DType, void* residual_out, void* normed, const void* delta, const void* residual, const void* weight,

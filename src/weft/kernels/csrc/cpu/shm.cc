@@ -1,4 +1,4 @@
-// The bindings of the shared-memory exchange: checks tensors, allocates results, names errors.
+// The bindings of the shared-memory exchange: they check tensors, allocate results, and name errors.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -24,7 +24,7 @@ struct World {
   std::unique_ptr<Exchange<>> exchange;
   const Rows* rows;
   std::vector<Plan> plans;
-  std::vector<Part> parts;  // of the call under way
+  std::vector<Part> parts;  // of the current call
 };
 
 // A tensor's memory. It keeps the segment mapped, so that tensors outlive their transport.
@@ -40,8 +40,8 @@ ffi::Tensor new_tensor(World& w, ffi::ShapeView shape, DLDataType dtype) {
   return ffi::Tensor::FromNDAlloc(PoolBlock{w.exchange->shared_arena()}, shape, dtype, DLDevice{kDLCPU, 0});
 }
 
-// The errors of a call as Python sees them, by the names that build.py registers. They carry no back-trace of native
-// code: the first one of a process would take more than half a second, in which the other ranks wait.
+// The errors of a call, by the names that build.py registers. They carry no back-trace of native code: the first one of
+// a process would take more than half a second, in which the other ranks wait.
 template <class F>
 auto guarded(F&& run) -> decltype(run()) {
   try {
@@ -67,7 +67,7 @@ int64_t width_of(TensorView x) {
   return n;
 }
 
-// Sums need to know the numbers; what is only moved is bytes.
+// Sums need to know the element type; other exchanges move bytes.
 DType summable(DLDataType t) {
   if (t.lanes == 1) {
     if (t.code == kDLFloat && t.bits == 32) return DType::f32;
@@ -106,7 +106,7 @@ struct Setup {
     call.signature = mix(call.signature, uint64_t(t.code) << 8 | t.bits);
   }
 
-  // Room for `copies` results one after the other; more than one get a dimension of their own.
+  // Memory for `copies` results one after the other; more than one get a dimension of their own.
   ffi::Tensor result(int64_t copies) {
     int64_t shape[2 + kMaxDims] = {copies, plan.result_rows(rows)};
     const size_t dims = size_t(x.ndim());
@@ -117,7 +117,7 @@ struct Setup {
 
 }  // namespace
 
-// groups: every group of the world, the same list on every rank. pidfds: of each rank's process, -1 for none.
+// groups: all groups of the world, the same list on all ranks. pidfds: of each rank's process, -1 for none.
 // tuning: the numbers of Tuning, in order.
 int64_t create(int64_t fd, int64_t world, int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, int64_t slot_bytes,
                int64_t blocks, int64_t block_bytes, Sizes pidfds, int64_t spins, double timeout_s, Sizes tuning,
@@ -146,7 +146,7 @@ int64_t create(int64_t fd, int64_t world, int64_t rank, ffi::Array<ffi::Array<in
   });
 }
 
-// Bytes that the segment of such a world takes; sparse.
+// Bytes of the segment of such a world; it is sparse.
 int64_t arena_bytes(int64_t world, int64_t groups, int64_t slot_bytes, int64_t blocks, int64_t block_bytes) {
   Layout layout;
   layout.world = int(world);
@@ -169,11 +169,11 @@ ffi::Tensor empty(int64_t handle, Sizes shape, TensorView like) {
   });
 }
 
-// The most blocks of this rank's pool that were in use at once.
+// Maximum number of blocks of this rank's pool in use at once.
 int64_t peak_blocks(int64_t handle) { return int64_t(world_of(handle).exchange->arena().pool().peak()); }
 
-// For benchmarks: the same reads, sums and writes as a collective's, from tensors at known places in the arena, with no
-// word said between the ranks. What a collective takes beyond this is its protocol.
+// For benchmarks: the reads, sums and writes of a collective, from tensors at known places in the arena, without
+// synchronisation. The rest of a collective's time is its protocol.
 int64_t offset_of(int64_t handle, TensorView x) { return world_of(handle).exchange->arena().offset(x.data_ptr()); }
 
 void direct_sum(int64_t handle, TensorView out, Sizes offsets, int64_t begin, int64_t count) {
@@ -191,7 +191,7 @@ void direct_sum(int64_t handle, TensorView out, Sizes offsets, int64_t begin, in
   });
 }
 
-// Looks whether a rank is gone.
+// Checks whether a rank is gone.
 void check(int64_t handle) {
   guarded([&] { world_of(handle).exchange->waiter().look_around(); });
 }
@@ -200,7 +200,7 @@ void barrier(int64_t handle, int64_t group) {
   guarded([&] { world_of(handle).exchange->barrier(int(group)); });
 }
 
-// A collective's plan, by the number, from 1 on, that calls name it by; see Plan.
+// A collective's plan, by the number, from 1 on, that names it in calls; see Plan.
 int64_t prepare(int64_t handle, int64_t group, bool permute, bool sums, Sizes parts) {
   return guarded([&] {
     World& w = world_of(handle);
@@ -213,7 +213,7 @@ int64_t prepare(int64_t handle, int64_t group, bool permute, bool sums, Sizes pa
   });
 }
 
-// Forgets every plan.
+// Forgets all plans.
 void forget(int64_t handle) { world_of(handle).plans.clear(); }
 
 ffi::Tensor exchange(int64_t handle, int64_t plan, TensorView x) {
@@ -226,11 +226,11 @@ ffi::Tensor exchange(int64_t handle, int64_t plan, TensorView x) {
   });
 }
 
-// The result lies over the input: no other memory is allocated where the peers can see it there.
+// The result lies over the input: no other memory is allocated where peers can see it.
 void exchange_in_place(int64_t handle, int64_t plan, TensorView x) {
   guarded([&] {
     Setup s(world_of(handle), plan, x, false);
-    if (!s.plan.in_place()) throw CallError("its result has other rows than its input, or elsewhere");
+    if (!s.plan.in_place()) throw CallError("its result has other rows than its input, or at other places");
     if (!s.call.two_shot || s.w.exchange->arena().pool().holds(x.data_ptr())) {
       s.call.out = static_cast<char*>(x.data_ptr());
       return s.w.exchange->run(s.call);
@@ -243,7 +243,8 @@ void exchange_in_place(int64_t handle, int64_t plan, TensorView x) {
 }
 
 // Fills own [tokens, heads / ranks, dim] and own_lse with this rank's heads of out [tokens, heads, dim] and lse, merged
-// over the group; see MergeCall. Checked by the caller: the shapes, that dim is dense in out, and own and own_lse whole.
+// over the group; see MergeCall. Checked by the caller: the shapes, that dim is dense in out, and own and own_lse
+// whole.
 void merge(int64_t handle, int64_t group, TensorView out, TensorView lse, TensorView own, TensorView own_lse) {
   guarded([&] {
     const DLDataType t = out.dtype();

@@ -1,8 +1,8 @@
-// The protocol by which the ranks of a group keep in step: one counter a rank and group, its phase, and nothing else.
+// The protocol that keeps the ranks of a group in step: one counter for each rank and group, its phase, and nothing
+// else.
 //
-// Invariant: what a rank wrote in phase p is read by its peers only after they have waited for p and before they
-// publish p + 1, and is overwritten by nobody who has not waited for p + 1. So two buffers, by the phase's parity, are
-// enough.
+// Invariant: peers read what a rank wrote in phase p only after they have waited for p and before they publish p + 1. A
+// rank overwrites it only after it has waited for p + 1. So two buffers, by the phase's parity, are enough.
 //
 // Memory order: `publish` releases all that its rank stored before it, and `Waiter::wait` acquires it, so plain loads
 // and stores around them are ordered between ranks. Both are also sequentially consistent with `Line::sleepers`: either
@@ -24,9 +24,9 @@
 
 namespace weft {
 
-// What a rank says of its call when it publishes the call's first phase; kept by the phase's parity, as slots are.
+// A rank's note of its call, which it publishes with the call's first phase; kept by the phase's parity, as slots are.
 struct Note {
-  uint32_t signature;  // of the call: every rank must make the same
+  uint32_t signature;  // of the call: all ranks must make the same
   uint32_t chunks;     // of this rank's data
   int64_t x, out;      // where its input and its result lie in the shared arena; -1: they do not
 };
@@ -72,8 +72,8 @@ inline void futex_wake_all(std::atomic<uint32_t>* word) {
   syscall(SYS_futex, word, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
 }
 
-// Tells the peers that this rank has reached a phase. Release: what it stored before is visible to whoever waits for
-// the phase; stores past the cache need stream_fence before. Sequentially consistent: `sleepers` is loaded after the
+// Publishes that this rank has reached a phase. Release: a rank that waits for the phase sees what this rank stored
+// before it; stores past the cache need stream_fence before. Sequentially consistent: `sleepers` is loaded after the
 // store.
 inline void publish(Line& mine, uint32_t phase) {
   mine.phase.store(phase, std::memory_order_seq_cst);
@@ -83,18 +83,18 @@ inline void publish(Line& mine, uint32_t phase) {
 // Phases wrap around: only their difference counts, and it never exceeds two.
 inline bool reached(uint32_t phase, uint32_t wanted) { return int32_t(phase - wanted) >= 0; }
 
-// How a rank waits: it spins, offers its core to others for a while, then sleeps in short slices, between which it
-// looks whether a rank is gone. Time ends the offers, not their number: on a busy core each may take milliseconds.
+// How a rank waits: it spins, yields its core for a while, then sleeps in short slices, between which it checks whether
+// a rank is gone. A time limit ends the yields, not their number: on a busy core each may take milliseconds.
 struct Waiter {
   int spins = 0;
   double yield_s = 0.002, timeout_s = 60;
   std::atomic<int32_t>* lost = nullptr;   // shared: 1 + the first rank known to be gone
-  std::atomic<uint32_t>* left = nullptr;  // shared: bit r: rank r was done, and may end: lost only to who calls it
+  std::atomic<uint32_t>* left = nullptr;  // shared: bit r: rank r has left: lost only to a rank that waits for it
   std::vector<pollfd> peers;              // a pidfd of each other process, -1 where it has none
   void (*interrupt)() = nullptr;          // may throw: lets Ctrl-C end a wait
 
   // Returns once `rank` has published the phase. Acquire: what that rank stored before is then visible. Throws
-  // PeerLostError, TimeoutError, or what `interrupt` throws.
+  // PeerLostError, TimeoutError, or the exception of `interrupt`.
   void wait(Line& line, uint32_t wanted, int rank) {
     for (int i = 0; i < spins; ++i) {
       if (reached(line.phase.load(std::memory_order_acquire), wanted)) return;
@@ -105,7 +105,7 @@ struct Waiter {
     sleep(line, wanted, rank);
   }
 
-  // Throws where a rank is known, or now seen, to be gone. Relaxed: nothing is read by the strength of it.
+  // Throws where a rank is known, or now seen, to be gone. Relaxed: no later read depends on it.
   void look_around() {
     mark_the_dead();
     check_lost();
@@ -139,13 +139,13 @@ struct Waiter {
 
   void look_for_the_dead(Line& line, uint32_t wanted, int rank) {
     const uint32_t gone = mark_the_dead();
-    // It may have published before it went.
+    // It may have published the phase before it ended.
     if (reached(line.phase.load(std::memory_order_seq_cst), wanted)) return;
     if (gone >> rank & 1) lose(rank);
     check_lost();
   }
 
-  // Those that left are none of the lost, unless somebody waits for them: gives them, a bit each.
+  // Ranks that left do not count as lost, unless a rank waits for them: gives their bits.
   uint32_t mark_the_dead() {
     const int ended = ::poll(peers.data(), peers.size(), 0);
     const uint32_t gone = left->load(std::memory_order_seq_cst);  // after the poll: a rank leaves before it ends

@@ -1,5 +1,5 @@
-// Sixteen lanes in two halves: AVX2 and F16C. Of bfloat16 numbers one half has the even ones and the other the odd ones,
-// which takes a mask and a shift where neighbours would have to be unpacked, and a blend to put them back.
+// Sixteen lanes in two halves: AVX2 and F16C. Of bfloat16 numbers one half has the even ones and the other the odd
+// ones, which takes a mask and a shift where neighbours would have to be unpacked, and a blend to put them back.
 struct V {
   struct R {
     __m256 a, b;
@@ -17,8 +17,8 @@ struct V {
   WEFT_FN __m256 high_half(__m256i x) {
     return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(int(0xffff0000))));
   }
-  // The rounded number as float bits; what is below bit 16 is of no meaning. A NaN made of bfloat16 numbers has zeros
-  // below bit 16, so rounding cannot carry it away.
+  // The rounded number as float bits; bits below 16 are undefined. A NaN made of bfloat16 numbers has zeros below bit
+  // 16, so rounding cannot carry it away.
   WEFT_FN __m256i rounded_bf16(__m256 x) {
     const __m256i u = _mm256_castps_si256(x), lowest = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
     return _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), lowest);
@@ -38,7 +38,7 @@ struct V {
   WEFT_FN R round(R x, const float*) { return x; }
   WEFT_FN R round(R x, const bf16*) { return {high_half(rounded_bf16(x.a)), high_half(rounded_bf16(x.b))}; }
   WEFT_FN R round(R x, const f16*) { return {_mm256_cvtph_ps(half(x.a)), _mm256_cvtph_ps(half(x.b))}; }
-  // What `round` gave, stored as it is.
+  // Stores the result of `round`.
   WEFT_FN void store_rounded(float* p, R x) { store(p, x); }
   WEFT_FN void store_rounded(f16* p, R x) { store(p, x); }
   WEFT_FN void store_rounded(bf16* p, R x) {

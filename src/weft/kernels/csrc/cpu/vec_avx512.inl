@@ -1,5 +1,5 @@
-// Thirty-two lanes in two halves: AVX-512 F, BW, VL, DQ. Of bfloat16 numbers one half has the even ones and the other the
-// odd ones, as in vec_avx2.inl.
+// Thirty-two lanes in two halves: AVX-512 F, BW, VL, DQ. Of bfloat16 numbers one half has the even ones and the other
+// the odd ones, as in vec_avx2.inl.
 struct V {
   struct R {
     __m512 a, b;
@@ -17,8 +17,8 @@ struct V {
   WEFT_FN __m512 high_half(__m512i x) {
     return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int(0xffff0000))));
   }
-  // The rounded number as float bits; what is below bit 16 is of no meaning. Not VCVTNEPS2BF16: it takes subnormals for
-  // zero. A NaN made of bfloat16 numbers has zeros below bit 16, so rounding cannot carry it away.
+  // The rounded number as float bits; bits below 16 are undefined. Not VCVTNEPS2BF16: it takes subnormals for zero. A
+  // NaN made of bfloat16 numbers has zeros below bit 16, so rounding cannot carry it away.
   WEFT_FN __m512i rounded_bf16(__m512 x) {
     const __m512i u = _mm512_castps_si512(x), lowest = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
     return _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), lowest);
@@ -43,7 +43,7 @@ struct V {
   WEFT_FN R round(R x, const float*) { return x; }
   WEFT_FN R round(R x, const bf16*) { return {high_half(rounded_bf16(x.a)), high_half(rounded_bf16(x.b))}; }
   WEFT_FN R round(R x, const f16*) { return {_mm512_cvtph_ps(half(x.a)), _mm512_cvtph_ps(half(x.b))}; }
-  // What `round` gave, stored as it is.
+  // Stores the result of `round`.
   WEFT_FN void store_rounded(float* p, R x) { store(p, x); }
   WEFT_FN void store_rounded(f16* p, R x) { store(p, x); }
   WEFT_FN void store_rounded(bf16* p, R x) {

@@ -1,4 +1,4 @@
-// One lane: right everywhere, and what the others are compared with.
+// One lane: runs everywhere; tests compare the other instruction sets with it.
 struct V {
   using R = float;
   static constexpr int W = 1;

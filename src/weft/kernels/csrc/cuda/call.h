@@ -1,12 +1,12 @@
-// One call of an exchange: who sends what to whom, and where things are. Laid out on the host, or on the device from
-// counts in its memory. `weft/place/exchange.py` says what an exchange is; tests hold `lane_of` against it.
+// One call of an exchange: which rank sends what to which, and where it lies. Laid out on the host, or on the device
+// from counts in its memory. `weft/place/exchange.py` defines exchanges; tests compare `lane_of` with it.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
-#ifndef __CUDACC__  // what is laid out can be tested without CUDA
+#ifndef __CUDACC__  // tests of the layout need no CUDA
 #define __host__
 #define __device__
 #endif
@@ -15,11 +15,11 @@ namespace weft {
 
 constexpr int kMaxRanks = 8, kRotations = 2;
 constexpr uint32_t kTooManyRows =
-    0x80000000u;                               // an error code: counts in device memory ask for more than there is room
+    0x80000000u;                               // an error code: counts in device memory exceed the capacity
 constexpr int kUnit = 16;                      // bytes that are stored and polled at a time
 constexpr int kUnitAndMark = kUnit + 1;        // bytes of an inbox for each unit: its mark lies behind all units
-constexpr int kWorkers = 480;                  // threads of a block that move data, at most
-constexpr int kMaxRuns = 128, kRunUnits = 32;  // a row to be normalised is added by so many runs of so many units
+constexpr int kWorkers = 480;                  // maximum of a block's threads that move data
+constexpr int kMaxSlices = 128, kSliceUnits = 32;  // a row to be normalised is summed in slices of so many units
 
 struct Unit {
   uint32_t w[4];
@@ -38,23 +38,21 @@ struct Blocks {
 
 enum class Direction : int { kGather, kScatter, kPermute };
 
-// How rows are cut into segments, and who takes part in each: as `Exchange` in weft/place/exchange.py.
+// How rows are cut into segments, and which ranks take part in each: as `Exchange` in weft/place/exchange.py.
 struct Exchange {
   Direction direction = Direction::kGather;
   int segments = 0;
   int span = 0;  // neighbouring ranks that share a segment: they hold its terms (gather) or want it (scatter)
 };
 
-// Who sends what, in units. A lane is the part of an inbox that one source fills.
+// The data that ranks send to each other, in units. A lane is the part of an inbox that one source fills.
 struct Lanes {
   uint32_t send[kMaxRanks] = {};     // that this rank stores into each other rank's lane; 0: an empty-lane flag
   uint32_t from[kMaxRanks] = {};     // where in x they begin; this rank's own term begins at from[me]
   uint32_t receive[kMaxRanks] = {};  // that each rank stores into this one's lane
-  // Of each rank's strip of the result, beyond the last rank the result's end. A strip is what a rank brings: its segment
-  // if nothing is summed, the part that it sums if in two shots; in one, the first rank of a sum stands for all.
-  uint32_t begin[kMaxRanks + 1] = {};
-  uint32_t part = 0, part_from = 0, part_to = 0;  // two shots: of its segment that this rank sums; in x, in the result
-  uint32_t out = 0;                               // of the result
+  // Beginning of each rank's strip of the result; after the last rank, the result's end. A strip is one rank's data:
+  // its segment if nothing is summed; the part that it sums in two shots; in one shot, the first rank of a sum has it
+  // all.
 };
 
 struct Call {
@@ -66,19 +64,20 @@ struct Call {
   const char *residual = nullptr, *weight = nullptr;
   bool wide_weight = false;       // float32 beside elements of 16 bits
   char* quantised = nullptr;      // the normalised rows in eight bits, or null
-  float* scales = nullptr;        // of each row's groups of columns, by which these were divided
-  uint32_t log2_quant_group = 0;  // of such a group's columns
+  float* scales = nullptr;        // of each row's groups of columns: their values were divided by these
+  uint32_t log2_quant_group = 0;  // of a group's columns
   float eps = 0, inverse_width = 0;
   uint32_t row_bytes = 0, row_units = 0;
-  // In device memory, instead of `lanes`: rows of each segment; in a permute, rows sent to each rank, then got from each.
+  // In device memory, instead of `lanes`: rows of each segment; in a permute, rows sent to each rank, then got from
+  // each.
   const int32_t* device_counts = nullptr;
-  uint32_t x_units = 0;  // that x has room for; what device counts ask for may be less
-  uint32_t most_rows = 0, most_mine = 0, most_in_all = 0;  // that there is room for: of a segment, this rank's, all
+  uint32_t x_units = 0;  // capacity of x; counts on the device may be less
+  uint32_t max_rows = 0, max_mine = 0, max_total = 0;  // capacities: of a segment, this rank's, of all
   char* inbox[kMaxRanks] = {};                             // of each rank, in this rank's address space
-  uint32_t inbox_units = 0;                                // of one rotation, behind which lie their marks
+  uint32_t inbox_units = 0;                                // of one rotation; the marks lie behind them
   uint32_t lane_units[2] = {};  // a rank's part of it, in one shot and in two: these leave half to sums
   State* state = nullptr;
-  uint32_t* error = nullptr;  // host memory: 1 + the rank that was waited for in vain
+  uint32_t* error = nullptr;  // host memory: 1 + the rank that did not come
   int64_t limit_cycles = 0;
   Blocks push, sum, write;
   uint32_t log2_cluster = 0;  // of blocks that share a row to be normalised
@@ -90,20 +89,20 @@ struct Segment {
   uint32_t begin, units;
 };
 
-// What concerns rank i, as in Lanes.
+// The fields of Lanes for rank i.
 struct Lane {
   uint32_t send, from, receive, begin;
-  uint32_t part, part_to;  // two shots: what it sums of its segment, and where that lies in this rank's result
+  uint32_t part, part_to;  // two shots: the part of its segment that it sums, and its place in this rank's result
 };
 
-// A rank among those that share a segment.
+// A rank's number among those that share a segment.
 struct Place {
   int segment, place;
 };
 __host__ __device__ inline Place place_of_rank(const Exchange& e, int rank) { return {rank / e.span, rank % e.span}; }
 
-// i, me: where rank i and this one are; its: rank i's segment; mine: this rank's; arrives: what rank i sends to this one,
-// as it lies in the result, in a permute.
+// i, me: the places of rank i and this rank; its: rank i's segment; mine: this rank's; arrives: in a permute, the data
+// that rank i sends to this one, as it lies in the result.
 template <bool kTwoShot>
 __host__ __device__ inline Lane lane_of(const Call& c, int i, Place at, Place me, Segment its, Segment mine,
                                         Segment arrives) {
@@ -140,15 +139,15 @@ __host__ __device__ inline void put(const Call& c, int i, const Lane& lane, Lane
 
 // Fills c.lanes. rows: of each segment; in a permute, that this rank sends to each. received: in a permute, from each.
 inline void lay_out(Call& c, const int64_t* rows, const int64_t* received, bool two_shot) {
-  const auto in_turn = [&](const int64_t* given, int count, Segment* segments) {  // gives where they end
+  const auto in_order = [&](const int64_t* given, int count, Segment* segments) {  // gives where they end
     uint32_t begin = 0;
     for (int i = 0; i < count; begin += segments[i++].units) segments[i] = {begin, uint32_t(given[i]) * c.row_units};
     return begin;
   };
   const Direction direction = c.exchange.direction;
   Segment segments[kMaxRanks], arrive[kMaxRanks] = {};
-  const uint32_t all = in_turn(rows, c.exchange.segments, segments);
-  const uint32_t arriving = in_turn(received, direction == Direction::kPermute ? c.n : 0, arrive);
+  const uint32_t all = in_order(rows, c.exchange.segments, segments);
+  const uint32_t arriving = in_order(received, direction == Direction::kPermute ? c.n : 0, arrive);
   const auto lane = two_shot ? lane_of<true> : lane_of<false>;
   const Place me = place_of_rank(c.exchange, c.me);
   const Segment mine = segments[me.segment];

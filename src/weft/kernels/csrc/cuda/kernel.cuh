@@ -1,17 +1,17 @@
 // Exchanges over peer memory, each in one kernel: ragged, no barrier between GPUs.
 //
-// Counts may live in device memory: one captured graph then serves them all. In large calls some blocks push while others
-// sum or write; those that push come first, so a call ends however few run at once.
+// Counts may live in device memory: one captured graph then serves them all. In large calls some blocks push while
+// others sum or write. Those that push come first, so a call ends even if few blocks run at once.
 //
-// A small call is as slow as what it fetches for the first time: instructions and parameters too. So each algorithm has a
-// kernel of its own, parameters are read before the wait for the kernel before, and loops are rolled.
+// A small call is as slow as its first fetches, of instructions and parameters too. So each algorithm has a kernel of
+// its own, parameters are read before the wait for the previous kernel, and loops are rolled.
 #pragma once
 
 #include "norm.cuh"
 
 namespace weft {
 
-// Rows of the segments before this one, of which thread i holds segment i's.
+// Rows of the segments before this one; thread i holds segment i's.
 __device__ inline uint32_t rows_before(uint32_t rows, int i) {
   uint32_t total = rows;  // of segments up to this one
 #pragma unroll
@@ -22,15 +22,16 @@ __device__ inline uint32_t rows_before(uint32_t rows, int i) {
   return total - rows;
 }
 
-// Lanes of a permute from counts in device memory: rows that this rank sends to each, then rows that it gets from each.
+// Lanes of a permute from counts in device memory: rows that this rank sends to each rank, then rows that it gets from
+// each.
 __device__ inline void lay_out_permute_by_counts(const Call& c, int i, Place at, Place me, Lanes& l) {
   const uint32_t sent = i < c.n ? uint32_t(c.device_counts[i]) : 0;
   const uint32_t arriving = i < c.n ? uint32_t(c.device_counts[c.n + i]) : 0;
   const uint32_t from = rows_before(sent, i), to = rows_before(arriving, i);
   const uint32_t all_sent = __shfl_sync(~0u, from + sent, c.n - 1);
   const uint32_t all_arriving = __shfl_sync(~0u, to + arriving, c.n - 1);
-  const uint32_t most = max(__reduce_max_sync(~0u, sent), __reduce_max_sync(~0u, arriving));
-  const bool fits = fit(c, most, all_sent, all_arriving);
+  const uint32_t largest = max(__reduce_max_sync(~0u, sent), __reduce_max_sync(~0u, arriving));
+  const bool fits = fit(c, largest, all_sent, all_arriving);
   if (!fits && i == 0) atomicCAS_system(c.error, 0u, kTooManyRows);
   const uint32_t row_units = fits ? c.row_units : 0, out = all_arriving * row_units;
   const Segment its{from * row_units, sent * row_units}, arrives{to * row_units, arriving * row_units};
@@ -40,16 +41,16 @@ __device__ inline void lay_out_permute_by_counts(const Call& c, int i, Place at,
   if (i == 0) l.out = out;
 }
 
-// Lanes from counts in device memory, by the bookkeeping warp; all empty if they do not fit the tensors and the inbox.
-// Thread i holds segment i's count, then stands for rank i, whose place is `at`; me: this rank's.
+// Lanes from counts in device memory, by the bookkeeping warp; all empty if they exceed the tensors or the inbox.
+// Thread i holds segment i's count, then stands for rank i with place `at`; me: this rank's.
 template <bool kTwoShot>
 __device__ inline void lay_out_by_counts(const Call& c, int i, Place at, Place me, Lanes& l) {
   const int segments = c.exchange.segments;
   const uint32_t count = i < segments ? uint32_t(c.device_counts[i]) : 0;
   const uint32_t total = rows_before(count, i) + count;  // of segments up to this one
-  const uint32_t most = __reduce_max_sync(~0u, count), all = __shfl_sync(~0u, total, segments - 1);
+  const uint32_t largest = __reduce_max_sync(~0u, count), all = __shfl_sync(~0u, total, segments - 1);
   const uint32_t my_rows = __shfl_sync(~0u, count, me.segment);
-  const bool fits = fit(c, most, my_rows, all);
+  const bool fits = fit(c, largest, my_rows, all);
   if (!fits && i == 0) atomicCAS_system(c.error, 0u, kTooManyRows);
   const uint32_t row_units = fits ? c.row_units : 0, size = count * row_units, begin = total * row_units - size;
   const Segment mine{__shfl_sync(~0u, begin, me.segment), my_rows * row_units};
@@ -61,8 +62,8 @@ __device__ inline void lay_out_by_counts(const Call& c, int i, Place at, Place m
   if (i == 0) l.out = out;
 }
 
-// A block's last warp keeps the books, so that no worker waits for it: it lays out what counts in device memory ask for,
-// and once every block has read the group's epoch, it writes the next call's. The next kernel may take its place at once
+// A block's last warp does the bookkeeping, so that no worker waits for it: it lays out the lanes from counts in device
+// memory, and once all blocks have read the group's epoch, it writes the next call's. The next kernel may start at once
 // (programmatic dependent launch), but waits for this one's end: what it sends tells its peers that.
 template <class T, bool kWhole, int N, Algorithm kAlgorithm, Epilogue kEpilogue>
 __global__ void __launch_bounds__(kWorkers + kBookkeepers, N <= 4 ? 2 : 1) exchange(const __grid_constant__ Call c) {
@@ -91,10 +92,10 @@ __global__ void __launch_bounds__(kWorkers + kBookkeepers, N <= 4 ? 2 : 1) excha
   __shared__ RowSums sums;  // none without kNorm
   if constexpr (kNorm) {
     const InRow<K> in{k};
-    sums.init(in.runs, in.own_runs());
+    sums.init(in.slices, in.own_slices());
   }
   __syncthreads();
-  // Who stores into another block must know that it has begun, and its barriers.
+  // A thread that stores into another block must know that the block has begun, and its barriers.
   if (kNorm && c.log2_cluster) sync_cluster();
 
   wait_for_kernel_before();
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kWorkers + kBookkeepers, N <= 4 ? 2 : 1) excha
       lay_out_by_counts<kTwoShot>(c, bookkeeper, at, here, lanes);
   }
   if (lays_out_first) __syncthreads();
-  Send<N> send;  // loaded while the epoch is on its way, as is the row
+  Send<N> send;  // loaded while the epoch is being loaded, as is the row
   RowUnit row;
   if (pushes && pushes_first) {
     if constexpr (!kTwoShot) begin_to_send_by_counts(k, segments, send);
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(kWorkers + kBookkeepers, N <= 4 ? 2 : 1) excha
       if (normalises) load_first_row(k, row);
   }
   if (!worker) {
-    sync_named(1, blockDim.x);  // every thread of the block has read the epoch
+    sync_named(1, blockDim.x);  // all threads of the block have read the epoch
     if (bookkeeper == 0 && (gridDim.x == 1 || atomicAdd(&c.state->blocks_begun, 1) == gridDim.x - 1))
       c.state->blocks_begun = 0, c.state->epoch = epoch + 1;
     return;

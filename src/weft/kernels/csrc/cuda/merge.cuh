@@ -1,10 +1,11 @@
-// Attention over shards of the keys, merged in one kernel: every rank has outputs and log-sum-exps of all heads over its
-// own tokens, and gets its own heads over all. What is computed, `softmax_merge` in weft/kernels/torch_reference.py says.
+// The merge of attention over shards of the keys in one kernel: each rank has outputs and log-sum-exps of all heads
+// over its own tokens, and gets its own heads over all tokens, as `softmax_merge` in weft/kernels/torch_reference.py
+// defines.
 //
-// A row is a head of a token. A team, some neighbouring threads of a warp, moves a row's piece of up to 32 units: it
-// stores each reader's into that rank's inbox, with the row's log-sum-exp in a unit of its own, and then waits for its
-// own row's pieces and merges them in rank order and float32. A row that holds nothing is not sent but for its
-// log-sum-exp. Units are their own flags, and inboxes take turns, as wait.cuh says.
+// A row is one head of one token. A team, some neighbouring threads of a warp, moves a row's piece of up to 32 units:
+// it stores each reader's into that rank's inbox, with the row's log-sum-exp in a unit of its own, and then waits for
+// its own row's pieces and merges them in rank order and float32. Of an empty row only the log-sum-exp is sent. Units
+// are their own flags, and inboxes alternate, as wait.cuh says.
 #pragma once
 
 #include "wait.cuh"
@@ -13,7 +14,7 @@ namespace weft {
 
 constexpr uint32_t kPieceUnits = 32;
 
-// In a lane of an inbox lie the outputs of the reader's rows, then a unit for each piece with its log-sum-exp.
+// A lane of an inbox has the outputs of the reader's rows, then a unit for each piece with its log-sum-exp.
 struct Merge {
   int n = 0, me = 0;
   const char* x = nullptr;               // outputs [tokens, heads, dim]
@@ -23,7 +24,7 @@ struct Merge {
   char* out = nullptr;                   // [tokens, own_heads, dim], dense, as out_lse
   float* out_lse = nullptr;
   uint32_t tokens = 0, own_heads = 0, row_units = 0, pieces = 0;
-  const int32_t* live = nullptr;  // how many tokens count, in device memory; null: all
+  const int32_t* live = nullptr;  // number of live tokens, in device memory; null: all
   uint32_t team = 0;              // threads: 8, 16 or 32
   char* inbox[kMaxRanks] = {};
   uint32_t inbox_units = 0, lane_units = 0;
@@ -32,7 +33,7 @@ struct Merge {
   int64_t limit_cycles = 0;
 };
 
-// What a thread moves of a piece: unit `unit` of row `row`, if there is one.
+// The unit of a piece that a thread moves: unit `unit` of row `row`, if there is one.
 struct Piece {
   uint32_t row, token, head, number, unit;
   bool active, moves;  // the team has a piece; this thread a unit of it
@@ -45,7 +46,7 @@ struct Team {
   int64_t rotation = 0;  // bytes from an inbox of the first rotation to this call's
   const uint32_t lane = threadIdx.x % c.team,
                  first = threadIdx.x % 32 - lane;                      // in the team; its first one in the warp
-  const uint32_t rank = lane < uint32_t(c.n) ? lane : uint32_t(c.me);  // whose log-sum-exp this thread looks after
+  const uint32_t rank = lane < uint32_t(c.n) ? lane : uint32_t(c.me);  // this thread polls this rank's log-sum-exp
   const bool other = rank != uint32_t(c.me);
 
   __device__ static float known(float lse) { return lse < INFINITY ? lse : -INFINITY; }
@@ -58,7 +59,7 @@ struct Team {
     p.unit = p.number * kPieceUnits + lane;
     return live(p);
   }
-  // The same, once it is known how many rows there are.
+  // The item-th piece, once the number of rows is known.
   __device__ Piece live(Piece p) const {
     p.active = p.row < rows, p.moves = p.active && p.unit < c.row_units;
     return p;
@@ -80,7 +81,7 @@ struct Team {
     return (outputs + int64_t(p.row) * c.pieces + p.number) * kUnit;
   }
 
-  // What is sent of a piece.
+  // The data of a piece to send.
   struct Sent {
     float lse;
     Unit units[N];
@@ -93,7 +94,7 @@ struct Team {
       if (p.moves && i < c.n && i != c.me) s.units[i] = load(p, uint32_t(i));
     return s;
   }
-  // By whole warps.
+  // Called by whole warps.
   __device__ void push(const Piece& p, const Sent& s) const {
     if (p.active && other)
       push_unit(lane_of(rank, uint32_t(c.me)) + header(p), Unit{{__float_as_uint(s.lse), 0, 0, 0}});
@@ -105,8 +106,9 @@ struct Team {
     }
   }
 
-  // Waits for what every source says of the piece, and for the outputs of those that hold something, all loads in flight
-  // at once, and empties their places. lses: of every source. By whole warps. Memory order: as `await` in wait.cuh.
+  // Waits for all sources' log-sum-exps of the piece, and for the outputs of those that are not empty, all loads in
+  // flight at once, and empties their places. lses: of all sources. Called by whole warps. Memory order: as `await` in
+  // wait.cuh.
   __device__ void await(const Piece& p, Unit (&got)[N], float (&lses)[N]) const {
     char *const inbox = lane_of(uint32_t(c.me), 0) + payload(p), *const said =
                                                                      lane_of(uint32_t(c.me), rank) + header(p);
@@ -121,7 +123,7 @@ struct Team {
 #pragma unroll
       for (int i = 0; i < N; ++i)
         if (p.moves && i < c.n && i != c.me) got[i] = load_polled(inbox + i * lane_bytes);
-      // NaN: not there yet. No source says so, since `known` takes it for −inf.
+      // NaN: not there yet. No source sends it, since `known` turns it into −inf.
       const float mine = !waits ? own : arrived(header) ? __uint_as_float(header.w[0]) : NAN;
       bool all = true;
       int missing = 0;
@@ -145,7 +147,7 @@ struct Team {
       if (wanted >> i & 1) *reinterpret_cast<uint4*>(inbox + i * lane_bytes) = empty;
   }
 
-  // By whole warps.
+  // Called by whole warps.
   __device__ void write(const Piece& p) const {
     using E = Elements<T>;
     Unit got[N];
@@ -154,13 +156,13 @@ struct Team {
     for (int i = 0; i < N; ++i)
       if (p.moves && i == c.me) got[i] = load(p, uint32_t(i));
     await(p, got, lses);
-    float most = -INFINITY, mine = -INFINITY, sum = 0, total[E::count] = {};
+    float top = -INFINITY, mine = -INFINITY, sum = 0, total[E::count] = {};
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      most = max(most, lses[i]);
+      top = max(top, lses[i]);
       if (uint32_t(i) == lane) mine = lses[i];
     }
-    const float term = mine > -INFINITY ? expf(mine - most) : 0;
+    const float term = mine > -INFINITY ? expf(mine - top) : 0;
 #pragma unroll
     for (int i = 0; i < N; ++i) sum += lses[i] = __shfl_sync(~0u, term, int(first) + i);
     const float inverse = sum > 0 ? 1.0f / sum : 0;
@@ -173,34 +175,34 @@ struct Team {
       for (int e = 0; e < E::count; ++e) total[e] += lses[i] * inverse * f[e];
     }
     if (p.moves) store_local<true>(c.out + (int64_t(p.row) * c.row_units + p.unit) * kUnit, 0, E::narrow(total), 0, 0);
-    if (p.active && p.number == 0 && lane == 0) c.out_lse[p.row] = sum > 0 ? most + logf(sum) : -INFINITY;
+    if (p.active && p.number == 0 && lane == 0) c.out_lse[p.row] = sum > 0 ? top + logf(sum) : -INFINITY;
   }
 
-  // Where there is no row, peers are still told that this call was made: nothing else orders the next ones.
-  __device__ bool told() const {
+  // Where there is no row, peers still get a flag that this call was made: nothing else orders the next calls.
+  __device__ bool sends_flags() const {
     return blockIdx.x == 0 && threadIdx.x < uint32_t(c.n) && threadIdx.x != uint32_t(c.me);
   }
   __device__ void push_flags() const {
-    if (told()) push_unit(lane_of(threadIdx.x, uint32_t(c.me)), Unit{});
+    if (sends_flags()) push_unit(lane_of(threadIdx.x, uint32_t(c.me)), Unit{});
   }
   __device__ void await_flags() const {
     if (blockIdx.x || threadIdx.x >= 32) return;
-    char* const flag = lane_of(uint32_t(c.me), told() ? threadIdx.x : uint32_t(c.me));
+    char* const flag = lane_of(uint32_t(c.me), sends_flags() ? threadIdx.x : uint32_t(c.me));
     int64_t began = 0;
     for (uint32_t spins = 1;; ++spins) {
-      const bool came = !told() || arrived(load_polled(flag));
+      const bool came = !sends_flags() || arrived(load_polled(flag));
       if (__all_sync(~0u, came)) break;
       if (spins % 1024 == 0) {
         if (!came) began = wait_on(c.error, began, c.limit_cycles, int(threadIdx.x));
         if (__any_sync(~0u, began < 0)) break;
       }
     }
-    if (told()) *reinterpret_cast<uint4*>(flag) = make_uint4(~0u, ~0u, ~0u, ~0u);
+    if (sends_flags()) *reinterpret_cast<uint4*>(flag) = make_uint4(~0u, ~0u, ~0u, ~0u);
   }
 };
 
-// A block's last warp keeps the books, as in `exchange`. What needs no input is worked out before the wait for the kernel
-// before, and the first pieces are loaded while the epoch is on its way.
+// A block's last warp does the bookkeeping, as in `exchange`. Work that needs no input precedes the wait for the
+// previous kernel, and the first pieces are loaded while the epoch is being loaded.
 template <class T, int N>
 __global__ void __launch_bounds__(kWorkers + kBookkeepers, N <= 4 ? 2 : 1) merge(const __grid_constant__ Merge c) {
   const uint32_t workers = blockDim.x - kBookkeepers;
@@ -213,7 +215,7 @@ __global__ void __launch_bounds__(kWorkers + kBookkeepers, N <= 4 ? 2 : 1) merge
   let_next_kernel_begin();
   const uint32_t epoch = *reinterpret_cast<volatile uint32_t*>(&c.state->epoch);
   if (!worker) {
-    sync_named(1, blockDim.x);  // every thread of the block has read the epoch
+    sync_named(1, blockDim.x);  // all threads of the block have read the epoch
     if (threadIdx.x == workers && (gridDim.x == 1 || atomicAdd(&c.state->blocks_begun, 1) == gridDim.x - 1))
       c.state->blocks_begun = 0, c.state->epoch = epoch + 1;
     return;

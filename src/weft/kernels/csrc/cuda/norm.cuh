@@ -1,4 +1,4 @@
-// The epilogue: residual add and RMSNorm (arXiv 1910.07467), a row a cluster of blocks.
+// The epilogue: residual add and RMSNorm (arXiv 1910.07467), one cluster of blocks for each row.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -13,52 +13,53 @@ __device__ inline float sum_over_warp(float value) {
   return value;
 }
 
-// How a cluster's blocks share a row, as a thread sees it.
+// How a cluster's blocks share a row, from one thread's view.
 template <class K>
 struct InRow {
   const K& k;
   const uint32_t cluster = 1u << k.c.log2_cluster, block = blockIdx.x & (cluster - 1);
   const uint32_t step = k.workers() << k.c.log2_cluster, start = block * k.workers() + threadIdx.x;
-  const uint32_t runs = (k.row_units + kRunUnits - 1) / kRunUnits;  // of the row
-  // Whether the block whose number is this thread's lane has part in the row.
+  const uint32_t slices = (k.row_units + kSliceUnits - 1) / kSliceUnits;  // of the row
+  // Whether the block with this thread's lane as its number has a share of the row.
   const bool has_part = threadIdx.x % 32 < cluster && threadIdx.x % 32 * k.workers() < k.row_units;
 
-  // That this block sums.
-  __device__ uint32_t own_runs() const {
-    const uint32_t warps = k.workers() / kRunUnits, in_a_turn = warps << k.c.log2_cluster;
-    const uint32_t rest = runs % in_a_turn, begin = block * warps;
-    return runs / in_a_turn * warps + (rest > begin ? min(rest - begin, warps) : 0);
+  // Slices that this block sums.
+  __device__ uint32_t own_slices() const {
+    const uint32_t warps = k.workers() / kSliceUnits, in_a_round = warps << k.c.log2_cluster;
+    const uint32_t rest = slices % in_a_round, begin = block * warps;
+    return slices / in_a_round * warps + (rest > begin ? min(rest - begin, warps) : 0);
   }
 };
 
-// A row's sums of squares, one a run, which the warps of a cluster tell each other. Two rows' lie apart, with a barrier
-// each: a warp that stores what it adds of a row has waited for all sums of the row before, and so all warps have read
-// those of the row before that, whose place this is.
+// A row's sums of squares, one for each slice, which the warps of a cluster exchange. Two rows' sums lie apart, with a
+// barrier each: a warp that stores its sum of a row has waited for all sums of the previous row, so all warps have read
+// those of the row before that, which lie in the same place.
 struct alignas(16) RowSums {
-  float of_run[2][kMaxRuns];
+  float of_slice[2][kMaxSlices];
   uint64_t complete[2];
 
-  // By all threads of a block, which then must meet. of_block: runs that this block sums.
-  __device__ void init(uint32_t runs, uint32_t of_block) {
+  // Called by all threads of a block, which must synchronise after it. of_block: slices that this block sums.
+  __device__ void init(uint32_t slices, uint32_t of_block) {
     // `total` adds four at a time.
-    if (threadIdx.x < 8 && runs + threadIdx.x % 4 < kMaxRuns) of_run[threadIdx.x / 4][runs + threadIdx.x % 4] = 0;
+    const uint32_t last = slices + threadIdx.x % 4;
+    if (threadIdx.x < 8 && last < kMaxSlices) of_slice[threadIdx.x / 4][last] = 0;
     if (threadIdx.x < 2) init_barrier(&complete[threadIdx.x], max(of_block, 1u));
   }
 
-  // A warp's sum of a run of the row of this number, to every block that has part in it, a lane each. from_others: bytes
-  // of such sums that come from other blocks. Memory order: the value goes with its barrier, in this block by an arrival
-  // (release), in others by a store that the barrier there counts. A release at the cluster's scope would wait until what
-  // was pushed to other GPUs has come to its readers.
+  // Stores a warp's sum of a slice of the row of this number in all blocks that have a share of it, one for each lane.
+  // from_others: bytes of such sums that come from other blocks. Memory order: the value goes with its barrier, in this
+  // block by an arrival (release), in others by a store that the barrier there counts. A release at the cluster's scope
+  // would wait until data that was pushed to other GPUs has arrived.
   template <class K>
-  __device__ void publish(const InRow<K>& in, uint32_t row, uint32_t run, float value, uint32_t from_others) {
+  __device__ void publish(const InRow<K>& in, uint32_t row, uint32_t slice, float value, uint32_t from_others) {
     const uint32_t to = threadIdx.x % 32;
-    float* const place = &of_run[row % 2][run];
+    float* const place = &of_slice[row % 2][slice];
     uint64_t* const barrier = &complete[row % 2];
-    __syncwarp();  // all lanes have read the sums of the row before
+    __syncwarp();  // all lanes have read the sums of the previous row
     if (to == in.block) {
       *place = value;
-      // The first warp tells what comes from other blocks: no phase passes without its arrival.
-      if (threadIdx.x < 32 && run * kRunUnits < in.step && from_others)
+      // The first warp announces the bytes from other blocks: no phase passes without its arrival.
+      if (threadIdx.x < 32 && slice * kSliceUnits < in.step && from_others)
         arrive_expecting(barrier, from_others);
       else
         arrive_at(barrier);
@@ -67,23 +68,23 @@ struct alignas(16) RowSums {
     }
   }
 
-  // Of all runs, each thread for itself, in the same order (acquire).
-  __device__ float total(uint32_t row, uint32_t runs) {
+  // The sum over all slices, which each thread computes for itself, in the same order (acquire).
+  __device__ float total(uint32_t row, uint32_t slices) {
     while (!has_passed(&complete[row % 2], (row - 1) / 2 % 2)) {
     }
     float sum[4] = {};
 #pragma unroll 8
-    for (uint32_t run = 0; run < runs; run += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(&of_run[row % 2][run]);
+    for (uint32_t slice = 0; slice < slices; slice += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(&of_slice[row % 2][slice]);
       sum[0] += four.x, sum[1] += four.y, sum[2] += four.z, sum[3] += four.w;
     }
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
   }
 };
 
-// The rows of a cluster, one a turn. In two shots the result's strips take turns, since all of them arrive at once.
+// The rows of a cluster, one at a time. In two shots the result's strips alternate, since all of them arrive at once.
 struct Rows {
-  uint32_t turn, strips, each, by;  // each: rows of a strip, at most; by: turns of all clusters at a time
+  uint32_t next, strips, each, by;  // each: maximum rows of a strip; by: clusters, each of which has one row at a time
 };
 template <class K>
 __device__ Rows rows_of_cluster(const K& k) {
@@ -94,18 +95,18 @@ __device__ Rows rows_of_cluster(const K& k) {
   }
   return r;
 }
-// The row of this turn, or of the next that has one; one beyond the result if none has.
+// The cluster's next row; one beyond the result if there is none.
 template <class K>
-__device__ uint32_t row_of_turn(const K& k, Rows& r) {
+__device__ uint32_t next_row(const K& k, Rows& r) {
   if constexpr (K::kAlgorithm == Algorithm::kTwoShot) {
-    for (; r.turn < r.strips * r.each; r.turn += r.by)
-      if (const uint32_t row = r.turn % r.strips * r.each + r.turn / r.strips; row * k.row_units < k.l.out) return row;
+    for (; r.next < r.strips * r.each; r.next += r.by)
+      if (const uint32_t row = r.next % r.strips * r.each + r.next / r.strips; row * k.row_units < k.l.out) return row;
     return r.strips * r.each;
   }
-  return r.turn;
+  return r.next;
 }
 
-// What the epilogue needs of a row besides its sum: a thread's unit.
+// A thread's unit of the epilogue's inputs besides the sum.
 struct RowUnit {
   Unit residual, weight[2];  // two, where they are wide
 };
@@ -129,7 +130,7 @@ __device__ void load_row_unit(const K& k, uint32_t row, uint32_t u, RowUnit& r) 
 template <class K>
 __device__ void load_first_row(const K& k, RowUnit& r) {
   Rows all = rows_of_cluster(k);
-  load_row_unit(k, row_of_turn(k, all), InRow<K>{k}.start, r);
+  load_row_unit(k, next_row(k, all), InRow<K>{k}.start, r);
 }
 
 template <class E>
@@ -150,8 +151,8 @@ __device__ Unit normed(const RowUnit& r, float scale, bool wide_weight) {
   return E::narrow(f);
 }
 
-// A unit of a normalised row in eight bits (OCP FP8 E4M3): the largest magnitude of its group of columns, side by
-// side in this warp, becomes 448; as weft/kernels/float8.py says, bit for bit. mine: as for `sum`.
+// A unit of a normalised row in eight bits (OCP FP8 E4M3): the largest magnitude of its group of columns, which lie
+// side by side in this warp, becomes 448, bit for bit as in weft/kernels/float8.py. mine: as for `sum`.
 template <class K>
 __device__ void quantise(const K& k, uint32_t row, uint32_t u, bool mine, const Unit& unit) {
   using E = typename K::E;
@@ -186,21 +187,21 @@ __device__ void quantise(const K& k, uint32_t row, uint32_t u, bool mine, const 
 }
 
 // residual_out = residual + value; out = weight · round(residual_out / √(mean of squares + eps)); a wide weight is
-// multiplied by what is not rounded. With kQuantise, out in eight bits too.
-// Squares are summed by runs, then over runs: the same bits however many threads share a row.
-// r: loaded for the first row. Where a row has more than a unit a thread, the others are read again.
+// multiplied by the value before rounding. With kQuantise, out in eight bits, too.
+// Squares are summed within slices, then over slices: the same bits for any number of threads of a row.
+// r: loaded for the first row. Where a row has more than one unit for each thread, the others are read again.
 template <class K>
 __device__ void write_normed(const K& k, RowUnit& r, RowSums& sums) {
   using E = typename K::E;
   const Call& c = k.c;
   const InRow<K> in{k};
   const int width = int(k.row_bytes / sizeof(typename K::T));
-  const uint32_t from_others = sizeof(float) * (in.runs - in.own_runs());
+  const uint32_t from_others = sizeof(float) * (in.slices - in.own_slices());
   const bool more = k.row_units > in.step;
   if (k.first_of_warp(in.start) >= k.row_units) return;  // no part in any row
   Rows all = rows_of_cluster(k);
 #pragma unroll 1
-  for (uint32_t row = row_of_turn(k, all), number = 1; row * k.row_units < k.l.out; ++number) {
+  for (uint32_t row = next_row(k, all), number = 1; row * k.row_units < k.l.out; ++number) {
     const uint32_t begin = row * k.row_units;
 #pragma unroll 1
     for (uint32_t u = in.start; k.first_of_warp(u) < k.row_units; u += in.step) {
@@ -220,9 +221,9 @@ __device__ void write_normed(const K& k, RowUnit& r, RowSums& sums) {
         for (int i = 0; i < E::count; ++i)
           if (K::kWhole || int(u) * E::count + i < width) squares += f[i] * f[i];
       }
-      sums.publish(in, number, u / kRunUnits, sum_over_warp(squares), from_others);
+      sums.publish(in, number, u / kSliceUnits, sum_over_warp(squares), from_others);
     }
-    const float scale = rsqrtf(sums.total(number, in.runs) * c.inverse_width + c.eps);
+    const float scale = rsqrtf(sums.total(number, in.slices) * c.inverse_width + c.eps);
 #pragma unroll 1
     for (uint32_t u = in.start; (K::kQuantise ? k.first_of_warp(u) : u) < k.row_units; u += in.step) {
       const bool mine = u < k.row_units;
@@ -231,8 +232,8 @@ __device__ void write_normed(const K& k, RowUnit& r, RowSums& sums) {
       if (mine) k.store(c.out, begin + u, result);
       if (K::kQuantise && c.quantised) quantise(k, row, u, mine, result);
     }
-    all.turn += all.by;
-    row = row_of_turn(k, all);
+    all.next += all.by;
+    row = next_row(k, all);
     load_row_unit(k, row, in.start, r);
   }
 }

@@ -63,7 +63,7 @@ Kernels kernel_then(Epilogue then) {
 template <class T, bool kWhole, int N>
 Kernels kernel_of(Algorithm how, Epilogue then) {
   if (how == Algorithm::kCopy)
-    return exchange<float, kWhole, N, Algorithm::kCopy, Epilogue::kNone>;  // of whatever type
+    return exchange<float, kWhole, N, Algorithm::kCopy, Epilogue::kNone>;  // for all types
   if constexpr (N > 2)
     if (how == Algorithm::kTwoShot) return kernel_then<T, kWhole, N, Algorithm::kTwoShot>(then);
   return kernel_then<T, kWhole, N, Algorithm::kOneShot>(then);
@@ -81,9 +81,9 @@ Merges merge_for(int ranks) {
   return ranks <= 2 ? merge<T, 2> : ranks <= 4 ? merge<T, 4> : merge<T, kMaxRanks>;
 }
 
-// Loads every kernel now: the first launch may come within a graph's capture, where loading is not allowed. Each asks for
-// as much of L1 as can be shared memory, as products do, whose weights lie there before the exchange has ended: a
-// multiprocessor runs no two kernels at a time that ask for different shares.
+// Loads all kernels now: the first launch may come within a graph's capture, where loading is not allowed. Each asks
+// for as much of L1 as can be shared memory, as products do: they keep weights there before the exchange has ended, and
+// a multiprocessor does not run two kernels at a time that ask for different shares.
 template <class T>
 void load() {
   const auto one = [](auto kernel) {
@@ -118,7 +118,7 @@ void place_groups(World& w) {
   }
 }
 
-// How kernels of a call are launched. early: blocks may take their places before the kernel before this one ends.
+// How kernels of a call are launched. early: blocks may start before the previous kernel ends.
 class Launch {
  public:
   Launch(const World& w, int64_t blocks, int64_t threads, int64_t cluster, int64_t early, int64_t stream) {
@@ -145,8 +145,8 @@ class Launch {
   cudaLaunchAttribute attributes_[2];
 };
 
-// How many blocks the device holds at a time. Blocks that push and then wait must all be among them: one that came only
-// after another's end might be what that waits for, by way of a peer.
+// How many blocks the device holds at a time. All blocks that push and then wait must be among them: a block that starts
+// only after another has ended might be the one that the other waits for, by way of a peer.
 template <class Kernel>
 int resident(World& w, const cudaLaunchConfig_t& config, Kernel kernel, int cluster) {
   const std::tuple key{reinterpret_cast<const void*>(kernel), int(config.blockDim.x), cluster};
@@ -164,8 +164,8 @@ int resident(World& w, const cudaLaunchConfig_t& config, Kernel kernel, int clus
 
 }  // namespace
 
-// Allocates this rank's arena on the current device, sentinels in place. groups: that it is in, with ranks of their own
-// on other ranks, but as many; inboxes: bytes of one of each group.
+// Allocates this rank's arena on the current device, and fills it with sentinels. groups: those that this rank is in.
+// Other ranks have other groups, but equally many. inboxes: bytes of one inbox of each group.
 int64_t create(int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, Sizes inboxes, int64_t limit_ns) {
   auto w = std::make_unique<World>();
   w->rank = int(rank);
@@ -202,14 +202,14 @@ int64_t create(int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, Sizes inbox
   return reinterpret_cast<int64_t>(w.release());
 }
 
-// What other ranks need to map this rank's arena: 64 bytes in a CPU tensor.
+// The handle with which other ranks map this rank's arena: 64 bytes in a CPU tensor.
 void export_handle(int64_t handle, TensorView out) {
   cudaIpcMemHandle_t ipc;
   check(cudaIpcGetMemHandle(&ipc, world_of(handle).base), "export");
   std::memcpy(out.data_ptr(), &ipc, sizeof ipc);
 }
 
-// handles: [ranks, 64] bytes on the CPU, of every rank in order.
+// handles: [ranks, 64] bytes on the CPU, of all ranks in order.
 void connect(int64_t handle, TensorView handles) {
   World& w = world_of(handle);
   w.imported = true;
@@ -225,7 +225,7 @@ void connect(int64_t handle, TensorView handles) {
   place_groups(w);
 }
 
-// The same for ranks that all live in this process, on one device or on peers: handles of every rank in order.
+// The same for ranks that all live in this process, on one device or on peers: handles of all ranks in order.
 void connect_here(int64_t handle, Sizes handles) {
   World& w = world_of(handle);
   for (const int64_t other : handles) w.mapped.push_back(world_of(other).base);
@@ -245,25 +245,25 @@ void destroy(int64_t handle) {
 // Whether calls must ask for no clusters and no early launch.
 int64_t plain(int64_t handle) { return world_of(handle).plain; }
 
-// 0, or 1 + the place in its group of the rank that a kernel waited for in vain.
+// 0, or 1 + the place in its group of the rank for which a kernel's wait timed out.
 int64_t error(int64_t handle) { return *reinterpret_cast<volatile uint32_t*>(world_of(handle).error_host); }
 
-// Forgets the error: for tests, which go on after one.
+// Clears the error, for tests that continue after one.
 void clear_error(int64_t handle) { *reinterpret_cast<volatile uint32_t*>(world_of(handle).error_host) = 0; }
 
-// What Python asks of `run`, field by field in the order of `Request` in weft/comm/peer.py, eight bytes each: `layout`
-// tells Python what the order is, so that the two cannot part unseen. Addresses are of this rank's device; 0: none.
+// Python's arguments of `run`, field by field in the order of `Request` in weft/comm/peer.py, eight bytes each.
+// `layout` gives Python the order, so that the two cannot differ unseen. Addresses are of this rank's device; 0: none.
 //   direction, segments, span   the exchange; rows: of each segment, or in a permute that this rank sends to each rank;
 //                               received: in a permute, from each; device_counts: int32 in device memory, in place of
-//                               `rows`: of each segment, or in a permute what `rows` and then `received` would hold
-//   x_rows, out_rows            that there is room for; row_bytes, width: of a row its bytes and its elements; dtype: see
-//                               `run`, of no matter where nothing is summed
-//   residual … eps              the epilogue, if there is a weight; wide_weight: which is float32 beside a dtype of 16
-//                               bits; quantised, scales and quant_group, if its rows are wanted in FP8 too: scales,
-//                               float32, one for each group of so many columns of a row, a power of two up to 128
-//   push, sum, write            blocks that do so; without the first all do all work. cluster: blocks that share a row to
-//                               be normalised; threads: workers of a block; early: blocks may take their places before
-//                               the kernel before this one ends; stream: a cudaStream_t
+//                               `rows`: of each segment, or in a permute the contents of `rows` and then `received`
+//   x_rows, out_rows            capacities; row_bytes, width: bytes and elements of a row; dtype: see `run`, ignored
+//                               where nothing is summed
+//   residual … eps              the epilogue, if there is a weight; wide_weight: the weight is float32 beside a dtype of
+//                               16 bits; quantised, scales and quant_group: for rows in FP8, too: scales, float32, one
+//                               for each group of so many columns of a row, a power of two up to 128
+//   push, sum, write            blocks that do so; if push is 0, `write` blocks do all work. cluster: blocks that share a
+//                               row to be normalised; threads: workers of a block; early: blocks may start before the
+//                               previous kernel ends; stream: a cudaStream_t
 // clang-format off
 #define WEFT_REQUEST(FIELD, FIELDS)                                                                                      \
   FIELD(group) FIELD(direction) FIELD(segments) FIELD(span) FIELD(two_shot) FIELD(x) FIELD(x_rows) FIELD(out)             \
@@ -280,8 +280,8 @@ struct Request {
   double eps;
 };
 
-// The same of `merge`. x, lse: this rank's outputs and log-sum-exps, token and head strides in bytes; out, out_lse: this
-// rank's heads; live: null, or int32 in device memory.
+// Python's arguments of `merge`. x, lse: this rank's outputs and log-sum-exps, token and head strides in bytes; out,
+// out_lse: this rank's heads; live: null, or int32 in device memory.
 // clang-format off
 #define WEFT_MERGE_REQUEST(FIELD)                                                                                        \
   FIELD(group) FIELD(x) FIELD(x_token) FIELD(x_head) FIELD(lse) FIELD(lse_token) FIELD(lse_head) FIELD(out)               \
@@ -294,7 +294,7 @@ struct MergeRequest {
 #undef FIELD
 };
 
-// The fields of both requests, each with its offset, and their sizes; then what Python must know of the kernels.
+// The fields of both requests, each with its offset, and their sizes; then the kernels' limits, which Python checks.
 ffi::String layout() {
   std::string all;
 #define FIELD(name) all += #name "@" + std::to_string(offsetof(Request, name)) + " ";
@@ -306,10 +306,10 @@ ffi::String layout() {
 #undef FIELD
   return all + "size " + std::to_string(sizeof(MergeRequest)) + ", max_ranks " + std::to_string(kMaxRanks) +
          ", max_threads " + std::to_string(kWorkers) + ", unit_bytes " + std::to_string(kUnit) + ", max_normed_bytes " +
-         std::to_string(kMaxRuns * kRunUnits * kUnit) + ", too_many_rows " + std::to_string(kTooManyRows);
+         std::to_string(kMaxSlices * kSliceUnits * kUnit) + ", too_many_rows " + std::to_string(kTooManyRows);
 }
 
-// request: where a Request lies. dtype: 0 float32, 1 bfloat16, 2 float16.
+// request: address of a Request. dtype: 0 float32, 1 bfloat16, 2 float16.
 void run(int64_t handle, int64_t request) {
   const Request& r = *reinterpret_cast<const Request*>(request);
   if (r.threads < 32 || r.threads > kWorkers || r.threads % 32)
@@ -335,8 +335,9 @@ void run(int64_t handle, int64_t request) {
     if (c.quantised && (r.quant_group < 8 || r.quant_group > 128 || 1 << c.log2_quant_group != r.quant_group))
       TVM_FFI_THROW(WeftCallError) << "the epilogue quantises by groups of 8 to 128 columns, a power of two, not "
                                    << r.quant_group;
-    if (c.row_units > kMaxRuns * kRunUnits)
-      TVM_FFI_THROW(WeftCallError) << "the epilogue takes rows of at most " << kMaxRuns * kRunUnits * kUnit << " bytes";
+    if (c.row_units > kMaxSlices * kSliceUnits)
+      TVM_FFI_THROW(WeftCallError)
+          << "the epilogue takes rows of at most " << kMaxSlices * kSliceUnits * kUnit << " bytes";
   }
   c.device_counts = reinterpret_cast<const int32_t*>(r.device_counts);
   for (int i = 0; i < c.n; ++i) c.inbox[i] = g.inbox[i];
@@ -346,9 +347,9 @@ void run(int64_t handle, int64_t request) {
     const int64_t units = std::max(1u, c.row_units), in_a_lane = c.lane_units[r.two_shot != 0] / units;
     const int64_t in_sums = r.two_shot ? c.inbox_units / 2 / units : INT32_MAX;
     c.x_units = uint32_t(r.x_rows * c.row_units);
-    c.most_rows = uint32_t(std::min<int64_t>(1 << 28, r.two_shot ? in_a_lane * c.exchange.span : in_a_lane));
-    c.most_mine = uint32_t(scatters ? r.out_rows : r.x_rows);
-    c.most_in_all = uint32_t(std::min(scatters ? r.x_rows : r.out_rows, in_sums));
+    c.max_rows = uint32_t(std::min<int64_t>(1 << 28, r.two_shot ? in_a_lane * c.exchange.span : in_a_lane));
+    c.max_mine = uint32_t(scatters ? r.out_rows : r.x_rows);
+    c.max_total = uint32_t(std::min(scatters ? r.x_rows : r.out_rows, in_sums));
   } else {
     lay_out(c, r.rows, r.received, r.two_shot != 0);
   }
@@ -377,7 +378,7 @@ void run(int64_t handle, int64_t request) {
     launch(kernel_for<__half>(whole, c.n, how, then));
 }
 
-// request: where a MergeRequest lies; dtype as in `run`.
+// request: address of a MergeRequest; dtype as in `run`.
 void merge_shards(int64_t handle, int64_t request) {
   const MergeRequest& r = *reinterpret_cast<const MergeRequest*>(request);
   World& w = world_of(handle);

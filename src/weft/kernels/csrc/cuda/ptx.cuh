@@ -1,10 +1,10 @@
-// What the kernels need of the machine and CUDA C++ has no name for. Each primitive states its memory-order contract, in
-// the terms of PTX's memory consistency model.
+// Machine instructions that CUDA C++ has no name for. Each primitive states its memory-order contract, in the terms of
+// PTX's memory consistency model.
 //
 // The kernels have two forms, and the architecture that they are compiled for chooses. From Hopper on (sm_90), blocks
 // form clusters and a kernel may begin early. Older GPUs, from sm_80 on, take the plain form: a row to be normalised has
-// one block, and a kernel begins when the one before it has ended. Both give the same bits. The host asks which form a
-// device runs (`plain_here` in peer.cu), and asks the plain one for neither.
+// one block, and a kernel begins when the previous one has ended. Both give the same bits. The host finds out which form
+// a device runs (`plain_here` in peer.cu), and requests no clusters and no early launch of the plain one.
 #ifndef WEFT_PTX_CUH
 #define WEFT_PTX_CUH
 
@@ -20,19 +20,20 @@ namespace weft {
 
 // --- named barriers of a block, for so many of its threads -------------------------------------------------------------
 
-// Waits for all. What any of them did in the block's memory before, each sees after (acquire and release, block).
+// Waits for all these threads. Each sees after it what any of them did in the block's memory before (acquire and
+// release, block).
 __device__ inline void sync_named(int barrier, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// Counts as one of them without waiting (release, block).
+// Counts as one of these threads without waiting (release, block).
 __device__ inline void arrive_named(int barrier, uint32_t threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // --- units in memory that GPUs share ---------------------------------------------------------------------------------------
 
-// Volatile, which is relaxed at system scope, for each of the four words; the words of a unit may be seen at different
-// times, so whoever polls looks at each. Nothing else is ordered: the data is its own flag.
+// Volatile, which is relaxed at system scope, for each of the four words. The words of a unit may be seen at different
+// times, so a poll checks each. Nothing else is ordered: the data is its own flag.
 __device__ inline Unit load_polled(const char* p) {
   Unit u;
   asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -56,27 +57,28 @@ __device__ inline uint32_t load_polled_mark(const char* p) {
 __device__ inline void store_published(char* p, uint8_t mark) {
   asm volatile("st.volatile.global.u8 [%0], %1;" ::"l"(p), "r"(uint32_t(mark)) : "memory");
 }
-// Of two words the smaller: the compiler would make two instructions of it.
-__device__ inline uint32_t at_most(uint32_t w, uint32_t most) {
-  asm("min.u32 %0, %0, %1;" : "+r"(w) : "r"(most));
+// The smaller of two words: the compiler would make two instructions of it.
+__device__ inline uint32_t min_of(uint32_t w, uint32_t limit) {
+  asm("min.u32 %0, %0, %1;" : "+r"(w) : "r"(limit));
   return w;
 }
 
 // --- barriers in shared memory (mbarrier) ---------------------------------------------------------------------------------
 
 __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
-// By one thread of a block. Others of the block know after a __syncthreads, other blocks after sync_cluster.
+// Called by one thread of a block. Others of the block see it after a __syncthreads, other blocks after sync_cluster.
 __device__ inline void init_barrier(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 #if !WEFT_PLAIN
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
-// Release, block: who has seen the phase pass sees what this thread did before in the block's memory.
+// Release, block: a thread that sees the phase pass sees what this thread did before in the block's memory.
 __device__ inline void arrive_at(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// Whether the phase of this parity has passed; may wait for a moment. Acquire, block: then all that came with it is seen.
+// Whether the phase of this parity has passed; may wait for a moment. Acquire, block: then the data that came with
+// it is visible.
 #if WEFT_PLAIN
 #define WEFT_LOOK "test_wait"
 #else
@@ -100,31 +102,31 @@ __device__ inline bool has_passed(uint64_t* barrier, uint32_t parity) {
 #if !WEFT_PLAIN
 // --- programmatic dependent launch ---------------------------------------------------------------------------------------
 
-// Waits until the kernel before this one on the stream has ended, and sees all that it wrote.
+// Waits until the previous kernel of the stream has ended, and sees all that it wrote.
 __device__ inline void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The next kernel's blocks may take their places. Orders nothing: what they may read they wait for by the above.
+// The next kernel's blocks may start. Orders nothing: they wait for the data that they read by the call above.
 __device__ inline void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // --- clusters of blocks ------------------------------------------------------------------------------------------------------
 
-// Waits for every thread of a cluster's blocks. Relaxed but for init_barrier: a release would wait until what was pushed
-// to other GPUs has come there.
+// Waits for all threads of a cluster's blocks. Relaxed except for init_barrier: a release would wait until data that was
+// pushed to other GPUs has arrived.
 __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
-// Where what lies at p in this block's shared memory lies in another block's.
+// The address in another block of the variable at p in this block's shared memory.
 __device__ inline uint32_t shared_address_in(uint32_t block, const void* p) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
   return there;
 }
-// As arrive_at, and the phase also waits for so many bytes of store_in_block. They may come before.
+// As arrive_at, and the phase also waits for so many bytes of store_in_block. They may come before it.
 __device__ inline void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-// Stores to what `place` of this block is in another one, and tells the barrier there of four bytes: who sees that phase
-// pass sees the value (release, cluster, for the value alone; nothing else that this thread did is waited for).
+// Stores to the variable of another block that `place` is in this one, and adds four bytes to the barrier there: a thread
+// that sees that phase pass sees the value (release, cluster, for the value alone, not for this thread's other stores).
 __device__ inline void store_in_block(uint32_t block, float* place, float value, uint64_t* barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
                    shared_address_in(block, place)),

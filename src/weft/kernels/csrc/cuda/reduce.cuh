@@ -1,12 +1,12 @@
-// Readers sum what came, in rank order and float32, and write the result.
+// Readers sum the received units, in rank order and float32, and write the result.
 #pragma once
 
 #include "push.cuh"
 
 namespace weft {
 
-// The sum, in rank order, over ranks first … last - 1 of their unit u; of this rank's own, it is x's unit `own` + u.
-// mine: else this thread only comes along with its warp.
+// The sum, in rank order, of ranks first … last - 1 of their unit u; for this rank it is x's unit `own` + u.
+// mine: false: the thread only takes part in its warp's instructions.
 template <class K>
 __device__ Unit sum(const K& k, bool mine, int first, int last, uint32_t own, uint32_t u) {
   using E = typename K::E;
@@ -35,7 +35,7 @@ __device__ Unit sum(const K& k, bool mine, int first, int last, uint32_t own, ui
   return E::narrow(total);
 }
 
-// Two shots: sums this rank's part and pushes it to its readers, itself among them.
+// Two shots: sums this rank's part and pushes it to its readers, this rank included.
 template <class K>
 __device__ void sum_part(const K& k) {
   const Call& c = k.c;
@@ -52,7 +52,7 @@ __device__ void sum_part(const K& k) {
   }
 }
 
-// The rank in whose strip unit u of the result lies.
+// The rank with unit u of the result in its strip.
 template <class K>
 __device__ int strip_of(const K& k, uint32_t u) {
   int rank = 0;
@@ -61,7 +61,7 @@ __device__ int strip_of(const K& k, uint32_t u) {
   return rank;
 }
 
-// Where unit u of a rank's strip lies in this rank's inbox, where it is not summed first.
+// The place of unit u of a rank's strip in this rank's inbox, where it is not summed first.
 template <class K>
 __device__ char* place_of_unit(const K& k, uint32_t rank, uint32_t u, uint32_t begin) {
   return k.c.inbox[k.me] + (K::kAlgorithm == Algorithm::kTwoShot ? k.sum_place(begin + u) : k.lane(rank, u));
@@ -87,17 +87,17 @@ __device__ Unit value(const K& k, bool mine, uint32_t unit) {
   return got[0];
 }
 
-// All strips at once, since all arrive at once: what waited for one would find the others there.
+// All strips at once, since all arrive at once: a thread that waited for one would find the others there.
 template <class K>
 __device__ void write_strips(const K& k) {
   constexpr int N = K::N, kEach = N < kInFlight ? kInFlight / N : 1, kUnits = N * kEach;
   const uint32_t by = k.step(k.c.write), own = k.l.from[k.me];
-  uint32_t begin[N], units[N], most = 0;
+  uint32_t begin[N], units[N], longest = 0;
 #pragma unroll
   for (int i = 0; i < N; ++i)
-    begin[i] = k.l.begin[i], units[i] = k.l.begin[i + 1] - begin[i], most = max(most, units[i]);
+    begin[i] = k.l.begin[i], units[i] = k.l.begin[i + 1] - begin[i], longest = max(longest, units[i]);
 #pragma unroll 1
-  for (uint32_t u = k.start(k.c.write); k.first_of_warp(u) < most; u += kEach * by) {
+  for (uint32_t u = k.start(k.c.write); k.first_of_warp(u) < longest; u += kEach * by) {
     Unit got[kUnits];
     char* place[kUnits];
     uint32_t wanted = 0;

@@ -10,19 +10,19 @@
 
 namespace weft {
 
-// All ones, a NaN of every type: no data yet. A word of data that is the sentinel is sent as the escape, the NaN before
-// it. Sums need no more. Copies must give every bit back: the source of a unit with an escape also stores the unit's mark,
-// a byte whose bit i says that word i is the sentinel. Until then the mark is no mark.
+// All ones, a NaN of all types: no data yet. A word of data that equals the sentinel is sent as the escape, the NaN
+// before it. Sums need no more. Copies must restore each bit: the source of a unit with an escape also stores the
+// unit's mark, a byte with bit i set if word i is the sentinel. Until then the mark is no mark.
 constexpr uint32_t kSentinel = 0xffffffffu, kEscape = kSentinel - 1, kNoMark = 0xff;
 
 __device__ inline void push_unit(char* p, const Unit& u) {
   store_published(
-      p, {at_most(u.w[0], kEscape), at_most(u.w[1], kEscape), at_most(u.w[2], kEscape), at_most(u.w[3], kEscape)});
+      p, {min_of(u.w[0], kEscape), min_of(u.w[1], kEscape), min_of(u.w[2], kEscape), min_of(u.w[3], kEscape)});
 }
 __device__ inline uint32_t largest_word(const Unit& u) { return max(max(u.w[0], u.w[1]), max(u.w[2], u.w[3])); }
 __device__ inline bool needs_mark(const Unit& u) { return largest_word(u) >= kEscape; }  // before it is sent
 __device__ inline bool has_mark(const Unit& u) { return largest_word(u) == kEscape; }    // once it has arrived
-// Not inlined: it is rarely run, and the code around it would no longer lie together.
+// Not inlined: it is rarely run, and inlining would spread the code around it.
 __device__ __noinline__ inline void push_mark(char* mark, Unit u) {
   uint32_t sentinels = 0;
 #pragma unroll

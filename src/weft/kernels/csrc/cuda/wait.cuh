@@ -1,10 +1,10 @@
-// What every thread of a kernel knows of its call, and how it waits for units.
+// A thread's view of its call, and how it waits for units.
 //
-// Data is its own flag. Every rank owns an inbox for each group, filled with a sentinel; peers store into it; the one
-// thread that wants a 16-byte unit polls it until none of its words is the sentinel, and puts the sentinel back; units.cuh
-// says what becomes of data that holds it. Two inboxes take turns. That is safe because every call brings every rank a
-// unit from every other, an empty-lane flag where there is no data: a peer stores into an inbox again two calls later, and
-// gets there only by what this rank sent in the call between, a later kernel.
+// Data is its own flag. Each rank owns an inbox for each group, filled with a sentinel, and peers store into it. The
+// one thread that wants a 16-byte unit polls it until none of its words is the sentinel, and then puts the sentinel
+// back. units.cuh says how data that equals the sentinel is sent. Two inboxes alternate. That is safe because each call
+// brings each rank a unit from each other rank, an empty-lane flag where there is no data: a peer stores into an inbox
+// again two calls later, which it reaches only after the data that this rank sent in the call between, a later kernel.
 #pragma once
 
 #include "call.h"
@@ -12,15 +12,15 @@
 
 namespace weft {
 
-constexpr int kInFlight = 4;      // polls of a thread, at least, where it has so many units to wait for
+constexpr int kInFlight = 4;      // minimum polls of a thread at a time, where it waits for so many units
 constexpr int kBookkeepers = 32;  // threads of the bookkeeping warp, beside a block's workers: see kernel.cuh
 
-// kCopy: nothing is summed. kOneShot: sources push to every reader, which sums. kTwoShot: each part of a segment goes to
-// its owner, which sums it and pushes the sum.
+// kCopy: nothing is summed. kOneShot: sources push to all readers, and each reader sums. kTwoShot: each part of a
+// segment goes to its owner, which sums it and pushes the sum.
 enum class Algorithm { kCopy, kOneShot, kTwoShot };
 
-// What follows a sum. kNorm: residual add and RMSNorm. kQuantise: the same, and its rows in eight bits beside them,
-// where they are asked for.
+// The epilogue of a sum. kNorm: residual add and RMSNorm. kQuantise: the same, and its rows in eight bits beside them,
+// where the call asks for them.
 enum class Epilogue { kNone, kNorm, kQuantise };
 
 // N: at least as many as ranks. kWhole: rows are whole units, aligned.
@@ -31,7 +31,7 @@ struct Context {
   static constexpr bool kWhole = kWholeRows, kNorm = kThen != Epilogue::kNone, kQuantise = kThen == Epilogue::kQuantise;
   static constexpr int N = kRanks;
   static constexpr Algorithm kAlgorithm = kHow;
-  // Whether a warp's threads go on together after a wait: see `await`.
+  // Whether a warp's threads continue together after a wait: see `await`.
   static constexpr bool kTogether = kNorm || kAlgorithm == Algorithm::kTwoShot;
 
   const Call& c;
@@ -48,12 +48,13 @@ struct Context {
     store_local<kWhole>(base, unit, u, row_units, row_bytes);
   }
 
-  // Where in an inbox unit u of the lane of rank `of` lies. In two shots the sums lie behind all lanes, as in the result.
+  // The place in an inbox of unit u of the lane of rank `of`. In two shots the sums lie behind all lanes, as in the
+  // result.
   __device__ int64_t lane(uint32_t of, uint32_t u) const {
     return rotation + int64_t(of) * lane_bytes + int64_t(u) * kUnit;
   }
   __device__ int64_t sum_place(uint32_t u) const { return lane(uint32_t(c.n), u); }
-  // Where the mark of the unit that lies there lies.
+  // The place of that unit's mark.
   __device__ int64_t mark(int64_t unit) const {
     return rotation + int64_t(c.inbox_units) * kUnit + (unit - rotation) / kUnit;
   }
@@ -62,13 +63,13 @@ struct Context {
   __device__ static uint32_t workers() { return blockDim.x - kBookkeepers; }
   __device__ static uint32_t start(Blocks b) { return (blockIdx.x - b.first) * workers() + threadIdx.x; }
   __device__ static uint32_t step(Blocks b) { return b.count * workers(); }
-  // Of the units that a warp's threads have at a time. Loops that wait end for whole warps.
+  // Number of units that a warp's threads have at a time. Loops that wait end for whole warps.
   __device__ static uint32_t first_of_warp(uint32_t u) { return u - threadIdx.x % 32; }
 };
 
-// After many polls in vain: when this wait began (`began`, or now if that is 0), or -1 to give up, since another thread
-// did, or the time is over. Not inlined: it is rarely run, and the code around it would no longer lie together.
-// The error is relaxed at system scope: it orders nothing, and the host reads it whenever it looks.
+// After many polls without success: the time when this wait began (`began`, or now if that is 0), or -1 to give up,
+// since another thread did, or the time is over. Not inlined: it is rarely run, and inlining would spread the code
+// around it. The error is relaxed at system scope: it orders nothing, and the host may read it at any time.
 __device__ __noinline__ inline int64_t wait_on(uint32_t* error, int64_t began, int64_t limit, int rank) {
   const int64_t now = clock64();
   if (!began) return now;
@@ -78,15 +79,15 @@ __device__ __noinline__ inline int64_t wait_on(uint32_t* error, int64_t began, i
 }
 
 // Polls P places until those with their bit in `wanted` have arrived, all loads in flight at once, and empties them.
-// rank(i): who is waited for. kWholeWarp: a warp leaves the loop as one. If it falls apart there, what its threads do
-// together next takes half a microsecond more; if they go on alone, to leave one by one is quicker.
+// rank(i): the rank that is waited for. kWholeWarp: a warp leaves the loop as one. If its threads leave the loop one by
+// one, what they do together next takes half a microsecond more; if they continue alone, leaving one by one is faster.
 // Memory order: polls are relaxed at system scope, and a unit's words order nothing but themselves. The sentinel is put
-// back by a plain store: the source stores there again only after a later kernel of this rank has sent it something,
-// which the end of this kernel comes before.
+// back by a plain store: the source stores there again only after a later kernel of this rank has sent it data, and
+// that kernel starts after the end of this one.
 template <bool kWholeWarp, class K, int P, class Rank>
 __device__ void await(const K& k, Unit (&got)[P], uint32_t wanted, char* (&place)[P], Rank rank) {
 #pragma unroll
-  for (int i = 0; i < P; ++i) asm volatile("" : "+l"(place[i]));  // the compiler would work them out again, each time
+  for (int i = 0; i < P; ++i) asm volatile("" : "+l"(place[i]));  // the compiler would compute them again each time
   int64_t began = 0;
   for (uint32_t spins = 1;; ++spins) {
 #pragma unroll
@@ -123,7 +124,7 @@ __device__ __noinline__ inline uint32_t await_mark(char* place, uint32_t* error,
   }
 }
 
-// Gives what `await` got the bits with which it was sent, where these are to arrive as they were.
+// Restores the bits of the units that `await` got, where these must arrive as they were sent.
 template <class K, int P, class Rank>
 __device__ void restore(const K& k, Unit (&got)[P], uint32_t wanted, char* (&place)[P], Rank rank) {
   if constexpr (K::kAlgorithm != Algorithm::kCopy) return;
@@ -141,7 +142,7 @@ __device__ void restore(const K& k, Unit (&got)[P], uint32_t wanted, char* (&pla
   }
 }
 
-// Waits for the flags of those who send nothing to this rank.
+// Waits for the flags of the ranks that send no data to this one.
 template <class K>
 __device__ void await_empty_lanes(const K& k) {
   const uint32_t r = k.start(k.c.write);

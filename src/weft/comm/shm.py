@@ -298,7 +298,7 @@ class ShmTransport(NamedCalls):
         """The group's number in the segment, where each group has its flags and slots."""
         if group not in self._ids:
             raise CommError(
-                f"rank {self.rank}: {group} is no group of the layout inside this host; its groups are {list(self._ids)}"
+                f"rank {self.rank}: {group} is no group of the layout inside this host; there are {list(self._ids)}"
             )
         return self._ids[group]
 

@@ -1,4 +1,4 @@
-"""What `weft profile` makes of traces: hand-written ones, whose figures are known, and one of a real run."""
+"""What `weft profile` makes of traces: own-written ones, whose figures are known, and one of a real run."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_one_trace_of_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_real_window(tmp_path: Path) -> None:
-    """Of a latent cache whose tokens are dealt out over two ranks."""
+    """Of a latent cache whose tokens are sharded over two ranks."""
     out, model = tmp_path / "found", tmp_path / "model"
     small_config("deepseek_v2", 2, max_position_embeddings=2048).save_pretrained(model)
     words = "--load-format dummy --num-layers 1 --attn-tp 2 --ep 2 --moe-tp 1 --dcp 2 --batch 3 --context 20 --steps 2"
@@ -210,9 +210,9 @@ def test_a_real_window(tmp_path: Path) -> None:
     assert sorted(p.name for p in out.iterdir()) == ["profile.json", "profile.png", "trace.json.gz"]
     found = json.loads((out / "profile.json").read_text())
     calls = {row["what"].rpartition(" · ")[0]: row["calls"] for row in found["collectives"]}
-    dealt = {what: n for what, n in calls.items() if what.endswith(" dcp")}
+    sharded = {what: n for what, n in calls.items() if what.endswith(" dcp")}
     attention = {"queries: all_gatherv dcp": 1, "outputs: fused: merge_scatterv dcp": 1}
-    assert dealt == attention and sum(calls.values()) == 4, calls
+    assert sharded == attention and sum(calls.values()) == 4, calls
     moved = {row["what"].partition(" dcp")[0]: row["bytes"] for row in found["collectives"]}
     assert moved["queries: all_gatherv"] == 3 * 2 * 10 * 4, "of two heads"
     assert moved["outputs: fused: merge_scatterv"] == 3 * 2 * (5 * 4 + 4)

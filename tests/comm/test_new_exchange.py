@@ -17,7 +17,7 @@ from weft.place.exchange import Exchange
 from weft.place.spec import Mesh
 
 WORLD = (0, 1, 2, 3)
-DEALT = Exchange("dealt", "scatter", 4, 1, "none")  # the first rank's rows are dealt out
+SCATTERED = Exchange("scattered", "scatter", 4, 1, "none")  # the first rank's rows are scattered
 TWINS = Exchange("twins", "gather", 2, 2, "none")  # neighbours hold the same rows; everyone gets both runs
 HALVES = Exchange("halves", "scatter", 2, 2, "sum")  # each half of the ranks gets a half of the sum
 MERGED = Exchange("merged", "scatter", 4, 1, "softmax_merge")
@@ -31,7 +31,7 @@ def rows_of(seed: int, rank: int, rows: int) -> Tensor:
 def new_exchanges(transport: Transport, mesh: Mesh | None = None) -> None:
     me = transport.rank
     for sizes in ((3, 0, 40, 1), (0, 0, 0, 0), (9, 9, 9, 9)):
-        got = transport.exchange(rows_of(1, me, sum(sizes)), DEALT, WORLD, sizes)
+        got = transport.exchange(rows_of(1, me, sum(sizes)), SCATTERED, WORLD, sizes)
         assert torch.equal(got, rows_of(1, 0, sum(sizes)).split(sizes)[me])
     for pair in ((5, 2), (0, 70), (0, 0)):
         got = transport.exchange(rows_of(2, me // 2, pair[me // 2]), TWINS, WORLD, pair)

@@ -1,4 +1,4 @@
-"""The engine with tokens dealt out over ranks: the same greedy tokens as without, whatever happens to the requests."""
+"""The engine with tokens sharded over ranks: the same greedy tokens as without, whatever happens to the requests."""
 
 from __future__ import annotations
 

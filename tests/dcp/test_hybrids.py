@@ -1,4 +1,4 @@
-"""Families with windows, sinks, gates or recurrent states, where the tokens of the other layers are dealt out."""
+"""Families with windows, sinks, gates or recurrent states, where the tokens of the other layers are sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits with tokens dealt out over ranks against transformers', on every layout of up to 8 ranks that can deal."""
+"""Logits with tokens sharded over ranks against transformers', on every layout of up to 8 ranks with dcp."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from support import run_world, small_model
 from models.test_logits import PAGE, Steps, compare, drive, texts_of
 from weft.place.spec import Mesh, layouts
 
-DEALT = [
+SCATTERED = [
     Mesh(mesh.attn_dp, mesh.attn_tp, mesh.ep, mesh.moe_tp, dcp)
     for mesh in layouts(8)
     for dcp in range(2, mesh.attn_tp + 1)
     if mesh.attn_tp % dcp == 0
 ]
 """All that a latent cache can have, and keys and values of one head."""
-SPLITS = [mesh for mesh in DEALT if mesh.attn_dp == mesh.moe_tp and mesh.world in (4, 8)]
+SPLITS = [mesh for mesh in SCATTERED if mesh.attn_dp == mesh.moe_tp and mesh.world in (4, 8)]
 """Every split of attention over four ranks and eight, each in one layout."""
 STEPS: Steps = {
     "prompts": lambda group: (5 + group, 2),
@@ -30,7 +30,7 @@ LATENT, ONE_HEAD, TWO_HEADS = (
     ("qwen3_moe", dict(num_key_value_heads=1)),
     ("qwen3_moe", dict(num_key_value_heads=2)),
 )
-CASES = [(*LATENT, mesh) for mesh in DEALT] + [(*ONE_HEAD, mesh) for mesh in SPLITS]
+CASES = [(*LATENT, mesh) for mesh in SCATTERED] + [(*ONE_HEAD, mesh) for mesh in SPLITS]
 CASES += [(*TWO_HEADS, mesh) for mesh in (Mesh(1, 4, 2, 2, 2), Mesh(1, 8, 4, 2, 2), Mesh(1, 8, 2, 4, 4))]
 
 
@@ -56,7 +56,7 @@ def test_every_layout_gives_transformers_logits(
     queries, take turns.
     """
     directory, model = saved(family, mesh.world, **changes)
-    at, texts = DEALT.index(mesh), texts_of(mesh, STEPS)
+    at, texts = SCATTERED.index(mesh), texts_of(mesh, STEPS)
     ways, prefills = ("auto", "ag_rs", "a2a", "fused"), ("gather", "merge")
     options: dict[str, Any] = dict(
         interleave=(PAGE, 1, 2)[at % 3], dcp_exchange=ways[at % 4], dcp_prefill=prefills[at // 4 % 2]

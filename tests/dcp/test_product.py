@@ -1,4 +1,4 @@
-"""Greedy tokens with tokens dealt out over ranks are those of dcp 1, over the product of what can be chosen.
+"""Greedy tokens with tokens sharded over ranks are those of dcp 1, over the product of what can be chosen.
 
 A run of a configuration has everything in it at once: prompts of a few tokens and of more than a page, read in chunks
 beside answers, sequences whose answers begin another page when there is none, so that one is preempted, and prefixes
@@ -94,10 +94,10 @@ def alone(model: Path, span: int) -> Answers:
 
 def check(model: Path, layout: dict[str, Any]) -> None:
     span, pages = PAGE * layout["dcp"], 3 if layout["attn_dp"] == 1 else 2
-    dealt, expected = answer(model, span, kv_tokens=pages * PAGE, **layout), alone(model, span)
-    assert dealt.tokens == expected.tokens
-    assert dealt.cached == expected.cached == [span + 8, span + 5], "to the token"
-    assert dealt.preemptions > expected.preemptions == 0
+    sharded, expected = answer(model, span, kv_tokens=pages * PAGE, **layout), alone(model, span)
+    assert sharded.tokens == expected.tokens
+    assert sharded.cached == expected.cached == [span + 8, span + 5], "to the token"
+    assert sharded.preemptions > expected.preemptions == 0
 
 
 @pytest.fixture(scope="module")

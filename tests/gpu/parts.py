@@ -1,6 +1,6 @@
 """What is run on a machine with GPUs, in parts that each end within nine minutes: tests, sanitizers, soaks, CPU time.
 
-    make test-gpu-parts PARTS="kernels engine"      # with the Python at hand, as make test-gpu
+    make test-gpu-parts PARTS="kernels engine"      # with the Python at own, as make test-gpu
     python tests/gpu/parts.py --list
 
 Of each command the output is printed and written to FOLDER/COMMAND.log (--out), and what it gives as JSON beside it; a
@@ -86,7 +86,11 @@ PARTS = {
     "engine-2": Part(
         "the engine and HTTP on two GPUs",
         2,
-        (tests("engine-2", "tests/gpu/test_engine.py", "tests/gpu/test_http.py", "-k", "1x2 or 2x1 or dealt_out"),),
+        (
+            tests(
+                "engine-2", "tests/gpu/test_engine.py", "tests/gpu/test_http.py", "-k", "1x2 or 2x1 or sharded_tokens"
+            ),
+        ),
     ),
     "memcheck": Part("memcheck", 2, (tests("memcheck", "tests/gpu/test_sanitizer.py", "-k", "memcheck"),)),
     "racecheck": Part("racecheck", 2, (tests("racecheck", "tests/gpu/test_sanitizer.py", "-k", "racecheck"),)),

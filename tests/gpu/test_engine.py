@@ -162,7 +162,7 @@ def latent_expected(latent_model: Path) -> list[tuple[int, ...]]:
     return greedy_of(latent_model, "cpu")
 
 
-DEALT = {
+SCATTERED = {
     "graphs": dict(),
     "eager": dict(cuda_graphs=False, dcp_interleave=1, dcp_exchange="ag_rs"),
     "nccl": dict(transport="nccl", dcp_interleave=4),
@@ -173,8 +173,8 @@ DEALT = {
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
-@pytest.mark.parametrize("options", DEALT.values(), ids=DEALT)
-def test_tokens_dealt_out_give_the_same_answers(
+@pytest.mark.parametrize("options", SCATTERED.values(), ids=SCATTERED)
+def test_sharded_tokens_give_the_same_outputs(
     options: dict[str, Any], latent_model: Path, latent_expected: list[tuple[int, ...]]
 ) -> None:
     """Decode context parallelism over a latent cache: prompts and their chunks are gathered or merged."""

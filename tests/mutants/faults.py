@@ -349,8 +349,8 @@ OWN = [
     Fault(
         "the last run of tokens is counted whole",
         "dcp/interleave.py",
-        "return turns * self.run + _clip(rest, self.run)",
-        "return turns * self.run + _clip(rest, 1) * self.run",
+        "return rounds * self.chunk + _clip(rest, self.chunk)",
+        "return rounds * self.chunk + _clip(rest, 1) * self.chunk",
         ("tests/dcp/test_interleave.py",),
     ),
     Fault(

@@ -73,7 +73,7 @@ class Caches:
                 self._states_of |= {name: (states, i, at) for i, name in enumerate(names)}
             else:
                 shards = None if isinstance(spec, Window) else group
-                slots = page_size if shards is None else shards.deal.page_size
+                slots = page_size if shards is None else shards.interleave.page_size
                 attend = backend(KVCache(spec, len(names), groups[at].size, slots, dtype, device), shards)
                 self.paged.append((at, attend))
                 self._backend_of |= {name: (attend, i) for i, name in enumerate(names)}

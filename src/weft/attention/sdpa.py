@@ -67,7 +67,7 @@ class SDPA:
                 if self._group is None:
                     self._plan_prompts(pages, prompts, None)
             if self._group is not None:
-                longest = self._group.deal.most(longest)
+                longest = self._group.interleave.max_length(longest)
             if len(rows) < len(batch.tokens):
                 self._singles = len(rows)
                 if rows == [*range(len(rows))]:  # as the engine has them
@@ -101,16 +101,16 @@ class SDPA:
 
     def _here(self, tokens: int) -> int:
         """How many of a sequence's first tokens lie here."""
-        return tokens if self._group is None else self._group.deal.length(tokens, self._group.place)
+        return tokens if self._group is None else self._group.interleave.length(tokens, self._group.place)
 
     def _choose_prefill(self, group: ContextGroup, q: Tensor, absorbed: Absorbed | None, gathered: bool) -> None:
         """How the step's prompts attend, and what that takes. Every rank of the group comes to the same."""
         keys, values = self.cache.keys, self.cache.values
         pages, prompts = self._prompts
-        heads = q.shape[1] * (1 if gathered else group.deal.ranks)
+        heads = q.shape[1] * (1 if gathered else group.interleave.ranks)
         dim = values.shape[-1] if absorbed is None else absorbed.values.shape[1]
         token = keys[0, 0].nbytes + (0 if isinstance(self.cache.spec, Latent) else values[0, 0].nbytes)
-        seen = sum(group.deal.most(context + count) for _, count, context, _ in prompts)
+        seen = sum(group.interleave.max_length(context + count) for _, count, context, _ in prompts)
         what = Prompt(seen, token, 0 if gathered else q[0].nbytes, Merge(heads, dim, q.element_size()))
         self._prefill = group.prefill(what, len(q))
         self._plan_prompts(pages, prompts, group)
@@ -120,8 +120,8 @@ class SDPA:
     ) -> list[Tensor]:
         """Plans that prompts' tokens are gathered; gives where each prompt's then lie, in their order."""
         lengths = [context + count for _, count, context, _ in prompts]
-        sizes, where = group.deal.gathered(lengths, pages.device)
-        own = [group.deal.length(n, group.place) for n in lengths]
+        sizes, where = group.interleave.gathered(lengths, pages.device)
+        own = [group.interleave.length(n, group.place) for n in lengths]
         here = [self._first_slots(pages[at], n) for (*_, at), n in zip(prompts, own, strict=True)]
         self._gathered = torch.cat(here), sizes
         return where
@@ -188,7 +188,7 @@ class SDPA:
             return self._merge(partial(self._attend_here, layer, scale), q, lse, absorbed, gathered)
         query, own = q, absorbed
         if self._group is not None:
-            place, ranks = self._group.place, self._group.deal.ranks
+            place, ranks = self._group.place, self._group.interleave.ranks
             query = q.chunk(ranks, dim=1)[place] if gathered else q
             own = None if absorbed is None else absorbed.part(place, ranks)
         if own is not None:

@@ -1,1 +1,1 @@
-"""Decode context parallelism: a sequence's tokens dealt out over a group of ranks, attention merged exactly."""
+"""Decode context parallelism: a sequence's tokens are interleaved over a group of ranks; attention is merged exactly."""

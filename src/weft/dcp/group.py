@@ -1,4 +1,4 @@
-"""A rank's end of its dcp group: which tokens it holds, and what passes between the group's ranks around attention."""
+"""A rank's end of its dcp group: the tokens that it holds, and the group's exchanges around attention."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from weft.place.recipes import QUERIES, TOKENS, Gather, Prompt
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """What attention needs where its tokens are sharded over ranks. place: this rank's in the group.
+    """Attention over tokens that are sharded over ranks. place: this rank's in the group.
 
     Without rows neither gather nor merge communicates.
     """
 
-    deal: Interleave
+    interleave: Interleave
     place: int
     settle: Settling
 
     def lengths(self, lengths: Tensor) -> Tensor:
-        """How many tokens of sequences of these lengths lie here."""
-        return self.deal.length(lengths, self.place)
+        """Number of tokens of sequences of these lengths on this rank."""
+        return self.interleave.length(lengths, self.place)
 
     def slots(self, slots: Tensor) -> Tensor:
-        """Where rows are stored here, −1 for another rank's: see `Interleave.slots`."""
-        return self.deal.slots(slots, self.place)
+        """This rank's slots of rows, −1 for rows of other ranks: see `Interleave.slots`."""
+        return self.interleave.slots(slots, self.place)
 
     def prefill(self, what: Prompt, rows: int) -> str:
-        """The recipe by which the prompts of a step of so many rows attend, the same on every rank."""
+        """The recipe for attention of a step's prompts, of so many rows; the same on all ranks."""
         return self.settle.recipe(what, "dcp", rows)
 
     def heads(self, q: Tensor) -> Tensor:
-        """Every rank's heads, in rank order: `[T, heads, D]` → `[T, ranks · heads, D]`."""
-        ranks, (rows, heads, dim) = self.deal.ranks, q.shape
+        """All ranks' heads, in rank order: `[T, heads, D]` → `[T, ranks · heads, D]`."""
+        ranks, (rows, heads, dim) = self.interleave.ranks, q.shape
         what = Gather(QUERIES, heads * dim * q.element_size(), relaid=True)
         every = self.settle.gather(what, "dcp", q.reshape(rows, heads * dim), (rows,) * ranks)
         return every.view(ranks, rows, heads, dim).transpose(0, 1).reshape(rows, ranks * heads, dim)
 
     def tokens(self, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Cached tokens of every rank `[sum(sizes), width]`, in rank order; rows: this rank's."""
+        """Cached tokens of all ranks `[sum(sizes), width]`, in rank order; rows: this rank's."""
         return self.settle.gather(Gather(TOKENS, rows.shape[1] * rows.element_size()), "dcp", rows, sizes)
 
     def merge(self, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """out `[T, H, D]`, lse `[T, H]`: of all heads over this rank's tokens. Gives its own heads' over all."""
+        """out `[T, H, D]`, lse `[T, H]`: of all heads over this rank's tokens. Returns own heads over all tokens."""
         return self.settle.merge("dcp", out, lse, live)
 
 
-def context_group(deal: Interleave, settle: Settling) -> ContextGroup | None:
-    """This rank's; None where no tokens are sharded."""
+def context_group(interleave: Interleave, settle: Settling) -> ContextGroup | None:
+    """This rank's group; None where tokens are not sharded."""
     if settle.mesh.dcp == 1:
         return None
-    return ContextGroup(deal, settle.mesh.peers("dcp", settle.rank).index(settle.rank), settle)
+    return ContextGroup(interleave, settle.mesh.peers("dcp", settle.rank).index(settle.rank), settle)

@@ -1,11 +1,11 @@
-"""Which rank holds which tokens of a sequence, and where: the one definition that cache, attention and tests share.
+"""Interleaving: which rank holds which tokens of a sequence, and where. The cache, attention and tests share it.
 
-A sequence's tokens are dealt out over `ranks` ranks in turn, `run` tokens at a time. A page of a page table then stands
-for `page_size` tokens of every rank, `span = page_size · ranks` tokens of the sequence in all. A rank keeps its own
+A sequence's tokens go to `ranks` ranks round-robin, `chunk` tokens at a time. A page of a page table then stands
+for `page_size` tokens of each rank, `span = page_size · ranks` tokens of the sequence in all. A rank keeps its own
 tokens in order: its token number j lies in page `table[j // page_size]` at offset `j % page_size`, so that attention
 over a rank's tokens is attention over an ordinary paged cache of `length` tokens.
 
-Every function takes whole numbers or tensors of them, and works on tensors without a word to the host.
+All functions take integers or tensors of them, and with tensors the host does not wait.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Whole = TypeVar("Whole", int, Tensor)
 
 @dataclass(frozen=True, slots=True)
 class Interleave:
-    """ranks: N, of a dcp group. run: I, tokens in a row that one rank holds. page_size: P, tokens of a rank's page.
+    """ranks: of a dcp group. chunk: consecutive tokens that one rank holds. page_size: tokens of a rank's page.
 
-    Raises ValueError where the runs do not divide the page: a page must hold the same tokens of every sequence.
+    Raises ValueError where page_size is no multiple of chunk: a page must hold the same tokens of all sequences.
     """
 
     ranks: int
-    run: int
+    chunk: int
     page_size: int
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or self.run < 1 or self.page_size % self.run:
+        if self.ranks < 1 or self.chunk < 1 or self.page_size % self.chunk:
             raise ValueError(
-                f"tokens are dealt out {self.run} at a time over {self.ranks} rank(s); both must be 1 or more, and the "
-                f"page of {self.page_size} tokens a multiple of the first"
+                f"tokens are interleaved {self.chunk} at a time over {self.ranks} rank(s); both must be 1 or more, and "
+                f"the page of {self.page_size} tokens a multiple of the first"
             )
 
     @property
@@ -45,34 +45,34 @@ class Interleave:
 
     def owner(self, token: Whole) -> Whole:
         """The place in the group of the rank that holds a token, by its position."""
-        return token // self.run % self.ranks
+        return token // self.chunk % self.ranks
 
     def local(self, token: Whole) -> Whole:
-        """A token's number among its owner's."""
-        return token // (self.run * self.ranks) * self.run + token % self.run
+        """A token's number among its owner's tokens."""
+        return token // (self.chunk * self.ranks) * self.chunk + token % self.chunk
 
     def token(self, local: Whole, place: int) -> Whole:
-        """The position of the token that is number `local` on the rank at `place`: the inverse of the two."""
-        return (local // self.run * self.ranks + place) * self.run + local % self.run
+        """The position of token number `local` of the rank at `place`: the inverse of `owner` and `local`."""
+        return (local // self.chunk * self.ranks + place) * self.chunk + local % self.chunk
 
     def length(self, tokens: Whole, place: int) -> Whole:
-        """How many of a sequence's first `tokens` tokens the rank at `place` holds.
+        """Number of a sequence's first `tokens` tokens that the rank at `place` holds.
 
-        A query at position p sees `length(p + 1, place)` tokens there, which are that rank's first ones.
+        A query at position p sees the first `length(p + 1, place)` tokens of that rank.
         """
-        turns = tokens // (self.run * self.ranks)
-        rest = tokens - turns * self.run * self.ranks - place * self.run
-        return turns * self.run + _clip(rest, self.run)
+        rounds = tokens // (self.chunk * self.ranks)
+        rest = tokens - rounds * self.chunk * self.ranks - place * self.chunk
+        return rounds * self.chunk + _clip(rest, self.chunk)
 
-    def most(self, tokens: int) -> int:
-        """The most of `tokens` tokens that any rank holds."""
+    def max_length(self, tokens: int) -> int:
+        """The largest `length` of any rank."""
         return self.length(tokens, 0)
 
     def slots(self, slots: Tensor, place: int) -> Tensor:
-        """Where the rank at `place` keeps the tokens that lie at `slots` of a cache whose pages hold `span` tokens.
+        """The slots of the rank at `place` for `slots` of a cache with pages of `span` tokens.
 
-        That is page · page_size + offset from page · span + offset; −1 where another rank holds the token, and where
-        the slot is −1, which is nowhere.
+        Slot page · span + offset becomes page · page_size + local offset; −1 where another rank holds the token, or
+        where the slot is −1, which stores nothing.
         """
         page, offset = slots // self.span, slots % self.span
         mine = (slots >= 0) & (self.owner(offset) == place)
@@ -81,10 +81,10 @@ class Interleave:
     def gathered(
         self, lengths: Sequence[int], device: torch.device | str = "cpu"
     ) -> tuple[tuple[int, ...], list[Tensor]]:
-        """Where tokens lie once every rank's were put one after the other, sequence by sequence within a rank.
+        """The rows of tokens after a gather: rank after rank, and sequence after sequence within a rank.
 
-        lengths: of the sequences. Gives how many tokens each rank holds of all, and for each sequence, int64
-        `[length]`, the row of each of its tokens.
+        lengths: of the sequences. Returns the number of tokens of each rank, and for each sequence the row of each of
+        its tokens, int64 `[length]`.
         """
         held = [[self.length(n, place) for n in lengths] for place in range(self.ranks)]
         rows, begins = [], [sum(map(sum, held[:place])) for place in range(self.ranks)]
@@ -96,7 +96,7 @@ class Interleave:
         return tuple(map(sum, held)), rows
 
 
-def _clip(value: Whole, most: int) -> Whole:
+def _clip(value: Whole, limit: int) -> Whole:
     if isinstance(value, Tensor):
-        return value.clamp(0, most)
-    return min(max(value, 0), most)
+        return value.clamp(0, limit)
+    return min(max(value, 0), limit)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attention.oracle import Case, check, make_case, padded, roomy
-from dcp.dealt import run_dealt
+from dcp.interleaved import run_interleaved
 from weft.attention.backend import Absorbed, LatentSplit
 from weft.attention.paged_triton import PagedTriton
 from weft.attention.sdpa import SDPA
@@ -92,15 +92,15 @@ class OneAtATime(PagedTriton):
 
 
 @pytest.mark.parametrize("spec", [PagedKV(1, 8), Latent(12, 8)], ids=str)
-def test_dealt_tokens(spec: PagedKV | Latent, device: torch.device) -> None:
+def test_sharded_tokens(spec: PagedKV | Latent, device: torch.device) -> None:
     """Decode context parallelism: ranks that hold nothing of a row, padding rows, and prompts beside."""
-    deal = Interleave(2, 2, 4)
-    case = on(device, padded(make_case(DECODE, seed=4, page=deal.span, spec=spec), 6))
-    run_dealt(OneAtATime, case, DECODE, deal)
+    interleave = Interleave(2, 2, 4)
+    case = on(device, padded(make_case(DECODE, seed=4, page=interleave.span, spec=spec), 6))
+    run_interleaved(OneAtATime, case, DECODE, interleave)
     spans = [(1, 12), (6, 2), (1, 0)]
     for prefill in ("gather", "merge"):
-        case = on(device, make_case(spans, seed=3, page=deal.span, spec=spec))
-        run_dealt(OneAtATime, case, spans, deal, prefill=prefill)
+        case = on(device, make_case(spans, seed=3, page=interleave.span, spec=spec))
+        run_interleaved(OneAtATime, case, spans, interleave, prefill=prefill)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

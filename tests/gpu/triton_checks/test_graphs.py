@@ -197,7 +197,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("ranks")
-def test_tokens_that_are_dealt_out(captured: list[Shape], tmp_path: Path) -> None:
+def test_sharded_tokens(captured: list[Shape], tmp_path: Path) -> None:
     """Decode context parallelism: the table's pages stand for a page of either rank; attention makes them its own."""
     small_model("deepseek_v2", 2, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=2)
     byte_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""Attention of a step whose tokens are dealt out over emulated ranks, against its definition in float64."""
+"""Attention of a step whose tokens are sharded over emulated ranks, against its definition in float64."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from weft.place.spec import Mesh
 Make = Callable[[KVCache, ContextGroup | None], Backend]
 
 
-def run_dealt(
+def run_interleaved(
     make: Make,
     case: Case,
     spans: list[tuple[int, int]],
-    deal: Interleave,
-    way: Literal["ag_rs", "a2a", "fused"] = "fused",
+    interleave: Interleave,
+    recipe: Literal["ag_rs", "a2a", "fused"] = "fused",
     max_bytes: int | None = None,
     prefill: Literal["gather", "merge"] = "gather",
 ) -> list[tuple[Tensor, Tensor]]:
-    """Runs a step of a case whose pages hold `deal.span` tokens on every rank, with its heads and tokens alone.
+    """Runs a step of a case whose pages hold `interleave.span` tokens on every rank, with its heads and tokens alone.
 
     max_bytes: of a call of the transport. AssertionError where a rank's rows or cache are not as defined. Gives each
     rank's output and lse.
     """
-    mesh, tables = Mesh(1, deal.ranks, 1, deal.ranks, deal.ranks), case.batch.tables[0]
+    mesh, tables = Mesh(1, interleave.ranks, 1, interleave.ranks, interleave.ranks), case.batch.tables[0]
     assert isinstance(tables, PageTables)
-    each = case.q.shape[1] // deal.ranks
+    each = case.q.shape[1] // interleave.ranks
 
     def rank_main(transport: ReferenceTransport) -> tuple[Tensor, Tensor]:
-        found = offer_of(transport, mesh, costs("cpu").of("reference", deal.ranks))
-        settlements = Settlements(mesh, [replace(found, max_bytes=max_bytes)], {Merge: way, Prompt: prefill})
+        found = offer_of(transport, mesh, costs("cpu").of("reference", interleave.ranks))
+        settlements = Settlements(mesh, [replace(found, max_bytes=max_bytes)], {Merge: recipe, Prompt: prefill})
         settler = Settler(mesh, transport.rank, {"reference": transport}, settlements)
-        group = context_group(deal, settler)
+        group = context_group(interleave, settler)
         assert group is not None
-        cache = local_cache(case, deal, transport.rank)
+        cache = local_cache(case, interleave, transport.rank)
         before = cache.keys.clone()
         backend, own = make(cache, group), slice(transport.rank * each, (transport.rank + 1) * each)
         backend.plan(case.batch, tables)
@@ -62,7 +62,7 @@ def run_dealt(
         again, none = backend(1, case.q[:, own], case.k, v, scale=case.scale)
         assert none is None and torch.equal(again, out), "the same step twice has the same bits"
         rows = check_rows(case, spans, out, lse, own)
-        slots = deal.slots(tables.slots, transport.rank)
+        slots = interleave.slots(tables.slots, transport.rank)
         mine, new = slots[:rows] >= 0, slots[slots >= 0].long()
         assert torch.equal(cache.keys[1, new], case.k[:rows][mine])
         assert torch.equal(cache.values[1, new], case.v[:rows][mine])
@@ -72,16 +72,16 @@ def run_dealt(
         assert torch.equal(untouched, was), "a slot of another rank's token was written"
         return out, lse
 
-    return run_world(deal.ranks, rank_main)
+    return run_world(interleave.ranks, rank_main)
 
 
-def local_cache(case: Case, deal: Interleave, place: int) -> KVCache:
+def local_cache(case: Case, interleave: Interleave, place: int) -> KVCache:
     """What the rank at `place` holds of the case's cache before the step; NaN where that is no token."""
     whole = case.cache
-    cache = KVCache(whole.spec, 2, whole.num_pages, deal.page_size, torch.float32, whole.keys.device)
+    cache = KVCache(whole.spec, 2, whole.num_pages, interleave.page_size, torch.float32, whole.keys.device)
     cache.keys.fill_(NAN)
     cache.values.fill_(NAN)
-    slots = deal.slots(torch.arange(whole.num_pages * deal.span, device=whole.keys.device), place)
+    slots = interleave.slots(torch.arange(whole.num_pages * interleave.span, device=whole.keys.device), place)
     mine = slots >= 0
     for here, there in ((cache.keys, whole.keys), (cache.values, whole.values)):
         here[:, slots[mine]] = there[:, : len(slots)][:, mine]

@@ -1,4 +1,4 @@
-"""Attention over sharded tokens is attention over all of them: every boundary, prompts among decode rows, padding rows."""
+"""Attention over sharded tokens is attention over all of them: at every boundary, with prompts and padding rows."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Decode context parallelism: a sequence's tokens are interleaved over a group of ranks; attention is merged exactly."""
+"""Decode context parallelism: a sequence's tokens are interleaved over the ranks of a group, and attention merged."""

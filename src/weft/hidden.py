@@ -1,7 +1,7 @@
 """The typed tensor: a value, its placement, and the block that made it.
 
-Blocks work on `Hidden`s, and the rules here are all there is to get right: a sum needs equal placements, a linear map
-keeps a debt, anything else needs a complete value. Whatever breaks one raises PlacementError with both placements.
+Blocks work on `Hidden`s by three rules: a sum needs equal placements, a linear map keeps a debt, all else needs a
+complete value. An operation that breaks a rule raises PlacementError with both placements.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ InFormat = Callable[[Format], Any]
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """value: `[rows, width]`; origin: the qualified name of the block or parameter that made it, for messages.
+    """value: `[rows, width]`. origin: the qualified name of the block or parameter that made it, for messages.
 
-    live: int32 `[1]` on the device, how many of the rows are tokens; those behind are padding. None: all are. Set on
-    what a stream reads, for blocks that work on live rows alone, such as routers.
-    settler: set by a stream: what the block that reads settles between ranks, it settles by this.
+    live: int32 `[1]` on the device, the number of rows that are tokens; rows after them are padding. None: all are. Set
+        by a stream on its reads, for blocks that work on live rows alone, such as routers.
+    settler: set by a stream: settles the reading block's values between ranks.
     in_format: set by a stream: gives the rows in a format, for products that take them so.
-    beside: int32 `[rows, n]`, where the rows came in a format: what was computed from them before (`Stream.read`).
+    beside: int32 `[rows, n]`, for rows that travelled in a format: what was computed from them before (`Stream.read`).
     on_plain: set by a trace: called where a reader takes the value itself.
 
-    Rows that came in a format, as the placement then says, have a value of the right shape and dtype without elements.
+    Rows that travelled in a format, as the placement then says, have a value of the right shape and dtype without
+    elements.
     """
 
     value: Tensor
@@ -51,7 +52,7 @@ class Hidden:
         return Hidden(self._elements("a sum") + other._elements("a sum"), self.placement, self.mesh, self.origin)
 
     def __iadd__(self, other: Hidden) -> Hidden:
-        """The sum, over this value, which the caller has just made and shown to nobody: it stays where it lies."""
+        """The sum, in this value's memory: the caller must have just made it, and have no other reference to it."""
         self._require_same(other)
         self.value.add_(other.value)
         return self
@@ -75,7 +76,7 @@ class Hidden:
         )
 
     def elementwise(self, function: Callable[[Tensor], Tensor], origin: str) -> Hidden:
-        """A nonlinear function that never mixes features of two ranks: of each feature, or of each whole head.
+        """A nonlinear function that does not mix features of two ranks: of single features, or of whole heads.
 
         Split features stay split. Raises PlacementError for a value that owes a sum.
         """
@@ -93,12 +94,12 @@ class Hidden:
         return Hidden(function(self.require_complete(origin)), self.placement, self.mesh, origin)
 
     def require_placement(self, placement: Placement, reader: str) -> None:
-        """Raises PlacementError, naming the reader, unless it has this placement, in whatever format its rows came."""
+        """Raises PlacementError, naming the reader, for another placement; in any format of the rows."""
         if replace(self.placement, wire=None) != placement:
             raise PlacementError(f"{reader} needs {placement}, but {self.origin} is {self.placement}")
 
     def require_complete(self, reader: str) -> Tensor:
-        """The value, if it owes nothing, has all features and came as it is; else PlacementError naming the reader."""
+        """The value, if it owes nothing, has all features and no format; else PlacementError naming the reader."""
         self._require_features(reader)
         return self._elements(reader)
 

@@ -3,10 +3,10 @@
     stream.add(self.attn(stream.read(self.input_norm, rows=GROUP)))
     stream.add(self.moe(stream.read(self.post_norm, rows=self.moe.takes)))
 
-`add` records a delta with its debt. `read` settles the debts, brings the residual up to date, normalises, and delivers
-the rows asked for. A model's forward runs once on a `TraceStream`, which writes down its chain of reads and adds; the
-planner solves the chain; `Stream` then walks the plan by index, with no decisions left. Where a block takes rows in
-several forms, `rows` names them all, a trace writes each down, and the plan says which it is.
+`add` records a delta with its debt. `read` settles the debts, brings the residual up to date, normalises, and returns
+the rows that the block asks for. A model's forward runs once on a `TraceStream`, which records its chain of reads and
+adds; the planner solves the chain; `Stream` then walks the plan by index and decides nothing. Where a block takes rows
+in several forms, `rows` names them all, there is a trace for each form, and the plan says which form it uses.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ NORMS = "norm", "finish"
 
 OWN, GROUP, WORLD = Rows.OWN, Rows.GROUP, Rows.WORLD
 Takes = Rows | tuple[Rows, ...]
-"""The rows that a block reads; several: any of these, whichever serves the whole model best."""
+"""The rows that a block reads; several: any of these, and the plan uses those that serve the whole model best."""
 Beside = Callable[[Hidden], Tensor | None]
-"""What a block computes row by row of what it reads, as int32 `[rows, n]`: before rows travel in a format, to travel
-beside them; None: nothing."""
+"""What a block computes row by row from its input, as int32 `[rows, n]`, before rows travel in a format: it travels
+beside them. None: nothing."""
 
 
 class Norm(Protocol):
@@ -56,12 +56,12 @@ class Norm(Protocol):
 
 
 def _targets(mesh: Mesh, rows: Takes) -> tuple[Placement, ...]:
-    """What a read may give, each placement once."""
+    """The placements that a read may return, each once."""
     return tuple(dict.fromkeys(mesh.placement(r) for r in (rows if isinstance(rows, tuple) else (rows,))))
 
 
 class _Deltas:
-    """What was added since the last read: one tensor for each placement, summed as it comes."""
+    """The deltas added since the last read: one tensor for each placement, summed as they come."""
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []
@@ -85,10 +85,10 @@ class _Deltas:
 
 
 class TraceStream:
-    """Writes down what a model reads, settles and adds. Carries zero rows, which every block must take anyway.
+    """Records what a model reads, settles and adds. It has zero rows, which all blocks must take anyway.
 
-    width: of the residual; dtype, device: of the activations. form: where a block takes rows in several forms, the
-    number of the one to write down, or the last. forms: how many of them the model was seen to have.
+    width: of the residual. dtype, device: of the activations. form: where a block takes rows in several forms, the
+    number of the form to record, or the last one. forms: how many of them the model has.
     """
 
     def __init__(self, mesh: Mesh, width: int, dtype: torch.dtype, device: torch.device, form: int = 0):
@@ -103,7 +103,7 @@ class TraceStream:
         self._deltas.add(delta)
 
     def read(self, norm: Norm, rows: Takes, beside: Beside | None = None) -> Hidden:
-        """Records a read. Raises PlacementError when nothing was ever added."""
+        """Records a read. Raises PlacementError where nothing was added before."""
         if not self._reads and not self._deltas.values:
             raise PlacementError(f"{norm.path} reads a stream to which nothing was added")
         self._end_read()
@@ -145,10 +145,10 @@ class TraceStream:
 class Stream:
     """One forward pass of one rank along a plan.
 
-    transports: by name, those that the planner was offered. rows: of this step; every rank passes the same counts.
-    times: where this pass is to be timed. settler: carries out what blocks settle in between. Raises PlacementError
-    where the model reads or adds otherwise than it was traced, naming the block and both placements, before it
-    communicates.
+    transports: by name, those that the planner was offered. rows: of this step; all ranks pass the same counts.
+    times: not None where this pass is timed. settler: carries out the blocks' settlements. Raises PlacementError,
+    before it communicates, where the model reads or adds otherwise than in its trace; the text names the block and both
+    placements.
     """
 
     def __init__(
@@ -180,9 +180,10 @@ class Stream:
         self._deltas.add(delta)
 
     def read(self, norm: Norm, rows: Takes, beside: Beside | None = None) -> Hidden:
-        """The normalised residual with everything added so far, complete, on the asked rows: of several, the plan's.
+        """The normalised residual with all deltas so far, complete, on the requested rows; of several, the plan's.
 
-        beside: where the plan has the rows travel in a format, what it gives for them comes along (`Hidden.beside`).
+        beside: its result for these rows travels with them where the plan has rows travel in a format
+            (`Hidden.beside`).
         """
         reads = self._plan.reads
         read_plan = reads[self._index] if self._index < len(reads) else None
@@ -212,15 +213,15 @@ class Stream:
             raise PlacementError(f"added after the last read, so never settled: {self._deltas.named()}")
 
     def _walk(self, steps: tuple[Step, ...], read: Read, norm: Norm, beside: Beside | None) -> Hidden:
-        """The normalised rows; in a format too, or alone, where products take them so."""
+        """The normalised rows; also, or only, in a format, where products take it."""
         site, deltas, origins = read.site, self._deltas.values, self._deltas.origins
         residual, normed, self._deltas = self._residual, None, _Deltas()
         made: Any = None  # the rows in a format
-        wire: Tensor | None = None  # as they travel
-        came: Hidden | None = None  # as they arrived
+        wire: Tensor | None = None  # the rows as they travel
+        came: Hidden | None = None  # the received rows
 
         def with_norm(x: Tensor) -> float8.Fp8Rows | None:
-            """Where the norm of x puts its rows in a format, which a step makes right after it."""
+            """Unfilled rows in a format for a norm of x, where the next step of the plan makes them."""
             after = next((step.wire for norm, step in pairwise(steps) if step.wire and norm.op in NORMS), None)
             return formats.unfilled(x, after.format) if after else None
 
@@ -285,7 +286,7 @@ class Stream:
         return replace(self._hidden(normed, read.target, norm.path), in_format=in_format)
 
     def _unpacked(self, wire: Tensor, step: Step, like: Tensor, origin: str) -> Hidden:
-        """Rows that travelled in a format, which they stay in. like: of the activations."""
+        """Rows that travelled in a format, and stay in it. like: of the activations."""
         assert step.wire is not None
         wire_format = step.wire.format
         made, beside = formats.unpack(wire, step.wire, like.shape[1])
@@ -303,7 +304,7 @@ class Stream:
         return Hidden(value, placement, self.mesh, origin, self._live(placement.rows, value), self._settler)
 
     def _live(self, rows: Rows, value: Tensor) -> Tensor | None:
-        """As `Hidden.live`; on a GPU always, where kernels ask for it in every layer."""
+        """See `Hidden.live`; on a GPU never None, as kernels ask for it in all layers."""
         live = self._rows.live(rows)
         if live is None and value.is_cuda:
             live = self._all_live.get(rows)
@@ -316,7 +317,7 @@ class Stream:
         assert edge is not None
         if not edge.moves:
             return self._rows.carry(edge, x, self._local)
-        if self._rows.idle:  # no rank holds a row, and every rank knows it
+        if self._rows.idle:  # no rank has a row, and all ranks know it
             rows = self._rows.capacity_of(edge.dst.rows)
             return x.new_empty((2, rows, x.shape[1]) if epilogue else (rows, x.shape[1]))
         try:

@@ -1,4 +1,4 @@
-"""What a communicator's calls take, and the line that says so where they are given something else."""
+"""The arguments of a communicator's calls, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.comm.transport import Epilogue, LiveSizes, Sizes
 
 Counts = Sequence[int] | Tensor
-"""Rows of each rank: integers, or on GPUs int32 `[ranks]` on the device, beside capacities."""
+"""Rows of each rank: integers, or on GPUs int32 `[ranks]` on the device, with capacities."""
 Combine = Literal["move", "sum", "norm", "merge"]
 OPS: dict[str, Combine] = {
     "all_reduce": "sum",
@@ -26,7 +26,7 @@ OPS: dict[str, Combine] = {
     "all_reduce_all_gatherv": "sum",
     "reduce_scatterv_all_reduce": "sum",
 }
-"""Each operation, and what it does with what several ranks hold."""
+"""Each operation, and how it combines the ranks' data."""
 VERBS: dict[Combine, str] = {"move": "moves", "sum": "sums", "norm": "sums", "merge": "merges"}
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 MOVED = (
@@ -34,13 +34,13 @@ MOVED = (
     *(torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64, torch.complex128),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 )
-"""What arrives bit for bit."""
+"""Dtypes that arrive bit for bit."""
 MANY_SHAPES = 4096
-"""Shapes of inputs that are remembered as fit."""
+"""Input shapes that are cached as valid."""
 
 
 def dtypes_of(combine: Combine, device: str) -> tuple[torch.dtype, ...]:
-    """What an operation takes on cpu or cuda."""
+    """The dtypes that an operation takes on cpu or cuda."""
     if combine == "move":
         return MOVED
     return (*NARROW, torch.float64) if device == "cpu" and combine != "merge" else NARROW
@@ -48,10 +48,10 @@ def dtypes_of(combine: Combine, device: str) -> tuple[torch.dtype, ...]:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments that a communicator of this name, rank and device takes; all methods raise ValueError.
+    """The arguments that a communicator of this name, rank and device takes. All methods raise ValueError.
 
-    max_bytes: of a call's input and result; max_normed_bytes: of a row that a norm takes, None: any; live: whether
-    counts may lie on the device.
+    max_bytes: of a call's input and result. max_normed_bytes: of a row that a norm takes; None: any. live: whether
+    counts may be on the device.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Arguments:
         return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
     def refusal(self, op: str, x: Tensor) -> str | None:
-        """Why an operation does not take an input: a line that says what would do."""
+        """Why an operation does not take an input: one line that says what to do; None where it takes it."""
         if op not in OPS:
             raise ValueError(f"there is no operation {op!r}; there are {', '.join(OPS)}")
         combine, size = OPS[op], x.numel() * x.element_size()
@@ -95,10 +95,10 @@ class Arguments:
         if x.device != self.device:
             where = f"communicator {self.name!r} is on {self.device}"
             return f"the tensor is on {x.device}, but {where}; move it there, or make a communicator for its device"
-        least = {"norm": 2, "merge": 3}.get(combine, 0 if op in ("all_reduce", "broadcast") else 1)
-        if x.dim() < least or (combine == "merge" and (x.dim() > 3 or x.shape[1] % self.world_size)):
+        dims = {"norm": 2, "merge": 3}.get(combine, 0 if op in ("all_reduce", "broadcast") else 1)
+        if x.dim() < dims or (combine == "merge" and (x.dim() > 3 or x.shape[1] % self.world_size)):
             heads = f"[tokens, heads, dim] with heads a multiple of {self.world_size}"
-            return f"it takes {('', '[rows, …]', '[rows, width]', heads)[least]}, not {list(x.shape)}"
+            return f"it takes {('', '[rows, …]', '[rows, width]', heads)[dims]}, not {list(x.shape)}"
         if size > self.max_bytes:
             return (
                 f"the tensor has {size} bytes, more than max_bytes={self.max_bytes}; make the communicator with "
@@ -110,12 +110,12 @@ class Arguments:
         return None
 
     def check_rows(self, op: str, x: Tensor, rows: int) -> None:
-        """That the input has as many rows as counts say."""
+        """Checks that the input has as many rows as counts say."""
         if x.shape[0] != rows:
             raise ValueError(f"{op}: the tensor of rank {self.rank} has {x.shape[0]} rows, but the counts say {rows}")
 
     def check_result(self, op: str, x: Tensor, rows: int) -> None:
-        """That so many rows like those of x are no more than max_bytes."""
+        """Checks that so many rows like those of x take at most max_bytes."""
         size = rows * x.shape[1:].numel() * x.element_size()
         if size > self.max_bytes:
             raise ValueError(
@@ -124,7 +124,7 @@ class Arguments:
             )
 
     def sizes(self, op: str, counts: Counts, capacity: int | Sequence[int] | None) -> Sizes | LiveSizes:
-        """Counts of each rank, as transports take them."""
+        """Counts of all ranks, as transports take them."""
         if not isinstance(counts, Tensor):
             if capacity is not None:
                 raise ValueError(f"{op}: capacity goes with counts on the device; leave it out")
@@ -137,7 +137,7 @@ class Arguments:
                 f"{list(counts.shape)} on {counts.device}"
             )
         if capacity is None:
-            raise ValueError(f"{op}: counts on the device need capacity=, the rows that tensors have room for")
+            raise ValueError(f"{op}: counts on the device need capacity=, the maximum rows of each rank")
         each = (capacity,) * self.world_size if isinstance(capacity, int) else capacity
         return LiveSizes(integers(op, "capacity", each, self.world_size), counts.contiguous())
 

@@ -27,19 +27,21 @@ from weft.place.spec import Mesh
 
 
 class Communicator:
-    """One rank's end of a ProcessGroup's collectives; ranks are numbered as in the group. Making one is collective.
+    """One rank's end of a ProcessGroup's collectives; ranks have their numbers in the group. Building it is collective.
 
-    group: any ProcessGroup of up to 16 ranks on CPUs, 8 on GPUs, all on one host; the whole world if left out.
-    max_bytes: of the larger of a call's input and result. device: of all tensors; left out: the current GPU where torch
-    has one, else the CPU. CPU tensors go by shared memory, CUDA tensors by peer memory. mesh: the layout of plans that
-    are to be followed; left out: tensor parallel over all ranks. timeout_s: after which
-    a call whose peers do not come fails. blocks: on CPUs, how many results of this rank may be alive at once; untouched
-    ones take no memory. name: what `torch.ops.weft` finds it by; left out: the group's name and the device.
+    group: any ProcessGroup of up to 16 ranks on CPUs, 8 on GPUs, all on one host; None: the whole world.
+    max_bytes: of the larger of a call's input and result.
+    device: of all tensors; None: the current GPU where torch has one, else the CPU. CPU tensors go by shared memory,
+        CUDA tensors by peer memory.
+    mesh: the layout of plans to follow; None: tensor parallel over all ranks.
+    timeout_s: a call fails when its peers have not come after so many seconds.
+    blocks: on CPUs, how many results of this rank may be alive at once; unused ones take no memory.
+    name: by which `torch.ops.weft` finds it; None: the group's name and the device.
 
-    All ranks make the same calls in the same order, also with zero rows, from one thread each; on GPUs on one stream at
-    a time, with `device` as torch's current device. Results are new tensors; inputs stay as they are. There are no
-    gradients. Every method raises ValueError for arguments that this rank can tell to be wrong, before it communicates,
-    and CommError (PeerLost, CommTimeout) for what goes wrong between ranks, or after `close`.
+    All ranks make the same calls in the same order, also with zero rows, each from one thread; on GPUs on one stream at
+    a time, with `device` as torch's current device. Results are new tensors; inputs do not change. There are no
+    gradients. All methods raise ValueError for arguments that this rank finds wrong, before it communicates, and
+    CommError (PeerLost, CommTimeout) for errors between ranks, or after `close`.
     """
 
     def __init__(
@@ -83,9 +85,9 @@ class Communicator:
         OPEN[self.name] = self
 
     def _check_options(self, timeout_s: float, blocks: int) -> None:
-        most = SHM_RANKS if self.device.type == "cpu" else MAX_RANKS
-        if self.world_size > most:
-            raise ValueError(f"a communicator on {self.device.type} takes at most {most} ranks, not {self.world_size}")
+        limit = SHM_RANKS if self.device.type == "cpu" else MAX_RANKS
+        if self.world_size > limit:
+            raise ValueError(f"a communicator on {self.device.type} takes at most {limit} ranks, not {self.world_size}")
         if self.mesh.world != self.world_size or self.mesh.hosts != 1:
             raise ValueError(
                 f"the mesh ({self.mesh}) is of {self.mesh.world} ranks on {self.mesh.hosts} host(s), the group has "
@@ -121,7 +123,7 @@ class Communicator:
 
     @property
     def transport(self) -> ShmTransport | PeerTransport:
-        """What carries the calls out. Raises CommError after `close`."""
+        """The transport of the calls. Raises CommError after `close`."""
         if self._open is None:
             raise CommError(f"communicator {self.name!r} is closed; make a new one")
         return self._open
@@ -129,7 +131,7 @@ class Communicator:
     # --- operations -------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """The sum of every rank's x, of any shape; the same bits on every rank. out: where to copy it."""
+        """The sum of all ranks' x, of any shape; the same bits on all ranks. out: where to copy it."""
         if torch.compiler.is_compiling():
             return _into(out, torch.ops.weft.all_reduce(x, self.name))
         x = self._takes.input("all_reduce", x)
@@ -138,7 +140,7 @@ class Communicator:
         return _into(out, total if x.dim() > 1 else total.view(x.shape))
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(normed, residual): residual + the sum of every rank's x, and before it that sum's RMSNorm, `[…, width]`.
+        """(normed, residual): residual is residual + the sum of all ranks' x, normed is its RMSNorm, `[…, width]` each.
 
         residual: of x's shape and dtype; weight: `[width]`, of x's dtype or float32.
         """
@@ -149,7 +151,7 @@ class Communicator:
         return normed, added
 
     def stacked_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The same as one tensor `[2, …, width]`, the new residual first."""
+        """`all_reduce_add_rms_norm` as one tensor `[2, …, width]`, the new residual first."""
         x = self._takes.input("all_reduce_add_rms_norm", x)
         epilogue = self._takes.epilogue("all_reduce_add_rms_norm", x, x.shape, residual, weight, eps)
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
@@ -159,11 +161,11 @@ class Communicator:
     def all_gatherv(
         self, x: Tensor, counts: Counts, capacity: int | Sequence[int] | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Every rank's rows in rank order, `[sum(counts), …]`; x `[counts[rank], …]`. out: where to copy them.
+        """All ranks' rows in rank order, `[sum(counts), …]`; x `[counts[rank], …]`. out: where to copy them.
 
-        On GPUs counts may lie on the device, which a CUDA graph reads anew in each replay: then x has capacity rows,
-        and the result has the sum of the capacities; live rows lie at the front, and those behind are neither read nor
-        written. capacity: of every rank, or of each.
+        On GPUs counts may be on the device; a CUDA graph reads them in each replay. Then x has capacity rows,
+        and the result has the sum of the capacities; live rows lie at the front, and rows after them are neither read
+        nor written. capacity: of all ranks, or a list with one for each.
         """
         if torch.compiler.is_compiling() and not isinstance(counts, Tensor):
             return _into(out, torch.ops.weft.all_gatherv(x, counts, self.name))
@@ -177,7 +179,7 @@ class Communicator:
     def reduce_scatterv(
         self, x: Tensor, counts: Counts, capacity: int | Sequence[int] | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """This rank's run of rows of the sum of every rank's x `[sum(counts), …]`: `[counts[rank], …]`.
+        """This rank's segment of the sum of all ranks' x `[sum(counts), …]`: `[counts[rank], …]`.
 
         counts and capacity as for `all_gatherv`. out: where to copy them.
         """
@@ -197,7 +199,7 @@ class Communicator:
         eps: float,
         capacity: int | Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(normed, residual) of this rank's run of rows, `[counts[rank], width]` each, as `reduce_scatterv` and
+        """(normed, residual) of this rank's segment of rows, `[counts[rank], width]` each, as `reduce_scatterv` and
         `all_reduce_add_rms_norm`. x: `[sum(counts), width]`.
         """
         op = "reduce_scatterv_add_rms_norm"
@@ -210,7 +212,7 @@ class Communicator:
         return normed, added
 
     def all_to_allv(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Sends the i-th run of x's rows, `send[i]` of them, to rank i; gives the runs received, in rank order."""
+        """Sends the i-th segment of x, of `send[i]` rows, to rank i; returns the segments received, in rank order."""
         x, n = self._takes.input("all_to_allv", x), self.world_size
         sent, received = integers("all_to_allv", "send", send, n), integers("all_to_allv", "receive", receive, n)
         if sent[self.rank] != received[self.rank]:
@@ -223,7 +225,7 @@ class Communicator:
         return self.transport.all_to_allv(x, self._everyone, sent, received)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """The x of rank `root`; every rank passes a tensor of that shape and dtype."""
+        """The x of rank `root`; all ranks pass a tensor of that shape and dtype."""
         if not 0 <= root < self.world_size:
             raise ValueError(f"broadcast: root is {root}, but ranks are 0 to {self.world_size - 1}")
         x = self._takes.input("broadcast", x)
@@ -232,11 +234,13 @@ class Communicator:
     def lse_reduce_scatter(
         self, out: Tensor, lse: Tensor, lse_base: Literal["e", "2"] = "e", live: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Merges attention over the ranks' parts of the keys; each rank gets its run of heads, complete.
+        """Merges attention over the ranks' parts of the keys; each rank gets its own heads, complete.
 
-        out `[T, H, D]`: this rank's part of every head; lse `[T, H]`, float32: the logarithm of its sum of
-        exponentials, to the base that is named, which that of the result has too. T is the same on all ranks. Gives
-        `[T, H/n, D]` and `[T, H/n]`. live: int32 `[1]` on a GPU, where only so many of the T tokens count.
+        out: `[T, H, D]`, this rank's part of all heads. lse: float32 `[T, H]`, the logarithm of its sum of
+            exponentials, to the base lse_base; the result's lse has the same base. T is the same on all ranks.
+        live: int32 `[1]` on a GPU: only so many of the T tokens count.
+
+        Returns `[T, H/n, D]` and `[T, H/n]`.
         """
         if lse_base not in ("e", "2"):
             raise ValueError(f"lse_reduce_scatter: lse_base is {lse_base!r}; it must be 'e' or '2'")
@@ -259,9 +263,9 @@ class Communicator:
         return self.transport.all_reduce_all_gatherv(x, self._everyone, sizes)
 
     def reduce_scatterv_all_reduce(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """In one call, the sum of every rank's x `[sum(counts), …]`, of which each group of neighbours gets its run.
+        """In one call, the sum of all ranks' x `[sum(counts), …]`; each group of neighbours gets its segment.
 
-        counts: as for `all_reduce_all_gatherv`; gives `[counts[group], …]` on all ranks of the group.
+        counts: as for `all_reduce_all_gatherv`. Returns `[counts[group], …]` on all ranks of the group.
         """
         op = "reduce_scatterv_all_reduce"
         x, sizes = self._takes.input(op, x), self._takes.groups(op, counts)
@@ -276,17 +280,17 @@ class Communicator:
         return self._takes.refusal(op, tensor) is None
 
     def barrier(self) -> None:
-        """Returns once every rank has called it; on GPUs, once what was queued before has run."""
+        """Returns once all ranks have called it; on GPUs, once all queued calls have run."""
         self.transport.barrier(self._everyone)
 
     def check(self) -> None:
-        """Raises what calls that were queued on a GPU have met since, and PeerLost where a rank is known to be gone."""
+        """Raises the errors of queued calls that have run since on a GPU, and PeerLost where a rank is gone."""
         self.transport.check()
 
     def close(self) -> None:
         """Leaves the group; on GPUs collective. Results stay valid. A second call does nothing.
 
-        A `with` block that ends by an error leaves alone on GPUs too: the others may wait for this rank elsewhere.
+        A `with` block that ends by an error does not wait for the others, on GPUs too: they may be waiting elsewhere.
         """
         transport, self._open = self._open, None
         if transport is not None:
@@ -329,10 +333,10 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """Of any shape as rows of many elements: over peer memory a row takes whole units of 16 bytes."""
+    """x of any shape as rows of many elements: over peer memory a row takes whole units of 16 bytes."""
     return x if x.dim() > 1 else x.reshape(1, x.numel())
 
 
 def _into(out: Tensor | None, result: Tensor) -> Tensor:
-    """The result, or out with the result in it."""
+    """The result, or out filled with it."""
     return result if out is None else out.copy_(result)

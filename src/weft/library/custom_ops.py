@@ -1,7 +1,7 @@
-"""`torch.ops.weft.*`: collectives that torch.compile takes into a graph, with the shapes that they give.
+"""`torch.ops.weft.*`: collectives that torch.compile can put into a graph, with the shapes of their results.
 
-A graph holds strings and no objects, so that each op names its communicator; the name is the same on every rank and in
-every run of a program.
+A graph holds strings and no objects, so each op takes its communicator's name; it is the same on all ranks and in all
+runs of a program.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from weft.comm.transport import CommError
 
 
-class Carrier(Protocol):
-    """What the ops need of a communicator: see `weft.library.communicator.Communicator`."""
+class Collectives(Protocol):
+    """The part of a communicator that the ops use: see `weft.library.communicator.Communicator`."""
 
     rank: int
 
@@ -30,11 +30,11 @@ class Carrier(Protocol):
     def stacked_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
 
-OPEN: WeakValueDictionary[str, Carrier] = WeakValueDictionary()
-"""The open communicators of this process by name: the one table that ops can find them by."""
+OPEN: WeakValueDictionary[str, Collectives] = WeakValueDictionary()
+"""The open communicators of this process by name: the table in which ops find them."""
 
 
-def named(name: str) -> Carrier:
+def named(name: str) -> Collectives:
     """The communicator of this name. Raises CommError where none is open."""
     found = OPEN.get(name)
     if found is None:
@@ -44,22 +44,22 @@ def named(name: str) -> Carrier:
 
 
 def _all_reduce(x: Tensor, comm: str) -> Tensor:
-    """The sum of every rank's x, of x's shape. comm: `Communicator.name`."""
+    """The sum of all ranks' x, of x's shape. comm: `Communicator.name`."""
     return named(comm).all_reduce(x)
 
 
 def _all_gatherv(x: Tensor, counts: Sequence[int], comm: str) -> Tensor:
-    """Every rank's rows, `[sum(counts), …]`; x `[counts[rank], …]`."""
+    """All ranks' rows, `[sum(counts), …]`; x `[counts[rank], …]`."""
     return named(comm).all_gatherv(x, counts)
 
 
 def _reduce_scatterv(x: Tensor, counts: Sequence[int], comm: str) -> Tensor:
-    """This rank's run of rows of the sum, `[counts[rank], …]`; x `[sum(counts), …]`."""
+    """This rank's segment of the sum, `[counts[rank], …]`; x `[sum(counts), …]`."""
     return named(comm).reduce_scatterv(x, counts)
 
 
 def _all_reduce_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, comm: str) -> Tensor:
-    """`[2, …]`: residual plus the sum of every rank's x, then its RMSNorm. One tensor, as an op's results must not
+    """`[2, …]`: residual plus the sum of all ranks' x, then its RMSNorm. It is one tensor, as an op's results must not
     share memory."""
     return named(comm).stacked_norm(x, residual, weight, eps)
 

@@ -1,6 +1,6 @@
-"""Ranks of a ProcessGroup find each other: they agree on a folder of the first rank's, or all raise the same error.
+"""Rendezvous of a ProcessGroup's ranks: they agree on a folder of the first rank's, or all raise the same error.
 
-What a rank alone finds wrong travels with what it tells the others, so that no rank waits for one that has given up.
+An error that one rank finds travels with its facts, so that no rank waits for one that has given up.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank tells the others. terms: what must be equal on all.
+    """A rank's facts for the others. terms: values that must be equal on all.
 
-    gpu: its GPU's UUID; visible: those of all GPUs that its process sees, by their index; none on CPUs.
-    problem: a line, empty where there is none.
+    gpu: its GPU's UUID. visible: the UUIDs of all GPUs that its process sees, by their index; empty on CPUs.
+    problem: one line, empty where there is none.
     """
 
     host: str
@@ -43,7 +43,7 @@ class Facts:
 
 
 def gather_objects(group: dist.ProcessGroup, mine: T) -> list[T]:
-    """Every rank's value, in rank order. Collective. Raises CommError."""
+    """All ranks' values, in rank order. Collective. Raises CommError."""
     found: list[T | None] = [None] * group.size()
     try:
         dist.all_gather_object(found, mine, group=group)
@@ -58,9 +58,9 @@ def meeting_place(
 ) -> Iterator[Path]:
     """A folder of this user that all ranks see, removed when the first rank leaves the context. Collective.
 
-    terms: JSON-like values that must be equal on all ranks. prepare: what may fail on a rank alone. Raises CommError on
-    every rank where ranks are on several hosts or in several containers, have other terms, share a GPU or cannot reach
-    each other's; what `prepare` raised on its rank, and CommError that names it on the others.
+    terms: JSON-like values that must be equal on all ranks. prepare: work that may fail on one rank. Raises CommError
+    on all ranks where they are on several hosts or in several containers, have other terms, share a GPU or cannot reach
+    each other's. An exception of `prepare` is raised on its rank, and a CommError that names the rank on the others.
     """
     own: Exception | None = None
     directory: str | None = None
@@ -72,7 +72,7 @@ def meeting_place(
         own = error
     try:
         facts = gather_objects(group, _facts(terms, device, directory, own))
-        _raise_first([told.problem for told in facts], own)
+        _raise_first([fact.problem for fact in facts], own)
         _raise_first(gather_objects(group, _problem(facts, group.rank(), device)), None)
         assert facts[0].directory is not None
         yield Path(facts[0].directory)
@@ -103,7 +103,7 @@ def _raise_first(problems: Sequence[str], own: Exception | None) -> None:
 
 
 def _problem(facts: Sequence[Facts], rank: int, device: torch.device) -> str:
-    """Why this rank cannot work with the others: one line that says what would do."""
+    """Why this rank cannot work with the others: one line that says what to do."""
     mine, first = facts[rank], facts[0]
     if mine.boot != first.boot:
         return (
@@ -115,13 +115,13 @@ def _problem(facts: Sequence[Facts], rank: int, device: torch.device) -> str:
     assert first.directory is not None
     if mine.namespace != first.namespace or not Path(first.directory).is_dir():
         return f"runs in another container than rank 0, or sees no {first.directory}; share /tmp and the PID namespace"
-    for other, told in enumerate(facts):
-        if other == rank or mine.gpu is None or told.gpu is None:
+    for other, fact in enumerate(facts):
+        if other == rank or mine.gpu is None or fact.gpu is None:
             continue
-        if told.gpu == mine.gpu:
+        if fact.gpu == mine.gpu:
             return f"is on the same GPU as rank {other}; call torch.cuda.set_device(LOCAL_RANK) before"
-        if told.gpu not in mine.visible:
+        if fact.gpu not in mine.visible:
             return f"does not see the GPU of rank {other}; let CUDA_VISIBLE_DEVICES name the GPUs of all ranks"
-        if not torch.cuda.can_device_access_peer(device, mine.visible.index(told.gpu)):
-            return f"its GPU does not reach the memory of rank {other}'s, which this takes; use NCCL on this host"
+        if not torch.cuda.can_device_access_peer(device, mine.visible.index(fact.gpu)):
+            return f"its GPU does not reach the memory of rank {other}'s GPU, which this needs; use NCCL on this host"
     return ""

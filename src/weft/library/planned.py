@@ -1,10 +1,10 @@
-"""The planner for a model of one's own, which reads a stream and adds to it: `weft.trace`, `weft.plan`, `weft.Stream`.
+"""The planner for your own model, which reads a stream and adds to it: `weft.trace`, `weft.plan`, `weft.Stream`.
 
     traced = weft.trace(model, mesh, torch.empty(0, width), width=width)
     plan = weft.plan(traced, rows, comm)
     model(weft.Stream(plan, comm, rows), x)
 
-`weft.stream` says what a model is given; here a trace, its planners and a communicator are put together.
+`weft.stream` documents the stream; this module joins a trace, its planners and a communicator.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from weft.stream import Stream as PlannedStream
 from weft.stream import TraceStream
 
 RowCounts = int | Sequence[int]
-"""Tokens of each DP group of a mesh, or of every one."""
+"""Tokens of each DP group of a mesh, or one number for all of them."""
 
 
 class Traced:
-    """A model's chain of reads and adds on a mesh. It keeps its planners, which keep their plans."""
+    """A model's chain of reads and adds on a mesh. It caches its planners, and they cache their plans."""
 
     def __init__(self, mesh: Mesh, chain: Chain):
         self.mesh, self.chain = mesh, chain
         self._planners: dict[tuple[str, int | None, str], Planner] = {}
 
     def planner(self, device: str, comm: Communicator | None, costs: str) -> Planner:
-        """The planner by what the communicator, or one on cpu or cuda, offers. costs: see `plan`."""
+        """The planner for the communicator's offers, or for those of one on cpu or cuda. costs: see `plan`."""
         transport = comm.transport if comm else PEER if device == "cuda" else SHM
         key = transport.name, transport.max_bytes, costs
         if key not in self._planners:
@@ -58,10 +58,10 @@ def trace(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Traced:
-    """What `model(stream, *inputs)` reads and adds, from a run on inputs without rows; nothing is exchanged.
+    """The reads and adds of `model(stream, *inputs)`, from a run on inputs without rows; nothing is exchanged.
 
-    width, dtype, device: of the residual's rows. Raises PlacementError where the model adds up what does not fit, or
-    settles values inside a block, as the layers of `weft.models` do: these are for the engine.
+    width, dtype, device: of the residual's rows. Raises PlacementError where the model adds values that do not match,
+    or settles values inside a block, as the layers of `weft.models` do: these are for the engine.
     """
 
     def form(number: int) -> TraceStream:
@@ -89,11 +89,11 @@ def plan(
     device: Literal["cpu", "cuda"] = "cpu",
     costs: str = "auto",
 ) -> Plan:
-    """The cheapest collectives for a step of so many tokens, rounded up to a power of two; the same on every rank.
+    """The cheapest collectives for a step of so many tokens, rounded up to a power of two; the same on all ranks.
 
-    comm: that will carry them out; without one, as they would be on cpu or cuda. costs: a preset, or a table FILE.json
-    of `weft tune`; auto: this host's table, if there is one. Raises ValueError for rows or a communicator of another
-    mesh, LayoutError and PlacementError as `weft.place.plan.Planner`.
+    comm: the communicator that will carry them out; None: any on `device`. costs: a preset, or a table
+    FILE.json of `weft tune`; auto: this host's table, if there is one. Raises ValueError for rows or a communicator of
+    another mesh, LayoutError and PlacementError as `weft.place.plan.Planner`.
     """
     counts = _counts(traced.mesh, rows)
     if comm is not None:
@@ -104,8 +104,8 @@ def plan(
 class Stream(PlannedStream):
     """One forward pass of this rank along a plan; see `weft.stream.Stream` for `read`, `add` and `finish`.
 
-    rows: of this step, the same on every rank. Raises ValueError where the plan is for other rows, ranks or another
-    device, or gradients are on, which do not pass through.
+    rows: of this step, the same on all ranks. Raises ValueError where the plan is for other rows, ranks or another
+    device, or gradients are on: they do not pass through.
     """
 
     def __init__(self, plan: Plan, comm: Communicator, rows: RowCounts):

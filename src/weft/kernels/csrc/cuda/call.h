@@ -53,6 +53,9 @@ struct Lanes {
   // Beginning of each rank's strip of the result; after the last rank, the result's end. A strip is one rank's data:
   // its segment if nothing is summed; the part that it sums in two shots; in one shot, the first rank of a sum has it
   // all.
+  uint32_t begin[kMaxRanks + 1] = {};
+  uint32_t part = 0, part_from = 0, part_to = 0;  // two shots: of its segment that this rank sums; in x, in the result
+  uint32_t out = 0;                               // of the result
 };
 
 struct Call {

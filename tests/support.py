@@ -70,7 +70,7 @@ def run_world(world: int | ReferenceWorld, rank_main: Callable[[ReferenceTranspo
 
 def held(whole: torch.Tensor, mesh: Mesh, rows: Rows, rank: int, counts: tuple[int, ...]) -> torch.Tensor:
     """Of a tensor of all tokens, those that a rank holds."""
-    return torch.cat([whole[start:stop] for start, stop in mesh.row_runs(rows, rank, counts)])
+    return torch.cat([whole[start:stop] for start, stop in mesh.row_ranges(rows, rank, counts)])
 
 
 def small_config(family: str, parts: int, **changes: Any) -> Any:

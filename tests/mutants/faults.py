@@ -189,8 +189,8 @@ OWN = [
     Fault(
         "a full bucket is rounded up to the next",
         "place/chain.py",
-        "(1 << max(most - 1, 0).bit_length(),)",
-        "(1 << most.bit_length(),)",
+        "(1 << max(largest - 1, 0).bit_length(),)",
+        "(1 << largest.bit_length(),)",
         ("tests/place/test_planner.py", EXPERTS),
     ),
     Fault(

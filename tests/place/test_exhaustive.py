@@ -220,24 +220,24 @@ def no_epilogue_priced(m: pytest.MonkeyPatch) -> None:
 
 def another_offers_local_steps(m: pytest.MonkeyPatch) -> None:
     def local_us(self: Planner, rows: Rows, touches: int, counts: tuple[int, ...]) -> float:
-        return self.offers[-1].cost.local_us(touches * self._most_bytes(rows, counts))
+        return self.offers[-1].cost.local_us(touches * self._max_bytes(rows, counts))
 
     m.setattr(Planner, "_local_us", local_us)
 
 
 def cheapest_offers_local_steps(m: pytest.MonkeyPatch) -> None:
     def local_us(self: Planner, rows: Rows, touches: int, counts: tuple[int, ...]) -> float:
-        return min(o.cost.local_us(touches * self._most_bytes(rows, counts)) for o in self.offers)
+        return min(o.cost.local_us(touches * self._max_bytes(rows, counts)) for o in self.offers)
 
     m.setattr(Planner, "_local_us", local_us)
 
 
 def room_for_the_result_only(m: pytest.MonkeyPatch) -> None:
-    m.setattr(Planner, "_needed_bytes", lambda self, edge, counts: self._most_bytes(edge.dst, counts))
+    m.setattr(Planner, "_needed_bytes", lambda self, edge, counts: self._max_bytes(edge.dst, counts))
 
 
 def room_for_the_source_only(m: pytest.MonkeyPatch) -> None:
-    m.setattr(Planner, "_needed_bytes", lambda self, edge, counts: self._most_bytes(edge.src, counts))
+    m.setattr(Planner, "_needed_bytes", lambda self, edge, counts: self._max_bytes(edge.src, counts))
 
 
 def rows_of_any_width_are_normalised(m: pytest.MonkeyPatch) -> None:
@@ -281,8 +281,8 @@ def adding_is_free(m: pytest.MonkeyPatch) -> None:
 
 
 def bytes_of_the_first_rank(m: pytest.MonkeyPatch) -> None:
-    true = Planner._most_bytes
-    m.setattr(Planner, "_most_bytes", lambda self, rows, counts: true(self, rows, counts) // self.mesh.attn_dp)
+    true = Planner._max_bytes
+    m.setattr(Planner, "_max_bytes", lambda self, rows, counts: true(self, rows, counts) // self.mesh.attn_dp)
 
 
 def hosts_are_no_further_apart(m: pytest.MonkeyPatch) -> None:

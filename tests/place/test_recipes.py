@@ -319,11 +319,11 @@ def first_that_is_found(self: Settlements, value: Value, group: str, rows: int) 
     return sorted(TRUE_OPTIONS(self, value, group, rows), key=lambda plan: plan.recipe.name)
 
 
-def whole_rooms(self: Settlements, value: Value, ranks: int, rows: int, max_bytes: int | None) -> int:
+def whole_capacity(self: Settlements, value: Value, ranks: int, rows: int, max_bytes: int | None) -> int:
     return rows if max_bytes is None or value.bytes(1, ranks) <= max_bytes else 0
 
 
-TRUE_OPTIONS, TRUE_MOST = Settlements.options, Settlements._most_rows
+TRUE_OPTIONS, TRUE_MAX = Settlements.options, Settlements._max_rows
 PLANTED: dict[str, Plant] = {
     "ag_rs forgets the lse": recipe_changed("ag_rs", calls_changed(lambda calls, n: [(calls[0][0], 0.0), calls[1]])),
     "ag_rs scatters the outputs of all": recipe_changed(
@@ -353,7 +353,7 @@ PLANTED: dict[str, Plant] = {
         lambda offer: replace(offer, kinds=offer.kinds | {"reduce_scatterv"})
     ),
     "max_bytes is ignored": offers_changed(lambda offer: replace(offer, max_bytes=None)),
-    "a call of one row has room, so all have": method_changed(Settlements, "_most_rows", whole_rooms),
+    "a call of one row has the capacity, so all have": method_changed(Settlements, "_max_rows", whole_capacity),
     "max_ranks is ignored": offers_changed(lambda offer: replace(offer, max_ranks=None)),
     "max_hosts is ignored": offers_changed(lambda offer: replace(offer, max_hosts=None)),
     "hosts are no further apart": method_changed(Mesh, "hosts_of", lambda self, group: 1),

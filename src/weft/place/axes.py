@@ -1,4 +1,4 @@
-"""A mesh's axes: the digits into which the rank numbers are cut, and the groups that are sets of them."""
+"""A mesh's axes: the digits of a rank number. Groups of ranks are sets of axes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 GROUP_NAMES = ("world", "attn_tp", "attn_dp", "moe_tp", "ep", "dcp", "host", "rail")
-"""Names of rank groups; where two name the same set of ranks, the one further left is the canonical one.
+"""Names of rank groups; where two name the same set of ranks, the first is the canonical one.
 
-host: the ranks of one host. rail: the ranks that hold the same place on every host.
+host: the ranks of one host. rail: the ranks with the same place on each host.
 """
 AxisSet = int
-"""A set of a mesh's axes, as bits: the lowest bit is the axis in which neighbouring ranks differ."""
+"""A set of a mesh's axes, as bits; neighbouring ranks differ in the axis of the lowest bit."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,12 @@ class Axes:
     hosts: int
 
     @cached_property
-    def host_run(self) -> int:
-        """How many neighbouring ranks share a host before the next host's begin.
+    def host_block(self) -> int:
+        """Number of neighbouring ranks on a host before the next host's begin.
 
-        Runs of max(attn_tp, moe_tp) ranks go to the hosts in turn, so that rows that are gathered across hosts and
-        then inside each lie in rank order at once. Where such a run does not fit a host, a host's ranks are neighbours.
+        Blocks of max(attn_tp, moe_tp) ranks go to the hosts round-robin, so that rows that are gathered across hosts
+        and then inside each lie in rank order at once. Where such a block does not fit a host, a host's ranks are
+        neighbours.
         """
         run, on_host = max(self.attn_tp, self.moe_tp), self.world // self.hosts
         fits = on_host % run == 0 and run % self.attn_tp == 0 and run % self.moe_tp == 0
@@ -42,11 +43,11 @@ class Axes:
 
     @cached_property
     def _host_cuts(self) -> tuple[int, ...]:
-        return (self.host_run, self.host_run * self.hosts) if self.hosts > 1 else ()
+        return (self.host_block, self.host_block * self.hosts) if self.hosts > 1 else ()
 
     @cached_property
     def _cuts(self) -> tuple[int, ...]:
-        """Where the rank numbers are cut, ascending, each dividing the next."""
+        """The cuts of the rank numbers, ascending, each dividing the next."""
         found = {1, self.world}
         for cut in (self.attn_tp, self.dcp, *self._host_cuts, self.moe_tp):
             if all(cut % other == 0 or other % cut == 0 for other in found):
@@ -82,7 +83,8 @@ class Axes:
 
     @cached_property
     def combined(self) -> dict[str, AxisSet]:
-        """The sets of axes that have no name of their own: an intersection of two that have, or several of these."""
+        """The sets of axes without a name of their own that are intersections of two with a name, or unions of
+        these."""
         by_axes: dict[AxisSet, str] = {}
         for a, b in itertools.combinations(self.of_name, 2):
             by_axes.setdefault(self.of_name[a] & self.of_name[b], f"{a}∩{b}")
@@ -106,10 +108,10 @@ class Axes:
 
     @cached_property
     def of_streams(self) -> tuple[AxisSet, ...]:
-        """Every union of the axes over which hidden states gather rows and owe sums, none of them first.
+        """All unions of the axes over which hidden states gather rows and owe sums; the empty set first.
 
-        The cut between the ranks of a dcp group is left out: these hold the same heads' outputs over parts of the keys,
-        which is no sum (`weft.place.settlements`).
+        The cut between the ranks of a dcp group is left out: they hold outputs of the same heads over parts of the
+        keys, which is no sum (`weft.place.settlements`).
         """
         cuts = sorted({1, self.attn_tp, self.moe_tp, *self._host_cuts, self.world} & set(self._cuts))
         single = [axes for low, high in itertools.pairwise(cuts) if (axes := self.between(low, high))]

@@ -1,4 +1,4 @@
-"""A traced model: what it reads of its residual stream and settles inside its blocks, in order."""
+"""A traced model: its reads of the residual stream and the settlements inside its blocks, in order."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One read of the stream. site: the norm's name; target: what the block asked for; deltas: what was added since.
+    """One read of the stream.
 
-    settles: what the block that reads settles between ranks then, in a decode step, in order. wire: products of the
-    block take the rows in its format; plain: the block takes them in the activations' dtype too, so that they travel in
-    it.
+    site: the norm's name. target: the placement that the block asks for. deltas: those added since the last read.
+    settles: the reading block's settlements between ranks in a decode step, in order.
+    wire: products of the block take the rows in its format. plain: the block also takes them in the activations' dtype,
+    so they travel in it.
     """
 
     site: str
@@ -31,10 +32,10 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A traced model. width: elements a row; element_bytes: of the activations.
+    """A traced model. width: elements of a row. element_bytes: of the activations.
 
-    others: the same reads once more, as far as blocks take rows in other forms, in which they settle and leave other
-    values too. What a read's deltas are follows from the form in which the read before it was served.
+    others: the same reads for each other form in which blocks take rows; blocks settle and leave other values in it. A
+    read's deltas follow from the form of the read before it.
     """
 
     reads: tuple[Read, ...]
@@ -44,19 +45,19 @@ class Chain:
 
     @property
     def settlements(self) -> tuple[Settlement, ...]:
-        """All of the first form, in order."""
+        """All settlements of the first form, in order."""
         return tuple(settlement for read in self.reads for settlement in read.settles)
 
     @property
     def forms(self) -> tuple[tuple[Read, ...], ...]:
-        """Every form of the reads."""
+        """The reads in each form."""
         return (self.reads, *self.others)
 
 
 def bucket(counts: Counts) -> Counts:
-    """The counts that a plan is made for: every group as full as the fullest, rounded up to a power of two.
+    """The counts of the plan for these counts: all groups as large as the largest, rounded up to a power of two.
 
-    Every rank knows every count, so every rank comes to the same bucket.
+    All ranks know all counts, so all get the same bucket.
     """
-    most = max(counts)
-    return (1 << max(most - 1, 0).bit_length(),) * len(counts)
+    largest = max(counts)
+    return (1 << max(largest - 1, 0).bit_length(),) * len(counts)

@@ -1,8 +1,9 @@
-"""From where decode context parallelism pays: what a step saves of reading the cache, and what its exchanges cost.
+"""Where decode context parallelism pays: the time that a step saves in reading the cache, and the cost of its
+exchanges.
 
-Without dcp every rank reads all tokens that its heads see; with it a share of them, but each layer gathers queries and
-merges outputs. Both are predicted by the cost model of the plan. That a group's cache holds so many times as many
-tokens is another gain, which this does not weigh: more sequences run at once, or longer ones.
+Without dcp each rank reads all tokens that its heads see. With it a rank reads a share of them, but each layer gathers
+queries and merges outputs. The cost model of the plan predicts both. Not counted is that a group's cache holds `dcp`
+times as many tokens, so that more sequences, or longer ones, run at once.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from weft.place.show import columns
 
 T = TypeVar("T")
 KEYS_SHARE, LATENT_SHARE = 0.6, 0.3
-"""Of the memory's bandwidth, what decode attention reaches that reads keys and values, and latent vectors (one H200:
+"""Fractions of the memory bandwidth that decode attention reaches on keys and values, and on latent vectors (one H200:
 benchmarks/results/gpu_kernels_h200_2026-11-22.json)."""
 PROBE_BYTES = 1 << 26
-"""Between so many bytes and twice as many, local work takes the bandwidth's time and nothing else."""
+"""From so many bytes to twice as many, the time of local work grows by the bandwidth alone."""
 MAX_TOKENS = 1 << 24
-"""No sequence is thought to be longer."""
+"""Maximum length of a sequence that is considered."""
 
 
 @dataclass(frozen=True)
 class ShardedContext:
-    """What a decode step of one sequence does where tokens are sharded over `ranks` ranks, all layers together.
+    """A decode step of one sequence with tokens sharded over `ranks` ranks, for all layers.
 
-    settlements: of attention, in order. tokens: of how many layers a cached token takes so many bytes. kept_bytes,
+    settlements: of attention, in order. tokens: bytes of a cached token in a layer → number of such layers. kept_bytes,
     latent_bytes: of a cached token, in caches of keys and values, and of latent vectors.
     """
 
@@ -43,23 +44,23 @@ class ShardedContext:
     latent_bytes: int
 
     def exchange_us(self, batch: int, settlements: Settlements) -> float:
-        """What gathering queries and merging outputs of so many sequences takes. Raises LayoutError."""
+        """Time to gather queries and merge outputs of so many sequences. Raises LayoutError."""
         return sum(settlements.cheapest(value, "dcp", batch).us for value in self.settlements)
 
     def saved_us(self, settlements: Settlements) -> float:
-        """What a cached token less to read for every rank but one of `ranks` saves, for each token of a sequence."""
+        """Time saved for each token of a sequence, as each rank reads 1 / `ranks` of the tokens."""
         local_us = settlements.local_us
         byte_us = (local_us(2 * PROBE_BYTES) - local_us(PROBE_BYTES)) / PROBE_BYTES
         read_us = byte_us * (self.kept_bytes / KEYS_SHARE + self.latent_bytes / LATENT_SHARE)
         return read_us * (1 - 1 / self.ranks)
 
     def pays_from(self, batch: int, settlements: Settlements) -> int:
-        """From how many tokens on in each of so many sequences a step is quicker with dcp than without."""
+        """The number of tokens in each of so many sequences from which a step is faster with dcp than without."""
         return math.ceil(self.exchange_us(batch, settlements) / (self.saved_us(settlements) * batch))
 
     def merges_from(self, rows: int, settlements: Settlements) -> int | None:
-        """On top of how many cached tokens a prompt's next `rows` are merged instead of gathering what they see; None:
-        of no number. By the layers that there are most of.
+        """The number of cached tokens from which a prompt's next `rows` are merged instead of gathering the tokens that
+        they see; None: never. It is that of the most frequent kind of layer.
         """
         queries = Counter(value.row_bytes for value in self.settlements if isinstance(value, Gather))
         merged = Counter(value for value in self.settlements if isinstance(value, Merge))
@@ -77,14 +78,14 @@ class ShardedContext:
 
 
 def _usual(found: Mapping[T, int]) -> T | None:
-    """What there is most of."""
+    """The most frequent key; None where there is none."""
     return max(found, key=lambda each: found[each], default=None)
 
 
 def dcp_dict(context: ShardedContext, batch: int, settlements: Settlements) -> dict[str, Any]:
-    """For so many sequences: tokens of each from which on dcp pays, and the step's exchanges in µs; null for none.
+    """For so many sequences: the tokens of each from which dcp pays, and the step's exchanges in µs; null for none.
 
-    prompt_merges_from: on top of how many cached tokens as many rows of a prompt are merged; null for no number.
+    prompt_merges_from: the cached tokens from which as many rows of a prompt are merged; null for never.
     """
     if not batch:
         return {"pays_from": None, "us": None, "prompt_merges_from": None}
@@ -96,7 +97,7 @@ def dcp_dict(context: ShardedContext, batch: int, settlements: Settlements) -> d
 
 
 def dcp_text(context: ShardedContext, batches: Sequence[int], settlements: Settlements) -> str:
-    """The same for reading."""
+    """`dcp_dict` for people, for several numbers of sequences."""
     rows = [("  sequences in each DP group", "pays from tokens in each", "exchanges of a step")]
     prompts = [("  rows of a prompt", "what they see is gathered, but merged on top of")]
     for n in filter(None, batches):

@@ -15,11 +15,11 @@ With rows gathered over the axes R, a sum owed over D ⊆ R, and any groups S, A
 | all_reduce+all_gatherv over A + B | R, owes A | R + B, complete: a sum inside each part, gathered over all |
 | reduce_scatterv+all_reduce over A + B | R + B, owes A + B | R, complete: its mirror |
 
-Fused edges need neighbours to be summed: every axis of A lies below those of B. On one host these are all steps by
-which rows of groups with a name are reached: OWN, GROUP and WORLD. Over several hosts R and S are any sets of axes, so
-that plans may exchange inside a host first and across hosts then, or the other way round.
+Fused edges sum over neighbours: every axis of A lies below those of B. On one host these are all steps that lead to
+rows of groups with a name: OWN, GROUP and WORLD. Over several hosts R and S are any sets of axes, so that plans may
+exchange inside a host first and across hosts then, or in the opposite order.
 
-A complete value may be gathered in a format of its rows (`wire_edges`): what sums nothing keeps it.
+A complete value may be gathered in a format of its rows (`wire_edges`), since a gather sums nothing.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Edge:
 
     @property
     def segment_rows(self) -> Rows:
-        """The rows of a segment of the exchange: what a rank puts into a gather, and gets from a scatter."""
+        """The rows of a segment of the exchange: a rank's input of a gather, and its result of a scatter."""
         assert self.exchange is not None
         return self.dst.rows if self.exchange.direction == "scatter" else self.src.rows
 
     def segments(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """Of each segment of the exchange a rank that holds it."""
+        """For each segment of the exchange a rank that holds it."""
         assert self.exchange is not None
         return mesh.peers(self.group, rank)[:: self.exchange.span]
 
@@ -76,8 +76,8 @@ class Edge:
         return tuple(mesh.row_count(self.segment_rows, first, counts) for first in self.segments(mesh, rank))
 
     def reorders(self, mesh: Mesh) -> bool:
-        """Whether the segments of the exchange, one after the other, are not in rank order: their rows are then copied
-        into it after a gather, and out of it before a scatter.
+        """Whether the segments of the exchange, one after the other, are not in rank order. Then a copy reorders rows
+        after a gather, and before a scatter.
         """
         if self.exchange is None or self.exchange.segments == 1:
             return False
@@ -101,7 +101,7 @@ def _placement(mesh: Mesh, rows: Rows, owes: str | None) -> Placement | None:
 
 @cache
 def legal_edges(mesh: Mesh) -> dict[Placement, tuple[Edge, ...]]:
-    """Every legal edge of the mesh, by the placement it starts from."""
+    """All legal edges of the mesh, by the placement from which they start."""
     kinds = {mesh.gathered(rows): rows for rows in mesh.row_kinds}
     groups = {name: mesh.axes(name) for name in mesh.communicating}
     found: dict[Placement, dict[Edge, None]] = {}
@@ -145,7 +145,7 @@ def legal_edges(mesh: Mesh) -> dict[Placement, tuple[Edge, ...]]:
 
 
 def wire_edges(mesh: Mesh, wire: Wire) -> dict[Placement, tuple[Edge, ...]]:
-    """Every gather of complete rows that are written down so, by the placement it starts from."""
+    """All gathers of complete rows in this format, by the placement from which they start."""
     return {
         replace(src, wire=wire): tuple(
             replace(edge, src=replace(src, wire=wire), dst=replace(edge.dst, wire=wire))
@@ -158,7 +158,7 @@ def wire_edges(mesh: Mesh, wire: Wire) -> dict[Placement, tuple[Edge, ...]]:
 
 
 def rows_received(edge: Edge, mesh: Mesh, rank: int, counts: tuple[int, ...]) -> float:
-    """Rows' worth of data that a rank must receive for an edge (`weft.place.exchange.rows_received`).
+    """Rows that a rank must receive for an edge (`weft.place.exchange.rows_received`).
 
     A rank's rows count as an even share of its DP group's, so that one edge never seems to move more than the two that
     it replaces.

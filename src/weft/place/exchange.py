@@ -1,7 +1,7 @@
-"""What a collective does with rows: one description, from which all else follows.
+"""Exchanges: one description of a collective on rows, from which all else follows.
 
-An `Exchange` is a row of the table of collectives. `parts` unfolds it: which runs of rows are summed over whom, and who
-wants them. Transports, costs, expected results and the native kernels are all built on, or tested against, `parts`.
+An `Exchange` is a row of the table of collectives. `parts` unfolds it into ranges of rows: which ranks sum a range, and
+which want it. Transports, costs, expected results and the native kernels are built on `parts`, or tested against it.
 
 | kind | direction | segments | span | combine |
 |---|---|---|---|---|
@@ -29,12 +29,12 @@ Combine = Literal["none", "sum", "softmax_merge"]
 class Exchange(NamedTuple):
     """A collective over `segments · span` ranks, which are numbered by their place in the group.
 
-    The rows are cut into `segments` runs, each shared by `span` neighbouring ranks. gather: the span's ranks hold the
-    terms of their run, and every rank wants all runs. scatter: every rank holds a term of every run, and the span's
-    ranks want their own. permute: every rank holds a run for each rank.
+    The rows are cut into `segments` ranges, each shared by `span` neighbouring ranks. gather: the span's ranks hold the
+    terms of their segment, and all ranks want all segments. scatter: all ranks hold a term of each segment, and the
+    span's ranks want their own. permute: each rank holds a segment for each rank.
 
-    combine: what becomes of the terms of a run: they are added (sum), or merged by their log-sum-exp (softmax_merge:
-    attention over parts of the keys, `weft.kernels.torch_reference.softmax_merge`); none where a run has one source.
+    combine: how the terms of a segment are combined: sum, or softmax_merge by their log-sum-exp (attention over parts
+    of the keys, `weft.kernels.torch_reference.softmax_merge`); none where a segment has one source.
     """
 
     kind: str
@@ -51,50 +51,50 @@ class Exchange(NamedTuple):
 
 @cache
 def all_gatherv(ranks: int) -> Exchange:
-    """Every rank gets every rank's rows, in rank order."""
+    """All ranks get all ranks' rows, in rank order."""
     return Exchange("all_gatherv", "gather", ranks, 1, "none")
 
 
 @cache
 def all_reduce(ranks: int) -> Exchange:
-    """Every rank gets the sum of all ranks' rows."""
+    """All ranks get the sum of all ranks' rows."""
     return Exchange("all_reduce", "gather", 1, ranks, "sum")
 
 
 @cache
 def reduce_scatterv(ranks: int) -> Exchange:
-    """The i-th rank gets the i-th run of the sum."""
+    """The i-th rank gets the i-th segment of the sum."""
     return Exchange("reduce_scatterv", "scatter", ranks, 1, "sum")
 
 
 @cache
 def all_reduce_all_gatherv(groups: int, ranks: int) -> Exchange:
-    """Every rank gets, of every group of `ranks` neighbours, the sum of their rows."""
+    """All ranks get, for each group of `ranks` neighbours, the sum of their rows."""
     return Exchange("all_reduce+all_gatherv", "gather", groups, ranks, "sum")
 
 
 @cache
 def reduce_scatterv_all_reduce(groups: int, ranks: int) -> Exchange:
-    """The ranks of the i-th group of `ranks` neighbours each get the i-th run of the sum over all."""
+    """The ranks of the i-th group of `ranks` neighbours each get the i-th segment of the sum over all."""
     return Exchange("reduce_scatterv+all_reduce", "scatter", groups, ranks, "sum")
 
 
 @cache
 def all_to_allv(ranks: int) -> Exchange:
-    """The j-th rank gets the j-th run of every rank, in rank order."""
+    """The j-th rank gets the j-th segment of each rank, in rank order."""
     return Exchange("all_to_allv", "permute", ranks, 1, "none")
 
 
 @cache
 def merge_scatterv(ranks: int) -> Exchange:
-    """The i-th rank gets, of its own heads, what attention over all ranks' keys gives; a row is a head of a token."""
+    """The i-th rank gets its own heads of attention over all ranks' keys; a row is one head of one token."""
     return Exchange("merge_scatterv", "scatter", ranks, 1, "softmax_merge")
 
 
 class Part(NamedTuple):
-    """A run of rows that is combined over its sources and that its readers want.
+    """A range of rows that is combined over its sources and that its readers want.
 
-    sources, readers: places in the group, ascending. source_row: where the run begins in each source's input.
+    sources, readers: places in the group, ascending. source_row: where the range begins in each source's input.
     reader_row: where it begins in each reader's result.
     """
 
@@ -106,10 +106,10 @@ class Part(NamedTuple):
 
 
 def parts(exchange: Exchange, sizes: Sequence[int]) -> tuple[Part, ...]:
-    """The runs of an exchange, in the order of the result.
+    """The parts of an exchange, in the order of the result.
 
     sizes: rows of each segment; for permute the rows from rank i to rank j at `i · ranks + j`. A rank that knows only
-    what it sends and gets puts zeros elsewhere: the parts that concern it come out the same. Raises ValueError where
+    its own sends and receives passes zeros elsewhere: the parts that concern it are the same. Raises ValueError where
     the sizes are too many, too few, or negative.
     """
     _check(exchange, sizes)
@@ -136,7 +136,7 @@ def parts(exchange: Exchange, sizes: Sequence[int]) -> tuple[Part, ...]:
 
 
 def in_two_steps(found: Sequence[Part]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """The same parts, combined in even shares: (who combines which share, who then hands it to whom).
+    """The parts as two steps, in even shares: (each share is combined by one rank, each share goes to all readers).
 
     A part with several sources is cut into a share for each rank that both holds a term and wants the result. In the
     second step a rank's input is its shares, one after the other in the order of the parts. No row is then received
@@ -159,7 +159,7 @@ def in_two_steps(found: Sequence[Part]) -> tuple[tuple[Part, ...], tuple[Part, .
 
 
 def input_rows(exchange: Exchange, sizes: Sequence[int], place: int) -> int:
-    """Rows of the input of the rank at `place`. As `parts` has it, in time linear in the sizes, like the next two."""
+    """Rows of the input of the rank at `place`: those of `parts`, in time linear in the sizes, like the next two."""
     _check(exchange, sizes)
     if exchange.direction == "permute":
         return sum(sizes[place * exchange.ranks : (place + 1) * exchange.ranks])
@@ -175,11 +175,11 @@ def result_rows(exchange: Exchange, sizes: Sequence[int], place: int) -> int:
 
 
 def rows_received(exchange: Exchange, sizes: Sequence[float], place: int) -> float:
-    """Rows' worth of data that the rank at `place` must receive, by the algorithm that is optimal in bandwidth.
+    """Rows that the rank at `place` must receive, by the algorithm that is optimal in bandwidth.
 
-    A run with several terms is combined in even shares, one for each rank that both holds a term and wants the result;
-    who combines a share receives the other terms of it, and every reader then receives the shares of the others (for an
-    all_reduce: Thakur et al., doi:10.1177/1094342005051521). sizes may be fractions.
+    A segment with several terms is combined in even shares, one for each rank that both holds a term and wants the
+    result. That rank receives the other terms of its share, and all readers then receive the shares of the others (for
+    an all_reduce: Thakur et al., doi:10.1177/1094342005051521). sizes may be fractions.
     """
     if exchange.direction == "permute":
         return sum(sizes[place :: exchange.ranks]) - sizes[place * exchange.ranks + place]

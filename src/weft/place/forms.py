@@ -1,4 +1,4 @@
-"""Which form of experts pays: both forms of a chain, planned for several numbers of tokens."""
+"""Costs of the forms of experts: both forms of a chain, planned for several numbers of tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from weft.place.plan import Planner
 from weft.place.show import columns
 from weft.place.spec import LayoutError
 
-MOST_TOKENS = 1 << 16
-"""Up to so many tokens in each DP group dispatch is tried."""
+MAX_TOKENS = 1 << 16
+"""Up to so many tokens in each DP group dispatch is considered."""
 
 
 class FormCosts:
@@ -27,12 +27,14 @@ class FormCosts:
         self._planners = [Planner(mesh, c, planner.offers, slices_copy=copy, settlements=settlements) for c in alone]
 
     def us(self, tokens: int) -> list[float]:
-        """Of a step of so many tokens in each DP group: by gather, by dispatch; infinite where it cannot be."""
+        """µs of a step of so many tokens in each DP group: by gather, by dispatch; infinite where it is not
+        possible."""
         return [self._us(planner, tokens) for planner in self._planners]
 
     def pays_from(self) -> int | None:
-        """From how many tokens on, powers of two, dispatch takes less in every step; None: not up to MOST_TOKENS."""
-        tokens, found = MOST_TOKENS, None
+        """The number of tokens, a power of two, from which dispatch is faster in all steps; None: not up to
+        MAX_TOKENS."""
+        tokens, found = MAX_TOKENS, None
         while tokens:
             gather, dispatch = self.us(tokens)
             if dispatch < math.inf or gather < math.inf:  # otherwise no step is so large
@@ -60,9 +62,10 @@ def _dispatched(chain: Chain) -> list[Dispatch]:
 
 
 def forms_dict(forms: FormCosts, tokens: int) -> dict[str, Any]:
-    """For so many tokens in each DP group: µs of a step in each form, null where it cannot be; and where dispatch pays.
+    """For so many tokens in each DP group: µs of a step in each form, null where it is not possible; and where dispatch
+    pays.
 
-    ranks: that a row goes to, as is to be expected.
+    ranks: expected number of ranks that a row goes to.
     """
     gather, dispatch = (None if us == math.inf else us for us in forms.us(tokens))
     return {
@@ -73,15 +76,15 @@ def forms_dict(forms: FormCosts, tokens: int) -> dict[str, Any]:
     }
 
 
-def forms_text(forms: FormCosts, every: Sequence[int]) -> str:
-    """The same for reading."""
+def forms_text(forms: FormCosts, counts: Sequence[int]) -> str:
+    """`forms_dict` for people, for several numbers of tokens."""
     experts, k, world = forms.dispatch.experts, forms.dispatch.k, forms.mesh.world
     ranks = forms.dispatch.share * world
     first = forms.pays_from()
     pays = "nowhere" if first is None else f"from {first:,} token{'s' * (first != 1)} in each DP group on"
     rows = [("  tokens in each DP group", "by gather", "by dispatch")]
-    for tokens in every:
-        gather, dispatch = ("no room" if us == math.inf else f"{us:,.0f} µs" for us in forms.us(tokens))
+    for tokens in counts:
+        gather, dispatch = ("too large" if us == math.inf else f"{us:,.0f} µs" for us in forms.us(tokens))
         rows.append((f"  {tokens:,}", gather, dispatch))
     return "\n".join(
         [

@@ -1,10 +1,10 @@
 """The planner: the cheapest legal steps for every read of a model, found exactly.
 
 A model is a `Chain`: its reads in order, each with the deltas added before it. To serve a read, the deltas' debts are
-settled, the residual is brought up to date, normalised, and delivered on the rows that the block asked for. The norm
-works on single rows, so it may run before the last gather. Between two reads only one thing is left to remember, which
-rows of the residual a rank holds; so the cheapest plan is a shortest path: dynamic programming over the chain with the
-residual's rows as the state. `weft.place.search` finds what each read costs.
+settled, the residual is brought up to date, normalised, and delivered on the rows that the block asks for. The norm
+works on single rows, so it may run before the last gather. The only state between two reads is which rows of the
+residual a rank holds. So the cheapest plan is a shortest path: dynamic programming over the chain with these rows as
+the state. `weft.place.search` finds the cost of each read.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Choice = Literal["cheapest", "naive"]
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The steps of one read; residual: the rows of the residual that stay after it.
+    """The steps of one read. residual: the rows of the residual that stay after it.
 
-    settled: how each of the read's settlements goes. us: of the steps, and of the settlements that every step takes.
+    settled: the plans of the read's settlements. us: of the steps, and of the settlements that run in all steps.
     """
 
     read: Read
@@ -49,12 +49,12 @@ class ReadPlan:
                 yield self.read, step, step.edge
 
     def settlements(self) -> Iterator[tuple[Settlement, Settled]]:
-        """What is settled after it and before the next, in order."""
+        """The settlements after it and before the next read, in order."""
         return zip(self.read.settles, self.settled, strict=True)
 
 
 Op = tuple[str, Step | Settled]
-"""A communicating step of a plan: the site of the read that it serves or follows, and what is done."""
+"""A communicating step of a plan: the site of the read that it serves or follows, and the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Plan:
             yield from read_plan.moves()
 
     def ops(self, asked: bool = True) -> Iterator[Op]:
-        """All that ranks exchange, in the order of a step. asked: what steps only do where a row asks for it too."""
+        """All exchanges of ranks, in the order of a step. asked: also those that only run where a row asks for them."""
         for read_plan in self.reads:
             site = read_plan.read.site
             yield from ((site, step) for _, step, _ in read_plan.moves())
@@ -82,18 +82,18 @@ class Plan:
                     yield from ((site, op) for op in settled.ops())
 
     def checksum(self) -> int:
-        """CRC-32 of the ops, and of the rows that they are for: ranks that disagree on one run other collectives."""
+        """CRC-32 of the ops, and of the rows that they are for: ranks with another one run other collectives."""
         ops = (f"{site} {op}" + (f" by {op.each}" if isinstance(op, Settled) else "") for site, op in self.ops())
         return zlib.crc32("|".join((str(self.counts), *ops)).encode())
 
 
 class Planner(StepPrices):
-    """Plans a chain on a mesh with the edges that transports offer; each edge goes to the cheapest that has it.
+    """Plans a chain on a mesh with the edges that transports offer; each edge goes to the cheapest transport.
 
     Slices need no offer; local steps cost what the first offer says. Plans are cached by `bucket`. choice: naive makes
-    the naive plan the one to follow, for whoever compares the two. slices_copy: as for `StepPrices`. settlements: the
-    plans of what blocks settle; left out, the cheapest by the same offers. Raises PlacementError, naming the block,
-    where no legal steps lead to what a block asks for; LayoutError where a step's tensors are larger than any transport
+    the naive plan the one to follow, to compare the two. slices_copy: as for `StepPrices`. settlements: the plans of
+    what blocks settle; None: the cheapest by the same offers. Raises PlacementError, naming the block, where no legal
+    steps lead to the placement that a block asks for; LayoutError where a step's tensors are larger than any transport
     carries.
     """
 
@@ -131,10 +131,10 @@ class Planner(StepPrices):
         return plan
 
     def naive(self, counts: Counts) -> Plan:
-        """What engines do by default: all-reduce every debt, slice to the group, add, norm, gather what is asked; and
-        merge attention by the first recipe, and gather all logits of a split vocabulary.
+        """The plan of other engines: all-reduce each debt, slice to the group, add, norm, gather the requested rows;
+        and merge attention by the first recipe, and gather all logits of a split vocabulary.
 
-        Only for comparison, so it never fails: an edge that no transport offers takes infinitely long, by `nobody`.
+        It is for comparison and never fails: an edge that no transport offers takes infinitely long, by `nobody`.
         """
         return self._naive(max(bucket(counts)))
 
@@ -164,11 +164,12 @@ class Planner(StepPrices):
     def _whole(self, tokens: int, reads: tuple[ReadPlan, ...], us: float) -> Plan:
         for read in reads:
             for settlement in read.read.settles[len(read.settled) :]:
-                self.settlements.plan(*settlement.of(tokens))  # says what is missing
+                self.settlements.plan(*settlement.of(tokens))  # raises, and says what is missing
         return Plan(self.mesh, self.chain, (tokens,) * self.mesh.attn_dp, reads, us)
 
     def _settle(self, settles: tuple[Settlement, ...], tokens: int) -> tuple[float, tuple[Settled, ...]]:
-        """How values are settled, up to one that nothing offers, and the time that every step takes for them."""
+        """The plans of these settlements, up to one that nothing offers, and the time of those that run in all
+        steps."""
         settled, us = [], 0.0
         for settlement in settles:
             plan = self.settlements.find(*settlement.of(tokens))
@@ -180,7 +181,7 @@ class Planner(StepPrices):
         return us, tuple(settled)
 
     def _route(self, operand: int | str, src: Placement, dst: Placement, tokens: int) -> list[Step]:
-        """All-reduce the debt whole, then slice or gather."""
+        """All-reduces the whole debt, then slices or gathers."""
         steps: list[Step] = []
         while src != dst:
             wanted = self.mesh.placement(src.rows) if src.owes else dst
@@ -209,9 +210,10 @@ class Planner(StepPrices):
         return Sums([self._placements.index(delta) for delta in deltas], self._graph(tokens))
 
     def _make_delivery(self, target: Placement, wire: Wire | None, plain: bool, tokens: int) -> Delivery:
-        """Of a read's rows: as they are, and in the format that its readers take; on the wire in it, if none is plain.
+        """The delivery of a read's rows: plain, and in its readers' format; in the format on the wire, if none is
+        plain.
 
-        Rows on the wire are numbered behind the placements, and what readers take behind these.
+        Rows on the wire have numbers after the placements, and the readers' values after these.
         """
         graph, number = self._graph(tokens), {at: i for i, at in enumerate(self._placements)}
         if wire is None:
@@ -240,14 +242,15 @@ class Planner(StepPrices):
         readers: tuple[Placement, Wire | None, bool],
         tokens: int,
     ) -> dict[Rows, tuple[float, tuple[Step, ...]]]:
-        """Cheapest way to serve a read, for each rows of the residual that may remain. readers: what they take."""
+        """The cheapest steps that serve a read, for each placement of the residual after it. readers: what they
+        take."""
         sums, delivery = self._sums(deltas, tokens), self._delivery(*readers, tokens)
         before = None if residual is None else self._placements.index(self._home[residual])
         found = sums.serve(before, delivery)
         return {self._placements[at].rows: (node.us, sums.steps(node)) for at, node in found.items()}
 
     def _make(self, tokens: int) -> Plan:
-        # What is left to remember: the residual's rows, and in which form the last read was served.
+        # The state: the residual's rows, and the form in which the last read was served.
         best: dict[tuple[Rows | None, int], tuple[float, tuple[ReadPlan, ...]]] = {(None, 0): (0.0, ())}
         for index, forms in enumerate(zip(*self.chain.forms, strict=True)):
             reached: dict[tuple[Rows | None, int], tuple[float, tuple[ReadPlan, ...]]] = {}
@@ -273,7 +276,7 @@ class Planner(StepPrices):
         return plan
 
     def _different(self, index: int) -> list[int]:
-        """The forms of a read, those that are equal once: in what is read, settled, and added next."""
+        """The forms of a read, one of each set that are equal in rows, settlements and the deltas added next."""
         found: dict[object, int] = {}
         for form, reads in enumerate(self.chain.forms):
             after = reads[index + 1].deltas if index + 1 < len(reads) else ()
@@ -283,14 +286,14 @@ class Planner(StepPrices):
 
     def _refuse(self, plan: Plan) -> None:
         lacking, tokens = [edge for _, step, edge in plan.moves() if step.us == math.inf], max(plan.counts)
-        most = max(lacking, key=lambda edge: self._needed_bytes(edge, tokens))
-        needed = self._needed_bytes(most, tokens)
-        having = [o for o in self.offers if most.kind in o.kinds]
+        largest = max(lacking, key=lambda edge: self._needed_bytes(edge, tokens))
+        needed = self._needed_bytes(largest, tokens)
+        having = [o for o in self.offers if largest.kind in o.kinds]
         names = ", ".join(o.transport for o in having or self.offers)
         if not having:
-            raise LayoutError(f"the naive plan takes {most.kind}, which {names} has not; leave plan at cheapest")
+            raise LayoutError(f"the naive plan takes {largest.kind}, which {names} has not; leave plan at cheapest")
         if all(o.max_bytes is None or needed <= o.max_bytes for o in having):
-            raise LayoutError(f"{most.kind} on {names} was not measured: run weft tune")
+            raise LayoutError(f"{largest.kind} on {names} was not measured: run weft tune")
         limits = ", ".join(f"{o.transport} has max_bytes={o.max_bytes}" for o in having)
         raise LayoutError(
             f"steps of {max(plan.counts)} tokens a group exchange tensors of {needed} bytes, but {limits}: "

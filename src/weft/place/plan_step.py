@@ -1,4 +1,4 @@
-"""What a plan is made of: the steps by which a read is served."""
+"""The steps by which a plan serves a read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOCAL = {
     "pack": "quantise and pack as",
     "unpack": "unpack",
 }
-"""Local steps in few words."""
+"""Local steps in a few words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class Step:
     norm:   normalise the residual.
     finish: move, absorb and norm in one call of a transport: the edge with its epilogue.
 
-    Of normalised rows that products take in a format; right after the norm, its own kernel makes them:
+    Of normalised rows that products take in a format. Right after the norm, the norm's own kernel makes them:
 
-    quantise: make the rows in `wire`'s format, where they are.
+    quantise: make the rows in `wire`'s format, in place.
     pack:     make them, and lay them out as they travel.
-    unpack:   take what travelled apart again.
+    unpack:   separate the parts of rows that have travelled.
 
-    A delta's index is its place among those that are left. transport: who carries the edge out. us: predicted time.
+    A delta's index is its place among those that are left. transport: the transport of the edge. us: predicted time.
     """
 
     op: Literal["move", "merge", "absorb", "norm", "finish", "quantise", "pack", "unpack"]
@@ -51,16 +51,16 @@ class Step:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of its collective, if it has one."""
+        """The kinds of its collective, if it has one."""
         return (self.edge.kind,) if self.edge is not None and self.edge.moves else ()
 
     @property
     def group(self) -> str:
-        """Of its collective; empty where none is named."""
+        """The group of its collective; empty where none is named."""
         return (self.edge.group if self.edge is not None else None) or ""
 
     def brief(self) -> str:
-        """The step in few words, without who carries it out: `reduce_scatterv world → OWN +norm`."""
+        """The step in a few words, without its transport: `reduce_scatterv world → OWN +norm`."""
         if self.edge is None:
             return f"{LOCAL[self.op]}{f' {self.wire}' if self.wire else ''} on {self.rows.name}"
         of = f"{self.operand}: " if isinstance(self.operand, str) else ""

@@ -1,6 +1,6 @@
-"""What the steps of a plan take, by what transports offer and what a rank does alone.
+"""Prices of a plan's steps, by the offers of transports and the local kernels of a rank.
 
-All prices are for `tokens` tokens in each DP group: plans are made for buckets, in which all groups have as many.
+All prices are for `tokens` tokens in each DP group: plans are made for buckets, in which all groups have equally many.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.place.spec import Mesh, Placement, Rows
 
 
 class StepPrices:
-    """Bytes, times and carriers of the steps of a chain's plans on a mesh.
+    """Bytes, times and transports of the steps of a chain's plans on a mesh.
 
     Local steps cost what the first offer says. slices_copy: a slice copies its rows, as in a CUDA graph, where the host
     does not know at which row it begins; otherwise it is a view, and free.
@@ -36,7 +36,7 @@ class StepPrices:
     def _bytes_received(self, edge: Edge, counts: Counts) -> float:
         """Bytes that the busiest rank receives.
 
-        What a rank receives is linear in its own group's tokens, so it is a rank of the fullest or the emptiest group.
+        A rank's bytes are linear in its own group's tokens, so the busiest is in the largest or the smallest group.
         """
         ranks = {self.mesh.leader(counts.index(n)) for n in (min(counts), max(counts))}
         return max(rows_of_edge(edge, self.mesh, r, counts) for r in ranks) * self._row_bytes(edge.src.wire)
@@ -48,7 +48,7 @@ class StepPrices:
         return 0 if op.edge is None else int(self.bytes_received(op.edge, counts))
 
     def _price(self, edge: Edge, tokens: int) -> tuple[float, str]:
-        """µs, and the transport that takes so long; infinite where none has the capacity, or none was measured."""
+        """(µs, transport) of the fastest; infinite where none has the capacity, or none was measured."""
         if not edge.moves:
             return (self._local_us(edge.dst, 2, tokens) if self.slices_copy else 0.0), "local"
         times = [(self._collective_us(o, edge, tokens), o.transport) for o in self._able(edge, tokens)]
@@ -56,7 +56,7 @@ class StepPrices:
         return us + self._reorder_us(edge, tokens), transport
 
     def _price_finish(self, edge: Edge, tokens: int) -> tuple[float, str] | None:
-        touched = 4 * self._most_bytes(edge.dst, tokens)  # reads delta and residual, writes residual and norm
+        touched = 4 * self._max_bytes(edge.dst, tokens)  # reads delta and residual, writes residual and norm
         row = self._row_bytes()
         able = [
             o
@@ -74,13 +74,13 @@ class StepPrices:
         return offer.cost.collective_us(edge.kind, ranks, self._bytes_moved(edge, tokens), hosts)
 
     def _reorder_us(self, edge: Edge, tokens: int) -> float:
-        """Of a copy of the rows of all segments, where these are not in rank order."""
+        """µs of a copy of the rows of all segments, where these are not in rank order."""
         if not edge.reorders(self.mesh):
             return 0.0
         return max(self._local_us(p, 2, tokens) for p in (edge.src, edge.dst))
 
     def _able(self, edge: Edge, tokens: int) -> list[Offer]:
-        """Who carries the edge out: has it, serves the group, and has the capacity."""
+        """The offers that have the edge, serve its group, and have the capacity."""
         ranks, hosts = self.mesh.size(edge.group), self.mesh.hosts_of(edge.group)
         needed = self._needed_bytes(edge, tokens)
         return [
@@ -90,22 +90,23 @@ class StepPrices:
         ]
 
     def _needed_bytes(self, edge: Edge, tokens: int) -> int:
-        return max(self._most_bytes(p, tokens) for p in (edge.src, edge.dst))
+        return max(self._max_bytes(p, tokens) for p in (edge.src, edge.dst))
 
     def _bytes_moved(self, edge: Edge, tokens: int) -> float:
-        """Bytes that each rank receives, as `bytes_received` has it."""
+        """Bytes that each rank receives; see `_bytes_received`."""
         assert edge.exchange is not None
         rows = self.mesh.extent(self.mesh.gathered(edge.segment_rows)) * tokens / self.mesh.attn_tp
         return rows_received(edge.exchange, [rows] * edge.exchange.segments, 0) * self._row_bytes(edge.src.wire)
 
     def _local_us(self, at: Placement, touches: int, tokens: int) -> float:
-        return self.offers[0].cost.local_us(touches * self._most_bytes(at, tokens))
+        return self.offers[0].cost.local_us(touches * self._max_bytes(at, tokens))
 
-    def _most_bytes(self, at: Placement, tokens: int) -> int:
-        return self._most_rows(at.rows, tokens) * self._row_bytes(at.wire)
+    def _max_bytes(self, at: Placement, tokens: int) -> int:
+        return self._max_rows(at.rows, tokens) * self._row_bytes(at.wire)
 
-    def _most_rows(self, rows: Rows, tokens: int) -> int:
-        """Of any rank: of the first, as the first ranks of a DP group have a token more where they do not divide."""
+    def _max_rows(self, rows: Rows, tokens: int) -> int:
+        """Maximum of any rank: that of the first, as the first ranks of a DP group have one token more where the
+        number of ranks does not divide the tokens."""
         gathered, groups = self.mesh.gathered(rows), self.mesh.gathered(self.mesh.rows(Rows.GROUP))
         whole = self.mesh.extent(gathered & ~groups)
         held = self.mesh.peers(self.mesh.named(gathered & groups), 0)
@@ -122,7 +123,7 @@ class StepPrices:
         return self._local_us(self._home[rows], 3, tokens)
 
     def _norm(self, rows: Rows, tokens: int, added: bool) -> Step:
-        """added: right after an addition to the residual, which one kernel then does together with the norm."""
+        """added: right after an addition to the residual, which one kernel then does with the norm."""
         at = self._home[rows]
         us = self._local_us(at, 2, tokens)
         if added:
@@ -130,17 +131,17 @@ class StepPrices:
         return Step("norm", rows=rows, us=us)
 
     def _format_bytes(self, rows: Rows, wire: Wire, tokens: int) -> int:
-        return self._most_rows(rows, tokens) * sum(wire.format.parts(self.chain.width))
+        return self._max_rows(rows, tokens) * sum(wire.format.parts(self.chain.width))
 
     def _quantise(self, rows: Rows, wire: Wire, tokens: int, with_norm: bool) -> Step:
-        """with_norm: by the norm's kernel, which has read the rows."""
+        """with_norm: in the norm's kernel, which has read the rows."""
         cost, made = self.offers[0].cost, self._format_bytes(rows, wire, tokens)
-        us = cost.epilogue_us(made) if with_norm else cost.local_us(self._most_bytes(self._home[rows], tokens) + made)
+        us = cost.epilogue_us(made) if with_norm else cost.local_us(self._max_bytes(self._home[rows], tokens) + made)
         return Step("quantise", NORMED, rows=rows, us=us, wire=wire)
 
     def _laid_out_us(self, rows: Rows, wire: Wire, tokens: int, kernels: int = 1) -> float:
-        """Of kernels that lay rows out as they travel, or take them apart."""
-        touched = self._format_bytes(rows, wire, tokens) + self._most_rows(rows, tokens) * self._row_bytes(wire)
+        """µs of kernels that pack or unpack rows."""
+        touched = self._format_bytes(rows, wire, tokens) + self._max_rows(rows, tokens) * self._row_bytes(wire)
         local_us = self.offers[0].cost.local_us
         return local_us(touched) + (kernels - 1) * local_us(0)
 

@@ -1,4 +1,4 @@
-"""Values that blocks settle between ranks, and the recipes by which each is settled: one table.
+"""Values that blocks settle between ranks, and the recipes that settle them: one table.
 
 | value | from | to | recipe | collectives | between them |
 |---|---|---|---|---|---|
@@ -6,9 +6,9 @@
 | Merge | all heads of the group over a rank's keys, with log-sum-exp: owes a softmax merge | own heads, complete | ag_rs | all_gatherv of lse, reduce_scatterv | each rank scales its output by its weight, in the output's dtype |
 | | | | a2a | all_to_allv of output and lse in one | pack before, combine in rank order and float32 after |
 | | | | fused | merge_scatterv | nothing |
-| Permute | rows of each rank for others | those that others have for it | all_to_allv | all_to_allv | nothing |
-| Kernel | what lies on a rank | what it makes of it | local | none | itself |
-| Dispatch | own rows, whose experts are anywhere | own rows, with their experts' sums | all_to_allv | three Permutes: counts, rows with their experts, results | two Kernels: pack before, add after |
+| Permute | rows of each rank for others | the other ranks' rows for it | all_to_allv | all_to_allv | nothing |
+| Kernel | data of a rank | its result | local | none | itself |
+| Dispatch | own rows, for experts of any rank | own rows, with their experts' sums | all_to_allv | three Permutes: counts, rows with their experts, results | two Kernels: pack before, add after |
 | Prompt | tokens that prompts see, parts of them on each rank | own heads' outputs over all | gather | a Gather of the tokens | a Kernel: copy before |
 | | | | merge | a Gather of queries and a Merge of outputs | nothing |
 
@@ -28,15 +28,15 @@ from weft.place.experts import Dispatch, Kernel, Permute
 from weft.place.spec import Mesh
 
 QUERIES, TOKENS = "queries", "cached tokens"
-"""What attention gathers, as plans name it."""
+"""What attention gathers: its name in plans."""
 LSE_BYTES, UNIT_BYTES = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Rows of `row_bytes` bytes of each rank, for all ranks of the group. what: names them in plans.
+    """Rows of `row_bytes` bytes of each rank, for all ranks of the group. what: their name in plans.
 
-    relaid: the rows that came are copied once more, to be laid out otherwise.
+    relaid: the received rows are copied once more, into another layout.
     """
 
     what: str
@@ -44,13 +44,13 @@ class Gather:
     relaid: bool = False
 
     def bytes(self, rows: int, ranks: int) -> int:
-        """Of no tensor of a call more: with every rank's rows, padded to units of 16 bytes."""
+        """Bytes of the largest tensor of a call: all ranks' rows, padded to units of 16 bytes."""
         return rows * ranks * (-(-self.row_bytes // UNIT_BYTES) * UNIT_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Attention outputs of `heads` heads of the dcp group together, `dim` elements of so many bytes each; a row is a
+    """Attention outputs of all `heads` heads of the dcp group, with `dim` elements of so many bytes each; a row is one
     token.
     """
 
@@ -60,21 +60,21 @@ class Merge:
     what: ClassVar[str] = "outputs"
 
     def row_bytes(self) -> int:
-        """What a token's outputs and their lse take."""
+        """Bytes of a token's outputs and their lse."""
         return self.heads * (self.dim * self.element_bytes + LSE_BYTES)
 
     def bytes(self, rows: int, ranks: int) -> int:
-        """No tensor of any recipe's calls takes more: with every rank's lse, and padded to units of 16 bytes."""
+        """Bytes of the largest tensor of any recipe's calls: all ranks' lse, padded to units of 16 bytes."""
         head = -(-self.dim * self.element_bytes // UNIT_BYTES) * UNIT_BYTES
         return rows * self.heads * (max(head, ranks * LSE_BYTES) + LSE_BYTES) + 2 * UNIT_BYTES * ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the prompts of a step see, of which each rank holds a part; a row is one of the step's.
+    """The tokens that the prompts of a step see, of which each rank holds a part; a row is one of the step's.
 
-    seen: of the tokens that they see, the most that a rank holds, each of so many bytes. query_bytes: of a row's
-    queries on a rank; 0: each makes those of all. merge: of the outputs.
+    seen: maximum number of these tokens on a rank, each of `token_bytes` bytes. query_bytes: of a row's queries on a
+    rank; 0: each rank computes the queries of all. merge: of the outputs.
     """
 
     seen: int
@@ -84,35 +84,35 @@ class Prompt:
     what: ClassVar[str] = "what prompts see"
 
     def gathered(self, ranks: int, rows: int) -> Parts:
-        """A rank gets all tokens that they see, and attends with its own heads."""
+        """Each rank gets all tokens that prompts see, and attends with its own heads."""
         copy = Kernel("copy cached tokens", 2.0 * self.token_bytes)
         return (copy, self.seen), (Gather(TOKENS, self.token_bytes), self.seen)
 
     def merged(self, ranks: int, rows: int) -> Parts:
-        """A rank attends with the heads of all over its own tokens, as in decode steps, and outputs are merged."""
+        """Each rank attends with all heads over its own tokens, as in decode steps, and outputs are merged."""
         queries = ((Gather(QUERIES, self.query_bytes, relaid=True), rows),) if self.query_bytes else ()
         return *queries, (self.merge, rows)
 
     def bytes(self, rows: int, ranks: int) -> int:
-        """Of the largest tensor, either way."""
+        """Bytes of the largest tensor, for either recipe."""
         parts = (*self.gathered(ranks, rows), *self.merged(ranks, rows))
         return max(value.bytes(n, ranks) for value, n in parts)
 
 
 Value = Gather | Merge | Permute | Kernel | Dispatch | Prompt
 Parts = tuple[tuple[Value, int], ...]
-"""Values, and how many rows of each."""
+"""Values, and the number of rows of each."""
 Calls = list[tuple[str, float]]
-"""Collectives in order: each a kind and the bytes that a rank receives."""
+"""Collectives in order: for each its kind and the bytes that a rank receives."""
 
 
 class Recipe(NamedTuple):
-    """One way to settle values of a kind.
+    """One recipe for settling a kind of value.
 
-    calls: its collectives for (value, ranks, rows). touched: for the same the bytes that each kernel between them goes
-    over. once: touched is that of one kernel after all calls, where rows go in several. whole: rows never do. live: in
-    a captured step only the device knows the sizes, so transports must take `LiveSizes`. parts: the values that it is
-    made of, for (value, ranks, rows); it has no calls of its own then.
+    calls: its collectives for (value, ranks, rows). touched: for the same the bytes that each kernel between them reads
+    and writes. once: touched is that of one kernel after all calls, where rows go in several calls. whole: rows never
+    do. live: in a captured step only the device knows the sizes, so transports must take `LiveSizes`. parts: a recipe
+    made of other values, for (value, ranks, rows); it has no calls of its own then.
     """
 
     name: str
@@ -124,7 +124,7 @@ class Recipe(NamedTuple):
     parts: Callable[[Any, int, int], Parts] | None = None
 
     def kinds(self, value: Value, ranks: int) -> tuple[str, ...]:
-        """Of its collectives, where no rows go in several calls."""
+        """The kinds of its collectives, where no rows go in several calls."""
         return tuple(kind for kind, _ in self.calls(value, ranks, 1))
 
 
@@ -181,12 +181,12 @@ RECIPES: dict[type[Value], tuple[Recipe, ...]] = {
     Dispatch: (Recipe("all_to_allv", parts=Dispatch.parts),),
     Prompt: (Recipe("gather", parts=Prompt.gathered), Recipe("merge", parts=Prompt.merged)),
 }
-"""The table of recipes, that first by which engines settle by default; `weft.comm.settler` carries each out."""
+"""The table of recipes; engines settle by the first by default. `weft.comm.settler` carries them out."""
 
 
 def settled_exchanges(mesh: Mesh) -> set[Exchange]:
-    """Every exchange by which attention can be merged on a mesh, and rows reach their experts; not those of gathers,
-    which are a stream's too.
+    """All exchanges that merge attention on a mesh, and that send rows to their experts; not those of gathers, which
+    streams have, too.
     """
     kinds = (exchange.all_gatherv, exchange.reduce_scatterv, exchange.all_to_allv, exchange.merge_scatterv)
     merges = {kind(mesh.dcp) for kind in kinds} if mesh.dcp > 1 else set()

@@ -1,7 +1,7 @@
-"""Formats in which complete rows may travel: what a row takes on the wire instead of the activations' dtype.
+"""Formats in which complete rows may travel: the bytes of a row on the wire instead of the activations' dtype.
 
-A format is a value with a name and the bytes of a row; `weft.comm.formats` has what carries each out. Rows are made in
-a format one by one, so making them before a gather gives the same bits as making them after it: the planner may choose.
+A format is a value with a name and the bytes of a row; `weft.comm.formats` has its kernels. Rows are put into a format
+one by one, so doing it before a gather gives the same bits as doing it after: the planner may choose.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ UNIT_BYTES, SCALE_BYTES = 16, 4
 
 
 class Format(Protocol):
-    """How a row is written down. Equal formats are written alike; its text names it in plans."""
+    """The format of a row. Equal formats have equal bytes; the text is its name in plans."""
 
     def __hash__(self) -> int: ...
 
@@ -34,13 +34,13 @@ class Float8:
         return f"fp8/{self.group}"
 
     def parts(self, width: int) -> tuple[int, ...]:
-        """Of values, and of scales."""
+        """Bytes of values, and of scales."""
         return width, -(-width // self.group) * SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """A row that travels in a format, with `beside` bytes more that were computed from it before."""
+    """A row that travels in a format, with `beside` more bytes that were computed from it before."""
 
     format: Format
     beside: int = 0

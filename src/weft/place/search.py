@@ -1,10 +1,10 @@
 """The cheapest steps that serve one read, found exactly.
 
-Steps on different values commute, so a plan is known by which deltas are summed, where, before the residual takes them
-up. The cheapest sum of a set of deltas in some placement is either moved there, or joined there from the sums of two
-smaller sets: the Steiner trees of Dreyfus and Wagner (doi:10.1002/net.3230010302). The residual takes up such sums
-between moves of its own, and the last of them perhaps in a `finish`. That is exact for all costs that are not negative,
-and takes time in 3ⁿ for n deltas of different placements; equal ones count by their number only.
+Steps on different values commute, so a plan is determined by the sets of deltas that are summed, and where, before the
+residual absorbs them. The cheapest sum of a set of deltas in some placement is either moved there, or joined there from
+the sums of two smaller sets: the Steiner trees of Dreyfus and Wagner (doi:10.1002/net.3230010302). The residual absorbs
+such sums between moves of its own, the last of them perhaps in a `finish`. This is exact for all costs that are not
+negative, and takes time in 3ⁿ for n deltas of different placements; of equal ones only the number counts.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from weft.place.plan_step import NORMED, RESIDUAL, Step
 from weft.place.spec import Placement
 
 Deltas = tuple[int, ...]
-"""Some of a read's deltas: how many of each placement."""
+"""A set of a read's deltas: the number of each placement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Every step that may be taken, priced; placements go by their number.
+    """All steps that may be taken, with their prices; placements have numbers.
 
-    moves, finishes: by the number that they start from, each with the number where it ends. merge, absorb, norm: on
-    each placement's rows; norm_of_sum: right after an absorb.
+    moves, finishes: by the number where they start, each with the number where it ends. merge, absorb, norm: on each
+    placement's rows. norm_of_sum: right after an absorb.
     """
 
     placements: tuple[Placement, ...]
@@ -41,14 +41,14 @@ class Graph:
 
 
 Moves = Sequence[Sequence[tuple[int, Step]]]
-"""By the number of where they start: steps, each with the number where it ends."""
+"""Steps by the number where they start, each with the number where it ends."""
 
 
 class Delivery:
-    """The cheapest steps from a normalised value in any placement to what its readers take.
+    """The cheapest steps from a normalised value in any placement to the value that its readers take.
 
-    moves: of the value, numbered as the graph's placements are, and on; goal: what readers take. with_norm: by the
-    placement that is normalised, steps that its norm's kernel takes along, and where they end.
+    moves: of the value; numbers are those of the graph's placements, and more after them. goal: the readers' value.
+    with_norm: by the placement that is normalised, steps that its norm's kernel includes, and where they end.
     """
 
     def __init__(self, moves: Moves, goal: int, with_norm: Mapping[int, Sequence[tuple[int, Step]]]):
@@ -73,7 +73,7 @@ class Delivery:
         self._known: dict[int, tuple[Step, ...] | None] = {}
 
     def steps(self, normed: int) -> tuple[Step, ...] | None:
-        """Those after the norm on a placement; None where none lead to the goal."""
+        """The steps after the norm on a placement; None where none lead to the goal."""
         if normed not in self._known:
             starts: list[tuple[tuple[float, int], int, Step | None]] = []
             if normed in self._best:
@@ -94,9 +94,9 @@ class Delivery:
 
 
 class SearchNode(NamedTuple):
-    """The cheapest steps found so far that make a value: the last one, and the nodes of what it works on.
+    """The cheapest steps found so far that make a value: the last step, and the nodes of its operands.
 
-    us, length: of all steps; of nodes that take equally long the one of fewer steps is kept. given: the number of the
+    us, length: of all steps; of nodes with equal times the one with fewer steps is kept. given: the number of the
     placement of the delta that it begins with, where it has no step; -1 for the residual.
     """
 
@@ -112,12 +112,12 @@ Nodes = dict[int, SearchNode]
 
 
 def _within(of: Deltas) -> Iterator[Deltas]:
-    """Every set of deltas within `of`; a set comes after those that it contains."""
+    """All sets of deltas within `of`; a set comes after its subsets."""
     return itertools.product(*(range(n + 1) for n in of))
 
 
 def _improve(nodes: Nodes, at: int, step: Step, *after: SearchNode) -> None:
-    """Keeps the node that takes `step` after these, where it is better than what was found."""
+    """Keeps the node that takes `step` after these, where it is better than the one found before."""
     us, length = step.us, 1
     for node in after:
         us, length = us + node.us, length + node.length
@@ -180,12 +180,12 @@ class Sums:
             self.nodes[chosen] = _spread(found, graph)
 
     def serve(self, residual: int | None, delivery: Delivery) -> Nodes:
-        """By the placement of the residual that stays: the node of what readers take of its normalised value.
+        """For each placement of the residual after the read: the node of the readers' value.
 
         residual: its placement before; None where the first delta becomes the residual.
         """
         graph = self.graph
-        taken: dict[Deltas, Nodes] = {}  # the residual, once it has taken up a set of deltas
+        taken: dict[Deltas, Nodes] = {}  # the residual, once it has absorbed a set of deltas
         for chosen, parts in self.parts.items():
             begun: Nodes = {}
             if residual is not None and not parts:
@@ -226,7 +226,7 @@ class Sums:
         written: list[Step] = []
 
         def write(node: SearchNode) -> int | str:
-            """Writes the steps down; gives what they make: a delta by its number in the read, RESIDUAL or NORMED."""
+            """Writes the steps; returns what they make: a delta by its number in the read, RESIDUAL or NORMED."""
             if node.step is None:
                 if node.given < 0:
                     return RESIDUAL

@@ -1,8 +1,8 @@
-"""Values that a block settles between ranks: what is exchanged, by which recipes, and what each costs.
+"""Plans of the values that blocks settle between ranks: the exchange, the recipes, and their costs.
 
-A settlement leads from one type of value to another inside a block, so it is no read of the stream and leaves nothing
-behind: the cheapest recipe on the cheapest transport is its plan. A recipe (`weft.place.recipes`) may be made of other
-values, each of which is settled by itself.
+A settlement turns a value into one of another type inside a block. It is no read of the stream and leaves no debt, so
+its plan is the cheapest recipe on the cheapest transport. A recipe (`weft.place.recipes`) may be made of other values,
+each of which is settled by itself.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from weft.place.recipes import RECIPES, Gather, Recipe, Value
 from weft.place.spec import LayoutError, Mesh
 
 Recipes = Mapping[type[Value], str]
-"""By name, which recipe to take of a kind of value; `auto` or left out: whichever costs least."""
+"""The recipe for each kind of value, by name; `auto` or missing: the cheapest."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Settled:
-    """A recipe for `rows` rows of a value, who carries its collectives out, and predicted time.
+    """A recipe for `rows` rows of a value, with the transport of its collectives and the predicted time.
 
-    each: rows that a call takes at most; more go in several. parts: of a recipe that is made of other values. Compared
-    by identity, as it is counted by in every layer: `Settlements.plan` gives the same one for the same question.
+    each: maximum rows of a call; more rows go in several calls. parts: of a recipe that is made of other values. It
+    compares by identity, as calls in all layers are counted by it: `Settlements.plan` returns the same object for the
+    same arguments.
     """
 
     value: Value
@@ -40,7 +41,7 @@ class Settled:
     parts: tuple[Settled, ...] = ()
 
     def steps(self) -> Iterator[Settled]:
-        """What it is made of, in order: itself, or its parts, each by one transport or on a rank alone."""
+        """Itself, or its parts in order, each by one transport or on a rank alone."""
         if not self.parts:
             yield self
         for part in self.parts:
@@ -57,11 +58,11 @@ class Settled:
 
     @property
     def by_counts(self) -> bool:
-        """Whether its bytes follow from the rows of all DP groups, and not from what the rows are."""
+        """Whether its bytes follow from the rows of all DP groups, and not from the contents of the rows."""
         return isinstance(self.value, Permute)
 
     def received(self, counts: tuple[int, ...]) -> int:
-        """Bytes that the busiest rank receives, for these rows in each DP group if it goes by them."""
+        """Bytes that the busiest rank receives, for these rows in each DP group if its bytes depend on them."""
         live = self.value.alike(counts) if isinstance(self.value, Permute) else self.rows
         return sum(moved for _, moved in self.calls(self.rows, live))
 
@@ -75,15 +76,15 @@ class Settled:
 
     @property
     def bytes(self) -> int:
-        """That a rank receives for all rows."""
+        """Bytes that a rank receives for all rows."""
         return sum(moved for _, moved in self.calls(self.rows, self.rows))
 
     def brief(self) -> str:
-        """In few words, without who carries it out."""
+        """The settlement in a few words, without its transport."""
         return self.call_name(" + ".join(self.kinds)) if self.kinds else self.value.what
 
     def call_name(self, kind: str) -> str:
-        """The same of one of its collectives."""
+        """`brief` of one of its collectives."""
         by = "" if kind == self.recipe.name else f"{self.recipe.name}: "
         return f"{self.value.what}: {by}{kind} {self.group}"
 
@@ -94,8 +95,8 @@ class Settled:
 class Settlements:
     """Plans of the values that blocks of a model settle on a mesh, each for a number of rows.
 
-    Plans are made for rows rounded up to a power of two, so that every rank of a group comes to the same from what all
-    know. captured: of steps that are, where some sizes only the device knows.
+    Plans are made for rows rounded up to a power of two, so that all ranks of a group get the same plan from what all
+    know. captured: for captured steps, in which only the device knows some sizes.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Settlements:
         self.find, self.naive = lru_cache(1 << 12)(self._find), lru_cache(1 << 12)(self._find_naive)
 
     def local_us(self, touched: float) -> float:
-        """Of a kernel of a rank's own: what the first offer says."""
+        """µs of a local kernel, by the first offer."""
         return self.offers[0].cost.local_us(touched)
 
     def plan(self, value: Value, group: str, rows: int) -> Settled:
@@ -123,18 +124,18 @@ class Settlements:
         return self.cheapest(value, group, 1 << max(rows - 1, 0).bit_length())
 
     def _find_naive(self, value: Value, group: str, rows: int) -> Settled:
-        """What engines do by default for so many rows: the first recipe of the table, by the quickest transport.
+        """The plan of other engines for so many rows: the first recipe of the table, by the fastest transport.
 
-        Only for comparison, so it never fails: what no transport offers takes infinitely long, by `nobody`.
+        It is for comparison and never fails: what no transport offers takes infinitely long, by `nobody`.
         """
         recipe = RECIPES[type(value)][0]
         nobody = Settled(value, group, self.mesh.size(group), rows, recipe, "nobody", math.inf, rows)
         return next((plan for plan in self.options(value, group, rows) if plan.recipe is recipe), nobody)
 
     def options(self, value: Value, group: str, rows: int) -> list[Settled]:
-        """Every recipe on every transport that has it, serves the group and has room for a row; quickest first.
+        """All recipes on all transports that have them, serve the group and have the capacity for a row; fastest first.
 
-        Of a recipe that is made of others each is the cheapest, on whichever transport.
+        A recipe that is made of other values takes the cheapest plan of each, on any transport.
         """
         ranks, hosts = self.mesh.size(group), self.mesh.hosts_of(group)
         found = []
@@ -147,7 +148,7 @@ class Settlements:
                     found.append(Settled(value, group, ranks, rows, recipe, "", us, rows, some))
                 continue
             for offer in self.offers:
-                each = self._most_rows(value, ranks, rows, offer.max_bytes)
+                each = self._max_rows(value, ranks, rows, offer.max_bytes)
                 able = self._has(offer, recipe, value, ranks) and offer.serves(ranks, hosts)
                 if not able or not each or (recipe.whole and each < rows):
                     continue
@@ -165,14 +166,14 @@ class Settlements:
         counting = offer.live_sizes or not (recipe.live and self._captured)
         return counting and offer.kinds.issuperset(recipe.kinds(value, ranks))
 
-    def _most_rows(self, value: Value, ranks: int, rows: int, max_bytes: int | None) -> int:
+    def _max_rows(self, value: Value, ranks: int, rows: int, max_bytes: int | None) -> int:
         if max_bytes is None or value.bytes(rows, ranks) <= max_bytes:
             return rows
         fixed = value.bytes(0, ranks)
         return int(min(rows, max(0, max_bytes - fixed) // (value.bytes(1, ranks) - fixed)))
 
     def _find(self, value: Value, group: str, rows: int) -> Settled | None:
-        """The cheapest of the options, of the recipe that was asked for, which need not have been measured; or None."""
+        """The cheapest option of the requested recipe, which need not have been measured; None where there is none."""
         asked = self.recipes.get(type(value), "auto")
         for plan in self.options(value, group, rows):
             if asked == plan.recipe.name or (asked == "auto" and plan.us < math.inf):
@@ -180,7 +181,7 @@ class Settlements:
         return None
 
     def cheapest(self, value: Value, group: str, rows: int) -> Settled:
-        """As `find`. Raises LayoutError where there is none, with what there is."""
+        """The plan of `_find`. Raises LayoutError where there is none, and says which there are."""
         found = self.find(value, group, rows)
         if found is None:
             raise LayoutError(self._refusal(value, group, rows))
@@ -217,10 +218,10 @@ class Settlements:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """A value that a block settles once it has read the stream.
+    """A value that a block settles after it has read the stream.
 
-    packed: the rows of a rank travel as one. asked: only in steps in which a row asks for it; spares: what is asked for
-    would have been settled in every step but for this.
+    packed: the rows of a rank travel as one. asked: only in steps in which a row asks for it. spares: without it, the
+    value that rows ask for would be settled in all steps.
     """
 
     value: Value
@@ -230,12 +231,13 @@ class Settlement:
     spares: bool = False
 
     def of(self, tokens: int) -> tuple[Value, str, int]:
-        """In a step of so many tokens in each DP group: the value, its group, and how many rows of it."""
+        """In a step of so many tokens in each DP group: the value, its group, and the number of its rows."""
         if self.packed and isinstance(self.value, Gather):
             return replace(self.value, row_bytes=self.value.row_bytes * tokens), self.group, 1
         return self.value, self.group, tokens
 
 
 def by_default(settles: Sequence[Settlement]) -> tuple[Settlement, ...]:
-    """What engines settle in every step of these: what some rows ask for of all rows, and nothing that spares it."""
+    """The settlements that other engines run in all steps: those that only some rows ask for, and none that spares
+    them."""
     return tuple(replace(settlement, asked=False) for settlement in settles if not settlement.spares)

@@ -23,9 +23,9 @@ def fold(site: str) -> str:
 
 
 def plan_dict(planner: Planner, counts: Counts) -> dict[str, Any]:
-    """The plan and the naive plan for `counts` tokens in each DP group, every step of every read.
+    """The plan and the naive plan for `counts` tokens in each DP group: all steps of all reads.
 
-    bytes: that the busiest rank receives; us: predicted, null where no transport offers a step of the naive plan.
+    bytes: that the busiest rank receives. us: predicted; null where no transport offers a step of the naive plan.
     """
     plan, naive = planner.plan(counts), planner.naive(counts)
     return {
@@ -38,7 +38,7 @@ def plan_dict(planner: Planner, counts: Counts) -> dict[str, Any]:
 
 
 def plan_text(planner: Planner, counts: Counts) -> str:
-    """The same for reading, in 80 columns: equal layers once, the naive plan in a sentence, the saving last."""
+    """The plans as text of 80 columns: equal layers once, the naive plan in a sentence, the saving last."""
     plan, naive = planner.plan(counts), planner.naive(counts)
     models = ", ".join(dict.fromkeys(o.cost.name for o in planner.offers))
     by = list(dict.fromkeys(op.transport for _, op in plan.ops()))
@@ -69,7 +69,7 @@ def plan_text(planner: Planner, counts: Counts) -> str:
 
 
 def size_text(size: float) -> str:
-    """Bytes for reading: `512 B`, `10.5 KiB`."""
+    """Bytes as text: `512 B`, `10.5 KiB`."""
     power = min(max(int(size), 1).bit_length() - 1, 39) // 10
     number = size / 1024**power
     return f"{number:,.{int(power > 0 and number < 100)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
@@ -92,7 +92,7 @@ def _sum(planner: Planner, plan: Plan) -> str:
 
 
 def _formats(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
-    """Of each format that rows travel in: how many calls, and the bytes that a rank receives, and would without it."""
+    """For each format of rows: the number of calls, and the bytes that a rank receives with and without it."""
     found: dict[str, list[tuple[float, float]]] = {}
     for _, _, edge in plan.moves():
         if edge.src.wire is not None:
@@ -111,7 +111,7 @@ def _formats(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
 
 
 def _kinds(plan: Plan) -> str:
-    """How often which collective runs."""
+    """How often each collective runs."""
     found = Counter(f"{kind} {op.group}" for _, op in plan.ops(asked=False) for kind in _calls(op))
     return ", ".join(f"{times} × {kind}" for kind, times in found.items()) or "nothing moves"
 
@@ -171,7 +171,7 @@ def _read(planner: Planner, plan: Plan, read: ReadPlan) -> dict[str, Any]:
 
 
 def _table(planner: Planner, plan: Plan, one_transport: bool) -> list[str]:
-    """A line for each step under its read: what it does, the bytes that the busiest rank receives, µs."""
+    """A line for each step under its read: its text, the bytes that the busiest rank receives, µs."""
     rows: list[tuple[str, ...]] = []
     reads = _folded(plan)
     first = {read.read.site.split(".")[0] for _, read in reads}
@@ -193,7 +193,7 @@ def _table(planner: Planner, plan: Plan, one_transport: bool) -> list[str]:
 
 
 def _folded(plan: Plan) -> list[tuple[int, ReadPlan]]:
-    """Reads whose folded name, steps, residual and settlements are equal, counted, in the order first seen."""
+    """Reads with equal folded names, steps, residuals and settlements, counted, in the order first seen."""
     seen: dict[tuple[object, ...], list[ReadPlan]] = {}
     for read in plan.reads:
         seen.setdefault((fold(read.read.site), read.steps, read.residual, read.settled), []).append(read)

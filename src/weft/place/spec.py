@@ -1,4 +1,4 @@
-"""What a hidden state holds and what it still owes.
+"""Placements: what a hidden state holds and what it owes.
 
 A `Mesh` lays N ranks out twice: for attention (`attn_dp × attn_tp`) and for the mixture of experts (`ep × moe_tp`).
 Inside attn_tp, `dcp` neighbouring ranks may share their heads and split the cached tokens between them (decode context
@@ -10,8 +10,8 @@ are both sets of axes, and a sum is legal where owed ⊆ gathered: ranks that ar
 people use the names of such sets (`attn_tp`, `ep`, `world` …). Where two cuts do not divide each other (attn_tp 2 and
 moe_tp 3), the one that fits no axis stays a pair of named groups that make up the world.
 
-A `Placement` is the type of a hidden state on that mesh. All is normalised, so that placements that mean the
-same compare equal: a group of one rank is `None`, and two names of the same set are one name.
+A `Placement` is the type of a hidden state on that mesh. It is normalised, so that placements with the same meaning
+compare equal: a group of one rank is `None`, and two names of the same set are one name.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ Partition = tuple[tuple[int, ...], ...]
 
 
 class LayoutError(ValueError):
-    """A layout that cannot be: the text says which numbers clash and what to change."""
+    """An impossible layout: the text says which numbers conflict and what to change."""
 
 
 class PlacementError(TypeError):
-    """Two placements that do not fit: the text names the block and both placements."""
+    """Two placements that do not match: the text names the block and both placements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which tokens a rank holds: the OWN rows of every rank of its group `over`, in rank order.
+    """Which tokens a rank holds: the OWN rows of all ranks of its group `over`, in rank order.
 
-    over: a group's name; None: its own alone. A mesh normalises it (`Mesh.rows_over`).
+    over: a group's name; None: its own rows alone. A mesh normalises it (`Mesh.rows_over`).
     """
 
     over: str | None
 
     OWN: ClassVar[Rows]
-    """Its share of its DP group's tokens."""
+    """A rank's share of its DP group's tokens."""
     GROUP: ClassVar[Rows]
-    """Every token of its DP group."""
+    """All tokens of its DP group."""
     WORLD: ClassVar[Rows]
-    """The tokens of every DP group, in group order."""
+    """The tokens of all DP groups, in group order."""
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class Rows:
 
 Rows.OWN, Rows.GROUP, Rows.WORLD = Rows(None), Rows("attn_tp"), Rows("world")
 NAMED_ROWS = (Rows.OWN, Rows.GROUP, Rows.WORLD)
-"""What models read, each holding more than the one before."""
+"""The rows that models read, each holding more than the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Placement:
     owes:  None for a complete value. Otherwise the value is a partial sum: the terms of the group's other ranks are
            still to be added.
     split: the group over which the feature dimension is split, or None; only inside a block, never on the stream.
-    wire:  how complete rows are written down, or None for the activations' dtype; only between a norm and its readers.
+    wire:  the format of complete rows, or None for the activations' dtype; only between a norm and its readers.
     """
 
     rows: Rows
@@ -96,9 +96,9 @@ class Mesh:
     """A layout of N = attn_dp·attn_tp = ep·moe_tp ranks.
 
     Rank r is place `r % attn_tp` of DP group `r // attn_tp`, place `r % moe_tp` of expert group `r // moe_tp`, and
-    place `r % dcp` of the `dcp` neighbours that hold a share of the same cached tokens each. hosts: as many ranks are
-    on each; `host_of` says which. Raises LayoutError where the two views differ in size, dcp does not divide attn_tp,
-    or the hosts the ranks.
+    place `r % dcp` of the `dcp` neighbours that shard the same cached tokens. hosts: all have equally many ranks;
+    `host_of` says which. Raises LayoutError where the two views differ in size, dcp does not divide attn_tp, or hosts
+    the ranks.
     """
 
     attn_dp: int = 1
@@ -135,7 +135,7 @@ class Mesh:
         return rank // self.attn_tp
 
     def leader(self, group: int) -> int:
-        """The first rank of a DP group: the one whose sampled tokens count."""
+        """The first rank of a DP group: the engine uses its sampled tokens."""
         return group * self.attn_tp
 
     # --- axes -------------------------------------------------------------------------------------------------
@@ -145,8 +145,8 @@ class Mesh:
         return Axes(self.world, self.attn_tp, self.moe_tp, self.dcp, self.hosts)
 
     def host_of(self, rank: int) -> int:
-        """The host that a rank is on (`Axes.host_run`)."""
-        return rank // self._axes.host_run % self.hosts
+        """The host that a rank is on (`Axes.host_block`)."""
+        return rank // self._axes.host_block % self.hosts
 
     def axes(self, group: str | None) -> AxisSet | None:
         """The axes of a group, 0 for none; None where it is no set of axes. KeyError for an unknown name."""
@@ -164,9 +164,9 @@ class Mesh:
 
     @cached_property
     def communicating(self) -> tuple[str, ...]:
-        """The canonical names of the groups whose ranks may exchange hidden states, the world first.
+        """The canonical names of the groups that may exchange hidden states, the world first.
 
-        On one host those with a name: each takes memory of a transport. Over hosts every set of axes.
+        On one host those with a name: each takes memory of a transport. Over hosts all sets of axes.
         """
         found = [canonical for name in GROUP_NAMES[:5] if (canonical := self.canonical(name))]
         if self.hosts > 1:
@@ -175,7 +175,7 @@ class Mesh:
 
     @cached_property
     def row_kinds(self) -> tuple[Rows, ...]:
-        """The rows that hidden states may hold, each once, fewest first. Over hosts those of every set of axes."""
+        """The rows that hidden states may hold, each once, fewest first. Over hosts those of all sets of axes."""
         found = [self.rows(rows) for rows in NAMED_ROWS]
         if self.hosts > 1:
             found += [self.rows_over(axes) for axes in self._axes.of_streams]
@@ -206,7 +206,7 @@ class Mesh:
 
     @cached_property
     def _named(self) -> dict[str, tuple[int, int]]:
-        """Each name that is a run of rank numbers or a stride through them, axes or not: (stride, extent)."""
+        """Each name that is a range of rank numbers or a stride through them, axes or not: (stride, extent)."""
         return {
             "world": (1, self.world),
             "attn_tp": (1, self.attn_tp),
@@ -214,7 +214,7 @@ class Mesh:
             "moe_tp": (1, self.moe_tp),
             "ep": (self.moe_tp, self.ep),
             "dcp": (1, self.dcp),
-            "rail": (self._axes.host_run, self.hosts),
+            "rail": (self._axes.host_block, self.hosts),
             "host": (0, self.world // self.hosts),
         }
 
@@ -227,7 +227,7 @@ class Mesh:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Every group that may communicate, once, the world first. With dcp = 1 there are none of dcp."""
+        """All groups that may communicate, each once, the world first. With dcp = 1 there are none of dcp."""
         names = [*GROUP_NAMES[:5], *(["dcp"] if self.dcp > 1 else []), *self.communicating]
         return tuple(dict.fromkeys(self.peers(name, rank) for name in names for rank in range(self.world)))
 
@@ -276,7 +276,7 @@ class Mesh:
         return self._named[group][1] if axes is None else self.extent(axes)
 
     def hosts_of(self, group: str | None) -> int:
-        """Hosts over which each group is spread: the most of any."""
+        """Number of hosts over which a group is spread; the maximum over the groups of this name."""
         if self.hosts == 1:
             return 1
         axes, rail = self.axes(group), self.axes("rail")
@@ -285,7 +285,7 @@ class Mesh:
         return max(len({self.host_of(r) for r in self.peers(group, rank)}) for rank in range(self.world))
 
     def same_rows(self, rows: Rows, group: str | None) -> bool:
-        """Whether every rank of each group holds the same tokens; only then may the group sum, or split features."""
+        """Whether all ranks of each group hold the same tokens; only then may the group sum, or split features."""
         known = self._same_rows.get((rows, group))
         if known is None:
             known = self._same_rows[rows, group] = self._holds_same(self.gathered(rows), group)
@@ -303,7 +303,7 @@ class Mesh:
         return all(len({self.peers(name, r) for r in self.peers(group, rank)}) == 1 for rank in range(self.world))
 
     def left_after(self, owes: str, group: str) -> tuple[bool, str | None]:
-        """(legal, rest): what a debt over `owes` still owes once it was summed over `group`.
+        """(legal, rest): the debt that is left of `owes` after a sum over `group`.
 
         Legal when `group` divides `owes` evenly: owes = group × rest.
         """
@@ -328,7 +328,7 @@ class Mesh:
 
     @cached_property
     def _placements(self) -> dict[tuple[Rows, str | None, str | None], Placement]:
-        """Those that were asked for, as every block of every step asks for the same."""
+        """A cache: all blocks of all steps ask for the same placements."""
         return {}
 
     def _placement(self, rows: Rows, owes: str | None, split: str | None) -> Placement:
@@ -345,17 +345,17 @@ class Mesh:
     def row_range(self, rows: Rows, rank: int, counts: tuple[int, ...]) -> tuple[int, int]:
         """[start, stop) of a rank's OWN, GROUP or WORLD rows, counted in WORLD rows. `counts`: tokens of each DP group.
 
-        OWN rows are the group's rows cut into attn_tp runs; their lengths differ by at most one, longer ones first.
+        OWN rows are the group's rows cut into attn_tp ranges; their lengths differ by at most one, longer ones first.
         """
         rows = self.rows(rows)
         start = 0 if rows == self.rows(Rows.WORLD) else sum(counts[: self.group_of(rank)])
         if rows == Rows.OWN and self.attn_tp > 1:
-            place, (least, more) = rank % self.attn_tp, divmod(counts[self.group_of(rank)], self.attn_tp)
-            start += place * least + min(place, more)
+            place, (fewest, more) = rank % self.attn_tp, divmod(counts[self.group_of(rank)], self.attn_tp)
+            start += place * fewest + min(place, more)
         return start, start + self.row_count(rows, rank, counts)
 
-    def row_runs(self, rows: Rows, rank: int, counts: tuple[int, ...]) -> list[tuple[int, int]]:
-        """The same of any rows: [start, stop) of each rank's OWN rows that they are made of, in order."""
+    def row_ranges(self, rows: Rows, rank: int, counts: tuple[int, ...]) -> list[tuple[int, int]]:
+        """`row_range` for any rows: [start, stop) of the OWN rows of each rank of which they consist, in order."""
         if (known := self.rows(rows)) in NAMED_ROWS:
             return [self.row_range(known, rank, counts)]
         return [self.row_range(Rows.OWN, peer, counts) for peer in self.peers(known.over, rank)]

@@ -1,8 +1,8 @@
-"""What splitting embedding and head over ranks saves a decode step, and what it costs.
+"""What a split of embedding and head over ranks saves in a decode step, and what it costs.
 
-A rank then reads its share of the head's weights for its share of the logits. In return the embedding owes a sum, which
-the plan of the residual stream settles, and the ranks gather each one's best token of a row with its score. Where a row
-asks for more than its best token, they gather whole rows of logits.
+A rank then reads its share of the head's weights and computes its share of the logits. In return the embedding owes a
+sum, which the plan of the residual stream settles, and the ranks gather each rank's best token of a row with its score.
+For a row that asks for more than its best token, they gather all its logits.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from weft.place.settlements import Settled, Settlements
 from weft.place.show import columns, size_text
 
 BEST_BYTES, LOGIT_BYTES = 8, 4
-"""Of a token and its score; of a logit."""
+"""Bytes of a token and its score; of a logit."""
 MAX_TOKENS = 1 << 24
-"""Tokens that float32 tells apart: a row's best token travels beside its score."""
+"""Number of tokens that float32 can count: a row's best token travels beside its score."""
 SMALL_KERNELS = 1
-"""That a split adds to a decode step on a GPU: what finds the best of a rank's tokens, for the gather of all ranks'."""
+"""Extra kernel launches of a split in a decode step on a GPU: local argmax before the gather."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Whose tokens are split over `ranks` ranks. token_bytes: of a token's weights."""
+    """A head that is split by tokens over `ranks` ranks. token_bytes: of a token's weights."""
 
     ranks: int
     tokens: int
@@ -36,9 +36,11 @@ class Head:
 class SplitStep:
     """A decode step of so many rows in each DP group with a split vocabulary; times in µs.
 
-    embedding_us: that the plan takes longer for the embedding's sum. best, logits: how best tokens are gathered, and
-    whole rows where one is asked for; best_bytes, logits_bytes: that a rank receives then. kernels_us: of
-    SMALL_KERNELS. head_us, whole_head_us: of the head's product, by a rank's share of the weights and by all of them.
+    embedding_us: extra time of the plan for the embedding's sum.
+    best, logits: the plans that gather best tokens, and logits where a row asks for them. best_bytes, logits_bytes:
+    that a rank receives.
+    kernels_us: of SMALL_KERNELS. head_us, whole_head_us: of the head's product, with a rank's share of the weights and
+    with all of them.
     """
 
     rows: int
@@ -58,17 +60,17 @@ class SplitStep:
 
 
 def best_tokens(rows: int) -> Gather:
-    """What the ranks gather of rows that take their best token: all rows of a rank travel as one."""
+    """What the ranks gather for rows that take their best token: all rows of a rank travel as one."""
     return Gather("best tokens", BEST_BYTES * rows)
 
 
 def logit_rows(tokens: int, ranks: int) -> Gather:
-    """What they gather of a row that asks for more: a run of logits each, as long as the longest."""
+    """What they gather for a row that asks for more: from each rank as many logits as the largest share has."""
     return Gather("logits", -(-tokens // ranks) * LOGIT_BYTES)
 
 
 def split_step(head: Head, rows: int, embedding_us: float, settlements: Settlements) -> SplitStep:
-    """Raises LayoutError where nothing gathers."""
+    """Raises LayoutError where no transport gathers."""
     local_us, ranks, share = settlements.local_us, head.ranks, -(-head.tokens // head.ranks)
     return SplitStep(
         rows,
@@ -94,7 +96,7 @@ def vocabulary_dict(step: SplitStep) -> dict[str, Any]:
 
 
 def vocabulary_text(tokens: int, ranks: int, steps: Sequence[SplitStep]) -> str:
-    """The same of several steps for reading: what the split adds to a step, and what it takes away."""
+    """Several steps for people: what the split adds to a step, and what it saves."""
     rows = [("  rows in each DP group", "embedding", "best tokens", "by", "head", "saved")]
     whole = [("  logits, where a row asks for more", "by", "bytes a rank", "")]
     for s in steps:

@@ -33,7 +33,7 @@ inline void store_published(char* p, uint8_t mark) {
   emulated::check_access(p, 1);
   __atomic_store_n(reinterpret_cast<uint8_t*>(p), mark, __ATOMIC_RELEASE);
 }
-inline uint32_t at_most(uint32_t w, uint32_t most) { return std::min(w, most); }
+inline uint32_t min_of(uint32_t w, uint32_t limit) { return std::min(w, limit); }
 inline void sync_cluster() {
   emulated::take_hopper();
   emulated::Cluster& cluster = *emulated::here.cluster;

@@ -163,7 +163,7 @@ class PeerTransport(NamedCalls):
 
     @property
     def tuning(self) -> PeerTuning:
-        """May be changed between calls, to the same on all ranks. The plain form takes no clusters and no early launch."""
+        """May be changed between calls, equally on all ranks. The plain form has no clusters and no early launch."""
         return self._tuning
 
     @tuning.setter

@@ -1,4 +1,4 @@
-"""Grouped-query attention, with what families add to it: norms of heads, a window, a gate on the output."""
+"""Grouped-query attention, with the additions of families: norms of heads, a window, a gate on the output, sinks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.models.source import PartOfHeads, Source
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Queries and keys are normalised head by head. less_one: as `RMSNorm`."""
+    """Norms of queries and keys, head by head. less_one: as `RMSNorm`."""
 
     eps: float
     less_one: bool = False
@@ -31,10 +31,12 @@ class HeadNorms:
 class Heads:
     """The heads of a layer, summed over all ranks. dim: elements of a head.
 
-    window: a row sees itself and the window − 1 tokens before it. bias: of query, key and value; output_bias: of the
-    output. gate: a sigmoid of another projection, which scales each head of the output ("head", checkpoint `g_proj`)
-    or each element of it ("element", stored head by head behind the queries in `q_proj`). sinks: each query head has a
-    learnt score of a token without a value, which a row's others share its attention with (arXiv 2309.17453).
+    window: a row sees itself and the window − 1 tokens before it.
+    bias: of query, key and value. output_bias: of the output.
+    gate: a sigmoid of another projection, which scales each head of the output ("head", checkpoint `g_proj`) or each
+        element of it ("element", stored head by head behind the queries in `q_proj`).
+    sinks: each query head has a learnt score of a token without a value, which takes a part of a row's attention (arXiv
+        2309.17453).
     """
 
     query: int
@@ -49,9 +51,9 @@ class Heads:
 
 
 class Attention(Layer):
-    """Attention of every query head to the keys and values of its group's head; heads are split over attn_tp.
+    """Attention of each query head to the keys and values of its group's head; heads are split over attn_tp.
 
-    A key-value head that there are fewer of than ranks is held by several.
+    Where there are fewer key-value heads than ranks, several ranks hold the same one.
     """
 
     def __init__(self, b: Builder, path: str, width: int, heads: Heads):

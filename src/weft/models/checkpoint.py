@@ -1,4 +1,4 @@
-"""Checkpoints: slices of safetensors, dequantised on the way in where they are stored in eight bits or four."""
+"""Checkpoints: slices of safetensors; weights that are stored in eight or four bits are dequantised on reading."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class Checkpoint:
     """A directory's tensors, read slice by slice. A context manager: the files stay open inside.
 
-    float8_block: (rows, columns) of a weight that share a scale, where config.json says that it is stored in FP8: as
-    `name`, float8_e4m3fn, beside `name_scale_inv`, float32, which it is multiplied with (DeepSeek-V3, arXiv
-    2412.19437). mxfp4: that weights may be stored as `name_blocks`, two values a byte, the lower four bits first, and
-    `name_scales`, the power of two of each 32 values plus 127 (OCP Microscaling Formats 1.0).
+    float8_block: (rows, columns) of a weight that share a scale, where config.json says that weights are stored in FP8:
+        as `name`, float8_e4m3fn, with `name_scale_inv`, float32, the factor of each block (DeepSeek-V3, arXiv
+        2412.19437).
+    mxfp4: weights may be stored as `name_blocks`, two values a byte, the lower four bits first, and `name_scales`, the
+        power of two of each 32 values plus 127 (OCP Microscaling Formats 1.0).
     """
 
     def __init__(self, directory: Path, float8_block: tuple[int, int] | None = None, mxfp4: bool = False):
@@ -41,7 +42,7 @@ class Checkpoint:
         self._stack.close()
 
     def read(self, source: Source) -> Tensor:
-        """What a source asks for, float32 where it is stored quantised. Raises ModelError."""
+        """The slice of a source, float32 where it is stored quantised. Raises ModelError."""
         shape, take = source.stored()
         if source.name not in self._files and self._mxfp4 and f"{source.name}_blocks" in self._files:
             return source.restore(self._four_bits(source.name, shape, take))
@@ -51,7 +52,7 @@ class Checkpoint:
         return source.restore(part)
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of the name."""
+        """Whether there is a tensor of this name."""
         return name in self._files
 
     def has_scales(self, name: str) -> bool:
@@ -59,9 +60,9 @@ class Checkpoint:
         return self.has(f"{name}_scale_inv")
 
     def read_float8(self, source: Source, unit: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """What a source asks for, as it is stored: float8_e4m3fn, and a float32 scale for each (rows, columns) of unit.
+        """The slice of a source as it is stored: float8_e4m3fn, and a float32 scale for each (rows, columns) of unit.
 
-        unit divides the blocks and the places where the slice begins in them. Raises ModelError.
+        unit divides the blocks, and the places in them where the slice begins. Raises ModelError.
         """
         shape, take = source.stored()
         part = self._slice(source.name, shape)[take]
@@ -71,16 +72,16 @@ class Checkpoint:
         return source.restore(part), source.restore(scales)[..., :: unit[0], :]
 
     def _scales(self, name: str, shape: Shape, take: Slices, columns: int = 1) -> Tensor:
-        """One for each row and run of so many columns of a slice."""
+        """One scale for each row and each so many columns of a slice."""
         if self._block is None:
             raise ModelError(f"{name} is stored in FP8, but config.json has no weight_block_size")
         blocks = tuple(-(-size // block) for size, block in zip(shape[-2:], self._block, strict=True))
-        runs = tuple(
+        units = tuple(
             slice(t.start // block, -(-t.stop // block)) for t, block in zip(take[-2:], self._block, strict=True)
         )
-        scales: Tensor = self._slice(f"{name}_scale_inv", (*shape[:-2], *blocks))[(*take[:-2], *runs)].float()
-        for dim, block, run in zip((-2, -1), self._block, (1, columns), strict=True):
-            at = torch.arange(take[dim].start, take[dim].stop, run)
+        scales: Tensor = self._slice(f"{name}_scale_inv", (*shape[:-2], *blocks))[(*take[:-2], *units)].float()
+        for dim, block, unit in zip((-2, -1), self._block, (1, columns), strict=True):
+            at = torch.arange(take[dim].start, take[dim].stop, unit)
             scales = scales.index_select(dim, at // block - take[dim].start // block)
         return scales
 
@@ -116,7 +117,7 @@ def _open(path: Path) -> Any:
 
 
 def tensor_files(model_dir: Path) -> dict[str, Path]:
-    """Which file holds each tensor. Raises ModelError where there is no checkpoint, or a file of it is missing."""
+    """The file of each tensor. Raises ModelError where there is no checkpoint, or a file of it is missing."""
     index = model_dir / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -20,26 +20,26 @@ from weft.stream import GROUP, Stream, TraceStream
 
 @dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
-    """The config of a family whose model is a `Decoder`: it says what each layer is."""
+    """The config of a family with a `Decoder` as its model: it says what each layer is."""
 
     @property
     def ropes_of_layers(self) -> Sequence[Rope]:
-        """The rotary embeddings that layers choose from, by number."""
+        """The rotary embeddings from which layers choose, by number."""
         return (self.rope,)
 
     @abstractmethod
     def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
-        """The index-th, its weights' names beginning with path. Raises LayoutError as `build`."""
+        """Layer number index; its weights' names begin with path. Raises LayoutError as `build`."""
 
     def build(self, b: Builder) -> Decoder:
         return Decoder(b, self)
 
 
 class DecoderLayer(Layer):
-    """Attention on the DP group's tokens, then experts (or an MLP) on everyone's.
+    """Attention on the DP group's tokens, then experts or an MLP on the rows that it `takes`.
 
-    attention: (Hidden, RotaryTable, Caches) → Hidden; mlp: Hidden → Hidden, of the rows that it
-    `takes`. rope: number of the decoder's rotary embedding for its queries and keys.
+    attention: (Hidden, RotaryTable, Caches) → Hidden. mlp: Hidden → Hidden. rope: number of the decoder's rotary
+    embedding for its queries and keys.
     """
 
     def __init__(self, b: Builder, path: str, c: ModelConfig, attention: Layer, mlp: FeedForward, rope: int = 0):
@@ -56,8 +56,8 @@ class DecoderLayer(Layer):
 
 
 class Decoder(LanguageModel):
-    """The decoder and its head. forward gives logits `[S, vocabulary]` of the batch's sampled rows, in the weights'
-    dtype, of this rank's run of the vocabulary where it is split.
+    """The decoder and its head. forward returns logits `[S, vocabulary]` of the batch's sampled rows, in the weights'
+    dtype; where the vocabulary is split, those of this rank's share.
     """
 
     def __init__(self, b: Builder, c: DecoderConfig):
@@ -87,5 +87,5 @@ def _norm(b: Builder, path: str, c: ModelConfig) -> RMSNorm:
 
 
 def on_group_rows(path: str, x: Hidden) -> None:
-    """Raises PlacementError unless x has the rows of one DP group, whose cache attention reads."""
+    """Raises PlacementError unless x has the rows of one DP group: attention reads that group's cache."""
     x.require_placement(x.mesh.placement(GROUP), path)

@@ -17,14 +17,17 @@ from weft.models.model_config import Fields, common_fields
 from weft.models.rotary import RotaryTable
 from weft.models.source import Source
 
-LATENT_EPS = 1e-6  # of the norms inside attention, whatever the config says of the others
+LATENT_EPS = 1e-6  # of the norms inside attention, for all values of the config
 
 
 @dataclass(frozen=True)
 class DeepseekConfig(FirstDenseConfig):
-    """Widths in elements. q_rank: of the latent vector that queries are made of; None: they are made of the hidden
-    state. kv_rank: of the one that keys and values are made of. A head's key is `nope_dim` elements of it and
-    `rope_dim` rotated ones, which all heads share; its value has `value_dim`.
+    """Widths in elements.
+
+    q_rank: of the latent vector from which queries are computed; None: they are computed from the hidden state.
+    kv_rank: of the latent vector of keys and values.
+    A head's key is `nope_dim` elements of it and `rope_dim` rotated ones, which all heads share; its value has
+    `value_dim`.
     """
 
     q_rank: int | None
@@ -46,7 +49,7 @@ def read(fields: Fields) -> DeepseekConfig:
     fields.only("scoring_func", "sigmoid" if v3 else "softmax")
     fields.only("topk_method", *(("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")))
     if v3:
-        fields.get("num_nextn_predict_layers"), fields.get("num_mtp_layers")  # they only draft tokens, and are not run
+        fields.get("num_nextn_predict_layers"), fields.get("num_mtp_layers")  # draft layers, which are not run
     else:
         fields.only("norm_topk_prob", False)
         fields.only("rope_interleave", True)
@@ -68,11 +71,11 @@ def read(fields: Fields) -> DeepseekConfig:
 
 
 class LatentAttention(Layer):
-    """Attention whose cache holds one latent vector and one rotated key a token, whole on every rank for all heads.
+    """Attention with one latent vector and one rotated key for each cached token, whole on all ranks, for all heads.
 
     Heads are split over attn_tp. The projections from the latent vector to keys and values are absorbed into the
-    query and the output: q·(U c) = (Uᵀ q)·c, so nothing that was cached is ever expanded. The ranks of a dcp group hold
-    them for all of its heads.
+    query and the output: q·(U c) = (Uᵀ q)·c, so cached vectors are never expanded. The ranks of a dcp group hold the
+    projections of all its heads.
     """
 
     def __init__(self, b: Builder, path: str, c: DeepseekConfig):

@@ -1,4 +1,4 @@
-"""Gated DeltaNet (arXiv 2412.06464): linear attention whose state forgets, and is corrected rather than added to."""
+"""Gated DeltaNet (arXiv 2412.06464): linear attention with a state that decays and is corrected by each token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.models.rotary import RotaryTable
 from weft.models.source import Fused, Source
 
 CHUNK, CHUNKS = 64, 16
-"""Tokens whose corrections are solved for at once, and how many such chunks are prepared at once."""
+"""Tokens of a chunk, which solves all their corrections at once; chunks that are prepared at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,14 @@ class DeltaHeads:
 
 
 class GatedDeltaNet(Layer):
-    """A short convolution over each feature of queries, keys and values, the gated delta rule, a norm behind a gate.
+    """A short convolution over each feature of queries, keys and values, the gated delta rule, and a norm after a gate.
 
     Value heads are split over attn_tp, and with them the state: float32 `[value heads, key_dim, value_dim]`, and the
-    last window − 1 inputs of the convolution. A key head that there are fewer of than ranks is held by several.
+    last window − 1 inputs of the convolution. Where there are fewer key heads than ranks, several ranks hold the same
+    one.
 
-    Prompts are computed in plain torch on every device, in runs of `CHUNK` tokens; on GPUs a sequence's single token
-    is computed by Triton kernels on the states where they lie.
+    Prompts are computed in plain torch on all devices, in chunks of `CHUNK` tokens; on GPUs a sequence's single token
+    is computed by Triton kernels, which update the states in place.
     """
 
     def __init__(self, b: Builder, path: str, width: int, heads: DeltaHeads, eps: float):
@@ -97,7 +98,7 @@ class GatedDeltaNet(Layer):
         return self.out(self.project(x).elementwise(run, self.path))
 
     def _step(self, product: Tensor, sequences: slice, caches: Caches, out: Tensor) -> None:
-        """Of sequences with one row each, `[B, features]`: fills their output; states are updated where they lie."""
+        """Fills the output of sequences with one row each, `[B, features]`, and updates their states in place."""
         from weft.kernels.triton.delta_step import delta_step  # GPUs only: a CPU need not have Triton
 
         (states, tails), slots = caches.states_and_slots(self)
@@ -106,7 +107,7 @@ class GatedDeltaNet(Layer):
         delta_step(product, before, after, *of_layer, states, tails, out)
 
     def _run(self, product: Tensor, state: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of sequences with equally many rows, `[B, rows, features]`: their output, and their states after it."""
+        """The output of sequences with equally many rows, `[B, rows, features]`, and their states after it."""
         h, rows = self.heads, product.shape[1]
         mixed, z, b, a = product.split([sum(self.sizes[:3]), *self.sizes[3:]], dim=-1)
         inputs = torch.cat((tail, mixed.transpose(1, 2).float()), dim=-1)
@@ -131,18 +132,18 @@ class GatedDeltaNet(Layer):
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The gated delta rule over a run of tokens: (out `[…, rows, V]`, the state after them).
+    """The gated delta rule over consecutive tokens: (out `[…, rows, V]`, the state after them).
 
     Token by token it is S ← exp(decay) S; S ← S + k (beta (v − Sᵀ k))ᵀ; out = Sᵀ q. The corrections of a chunk depend
-    on one another through a triangular system. Its inverse is found for all chunks at once; what is left to do chunk by
-    chunk are five products (the chunkwise form of arXiv 2406.06484, 2412.06464).
+    on one another through a triangular system. Its inverse is computed for all chunks at once; then each chunk takes
+    five products (the chunkwise form of arXiv 2406.06484, 2412.06464).
 
     q, k `[…, rows, K]`; v `[…, rows, V]`; decay (not above 0), beta `[…, rows]`; state `[…, K, V]`; all float32.
     """
     rows = q.shape[-2]
     size = min(CHUNK, rows)
     chunks = -(-rows // size)
-    # Tokens that fill the last chunk change nothing: they do not decay, correct or ask.
+    # Tokens that fill the last chunk have no effect: their decay, beta and query are 0.
     q, k, v = (F.pad(x, (0, 0, 0, chunks * size - rows)).unflatten(-2, (chunks, size)) for x in (q, k, v))
     decay, beta = (F.pad(x, (0, chunks * size - rows)).unflatten(-1, (chunks, size)) for x in (decay, beta))
     total = decay.cumsum(-1)
@@ -170,8 +171,8 @@ def equal_spans(spans: tuple[tuple[int, int], ...] | None, rows: int) -> list[tu
     """
     found: list[tuple[slice, slice, int]] = []
     first = at = 0
-    for count, run in itertools.groupby([1] * rows if spans is None else [count for count, _ in spans]):
-        sequences = len(list(run))
+    for count, equal in itertools.groupby([1] * rows if spans is None else [count for count, _ in spans]):
+        sequences = len(list(equal))
         for many in [sequences] if count == 1 else [1] * sequences:
             if count:
                 found.append((slice(first, first + count * many), slice(at, at + many), count))

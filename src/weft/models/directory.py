@@ -1,4 +1,4 @@
-"""Whether a path is a model's directory: told without importing what takes long."""
+"""Checks whether a path is a model's directory, without slow imports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def no_model(path: Path) -> str | None:
-    """Why a path is no directory of a Hugging Face model, in a line that says what to do; None where it is one."""
+    """Why a path is no directory of a Hugging Face model, in one line that says what to do; None where it is one."""
     if (path / "config.json").is_file():
         return None
     if HUB_NAME.fullmatch(str(path)) and not path.exists():

@@ -1,4 +1,4 @@
-"""Where checkpoints keep the weights of a mixture of experts, and which part of them a rank reads."""
+"""Sources of the weights of a mixture of experts: where checkpoints keep them, and the part that a rank reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExpertStorage:
 
 
 EXPERT_STORAGE = ExpertStorage()
-"""As most checkpoints have them."""
+"""The names of most checkpoints."""
 
 
 def expert_sources(
@@ -43,7 +43,7 @@ def expert_sources(
     mine: the `held` of all `experts` that this rank has. cut: the `size` of their `inner` features that it has.
     """
     size = cut.stop - cut.start
-    gate, up, every = slice(0, size), slice(size, 2 * size), slice(None)
+    gate, up, everything = slice(0, size), slice(size, 2 * size), slice(None)
     if layout == "per_expert":
         shape, sources = (inner, width), dict[str, list[Source]](gate_up=[], down=[])
         for i, e in enumerate(range(mine.start, mine.stop)):
@@ -52,7 +52,7 @@ def expert_sources(
                 Source(f"{name}.gate_proj.weight", shape, (cut,), (i, gate)),
                 Source(f"{name}.up_proj.weight", shape, (cut,), (i, up)),
             ]
-            sources["down"].append(Source(f"{name}.down_proj.weight", (width, inner), (every, cut), (i,)))
+            sources["down"].append(Source(f"{name}.down_proj.weight", (width, inner), (everything, cut), (i,)))
         return sources
     if layout in ("interleaved", "interleaved_transposed"):
         transposed = (Transposed(),) if layout == "interleaved_transposed" else ()
@@ -63,17 +63,17 @@ def expert_sources(
                 views = (Fused(start, 2 * inner, 2), *last)
                 source = Source(f"{path}.gate_up_proj", (inner, width), (cut,), (i, rows_at), views)
                 sources["gate_up"].append(source)
-            sources["down"].append(Source(f"{path}.down_proj", (width, inner), (every, cut), (i,), last))
+            sources["down"].append(Source(f"{path}.down_proj", (width, inner), (everything, cut), (i,), last))
         return sources
     end, fused = (".weight", False) if layout == "stacked" else ("", True)
     rows, gate_name, up_name = (2 * inner, "gate_up", "gate_up") if fused else (inner, "gate", "up")
     below = slice(inner + cut.start, inner + cut.stop) if fused else cut
     return {
         "gate_up": [
-            Source(f"{path}.{gate_name}_proj{end}", (experts, rows, width), (mine, cut), (every, gate)),
-            Source(f"{path}.{up_name}_proj{end}", (experts, rows, width), (mine, below), (every, up)),
+            Source(f"{path}.{gate_name}_proj{end}", (experts, rows, width), (mine, cut), (everything, gate)),
+            Source(f"{path}.{up_name}_proj{end}", (experts, rows, width), (mine, below), (everything, up)),
         ],
-        "down": [Source(f"{path}.down_proj{end}", (experts, width, inner), (mine, every, cut))],
+        "down": [Source(f"{path}.down_proj{end}", (experts, width, inner), (mine, everything, cut))],
     }
 
 

@@ -1,4 +1,5 @@
-"""What DeepSeek's and GLM's models share: the first layers have an MLP, all others experts, shared ones among them."""
+"""The common structure of DeepSeek's and GLM's models: the first layers have an MLP, all others routed and shared
+experts."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from weft.models.routing import Routing
 @dataclass(frozen=True)
 class FirstDenseConfig(DecoderConfig):
     """Widths in elements. dense_layers: the first so many have an MLP instead of experts. shared_size: inner features
-    of the shared experts, taken as one; 0: there are none.
+    of all shared experts; 0: there are none.
     """
 
     intermediate_size: int
@@ -30,7 +31,7 @@ class FirstDenseConfig(DecoderConfig):
 
     @abstractmethod
     def attention(self, b: Builder, path: str) -> Layer:
-        """Of every layer."""
+        """The attention of each layer."""
 
     def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
         mlp: FeedForward

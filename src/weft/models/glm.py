@@ -12,7 +12,7 @@ from weft.models.model_config import Fields, common_fields, rope_of
 
 @dataclass(frozen=True)
 class GlmConfig(FirstDenseConfig):
-    """heads: of every layer."""
+    """heads: of each layer."""
 
     heads: Heads
 
@@ -22,7 +22,7 @@ class GlmConfig(FirstDenseConfig):
 
 def read(fields: Fields) -> GlmConfig:
     """Reads a config of GLM-4.5, GLM-4.5-Air or GLM-4.6. Raises ModelError."""
-    fields.get("num_nextn_predict_layers"), fields.get("num_mtp_layers")  # they only draft tokens, and are not run
+    fields.get("num_nextn_predict_layers"), fields.get("num_mtp_layers")  # draft layers, which are not run
     dim = fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
     parameters = dict(fields.need("rope_parameters"))
     part = parameters.pop("partial_rotary_factor", 1.0)  # a missing one transformers has filled in, null it leaves out

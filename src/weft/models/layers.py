@@ -1,4 +1,4 @@
-"""Typed layers. Each declares how its weight is sharded beside the weight, and passes placements through by rule:
+"""Typed layers. Each layer declares how its weight is sharded, and maps placements by rule:
 
 | layer | takes | gives |
 |---|---|---|
@@ -6,7 +6,7 @@
 | `ColumnLinear` over G | complete | features split over G |
 | `RowLinear` over G | features split over G | owes a sum over G |
 
-No layer communicates. A layer that is fed another placement raises PlacementError.
+No layer communicates. A layer raises PlacementError for an input with another placement.
 (Column and row parallel as in Megatron-LM, arXiv 1909.08053.)
 """
 
@@ -32,25 +32,25 @@ from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
 
 
 class Workspace(Protocol):
-    """Makes an unfilled tensor of like's dtype and device, where it can best be summed over ranks."""
+    """Makes an unfilled tensor of like's dtype and device, in memory that ranks can sum fastest."""
 
     def __call__(self, *shape: int, like: Tensor) -> Tensor: ...
 
 
 def torch_empty(*shape: int, like: Tensor) -> Tensor:
-    """Wherever torch puts it."""
+    """An unfilled tensor in torch's own memory."""
     return like.new_empty(shape)
 
 
 @dataclass(frozen=True)
 class Builder:
-    """What every layer is built with: the rank's place, its weights' dtype and device, and the layout's choices.
+    """The arguments that all layers are built with: the rank, its weights' dtype and device, and the layout's choices.
 
     workspace: makes tensors that the ranks will sum.
     queries_shared_by: number of neighbouring ranks that each compute the queries of all their heads, for attention over
         sharded tokens.
     shape_only: weights have their shapes and take no memory, for a pass over zero rows.
-    experts: how a mixture of experts may take its rows.
+    experts: the forms in which a mixture of experts may take its rows.
     float8: whether products with the weight of a name are computed in FP8; None: none are.
     """
 
@@ -65,14 +65,14 @@ class Builder:
     float8: Callable[[str], bool] | None = None
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """An unfilled weight, of the model's dtype unless said."""
+        """An unfilled weight, of the model's dtype by default."""
         weight = torch.empty(() if self.shape_only else shape, dtype=dtype or self.dtype, device=self.device)
         return nn.Parameter(weight.expand(shape) if self.shape_only else weight, requires_grad=False)
 
     def share(
         self, what: str, size: int, over: str | None, unit: int = 1, replicate: bool = False, shared_by: int = 1
     ) -> slice:
-        """This rank's share of `size` features, which are cut over a group in whole `unit`s.
+        """This rank's share of `size` features, which are split over a group in whole `unit`s.
 
         replicate: where there are fewer units than ranks, neighbouring ranks hold the same unit (key-value heads).
         shared_by: number of neighbouring ranks that hold the same share.
@@ -105,11 +105,11 @@ class Layer(nn.Module):
         self.units: dict[str, tuple[int, int]] = {}
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """`forward`, without what torch looks for around it, as layers have no hooks."""
+        """`forward`, without torch's search for hooks: layers have none."""
         return self.forward(*args, **options)
 
     def declare(self, b: Builder, name: str, shape: tuple[int, ...], sources: list[Source]) -> None:
-        """An unfilled weight; with its scales in FP8, where that is asked for of all sources. Raises LayoutError."""
+        """An unfilled weight, with FP8 scales where all its sources are to stay in FP8. Raises LayoutError."""
         self.sources[name] = sources
         if b.float8 is None or not all(b.float8(source.name) for source in sources):
             self.register_parameter(name, b.empty(*shape))
@@ -146,9 +146,9 @@ class Linear(Layer):
 
 @dataclass(frozen=True, slots=True)
 class Out:
-    """One of a ColumnLinear's outputs: checkpoint prefix, features, and the unit that is never cut (a head).
+    """One of a ColumnLinear's outputs: checkpoint prefix, features, and the unit that is never split (a head).
 
-    views: from the weight to how it is stored. shared_by: number of neighbouring ranks that hold the same features.
+    views: from the weight to its stored form. shared_by: number of neighbouring ranks that hold the same features.
     """
 
     name: str
@@ -162,8 +162,9 @@ class Out:
 class ColumnLinear(Layer):
     """Several outputs of one input in one product, each split over a group by features.
 
-    x: complete `[rows, inputs]`; gives `[rows, sum(sizes)]`, the outputs side by side. Raises PlacementError where the
-    group's ranks hold different rows. Neighbouring outputs whose weights are all in FP8, or all not, share a product.
+    x: complete `[rows, inputs]`; returns `[rows, sum(sizes)]`, the outputs side by side. Raises PlacementError where
+    the group's ranks hold different rows. Neighbouring outputs share a product if all their weights are in FP8, or
+    none.
     """
 
     weight: nn.Parameter
@@ -179,9 +180,9 @@ class ColumnLinear(Layer):
         self.products: list[tuple[str, slice]] = []
         total = 0
         held = zip(outs, shares, self.sizes, strict=True)
-        for _, run in groupby(held, lambda o: b.float8 is not None and b.float8(f"{o[0].name}.weight")):
+        for _, neighbours in groupby(held, lambda o: b.float8 is not None and b.float8(f"{o[0].name}.weight")):
             start, sources = total, []
-            for out, share, size in run:
+            for out, share, size in neighbours:
                 at = (slice(total - start, total - start + size),)
                 sources.append(Source(f"{out.name}.weight", (out.features, inputs), (share,), at, out.views))
                 if bias:
@@ -196,7 +197,8 @@ class ColumnLinear(Layer):
         return Hidden(self._product(x), self._placement(x), x.mesh, self.path)
 
     def feed(self, x: Hidden, function: Callable[[Tensor | SplitKPartials], Tensor], origin: str) -> Hidden:
-        """`self(x).elementwise(function, origin)`, where the function adds up the product's parts if it gets them."""
+        """`self(x).elementwise(function, origin)`; the function gets the product's parts, if there are, and adds
+        them."""
         placement = self._placement(x)
         if len(self.products) > 1:
             return Hidden(function(self._product(x)), placement, x.mesh, origin)
@@ -224,7 +226,7 @@ class ColumnLinear(Layer):
 class RowLinear(Layer):
     """y = x Wᵀ with the input features split over a group: y `[rows, outputs]` owes the sum over it.
 
-    A bias is added on the group's first rank only, so that the sum holds it once.
+    Only the group's first rank adds a bias, so that the sum holds it once.
     """
 
     weight: nn.Parameter
@@ -251,9 +253,9 @@ class RowLinear(Layer):
 
 
 class RMSNorm(Layer):
-    """`weft.kernels.torch_reference.rms_norm` over all features of hidden states; split features or a debt are refused.
+    """`weft.kernels.torch_reference.rms_norm` over all features of complete hidden states; else PlacementError.
 
-    less_one: checkpoints store the weight's difference from one. One is added in float32, and the weight kept so.
+    less_one: checkpoints store the weight minus one. One is added in float32, and the weight stays in float32.
     """
 
     def __init__(self, b: Builder, path: str, width: int, eps: float, less_one: bool = False):
@@ -267,7 +269,7 @@ class RMSNorm(Layer):
 
 
 class HeadNorm(Layer):
-    """The same of plain queries or keys `[T, heads, head_dim]`, head by head: a head is whole where it is held."""
+    """`RMSNorm` of queries or keys `[T, heads, head_dim]`, head by head: a rank holds whole heads."""
 
     def __init__(self, b: Builder, path: str, head_dim: int, eps: float, less_one: bool = False):
         super().__init__(path)
@@ -284,15 +286,15 @@ def _norm_source(path: str, width: int, less_one: bool) -> Source:
 
 
 def vocabulary_share(mesh: Mesh, rank: int, vocabulary: int) -> slice:
-    """The rank's run of a vocabulary that is split over attn_tp; runs differ by one token at most."""
+    """The rank's tokens of a vocabulary that is split over attn_tp; the numbers differ by one at most."""
     place, ranks = mesh.peers("attn_tp", rank).index(rank), mesh.attn_tp
     return slice(vocabulary * place // ranks, vocabulary * (place + 1) // ranks)
 
 
 class Embedding(Layer):
-    """Token embeddings: int64 `[rows]` → `[rows, width]` of the DP group, whole on every rank and complete.
+    """Token embeddings: int64 `[rows]` → `[rows, width]` of the DP group, whole on all ranks and complete.
 
-    split: over attn_tp by tokens; what it gives owes the sum over it, in which a token has one term that is not zero.
+    split: over attn_tp by tokens; the result owes the sum over it, in which a token has one term that is not zero.
     """
 
     def __init__(self, b: Builder, path: str, vocabulary: int, width: int, split: bool = False):
@@ -309,10 +311,10 @@ class Embedding(Layer):
 
 
 class Head(Layer):
-    """Logits `[rows, vocabulary]` of complete rows, or of the rank's run of the vocabulary where it is split.
+    """Logits `[rows, vocabulary]` of complete rows; where the vocabulary is split, of the rank's share of it.
 
-    tied: whose weight it uses. It is split as `Embedding` is. source: of its own weight, which a checkpoint may have
-    all the same.
+    tied: the embedding with its weight. It is split as `Embedding` is. source: of its own weight, which a checkpoint of
+    a tied model may have, too.
     """
 
     def __init__(self, b: Builder, path: str, vocabulary: int, width: int, split: bool, tied: Embedding | None):

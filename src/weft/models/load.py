@@ -1,4 +1,4 @@
-"""Weights: each rank reads its own slices of a checkpoint, or makes them up, straight into its parameters."""
+"""Weights: each rank reads its own slices of a checkpoint, or makes them up, directly into its parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.place.spec import Mesh
 
 Progress = Callable[[int, int], None]
 DUMMY_BLOCK, DUMMY_BLOCK_CPU = 1 << 24, 1 << 16
-"""Elements that `dummy_model` makes at a time, on CPUs as many as a cache holds: temporaries take 20 bytes for each."""
+"""Elements that `dummy_model` makes at a time; on CPUs temporaries of 20 bytes for each must fit a cache."""
 
 
 def build_model(
@@ -30,10 +30,10 @@ def build_model(
     shape_only: bool = False,
     in_float8: Callable[[str], bool] | None = None,
 ) -> LanguageModel:
-    """The model of one rank with unfilled weights (none at all on the `meta` device).
+    """The model of one rank with unfilled weights (without memory on the `meta` device).
 
     workspace: makes the tensors that the ranks will sum. shape_only: weights take no memory, for a pass over zero rows.
-    in_float8: which weights are stored in FP8, where products in it are asked for; left out, as config.json has it.
+    in_float8: which weights are stored in FP8, where products in FP8 are requested; None: as config.json says.
 
     Raises LayoutError where the model's heads, experts or features do not divide over the layout.
     """
@@ -52,7 +52,7 @@ def load_model(
     progress: Progress | None = None,
     workspace: Workspace = torch_empty,
 ) -> LanguageModel:
-    """The model of one rank, weights filled. progress(done, total) counts tensors; workspace: as `build_model`.
+    """The model of one rank with its weights. progress(done, total) counts tensors. workspace: as `build_model`.
 
     Raises ModelError for missing or misshapen tensors, LayoutError as `build_model`.
     """
@@ -73,8 +73,8 @@ def load_model(
                 weight.copy_(checkpoint.read(source))
             if progress:
                 progress(done + 1, len(jobs))
-        # A head that the checkpoint has is taken whatever config.json says, as transformers does: fine-tuning may have
-        # left it apart from the embedding.
+        # A head in the checkpoint is used even if config.json says that it is tied, as in transformers: fine-tuning may
+        # have changed it alone.
         for head in model.modules():
             if isinstance(head, Head) and head.tied and checkpoint.has(head.source.name):
                 head.untie(checkpoint.read(head.source))
@@ -90,11 +90,11 @@ def dummy_model(
     progress: Progress | None = None,
     workspace: Workspace = torch_empty,
 ) -> LanguageModel:
-    """The model of one rank with made-up weights, for measuring a shape whose checkpoint is not there.
+    """The model of one rank with made-up weights, to measure a shape without its checkpoint.
 
-    A weight's value is a hash of its tensor's name and its place there, so that every layout, rank and device has
-    parts of one and the same model, and no rank makes more than its part. Matrices are uniform with a standard
-    deviation of 1 / √inputs, rounded where products are in FP8, other vectors within ± 0.1, the weights of norms 1.
+    A weight's value is a hash of its tensor's name and its place there. So all layouts, ranks and devices have parts of
+    the same model, and each rank makes only its part. Matrices are uniform with a standard deviation of 1 / √inputs,
+    rounded where products are in FP8; other vectors are within ± 0.1; the weights of norms are 1.
     progress, workspace: as `load_model`.
     Raises LayoutError as `build_model`.
     """
@@ -128,7 +128,7 @@ def float8_says(model: LanguageModel) -> str:
 
 
 def _scales_of(layer: Layer, name: str, source: Source) -> torch.Tensor:
-    """Those of the part of a weight in FP8 that comes from a source."""
+    """The scales of the part of an FP8 weight that comes from a source."""
     scales, rows = layer.get_parameter(f"{name}_scales").data, layer.units[name][0]
     *before, last = (*source.at, *[slice(None)] * (scales.dim() - 1))[: scales.dim() - 1]
     if isinstance(last, slice) and last.stop is not None:
@@ -137,7 +137,7 @@ def _scales_of(layer: Layer, name: str, source: Source) -> torch.Tensor:
 
 
 def _jobs(model: Layer) -> Iterator[tuple[Layer, str, Source]]:
-    """Every weight, by name, with a source of it."""
+    """All weights, by name, with each of their sources."""
     for layer in model.modules():
         if isinstance(layer, Layer):
             for attribute, sources in layer.sources.items():
@@ -151,21 +151,21 @@ def _bound(source: Source) -> float:
 
 
 def _make_up(part: torch.Tensor, source: Source, bound: float | None = None) -> None:
-    """Fills a slice of a tensor with hashes of the whole tensor's indices. bound: of values; left out, `_bound`."""
+    """Fills a slice of a tensor with hashes of the whole tensor's indices. bound: of values; None: `_bound`."""
     width = source.shape[-1]
     bound = _bound(source) if bound is None else bound
     name = f"{source.name}{source.views or ''}".encode()
     seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
     starts = [take.start for take in source.used]
     columns = torch.arange(part.shape[-1], device=part.device) + starts[-1]
-    row = torch.zeros(1, dtype=torch.int64, device=part.device)  # each row's number among all of the whole tensor's
+    row = torch.zeros(1, dtype=torch.int64, device=part.device)  # each row's number in the whole tensor
     for start, size, whole in zip(starts[:-1], part.shape[:-1], source.shape[:-1], strict=True):
         row = (row[:, None] * whole + torch.arange(start, start + size, device=part.device)).flatten()
-    blocks = (part,) if part.is_contiguous() else part.unbind(0)  # rows of several experts do not lie evenly
+    blocks = (part,) if part.is_contiguous() else part.unbind(0)  # rows of several experts are not evenly spaced
     step = max(1, (DUMMY_BLOCK_CPU if part.device.type == "cpu" else DUMMY_BLOCK) // part.shape[-1])
     for numbers, block in zip(row.view(len(blocks), -1), blocks, strict=True):
         for rows, out in zip(numbers.split(step), block.view(-1, part.shape[-1]).split(step), strict=True):
-            # Two rounds of multiply and shift (as in SplitMix64) in integers that wrap: the same bits on every device.
+            # Two rounds of multiply and shift (as in SplitMix64) in wrapping integers: the same bits on all devices.
             value = rows[:, None] * width + columns
             value.add_(seed).mul_(-0x61C8864680B583EB).bitwise_xor_(value >> 29).mul_(-0x40A7B892E31B1A47)
             out.copy_((value >> 40).float().mul_(bound / (1 << 23)))

@@ -1,4 +1,4 @@
-"""Feed-forward blocks that take every token alike: the gated MLP, its features split, or whole on every rank."""
+"""Feed-forward blocks for all tokens alike: the gated MLP, with split features or whole on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.place.spec import Rows
 
 
 class FeedForward(Layer):
-    """What follows a decoder layer's attention. takes: the rows that it may read (`weft.stream.Takes`)."""
+    """The block after a decoder layer's attention. takes: the rows that it may read (`weft.stream.Takes`)."""
 
     takes: tuple[Rows, ...] = (Rows.WORLD,)
 
@@ -25,8 +25,7 @@ class FeedForward(Layer):
 class GatedMLP(FeedForward):
     """down(silu(gate(x)) · up(x)), features split over the whole world; owes a sum over it.
 
-    limit: see `weft.kernels.torch_reference.gated`. Called with a score, a layer of one output, it scales each row by
-    the sigmoid of that.
+    limit: see `weft.kernels.torch_reference.gated`. score: a layer of one output; its sigmoid scales each row.
     """
 
     def __init__(self, b: Builder, path: str, width: int, inner: int, limit: float | None = None):
@@ -42,10 +41,10 @@ class GatedMLP(FeedForward):
 
 
 class WholeMLP(Layer):
-    """The same with all features on every rank, for rows of either form (`weft.place.experts`).
+    """The gated MLP with all features on all ranks, for rows of either form (`weft.place.experts`).
 
-    Of rows that all ranks hold, each takes its own features' share: owes a sum over the world. Of its own rows it takes
-    all features: complete. gate_up: rank by rank, the rank's run of gate's features, then of up's.
+    For rows that all ranks hold, a rank computes its own features' share: the result owes a sum over the world. For its
+    own rows it computes all features: complete. gate_up: rank by rank, the rank's features of gate, then of up.
     """
 
     def __init__(self, b: Builder, path: str, width: int, inner: int, limit: float | None = None):
@@ -75,5 +74,5 @@ class WholeMLP(Layer):
 
 
 def _score(x: Hidden, score: Linear | None) -> tuple[Tensor, Tensor] | None:
-    """As `weft.kernels.row_ops.gated` takes it."""
+    """The score, as `weft.kernels.row_ops.gated` takes it."""
     return None if score is None else (x.require_complete(score.path), score.weight)

@@ -1,4 +1,4 @@
-"""What Weft needs to know of a model, and how it is read from config.json without skipping anything."""
+"""Model configs, and how config.json is read without skipping any field."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ HARMLESS = (
     | {"initializer_range", "attention_dropout", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"}
     | {"pretraining_tp", "ep_size"}
 )
-"""Fields of any value that do not change the logits: names, what a library returns, training."""
+"""Fields that may have any value, as they do not change the logits: names, a library's outputs, training."""
 
 
 class ModelError(ValueError):
-    """A model directory that cannot be served: one line with what to do."""
+    """A model directory that cannot be served: one line that says what to do."""
 
 
 def first_line(error: Exception) -> str:
-    """Of what a library says; its class where it says nothing."""
+    """The first line of a library's error; its class where it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(": ")
 
 
 class Fields:
-    """The fields of a config.json. A reader asks for those that it understands; `finish` refuses the others.
+    """The fields of a config.json. A reader asks for those that it understands; `finish` rejects the others.
 
-    A field that is skipped may change what the model computes, and nothing would show it but wrong text.
+    A field that is skipped may change what the model computes, and the only sign would be wrong text.
     """
 
     def __init__(self, values: Mapping[str, Any]):
@@ -87,8 +87,8 @@ class Fields:
 class Storage:
     """How a checkpoint may store weights, as `weft.models.checkpoint.Checkpoint` takes it.
 
-    plain: modules whose weights are not in FP8, as config.json lists them: names, parts of names between dots, or
-    patterns with `*`.
+    plain: modules that are not in FP8, as config.json lists them: names, parts of names between dots, or patterns with
+    `*`.
     """
 
     float8_block: tuple[int, int] | None = None
@@ -103,11 +103,11 @@ class Storage:
 
 @dataclass(frozen=True)
 class ModelConfig(ABC):
-    """The fields that every family has; each family adds its own. Widths are in elements.
+    """The fields that all families have; each family adds its own. Widths are in elements.
 
-    norms_less_one: norms store their weights' difference from one.
+    norms_less_one: norms store their weights minus one.
     prefix: of the decoder's weights.
-    family: the model type that the registry knows it by.
+    family: its model type in the registry.
     max_position: maximum tokens of a sequence.
     dtype: the checkpoint's.
     rope: the rotary embedding of queries and keys, where a layer names no other.
@@ -116,8 +116,8 @@ class ModelConfig(ABC):
     The layout sets these; config.json does not have them:
     split_vocabulary: embedding and head are split over attn_tp by tokens of the vocabulary.
     replicate_queries: each rank of a dcp group computes the queries of all ranks.
-    experts: how mixtures of experts may take their rows (`weft.place.experts`).
-    float8: products with weights that are stored in FP8 are computed in it (`weft.models.products`); otherwise the
+    experts: the forms in which mixtures of experts may take their rows (`weft.place.experts`).
+    float8: products with weights that are stored in FP8 are computed in FP8 (`weft.models.products`); otherwise the
         weights are dequantised.
     """
 
@@ -144,7 +144,7 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def build(self, b: Builder) -> LanguageModel:
-        """The model on one rank, its weights unfilled. Raises LayoutError where it does not divide over the layout."""
+        """The model on one rank, with unfilled weights. Raises LayoutError where it does not divide over the layout."""
 
 
 class LanguageModel(Layer):

@@ -1,4 +1,4 @@
-"""The mixture of experts, with the shared expert that some models have beside it."""
+"""The mixture of experts, with the shared expert of some models."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 class Experts(Layer):
     """Routed experts: whole experts over `ep`, their inner features over `moe_tp`.
 
-    Rows come gathered or for dispatch (`weft.place.experts`). Of rows that all ranks hold, the result owes a sum over
-    ep and moe_tp, the world. A rank's own rows are dispatched to the ranks of their experts and back: complete.
+    Rows are gathered or dispatched (`weft.place.experts`). For rows that all ranks hold, the result owes a sum over ep
+    and moe_tp, the world. A rank's own rows are dispatched to the ranks of their experts and back: complete.
 
     forward: x: complete `[T, width]`; probability `[T, k]` and expert int64 `[T, k]` from the router.
     layout: as `ExpertStorage`. limit, alpha: as `weft.kernels.torch_reference.gated` takes them.
-    bias: products have biases; the last is added on the first rank of moe_tp only, so that the sum holds it once.
+    bias: products have biases; only the first rank of moe_tp adds the last one, so that the sum holds it once.
 
-    Both products are in FP8, or neither. Building raises LayoutError where the split leaves sizes that grouped products
-    do not take.
+    Both products are in FP8, or neither. The constructor raises LayoutError where the split leaves sizes that grouped
+    products do not take.
     """
 
     gate_up: nn.Parameter
@@ -86,7 +86,7 @@ class Experts(Layer):
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
     def _sum(self, x: Tensor | float8.Fp8Rows, like: Tensor, probability: Tensor, expert: Tensor) -> Tensor:
-        """What this rank's experts make of rows: a tensor as like is."""
+        """The sum over this rank's experts for rows, of like's dtype."""
         out = self.workspace(*like.shape, like=like)
         more = (self.limit, self.alpha, self.gate_up_bias, self.down_bias)
         gate_up, down, expert = self.declared("gate_up"), self.declared("down"), expert - self.first
@@ -98,9 +98,9 @@ class Experts(Layer):
         return out
 
     def on_gpu(self, x: Hidden, router: Router, shared: Hidden | None) -> Hidden:
-        """The same by Triton kernels, routing included: what lies behind x's live rows chooses no expert.
+        """`forward` by Triton kernels, routing included: rows after x's live ones choose no expert.
 
-        shared: what is added to the sum, and overwritten.
+        shared: a term of the sum; it is overwritten.
         """
         from weft.kernels.triton import route
         from weft.kernels.triton.experts_tiles import tile_rows_of  # GPUs only: a CPU need not have Triton
@@ -125,13 +125,13 @@ class Experts(Layer):
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
     def _sum_on_gpu(self, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-        """What this rank's experts make of rows; expert: of all there are, −1 for none."""
+        """The sum over this rank's experts for rows; expert: counted over all ranks, −1 for none."""
         from weft.kernels.triton.experts_tiles import tile_rows_of
 
         return self._sum_routed(x, x, self._sorted(weight, expert, tile_rows_of(x.shape[0], bool(self.units))))
 
     def _sorted(self, weight: Tensor, expert: Tensor, tile_rows: int) -> PairRouting:
-        """The routing of rows to experts that are chosen, of all there are, −1 for none."""
+        """The routing of rows with chosen experts, which are counted over all ranks; −1 for none."""
         from weft.kernels.triton import route
 
         held = self.gate_up.shape[0]
@@ -141,7 +141,7 @@ class Experts(Layer):
     def _sum_routed(
         self, x: Tensor | float8.Fp8Rows, like: Tensor, routing: PairRouting, shared: Tensor | None = None
     ) -> Tensor:
-        """shared: to which it is added, where it lies; like: as for `_sum`."""
+        """shared: a term of the sum, overwritten with it. like: as for `_sum`."""
         from weft.kernels.triton import fused_experts
 
         out = self.workspace(*like.shape, like=like) if shared is None else shared
@@ -159,7 +159,7 @@ class Experts(Layer):
         )
 
     def _dispatches(self, x: Hidden) -> bool:
-        """Whether the rows are this rank's own, to be taken to their experts."""
+        """Whether the rows are this rank's own, to be dispatched to their experts."""
         return x.settler is not None and x.mesh.world > 1 and x.placement == x.mesh.placement(Rows.OWN)
 
     def _dispatched(self, x: Hidden, weight: Tensor, expert: Tensor, work: Callable[..., Tensor]) -> Hidden:
@@ -168,7 +168,7 @@ class Experts(Layer):
         return Hidden(out, x.placement, x.mesh, self.path)
 
     def _world_rows(self, x: Hidden) -> Tensor | float8.Fp8Rows:
-        """The rows, if they are complete and every rank holds the same; else PlacementError."""
+        """The rows, if they are complete and all ranks hold the same; else PlacementError."""
         taken = x.taken(self.declared("gate_up"), self.path)
         if not x.mesh.same_rows(x.placement.rows, "world"):
             wanted = x.mesh.placement(Rows.WORLD)
@@ -188,12 +188,13 @@ def routed(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> None:
-    """Σ over a token's experts that are here of probability · down(silu(gate(x)) · up(x)), on CPUs.
+    """Σ over a token's experts on this rank of probability · down(silu(gate(x)) · up(x)), on CPUs.
 
-    x `[T, width]`; probability `[T, k]`; expert `[T, k]`, where an index outside `[0, E)` is an expert held elsewhere;
-    gate_up `[E, 2·inner, width]`; down `[E, width, inner]`; limit, alpha: as `gated` takes them; biases `[E, 2·inner]`,
-    `[E, width]`. Fills out `[T, width]`, zero where no expert is here. Two products for each expert that has a row:
-    torch's grouped product is on CPUs a loop over all.
+    x: `[T, width]`. probability: `[T, k]`. expert: `[T, k]`; an index outside `[0, E)` is an expert of another rank.
+    gate_up: `[E, 2·inner, width]`. down: `[E, width, inner]`. limit, alpha: as `gated` takes them. biases:
+    `[E, 2·inner]`, `[E, width]`. Fills out `[T, width]`, zero where no expert is on this rank. It takes two products
+    for each expert that
+    has a row: on CPUs torch's grouped product is a loop over all experts.
     """
     if not x.shape[0]:
         return
@@ -210,10 +211,10 @@ def routed(
 
 
 class SparseMoE(FeedForward):
-    """Router, routed experts and, where the model has one, a shared expert for every token.
+    """Router, routed experts and, where the model has one, a shared expert for all tokens.
 
     takes: the rows that it may read, by the builder's `experts`: WORLD to gather, OWN to dispatch, or either
-    (`weft.place.experts`). A shared expert that may get either is whole on every rank.
+    (`weft.place.experts`). A shared expert that may get either is whole on all ranks.
 
     shared: its inner features; 0: there is none. shared_gate: it has a sigmoid gate. limit, shared_limit, alpha: of
     the routed experts and of the shared one, as `weft.kernels.torch_reference.gated` takes them. expert_bias: the
@@ -254,7 +255,7 @@ class SparseMoE(FeedForward):
         return self.router.beside(x)
 
     def forward(self, x: Hidden) -> Hidden:
-        if x.value.is_cuda:  # what the gate scales, and the sum, need no kernels of their own
+        if x.value.is_cuda:  # the gate's scaling and the sum need no kernels of their own
             shared = None if self.shared is None else self.shared(x, self.shared_gate)
             return self.experts.on_gpu(x, self.router, shared)
         weight, expert = self.router.choose(x) if x.beside is None else self.router.listed(x.beside)

@@ -1,8 +1,8 @@
 """Products with weights, and weights that stay in FP8, as their checkpoint has them.
 
-A rank's slice of a weight may cut the checkpoint's blocks. Its scales are then held for smaller ones: the greatest
-common divisor of a block's sides and of all borders of slices, so that no value changes. Rows of activations are
-quantised by groups of as many columns, which must be 32 at least; less is refused by name.
+A rank's slice of a weight may cut the checkpoint's blocks. Its scales are then repeated for smaller blocks, with sides
+that divide a block's sides and all borders of slices, so that no value changes. Rows of activations are quantised by
+groups of as many columns. There must be MIN_COLUMNS or more of them, else LayoutError names the weight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.kernels.split_k import SplitKPartials
 from weft.models.source import Source
 from weft.place.spec import LayoutError
 
-BLOCK, LEAST_COLUMNS = 128, 32
+BLOCK, MIN_COLUMNS = 128, 32
 
 
 def unit_of(path: str, dims: int, sources: Sequence[Source]) -> tuple[int, int]:
@@ -31,9 +31,9 @@ def unit_of(path: str, dims: int, sources: Sequence[Source]) -> tuple[int, int]:
         begin = (at.start or 0) if isinstance(at, slice) else at
         rows = gcd(rows, begin, source.used[-2].start, *(view.unit for view in source.views))
         columns = gcd(columns, source.used[-1].start)
-    if columns < LEAST_COLUMNS:
+    if columns < MIN_COLUMNS:
         raise LayoutError(
-            f"{path}: a rank's features begin {columns} columns into a block, and products in FP8 take {LEAST_COLUMNS} "
+            f"{path}: a rank's features begin {columns} columns into a block, and products in FP8 take {MIN_COLUMNS} "
             "or more; choose a smaller split (attn_tp, moe_tp), or --float8 off"
         )
     return rows, columns
@@ -42,10 +42,10 @@ def unit_of(path: str, dims: int, sources: Sequence[Source]) -> tuple[int, int]:
 def product(
     x: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, like: Tensor, out: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """x Wᵀ + bias, into out where it is given; else it is of like's dtype.
+    """x Wᵀ + bias, into out, or a new tensor of like's dtype where out is None.
 
-    x: `[rows, inputs]`, in FP8 only where the weight is; weight `[outputs, inputs]`; bias `[outputs]`. On GPUs by
-    Triton kernels in FP8, and of few rows in 2-byte floats; else by torch, in FP8 by what the kernels compute.
+    x: `[rows, inputs]`, in FP8 only where the weight is. weight: `[outputs, inputs]`. bias: `[outputs]`. On GPUs Triton
+    kernels compute it in FP8, and for few rows in 2-byte floats; else torch does, in FP8 by the kernels' definition.
     """
     if not isinstance(weight, Fp8Weight):
         assert isinstance(x, Tensor), "rows in FP8 are for products with weights in FP8"
@@ -70,7 +70,7 @@ def product(
 def product_or_partials(
     x: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, like: Tensor, bias: Tensor | None = None
 ) -> Tensor | SplitKPartials:
-    """The same, for what adds up its parts itself where a GPU makes it in parts."""
+    """`product`, or its parts where a GPU computes it in parts, for a next kernel that adds them."""
     if isinstance(x, Tensor) and x.is_cuda and not isinstance(weight, Fp8Weight):
         from weft.kernels.triton import dense
 

@@ -1,4 +1,4 @@
-"""Qwen2-MoE, Qwen3-MoE and dense Qwen3: one decoder whose layers differ in a few parts."""
+"""Qwen2-MoE, Qwen3-MoE and dense Qwen3: one decoder with a few differences between its layers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from weft.models.routing import Routing
 @dataclass(frozen=True)
 class QwenConfig(DecoderConfig):
     """Widths in elements. bias: of query, key and value; output_bias: of attention's output; head_norms: queries and
-    keys are normalised head by head. moe_layers: which layers have experts instead of an MLP. shared_expert_size: 0
-    where there is none.
+    keys are normalised head by head. moe_layers: layers with experts instead of an MLP. shared_expert_size: 0 where
+    there is no shared expert.
     """
 
     bias: bool
@@ -66,7 +66,7 @@ def read(fields: Fields) -> QwenConfig:
     )
     experts = fields.need("num_local_experts" if qwen3 else "num_experts") if moe else 0
     dense = fields.get("mlp_only_layers", ()) if moe else ()
-    every = fields.size("decoder_sparse_step", 1) if moe else 1
+    interval = fields.size("decoder_sparse_step", 1) if moe else 1
     routing = Routing(0)
     if moe:
         routing = Routing(fields.need("num_experts_per_tok"), renormalise=fields.get("norm_topk_prob", False))
@@ -76,7 +76,7 @@ def read(fields: Fields) -> QwenConfig:
         output_bias=bias and qwen3,
         head_norms=qwen3,
         intermediate_size=fields.need("intermediate_size"),
-        moe_layers=frozenset(i for i in layers if experts and i not in dense and (i + 1) % every == 0),
+        moe_layers=frozenset(i for i in layers if experts and i not in dense and (i + 1) % interval == 0),
         num_experts=experts,
         moe_intermediate_size=fields.need("moe_intermediate_size") if moe else 0,
         shared_expert_size=0 if qwen3 else fields.need("shared_expert_intermediate_size"),

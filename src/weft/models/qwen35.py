@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE, its text part: layers of Gated DeltaNet and of gated attention, experts and a shared one in all."""
+"""Qwen3.5-MoE, its text part: layers of Gated DeltaNet and of gated attention, all with experts and a shared one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Qwen35Config(DecoderConfig):
 
 
 def read(whole: Fields) -> Qwen35Config:
-    """Reads a config as it is published, of text and pictures, and makes a model of text alone. Raises ModelError."""
+    """Reads a published config, of text and pictures, as a model of text alone. Raises ModelError."""
     for name in ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
         whole.get(name)
     whole.only("language_model_only", False, True)
@@ -62,7 +62,7 @@ def read(whole: Fields) -> Qwen35Config:
     text = dict(whole.need("text_config")) | {"model_type": whole.family}
     text.setdefault("quantization_config", whole.get("quantization_config"))
     fields = Fields(text)
-    fields.get("mtp_num_hidden_layers"), fields.get("mtp_use_dedicated_embeddings")  # they only draft tokens
+    fields.get("mtp_num_hidden_layers"), fields.get("mtp_use_dedicated_embeddings")  # draft layers, which are not run
     fields.get("intermediate_size")  # of layers without experts, of which there are none
     fields.only("tie_word_embeddings", False)
     fields.only("mlp_only_layers", [])
@@ -70,8 +70,8 @@ def read(whole: Fields) -> Qwen35Config:
     for name in ("attn_output_gate", "norm_topk_prob"):
         fields.only(name, True)
     fields.only("mamba_ssm_dtype", "float32")
-    layers, every = range(fields.size("num_hidden_layers")), fields.size("full_attention_interval", 4)
-    kinds = tuple(fields.get("layer_types", [LINEAR if (i + 1) % every else FULL for i in layers]))
+    layers, interval = range(fields.size("num_hidden_layers")), fields.size("full_attention_interval", 4)
+    kinds = tuple(fields.get("layer_types", [LINEAR if (i + 1) % interval else FULL for i in layers]))
     if len(kinds) != len(layers) or not set(kinds) <= {FULL, LINEAR}:
         raise ModelError(f"layer_types {list(kinds)} are not {len(layers)} of {FULL} and {LINEAR}")
     parameters = dict(fields.need("rope_parameters"))

@@ -1,4 +1,4 @@
-"""Which model families there are: a line each, and those that plugins add."""
+"""The registry of model families: one line each, and those that plugins add."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.models.model_config import Fields, ModelConfig, ModelError, first_line
 from weft.plugins import PluginError, load_plugins
 
 Registry = Mapping[str, Callable[[Fields], ModelConfig]]
-"""For each model type of config.json the reader of its fields. The config that it gives builds the family's model."""
+"""For each model type of config.json the reader of its fields. Its config builds the family's model."""
 
 FAMILIES: Registry = MappingProxyType(
     {
@@ -36,7 +36,7 @@ FAMILIES: Registry = MappingProxyType(
 )
 
 AS_PUBLISHED = frozenset({"step3p5", "qwen3_5_moe"})
-"""Types whose config.json is read as it is: the class that transformers has for them leaves fields out unseen."""
+"""Types with a config.json that is read as it is: transformers' class for them silently drops fields."""
 
 
 def registry(plugins: Sequence[str] = ()) -> Registry:
@@ -57,7 +57,7 @@ def registry(plugins: Sequence[str] = ()) -> Registry:
 
 
 def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int | None = None) -> ModelConfig:
-    """Reads config.json. num_layers: of a model with the first so many layers only.
+    """Reads config.json. num_layers: the model has the first so many layers only.
 
     Raises ModelError for a missing directory, a model type that is not among the families, or a field that the family
     does not understand.
@@ -80,20 +80,21 @@ def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int 
         return read_config(values, families)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    except Exception as error:  # whatever comes of values of a wrong type, or of what a plugin does wrong
+    except Exception as error:  # any error of values of a wrong type, or of a plugin
         plugin = plugin_line(error, families.get(str(values.get("model_type"))))
         what = f"{plugin} does not read {path}" if plugin else f"{path} cannot be understood"
         raise ModelError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
 
 
 def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> ModelConfig:
-    """The same from config.json's values. transformers fills in defaults and old names of most types that it knows."""
+    """`load_config` from the values of config.json. transformers fills in defaults and old names of the types it
+    knows."""
     kind = str(values.get("model_type"))
     if kind not in families:
         raise ModelError(f"model type {kind!r} is not supported; supported: {', '.join(families)}")
     if kind in CONFIG_MAPPING and kind not in AS_PUBLISHED:
         try:
-            values = CONFIG_MAPPING[kind].from_dict(deepcopy(dict(values))).to_dict()  # it writes into what it is given
+            values = CONFIG_MAPPING[kind].from_dict(deepcopy(dict(values))).to_dict()  # it changes its argument
         except Exception as error:  # its checks raise errors of many classes; all say that a field is wrong
             raise ModelError(f"not a config of model type {kind!r}: {' '.join(str(error).split())}") from error
     fields = Fields(values)
@@ -105,9 +106,9 @@ def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> Mod
 
 
 def plugin_line(error: Exception, at: Any) -> str | None:
-    """In which line of a plugin an error was raised, or what it calls. None where the code is Weft's.
+    """The line of a plugin at which an error was raised, or which called the code that did. None for Weft's own code.
 
-    at: what was called, a plugin's or Weft's own: the reader of a family, or the class of its config.
+    at: the called object, a plugin's or Weft's own: the reader of a family, or the class of its config.
     """
     module = sys.modules.get(getattr(at, "__module__", ""))
     if module is None or module.__name__.startswith("weft."):

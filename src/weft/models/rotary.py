@@ -22,7 +22,7 @@ ROPES: Mapping[str, frozenset[str]] = {
     "llama3": _STRETCHED | {"low_freq_factor", "high_freq_factor"},
     "yarn": _STRETCHED | {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"},
 }
-"""The kinds whose frequencies do not change with the sequence's length, and the parameters that each understands."""
+"""The kinds with frequencies that do not depend on the sequence's length, and the parameters that each understands."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Rope:
     interleaved: bool = False
 
     def attention_scale(self) -> float:
-        """What DeepSeek's models multiply attention's scores with, where YaRN stretches them (arXiv 2309.00071)."""
+        """The factor of attention's scores in DeepSeek's models with YaRN (arXiv 2309.00071)."""
         all_dim, factor = self.parameters.get("mscale_all_dim") or 0.0, self.parameters.get("factor") or 1.0
         return (0.1 * all_dim * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
 
     def frequencies(self) -> tuple[Tensor, float]:
-        """(inverse frequencies float32 `[dim / 2]`, factor on cos and sin), as transformers has them."""
+        """(inverse frequencies float32 `[dim / 2]`, factor on cos and sin), as transformers computes them."""
         base = self.parameters["rope_theta"]
         kind = self.parameters.get("rope_type", "default")
         if kind == "default":

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weight: routers as published models have them."""
+"""Routers: which experts a token goes to, and with what weight, as in published models."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from weft.models.source import Source
 class Routing:
     """How k experts are chosen by their scores, which are a softmax or a sigmoid of the router's logits in float32.
 
-    groups: equal runs of experts, of which a token's are in the best `top_groups` only; a group's score is the sum of
-    its best `group_best` experts'. (DeepSeek-V2: one, arXiv 2405.04434; V3: two, arXiv 2412.19437.)
-    bias: a learnt bias for each expert is added to the score where experts are chosen, not where they are weighed.
+    groups: number of groups of consecutive experts. A token's experts are in its best `top_groups` groups; a group's
+        score is the sum of its best `group_best` experts' scores. (DeepSeek-V2: one, arXiv 2405.04434; V3: two, arXiv
+        2412.19437.)
+    bias: a learnt bias of each expert is added to its score to choose experts, but not to weigh them.
     offset: a learnt bias is part of the logits.
-    renormalise: the chosen experts' weights are made to sum to one, then multiplied by `scale`.
+    renormalise: the chosen experts' weights are divided by their sum, then multiplied by `scale`.
     wide: the logits themselves are computed in float32.
     """
 
@@ -40,7 +41,7 @@ class Routing:
     offset: bool = False
 
     def among(self, experts: int) -> Routing:
-        """This routing, of so many experts. Raises ModelError where k of them cannot be chosen as it says."""
+        """This routing, of so many experts. Raises ModelError where k of them cannot be chosen by it."""
         if experts % self.groups or not 1 <= self.top_groups <= self.groups:
             raise ModelError(
                 f"topk_group={self.top_groups} of n_group={self.groups} cannot be chosen: {experts} experts need equal "
@@ -73,7 +74,7 @@ class Routing:
 
 
 class Router(Linear):
-    """Scores every expert for each token, and chooses. bias: the name of the experts' biases, if it is another."""
+    """Scores all experts for each token, and chooses. bias: the name of the experts' biases; empty: the default."""
 
     def __init__(self, b: Builder, path: str, width: int, experts: int, routing: Routing, bias: str = ""):
         super().__init__(b, path, width, experts, plain=True)
@@ -95,7 +96,7 @@ class Router(Linear):
         return F.linear(*((None if part is None else part.float()) for part in parts) if self.routing.wide else parts)
 
     def unsummed(self, x: Hidden) -> Tensor | SplitKPartials:
-        """The logits of x on a GPU: of few rows as parts, whose sum needs no kernel of its own where they are read."""
+        """The logits of x on a GPU. For few rows they come in parts, which the next kernel adds."""
         from weft.kernels.triton import dense
 
         value = x.require_complete(self.path)
@@ -107,7 +108,7 @@ class Router(Linear):
         )
 
     def choose(self, x: Hidden) -> tuple[Tensor, Tensor]:
-        """(weight float32 `[T, k]`, expert int32 or int64 `[T, k]`, on GPUs −1 of rows that are padding)."""
+        """(weight float32 `[T, k]`, expert int32 or int64 `[T, k]`; on GPUs −1 for padding rows)."""
         if x.value.is_cuda:
             from weft.kernels.triton import route  # GPUs only: a CPU need not have Triton
 
@@ -115,17 +116,17 @@ class Router(Linear):
         return self.routing.choose(self.logits(x), self.bias)
 
     def beside(self, x: Hidden) -> Tensor:
-        """What it chooses for x as int32 `[T, 2k]`, to travel beside rows (`weft.stream.Beside`)."""
+        """The chosen experts and weights of x as int32 `[T, 2k]`, to travel beside rows (`weft.stream.Beside`)."""
         weight, expert = self.choose(x)
         return torch.cat((weight.view(torch.int32), expert.int()), dim=1)
 
     def listed(self, beside: Tensor) -> tuple[Tensor, Tensor]:
-        """(weight float32, expert int32 `[T, k]`) of what travelled."""
+        """(weight float32, expert int32 `[T, k]`) of rows that have travelled."""
         weight, expert = beside.split(self.routing.k, dim=1)
         return weight.contiguous().view(torch.float32), expert.contiguous()
 
 
 def live_rows(x: Hidden) -> Tensor:
-    """int32 `[1]`: how many of the rows are tokens."""
+    """int32 `[1]`: number of rows that are tokens."""
     rows, device = x.value.shape[0], x.value.device
     return x.live if x.live is not None else torch.full((1,), rows, dtype=torch.int32, device=device)

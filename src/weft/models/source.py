@@ -1,4 +1,4 @@
-"""Where a weight comes from: a slice of a checkpoint's tensor, and how the tensor is stored where not as it is used."""
+"""Sources of weights: a slice of a checkpoint's tensor, and how the tensor is stored if not as it is used."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Slices = tuple[slice, ...]
 class View(Protocol):
     """One difference between a tensor as it is used and as it is stored.
 
-    unit: rows that begin at a multiple of it, and are no more, lie in the stored tensor as far behind a multiple of it,
-    one after another; 0: as many as there are.
+    unit: up to so many rows that begin at a multiple of it are consecutive in the stored tensor, too, and begin there
+    at a multiple of it; 0: any number of rows.
     """
 
     @property
     def unit(self) -> int: ...
 
     def stored(self, shape: Shape, take: Slices) -> tuple[Shape, Slices]:
-        """The stored tensor's shape, and which of its slices holds what `take` asks of the used one."""
+        """The stored tensor's shape, and its slice for the used tensor's slice `take`."""
 
     def restore(self, part: Tensor) -> Tensor:
         """The used tensor's slice from the stored one's."""
@@ -59,9 +59,9 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Stored among others along its first dimension, which has `total` elements: every `step`-th of them from `start`.
+    """Stored with others along its first dimension, which has `total` elements: every `step`-th of them from `start`.
 
-    Gate and up side by side, or taking turns.
+    Gate and up are stored side by side, or alternate.
     """
 
     start: int
@@ -82,8 +82,8 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class PartOfHeads:
-    """Stored with others head by head: `dim` rows of each of `count` tensors, of which it is the index-th, then the
-    next head's. Only whole heads can be read.
+    """Stored with others head by head: `dim` rows of each of `count` tensors (this is the index-th), then the next
+    head's. Only whole heads can be read.
     """
 
     index: int
@@ -118,10 +118,10 @@ class LessOne:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a part of a weight comes from: tensor `name` of the checkpoint, of `shape`, cut by `take`, goes to `at`.
+    """The source of a part of a weight: tensor `name` of the checkpoint, of `shape`, cut by `take`, goes to `at`.
 
-    take: may leave out dimensions at the end, which are taken whole. views: from the tensor as it is used, which shape
-    and take speak of, to the tensor as it is stored.
+    take: may omit dimensions at the end, which are taken whole. views: from the tensor as it is used, which shape and
+    take describe, to the tensor as it is stored.
     """
 
     name: str
@@ -144,7 +144,7 @@ class Source:
         return shape, take
 
     def restore(self, part: Tensor) -> Tensor:
-        """What was asked for, from that slice."""
+        """The used tensor's slice, from the stored slice."""
         for view in reversed(self.views):
             part = view.restore(part)
         return part

@@ -1,4 +1,4 @@
-"""Step-3.5-Flash: full attention and windows in alternation, heads behind gates, norms about one, a shared expert."""
+"""Step-3.5-Flash: full attention and windows alternate; heads have gates, norms are about one; a shared expert."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXPERT_STORAGE = ExpertStorage("moe.gate", "moe.router_bias", "moe", "stacked", 
 
 @dataclass(frozen=True)
 class StepConfig(DecoderConfig):
-    """Widths in elements. heads: of each layer; rope_of_layer: which of `ropes` rotates it.
+    """Widths in elements. heads: of each layer. rope_of_layer: which of `ropes` rotates it.
 
     limits, shared_limits: of the gated products of each layer's routed experts, and of its shared expert or MLP
     (`weft.kernels.torch_reference.gated`).
@@ -69,14 +69,14 @@ class StepConfig(DecoderConfig):
 
 
 def read(fields: Fields) -> StepConfig:
-    """Reads a config of Step-3.5-Flash as it is published, or as transformers writes it, which has other names for
-    some fields and values for each kind of layer, not for each layer. Lists may go on behind the last layer, for layers
-    that only draft tokens and are not run. Raises ModelError.
+    """Reads a config of Step-3.5-Flash as it is published, or as transformers writes it: with other names for some
+    fields, and values for each kind of layer instead of each layer. Lists may have more values, for draft layers, which
+    are not run. Raises ModelError.
     """
     written = fields.get("mlp_layer_types") is not None  # by transformers
     fields.only("att_impl_type", "GQA")
     fields.only("moe_router_activation", "sigmoid")
-    if not written:  # published code has no gate where the field is missing, transformers always has it
+    if not written:  # the published code has no gate where the field is missing; transformers always has it
         fields.need("use_head_wise_attn_gate")
     for name in (
         "use_head_wise_attn_gate",
@@ -93,7 +93,7 @@ def read(fields: Fields) -> StepConfig:
     fields.only("use_rope_layers", [])
     for name in ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types", "max_seq_len"):
         fields.get(name)
-    fields.get("moe_every_n_layer"), fields.get("moe_layer_offset")  # of no effect beside the list of layers
+    fields.get("moe_every_n_layer"), fields.get("moe_layer_offset")  # without effect beside the list of layers
     layers = range(fields.size("num_hidden_layers"))
     kinds = _by_layer(fields, "layer_types", layers)
     for kind in kinds:
@@ -141,7 +141,7 @@ def read(fields: Fields) -> StepConfig:
 
 
 def _by_layer(fields: Fields, name: str, layers: range, default: Any = None) -> Sequence[Any]:
-    """A list with a value for each layer; a single value, or the default, is every layer's. Raises ModelError."""
+    """A list with a value for each layer; a single value, or the default, holds for all layers. Raises ModelError."""
     values = fields.get(name, default) if default is not None else fields.need(name)
     values = values if isinstance(values, list | tuple) else [values] * len(layers)
     if len(values) < len(layers):
@@ -166,7 +166,7 @@ def _written_moe_layers(fields: Fields, layers: range) -> frozenset[int]:
 
 
 def _published_rope(fields: Fields, kind: str, kinds: Sequence[str]) -> Rope:
-    """How layers of a kind rotate queries and keys. Raises ModelError where they do not all do so alike."""
+    """How layers of a kind rotate queries and keys. Raises ModelError where they differ."""
     layers = range(len(kinds))
     bases = _by_layer(fields, "rope_theta", layers)
     parts = _by_layer(fields, "partial_rotary_factors", layers, 1.0)
@@ -195,7 +195,7 @@ def _rope(fields: Fields, parameters: dict[str, Any], part: float) -> Rope:
 
 
 def _published_sliding_heads(fields: Fields, common: dict[str, Any], kinds: Sequence[str]) -> int:
-    """Query heads of layers with windows. Raises ModelError for anything else that those layers have otherwise."""
+    """Query heads of layers with windows. Raises ModelError for any other difference of those layers."""
     known = {"attention_type": SLIDING, "num_attention_groups": common["num_kv_heads"]}
     known |= {"head_dim": common["head_dim"], "true_head_dim": common["head_dim"]}
     other = fields.get("attention_other_setting", {})

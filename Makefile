@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test test-nightly test-processors test-gpu test-gpu-parts test-mutants lint docs counts clean
+.PHONY: help setup demo test test-nightly test-processors test-gpu test-gpu-parts test-mutants plugin-contracts lint docs counts clean
 help:
 	@echo "make demo   serve the embedded model on 4 ranks and ask it word problems; ARGS=\"--dcp 2\" for more"
 	@echo "make test   run the tests         make lint   ruff and mypy"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-gpu  what needs GPUs, with the Python at hand; writes gpu-tests.log"
 	@echo "make test-gpu-parts PARTS=\"peer soak\"   that, sanitizers and soaks, in parts of nine minutes; without PARTS: which"
 	@echo "make test-mutants  plant faults in a copy of the sources, and see that tests fail; ARGS=\"place --jobs 2\""
+	@echo "make plugin-contracts  compare the plug-ins with vLLM's and SGLang's wheels; ARGS=\"vllm-0.33.0\""
 	@echo "make docs   build the documentation site into build/site; every link is checked"
 	@echo "make counts lines of code         make clean  remove the virtual environment"
 
@@ -58,6 +59,10 @@ test-gpu-parts:
 # Half an hour on two cores: for changes to tests, and now and then.
 test-mutants: setup
 	@$(BIN)/python tests/mutants/run.py $(ARGS)
+
+# Reads a few hundred KiB of each wheel, where the package index gives parts of files.
+plugin-contracts: setup
+	@$(BIN)/python tests/plugins/contracts.py $(ARGS)
 
 lint: setup
 	@$(BIN)/ruff check

@@ -121,7 +121,7 @@ def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_fork_server() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("weft.engine.controller.rank_executors.ForkServer", SharedForkServer)
+        patched.setattr("weft.engine.controller.rank_processes.ForkServer", SharedForkServer)
         yield
     if SharedForkServer.shared is not None:
         SharedForkServer.shared.close()

@@ -79,7 +79,7 @@ def test_killed_ranks_are_replaced_and_every_request_goes_on(model_dir: Path) ->
         os.kill(engine._executor.processes[1].pid, signal.SIGKILL)
         assert wait_until(lambda: engine.stats().failures == 2), "an idle engine must look after its ranks"
         assert [r.token_ids for r in engine.generate(few, params)] == expected
-        third, directory = engine._executor.processes, engine._executor._directory
+        third, directory = engine._executor.processes, engine._executor.directory
         os.kill(third[3].pid, signal.SIGKILL)
         assert engine.wait(WAIT_S) and engine.state == "failed"
         assert "gave up after 3 failures" in engine.error and "rank 3 was killed by signal 9" in engine.error
@@ -153,7 +153,7 @@ def test_ranks_of_a_killed_controller_leave_and_take_its_folder_along_even_befor
         "from engine.test_engine import config; from pathlib import Path\n"
         "from weft.engine.controller.rank_executors import make_executor\n"
         "e = make_executor(config(Path(sys.argv[1]), executor='process', attn_dp=2, ep=2))\n"
-        "e._launch(lambda: None); print(*(p.pid for p in e.processes), e._directory, flush=True); sys.stdin.read()\n"
+        "e._launch(lambda: None); print(*(p.pid for p in e.processes), e.directory, flush=True); sys.stdin.read()\n"
     )
     root = Path(__file__).parents[2]
     with subprocess.Popen(

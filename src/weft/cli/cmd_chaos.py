@@ -52,6 +52,8 @@ class Command:
         if self.json is not None:
             check_writable(self.json, "--json")
         config = engine_config(self.model, self.engine)
+        if config.mesh.hosts > 1:
+            raise UserError("chaos looks after the ranks of one host; leave --nnodes out")
         arguments = self.engine.arguments()
         if self.model is not None:
             arguments.insert(0, str(self.model))

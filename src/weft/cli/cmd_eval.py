@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config
+from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config, stop_on_sigterm
+from weft.cli.several_hosts import run_agent
 from weft.cli.start import start_engine
 
 
@@ -45,6 +46,9 @@ class Command:
         if self.questions < 1:
             raise UserError(f"questions is {self.questions}; it must be 1 or more")
         config = engine_config(self.model, self.engine, max_waiting=self.questions)
+        if config.node_rank:
+            stop_on_sigterm()
+            return run_agent(config)
         problems = word_problems.generate("heldout", self.questions, self.seed)
         params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
         with start_engine(config) as engine:

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config
+from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config, stop_on_sigterm
+from weft.cli.several_hosts import run_agent
 from weft.cli.start import start_engine
 
 
@@ -49,6 +50,9 @@ class Command:
         from weft.engine.request import SamplingParams
 
         config = engine_config(self.model, self.engine)
+        if config.node_rank:
+            stop_on_sigterm()
+            return run_agent(config)
         try:
             params = SamplingParams(
                 max_tokens=self.max_tokens,

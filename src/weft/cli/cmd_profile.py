@@ -59,6 +59,8 @@ class Command:
             max_batch_tokens=max(rows, self.batch),
             prefix_cache=False,
         )
+        if config.mesh.hosts > 1:
+            raise UserError("profile writes the traces of one host's ranks; leave --nnodes out")
         positions = config.read_model().max_position
         if self.context + tokens > positions:
             left = positions - tokens

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config, stop_on_sigterm
+from weft.cli.several_hosts import run_agent
 from weft.cli.start import start_engine
 from weft.server.options import Options
 
@@ -22,6 +23,8 @@ class Command:
       weft serve                                           the embedded model on one rank
       weft serve DIR --attn-dp 2 --attn-tp 2               four ranks; experts laid out alike
       weft serve DIR --attn-dp 4 --ep 4 --api-key SECRET   data-parallel attention, expert parallelism
+      weft serve DIR --attn-dp 2 --attn-tp 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --cluster-key FILE
+                                                           two hosts; on the other one with --node-rank 1
 
     Then: curl http://127.0.0.1:8000/v1/models, or any OpenAI client with base_url http://127.0.0.1:8000/v1.
     """
@@ -55,6 +58,9 @@ class Command:
         if self.served_model_name == "":
             raise UserError("served_model_name is empty; give one, or leave it out")
         config = engine_config(self.model, self.engine)
+        if config.node_rank:
+            stop_on_sigterm()
+            return run_agent(config)
         try:
             listener = run.bind(self.host, self.port)
         except OSError as error:

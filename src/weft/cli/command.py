@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,9 +19,11 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from weft.assets import embedded_model_dir, preset_dir
 from weft.cli.other_engines import hint, renamed
+from weft.cli.several_hosts import with_launcher
 from weft.comm.transport_registry import AUTO, REFERENCE, TransportChoice, TransportName, transports
 from weft.engine.engine_options import (
     CacheOptions,
+    ClusterOptions,
     CommunicationOptions,
     EngineOptions,
     LayoutOptions,
@@ -73,6 +76,7 @@ class EngineArguments:
     requests: Annotated[RequestOptions, UNNAMED] = field(default_factory=RequestOptions)
     ranks: Annotated[RankOptions, UNNAMED] = field(default_factory=RankOptions)
     communication: Annotated[CommunicationOptions, UNNAMED] = field(default_factory=CommunicationOptions)
+    cluster: Annotated[ClusterOptions, UNNAMED] = field(default_factory=ClusterOptions)
 
     def check(self, model: Path | None) -> None:
         """What can be checked without torch, of the options and the model directory beside them. Raises UserError."""
@@ -96,7 +100,7 @@ class EngineArguments:
         return [*preset, *(text for options in self._groups() for text in _arguments_of(options))]
 
     def _groups(self) -> tuple[EngineOptions, ...]:
-        return self.model, self.layout, self.cache, self.requests, self.ranks, self.communication
+        return self.model, self.layout, self.cache, self.requests, self.ranks, self.communication, self.cluster
 
 
 def parse(command: type[T], name: str, arguments: list[str]) -> T:
@@ -185,7 +189,8 @@ def engine_config(model: Path | None, engine: EngineArguments, **options: Any) -
     from weft.engine.config import EngineConfig
 
     try:
-        return EngineConfig(model=model_dir(model, engine.preset), **engine.values() | options)
+        values = with_launcher(engine.values() | options, os.environ)
+        return EngineConfig(model=model_dir(model, engine.preset), **values)
     except ValueError as error:
         raise UserError(str(error)) from error
 

@@ -10,6 +10,7 @@ NAMES = {
     "--ep, beside --moe-tp for the ranks that share each expert": "enable-expert-parallel expert-parallel-size ep-size",
     "--dcp": "decode-context-parallel-size dcp-size",
     "--moe-exchange": "all2all-backend moe-a2a-backend",
+    "--master-addr, with --master-port": "dist-init-addr data-parallel-address",
     "--max-model-len": "context-length",
     "--max-running": "max-num-seqs max-running-requests",
     "--max-waiting": "max-queued-requests",
@@ -24,7 +25,7 @@ NAMES = {
     "found by the model's chat template; leave it out": "tool-call-parser enable-auto-tool-choice",
     "always so; leave it out": "enable-prefix-caching enable-chunked-prefill async-scheduling",
     "not needed, as no code of the model runs; --plugins adds model families": "trust-remote-code",
-    "not to be had: layers are split by --attn-tp and --ep, over ranks of one host": "pipeline-parallel-size pp-size",
+    "not to be had: layers are split by --attn-tp and --ep": "pipeline-parallel-size pp-size",
 }
 """What Weft calls it, or says of it: names in vLLM or SGLang, without the dashes before them."""
 RENAMED = {"experts": "moe-exchange"}

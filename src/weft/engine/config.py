@@ -59,6 +59,9 @@ class EngineConfig(
     def __post_init__(self) -> None:
         for part in PARTS:
             part.check(self)
+        if (self.node_rank or 0) >= self.mesh.hosts:
+            hosts = self.mesh.hosts
+            raise ValueError(f"node_rank {self.node_rank} is none of {hosts} host(s): they are 0 to {hosts - 1}")
         if self.cpu_bind is not None:
             _ = self.cores
         for name, kind in get_type_hints(type(self)).items():

@@ -30,13 +30,13 @@ def on_gpus(config: EngineConfig) -> bool:
         raise LayoutError(f"ranks are to run on GPUs, and {here} here (weft doctor looks closer); or take device cpu")
     if asked and have < world:
         raise LayoutError(
-            f"the layout has {world} ranks{' on each host' * (config.nnodes > 1)}, a GPU each, and this machine has "
-            f"{have} GPU(s) that CUDA sees; choose a smaller layout, or device cpu"
+            f"the layout has {world} ranks{' on each host' * (config.mesh.hosts > 1)}, a GPU each, and this machine "
+            f"has {have} GPU(s) that CUDA sees; choose a smaller layout, or device cpu"
         )
     if asked and on_cpus:
         raise LayoutError(f"transport {config.transport} is of CPUs; leave it out, or take device cpu")
     gpus = have >= world and not on_cpus
-    if gpus and config.nnodes > 1:
+    if gpus and config.mesh.hosts > 1:
         raise LayoutError("ranks on GPUs of several hosts are not served yet; take device cpu")
     return gpus
 

@@ -90,8 +90,8 @@ class LayoutOptions(EngineOptions):
     """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back (on GPUs with
     transport peer); auto: on CPUs the cheaper one for each step. Where a step dispatches, shared experts are whole on
     every rank."""
-    nnodes: int = 1
-    """Hosts that the ranks are on, as many on each. All run on this machine, as if on several: for tests of plans."""
+    nnodes: int | None = None
+    """Hosts that the ranks are on, as many on each; left out, what torchrun, srun or LeaderWorkerSet say, else 1."""
 
     def check(self) -> None:
         _ = self.mesh
@@ -104,12 +104,12 @@ class LayoutOptions(EngineOptions):
             ep = self.attn_dp if moe_tp is None else max(1, world // max(1, moe_tp))
         if moe_tp is None:
             moe_tp = self.attn_tp if self.ep is None else max(1, world // max(1, ep))
-        return Mesh(self.attn_dp, self.attn_tp, ep, moe_tp, self.dcp, self.nnodes)
+        return Mesh(self.attn_dp, self.attn_tp, ep, moe_tp, self.dcp, 1 if self.nnodes is None else self.nnodes)
 
     @property
     def ranks_of_host(self) -> int:
         """How many ranks a host has."""
-        return self.mesh.world // self.nnodes
+        return self.mesh.world // self.mesh.hosts
 
     def place_on_host(self, rank: int) -> int:
         """A rank's place among those of its host."""
@@ -220,22 +220,26 @@ class CommunicationOptions(EngineOptions):
 
 @dataclass(frozen=True)
 class ClusterOptions(EngineOptions):
-    """Where the ranks' hosts meet, with nnodes above 1. On each host an agent starts its ranks (docs/hosts.md)."""
+    """Where the ranks' hosts meet, with nnodes above 1: start the same command on each, with its node_rank."""
 
+    node_rank: int | None = None
+    """Which of nnodes hosts this one is; 0 has the controller and the HTTP port; left out, as nnodes."""
     master_addr: str | None = None
-    """Address of node 0, which holds the controller. None: all ranks run on this machine, in groups of a host's ranks
-    that share no memory with other groups: for tests of layouts over hosts."""
+    """Address of node 0, at which the others reach it; left out, as nnodes. Without one, ranks of all hosts run on this
+    machine, in groups that share no memory with each other: for tests."""
     master_port: int = 29600
-    """Port of node 0 to which agents connect; the next one is that of torch.distributed's store."""
+    """Port of node 0 to which the other hosts connect; the next one is that of torch.distributed's store."""
     cluster_key: Path | None = None
-    """A file with a secret, the same on every host: who does not know it is not heard."""
+    """A file with a secret, the same on every host: head -c 32 /dev/urandom | base64 > cluster.key."""
     interface: str | None = None
-    """Network interface of this host, such as eth0; None: the one that leads to master_addr."""
+    """Network interface of this host, such as eth0; left out, the one of the route to master_addr."""
     join_timeout_s: float = 600.0
     """Seconds to wait for hosts that are not there: at the start, and after one was lost."""
 
     def check(self) -> None:
         self._above_zero("join_timeout_s")
+        if self.node_rank is not None and self.node_rank < 0:
+            raise ValueError(f"node_rank is {self.node_rank}; it must be 0 or more")
         if not 0 < self.master_port < 65535:
             raise ValueError(f"master_port is {self.master_port}; it and the next one must be ports, 1 to 65535")
         if self.master_addr is not None and self.cluster_key is None:

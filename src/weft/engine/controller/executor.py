@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from weft.engine.config import EngineConfig, EngineError
+from weft.engine.controller.rank_processes import POLL_S
 from weft.engine.messages import (
     AskPlan,
     AskReport,
@@ -33,7 +34,6 @@ from weft.models.model_config import ModelError
 from weft.place.chain import Counts
 
 M = TypeVar("M", Result, Report, PlanText, Profiled, Ready)
-POLL_S = 0.2
 LOAD_TIMEOUT_S = 600.0
 REPORT_S = 5.0
 """How often rank 0 sends a report, while steps are sent."""
@@ -69,6 +69,7 @@ class Executor(ABC):
             poll: called several times a second; what it raises ends the start.
         """
         loaded = dict.fromkeys(range(self.mesh.world), 0.0)
+        self._progress = progress or (lambda what, part: None)
         self._stop_ranks(grace_s=0)
         self._under_way.clear()
         self._reports_due, self._unreported = 0, False
@@ -81,8 +82,7 @@ class Executor(ABC):
                 message = self._next(deadline, "loading", poll)
                 if isinstance(message, Progress):
                     loaded[message.rank] = message.done / message.total
-                    if progress:
-                        progress(message.what, sum(loaded.values()) / len(loaded))
+                    self._progress(message.what, sum(loaded.values()) / len(loaded))
                 if isinstance(message, Ready):
                     ready[message.rank] = message
             self.groups = ready[0].groups

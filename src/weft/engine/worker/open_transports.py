@@ -49,7 +49,7 @@ def cost_model(config: EngineConfig) -> Costs:
         found = costs("cpu")
     else:
         found = host_costs(on_gpus(config), [entry.name for entry in enabled_transports(config)])
-    return found if config.nnodes == 1 else over_network(found, ETHERNET)
+    return found if config.mesh.hosts == 1 else over_network(found, ETHERNET)
 
 
 def untuned(config: EngineConfig) -> bool:
@@ -69,6 +69,9 @@ def untuned(config: EngineConfig) -> bool:
 
 def open_transports(config: EngineConfig, rank: int, directory: Path) -> list[Transport]:
     """The transports of a rank, the first being where activations live. Collective. Raises CommError, LayoutError."""
+    if config.interface is not None:
+        for library in ("GLOO", "NCCL"):  # gloo else takes the address of the host's name, often 127.0.1.1
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", config.interface)
     opening = _Opening(config, rank, directory)
     return [entry.open(opening) for entry in enabled_transports(config)]
 
@@ -87,7 +90,7 @@ class _Opening:
 
     @property
     def store(self) -> tuple[str, int] | None:
-        if self.config.nnodes == 1 or not self.config.master_addr:
+        if self.config.mesh.hosts == 1 or not self.config.master_addr:
             return None
         return self.config.master_addr, self.config.master_port + STORE_PORT
 
@@ -108,7 +111,7 @@ class _Opening:
         return need.blocks, need.block_bytes
 
     def tuning(self, key: str, kind: type[T]) -> T | None:
-        return read_tuning(table, key, kind) if (table := _table(self.config)) else None
+        return read_tuning(table, key, kind) if (table := table_file(self.config)) else None
 
 
 def _largest(config: EngineConfig) -> int:
@@ -130,7 +133,8 @@ def bind(config: EngineConfig, rank: int) -> None:
         os.sched_setaffinity(0, config.cores[config.place_on_host(rank)])
 
 
-def _table(config: EngineConfig) -> Path | None:
+def table_file(config: EngineConfig) -> Path | None:
+    """The cost table that a configuration names, or this host's; None where it plans by a preset."""
     if config.cost == "auto":
         return table if (table := host_table(on_gpus(config))).is_file() else None
     return Path(config.cost) if config.cost.endswith(".json") else None

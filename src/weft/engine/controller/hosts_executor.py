@@ -1,0 +1,129 @@
+"""The controller's end of ranks on several hosts: those of its own are processes here, agents have the others."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import zmq
+
+from weft.engine.config import EngineConfig
+from weft.engine.controller.executor import LOAD_TIMEOUT_S
+from weft.engine.controller.process_executor import ProcessExecutor
+from weft.engine.controller.rank_processes import POLL_S, RankProcesses
+from weft.engine.hosts import addresses
+from weft.engine.hosts.agents import SILENT_S, Agents
+from weft.engine.messages import Failure, FromRank, Stop, ToRank, decode_from_rank, encode
+from weft.engine.worker.open_transports import table_file
+
+log = logging.getLogger(__name__)
+
+
+class HostsExecutor(ProcessExecutor):
+    """Ranks of several hosts. A step is one message to each host, and its agent hands it to its ranks."""
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self._local = RankProcesses([rank for rank in range(self.mesh.world) if self.mesh.host_of(rank) == 0])
+        self._asked = config  # as it was given, before anything was found for what it leaves open
+        self._agents: Agents | None = None
+        self._received: deque[bytes] = deque()
+
+    def prepare(self) -> None:
+        if self._agents is None:
+            assert self.config.master_addr is not None
+            address = addresses.resolve(self.config.master_addr, self.config.master_port)
+            interface = self.config.interface or addresses.interface_to(address, self.config.master_port)
+            addresses.check_interface(interface)
+            self._agents = Agents(self._asked)
+            self._interface = interface
+        super().prepare()
+
+    def _launch(self, poll: Callable[[], None]) -> None:
+        self.prepare()
+        assert self._agents is not None
+        self._received.clear()
+        if missing := self._agents.missing:
+            nodes = ", ".join(map(str, missing))
+            log.warning("waiting for node %s at %s", nodes, self._agents.where)
+            self._progress(f"waiting for node {nodes} at {self._agents.where}", 0.0)
+        until = time.monotonic() + self.config.join_timeout_s + SILENT_S
+        self._agents.wait_for_all(self.config.join_timeout_s, lambda: self._go_on(until, "the other hosts", poll))
+        self._starts += 1
+        config, table = replace(self.config, interface=self._interface), _table(self.config)
+        if table is None and config.cost == "auto":
+            config = replace(config, cost="cpu")  # no host may take a table of its own
+        self._agents.start(config, table, self._starts)
+        self._local.launch(config, self._starts)
+        self._poller = zmq.Poller()
+        for source in (self._local.inbox, self._agents.socket):
+            self._poller.register(source, zmq.POLLIN)
+        deadline = time.monotonic() + LOAD_TIMEOUT_S
+        while not self._local.launched(POLL_S):
+            self._go_on(deadline, "the start", poll)
+
+    def _send(self, rank: int, message: ToRank) -> None:
+        assert self._agents is not None
+        if (node := self.mesh.host_of(rank)) == 0:
+            self._local.send(rank, encode(message))
+        else:
+            self._agents.send(node, rank, encode(message))
+
+    def _send_all(self, message: ToRank) -> None:
+        assert self._agents is not None
+        encoded = encode(message)
+        for node in range(1, self.mesh.hosts):
+            self._agents.send(node, None, encoded)
+        self._local.send_all(encoded)
+
+    def _receive(self) -> FromRank | None:
+        if not self._received:
+            ready = dict(self._poller.poll(int(POLL_S * 1000)))
+            if self._local.inbox in ready:
+                self._received.append(self._local.inbox.recv())
+            if len(ready) > (self._local.inbox in ready):
+                self._drain()
+        return decode_from_rank(self._received.popleft()) if self._received else None
+
+    def _drain(self) -> None:
+        """Takes in what agents have sent."""
+        assert self._agents is not None
+        while self._agents.socket.poll(0):
+            if (encoded := self._agents.receive()) is not None:
+                self._received.append(encoded)
+
+    def _dead(self, *, killed: bool = False) -> str | None:
+        assert self._agents is not None
+        self._drain()  # a controller that was busy is not to take that for silence
+        return self._local.ended(killed=killed) or self._agents.gone(killed=killed)
+
+    def _cause(self, first: Failure) -> Exception:
+        # Ranks hear at once that a connection is gone, and the agents' silence says later that it was a host.
+        deadline = time.monotonic() + SILENT_S + POLL_S
+        while first.lost_peer and not self._dead(killed=True) and time.monotonic() < deadline:
+            if isinstance(message := self._receive(), Failure) and not message.lost_peer:
+                first = message
+        return super()._cause(first)
+
+    def _stop_ranks(self, grace_s: float) -> None:
+        if self._agents is not None and self._starts:
+            if grace_s and self._local.running:
+                for node in range(1, self.mesh.hosts):
+                    self._agents.send(node, None, encode(Stop()))
+            super()._stop_ranks(grace_s)
+            self._agents.stop()
+
+    def close(self, grace_s: float = 5.0) -> None:
+        self._stop_ranks(grace_s)
+        super().close(grace_s)
+        if self._agents is not None:
+            self._agents.close()
+        self._agents = None
+
+
+def _table(config: EngineConfig) -> str | None:
+    """The text of the cost table by which the ranks plan; None where it is one that every host has by its name."""
+    return None if (path := table_file(config)) is None else path.read_text()

@@ -1,0 +1,61 @@
+"""The controller's end of ranks that are processes of this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from weft.engine.config import EngineConfig
+from weft.engine.controller.executor import LOAD_TIMEOUT_S, Executor
+from weft.engine.controller.fork_client import RankProcess
+from weft.engine.controller.rank_processes import POLL_S, RankProcesses
+from weft.engine.messages import FromRank, ToRank, decode_from_rank, encode
+
+
+class ProcessExecutor(Executor):
+    """One process a rank, all on this machine."""
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self._local = RankProcesses(range(self.mesh.world))
+        self._starts = 0
+
+    @property
+    def processes(self) -> list[RankProcess]:
+        """The ranks' processes on this machine."""
+        return self._local.processes
+
+    @property
+    def directory(self) -> Path:
+        """The private folder of the ranks' files, once `prepare` has run."""
+        return self._local.directory
+
+    def prepare(self) -> None:
+        self._local.prepare()
+
+    def _launch(self, poll: Callable[[], None]) -> None:
+        self._starts += 1
+        self._local.launch(self.config, self._starts)
+        deadline = time.monotonic() + LOAD_TIMEOUT_S
+        while not self._local.launched(POLL_S):
+            self._go_on(deadline, "the start", poll)
+
+    def _send(self, rank: int, message: ToRank) -> None:
+        self._local.send(rank, encode(message))
+
+    def _send_all(self, message: ToRank) -> None:
+        self._local.send_all(encode(message))
+
+    def _receive(self) -> FromRank | None:
+        encoded = self._local.receive()
+        return None if encoded is None else decode_from_rank(encoded)
+
+    def _dead(self, *, killed: bool = False) -> str | None:
+        return self._local.ended(killed=killed)
+
+    def _stop_ranks(self, grace_s: float) -> None:
+        self._local.stop(grace_s)
+
+    def close(self, grace_s: float = 5.0) -> None:
+        self._local.close(grace_s)

@@ -1,0 +1,80 @@
+"""Which address and interface hosts use: those of the route to node 0, unless the user names another."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+
+from weft.engine.config import EngineError
+
+SIOCGIFADDR = 0x8915
+
+
+def resolve(name: str, port: int) -> str:
+    """The address of node 0 as this host sees it. Raises EngineError for a name that nothing resolves."""
+    try:
+        return str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise EngineError(f"--master-addr {name} is no host that this one knows ({error}); give its address") from error
+
+
+def check_not_loopback(name: str, address: str) -> None:
+    """Raises EngineError where a host's name leads to itself: distributions list it as 127.0.1.1 in /etc/hosts.
+
+    A loopback address that is given as such, or as localhost, stays: all hosts are then on this machine.
+    """
+    if name in (address, "localhost") or not ipaddress.ip_address(address).is_loopback:
+        return
+    raise EngineError(
+        f"--master-addr {name} is {address} on this host, by its /etc/hosts: no other host reaches that; give the "
+        "address of an interface, or correct the line"
+    )
+
+
+def source_address(address: str, port: int) -> str:
+    """This host's address on the route to another. Raises EngineError where there is no route."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as s:
+        try:
+            s.connect((address, port))  # of UDP: nothing is sent
+        except OSError as error:
+            raise EngineError(f"no route from this host to {address} ({error.strerror})") from error
+        return str(s.getsockname()[0])
+
+
+def interfaces() -> dict[str, list[str]]:
+    """The addresses of each network interface of this host."""
+    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        for name, addresses in found.items():
+            try:
+                request = struct.pack("256s", name.encode())
+                addresses.append(socket.inet_ntoa(fcntl.ioctl(s.fileno(), SIOCGIFADDR, request)[20:24]))
+            except OSError:  # it has none
+                continue
+    try:
+        with open("/proc/net/if_inet6") as table:
+            for line in table:
+                digits, *_, name = line.split()
+                found.setdefault(name, []).append(str(ipaddress.ip_address(bytes.fromhex(digits))))
+    except OSError:  # a kernel without IPv6
+        pass
+    return found
+
+
+def interface_to(address: str, port: int) -> str:
+    """The interface of the route to an address. Raises EngineError."""
+    source, known = source_address(address, port), interfaces()
+    for name, addresses in known.items():
+        if source in addresses:
+            return name
+    raise EngineError(f"no interface has {source}, by which this host reaches {address}; name one with --interface")
+
+
+def check_interface(name: str) -> None:
+    """Raises EngineError for an interface that this host has not, with those that it has."""
+    if name not in (known := interfaces()):
+        listed = ", ".join(f"{other} ({', '.join(found)})" for other, found in known.items() if found)
+        raise EngineError(f"this host has no interface {name}; it has {listed}")

@@ -1,0 +1,174 @@
+"""A host's agent: joins node 0, starts this host's ranks when it is told to, and passes their messages on.
+
+It ends with node 0, and its ranks end with it.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from weft.engine.config import EngineConfig, EngineError
+from weft.engine.controller.rank_processes import RankProcesses
+from weft.engine.hosts import addresses, digests, secured
+from weft.engine.hosts.host_messages import (
+    Alive,
+    Ended,
+    FromAgent,
+    FromRanks,
+    Join,
+    Leave,
+    Left,
+    Refused,
+    Start,
+    Stopped,
+    StopRanks,
+    ToRanks,
+    Welcome,
+    decode_to_agent,
+    encode,
+)
+
+ALIVE_S = 1.0
+TICK_MS = 100
+REFUSALS = 3
+"""So many connections that fail before a word was said are no accident: the other end has another key."""
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class HostAgent:
+    """The agent of node `node_rank`, from 1 on. Raises EngineError in one line.
+
+    say: is given lines for whoever looks on.
+    """
+
+    def __init__(self, config: EngineConfig, say: Callable[[str], None]):
+        assert config.master_addr is not None and config.cluster_key is not None and config.node_rank
+        node = config.node_rank
+        self.node, self._say = node, say
+        key = secured.read_key(config.cluster_key)
+        address = addresses.resolve(config.master_addr, config.master_port)
+        self._where = f"{config.master_addr}:{config.master_port}"
+        interface = config.interface or addresses.interface_to(address, config.master_port)
+        addresses.check_interface(interface)
+        self._config = replace(config, interface=interface)
+        self._ranks = RankProcesses([r for r in range(config.mesh.world) if config.mesh.host_of(r) == node])
+        self._number, self._launching, self._ended = 0, False, False
+        self._welcome, self._refusals = False, 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = secured.connecting(self._context, key)
+        self._monitor = self._socket.get_monitor_socket(FAILED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._socket.connect(secured.endpoint(address, config.master_port))
+        self._facts = digests.facts(config)
+
+    def run(self) -> None:
+        """Serves until node 0 ends in order. Raises EngineError where it is gone, or takes no such host."""
+        try:
+            self._say(f"node {self.node}: waiting for node 0 at {self._where} (interface {self._config.interface})")
+            self._ranks.prepare()
+            self._serve()
+        except BaseException as error:
+            why = "was stopped" if isinstance(error, KeyboardInterrupt) else f"left: {error}"
+            self._send(Left(why))
+            raise
+        finally:
+            self._ranks.close(grace_s=0)
+            self._socket.disable_monitor()
+            self._context.destroy(linger=1000)
+
+    def _serve(self) -> None:
+        began, said, looked = time.monotonic(), 0.0, 0.0
+        while True:
+            sources = [self._socket, self._monitor, *([self._ranks.inbox] if self._ranks.running else [])]
+            ready = dict(zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], TICK_MS))
+            if self._monitor in ready:
+                self._watch(recv_monitor_message(self._monitor)["event"])
+            if self._socket in ready and not self._follow(self._socket.recv()):
+                return
+            if self._ranks.running and self._ranks.inbox in ready:
+                self._send(FromRanks(self._number, self._ranks.inbox.recv()))
+            if (now := time.monotonic()) > looked + TICK_MS / 1000:
+                looked = now
+                self._look_after_ranks()
+            if self._welcome and now > said + ALIVE_S:
+                said = now
+                self._send(Alive())
+            if not self._welcome and now > began + self._config.join_timeout_s:
+                raise EngineError(f"node 0 was not heard at {self._where} within {self._config.join_timeout_s:g} s")
+
+    def _watch(self, event: int) -> None:
+        """What became of the connection."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._welcome:  # with this node 0, or one that came after it
+            options = digests.options(self._config)
+            self._send(Join(self.node, socket.gethostname(), self._facts, options, time.time()))
+        self._refusals = self._refusals + 1 if event & FAILED else self._refusals
+        if self._refusals >= REFUSALS:
+            raise EngineError(
+                f"node 0 at {self._where} does not know this --cluster-key: the file must be the same on every host "
+                "(or something else listens there)"
+            )
+        if event == zmq.EVENT_DISCONNECTED and self._welcome:
+            raise EngineError(f"node 0 at {self._where} is gone; so are the ranks of this host")
+
+    def _follow(self, frame: bytes) -> bool:
+        """Does what node 0 asks. False: it ends."""
+        message = decode_to_agent(frame)
+        if isinstance(message, Refused):
+            raise EngineError(message.text)
+        if isinstance(message, Leave):
+            self._say(f"node {self.node}: node 0 has ended")
+            return False
+        if isinstance(message, Welcome):
+            self._welcome = True
+            self._say(f"node {self.node}: joined {self._where}")
+        elif isinstance(message, Start):
+            self._start(message)
+        elif isinstance(message, ToRanks) and self._ranks.running and message.number == self._number:
+            if message.rank is None:
+                self._ranks.send_all(message.encoded)
+            else:
+                self._ranks.send(message.rank, message.encoded)
+        elif isinstance(message, StopRanks):
+            self._ranks.stop(grace_s=0)
+            self._launching = False
+            self._send(Stopped(message.number))
+        return True
+
+    def _start(self, start: Start) -> None:
+        config = replace(EngineConfig.from_dict(start.config), **digests.of_this_host(self._config))
+        self._ranks.stop(grace_s=0)
+        self._number, self._launching, self._ended = start.number, True, False
+        try:
+            self._ranks.prepare()
+            if start.table is not None:
+                table = self._ranks.directory / "cost.json"
+                table.write_text(start.table)
+                config = replace(config, cost=str(table))
+            self._ranks.launch(config, start.number)
+        except (EngineError, OSError) as error:
+            self._fail(str(error), killed=True)
+
+    def _look_after_ranks(self) -> None:
+        if not self._ranks.running or self._ended:
+            return
+        try:
+            for _ in self._ranks.ranks if self._launching else ():
+                self._launching = not self._ranks.launched(0)
+            if killed := self._ranks.ended(killed=True):
+                self._fail(killed, killed=True)
+            elif ended := self._ranks.ended():
+                self._fail(ended, killed=False)
+        except EngineError as error:
+            self._fail(str(error), killed=True)
+
+    def _fail(self, text: str, killed: bool) -> None:
+        self._ended = True
+        self._send(Ended(self._number, f"{text} (node {self.node}, {socket.gethostname()})", killed))
+
+    def _send(self, message: FromAgent) -> None:
+        self._socket.send(encode(message))

@@ -1,0 +1,222 @@
+"""Node 0's end of the agents: takes in those of the cluster, notices which host is gone, and passes messages on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from weft.engine.config import EngineConfig, EngineError
+from weft.engine.hosts import addresses, digests, secured
+from weft.engine.hosts.host_messages import (
+    Alive,
+    Ended,
+    FromAgent,
+    FromRanks,
+    Join,
+    Leave,
+    Left,
+    Refused,
+    Start,
+    Stopped,
+    StopRanks,
+    ToRanks,
+    Welcome,
+    decode_from_agent,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+SILENT_S = 5.0
+"""An agent that is not heard for so long is gone; it says every second that it is there."""
+
+
+@dataclass
+class Agent:
+    """An agent that has joined. heard: when, by the monotonic clock. stopped: the last start whose ranks it ended."""
+
+    identity: bytes
+    join: Join
+    heard: float
+    stopped: int = 0
+
+    @property
+    def name(self) -> str:
+        """As errors call its host."""
+        return f"node {self.join.node} ({self.join.host})"
+
+
+class Agents:
+    """The agents of nodes 1 to nnodes - 1. Methods raise EngineError in one line.
+
+    Binds `master_addr` and `master_port`. clocks: how far each host's clock was ahead when it joined, in seconds.
+    """
+
+    def __init__(self, config: EngineConfig):
+        assert config.master_addr is not None and config.cluster_key is not None
+        name, self._port = config.master_addr, config.master_port
+        self._address = addresses.resolve(name, self._port)
+        addresses.check_not_loopback(name, self._address)
+        key = secured.read_key(config.cluster_key)
+        self._nodes = range(1, config.mesh.hosts)
+        self._ours = digests.facts(config), digests.options(config)
+        self.clocks: dict[int, float] = {}
+        self._agents: dict[int, Agent] = {}
+        self._candidates: dict[int, Agent] = {}
+        """Who says to be a node that is there already: its successor, or a mistake."""
+        self._lost: str | None = None
+        self._ended: list[Ended] = []
+        self._number = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator = secured.authenticator(self._context, key)
+        self.socket = secured.listening(self._context, key)
+        try:
+            self.socket.bind(secured.endpoint(self._address, self._port))
+        except zmq.ZMQError as error:
+            self.close()
+            if error.errno == zmq.EADDRINUSE:
+                why = "is taken; choose another with --master-port, the same on every host"
+            elif error.errno in (zmq.EADDRNOTAVAIL, 19):  # ENODEV
+                why = "is no address of this host; node 0 runs where --master-addr is"
+            else:
+                why = f"cannot be listened on: {error.strerror}"
+            raise EngineError(f"{self.where} {why}") from error
+
+    @property
+    def where(self) -> str:
+        """Address and port of this end."""
+        return f"{self._address}:{self._port}"
+
+    @property
+    def missing(self) -> list[int]:
+        """Nodes that have not joined, or were lost."""
+        return [node for node in self._nodes if node not in self._agents]
+
+    def wait_for_all(self, timeout_s: float, waiting: Callable[[], None]) -> None:
+        """Returns once every node has joined. waiting: called several times a second."""
+        deadline = time.monotonic() + timeout_s
+        while self.missing:
+            waiting()
+            if time.monotonic() > deadline:
+                nodes = ", ".join(map(str, self.missing))
+                raise EngineError(
+                    f"node {nodes} did not come to {self.where} within {timeout_s:g} s; start the same command there "
+                    "with --node-rank, and see what it says (docs/hosts.md)"
+                )
+            if self.socket.poll(100):
+                self.receive()
+            else:
+                self._bury()
+        self._lost = None
+
+    def start(self, config: EngineConfig, table: str | None, number: int) -> None:
+        """Has every agent start its ranks."""
+        self._number, self._ended = number, []
+        message = encode(Start(number, digests.plain(config), table))
+        for agent in self._agents.values():
+            self._send(agent, message)
+
+    def send(self, node: int, rank: int | None, encoded: bytes) -> None:
+        """Passes a message on to a rank of a node; None: to all of them."""
+        if node in self._agents:
+            self._send(self._agents[node], encode(ToRanks(self._number, rank, encoded)))
+
+    def receive(self) -> bytes | None:
+        """Takes one message of an agent, if there is one. Returns a rank's message that it held."""
+        try:
+            identity, frame = self.socket.recv_multipart(zmq.NOBLOCK)
+            message: FromAgent = decode_from_agent(frame)
+        except (zmq.Again, ValueError, msgspec.DecodeError):  # an agent of another version may say what this one cannot
+            return None
+        if isinstance(message, Join):
+            self._take_in(identity, message)
+            return None
+        agent = next((a for a in self._agents.values() if a.identity == identity), None)
+        if agent is None:  # one that was given up, or refused
+            return None
+        agent.heard = time.monotonic()
+        if (candidate := self._candidates.pop(agent.join.node, None)) is not None:
+            self._refuse(candidate, f"{agent.name} is there already; give each host another --node-rank")
+        if isinstance(message, FromRanks):
+            return message.encoded if message.number == self._number else None
+        if isinstance(message, Ended) and message.number == self._number:
+            self._ended.append(message)
+        elif isinstance(message, Stopped):
+            agent.stopped = message.number
+        elif isinstance(message, Left):
+            self._lose(agent, message.text)
+        else:
+            assert isinstance(message, Alive | Ended)
+        return None
+
+    def gone(self, *, killed: bool = False) -> str | None:
+        """One line about a host or a rank of one that is gone, or None; receive what has arrived before.
+
+        killed: not about ranks that ended by themselves.
+        """
+        self._bury()
+        if self._lost:
+            return self._lost
+        return next((e.text for e in self._ended if e.killed or not killed), None)
+
+    def stop(self, waiting: Callable[[], None] = lambda: None) -> None:
+        """Has the ranks of every host ended, and waits for that. Hosts that do not say so are gone."""
+        message = encode(StopRanks(self._number))
+        for agent in self._agents.values():
+            self._send(agent, message)
+        while any(agent.stopped < self._number for agent in self._agents.values()):
+            waiting()
+            if self.socket.poll(100):
+                self.receive()
+            else:
+                self._bury()
+
+    def close(self) -> None:
+        """Has the agents leave. May be called twice."""
+        if self._context.closed:
+            return
+        for agent in (*self._agents.values(), *self._candidates.values()):
+            self._send(agent, encode(Leave()))
+        self._agents.clear()
+        self.socket.close()
+        self._authenticator.stop()
+        self._context.term()
+
+    def _send(self, agent: Agent, message: bytes) -> None:
+        self.socket.send_multipart([agent.identity, message])
+
+    def _take_in(self, identity: bytes, join: Join) -> None:
+        agent = Agent(identity, join, time.monotonic())
+        if join.node not in self._nodes:
+            nodes = f"1 to {self._nodes[-1]}"
+            self._refuse(agent, f"{agent.name} is none of this cluster's: beside node 0 it has {nodes}")
+        elif wrong := digests.difference(join.node, join.host, (join.facts, join.options), self._ours):
+            self._refuse(agent, wrong)
+        elif join.node in self._agents:
+            self._candidates[join.node] = agent
+        else:
+            self._agents[join.node] = agent
+            self.clocks[join.node] = join.clock - time.time()
+            self._send(agent, encode(Welcome()))
+
+    def _refuse(self, agent: Agent, why: str) -> None:
+        log.error("%s", why)
+        self._send(agent, encode(Refused(why)))
+
+    def _bury(self) -> None:
+        """Gives agents up that were silent for too long."""
+        now = time.monotonic()
+        for agent in list(self._agents.values()):
+            if now - agent.heard > SILENT_S:
+                self._lose(agent, f"has not been heard for {SILENT_S:g} s")
+
+    def _lose(self, agent: Agent, why: str) -> None:
+        node = agent.join.node
+        del self._agents[node]
+        self._lost = f"{agent.name} {why}"
+        if (candidate := self._candidates.pop(node, None)) is not None:
+            self._take_in(candidate.identity, candidate.join)

@@ -1,0 +1,90 @@
+"""Sockets between hosts, secured by CURVE: who does not know the cluster's key is not heard, and reads nothing.
+
+Both ends derive their key pairs from the secret in the file, so the file is all that hosts share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from weft.engine.config import EngineError
+
+MIN_KEY_BYTES = 16
+MAX_MESSAGE_BYTES = 64 << 20
+"""Of a message: what a stranger announces is not allocated."""
+PING_MS, SILENT_MS = 1000, 5000
+"""ZeroMQ's own heartbeats, sent by a thread of its own: a busy host answers them."""
+HOW_TO_MAKE_ONE = "make one with: head -c 32 /dev/urandom | base64 > cluster.key"
+
+
+def read_key(path: Path) -> bytes:
+    """The secret, without the white space around it. Raises EngineError."""
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise EngineError(f"--cluster-key {path} cannot be read: {error.strerror}; {HOW_TO_MAKE_ONE}") from error
+    if len(key) < MIN_KEY_BYTES:
+        raise EngineError(f"--cluster-key {path} has fewer than {MIN_KEY_BYTES} bytes; {HOW_TO_MAKE_ONE}")
+    return key
+
+
+class _Allowed:
+    """What the authenticator asks: the one key of agents that know the secret."""
+
+    def __init__(self, public: bytes):
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return hmac.compare_digest(key, self._public)
+
+
+def authenticator(context: zmq.Context[zmq.Socket[bytes]], key: bytes) -> ThreadAuthenticator:
+    """Lets agents that know the secret in, and nobody else; to be stopped before the context ends."""
+    found = ThreadAuthenticator(context)
+    found.start()
+    found.configure_curve_callback("*", _Allowed(_pair(key, b"agent")[1]))
+    return found
+
+
+def listening(context: zmq.Context[zmq.Socket[bytes]], key: bytes) -> zmq.Socket[bytes]:
+    """Node 0's socket, not bound yet."""
+    found = context.socket(zmq.ROUTER)
+    found.curve_secretkey, found.curve_publickey = _pair(key, b"node 0")
+    found.curve_server = True
+    return _limited(found)
+
+
+def connecting(context: zmq.Context[zmq.Socket[bytes]], key: bytes) -> zmq.Socket[bytes]:
+    """An agent's socket, not connected yet."""
+    found = context.socket(zmq.DEALER)
+    found.curve_secretkey, found.curve_publickey = _pair(key, b"agent")
+    found.curve_serverkey = _pair(key, b"node 0")[1]
+    return _limited(found)
+
+
+def endpoint(address: str, port: int) -> str:
+    """As ZeroMQ writes it."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def _limited(made: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    made.setsockopt(zmq.IPV6, 1)
+    made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    made.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+    made.setsockopt(zmq.SNDHWM, 0)
+    made.setsockopt(zmq.RCVHWM, 0)
+    made.setsockopt(zmq.LINGER, 1000)
+    return made
+
+
+def _pair(key: bytes, whose: bytes) -> tuple[bytes, bytes]:
+    """Secret and public key of an end."""
+    secret = z85.encode(hmac.digest(key, b"weft " + whose, hashlib.sha256))
+    return secret, zmq.curve_public(secret)

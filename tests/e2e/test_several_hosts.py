@@ -1,0 +1,74 @@
+"""Options of several hosts: what launchers say, and what is refused in one line before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.here import weft_here
+from weft.cli.command import EngineArguments
+from weft.cli.several_hosts import first_host, with_launcher
+
+KEY = Path("cluster.key")
+TORCHRUN = dict(TORCHELASTIC_RUN_ID="1", GROUP_WORLD_SIZE="2", GROUP_RANK="1", MASTER_ADDR="a", MASTER_PORT="29500")
+LWS = dict(LWS_GROUP_SIZE="2", LWS_WORKER_INDEX="1", LWS_LEADER_ADDRESS="a")
+SRUN = dict(SLURM_STEP_NUM_NODES="2", SLURM_NODEID="1", SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NODELIST="a,b")
+
+
+def place(environ: dict[str, str], **options: Any) -> tuple[int, int | None, str | None]:
+    found = with_launcher(EngineArguments().values() | options, environ)
+    assert found["master_port"] == 29600, "torchrun's own store listens on its port"
+    return found["nnodes"], found["node_rank"], found["master_addr"]
+
+
+@pytest.mark.parametrize("environ", [TORCHRUN, LWS, SRUN], ids=["torchrun", "LeaderWorkerSet", "srun"])
+def test_launchers_fill_in_what_is_left_out(environ: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert place(environ, cluster_key=KEY) == (2, 1, "a")
+    assert "weft: node 1 of 2, node 0 at a, by " in capsys.readouterr().err
+    assert place(environ, nnodes=3, node_rank=2, master_addr="b", cluster_key=KEY) == (3, 2, "b")
+    assert place(environ, nnodes=1) == (1, None, None)
+    assert not capsys.readouterr().err
+
+
+def test_one_host_needs_nothing() -> None:
+    assert place({}) == (1, None, None)
+    assert place(SRUN | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}) == (1, None, None)
+
+
+def test_the_first_of_slurms_hosts() -> None:
+    lists = {"gpu[03-05,9],login": "gpu03", "a,b": "a", "n7": "n7", "r1-n[12]-ib,x": "r1-n12-ib", "": None}
+    assert {nodes: first_host(nodes) for nodes in lists} == lists
+
+
+@pytest.mark.parametrize(
+    "options, environ, text",
+    [
+        (dict(nnodes=2), {}, "--nnodes 2 takes --node-rank: 0 where --master-addr is, then 1 and so on"),
+        (dict(nnodes=2, node_rank=0), {}, "--nnodes 2 takes --master-addr, the address of node 0$"),
+        (dict(nnodes=2, node_rank=0, master_addr="a"), {}, "--nnodes 2 takes --cluster-key FILE, .*head -c 32"),
+        (dict(), TORCHRUN, "--cluster-key FILE, .* or --nnodes 1 for one host without the others that torchrun has"),
+        (dict(master_addr="a"), {}, "--master-addr is of several hosts: add --nnodes"),
+        (dict(), TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, "torchrun started 4 processes .* --nproc-per-node 1"),
+        (dict(), SRUN | {"SLURM_STEP_NUM_TASKS": "8"}, "srun started 8 tasks on 2 hosts; .* --ntasks-per-node 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], environ: dict[str, str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        place(environ, **options)
+
+
+def test_commands_refuse_it_in_one_line(tmp_path: Path) -> None:
+    (key := tmp_path / "key").write_text("short")
+    both = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--cluster-key", str(key))
+    two = ("--attn-tp", "2", "--device", "cpu")
+    for command in (("serve",), ("generate", "--prompt", "x"), ("eval",)):
+        code, _, err = weft_here(*command, *two, *both, "--node-rank", "1")
+        assert code == 1 and err.startswith(f"weft: --cluster-key {key} has fewer than 16 bytes"), err
+    code, _, err = weft_here("serve", *two, *both, "--node-rank", "2")
+    assert (code, err) == (2, "weft: node_rank 2 is none of 2 host(s): they are 0 to 1\n")
+    code, _, err = weft_here("generate", "--prompt", "x", *both, "--node-rank", "1")
+    assert (code, err) == (2, "weft: hosts=2 does not divide the 1 ranks; nearest that do: 1\n")
+    code, _, err = weft_here("profile", *two, *both, "--node-rank", "0")
+    assert (code, err) == (2, "weft: profile writes the traces of one host's ranks; leave --nnodes out\n")

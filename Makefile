@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test test-nightly test-processors test-gpu test-gpu-parts test-mutants plugin-contracts lint docs counts clean
+.PHONY: help setup demo wheel test test-nightly test-processors test-gpu test-gpu-parts test-mutants plugin-contracts lint docs counts clean
 help:
 	@echo "make demo   serve the embedded model on 4 ranks and ask it word problems; ARGS=\"--dcp 2\" for more"
 	@echo "make test   run the tests         make lint   ruff and mypy"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-mutants  plant faults in a copy of the sources, and see that tests fail; ARGS=\"place --jobs 2\""
 	@echo "make plugin-contracts  compare the plug-ins with vLLM's and SGLang's wheels; ARGS=\"vllm-0.33.0\""
 	@echo "make docs   build the documentation site into build/site; every link is checked"
+	@echo "make wheel  build dist/*.whl and the source distribution; kernels are compiled ahead, those for GPUs by nvcc"
 	@echo "make counts lines of code         make clean  remove the virtual environment"
 
 setup: $(VENV)/.ready
@@ -30,6 +31,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: setup
 	@$(BIN)/weft demo $(ARGS)
+
+wheel: setup
+	@$(BIN)/python -m build --outdir dist
 
 # Three files at a time, as tests of processes wait now and then, and CI has two cores; the tests of a file share what
 # they compile and the servers that they start. Files are begun as tests/conftest.py orders them, not those with most

@@ -6,6 +6,7 @@ What a library user needs is here by name; a name is imported, and torch with it
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
     from weft.stream import GROUP, OWN, WORLD
 
-__version__ = "0.1.0"
+    __version__: str
+
 __all__ = [
     "GROUP",
     "OWN",
@@ -47,6 +49,11 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        try:
+            return version("weft")
+        except PackageNotFoundError:
+            return "0+source"  # a source tree that is not installed
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(module), name)

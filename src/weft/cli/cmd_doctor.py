@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from weft import __version__
+from weft.kernels.build import BUILT, nvcc
 
 Level = Literal["ok", "slow", "bad"]
 SHARED_MEMORY = 2**30
@@ -60,7 +61,10 @@ def examine() -> Iterator[Finding]:
     yield from processor(Path("/proc/cpuinfo").read_text(), len(os.sched_getaffinity(0)), os.getloadavg()[0])
     yield memory(Path("/dev/shm"))
     yield descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    yield compiler("c++", "g++", "clang++")
+    if (BUILT / "weft_cpu.so").exists():
+        yield Finding("ok", "kernels of transport shm are installed")
+    else:
+        yield compiler("c++", "g++", "clang++")
     yield from gpus()
     yield table()
     yield table(gpus=True)
@@ -139,7 +143,9 @@ def gpus() -> Iterator[Finding]:
         yield Finding("ok", "every GPU reaches the others' memory")
     if count > 1 and (smi := shutil.which("nvidia-smi")):
         yield from links(subprocess.run([smi, "topo", "-m"], capture_output=True, text=True, timeout=60).stdout)
-    if not shutil.which("nvcc"):
+    if (BUILT / "weft_cuda.so").exists():
+        yield Finding("ok", "kernels of transport peer are installed")
+    elif not shutil.which(nvcc()):
         yield Finding("slow", "no nvcc", "transport peer cannot be built; install CUDA's nvcc, or set PATH to it")
 
 

@@ -52,7 +52,7 @@ COMMANDS = {
     "demo": "serve the embedded model on 4 ranks and ask it word problems",
 }
 
-EXTRAS = {"serve": "serve", "bench serving": "bench", "profile": "bench"}
+EXTRAS = {"serve": "serve", "demo": "demo", "bench serving": "bench", "profile": "bench"}
 """The extra with the packages that a command imports beside those that Weft always brings."""
 
 UNNAMED = tyro.conf.arg(name="")

@@ -1,0 +1,49 @@
+"""Which kernels of a wheel are used: those built from the sources here, with code for the GPUs here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.kernels.build import ARCHITECTURES, BuildError, check_built, cuda_kernels, runs_on
+
+
+@pytest.mark.parametrize(
+    ("gpu", "by"),
+    [
+        ((8, 0), "80"),
+        ((8, 6), "80"),
+        ((8, 9), "80 89"),
+        ((9, 0), "90a"),
+        ((10, 0), "100"),
+        ((10, 3), "100"),
+        ((12, 0), "120"),
+        ((7, 5), ""),
+        ((11, 0), ""),
+    ],
+)
+def test_code_runs_on_gpus_of_its_generation(gpu: tuple[int, int], by: str) -> None:
+    assert [each for each in ARCHITECTURES if runs_on(each, gpu)] == by.split()
+
+
+def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
+    description = tmp_path / "weft_cuda.json"
+    description.write_text(json.dumps({"sources": "abc", "architectures": ["80", "90a"]}))
+    check_built(description, "abc", [(8, 0), (9, 0)])
+    with pytest.raises(ValueError, match=r"^they are for sm_80, sm_90a, and a GPU here is sm_120$"):
+        check_built(description, "abc", [(8, 0), (12, 0)])
+    with pytest.raises(ValueError, match=r"^they were built from other sources than those installed"):
+        check_built(description, "abd", [])
+
+
+def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "Tesla T4")
+    with pytest.raises(
+        BuildError, match=r"^Tesla T4 \(sm_75\) is older than sm_80, which peer memory takes: use NCCL$"
+    ):
+        cuda_kernels()

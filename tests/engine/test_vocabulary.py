@@ -47,7 +47,7 @@ def test_rows_and_best_tokens_are_the_whole_vocabularys(mesh: Mesh, vocabulary: 
         held = split(transport, mesh, vocabulary)
         assert held.share == share and held.size == vocabulary
         score, at = own.max(-1).values, own.argmax(-1)
-        return held.whole(own), held.best(score, at + share.start)
+        return held.gather_logits(own), held.best(score, at + share.start)
 
     for rank, (found, best) in enumerate(run_world(mesh.world, main)):
         wanted = logits[mesh.group_of(rank)]
@@ -97,7 +97,7 @@ def test_outputs_are_those_of_a_whole_vocabulary(layout: str, monkeypatch: pytes
         mixed = [engine.generate([prompt], params)[0] for prompt, params in zip(asked, MIXED, strict=False)]
     with Engine(config(tmp_path, split_vocabulary="on", **LAYOUTS[layout])) as engine:
         with monkeypatch.context() as patched:
-            patched.delattr(SplitVocabulary, "whole")
+            patched.delattr(SplitVocabulary, "gather_logits")
             assert [r.token_ids for r in engine.generate(asked, GREEDY)] == greedy
             assert engine.generate(asked[:1], MIXED[0])[0].token_ids == mixed[0].token_ids
         for prompt, params, wanted in zip(asked, MIXED, mixed, strict=False):

@@ -150,7 +150,7 @@ def refuse_merges(transport: PeerTransport, mesh: Mesh, device: torch.device) ->
     with pytest.raises(CommError, match=f"H a multiple of {n}"):
         transport.merge_scatterv(*ones(1, n + 1, 16), group)
     wrong = torch.ones(1, dtype=torch.int64, device=device)
-    with pytest.raises(CommError, match=r"how many tokens are live must be torch.int32 \[1\]"):
+    with pytest.raises(CommError, match=r"the number of live tokens must be torch.int32 \[1\]"):
         transport.merge_scatterv(*ones(1, n, 16), group, wrong)
     with pytest.raises(CommError, match="more rows than the tensors hold"):
         transport.merge_scatterv(*ones(1, n, 16), group, torch.full((1,), 2, dtype=torch.int32, device=device))

@@ -356,8 +356,8 @@ OWN = [
     Fault(
         "gathered heads lie rank by rank within a row the other way",
         "dcp/group.py",
-        "every.view(ranks, rows, heads, dim).transpose(0, 1).reshape(rows, ranks * heads, dim)",
-        "every.view(ranks, rows, heads, dim).permute(1, 2, 0, 3).reshape(rows, ranks * heads, dim)",
+        "gathered.view(ranks, rows, heads, dim).transpose(0, 1).reshape(rows, ranks * heads, dim)",
+        "gathered.view(ranks, rows, heads, dim).permute(1, 2, 0, 3).reshape(rows, ranks * heads, dim)",
         ("tests/dcp/test_attention.py",),
     ),
     Fault(
@@ -428,8 +428,8 @@ OWN = [
     Fault(
         "min_p is of the logits before temperature",
         "engine/worker/sampler.py",
-        "least = scaled.amax(-1, keepdim=True) + min_p.log()",
-        "least = logits.amax(-1, keepdim=True) + min_p.log()",
+        "threshold = scaled.amax(-1, keepdim=True) + min_p.log()",
+        "threshold = logits.amax(-1, keepdim=True) + min_p.log()",
         ("tests/engine/test_sampler.py::test_min_p_drops_what_is_far_from_the_best",),
     ),
     Fault(
@@ -484,8 +484,8 @@ OWN = [
     Fault(
         "of equally good tokens of two ranks the last counts",
         "engine/worker/split_vocabulary.py",
-        "rank = every[..., 0].argmax(0, keepdim=True)",
-        "rank = len(every) - 1 - every[..., 0].flip(0).argmax(0, keepdim=True)",
+        "rank = gathered[..., 0].argmax(0, keepdim=True)",
+        "rank = len(gathered) - 1 - gathered[..., 0].flip(0).argmax(0, keepdim=True)",
         ("tests/engine/test_vocabulary.py",),
     ),
     # models and attention

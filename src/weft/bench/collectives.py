@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from weft.bench.baselines import DeepSpeed, Gloo
-from weft.bench.ranks import Report, every_core
+from weft.bench.ranks import Report, all_cores
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.transport import Epilogue, finish
 from weft.place.spec import Mesh
@@ -38,7 +38,7 @@ EDGES = (
     *MIXED,
     "all_reduce+norm",
 )
-ROUNDS, ROUND_S, MOST, LEAST = 5, 0.03, 300, 3
+ROUNDS, ROUND_S, MAX_CALLS, MIN_CALLS = 5, 0.03, 300, 3
 FLOOR = "floor"
 
 
@@ -69,7 +69,7 @@ class Timing:
 
 
 def mesh_of(ranks: int) -> Mesh:
-    """The layout whose groups are measured: DP × TP where there are four ranks or more, else TP."""
+    """The layout with the groups to measure: DP × TP where there are four ranks or more, else TP."""
     return Mesh(2, ranks // 2, 2, ranks // 2) if ranks >= 4 and ranks % 2 == 0 else Mesh(1, ranks, ranks, 1)
 
 
@@ -84,7 +84,7 @@ def measure(
     patient = ShmTransport(mesh, rank, directory / "patient", spins=0)
     others: list[Gloo | DeepSpeed] = []
     if "gloo" in baselines:
-        with every_core():
+        with all_cores():
             others.append(Gloo(mesh, rank, directory))
     if "deepspeed" in baselines:
         others.append(DeepSpeed(mesh.world, rank, directory, lambda: shm.barrier(group)))
@@ -149,7 +149,7 @@ def _case(shm: ShmTransport, patient: ShmTransport, mesh: Mesh, others: list[Glo
                 found.setdefault(name, []).extend(time_phases(shm, group, x, fresh, [call], budget)[0])
                 continue
             # Which suits gloo better depends on how many ranks share a core: it gets both, and keeps the better.
-            for name, cores in (("gloo on its core", nullcontext()), ("gloo on every core", every_core())):
+            for name, cores in (("gloo on its core", nullcontext()), ("gloo on every core", all_cores())):
                 with cores:
                     found.setdefault(name, []).extend(time_phases(patient, group, x, fresh, [call], budget)[0])
         for i, phases in enumerate(floors):
@@ -174,10 +174,10 @@ def time_phases(
 ) -> list[list[float]]:
     """Seconds of each phase, call by call; all ranks make the same number of calls, as rank 0's clock says.
 
-    shm: whose barrier precedes each phase.
+    shm: its barrier precedes each phase.
     """
     times: list[list[float]] = [[] for _ in phases]
-    calls, warm = LEAST, True
+    calls, warm = MIN_CALLS, True
     while True:
         began = time.perf_counter()
         for _ in range(calls):
@@ -190,7 +190,7 @@ def time_phases(
         if not warm:
             return times
         wanted = int(budget / ((time.perf_counter() - began) / calls))
-        agreed = shm.broadcast(torch.tensor([min(MOST, max(LEAST, wanted))]), group, group[0])
+        agreed = shm.broadcast(torch.tensor([min(MAX_CALLS, max(MIN_CALLS, wanted))]), group, group[0])
         calls, warm, times = int(agreed), False, [[] for _ in phases]
 
 
@@ -215,7 +215,7 @@ def _floors(
     starts = [sum(shares[:i]) for i in range(n)]
 
     def sum_of(begin: int, count: int, ranks: tuple[int, ...] = group, base: int = 0) -> Callable[[], object]:
-        """Rows begin … begin + count from the inputs of `ranks`, whose first row is row `base`."""
+        """Rows begin … begin + count from the inputs of `ranks`; their first row is row `base`."""
         sources = tuple(xs[r] - base * row_bytes for r in ranks)
         return lambda: shm.direct_sum(out, sources, begin * width, count * width)
 

@@ -45,9 +45,9 @@ from weft.place.spec import Mesh
 SUMS = ("all_reduce", "reduce_scatterv", *MIXED)
 EDGES = (*SUMS, "all_gatherv", "all_to_allv", *(f"{edge}+norm" for edge in SUMS))
 RAGGED = ("reduce_scatterv ragged", "all_gatherv ragged")
-REPLAYS, WARM, GRAPH_TURNS = 6, 2, 5  # of a graph in each of its turns
+REPLAYS, WARM, GRAPH_ROUNDS = 6, 2, 5  # of a graph in each of its rounds
 CALLS, SMALL_CALLS, SMALL = 20, 100, 1 << 20  # in a graph; up to so many bytes more, as ranks begin some µs apart
-TURNS = 4  # inputs
+INPUTS = 4  # different inputs of a case
 LIMIT_S = 40.0  # of an implementation in a case: less than the minute after which NCCL ends a rank that waits
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
@@ -178,11 +178,11 @@ def measure(
     sizes = [(c.plain, c.input_bytes) for c in cases]
     largest = max(size for _, size in sizes)
     here = World.open(rank, world, directory, (world + 1) * largest)
-    arena_bytes = 2 * (TURNS + 1) * (largest + 4096)
+    arena_bytes = 2 * (INPUTS + 1) * (largest + 4096)
     baselines: list[Baseline] = []
     reduced = [size for edge, size in sizes if edge == "all_reduce"]
     if "flashinfer" in others and reduced:  # first: their results are checked, and NCCL works in place
-        baselines += flashinfer_baselines(world, rank, here.device, max(reduced), TURNS)
+        baselines += flashinfer_baselines(world, rank, here.device, max(reduced), INPUTS)
     if "nccl" in others:
         baselines.append(Nccl(here.mesh, rank))
     if "window" in others:
@@ -239,7 +239,7 @@ class _Given:
 
 def _given(case: Case, here: World) -> _Given:
     dtype = DTYPES[case.dtype]
-    xs = [torch.randn(case.inputs, case.hidden, device=here.device).to(dtype) for _ in range(TURNS)]
+    xs = [torch.randn(case.inputs, case.hidden, device=here.device).to(dtype) for _ in range(INPUTS)]
     norm = _epilogue(case, here.rank, here.device) if case.edge.endswith("+norm") else None
     return _Given(xs, norm, _expected(case, xs[0], here.mesh, here.rank))
 
@@ -304,7 +304,7 @@ def _check(case: Case, name: str, got: Tensor, given: _Given) -> None:
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured graph of `count` calls, the stream to replay it on, and the calls, whose tensors it needs."""
+    """A captured graph of `count` calls, the stream to replay it on, and the calls, which own its tensors."""
 
     graph: torch.cuda.CUDAGraph
     stream: torch.cuda.Stream
@@ -336,7 +336,7 @@ def capture(calls: Sequence[Callable[[], object]], count: int = CALLS) -> Graph:
 def replays_us(graphs: Sequence[Graph]) -> list[float]:
     """µs a call of each, taking turns: the median over replays, the slowest rank's. Collective."""
     times: list[list[float]] = [[] for _ in graphs]
-    for _ in range(GRAPH_TURNS):
+    for _ in range(GRAPH_ROUNDS):
         for g, found in zip(graphs, times, strict=True):
             with torch.cuda.stream(g.stream):
                 found += [_events_us(g.stream, g.graph.replay) / g.count for _ in range(WARM + REPLAYS)][WARM:]
@@ -349,7 +349,7 @@ def _eager_us(calls: Sequence[Callable[[], object]]) -> float:
             calls[i % len(calls)]()
 
     stream = torch.cuda.current_stream()
-    times = [_events_us(stream, run) / CALLS for _ in range(WARM + GRAPH_TURNS * REPLAYS)]
+    times = [_events_us(stream, run) / CALLS for _ in range(WARM + GRAPH_ROUNDS * REPLAYS)]
     return _slowest([statistics.median(times[WARM:])])[0]
 
 

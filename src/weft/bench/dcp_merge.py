@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft.bench.collectives import ROUND_S, ROUNDS, time_phases
 from weft.bench.cuda import SMALL, SMALL_CALLS, World, capture, replays_us
-from weft.bench.ranks import Report, every_core
+from weft.bench.ranks import Report, all_cores
 from weft.comm.settler import a2a, ag_rs
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
@@ -40,7 +40,7 @@ SHAPES: dict[Shape, tuple[int, int]] = {
 """Heads of a dcp group that is all of attn_tp, and elements of a head's output: DeepSeek's latent, or projected by
 W_UV before the merge."""
 BARE = "reduce_scatterv"
-TURNS, CALLS = 4, 20
+INPUTS, CALLS = 4, 20
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 Call = Callable[[], object]
 
@@ -117,7 +117,7 @@ def measure_gpus(rank: int, directory: Path, report: Report, cases: Sequence[Cas
     here = World.open(rank, cases[0].ranks, directory, 2 * max(case.bytes for case in cases))
     group = here.peer.world
     for case in cases:
-        parts = [given(case, rank + 100 * turn, here.device) for turn in range(TURNS)]
+        parts = [given(case, rank + 100 * i, here.device) for i in range(INPUTS)]
         by_name: dict[str, list[Call]] = {}
         for transport in (here.peer, here.torchdist):
             for out, lse in parts:
@@ -142,7 +142,7 @@ def measure_cpus(rank: int, directory: Path, report: Report, cases: Sequence[Cas
     mesh, group, largest = Mesh(1, world, world, 1), tuple(range(world)), max(case.bytes for case in cases)
     shm = ShmTransport(mesh, rank, directory / "shm", tuning=tuning, block_bytes=4 * largest)
     patient = ShmTransport(mesh, rank, directory / "patient", spins=0)  # see bench/collectives.py
-    with every_core():
+    with all_cores():
         gloo = TorchDistTransport(mesh, rank, f"file://{directory}/gloo")
     gc.disable()
     for case in cases:
@@ -155,7 +155,7 @@ def measure_cpus(rank: int, directory: Path, report: Report, cases: Sequence[Cas
         for _ in range(ROUNDS):
             for name, call in calls.items():
                 over_gloo = name.endswith("gloo")
-                with every_core() if over_gloo else nullcontext():
+                with all_cores() if over_gloo else nullcontext():
                     meeting = patient if over_gloo else shm
                     times[name] += time_phases(meeting, group, out, fresh, [call], ROUND_S)[0]
         medians = torch.tensor([[statistics.median(found) * 1e6 for found in times.values()]]).double()

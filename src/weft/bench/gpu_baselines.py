@@ -271,9 +271,9 @@ class VllmCustom(Baseline):
 
     def __init__(self, comm: Any, world: int, rank: int, device: torch.device, max_bytes: int, inputs: int):
         self._comm, self._world = comm, world
-        self._most = -(-max_bytes // 256) * 256
-        self._signals = _Shared(comm, rank, device, comm.vllm_meta_size() + self._most)
-        self._inputs = _Shared(comm, rank, device, inputs * self._most)
+        self._max_bytes = -(-max_bytes // 256) * 256
+        self._signals = _Shared(comm, rank, device, comm.vllm_meta_size() + self._max_bytes)
+        self._inputs = _Shared(comm, rank, device, inputs * self._max_bytes)
         self._pointers = torch.empty(8 << 20, dtype=torch.uint8, device=device)  # 64 bytes a registered input
         torch.cuda.synchronize()
         dist.barrier()
@@ -285,7 +285,7 @@ class VllmCustom(Baseline):
             return []
         found: list[Call] = []
         for i, x in enumerate(xs):
-            begin = i * self._most
+            begin = i * self._max_bytes
             mine = self._inputs.mine[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
             mine.copy_(x)
             self._comm.vllm_register_buffer(self._handle, [pointer + begin for pointer in self._inputs.pointers])

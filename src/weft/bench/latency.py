@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2MoeConfig
 
-from weft.bench.ranks import Report, every_core
+from weft.bench.ranks import Report, all_cores
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
@@ -84,7 +84,7 @@ def measure(rank: int, directory: Path, report: Report, request: Request) -> Non
     patient = ShmTransport(mesh, rank, directory / "patient", spins=0)  # see bench/collectives.py
     opened: dict[str, Transport] = {"shm": shm}
     if "gloo" in request.transports:
-        with every_core():
+        with all_cores():
             opened["gloo"] = TorchDistTransport(mesh, rank, f"file://{directory}/gloo")
     dtype, cpu = DTYPES[request.dtype], torch.device("cpu")
     if request.model is None:
@@ -103,13 +103,13 @@ def measure(rank: int, directory: Path, report: Report, request: Request) -> Non
         for name in request.transports
     }
     prompt = torch.randint(1, model.config.vocab_size, (request.prompt,)).tolist()
-    for turn in range(1 + request.rounds):
+    for number in range(1 + request.rounds):
         for name, runner in runners.items():
             steps = []
             tokens, at = prompt, 0
             for _ in range(1 + request.output - 1):
                 batch = build_batch(tokens, [SeqRows(len(tokens), at, [list(range(pages))], True)], PAGE)
-                with every_core() if name == "gloo" else nullcontext():
+                with all_cores() if name == "gloo" else nullcontext():
                     patient.barrier(group)
                     began = time.perf_counter()
                     logits = runner.forward(batch, (len(tokens),))
@@ -118,7 +118,7 @@ def measure(rank: int, directory: Path, report: Report, request: Request) -> Non
                 tokens = [int(logits[-1].argmax())]
             latencies = torch.tensor([[steps[0], statistics.median(steps[1:])]]).double()
             slowest = shm.all_gatherv(latencies, group, (1,) * mesh.world).amax(0).tolist()
-            if rank == 0 and turn:
+            if rank == 0 and number:
                 report(Latency(name, *slowest))
     for transport in (*opened.values(), patient):
         transport.close()

@@ -21,7 +21,7 @@ from weft.place.spec import Mesh
 
 
 class NcclWindowTransport(TorchDistTransport):
-    """TorchDistTransport over NCCL whose exchanges of equal rows go through the window; plans know it as NCCL.
+    """TorchDistTransport over NCCL with exchanges of equal rows through the window; plans know it as NCCL.
 
     The window is registered with the communicator of each of the rank's groups. Ragged rows take NCCL's other kernels.
     Calls that run eagerly copy inputs into the window and results out of it. Captured calls spare both copies: `empty`

@@ -21,7 +21,7 @@ Report = Callable[[Any], None]
 
 
 @contextmanager
-def every_core() -> Iterator[None]:
+def all_cores() -> Iterator[None]:
     """Frees this thread, and those that it starts, from its one core: gloo's threads starve beside a caller there."""
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, range(os.cpu_count() or 1))

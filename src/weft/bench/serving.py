@@ -54,9 +54,9 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("num_prompts", 1), ("input_len", 1), ("output_len", 1), ("prefix_len", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+        for name, minimum in (("num_prompts", 1), ("input_len", 1), ("output_len", 1), ("prefix_len", 0)):
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {minimum} or more")
         if not 0 <= self.range_ratio < 1:
             raise ValueError(f"range_ratio is {self.range_ratio}; it must be from 0 to below 1")
 

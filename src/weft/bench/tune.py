@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.bench.collectives import mesh_of, time_phases
-from weft.bench.ranks import Report, every_core
+from weft.bench.ranks import Report, all_cores
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.step_rows import StepRows
 from weft.comm.transport import Epilogue, Ranks, Transport
@@ -167,7 +167,7 @@ def price(
     shm = ShmTransport(mesh, rank, directory / "shm", tuning=ShmTuning(**tuning), block_bytes=2 * max(sizes))
     patient = ShmTransport(mesh, rank, directory / "patient", spins=0)  # see bench/collectives.py
     opening, known = Opening(mesh, rank, directory, torch.device("cpu"), max(sizes), {}), transports(plugins)
-    with every_core():
+    with all_cores():
         opened = [shm if known[o] is SHM else known[o].open(opening) for o in options]
     group = tuple(range(world))
     gc.disable()
@@ -204,7 +204,7 @@ def _call_us(
     x = transport.empty(*fresh.shape, like=fresh)
     times: list[float] = []
     for _ in range(ROUNDS):
-        with nullcontext() if transport is meeting else every_core():
+        with nullcontext() if transport is meeting else all_cores():
             times += time_phases(meeting, group, x, fresh, [partial(call, x)], BUDGET_S)[0]
     median = torch.tensor([[statistics.median(times) * 1e6]]).double()
     return float(meeting.all_gatherv(median, group, (1,) * len(group)).max())

@@ -15,7 +15,7 @@ from weft.cli.start import start_engine
 
 @dataclass(frozen=True)
 class Command:
-    """Score a model on arithmetic word problems whose templates and numbers it was not trained on.
+    """Score a model on arithmetic word problems with templates and numbers that it was not trained on.
 
     An output counts when its number is correct in digits and in words. Decoding is greedy, so all layouts have the
     same score.

@@ -84,7 +84,7 @@ class Command:
     """Tokens in each DP group, one plan for each number."""
     transport: Annotated[
         tuple[TransportName, ...],
-        tyro.conf.arg(help=f"Whose edges to plan with, one or more; left out, {LEFT_OUT}."),
+        tyro.conf.arg(help=f"Transports to plan with, one or more; left out, {LEFT_OUT}."),
     ] = ()
     cost: str = "auto"
     """h200x4 (measured on four H200s), cpu, cpu-gloo, cpu-shm, h100-nvlink, h200-nvlink, gb200-nvl72, pcie-gen5, or a

@@ -48,9 +48,9 @@ class Command:
 
         rows = self.engine.requests.max_batch_tokens
         for name in ("batch", "context", "steps"):
-            least = MIN_STEPS if name == "steps" else 1
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+            minimum = MIN_STEPS if name == "steps" else 1
+            if getattr(self, name) < minimum:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be {minimum} or more")
         tokens = output_length(self.steps, -(-self.batch * self.context // rows))
         config = engine_config(
             self.model,

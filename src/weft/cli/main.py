@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def usage(prefix: str = "") -> str:
-    """The list of commands; of those whose names begin so."""
+    """The list of commands, or of those with names that begin so."""
     lines = [
         "weft: serve mixture-of-experts models on any layout of ranks",
         "",

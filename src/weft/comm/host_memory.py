@@ -49,12 +49,12 @@ class HostMemory:
     def barrier(self, group: Ranks) -> None:
         """Returns once every rank of the group has called it. Raises PeerLost, CommTimeout."""
         at, deadline = self._groups[group], time.monotonic() + self._timeout_s
-        turn = self._counters[at, self._rank] + 1
-        self._counters[at, self._rank] = turn
+        count = self._counters[at, self._rank] + 1
+        self._counters[at, self._rank] = count
         for rank in group:
-            while self._counters[at, rank] < turn:
+            while self._counters[at, rank] < count:
                 self.check()
-                if self._left(rank) and self._counters[at, rank] < turn:  # it will not come any more
+                if self._left(rank) and self._counters[at, rank] < count:  # it will not come any more
                     raise PeerLost(rank, by=self._rank)
                 if time.monotonic() > deadline:
                     raise CommTimeout(

@@ -32,7 +32,7 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class LiveSizes:
-    """Sizes whose live rows only the device knows.
+    """Sizes with live rows that only the device knows.
 
     capacity: maximum rows of each segment, by which tensors are allocated; the same on every rank.
     live: int32 `[segments]` in device memory, read when the kernel runs: live rows of each segment, at most its

@@ -54,7 +54,7 @@ class Opening(Protocol):
     directory: a folder of these ranks alone, for their rendezvous; on each host its own, of the same name.
     store: host and port at which rank 0 serves torch.distributed's store, where the ranks are on several hosts.
     device: of this rank.
-    timeout_s: a call whose peers have not come after so many seconds fails.
+    timeout_s: a call fails if its peers have not come after so many seconds.
     """
 
     @property
@@ -131,7 +131,7 @@ class TransportEntry:
             )
 
 
-def offers_every(exchange: Exchange, epilogue: bool = False) -> bool:
+def offers_all(exchange: Exchange, epilogue: bool = False) -> bool:
     """The offers of a transport that has all exchanges: epilogues of sums, and merges of whole heads."""
     if exchange.combine == "softmax_merge":
         return exchange == named.merge_scatterv(exchange.ranks) and not epilogue
@@ -156,13 +156,13 @@ def _opener(module: str) -> Callable[[Opening], Transport]:
     return open_transport
 
 
-SHM = TransportEntry("shm", "shm", "cpu", offers_every, _opener("weft.comm.shm"), SHM_RANKS, max_hosts=1)
+SHM = TransportEntry("shm", "shm", "cpu", offers_all, _opener("weft.comm.shm"), SHM_RANKS, max_hosts=1)
 GLOO = TransportEntry("gloo", "torchdist/gloo", "cpu", _offers_moves_and_sums, _opener("weft.comm.torchdist"))
 PEER = TransportEntry(
     "peer",
     "peer",
     "cuda",
-    offers_every,
+    offers_all,
     _opener("weft.comm.peer"),
     peer_launch.MAX_RANKS,
     max_hosts=1,
@@ -171,7 +171,7 @@ PEER = TransportEntry(
 )
 NCCL = TransportEntry("nccl", "torchdist/nccl", "cuda", _offers_what_nccl_calls, _opener("weft.comm.torchdist"))
 TRANSPORTS = (SHM, GLOO, PEER, NCCL)
-REFERENCE = TransportEntry("reference", "reference", "any", offers_every, _opener("weft.comm.reference"), auto=False)
+REFERENCE = TransportEntry("reference", "reference", "any", offers_all, _opener("weft.comm.reference"), auto=False)
 """For ranks that are threads of one process, and for a single rank: no option of ranks that are processes."""
 
 

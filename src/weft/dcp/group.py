@@ -38,8 +38,8 @@ class ContextGroup:
         """All ranks' heads, in rank order: `[T, heads, D]` → `[T, ranks · heads, D]`."""
         ranks, (rows, heads, dim) = self.interleave.ranks, q.shape
         what = Gather(QUERIES, heads * dim * q.element_size(), relaid=True)
-        every = self.settle.gather(what, "dcp", q.reshape(rows, heads * dim), (rows,) * ranks)
-        return every.view(ranks, rows, heads, dim).transpose(0, 1).reshape(rows, ranks * heads, dim)
+        gathered = self.settle.gather(what, "dcp", q.reshape(rows, heads * dim), (rows,) * ranks)
+        return gathered.view(ranks, rows, heads, dim).transpose(0, 1).reshape(rows, ranks * heads, dim)
 
     def tokens(self, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Cached tokens of all ranks `[sum(sizes), width]`, in rank order; rows: this rank's."""

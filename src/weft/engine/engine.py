@@ -66,7 +66,7 @@ class Engine:
             raise
         self.config = self._executor.config
         self._schedulers = make_schedulers(config, self._executor.groups)
-        self._under_way: deque[list[Scheduled]] = deque()  # steps that were sent, whose tokens have not come
+        self._under_way: deque[list[Scheduled]] = deque()  # steps that were sent; their tokens have not come
         self._ids, self._seeds = itertools.count(1), random.Random(config.seed)
         self._requests = RequestQueue(config.max_waiting + config.max_running * config.attn_dp)
         self._number = threading.Lock()  # requests are numbered in the order in which they are handed over

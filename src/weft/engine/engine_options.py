@@ -184,8 +184,8 @@ class RankOptions(EngineOptions):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cuda: a GPU for each rank; auto: GPUs where there are as many as ranks."""
     cuda_graphs: bool = True
-    """Whether steps on GPUs replay captured graphs. Those with prompts of some models never do, nor do those whose
-    prompts' logprobs are wanted."""
+    """Whether steps on GPUs replay captured graphs. Those with prompts of some models never do, nor do those with
+    requested logprobs of prompts."""
     threads: int = 1
     """Threads of each rank's process; more ranks use cores better."""
     cpu_bind: str | None = None

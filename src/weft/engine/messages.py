@@ -56,7 +56,7 @@ class Adjust(Struct, frozen=True, array_like=True):
 
 
 class Score(Struct, frozen=True, array_like=True):
-    """Prompt tokens whose logprobs are wanted: for each row the token after it. logprobs: alternatives of each."""
+    """Prompt tokens with requested logprobs: for each row the token after it. logprobs: alternatives of each."""
 
     tokens: tuple[int, ...]
     logprobs: int

@@ -1,7 +1,7 @@
 """Profiles a window of steps on every rank: the CPU time that they take, and with torch's profiler all that they run.
 
 Ranks begin a window at the same step, and end it by themselves (`weft.engine.worker.rank_profiler`). CPU time is
-counted in windows without the profiler, whose own time would be counted too.
+counted in windows without the profiler: its own time would be counted, too.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ class Sequence:
 
     @property
     def to_score(self) -> int:
-        """Number of its prompt's tokens whose logprobs are wanted and not known."""
+        """Number of its prompt's tokens with logprobs that are requested and not known."""
         return 0 if self.params.prompt_logprobs is None else self.prompt_tokens - 1 - len(self.scores)
 
     @property

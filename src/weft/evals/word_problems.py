@@ -56,7 +56,7 @@ def generate(split: Split, count: int, seed: int) -> list[Problem]:
     rng = random.Random(f"{split} {seed}")
     problems: list[Problem] = []
     while len(problems) < count:
-        problem = _draw(rng, split)
+        problem = _make(rng, split)
         if problem is not None:
             problems.append(problem)
     return problems
@@ -102,7 +102,7 @@ def number_words(n: int) -> str:
     return f"{number_words(n // unit)} {name}" + (f" {number_words(n % unit)}" if n % unit else "")
 
 
-def _draw(rng: random.Random, split: Split) -> Problem | None:
+def _make(rng: random.Random, split: Split) -> Problem | None:
     """One try; None where the numbers do not work out or belong to the other split."""
     phrases = _template(rng, split)
     if phrases is None:

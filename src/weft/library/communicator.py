@@ -1,4 +1,4 @@
-"""Collectives of a torch ProcessGroup whose ranks are processes of one host: `weft.Communicator`."""
+"""Collectives of a torch ProcessGroup with all ranks on one host: `weft.Communicator`."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ AS_PUBLISHED = frozenset({"step3p5", "qwen3_5_moe"})
 
 
 def registry(plugins: Sequence[str] = ()) -> Registry:
-    """The families of Weft and of plugins (`weft.plugins`), whose `FAMILIES` are of this form. Raises ModelError."""
+    """The families of Weft and of the `FAMILIES` of plugins (`weft.plugins`). Raises ModelError."""
     known = dict(FAMILIES)
     try:
         modules = list(load_plugins(plugins))

@@ -45,7 +45,7 @@ KINDS = {
     "dense products": r"gemm|gemv|nvjet|cutlass|cublas|splitk|aten::(linear|mm|addmm|bmm|matmul|einsum)",
     "copies": r"memcpy|memset|copy|aten::(to|cat|index_put_?|index_copy_?|fill_|stack|empty|zero_)$",
 }
-"""By whose pattern a kernel's name is known, the first that fits; the rest is `other`."""
+"""Kinds of kernels, with the pattern of their names: the first that matches counts; the rest is `other`."""
 
 
 def kind_of(name: str) -> str:

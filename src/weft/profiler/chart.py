@@ -62,7 +62,7 @@ def _spans(event: Event, kind: str, first: float) -> list[tuple[float, float]]:
 
 
 def _median_step(events: Sequence[Event]) -> int:
-    """The step whose length is the median's."""
+    """The step of median length."""
     length = {
         step: max(e.end for e in events if e.step == step) - min(e.begin for e in events if e.step == step)
         for step in {e.step for e in events}

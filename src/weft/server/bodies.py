@@ -46,7 +46,7 @@ async def work_on(request: Request, function: Callable[[B], T], body: B) -> T:
 
 
 class JsonRoute(APIRoute):
-    """A route whose endpoint takes `body`, of any type that pydantic checks, and the request.
+    """A route to an endpoint that takes `body`, of any type that pydantic checks, and the request.
 
     FastAPI knows it for the schema alone: what it does for each request to find an endpoint's arguments takes longer
     than all that is needed here.

@@ -117,7 +117,7 @@ def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
     for name, kind in properties.items():
         if isinstance(kind, dict) and not isinstance(kind.get("enum", []), list):
             raise ValueError(f"the enum of {name} must be a list")
-        if isinstance(kind, dict) and not (isinstance(most := kind.get("maxLength", 0), int) and 0 <= most < 2**20):
+        if isinstance(kind, dict) and not (isinstance(length := kind.get("maxLength", 0), int) and 0 <= length < 2**20):
             raise ValueError(f"the maxLength of {name} must be an integer from 0 to {2**20}")
     return schema
 

@@ -71,7 +71,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str = "") -> JSONResponse:
-        """The error as a response. path: of the request, whose clients know one shape."""
+        """The error as a response. path: of the request; its clients know one shape."""
         body = anthropic_body(self) if path.startswith("/v1/messages") else self.body()
         return JSONResponse(body, status_code=self.status, headers=self.headers)
 

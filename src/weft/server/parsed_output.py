@@ -57,7 +57,7 @@ class Shape(Protocol):
 async def respond(
     request: Request, stream: AsyncGenerator[tuple[int, Output], None], made: Shape, streamed: bool
 ) -> Response:
-    """The response of a request with one choice, whose increments these are."""
+    """The response of a request with one choice, from its increments."""
     if streamed:
         first = await anext(stream, None)  # a refusal must still be an HTTP status
 

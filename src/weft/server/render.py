@@ -67,7 +67,7 @@ class Completion:
         return self._body(index, choice, choice.last, True)
 
     def chunks(self, index: int, output: Output, begins: bool) -> Iterator[dict[str, Any]]:
-        # A token whose text is not whole yet has its event too, as in vLLM: clients that measure count events.
+        # A token without whole text yet has its event too, as in vLLM: clients that measure count events.
         if output.token_ids or output.text or output.finish_reason or (begins and self._echoed):
             yield self._body(index, output, output, begins)
 

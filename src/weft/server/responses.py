@@ -50,8 +50,8 @@ class TextConfig(Body):
 
 
 class ResponsesRequest(SharedRequest):
-    """The served fields. store: whether others may go on from the response by its id. previous_response_id: of one
-    whose items go before `input`; its `instructions` do not."""
+    """The served fields. store: whether others may go on from the response by its id. previous_response_id: the
+    items of that response go before `input`; its `instructions` do not."""
 
     harmless = HARMLESS - {"metadata", "store"}
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {

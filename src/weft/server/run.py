@@ -33,7 +33,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening socket; clients wait until it is served. Raises OSError where the port is taken; port 0 takes a free
     one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio sets TCP_NODELAY only on connections whose socket says that it is TCP.
+    # The protocol is named because asyncio sets TCP_NODELAY only on connections with a socket that says that it is TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -229,7 +229,7 @@ def _tagged_call(
     parameter: tuple[str, ...],
     line: bool = False,
 ) -> str:
-    """Rules of a call whose parameters each stand in tags, in the schema's order; text holds no <, which would end it.
+    """Rules of a call with each parameter in tags, in the schema's order; text holds no <, which would end it.
 
     names: what each function begins with. parameter: before its key, between key and value, and after it. line: a
     value ends its line. As a text may hold line breaks too, and is matched as far as it goes, it is matched with that.

@@ -63,7 +63,7 @@ class TextParser:
 
 
 class ArgumentStream:
-    """Calls whose arguments are JSON, which are handed on as they come. rest: what was not read yet.
+    """Calls with JSON arguments, which are passed on as they come. rest: what was not read yet.
 
     opening: as in `ToolFormat`. names: of the functions that may be called; None: of any. name: of the only one, which
     the opening leaves out. begun: a call has. open: more of its arguments may come.

@@ -241,19 +241,19 @@ def test_a_vocabulary_that_is_split(captured: list[Shape], tmp_path: Path, monke
         wanted = generate_together(engine, FEW, mixed)
     captured.clear()
     gathered: list[int] = []
-    gather = SplitVocabulary.whole
+    gather = SplitVocabulary.gather_logits
 
-    def whole(split: SplitVocabulary, logits: torch.Tensor) -> torch.Tensor:
+    def counted(split: SplitVocabulary, logits: torch.Tensor) -> torch.Tensor:
         gathered.append(len(logits))
         return gather(split, logits)
 
     with Engine(config(tmp_path, attn_tp=2, moe_tp=2, split_vocabulary="on")) as engine:
         with monkeypatch.context() as patched:
-            patched.delattr(SplitVocabulary, "whole")
+            patched.delattr(SplitVocabulary, "gather_logits")
             for params, tokens in zip(plain, expected, strict=True):
                 assert [r.token_ids for r in engine.generate(FEW[:2], params)] == tokens
             patched.undo()
-            patched.setattr(SplitVocabulary, "whole", whole)
+            patched.setattr(SplitVocabulary, "gather_logits", counted)
             found = generate_together(engine, FEW, mixed)
         for ours, theirs, params in zip(found, wanted, mixed, strict=True):
             assert ours.token_ids == theirs.token_ids and len(ours.logprobs) == len(theirs.logprobs), params

@@ -106,7 +106,7 @@ class TextStream:
         return text
 
     def _stream(self, token: int) -> str:
-        """The same of tokenizers whose tokens' texts depend on what comes before."""
+        """The same for tokenizers with tokens that have other texts after other tokens."""
         before = ""
         try:
             piece = self._decoder.step(self._shared.tokenizer, token) or ""

@@ -74,7 +74,7 @@ class OutputProcessor:
             self.end(output, "abort")
 
     def end_overdue(self) -> None:
-        """Ends the requests whose deadline has passed."""
+        """Ends the requests after their deadline."""
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             due = self._open.get(heapq.heappop(self._deadlines)[1])
             if due is not None:

@@ -33,7 +33,7 @@ def adjust(sequence: Sequence) -> Adjust | None:
 
 
 def scoring(sequence: Sequence, rows: int) -> Score | None:
-    """The prompt tokens whose logprobs the next rows give; None where they are known or not wanted."""
+    """The prompt tokens that get their logprobs from the next rows; None where they are known or not wanted."""
     if not sequence.to_score or sequence.params.prompt_logprobs is None:
         return None
     first = sequence.computed + 1
@@ -61,7 +61,7 @@ def _added(sequence: Sequence) -> tuple[tuple[int, float], ...]:
 
 
 def _banned(sequence: Sequence) -> tuple[int, ...]:
-    """End tokens before min_tokens, and the last token of each bad word whose other tokens come just before it."""
+    """End tokens before min_tokens, and the last token of each bad word after its other tokens."""
     p, output = sequence.params, sequence.tokens[sequence.prompt_tokens :] if sequence.params.bad_words else []
     banned = set(sequence.end_ids) if sequence.output_tokens + sequence.pending < p.min_tokens else set()
     banned |= {word[-1] for word in p.bad_words if output[len(output) - len(word) + 1 :] == list(word[:-1])}

@@ -12,10 +12,10 @@ none starves for others of its priority.
 
 A step may be scheduled while the previous one still runs. The scheduler then assumes that every sequence goes on: the
 token that the previous step samples counts as `pending`, and the sequence's next row is in the step. If the sequence
-ends with that token, the token of the extra row is dropped. Two kinds of sequences skip such a step: those whose last
-token is pending, as a limit of length says beforehand, and those whose sampling depends on the pending token, such as
-with a grammar. Pages that are freed may be reused at once, also while steps under way read them: ranks run steps one
-after the other, in the order in which they were scheduled.
+ends with that token, the token of the extra row is dropped. A sequence skips such a step if the pending token is
+its last, as a limit of length says beforehand, or if its sampling depends on the pending token, such as with a grammar.
+Pages that are freed may be reused at once, also while steps under way read them: ranks run steps one after the other,
+in the order in which they were scheduled.
 
 `weft.kv.manager` says who owns which page.
 """

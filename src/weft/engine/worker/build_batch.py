@@ -34,7 +34,7 @@ def build_batch(
     rules: Sequence[Rule] = (Rule(),),
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """The batch of sequences whose tokens follow one another.
+    """The batch of sequences, with the tokens of each one after the other.
 
     rules: of the cache groups. Raises ValueError where the sequences do not add up to the tokens, or a page table is
     too short.

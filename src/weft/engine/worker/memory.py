@@ -107,7 +107,7 @@ def max_sequence_tokens(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def large_steps(config: EngineConfig, model: ModelConfig) -> list[list[int]]:
-    """Rows of each sequence in the largest steps: one long prompt; many prompts that end, whose logits are wanted;
+    """Rows of each sequence in the largest steps: one long prompt; many prompts that end, with their logits;
     and one decode row of every sequence.
     """
     longest = min(config.max_batch_tokens, max_sequence_tokens(config, model))
@@ -190,15 +190,17 @@ def sized(
     # Windows and states do not grow with the pages: where there are no others, as many as may be fit.
     pages = agree(max(0, bisect.bisect_right(range(MAX_PAGES), capacity, key=bytes_of) - 1))
     found = replace(config, kv_tokens=max(1, pages) * config.page_size)
-    least = max(config.interleave.span, config.max_model_len or 0)
-    if pages * config.interleave.span < least:
-        need, weights = bytes_of(-(-least // config.interleave.span)), memory.total - memory.free
+    tokens = max(config.interleave.span, config.max_model_len or 0)
+    if pages * config.interleave.span < tokens:
+        need, weights = bytes_of(-(-tokens // config.interleave.span)), memory.total - memory.free
         if need <= capacity:
-            raise LayoutError(f"another rank's GPU has too little memory for the cache of a sequence of {least} tokens")
+            raise LayoutError(
+                f"another rank's GPU has too little memory for the cache of a sequence of {tokens} tokens"
+            )
         cache, missing = f"{need / GIB:.1f} GiB", f"{(need - capacity) / GIB:.1f} GiB are missing"
         raise LayoutError(
             f"a GPU's {memory.total / GIB:.1f} GiB hold {weights / GIB:.1f} GiB of weights and what else is there, and "
-            f"steps take {(memory.steps + memory.graphs) / GIB:.1f} GiB: for the cache of a sequence of {least} "
+            f"steps take {(memory.steps + memory.graphs) / GIB:.1f} GiB: for the cache of a sequence of {tokens} "
             f"tokens, {cache}, {missing}; raise --gpu-memory-fraction ({config.gpu_memory_fraction}), lower "
             "--max-model-len or --max-batch-tokens, or take more ranks"
         )

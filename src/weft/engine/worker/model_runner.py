@@ -57,10 +57,10 @@ class ModelRunner:
         plan: cheapest or naive.
 
     Attributes:
-        timed_every: of so many steps, the collectives of one are timed.
+        timing_interval: of so many steps, the collectives of one are timed.
     """
 
-    timed_every = 16
+    timing_interval = 16
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class ModelRunner:
         mine = counts[self.mesh.group_of(self.rank)]
         if len(counts) != self.mesh.attn_dp or len(batch.tokens) != mine:
             raise ValueError(f"{len(batch.tokens)} rows on rank {self.rank}, but the step's counts are {counts}")
-        times = self._times if self._walks % self.timed_every == 0 else None
+        times = self._times if self._walks % self.timing_interval == 0 else None
         rows = StepRows(self.mesh, self.rank, counts)
         stream = Stream(self.planner.plan(counts), self.transports, rows, times, self.settler)
         self.caches.plan(batch)
@@ -213,7 +213,7 @@ class ModelRunner:
     def full_logits(self, logits: Tensor) -> Tensor:
         """Rows of logits as float32, of the whole vocabulary. Collective in the group where it is split."""
         logits = logits.float()
-        return logits if self.vocabulary is None else self.vocabulary.whole(logits)
+        return logits if self.vocabulary is None else self.vocabulary.gather_logits(logits)
 
     def moves(self, counts: Counts, shape: Shape | None) -> list[tuple[str, str, str, int]]:
         """The collectives of a step, in order: the read that each serves, its step, its group's name, and the bytes

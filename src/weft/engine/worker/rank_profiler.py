@@ -39,7 +39,7 @@ class RankProfiler:
             on_gpu = self._runner.model.embed.weight.device.type == "cuda"
             self._profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu])
             self._profiler.start()
-            self._runner.timed_every = 1  # so that each exchange has its range
+            self._runner.timing_interval = 1  # so that each exchange has its range
         return self._done
 
     def begin(self, number: int, counts: Counts, shape: Shape | None) -> None:
@@ -83,7 +83,7 @@ class RankProfiler:
                 torch.cuda.synchronize()
             self._close_range()
             self._profiler.stop()
-            self._runner.timed_every = type(self._runner).timed_every
+            self._runner.timing_interval = type(self._runner).timing_interval
 
     def _close_range(self) -> None:
         if self._range is not None:

@@ -85,8 +85,8 @@ def _sample_rows(logits: Tensor, how: Sequence[Sampling], positions: Sequence[in
     if any(map(cuts, how)):
         logits = _cut(logits, how, temperature)
     scaled = logits / temperature
-    least = scaled.amax(-1, keepdim=True) + min_p.log()
-    scaled = scaled.masked_fill((min_p > 0) & (scaled < least), float("-inf"))
+    threshold = scaled.amax(-1, keepdim=True) + min_p.log()
+    scaled = scaled.masked_fill((min_p > 0) & (scaled < threshold), float("-inf"))
     noise = torch.stack([_gumbel(h, at, logits.shape[-1]) for h, at in zip(how, positions, strict=True)])
     return (scaled + noise).argmax(-1)
 

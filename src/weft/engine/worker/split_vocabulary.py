@@ -30,12 +30,12 @@ class SplitVocabulary:
         self._sizes = [share.stop - share.start for share in shares]
         self._settler = settler
 
-    def whole(self, logits: Tensor) -> Tensor:
+    def gather_logits(self, logits: Tensor) -> Tensor:
         """`[S, vocabulary]` of this rank's `[S, own]`."""
         ranks, widest, rows = len(self._sizes), max(self._sizes), len(logits)
         padded, what = F.pad(logits, (0, widest - logits.shape[1])), logit_rows(self.size, ranks)
-        every = self._settler.gather(what, "attn_tp", padded, (rows,) * ranks).view(ranks, rows, widest)
-        return torch.cat([part[:, :size] for part, size in zip(every, self._sizes, strict=True)], dim=-1)
+        gathered = self._settler.gather(what, "attn_tp", padded, (rows,) * ranks).view(ranks, rows, widest)
+        return torch.cat([part[:, :size] for part, size in zip(gathered, self._sizes, strict=True)], dim=-1)
 
     def best(self, score: Tensor, token: Tensor) -> Tensor:
         """int32 `[S]`: of all ranks' tokens the one with the highest score, of equal ones the lowest.
@@ -45,12 +45,13 @@ class SplitVocabulary:
         """
         if not len(score):
             return token.int()
-        every = self.every(torch.stack((score.float(), token.float()), dim=-1))
-        rank = every[..., 0].argmax(0, keepdim=True)  # the first of equal ones
-        return every[..., 1].gather(0, rank)[0].int()
+        gathered = self.gather_best(torch.stack((score.float(), token.float()), dim=-1))
+        rank = gathered[..., 0].argmax(0, keepdim=True)  # the first of equal ones
+        return gathered[..., 1].gather(0, rank)[0].int()
 
-    def every(self, best: Tensor) -> Tensor:
-        """float32 `[ranks, S, 2]`: what every rank gives for `[S, 2]`, its best token of each row behind its score."""
+    def gather_best(self, best: Tensor) -> Tensor:
+        """float32 `[ranks, S, 2]`: of all ranks, from this rank's `[S, 2]`, its best token of each row behind its
+        score."""
         ranks, rows = len(self._sizes), len(best)
         what = best_tokens(max(bucket((rows,))))  # as the plan has it
         return self._settler.gather(what, "attn_tp", best.view(1, 2 * rows), (1,) * ranks).view(ranks, rows, 2)

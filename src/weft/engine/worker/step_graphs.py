@@ -32,7 +32,7 @@ from weft.stream import Stream
 
 
 class StepGraphs:
-    """The graphs of a rank, and the tensors that they read and write. Layers get batches whose `spans` are None.
+    """The graphs of a rank, and the tensors that they read and write. Layers get batches with `spans` None.
 
     Args:
         model, mesh, rank: as in `ModelRunner`.
@@ -98,8 +98,8 @@ class StepGraphs:
         self._rows.steps.zero_()  # as none was replayed
 
     def shape_of(self, groups: Sequence[GroupRows], counts: Counts) -> Shape | None:
-        """The shape of the graph for a step; None where there is none: for too many rows, for prompts of models whose
-        prompts are not captured, and where a prompt's own logprobs are wanted. counts: rows of these DP groups.
+        """The shape of the graph for a step; None where there is none: for too many rows, for prompts of models that
+        do not capture prompts, and where a prompt's own logprobs are wanted. counts: rows of these DP groups.
         """
         prompts = any(group.chunks for group in groups)
         inputs = self._inputs.get(prompts)
@@ -150,7 +150,7 @@ class StepGraphs:
             best_tokens = candidates(logits, *how, table=sampled.rows, min_p=rows.min_p)[None]
         else:
             share = candidates(logits, *how, table=sampled.rows, first=split.share.start)
-            best_tokens = split.every(best(share, sampled.live))[:, :, None]
+            best_tokens = split.gather_best(best(share, sampled.live))[:, :, None]
         state = rows.last_token, rows.length, self._tokens, rows.steps, self.token_ring.rows
         step_out(sampled.rows, sampled.live, sampled.decode_count, best_tokens, sampled.lengths, *state)
         return logits

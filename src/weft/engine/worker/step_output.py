@@ -28,7 +28,7 @@ def sampled_logits(rows: GroupRows, logits: Tensor) -> Tensor:
 class StepOutput:
     """The output of one step on one rank.
 
-    `note_logprobs` and `note_prompt_logprobs` are for the rank whose result has its group's logprobs. Then `copy`
+    `note_logprobs` and `note_prompt_logprobs` are for the rank that reports its group's logprobs. Then `copy`
     begins the copies to the host. `tokens` and `logprobs` wait for them, on any thread.
 
     Args:
@@ -53,7 +53,7 @@ class StepOutput:
             first += len(chunk.tokens) if chunk.score else int(chunk.samples)
 
     def note_logprobs(self, logits: Tensor, of: Sequence[int] | None = None) -> None:
-        """Notes logprobs of the sampled tokens whose rows ask for them.
+        """Notes logprobs of the sampled tokens of rows that ask for them.
 
         logits: of all sampled rows, or of the sampled rows `of`, which include all that ask.
         """

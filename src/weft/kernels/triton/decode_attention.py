@@ -157,7 +157,7 @@ def cut_of(head_dim: int) -> Cut:
 def splits_of(
     lengths: Tensor, tokens: int, window: int | None, head_dim: int, blocks: int, tile: DecodeTile | None = None
 ) -> Splits:
-    """The splits of a step's rows, for all layers whose heads are alike.
+    """The splits of a step's rows, for all layers with the same heads.
 
     lengths, tokens, window: see `order_splits`. blocks: number of blocks of heads, at least the key-value heads.
     """

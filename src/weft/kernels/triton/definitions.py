@@ -238,8 +238,8 @@ def sample(
     hot = temperature > 0
     scaled = value / temperature.clamp(min=1e-5)[:, None]
     if min_p is not None:
-        least = scaled.amax(-1, keepdim=True) + min_p.log()[:, None]
-        scaled = torch.where((min_p > 0)[:, None] & (scaled < least), float("-inf"), scaled)
+        threshold = scaled.amax(-1, keepdim=True) + min_p.log()[:, None]
+        scaled = torch.where((min_p > 0)[:, None] & (scaled < threshold), float("-inf"), scaled)
     value = torch.where(hot[:, None], scaled + gumbel(seed, position, first, vocabulary), value)
     best = value.amax(-1)
     token = (value == best[:, None]).int().argmax(-1) + first

@@ -36,9 +36,9 @@ def _attend(
 ):  # fmt: skip
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
-    every = tl.arange(0, BLOCK_B)
-    first_row = tl.load(starts + every, mask=every < sequences, other=0)
-    count = tl.load(starts + every + 1, mask=every < sequences, other=0) - first_row
+    index = tl.arange(0, BLOCK_B)
+    first_row = tl.load(starts + index, mask=index < sequences, other=0)
+    count = tl.load(starts + index + 1, mask=index < sequences, other=0) - first_row
     blocks = tl.where(count > 1, tl.cdiv(count, BLOCK_T), 0)
     blocks_before = tl.cumsum(blocks, 0)  # the sequence's own included
     # The last blocks of a prompt see the largest number of tokens, so they begin first.
@@ -46,7 +46,7 @@ def _attend(
     if item < 0:
         return
     sequence = tl.sum((blocks_before <= item).to(tl.int32), 0)
-    block = item - tl.sum(tl.where(every < sequence, blocks, 0), 0)
+    block = item - tl.sum(tl.where(index < sequence, blocks, 0), 0)
     start = tl.load(starts + sequence)
     last = tl.load(starts + sequence + 1) - 1
     m = tl.arange(0, BLOCK_M)
@@ -57,10 +57,10 @@ def _attend(
     real = (row <= last) & (in_group < GROUP)
     limit = tl.load(limits + row, mask=row <= last, other=0)
     end = tl.load(limits + tl.minimum(start + block * BLOCK_T + BLOCK_T - 1, last))
-    least = tl.load(limits + start + block * BLOCK_T)
+    lowest = tl.load(limits + start + block * BLOCK_T)
     begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(least - WINDOW, 0)
+        begin = tl.maximum(lowest - WINDOW, 0)
     d = tl.arange(0, BLOCK_D)
     r = tl.arange(0, BLOCK_REST)
     q_at = q + row.to(tl.int64)[:, None] * q_row + head[:, None] * q_head

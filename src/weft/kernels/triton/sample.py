@@ -91,13 +91,13 @@ def _candidates(
     shares = tl.num_programs(1)
     heat = tl.load(temperature + at)
     key, place = tl.load(seed + at), tl.load(position + row)
-    least = tl.full([], float("-inf"), tl.float32)
+    threshold = tl.full([], float("-inf"), tl.float32)
     if MIN_P:
         share = tl.load(min_p + at)
         if (heat > 0) & (share > 0):
             s = tl.arange(0, SHARES)
             top = tl.max(tl.load(tops + row * shares + s, mask=s < shares, other=float("-inf")), 0)
-            least = top / tl.maximum(heat, 1e-5) + tl.log(share)
+            threshold = top / tl.maximum(heat, 1e-5) + tl.log(share)
     value = tl.full([BLOCK], float("-inf"), tl.float32)
     token = tl.full([BLOCK], 2147483647, tl.int32)
     for block in range(tl.program_id(1), blocks, shares):
@@ -107,7 +107,7 @@ def _candidates(
         x = tl.load(logits + row.to(tl.int64) * row_stride + i, mask=inside, other=float("-inf")).to(tl.float32)
         if heat > 0:
             x = x / tl.maximum(heat, 1e-5)
-            x = tl.where(x >= least, x, float("-inf"))
+            x = tl.where(x >= threshold, x, float("-inf"))
             x += _gumbel(key, place, first + start, BLOCK)
         x = tl.where(inside & (x == x), x, float("-inf"))
         # Of equal values the first token stays; where all are −inf, any token that exists.

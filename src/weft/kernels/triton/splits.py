@@ -4,7 +4,7 @@ The tokens that a row sees are cut into splits, which run in parallel (flash-dec
 https://pytorch.org/blog/flash-decoding). Their number and length follow from the row's own length alone, so a row's
 bits do not depend on its neighbours. The order depends on all rows. It is longest first (Graham, "Bounds on
 multiprocessing timing anomalies", 1969), since each program takes one item after another and all should end at the same
-time. All layers of a step whose caches are cut alike share one order.
+time. All layers of a step with caches that are cut alike share one order.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""The plug-ins on two ranks over shared memory, under a stand-in for each engine's interfaces (engines/)."""
+"""The plug-ins on ranks over shared memory, under a stand-in for each engine's interfaces (engines/)."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,27 +27,18 @@ def engine_path(engine: str, version: str, folder: Path) -> list[str]:
     return [str(folder), str(HERE / "engines"), str(PLUGINS / f"weft-{engine}/src"), str(SOURCES)]
 
 
-def run_ranks(engine: str, version: str, folder: Path) -> None:
+def environment_of(engine: str, version: str, folder: Path) -> dict[str, str]:
     path = ":".join([*engine_path(engine, version, folder), str(HERE.parent)])
-    environment = {"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / f"{engine}_rank.py")]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder / "store")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate()[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    return {"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_collectives_equal_gloos(engine: str, tmp_path: Path) -> None:
-    run_ranks(engine, versions(engine)[-1], tmp_path)
+    """And merges, norms and gathers of attention their definitions; each switch turns the plug-in off."""
+    environment = environment_of(engine, versions(engine)[-1], tmp_path)
+    command = [sys.executable, str(HERE / f"{engine}_ranks.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -67,3 +61,72 @@ def test_the_distribution_has_the_engines_entry_point(engine: str) -> None:
     group = next(each.value for each in NEEDS[engine] if "PLUGINS_GROUP" in each.names[0]).strip("'")
     assert project["entry-points"] == {group: {"weft": f"weft_{engine}:register"}}
     assert project["name"] == f"weft-{engine}" and not any(engine in each for each in project["dependencies"])
+
+
+BENCHMARKS = PLUGINS / "weft-vllm/benchmarks"
+
+
+def run_script(script: str, *arguments: str, folder: Path, torchrun: bool = False) -> subprocess.CompletedProcess[str]:
+    environment = environment_of("vllm", versions("vllm")[-1], folder)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if torchrun else []
+    command = [sys.executable, *launcher, str(BENCHMARKS / script), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_with_and_without_compares_tokens_and_times(tmp_path: Path) -> None:
+    """The script's own steps, under the stand-in, which samples alike in both arms."""
+    report = tmp_path / "report.json"
+    for what, keys in (("tokens", {"equal": 3, "sequences": 3, "passed": True}), ("time", {"passed": True})):
+        folder = tmp_path / what
+        folder.mkdir()
+        asked = ("--batches", "1", "2", "--steps", "3", "--rounds", "1", "--json", str(report))
+        done = run_script("with_and_without.py", what, *asked, folder=folder)
+        assert done.returncode == 0, done.stderr
+        result = json.loads(report.read_text())
+        assert result.items() >= keys.items()
+        arms = [arm for arm, _ in result["runs"]]
+        assert arms == (["without", "with"] if what == "tokens" else ["without", "with", "with", "without"])
+    assert result["step_ms_with"].keys() == result["step_ms_without"].keys() == {"1", "2"}
+
+
+def test_tokens_that_differ_end_with_an_error() -> None:
+    specification = spec_from_file_location("with_and_without", BENCHMARKS / "with_and_without.py")
+    assert specification is not None and specification.loader is not None
+    script = module_from_spec(specification)
+    specification.loader.exec_module(script)
+
+    def arm(tokens: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
+        return [{"tokens": [[1, 2], tokens], "logprobs": [[-1.0, -1.0], logprobs]}]
+
+    def compared(what: str, *other: Any) -> dict[str, Any]:
+        return script.compared([("without", arm([3, 4], [-1.0, -2.0])), ("with", arm(*other))], what)
+
+    assert compared("tokens", [3, 4], [-1.0, -2.0])["passed"]
+    assert not compared("tokens", [3, 5], [-1.0, -2.0])["passed"]
+    near = compared("logprobs", [3, 5], [-1.05, -9.0])  # beyond the first other token nothing is compared
+    assert near["passed"] and near["equal"] == 1 and abs(near["logprobs_differ_by"] - 0.05) < 1e-9
+    assert not compared("logprobs", [3, 4], [-1.0, -2.5])["passed"]
+
+
+def test_kernels_runs_on_cpus(tmp_path: Path) -> None:
+    report = tmp_path / "kernels.json"
+    asked = (
+        "--device",
+        "cpu",
+        "--rows",
+        "2",
+        "--hidden",
+        "64",
+        "--calls",
+        "2",
+        "--replays",
+        "2",
+        "--json",
+        str(report),
+    )
+    done = run_script("kernels.py", *asked, "--json", str(report), folder=tmp_path, torchrun=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(report.read_text())["rows"]
+    carriers = [("all_reduce", "weft"), ("all_reduce+norm", "weft, then a norm"), ("all_reduce+norm", "weft, fused")]
+    assert [(row["op"], row["carrier"]) for row in rows] == carriers
+    assert all(row["us"] > 0 and row["error"] < 4 for row in rows)

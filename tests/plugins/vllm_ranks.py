@@ -1,11 +1,14 @@
-"""One rank of a check of weft-vllm under vLLM's interfaces: vllm_rank.py RANK STORE. vLLM, or the stand-in for it in
-engines/, is on the path. Every result is compared with gloo's, or with a definition in plain torch.
+"""Checks of weft-vllm under vLLM's interfaces, in a process a rank: vllm_ranks.py FOLDER.
+
+vLLM, or the stand-in for it in engines/, is on the path. Every result is compared with gloo's, or with a definition in
+plain torch.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +19,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.platforms import current_platform
 
+from library.worlds import run_ranks
 from weft.kernels.torch_reference import rms_norm, softmax_merge
 
 WORLD = 2
@@ -190,10 +194,8 @@ def check_switches(lines: list[str]) -> None:
         raise AssertionError("an unknown option passes")
 
 
-def main() -> None:
-    rank = int(sys.argv[1])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=WORLD)
+def checks() -> None:
+    rank = dist.get_rank()
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage()) if record.levelno >= logging.WARNING else None  # type: ignore[method-assign]
@@ -217,8 +219,7 @@ def main() -> None:
         each.destroy()
         assert each.device_communicator.weft is None
     check_switches(lines)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run_ranks(WORLD, Path(sys.argv[1]), checks)

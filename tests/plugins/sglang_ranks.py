@@ -1,11 +1,14 @@
-"""One rank of a check of weft-sglang under SGLang's interfaces: sglang_rank.py RANK STORE. The stand-in for SGLang in
-engines/ is on the path. Every result is compared with gloo's, or with a definition in plain torch.
+"""Checks of weft-sglang under SGLang's interfaces, in a process a rank: sglang_ranks.py FOLDER.
+
+The stand-in for SGLang in engines/ is on the path. Every result is compared with gloo's, or with a definition in plain
+torch.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,7 @@ from torch import Tensor
 from weft_sglang import groups
 from weft_sglang.groups import comm_of
 
+from library.worlds import run_ranks
 from weft.kernels.torch_reference import rms_norm, softmax_merge
 
 WORLD = 2
@@ -97,29 +101,37 @@ def check_what_weft_does_not_take(group: GroupCoordinator, rank: int) -> None:
     group.calls.clear()
 
 
-def check_attention_groups(tp: GroupCoordinator, attention: GroupCoordinator, rank: int) -> None:
-    """Gathers and scatters of data-parallel attention, with groups of one rank and of two."""
-    for dp, attn_tp in ((2, 1), (1, 2)):
-        vars(get_parallel()).update(
-            tp_size=WORLD,
-            tp_group=tp,
-            attn_dp_size=dp,
-            attn_tp_size=attn_tp,
-            attn_cp_size=1,
-            attn_tp_rank=rank % attn_tp,
-            attn_tp_group=attention,
-        )
-        x = numbers(rank, 4, 8)
-        output = torch.empty(4 * dp, 8)
-        dp_attention._dp_gather_via_all_gather(output, x.clone(), None, True)
-        same(output, torch.cat([numbers(r, 4, 8) for r in range(WORLD)]) if dp == 2 else summed(x))
-        dp_attention._dp_gather_via_all_gather(output, x.clone(), None, False)
-        same(output, torch.cat([numbers(r, 4, 8) for r in range(WORLD)]) if dp == 2 else numbers(0, 4, 8))
-        whole = numbers(rank, 4 * dp, 8)
-        output = torch.empty(4, 8)
-        dp_attention.dp_reduce_scatter_tensor(output, whole)
-        same(output, summed(whole).chunk(dp)[rank // attn_tp].contiguous())
+def check_attention_groups(tp: GroupCoordinator, dp: int) -> None:
+    """Gathers and scatters of data-parallel attention, in dp groups of neighbours."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    attn_tp = world // dp
+    attention = group_of("attention_tp", *([*range(first, first + attn_tp)] for first in range(0, world, attn_tp)))
+    vars(get_parallel()).update(
+        tp_size=world,
+        tp_group=tp,
+        attn_dp_size=dp,
+        attn_tp_size=attn_tp,
+        attn_cp_size=1,
+        attn_tp_rank=rank % attn_tp,
+        attn_tp_group=attention,
+    )
+    every = torch.stack([numbers(r, 4, 8) for r in range(world)]).unflatten(0, (dp, attn_tp))
+    output, x = torch.empty(4 * dp, 8), every.flatten(0, 1)[rank]
+    dp_attention._dp_gather_via_all_gather(output, x.clone(), None, True)
+    same(output, every.sum(1).flatten(0, 1))
+    dp_attention._dp_gather_via_all_gather(output, x.clone(), None, False)
+    same(output, every[:, 0].flatten(0, 1))
+    whole = numbers(rank, 4 * dp, 8)
+    output = torch.empty(4, 8)
+    dp_attention.dp_reduce_scatter_tensor(output, whole)
+    same(output, summed(whole).chunk(dp)[rank // attn_tp])
     assert tp.calls == attention.calls == []
+
+
+def groups_of_two() -> None:
+    """Four ranks: two groups of two."""
+    plugins.load_plugins()
+    check_attention_groups(group_of("tp", [0, 1, 2, 3]), 2)
 
 
 def check_merge(group: GroupCoordinator, rank: int) -> None:
@@ -180,31 +192,31 @@ def check_switches(lines: list[str]) -> None:
     assert comm_of(group_of("pp")) is None and comm_of(group_of("tp", [0], [1])) is None and not lines
 
 
-def main() -> None:
-    rank = int(sys.argv[1])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=WORLD)
+def checks() -> None:
+    rank = dist.get_rank()
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     weft_sglang.log.addHandler(handler)
-    groups.MAX_BYTES = 1 << 16
+    groups.MAX_BYTES = 1 << 16  # this rank's alone
 
     plugins.load_plugins()
-    tp, attention = group_of("tp"), group_of("attention_tp")
+    tp = group_of("tp")
     assert not lines and comm_of(tp) is not None, lines
     tp.flashinfer = True
     check_collectives(tp, rank)
     check_what_weft_does_not_take(tp, rank)
-    check_attention_groups(tp, attention, rank)
+    check_attention_groups(tp, 2)
+    check_attention_groups(tp, 1)
     check_merge(group_of("dcp"), rank)
     check_fused_norm(rank)
-    for each in (tp, attention):
-        each.destroy()
-        assert comm_of(each) is None
+    tp.destroy()
+    assert comm_of(tp) is None and tp.calls[-1] == "destroy"
     check_switches(lines)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    for world, work in ((WORLD, checks), (4, groups_of_two)):
+        folder = Path(sys.argv[1], str(world))
+        folder.mkdir()
+        run_ranks(world, folder, work)

@@ -70,7 +70,7 @@ class InstantRanks(Executor):
         self.done = threading.Event()
 
     def start(self, progress: Any = None, poll: Callable[[], None] = lambda: None) -> None:
-        self._results = [type(self._under_way)() for _ in range(self.mesh.world)]
+        self._results = [type(self._in_flight)() for _ in range(self.mesh.world)]
         self._replies: list[bytes] = []
 
     def _send_all(self, message: Any) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tokenize
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -43,9 +44,55 @@ MODULES = {"weft." + ".".join(path.relative_to(SOURCE).with_suffix("").parts): p
 MODULES = {name.removesuffix(".__init__"): path for name, path in MODULES.items()}
 
 KNOWN_CIRCLES: set[frozenset[str]] = set()
-MOST_LINES, MOST_FIELDS = 80, 25
+MAX_LINES, MAX_FIELDS = 80, 25
 KNOWN_LONG_FUNCTIONS: set[str] = set()
 KNOWN_LARGE_CLASSES: set[str] = set()
+
+WORDS = {
+    "answers?|answered": "completion, output or decode row; a rank's reply",
+    "draws?|drawn|drew": "sample, sampled",
+    "deals?|dealt": "shard, sharded, interleave",
+    "rooms?": "capacity",
+    "told": "the thing that is known, and from whom",
+    "listeners?": "callback",
+    "carriers?": "transport",
+    "whose": "a sentence of its own",
+    "hollow": "meta (weights)",
+}
+"""Private words and what to say instead, in the source and the docs."""
+NAMES = WORDS | {
+    "most": "max, or what is largest",
+    "least": "min, or a threshold",
+    "every": "what is counted",
+    "took|together": "what is meant",
+    "turns?|turned": "round, index, rotated",
+    "ways?": "recipe, path, in_flight",
+    "holding": "allocation",
+}
+"""The same in names, among them words that a sentence may have."""
+KEPT = {
+    "evals/__init__.py": "answers",  # of a word problem, which has one
+    "evals/word_problems.py": "answer",
+    "evals/phrases.py": "draws room",
+    "cli/cmd_demo.py": "answer answers",
+    "cli/cmd_eval.py": "answer",
+    "profiler/__init__.py": "drawn",  # a chart
+    "profiler/chart.py": "draw",
+    "cli/cmd_profile.py": "draw",
+    "server/run.py": "listener",  # a listening socket
+    "cli/cmd_serve.py": "listener",
+    "attention/forward_batch.py": "whose",  # to be removed
+    "attention/backend.py": "whose",
+    "attention/sdpa.py": "whose",
+}
+"""Where such a word is the field's own."""
+PAGES = "docs/*.md", "README.md", "CONTRIBUTING.md"
+TEXTS = {
+    str(path.relative_to(folder)): path
+    for folder, pattern in [(SOURCE, "**/*"), *((SOURCE.parents[1], name) for name in PAGES)]
+    for path in sorted(folder.glob(pattern))
+    if path.suffix in {".py", ".md", ".h", ".cc", ".inl", ".cu", ".cuh"} and "assets" not in path.parts
+}
 
 
 @cache
@@ -172,9 +219,36 @@ def fields_of(node: ast.ClassDef) -> int:
 
 def test_functions_stay_short() -> None:
     functions = [(n, f) for n, f in definitions() if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
-    assert {name for name, node in functions if lines_of(node) > MOST_LINES} == KNOWN_LONG_FUNCTIONS
+    assert {name for name, node in functions if lines_of(node) > MAX_LINES} == KNOWN_LONG_FUNCTIONS
 
 
 def test_classes_stay_small() -> None:
     classes = [(name, node) for name, node in definitions() if isinstance(node, ast.ClassDef)]
-    assert {name for name, node in classes if fields_of(node) > MOST_FIELDS} == KNOWN_LARGE_CLASSES
+    assert {name for name, node in classes if fields_of(node) > MAX_FIELDS} == KNOWN_LARGE_CLASSES
+
+
+def found_words(text: str, words: Iterable[str]) -> set[str]:
+    """Those of the words that a text has, also as parts of its names."""
+    split = re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", text).lower()
+    return set(re.findall(rf"\b(?:{'|'.join(words)})\b", split))
+
+
+def names_of(path: Path) -> str:
+    """The names in a file's code: no strings and no comments."""
+    if path.suffix == ".py":
+        with path.open("rb") as file:
+            return " ".join(token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.NAME)
+    return "" if path.suffix == ".md" else re.sub(r'//.*|"(\\.|[^"])*"', "", path.read_text())
+
+
+def test_private_words_are_found() -> None:
+    text = "def most_of(maxRooms): ...  # told at most once; adrawn"
+    assert found_words(text, WORDS) == {"rooms", "told"} and found_words(text, NAMES) == {"most", "rooms", "told"}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_words_are_the_fields(name: str) -> None:
+    """Page by page: words that a reader from vLLM, Megatron or NCCL knows, in texts and in names."""
+    found = found_words(TEXTS[name].read_text(), WORDS) | found_words(names_of(TEXTS[name]), NAMES)
+    instead = {word: next(say for words, say in NAMES.items() if re.fullmatch(words, word)) for word in found}
+    assert found == set(KEPT.get(name, "").split()), f"say instead: {instead}; where it is the field's word: KEPT"

@@ -174,7 +174,7 @@ class Driver:
         self.live: dict[int, Sequence] = {}
         self.outputs: dict[int, list[int]] = {}
         self.steps = 0
-        self.under_way: deque[tuple[Scheduled, Parts]] = deque()
+        self.in_flight: deque[tuple[Scheduled, Parts]] = deque()
         rows_of_step = scheduler._rows_of_step
 
         def checked() -> Scheduled:
@@ -218,14 +218,14 @@ class Driver:
             for rule, table in zip(self.scheduler.caches.rules, s.allocation.tables, strict=True):
                 assert rule.state or len(table) <= -(-most // size), "a page that nothing can ever be written to"
         if parts.count:
-            self.under_way.append((scheduled, parts))
-        if self.under_way and not (parts.count and self.ahead and len(self.under_way) == 1):
+            self.in_flight.append((scheduled, parts))
+        if self.in_flight and not (parts.count and self.ahead and len(self.in_flight) == 1):
             self.take_tokens()
         return parts
 
     def take_tokens(self) -> None:
         """Runs the oldest step under way."""
-        scheduled, parts = self.under_way.popleft()
+        scheduled, parts = self.in_flight.popleft()
         result = Result(0, Ran(0, (), 0, 0), tuple(self.device.run(parts)), scored=parts.scored)
         for sequence, scored in scheduled.scored(result):
             found = [TokenLogprob(int(value), value) for value, _ in scored.logprobs]
@@ -243,7 +243,7 @@ class Driver:
     def finish_all(self, max_steps: int = 10_000) -> None:
         """Steps until nothing is left. AssertionError where that takes too long: somebody starves."""
         began = self.steps
-        while self.live or self.under_way:
+        while self.live or self.in_flight:
             self.step()
             assert self.steps - began < max_steps, f"requests {sorted(self.live)} starve"
 
@@ -252,7 +252,7 @@ class Driver:
         assert rows.count <= scheduler.max_batch_tokens
         assert len(scheduler.running) <= scheduler.max_running
         assert len({s.row for s in scheduler.running}) == len(scheduler.running), "two sequences in one row"
-        if not self.under_way:
+        if not self.in_flight:
             assert rows.count or not self.live, "an empty step while requests wait: the engine would spin"
             oldest = scheduler.running[0] if scheduler.running else None
             assert oldest is None or any(s is oldest for s, _ in scheduler._step), "the oldest must go on in every step"

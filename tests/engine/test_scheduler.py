@@ -318,7 +318,7 @@ def test_no_row_runs_beyond_the_length_of_an_output(ahead: bool) -> None:
     for request, length in enumerate(lengths):
         driver.add(request, [request] * (3 + 2 * request), length)
     ran = 0
-    while driver.live or driver.under_way:
+    while driver.live or driver.in_flight:
         ran += sum(part.tokens is None for part in driver.step().parts)
     assert ran == sum(lengths) - len(lengths), "the first token of each is sampled after its prompt"
 

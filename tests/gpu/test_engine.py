@@ -219,7 +219,7 @@ def test_steps_wait_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     worker = Worker(config, open_transports(config, 0, tmp_path), cost_model(config), lambda message: None)
     [scheduler] = make_schedulers(config, worker.groups)
     hows = [GREEDY, SamplingParams(temperature=2.0, min_p=0.1), SamplingParams(temperature=2.0, top_p=0.9, top_k=40)]
-    under_way: deque[tuple[Scheduled, Finish]] = deque()
+    in_flight: deque[tuple[Scheduled, Finish]] = deque()
     shapes: list[Shape] = []
     replay = StepGraphs.replay
 
@@ -235,9 +235,9 @@ def test_steps_wait_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def step(number: int) -> None:
         scheduled = scheduler.schedule()
-        under_way.append((scheduled, worker.step(Step(number, (scheduled.rows,)))))
-        if len(under_way) > 1:
-            before, finish = under_way.popleft()
+        in_flight.append((scheduled, worker.step(Step(number, (scheduled.rows,)))))
+        if len(in_flight) > 1:
+            before, finish = in_flight.popleft()
             for sequence, token, _ in before.take_tokens(finish()):
                 sequence.tokens.append(token)
 
@@ -251,7 +251,7 @@ def test_steps_wait_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             for request, length in {7: ((3, 180),), 20: ((4, 1), (5, 40))}.get(number, ()):
                 add(request, length)
             step(number)
-            assert len(under_way[0][0].rows.decode_rows) >= 3
+            assert len(in_flight[0][0].rows.decode_rows) >= 3
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(shapes) == 44 and {100, 64, 6, 4} <= {shape.rows for shape in shapes}

@@ -219,7 +219,7 @@ def test_bytes_are_those_of_the_bandwidth_optimal_algorithms() -> None:
     assert received["reduce_scatterv+all_reduce", "WORLD", "GROUP"] == 4 * 3 + 4
 
 
-def test_what_no_transport_has_room_for_is_refused_with_the_number_that_would_do() -> None:
+def test_what_no_transport_has_the_capacity_for_is_refused_with_the_number_that_would_do() -> None:
     mesh = Mesh(2, 2, 2, 2)
     whole, owing = mesh.placement(Rows.WORLD), mesh.placement(Rows.WORLD, "world")
     reads = (Read("layers.0.norm", whole, (mesh.placement(Rows.GROUP),)), Read("layers.1.norm", whole, (owing,)))

@@ -20,7 +20,7 @@ class Launcher:
 
 
 def with_launcher(options: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """The engine's options, with what they leave open of several hosts as a launcher says it; it is told on stderr.
+    """The engine's options, with what they leave open of several hosts as a launcher says it; stderr shows it.
 
     Raises ValueError where something is missing.
     """

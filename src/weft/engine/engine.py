@@ -66,7 +66,7 @@ class Engine:
             raise
         self.config = self._executor.config
         self._schedulers = make_schedulers(config, self._executor.groups)
-        self._under_way: deque[list[Scheduled]] = deque()  # steps that were sent; their tokens have not come
+        self._in_flight: deque[list[Scheduled]] = deque()  # steps that were sent; their tokens have not come
         self._ids, self._seeds = itertools.count(1), random.Random(config.seed)
         self._requests = RequestQueue(config.max_waiting + config.max_running * config.attn_dp)
         self._number = threading.Lock()  # requests are numbered in the order in which they are handed over
@@ -253,10 +253,10 @@ class Engine:
         try:
             while not self._stopping:
                 try:
-                    if not (self._outputs or self._under_way or self._requests.wait(IDLE_CHECK_S)):
+                    if not (self._outputs or self._in_flight or self._requests.wait(IDLE_CHECK_S)):
                         self._executor.idle()
                     self._take_in()
-                    if (self._outputs or self._under_way) and not self._stopping:
+                    if (self._outputs or self._in_flight) and not self._stopping:
                         self._step()
                 except Exception as error:
                     self._restart(error)
@@ -280,7 +280,7 @@ class Engine:
             self._phase, began = "restarting", time.monotonic()
             # All ranks: the others may wait in a collective that never ends, or hold a device that has faulted.
             self._schedulers = make_schedulers(self.config, self._executor.groups)
-            self._under_way.clear()
+            self._in_flight.clear()
             for output in sorted(self._outputs, key=lambda a: a.sequence.admitted is None):
                 output.sequence.forget_pages()
                 self._place(output)
@@ -345,12 +345,12 @@ class Engine:
         if sent := any(rows.decode_rows or rows.chunks for rows in step.groups):
             self._steps += 1
             self._executor.send(step)
-            self._under_way.append(scheduled)
+            self._in_flight.append(scheduled)
         self._outputs.notify()
-        if self._under_way and not (sent and self.config.overlap and len(self._under_way) == 1):
+        if self._in_flight and not (sent and self.config.overlap and len(self._in_flight) == 1):
             results = self._executor.collect()
             self._faults.worked()
-            for of_group, result in zip(self._under_way.popleft(), results, strict=True):
+            for of_group, result in zip(self._in_flight.popleft(), results, strict=True):
                 self._outputs.take(of_group, result)
             if not self._outputs:
                 self._outputs.notify()

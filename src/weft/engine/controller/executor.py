@@ -50,7 +50,7 @@ class Executor(ABC):
         self.reported = Report((), ())
         """The last report of rank 0; any thread may read it."""
         self._reports_due, self._asked_at, self._unreported = 0, 0.0, False
-        self._under_way: deque[tuple[int, Counts, float]] = deque()  # steps that were not collected, with deadlines
+        self._in_flight: deque[tuple[int, Counts, float]] = deque()  # steps that were not collected, with deadlines
         self._results: list[deque[Result]] = []  # of each rank, results that were not collected
 
     def prepare(self) -> None:
@@ -71,7 +71,7 @@ class Executor(ABC):
         loaded = dict.fromkeys(range(self.mesh.world), 0.0)
         self._progress = progress or (lambda what, part: None)
         self._stop_ranks(grace_s=0)
-        self._under_way.clear()
+        self._in_flight.clear()
         self._reports_due, self._unreported = 0, False
         self._results = [deque() for _ in range(self.mesh.world)]
         try:
@@ -95,8 +95,8 @@ class Executor(ABC):
     def send(self, step: Step) -> None:
         """Sends a step to every rank, behind those that were sent before."""
         now = time.monotonic()
-        deadline = now + self.config.step_timeout_s * (1 + len(self._under_way))
-        self._under_way.append((step.number, step.counts, deadline))
+        deadline = now + self.config.step_timeout_s * (1 + len(self._in_flight))
+        self._in_flight.append((step.number, step.counts, deadline))
         self._send_all(step)
         self._unreported = True
         if now >= self._asked_at + REPORT_S:
@@ -108,11 +108,11 @@ class Executor(ABC):
         Raises EngineError also where a rank ran another step, other counts or another plan, or sampled other tokens
         than the others of its group.
         """
-        number, counts, deadline = self._under_way[0]
+        number, counts, deadline = self._in_flight[0]
         while not all(self._results):
             result = self._await(Result, deadline, f"step {number}")
             self._results[result.rank].append(result)
-        self._under_way.popleft()
+        self._in_flight.popleft()
         results = [each.popleft() for each in self._results]
         leaders = [results[self.mesh.leader(g)] for g in range(self.mesh.attn_dp)]
         for rank, result in enumerate(results):

@@ -1,4 +1,4 @@
-"""A host's agent: joins node 0, starts this host's ranks when it is told to, and passes their messages on.
+"""A host's agent: joins node 0, starts this host's ranks when node 0 says so, and passes their messages on.
 
 It ends with node 0, and its ranks end with it.
 """

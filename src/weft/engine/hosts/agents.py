@@ -37,7 +37,7 @@ SILENT_S = 5.0
 
 @dataclass
 class Agent:
-    """An agent that has joined. heard: when, by the monotonic clock. stopped: the last start whose ranks it ended."""
+    """An agent that has joined. heard: when, by the monotonic clock. stopped: the last start that it ended."""
 
     identity: bytes
     join: Join

@@ -19,7 +19,7 @@ MIN_KEY_BYTES = 16
 MAX_MESSAGE_BYTES = 64 << 20
 """Of a message: what a stranger announces is not allocated."""
 PING_MS, SILENT_MS = 1000, 5000
-"""ZeroMQ's own heartbeats, sent by a thread of its own: a busy host answers them."""
+"""ZeroMQ's own heartbeats, sent by a thread of its own: a busy host replies to them."""
 HOW_TO_MAKE_ONE = "make one with: head -c 32 /dev/urandom | base64 > cluster.key"
 
 
@@ -84,7 +84,7 @@ def _limited(made: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     return made
 
 
-def _pair(key: bytes, whose: bytes) -> tuple[bytes, bytes]:
+def _pair(key: bytes, owner: bytes) -> tuple[bytes, bytes]:
     """Secret and public key of an end."""
-    secret = z85.encode(hmac.digest(key, b"weft " + whose, hashlib.sha256))
+    secret = z85.encode(hmac.digest(key, b"weft " + owner, hashlib.sha256))
     return secret, zmq.curve_public(secret)

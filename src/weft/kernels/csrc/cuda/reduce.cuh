@@ -23,7 +23,7 @@ __device__ Unit sum(const K& k, bool mine, int first, int last, uint32_t own, ui
     asm volatile("" : "+r"(self));  // the compiler would make one load of all, to got[me] in local memory
     if (uint32_t(i) == self && ranks >> i & 1) got[i] = k.load(k.c.x, own + u);
   }
-  await<K::kTogether>(k, got, wanted, place, [](int i) { return i; });
+  await<K::kWholeWarp>(k, got, wanted, place, [](int i) { return i; });
   float total[E::count];
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -82,7 +82,7 @@ __device__ Unit value(const K& k, bool mine, uint32_t unit) {
   char* place[1] = {place_of_unit(k, uint32_t(rank), u, begin)};
   if (mine && is_own(k, uint32_t(rank))) got[0] = k.load(k.c.x, k.l.from[k.me] + u);
   const bool wanted = mine && !is_own(k, uint32_t(rank));
-  await<K::kTogether>(k, got, wanted, place, [&](int) { return rank; });
+  await<K::kWholeWarp>(k, got, wanted, place, [&](int) { return rank; });
   restore(k, got, wanted, place, [&](int) { return rank; });
   return got[0];
 }

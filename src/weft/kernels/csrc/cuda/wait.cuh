@@ -32,7 +32,7 @@ struct Context {
   static constexpr int N = kRanks;
   static constexpr Algorithm kAlgorithm = kHow;
   // Whether a warp's threads continue together after a wait: see `await`.
-  static constexpr bool kTogether = kNorm || kAlgorithm == Algorithm::kTwoShot;
+  static constexpr bool kWholeWarp = kNorm || kAlgorithm == Algorithm::kTwoShot;
 
   const Call& c;
   const Lanes& l;

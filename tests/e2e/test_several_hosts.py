@@ -72,3 +72,5 @@ def test_commands_refuse_it_in_one_line(tmp_path: Path) -> None:
     assert (code, err) == (2, "weft: hosts=2 does not divide the 1 ranks; nearest that do: 1\n")
     code, _, err = weft_here("profile", *two, *both, "--node-rank", "0")
     assert (code, err) == (2, "weft: profile writes the traces of one host's ranks; leave --nnodes out\n")
+    code, _, err = weft_here("doctor", "--nnodes", "2", "--node-rank", "0")
+    assert code == 2 and err.startswith("weft: --nnodes 2 takes --master-addr"), err

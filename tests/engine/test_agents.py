@@ -6,11 +6,13 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ import zmq
 from engine.conftest import WAIT_S
 from engine.test_engine import GREEDY, config, expected, prompts
 from engine.test_faults import wait_until
+from weft.cli.host_findings import between_hosts
 from weft.engine.config import EngineConfig, EngineError
 from weft.engine.controller import rank_processes
 from weft.engine.controller.fork_client import ForkServer
@@ -262,6 +265,35 @@ def be_node_0(config: EngineConfig, end: Any) -> None:
     node0 = Agents(config)
     hear(node0, end.is_set)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def doctors(cluster: EngineConfig, of_node_1: EngineConfig) -> tuple[list[str], list[str]]:
+    """What `weft doctor` finds on each of two hosts."""
+
+    def found(config: EngineConfig) -> list[str]:
+        return [f"{finding.level} {finding.what} {finding.why}".strip() for finding in between_hosts(config)]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(found, (replace(cluster, node_rank=0), replace(of_node_1, node_rank=1)))
+    return first, second
+
+
+def test_doctors_of_two_hosts_meet(cluster: EngineConfig) -> None:
+    first, second = doctors(cluster, cluster)
+    for said in (first, second):
+        assert said[0] == "ok interface lo, address 127.0.0.1, on the way to 127.0.0.1 (127.0.0.1)"
+    assert "ok node 1 is there, with the same versions and model; its clock is" in first[-1]
+    assert second[-1] == f"ok node 0 has the same versions and model, and is reached at {cluster.master_port + 1} too"
+
+
+def test_doctors_name_what_differs(cluster: EngineConfig, tmp_path: Path) -> None:
+    shutil.copytree(cluster.model, tmp_path / "model")
+    with open(tmp_path / "model" / "config.json", "a") as file:
+        file.write("\n")
+    first, second = doctors(cluster, replace(cluster, model=tmp_path / "model"))
+    wrong = r"node 1 \(.*\) has other config.json: .*; copy the same model directory to every host"
+    assert re.fullmatch(f"bad node 1 is refused {wrong}", first[-1])
+    assert re.fullmatch(f"bad node 1 of 2 {wrong}", second[-1])
 
 
 def test_an_agent_joins_a_node_0_that_comes_later_or_anew(cluster: EngineConfig) -> None:

@@ -12,14 +12,17 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 
 from weft import __version__
+from weft.cli.command import UNNAMED, ModelDir, UserError, model_dir
+from weft.cli.findings import Finding
+from weft.cli.several_hosts import with_launcher
+from weft.engine.engine_options import ClusterOptions
 from weft.kernels.build import BUILT, nvcc
 
-Level = Literal["ok", "slow", "bad"]
 SHARED_MEMORY = 2**30
 """Bytes of /dev/shm that are enough for the ranks of a host; containers often get 64 MiB."""
 DESCRIPTORS = 4096
@@ -28,30 +31,46 @@ PACKAGES = ("torch", "transformers", "tokenizers", "llguidance", "apache-tvm-ffi
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One thing about the host. why: what follows from it, and what to do, where it is not ok."""
-
-    level: Level
-    what: str
-    why: str = ""
-
-
-@dataclass(frozen=True)
 class Command:
     """Look at this host: what Weft finds, what will be slow, and why. Exit code 1 where something will not work.
 
+    With --nnodes, started on each host with its --node-rank, it also looks at what is between the hosts, and ends when
+    all have come: the interface, the ports, the versions, the model's files, the clocks.
+
     Examples:
       weft doctor
+      weft doctor DIR --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --cluster-key FILE
     """
 
+    model: ModelDir = None
+    """With --nnodes: the model directory that must be the same on each host; left out, the embedded model."""
+    nnodes: int | None = None
+    """Hosts that are to serve together; left out, what torchrun, srun or LeaderWorkerSet say, else 1."""
+    cluster: Annotated[ClusterOptions, UNNAMED] = field(default_factory=ClusterOptions)
+
     def run(self) -> int:
-        """Prints the findings."""
-        findings = list(examine())
-        for finding in findings:
-            print(f"{finding.level:5}{finding.what}")
+        """Prints the findings, each as it is found. Raises UserError, ModelError."""
+        bad, hosts = False, self._between_hosts()
+        for finding in itertools.chain(examine(), hosts):
+            print(f"{finding.level:5}{finding.what}", flush=True)
             if finding.why:
-                print(f"     {finding.why}")
-        return int(any(f.level == "bad" for f in findings))
+                print(f"     {finding.why}", flush=True)
+            bad |= finding.level == "bad"
+        return int(bad)
+
+    def _between_hosts(self) -> Iterator[Finding]:
+        try:
+            self.cluster.check()
+            options = with_launcher({"nnodes": self.nnodes} | vars(self.cluster), os.environ)
+            if options["nnodes"] == 1:
+                return iter(())
+            from weft.cli.host_findings import between_hosts
+            from weft.engine.config import EngineConfig
+
+            ranks, model = options["nnodes"], model_dir(self.model, None)
+            return between_hosts(EngineConfig(model=model, attn_dp=ranks, device="cpu", **options))
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
 
 def examine() -> Iterator[Finding]:

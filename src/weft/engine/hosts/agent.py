@@ -59,7 +59,7 @@ class HostAgent:
         self._config = replace(config, interface=interface)
         self._ranks = RankProcesses([r for r in range(config.mesh.world) if config.mesh.host_of(r) == node])
         self._number, self._launching, self._ended = 0, False, False
-        self._welcome, self._refusals = False, 0
+        self._welcome, self._gone, self._refusals = False, False, 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = secured.connecting(self._context, key)
         self._monitor = self._socket.get_monitor_socket(FAILED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -88,8 +88,11 @@ class HostAgent:
             ready = dict(zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], TICK_MS))
             if self._monitor in ready:
                 self._watch(recv_monitor_message(self._monitor)["event"])
-            if self._socket in ready and not self._follow(self._socket.recv()):
-                return
+            if self._socket in ready:
+                if not self._follow(self._socket.recv()):
+                    return
+            elif self._gone:  # its last words have been heard
+                raise EngineError(f"node 0 at {self._where} is gone; so are the ranks of this host")
             if self._ranks.running and self._ranks.inbox in ready:
                 self._send(FromRanks(self._number, self._ranks.inbox.recv()))
             if (now := time.monotonic()) > looked + TICK_MS / 1000:
@@ -112,8 +115,7 @@ class HostAgent:
                 f"node 0 at {self._where} does not know this --cluster-key: the file must be the same on every host "
                 "(or something else listens there)"
             )
-        if event == zmq.EVENT_DISCONNECTED and self._welcome:
-            raise EngineError(f"node 0 at {self._where} is gone; so are the ranks of this host")
+        self._gone |= event == zmq.EVENT_DISCONNECTED and self._welcome
 
     def _follow(self, frame: bytes) -> bool:
         """Does what node 0 asks. False: it ends."""

@@ -53,7 +53,7 @@ class Agent:
 class Agents:
     """The agents of nodes 1 to nnodes - 1. Methods raise EngineError in one line.
 
-    Binds `master_addr` and `master_port`. clocks: how far each host's clock was ahead when it joined, in seconds.
+    Binds `master_addr` and `master_port`.
     """
 
     def __init__(self, config: EngineConfig):
@@ -65,9 +65,12 @@ class Agents:
         self._nodes = range(1, config.mesh.hosts)
         self._ours = digests.facts(config), digests.options(config)
         self.clocks: dict[int, float] = {}
+        """By how many seconds each host's clock was ahead when it joined."""
         self._agents: dict[int, Agent] = {}
         self._candidates: dict[int, Agent] = {}
         """Who says to be a node that is there already: its successor, or a mistake."""
+        self.refused: dict[int, str] = {}
+        """Why a node was refused the last time."""
         self._lost: str | None = None
         self._ended: list[Ended] = []
         self._number = 0
@@ -205,6 +208,7 @@ class Agents:
 
     def _refuse(self, agent: Agent, why: str) -> None:
         log.error("%s", why)
+        self.refused[agent.join.node] = why
         self._send(agent, encode(Refused(why)))
 
     def _bury(self) -> None:

@@ -48,6 +48,7 @@ COMMANDS = {
     "bench serving": "load an OpenAI-compatible server: throughput and latencies",
     "profile": "watch decode steps on every rank: collectives, kernels, idle",
     "chaos": "inject faults into a server under load: nothing may be lost, hang or stay behind",
+    "reproduce": "run what the pull requests measured that Weft grew from",
     "doctor": "look at this host: what will be slow, and why",
     "demo": "serve the embedded model on 4 ranks and ask it word problems",
 }

@@ -24,7 +24,7 @@ from weft.kv.cache_spec import CacheGroup, Latent, Recurrent, Rule, Spec, Window
 from weft.models.load import build_model
 from weft.models.model_config import ModelConfig
 from weft.place.exchange import all_gatherv
-from weft.place.spec import LayoutError
+from weft.place.spec import LayoutError, Mesh
 
 GIB = 1 << 30
 MAX_PAGES = 1 << 24
@@ -79,11 +79,15 @@ def groups_of(specs: Mapping[str, Spec], config: EngineConfig, pages: int | None
     )
 
 
+def weight_bytes(model: ModelConfig, mesh: Mesh, rank: int, dtype: torch.dtype) -> int:
+    """Bytes of a rank's weights."""
+    weights = build_model(model, mesh, rank, dtype, torch.device("meta")).parameters()
+    return sum(w.numel() * w.element_size() for w in weights)
+
+
 def check_weights(model: ModelConfig, config: EngineConfig, rank: int, dtype: torch.dtype, free: int) -> None:
     """Raises LayoutError, in one line that says how much is missing, where a rank's weights need more than is free."""
-    meta = torch.device("meta")
-    weights = build_model(model, config.mesh, rank, dtype, meta).parameters()
-    if (need := sum(w.numel() * w.element_size() for w in weights)) > free:
+    if (need := weight_bytes(model, config.mesh, rank, dtype)) > free:
         raise LayoutError(
             f"the weights of rank {rank} take {need / GIB:.1f} GiB, and its GPU has {free / GIB:.1f} GiB free: "
             f"{(need - free) / GIB:.1f} GiB are missing; spread the model over more ranks (--attn-tp, --ep), or free "

@@ -1,0 +1,166 @@
+"""Runs a seed's variants and loads: a fresh engine for each variant and round, in alternating order."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import queue
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.assets import preset_dir
+from weft.bench.seeds import Load, Metric, Row, Setup
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.output.request_output import RequestOutput
+from weft.engine.request import SamplingParams
+from weft.engine.worker.memory import weight_bytes
+
+WEIGHTS_SHARE = 0.6
+"""Of a GPU's free memory, what weights may take; the rest is for caches and activations."""
+WAIT_S = 600.0
+"""Seconds without a token after which a load counts as hung."""
+Figures = dict[Metric, float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """figures: of each load of each variant, the medians over rounds."""
+
+    figures: dict[str, list[Figures]]
+
+    def ratio(self, row: Row) -> float:
+        """How many times better the second variant is."""
+        return better(row.metric, self.value(row, row.before), self.value(row, row.after))
+
+    def value(self, row: Row, variant: str) -> float:
+        """A variant's figure of a row."""
+        return self.figures[variant][row.load][row.metric]
+
+
+def better(metric: Metric, before: float, after: float) -> float:
+    """How many times better `after` is: more tokens, or less time, or fewer calls."""
+    return after / before if metric == "tokens/s" else before / after
+
+
+def measure(
+    setup: Setup, folder: Path, rounds: int, num_layers: int | None, device: str, done: Callable[[], None]
+) -> tuple[Measured, int | None]:
+    """All variants of a setup, and the layers that were run where not all were.
+
+    folder: for the files of models. done: is called after each variant of each round. Raises as `Engine` does,
+    and TimeoutError where no token comes any more.
+    """
+    configs = {name: config_of(setup, options, folder, num_layers, device) for name, options in setup.variants.items()}
+    if device == "cuda" and num_layers is None:
+        num_layers = min(_fitting_layers(config) for config in configs.values())
+        configs = {name: replace(config, num_layers=num_layers) for name, config in configs.items()}
+    found: dict[str, list[list[Figures]]] = {name: [] for name in configs}
+    for index in range(rounds):
+        for name in sorted(configs, key=list(configs).index, reverse=bool(index % 2)):
+            with Engine(configs[name]) as engine:
+                run_load(engine, replace(setup.loads[0], requests=engine.config.attn_dp))  # to warm up
+                found[name].append([run_load(engine, load) for load in setup.loads])
+            done()
+    medians = {name: [_median(load) for load in zip(*rounds_of, strict=True)] for name, rounds_of in found.items()}
+    return Measured(medians), num_layers
+
+
+def run_load(engine: Engine, load: Load) -> Figures:
+    """A load's figures: tokens that were read and written a second, medians of the times to the first token and between
+    tokens, and what a step exchanges. Raises TimeoutError, RuntimeError."""
+    generator = random.Random(load.requests * load.input)
+    vocabulary = min(5000, engine.model_config.vocab_size)
+    events: queue.SimpleQueue[tuple[int, float, bool]] = queue.SimpleQueue()
+    params = SamplingParams(max_tokens=load.output, temperature=0.0, ignore_eos=True)
+    began: dict[int, float] = {}
+    came: dict[int, list[float]] = {}
+
+    def submit(number: int) -> None:
+        def callback(output: RequestOutput) -> None:
+            events.put((number, time.perf_counter(), output.end is not None))
+
+        prompt = [generator.randrange(10, vocabulary) for _ in range(load.input)]
+        began[number], came[number] = time.perf_counter(), []
+        engine.submit(prompt, params, callback)
+
+    steps, (calls, received) = engine.stats().steps, _exchanged(engine)
+    submitted, ended, start = 0, 0, time.perf_counter()
+    while ended < load.requests:
+        while submitted < load.requests and submitted - ended < load.concurrency:
+            submit(submitted)
+            submitted += 1
+        try:
+            number, at, last = events.get(timeout=WAIT_S)
+        except queue.Empty:
+            raise TimeoutError(f"no token came for {WAIT_S:g} s") from None
+        if engine.error is not None:
+            raise RuntimeError(engine.error)
+        came[number].append(at)
+        ended += last
+    seconds = time.perf_counter() - start
+    gaps = [b - a for times in came.values() for a, b in itertools.pairwise(times)]
+    steps, (all_calls, all_received) = max(1, engine.stats().steps - steps), _exchanged(engine)
+    return {
+        "tokens/s": load.requests * (load.input + load.output) / seconds,
+        "first token, ms": 1e3 * statistics.median(times[0] - began[n] for n, times in came.items()),
+        "next token, ms": 1e3 * statistics.median(gaps or [0.0]),
+        "collectives a step": (all_calls - calls) / steps,
+        "MiB a step": (all_received - received) / steps / 2**20,
+    }
+
+
+def _exchanged(engine: Engine) -> tuple[int, int]:
+    """Collectives so far, and the bytes that the busiest ranks received."""
+    ran, _ = engine.comm_report()
+    return sum(stat.count for stat in ran), sum(stat.bytes for stat in ran)
+
+
+def _median(rounds: tuple[Figures, ...]) -> Figures:
+    return {metric: statistics.median(figures[metric] for figures in rounds) for metric in rounds[0]}
+
+
+def config_of(setup: Setup, options: Any, folder: Path, num_layers: int | None, device: str) -> EngineConfig:
+    """A variant's. folder: for the files of a preset with other sizes. Raises as EngineConfig does."""
+    concurrency = max(load.concurrency for load in setup.loads)
+    sizes: dict[str, Any] = dict(
+        max_running=concurrency,
+        max_batch_tokens=max(8192 if device == "cuda" else 1024, concurrency),
+        max_model_len=max(load.input + load.output for load in setup.loads) + 8,
+        prefix_cache=False,
+        device=device,
+        num_layers=num_layers,
+    )
+    if setup.model is not None:
+        sizes |= dict(model=_model(setup, folder), load_format="dummy")
+    return EngineConfig(**sizes | dict(options))
+
+
+def _model(setup: Setup, folder: Path) -> Path:
+    """The directory of a preset, or of one with other sizes."""
+    assert setup.model is not None
+    if not setup.changed:
+        return preset_dir(setup.model)
+    config = json.loads((preset_dir(setup.model) / "config.json").read_text())
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | dict(setup.changed)))
+    return folder
+
+
+def _fitting_layers(config: EngineConfig) -> int:
+    """As many of the model's layers as leave memory on a GPU, each rank's counted."""
+    free = WEIGHTS_SHARE * torch.cuda.mem_get_info()[0]
+    fits = 1
+    while fits < replace(config, num_layers=None).read_model().num_layers:
+        candidate = replace(config, num_layers=fits + 1)
+        if weight_bytes(candidate.read_model(), config.mesh, 0, torch.bfloat16) > free:
+            break
+        fits += 1
+    return fits

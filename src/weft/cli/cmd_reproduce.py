@@ -1,0 +1,134 @@
+"""`weft reproduce`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+from weft.bench.host import describe_host
+from weft.bench.reproduce import Measured, better, measure
+from weft.bench.seeds import SEEDS, Metric, Seed, Setup
+from weft.cli.command import UserError, check_writable, stop_on_sigterm
+from weft.cli.progress import progress_bar
+
+Name = Literal["reduce-scatterv", "mixed", "deferred", "cpu-shm", "dcp", "all"]
+
+
+@dataclass(frozen=True)
+class Command:
+    """Run what the pull requests measured that Weft grew from, as near as this host allows.
+
+    Prints for each what differs from the original, a table (the pull request's figures, what is compared with, Weft's,
+    and how many times better that is), and one line of JSON. Every variant is a fresh engine; rounds alternate.
+
+    Examples:
+      weft reproduce cpu-shm --small             two CPU ranks, within a minute or two
+      weft reproduce all --small --json all.json
+      weft reproduce reduce-scatterv             on all GPUs of this host, made-up weights, as many layers as fit
+    """
+
+    seed: Annotated[Name, tyro.conf.Positional]
+    """Which pull request, or all."""
+    small: bool = False
+    """On CPU ranks, with small models and loads; without it on all GPUs of this host."""
+    rounds: int = 2
+    """How often each variant is measured; figures are medians."""
+    num_layers: int | None = None
+    """Layers of the model; left out, as many as fit a GPU."""
+    json: Path | None = None
+    """Write the lines of JSON to this file, too."""
+
+    def run(self) -> int:
+        """Prints tables. Raises UserError, LayoutError, EngineError."""
+        if self.rounds < 1:
+            raise UserError(f"rounds is {self.rounds}; it must be 1 or more")
+        if self.json is not None:
+            check_writable(self.json, "--json")
+        names = list(SEEDS) if self.seed == "all" else [self.seed]
+        gpus = 0 if self.small else torch.cuda.device_count()
+        for name in names:
+            self._check(name, SEEDS[name], gpus)
+        stop_on_sigterm()
+        lines = []
+        for name in names:
+            seed, on_gpus = SEEDS[name], not self.small and name != "cpu-shm"
+            setup = seed.small if self.small else seed.large(gpus)
+            measured, layers = self._measure(name, setup, "cuda" if on_gpus else "cpu")
+            differs = [*setup.differs, *([] if layers is None else [f"{layers} layers"])]
+            print(text(name, seed, setup, differs, measured))
+            lines.append(json.dumps(line(name, seed, setup, differs, measured, self.rounds)))
+            print(lines[-1], flush=True)
+            if self.json is not None:
+                self.json.write_text("\n".join(lines) + "\n")
+        return 0
+
+    def _check(self, name: str, seed: Seed, gpus: int) -> None:
+        if self.small or name == "cpu-shm":
+            return
+        if gpus < seed.min_ranks:
+            raise UserError(
+                f"{name} takes {seed.min_ranks} GPUs or more, and CUDA sees {gpus} here; --small runs on CPUs"
+            )
+
+    def _measure(self, name: str, setup: Setup, device: str) -> tuple[Measured, int | None]:
+        with progress_bar() as bar, tempfile.TemporaryDirectory(prefix="weft-") as folder:
+            task = bar.add_task(name, total=self.rounds * len(setup.variants))
+            return measure(
+                setup, Path(folder) / "model", self.rounds, self.num_layers, device, lambda: bar.advance(task)
+            )
+
+
+def text(name: str, seed: Seed, setup: Setup, differs: list[str], measured: Measured) -> str:
+    """The table of a seed."""
+    lines = [f"{name}: {seed.title} ({seed.source})", f"  it measured: {seed.original}"]
+    lines += [f"  here: {each}" for each in differs]
+    lines += [f"  loads: {'; '.join(map(str, setup.loads))}", ""]
+    head = ("", "pull request", "compared with", "Weft", "times better")
+    cells = [head]
+    for row in setup.rows:
+        quoted = "" if row.quoted is None else quote(row.metric, *row.quoted)
+        before, after = (measured.value(row, variant) for variant in (row.before, row.after))
+        what = f"{row.metric}, {setup.loads[row.load].concurrency} at once: {row.before} → {row.after}"
+        cells.append((what, quoted, f"{before:,.2f}", f"{after:,.2f}", f"{measured.ratio(row):.2f}"))
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines += [
+        "  ".join([c[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(c[1:], widths[1:], strict=True))]) for c in cells
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def quote(metric: Metric, before: float, after: float) -> str:
+    """A pull request's figures."""
+    return f"{before:,g} → {after:,g} ({better(metric, before, after):.2f})"
+
+
+def line(name: str, seed: Seed, setup: Setup, differs: list[str], measured: Measured, rounds: int) -> dict[str, Any]:
+    """The same for a program, with all figures of all variants."""
+    return {
+        "what": "weft reproduce",
+        "seed": name,
+        "source": seed.source,
+        "host": describe_host(),
+        "rounds": rounds,
+        "differs": differs,
+        "loads": [vars(load) for load in setup.loads],
+        "variants": {variant: dict(options) for variant, options in setup.variants.items()},
+        "figures": measured.figures,
+        "rows": [
+            {
+                "metric": row.metric,
+                "load": row.load,
+                "before": row.before,
+                "after": row.after,
+                "quoted": row.quoted,
+                "times_better": round(measured.ratio(row), 3),
+            }
+            for row in setup.rows
+        ],
+    }

@@ -13,6 +13,14 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3Config,
@@ -37,6 +45,10 @@ MODELS = {
     "qwen3": Qwen3ForCausalLM,
     "deepseek_v2": DeepseekV2ForCausalLM,
     "deepseek_v3": DeepseekV3ForCausalLM,
+    "llama": LlamaForCausalLM,
+    "qwen2": Qwen2ForCausalLM,
+    "mistral": MistralForCausalLM,
+    "mixtral": MixtralForCausalLM,
 }
 FAMILIES = ("qwen2_moe", "qwen3_moe", "qwen3", "deepseek_v2")
 """Those that every test of layouts runs; DeepSeek-V3 differs from V2 in its router alone."""
@@ -92,6 +104,18 @@ def small_config(family: str, parts: int, **changes: Any) -> Any:
         moe_intermediate_size=4 * parts,
         mlp_only_layers=[1],
     )
+    if family == "llama":  # as 3.2: a tied head, and low frequencies stretched
+        rope: dict[str, Any] = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, original_max_position_embeddings=16)
+        rope |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+        rope = dict(rope_parameters=rope, tie_word_embeddings=True)
+        return LlamaConfig(**shape | rope | dict(hidden_size=8 * parts, head_dim=8) | changes)
+    if family == "qwen2":
+        return Qwen2Config(**shape | dict(hidden_size=16 * parts) | changes)
+    if family == "mistral":
+        return MistralConfig(**shape | dict(head_dim=8, sliding_window=4) | changes)
+    if family == "mixtral":
+        routed = dict(num_local_experts=moe["num_experts"], num_experts_per_tok=2)
+        return MixtralConfig(**shape | routed | dict(head_dim=8) | changes)
     if family == "qwen2_moe":
         shape["hidden_size"] = 8 * parts
         return Qwen2MoeConfig(**shape | moe | {"shared_expert_intermediate_size": 8 * parts} | changes)

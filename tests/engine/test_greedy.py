@@ -22,6 +22,10 @@ from weft.engine.engine import Engine
         ("deepseek_v3", ("2x2",)),
         ("qwen3_moe", ("2x2",)),
         ("qwen3", ("1x4",)),
+        ("llama", ("1x4",)),
+        ("qwen2", ("2x2",)),
+        ("mistral", ("1x4",)),  # a window in every layer
+        ("mixtral", ("2x2",)),
     ],
 )
 def test_greedy_tokens_are_transformers(family: str, layouts: tuple[str, ...], tmp_path: Path) -> None:

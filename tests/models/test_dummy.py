@@ -87,6 +87,11 @@ PUBLISHED = {
     "glm-4.5-air": 106.85,
     "gpt-oss-20b": 20.91,
     "gpt-oss-120b": 116.83,
+    "llama-3.1-8b": 8.03,
+    "llama-3.2-1b": 1.24,
+    "mistral-7b-v0.1": 7.24,
+    "mixtral-8x7b": 46.70,
+    "qwen2.5-7b": 7.62,
 }
 
 

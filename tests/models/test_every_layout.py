@@ -16,6 +16,7 @@ from torch import Tensor
 
 from models import glm, oss, qwen35, stepfun
 from models.layouts import MESHES, Oracle, check, in_two_steps, over
+from models.test_logits import splits
 from weft.place.spec import Mesh, layouts
 
 Saved = Callable[[str, int], tuple[Path, Oracle]]
@@ -27,6 +28,8 @@ MODELS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]],
 }
 CASES = [(family, mesh) for family in MODELS for mesh in layouts(8) if mesh not in MESHES]
 CASES += [("deepseek_v3", mesh) for mesh in layouts(8)]
+# Every split of attention, and of the experts that one has, each in one layout.
+CASES += [(family, mesh) for family in ("llama", "qwen2", "mistral", "mixtral") for mesh in splits(8)]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def save(family: str, parts: int, directory: Path) -> Oracle:
-    if family == "deepseek_v3":
+    if family not in MODELS:
         whole = small_model(family, parts, directory, seed=parts, num_hidden_layers=2)
 
         def oracle(tokens: Tensor) -> Tensor:

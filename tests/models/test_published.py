@@ -94,6 +94,34 @@ PRESETS: dict[str, Index] = {
         "model.layers.3.mlp.gate.e_score_correction_bias": (256,),
         "model.layers.3.mlp.shared_experts.gate_proj.weight": (2048, 7168),
     },
+    "llama-3.2-1b": {
+        "model.embed_tokens.weight": (128256, 2048),
+        "model.norm.weight": (2048,),
+        "model.layers.0.self_attn.q_proj.weight": (2048, 2048),
+        "model.layers.0.self_attn.k_proj.weight": (512, 2048),
+        "model.layers.3.mlp.down_proj.weight": (2048, 8192),
+    },
+    "qwen2.5-7b": {
+        "lm_head.weight": (152064, 3584),
+        "model.layers.0.self_attn.q_proj.weight": (3584, 3584),
+        "model.layers.0.self_attn.q_proj.bias": (3584,),
+        "model.layers.0.self_attn.v_proj.bias": (512,),
+        "model.layers.0.self_attn.o_proj.weight": (3584, 3584),
+        "model.layers.3.mlp.gate_proj.weight": (18944, 3584),
+    },
+    "mistral-7b-v0.1": {
+        "lm_head.weight": (32000, 4096),
+        "model.layers.0.self_attn.k_proj.weight": (1024, 4096),
+        "model.layers.3.mlp.up_proj.weight": (14336, 4096),
+    },
+    "mixtral-8x7b": {
+        "lm_head.weight": (32000, 4096),
+        "model.layers.0.self_attn.v_proj.weight": (1024, 4096),
+        "model.layers.0.block_sparse_moe.gate.weight": (8, 4096),
+        "model.layers.0.block_sparse_moe.experts.7.w1.weight": (14336, 4096),
+        "model.layers.3.block_sparse_moe.experts.0.w2.weight": (4096, 14336),
+        "model.layers.3.block_sparse_moe.experts.0.w3.weight": (14336, 4096),
+    },
 }
 """Names and shapes in the published indexes of the presets."""
 
@@ -102,7 +130,9 @@ PRESETS: dict[str, Index] = {
 def test_the_presets_are_what_is_published(preset: str) -> None:
     found = stored_shapes(preset_dir(preset), num_layers=4)
     assert found.items() >= PRESETS[preset].items()
-    assert preset == "deepseek-v3" or not any("bias" in name for name in found)
+    with_bias = {name.rpartition(".")[0].rpartition(".")[2] for name in found if "bias" in name}
+    assert with_bias == {"deepseek-v3": {"gate"}, "qwen2.5-7b": {"q_proj", "k_proj", "v_proj"}}.get(preset, set())
+    assert ("lm_head.weight" in found) == (preset != "llama-3.2-1b")
 
 
 QWEN = dict(

@@ -119,6 +119,7 @@ WITHOUT_EFFECT = {
     "qwen2_moe": WINDOWS,
     "qwen3_moe": WINDOWS,
     "qwen3": WINDOWS,
+    "qwen2": WINDOWS,
     "step3p5": {"moe_every_n_layer", "moe_layer_offset", "max_seq_len"},  # of no effect beside moe_layers_enum
     "gpt_oss": {"initial_context_length"},  # the same as rotary's
     # Of layers without experts, of which there are none; beside layer_types.
@@ -151,11 +152,15 @@ def test_a_field_of_another_family_is_refused_or_understood(family: str) -> None
     aliases = set(getattr(CONFIG_MAPPING[family], "attribute_map", ())) if family in CONFIG_MAPPING else set()
     if "rope_parameters" in text:
         aliases.add("rope_theta")
+    seen: list[tuple[str, Any]] = []
     for foreign in map(published, FAMILIES):
         for name, value in foreign.get("text_config", foreign).items():
             given = value if text.get(name) is None else text[name]
             if name in HARMLESS | DRAFTS or name in aliases or value is None or isinstance(value, dict):
                 continue
+            if (name, value) in seen:
+                continue
+            seen.append((name, value))
             harmless, matters = name in WITHOUT_EFFECT.get(family, ()), False
             for tried in (value, other_than(given)):
                 changed = {name: tried}

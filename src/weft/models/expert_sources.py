@@ -7,7 +7,7 @@ from typing import Literal
 
 from weft.models.source import Fused, Source, Stacked, Transposed
 
-ExpertLayout = Literal["per_expert", "stacked", "fused", "interleaved", "interleaved_transposed"]
+ExpertLayout = Literal["per_expert", "per_expert_w123", "stacked", "fused", "interleaved", "interleaved_transposed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class ExpertStorage:
     bias: the router's bias; empty: `e_score_correction_bias` behind the router.
     layout: of the experts' weights:
         per_expert: a tensor for each expert and projection;
+        per_expert_w123: the same, with gate, down and up called w1, w2 and w3;
         stacked: a tensor for each projection, of all experts;
         fused: stacked, with gate and up in one tensor;
         interleaved: fused, with rows of gate and up in alternation;
@@ -44,15 +45,16 @@ def expert_sources(
     """
     size = cut.stop - cut.start
     gate, up, everything = slice(0, size), slice(size, 2 * size), slice(None)
-    if layout == "per_expert":
+    if layout in ("per_expert", "per_expert_w123"):
+        names = ("gate_proj", "up_proj", "down_proj") if layout == "per_expert" else ("w1", "w3", "w2")
         shape, sources = (inner, width), dict[str, list[Source]](gate_up=[], down=[])
         for i, e in enumerate(range(mine.start, mine.stop)):
             name = f"{path}.{e}"
             sources["gate_up"] += [
-                Source(f"{name}.gate_proj.weight", shape, (cut,), (i, gate)),
-                Source(f"{name}.up_proj.weight", shape, (cut,), (i, up)),
+                Source(f"{name}.{names[0]}.weight", shape, (cut,), (i, gate)),
+                Source(f"{name}.{names[1]}.weight", shape, (cut,), (i, up)),
             ]
-            sources["down"].append(Source(f"{name}.down_proj.weight", (width, inner), (everything, cut), (i,)))
+            sources["down"].append(Source(f"{name}.{names[2]}.weight", (width, inner), (everything, cut), (i,)))
         return sources
     if layout in ("interleaved", "interleaved_transposed"):
         transposed = (Transposed(),) if layout == "interleaved_transposed" else ()

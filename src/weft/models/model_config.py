@@ -19,6 +19,7 @@ HARMLESS = (
     | {"label2id", "problem_type", "dtype", "torch_dtype", "bos_token_id", "pad_token_id", "chunk_size_feed_forward"}
     | {"use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"}
     | {"initializer_range", "attention_dropout", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"}
+    | {"router_jitter_noise"}
     | {"pretraining_tp", "ep_size"}
 )
 """Fields that may have any value, as they do not change the logits: names, a library's outputs, training."""

@@ -1,4 +1,4 @@
-"""Qwen2-MoE, Qwen3-MoE and dense Qwen3: one decoder with a few differences between its layers."""
+"""Qwen2, Qwen2.5, Qwen3, Qwen2-MoE and Qwen3-MoE: one decoder with a few differences between its layers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class QwenConfig(DecoderConfig):
 
 
 def read(fields: Fields) -> QwenConfig:
-    """Reads the config of all three; `_moe` in the name of the family says that it has experts. Raises ModelError."""
+    """Reads the config of all of them; `_moe` in the name of the family says that it has experts. Raises ModelError."""
     fields.only("use_sliding_window", False)
     fields.get("sliding_window"), fields.get("max_window_layers")  # of no effect without use_sliding_window
     layers = range(fields.need("num_hidden_layers"))
@@ -60,7 +60,7 @@ def read(fields: Fields) -> QwenConfig:
         if kind != "full_attention":
             raise ModelError(f"layer type {kind!r} is not supported for {fields.family!r}; supported: full_attention")
     qwen3, moe = not fields.family.startswith("qwen2"), fields.family.endswith("_moe")
-    bias = bool(fields.get("attention_bias" if qwen3 else "qkv_bias", not qwen3))
+    bias = bool(fields.get("attention_bias", False) if qwen3 else fields.get("qkv_bias", True) if moe else True)
     common = common_fields(
         fields, fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
     )
@@ -79,6 +79,6 @@ def read(fields: Fields) -> QwenConfig:
         moe_layers=frozenset(i for i in layers if experts and i not in dense and (i + 1) % interval == 0),
         num_experts=experts,
         moe_intermediate_size=fields.need("moe_intermediate_size") if moe else 0,
-        shared_expert_size=0 if qwen3 else fields.need("shared_expert_intermediate_size"),
+        shared_expert_size=fields.need("shared_expert_intermediate_size") if moe and not qwen3 else 0,
         routing=routing.among(experts) if experts else routing,
     )

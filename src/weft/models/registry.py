@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from weft.models import deepseek, glm, gpt_oss, qwen, qwen35, step
+from weft.models import deepseek, glm, gpt_oss, llama, qwen, qwen35, step
 from weft.models.directory import no_model
 from weft.models.model_config import Fields, ModelConfig, ModelError, first_line
 from weft.plugins import PluginError, load_plugins
@@ -26,6 +26,10 @@ FAMILIES: Registry = MappingProxyType(
         "qwen2_moe": qwen.read,
         "qwen3_moe": qwen.read,
         "qwen3": qwen.read,
+        "qwen2": qwen.read,
+        "llama": llama.read,
+        "mistral": llama.read,
+        "mixtral": llama.read,
         "deepseek_v2": deepseek.read,
         "deepseek_v3": deepseek.read,
         "step3p5": step.read,

@@ -64,6 +64,22 @@ def test_a_plugin_refuses_fields_by_its_own_rules(homemade: Path) -> None:
         read_config(values | {"colour": "red"}, families)
 
 
+@pytest.mark.parametrize(
+    "kind, nearest",
+    [("llama4", "llama"), ("glm4_moe_lite", "glm4_moe"), ("mistral3", "mistral"), ("deepseek_v32", "deepseek_v3")],
+)
+def test_the_nearest_family_is_named(kind: str, nearest: str) -> None:
+    with pytest.raises(ModelError, match=f"^model type '{kind}' is not supported .nearest by name: '{nearest}'.; "):
+        read_config({"model_type": kind})
+
+
+def test_no_family_is_named_where_none_is_near() -> None:
+    with pytest.raises(ModelError, match=r"^model type 'bert' is not supported; supported: qwen2_moe, .*--plugins"):
+        read_config({"model_type": "bert"})
+    with pytest.raises(ModelError, match=r"^config\.json has no model_type"):
+        read_config({"hidden_size": 8})
+
+
 @pytest.mark.parametrize("plugin", ["no.such.module", "no/such/file.py", "json"])
 def test_what_is_no_plugin_is_refused(plugin: str) -> None:
     with pytest.raises(ModelError, match=f"plugin {plugin} (cannot be imported|defines no FAMILIES)"):

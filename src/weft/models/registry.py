@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -93,9 +94,14 @@ def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int 
 def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> ModelConfig:
     """`load_config` from the values of config.json. transformers fills in defaults and old names of the types it
     knows."""
-    kind = str(values.get("model_type"))
+    if "model_type" not in values:
+        raise ModelError("config.json has no model_type, which names the family")
+    kind = str(values["model_type"])
     if kind not in families:
-        raise ModelError(f"model type {kind!r} is not supported; supported: {', '.join(families)}")
+        near = "".join(f" (nearest by name: {name!r})" for name in get_close_matches(kind, families, n=1))
+        raise ModelError(
+            f"model type {kind!r} is not supported{near}; supported: {', '.join(families)}; --plugins adds others"
+        )
     if kind in CONFIG_MAPPING and kind not in AS_PUBLISHED:
         try:
             values = CONFIG_MAPPING[kind].from_dict(deepcopy(dict(values))).to_dict()  # it changes its argument

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from torch.nn import functional as F
 
 from weft.kernels.triton import (
     decode_attention,
-    definitions,
     fused_experts,
     norm_rope_cache,
     prefill_attention,
@@ -37,6 +37,9 @@ from weft.kernels.triton import (
 from weft.kernels.triton import decode_step as step
 from weft.kernels.triton.experts_tiles import tile_rows_of
 from weft.models.routing import Routing
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from gpu import definitions
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16

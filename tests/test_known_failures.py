@@ -33,6 +33,7 @@ from weft.models.mlp import GatedMLP
 from weft.models.model_config import ModelConfig
 from weft.models.moe import SparseMoE
 from weft.models.registry import load_config, read_config
+from weft.models.routing import Router
 from weft.place.cost import PRESETS, Offer
 from weft.place.plan import Planner
 from weft.place.spec import Mesh, PlacementError, Rows
@@ -158,7 +159,7 @@ def test_a_norm_of_a_partial_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_router_fed_with_a_partial_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaker(model: Decoder) -> None:
         block = model.layers[0].mlp
-        block.forward = lambda x: block.experts(x, *block.router.choose(block.shared(x)))
+        block.forward = lambda x: block.router.choose(block.shared(x))
 
     with raises("layers.0.mlp.gate needs", "(WORLD)", "layers.0.mlp.shared_expert", "owes sum over world"):
         traced(monkeypatch, breaker)
@@ -202,9 +203,11 @@ def test_experts_summed_over_moe_tp_only(monkeypatch: pytest.MonkeyPatch) -> Non
         block = model.layers[0].mlp
         forward = block.experts.forward
 
-        def half(*args: Any) -> Hidden:
-            out = forward(*args)
-            return Hidden(out.value, mesh.placement(WORLD, "moe_tp"), mesh, out.origin)
+        def half(x: Hidden, router: Router, shared: Callable[[], Hidden]) -> Hidden:
+            out = forward(x, router)
+            out = Hidden(out.value, mesh.placement(WORLD, "moe_tp"), mesh, out.origin)
+            out += shared()
+            return out
 
         block.experts.forward = half
 

@@ -48,16 +48,17 @@ class Hidden:
 
     def __add__(self, other: Hidden) -> Hidden:
         """The sum; two sums that owe the same owe it once. Raises PlacementError for unequal placements."""
-        self._require_same(other)
+        self.require_same(other)
         return Hidden(self._elements("a sum") + other._elements("a sum"), self.placement, self.mesh, self.origin)
 
     def __iadd__(self, other: Hidden) -> Hidden:
         """The sum, in this value's memory: the caller must have just made it, and have no other reference to it."""
-        self._require_same(other)
+        self.require_same(other)
         self.value.add_(other.value)
         return self
 
-    def _require_same(self, other: Hidden) -> None:
+    def require_same(self, other: Hidden) -> None:
+        """Raises PlacementError unless both may be added."""
         if self.placement != other.placement:
             raise PlacementError(
                 f"cannot add {other.origin} {other.placement} to {self.origin} {self.placement}: "
@@ -65,15 +66,16 @@ class Hidden:
             )
 
     def scale(self, factor: Hidden) -> Hidden:
-        """The product with a complete factor on the same rows, e.g. a gate; keeps the debt."""
+        """The product with a complete factor on the same rows, e.g. a gate, over this value as `__iadd__`; keeps the
+        debt.
+        """
         factor.require_complete(f"a factor of {self.origin}")
         if factor.placement.rows != self.placement.rows:
             raise PlacementError(
                 f"cannot scale {self.origin} {self.placement} by {factor.origin} {factor.placement}: other rows"
             )
-        return Hidden(
-            self._elements("a product") * factor._elements("a product"), self.placement, self.mesh, self.origin
-        )
+        self._elements("a product").mul_(factor._elements("a product"))
+        return self
 
     def elementwise(self, function: Callable[[Tensor], Tensor], origin: str) -> Hidden:
         """A nonlinear function that does not mix features of two ranks: of single features, or of whole heads.

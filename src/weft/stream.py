@@ -27,7 +27,7 @@ from weft.comm.step_rows import StepRows
 from weft.comm.transport import Epilogue, Transport
 from weft.hidden import Hidden
 from weft.kernels import float8
-from weft.kernels.row_ops import add_rms_norm, rms_norm
+from weft.kernels.ops import add_rms_norm, rms_norm
 from weft.place.chain import Chain, Read
 from weft.place.plan import Plan
 from weft.place.plan_step import NORMED, RESIDUAL, Step
@@ -242,7 +242,7 @@ class Stream:
                 assert residual is not None
                 if normed is None:
                     made = with_norm(residual)
-                    normed = rms_norm(residual, norm.weight, norm.eps, made)
+                    normed = rms_norm(residual, norm.weight, norm.eps, quantised=made)
             elif step.op == "finish":
                 assert residual is not None
                 made = with_norm(residual)
@@ -269,7 +269,7 @@ class Stream:
                     residual = delta
                 elif then is not None and then.op == "norm":
                     made = with_norm(residual)
-                    residual, normed = add_rms_norm(residual, delta, norm.weight, norm.eps, made)
+                    residual, normed = add_rms_norm(residual, delta, norm.weight, norm.eps, quantised=made)
                 else:
                     residual = residual + delta
         assert normed is not None and residual is not None

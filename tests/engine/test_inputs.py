@@ -14,6 +14,7 @@ from support import small_model
 
 from engine.conftest import byte_tokenizer
 from engine.test_hybrids import SIZES
+from gpu import definitions
 from models.oss import small_gpt_oss
 from models.stepfun import small_step
 from weft.attention.forward_batch import PageTables
@@ -26,7 +27,6 @@ from weft.engine.scheduler.scheduler import make_schedulers
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import PromptInputs, Shape, captures_prompts, decode_capacities, prompt_capacities
 from weft.engine.worker.worker import Worker
-from weft.kernels.triton import definitions
 from weft.kv.cache_spec import Rule
 from weft.place.cost import costs
 from weft.place.spec import Mesh, Rows

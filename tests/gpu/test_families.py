@@ -104,7 +104,8 @@ class Products:
     """Stand in for the products of a model in FP8, and note how far each is from its definition for the same rows."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        from weft.kernels.triton import definitions, fused_experts
+        from gpu import definitions
+        from weft.kernels.triton import fused_experts
 
         self.dense: list[float] = []
         self.experts: list[float] = []

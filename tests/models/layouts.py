@@ -24,12 +24,11 @@ from weft.comm.transport import Transport
 from weft.engine.planning import plan_model
 from weft.engine.worker.build_batch import SeqRows, build_batch
 from weft.engine.worker.model_runner import ModelRunner
-from weft.hidden import Hidden
+from weft.kernels import torch_reference
 from weft.kv.cache_spec import CacheGroup, rule
 from weft.models.layers import Builder, Layer
 from weft.models.load import load_model
 from weft.models.registry import load_config
-from weft.models.routing import Router
 from weft.place.cost import PRESETS, Costs, Offer
 from weft.place.show import fold
 from weft.place.spec import Mesh, layouts
@@ -221,10 +220,10 @@ def logits_of(directory: Path, texts: Tensor) -> tuple[Tensor, Tensor]:
     were chosen `[layers, prompts, tokens, k]`, ascending).
     """
     mesh, (many, length) = Mesh(1, 4, 2, 2), texts.shape
-    config, choose, chosen = load_config(directory), Router.choose, dict[int, list[Tensor]]()
+    config, choose, chosen = load_config(directory), torch_reference.choose, dict[int, list[Tensor]]()
 
-    def watch(router: Router, x: Hidden) -> tuple[Tensor, Tensor]:
-        weight, expert = choose(router, x)
+    def watch(*args: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        weight, expert = choose(*args, **more)
         if len(expert):  # a trace has no rows
             chosen.setdefault(threading.get_ident(), []).append(expert.sort(-1).values)
         return weight, expert
@@ -242,7 +241,7 @@ def logits_of(directory: Path, texts: Tensor) -> tuple[Tensor, Tensor]:
         ]
         return runner.forward(build_batch(texts.flatten().tolist(), seqs, PAGE, rules), (texts.numel(),))
 
-    with mock.patch.object(Router, "choose", watch):
+    with mock.patch.object(torch_reference, "choose", watch):
         logits = run_world(mesh.world, main)[0]
     first, *others = (torch.stack(found) for found in chosen.values())
     assert len(others) == 3 and all(torch.equal(first, found) for found in others), "ranks choose alike"

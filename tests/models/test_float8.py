@@ -25,10 +25,8 @@ from weft.engine.planning import trace
 from weft.engine.request import SamplingParams
 from weft.engine.startup import float8_products
 from weft.hidden import Hidden
-from weft.kernels import float8
-from weft.kernels import row_ops as rows
+from weft.kernels import float8, ops
 from weft.kernels.float8 import FLOAT8, Fp8Rows, Fp8Weight, dequantise
-from weft.kernels.triton import definitions
 from weft.models.layers import Layer
 from weft.models.load import build_model, dummy_model, float8_says, load_model
 from weft.models.model_config import ModelError, Storage
@@ -173,7 +171,7 @@ def test_logits_are_off_as_by_noise_of_the_size_of_the_rounding(
     exact = logits(Mesh(), False)
     found = [off(logits(mesh, True)) for mesh in (Mesh(), QUARTER)]
     torch.manual_seed(0)
-    for module in (float8, definitions):
+    for module in (float8, ops):
         monkeypatch.setattr(module, "quantise", noisy)
     monkeypatch.setattr(float8, "unfilled", noisy_unfilled)
     wanted = off(logits(Mesh(), True))
@@ -197,7 +195,7 @@ def test_rows_that_a_read_quantises_change_no_logit(
         monkeypatch.setattr(module, name, lambda x, *more: calls.update([name] * bool(len(x))) or call(x, *more))
 
     counted(float8, "fill")
-    counted(rows, "quantise")
+    counted(ops, "quantise")
     for mesh in (Mesh(), QUARTER):
         run = sequences(mesh, 61)
 

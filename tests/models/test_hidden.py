@@ -105,8 +105,9 @@ def test_a_factor_of_other_rows_is_refused() -> None:
 @pytest.mark.parametrize("placement", [{}, dict(owes="world"), dict(split="world")], ids=str)
 def test_a_scaled_value_owes_what_it_owed(placement: dict[str, str]) -> None:
     x, factor = hidden(4, **placement), hidden(1)
+    wanted = x.value * factor.value
     y = x.scale(factor)
-    assert y.placement == x.placement and torch.equal(y.value, x.value * factor.value)
+    assert y.placement == x.placement and torch.equal(y.value, wanted)
 
 
 @pytest.mark.parametrize("other", [{}, dict(split="world")], ids=str)
@@ -157,13 +158,14 @@ LAYERS: dict[str, Callable[[Builder], Any]] = {
     "whole mlp": lambda b: WholeMLP(b, "layer", 8, 8),
 }
 
+ROUTER = filled(Router(Builder(MESH, 0, torch.float32, CPU), "gate", 8, 4, Routing(2)))
+
 
 @pytest.mark.parametrize("placement", [dict(owes="world"), dict(split="world")], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_takes_complete_rows_alone(name: str, placement: dict[str, str]) -> None:
     layer, x = filled(LAYERS[name](Builder(MESH, 0, torch.float32, CPU))), hidden(8, **placement)
-    pairs = torch.ones(3, 2), torch.zeros(3, 2, dtype=torch.int64)
-    ways = {"experts": [lambda: layer(x, *pairs)], "router": [lambda: layer.logits(x), lambda: layer.choose(x)]}
+    ways = {"experts": [lambda: layer(x, ROUTER)], "router": [lambda: layer.logits(x), lambda: layer.choose(x)]}
     ways["column"] = [lambda: layer(x), lambda: layer.feed(x, torch.tanh, "attention")]
     for use in ways.get(name, [lambda: layer(x)]):
         with pytest.raises(PlacementError, match=r"layer.* needs \(GROUP\), but block is \(GROUP, "):
@@ -213,11 +215,11 @@ def test_features_are_split_only_where_ranks_hold_the_same_rows() -> None:
 def test_experts_take_rows_that_every_rank_holds() -> None:
     b = Builder(OTHER_ROWS, 0, torch.float32, CPU)
     experts = filled(Experts(b, "experts", 4, 4, 4))
-    pairs = torch.ones(3, 2), torch.zeros(3, 2, dtype=torch.int64)
+    router = filled(Router(b, "gate", 4, 4, Routing(2)))
     for rows in (Rows.OWN, Rows.GROUP):
         with pytest.raises(PlacementError, match=rf"experts needs \(WORLD\), but block {rows.name} is"):
-            experts(of(OTHER_ROWS, rows), *pairs)
-    out = experts(of(OTHER_ROWS, Rows.WORLD), *pairs)
+            experts(of(OTHER_ROWS, rows), router)
+    out = experts(of(OTHER_ROWS, Rows.WORLD), router)
     assert out.placement == OTHER_ROWS.placement(Rows.WORLD, owes="world")
 
 

@@ -11,6 +11,7 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from weft.hidden import Hidden
+from weft.kernels.torch_reference import choose
 from weft.models.layers import Builder
 from weft.models.rotary import Rope, Rotary
 from weft.models.routing import Router, Routing
@@ -60,7 +61,7 @@ def test_routers_are_transformers(name: str) -> None:
 
 def test_a_bias_chooses_and_does_not_weigh() -> None:
     routing = Routing(1, "sigmoid", bias=True)
-    weight, expert = routing.choose(torch.tensor([[0.0, 1.0]]), torch.tensor([5.0, 0.0]))
+    weight, expert = choose(torch.tensor([[0.0, 1.0]]), routing, bias=torch.tensor([5.0, 0.0]))
     assert expert.item() == 0 and weight.item() == 0.5
 
 

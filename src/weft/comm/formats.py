@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft.kernels import float8
-from weft.kernels import row_ops as rows
+from weft.kernels import float8, ops
 from weft.place.row_formats import Float8, Format, Wire
 
 
@@ -34,7 +33,7 @@ class FormatKernels(NamedTuple):
 
 FORMATS: dict[type[Any], FormatKernels] = {
     Float8: FormatKernels(
-        make=lambda x, format: rows.quantise(x, format.group),
+        make=lambda x, format: ops.quantise(x, format.group),
         tensors=lambda value: (value.values, value.scales),
         value=lambda format, values, scales: float8.Fp8Rows(
             values.view(float8.FLOAT8), scales.view(torch.float32), format.group

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from types import ModuleType
 from typing import Protocol
 
 from torch import Tensor
@@ -19,7 +18,8 @@ from weft.comm.dispatch import Exchanging, Work, all_to_allv
 from weft.comm.stats import StepTimes
 from weft.comm.step_rows import StepRows
 from weft.comm.transport import COLLECTIVE, CommError, LiveSizes, Ranks, Sizes, Transport, place_in
-from weft.kernels import torch_reference
+from weft.kernels import ops
+from weft.kernels.torch_reference import packed_shards
 from weft.place import exchange
 from weft.place.chain import Counts
 from weft.place.exchange import Exchange
@@ -226,15 +226,6 @@ def in_a_range(transport: Transport, x: Tensor, exchange: Exchange, group: Ranks
         return transport.exchange(x, exchange, group, sizes)
 
 
-def _kernels(x: Tensor) -> ModuleType:
-    """The kernels that pack, scale and merge on x's device."""
-    if x.is_cuda:
-        from weft.kernels.triton import merge  # GPUs only: a CPU need not have Triton
-
-        return merge
-    return torch_reference
-
-
 def ag_rs(
     transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -246,7 +237,7 @@ def ag_rs(
     own = own_heads(out, group)
     lses = in_a_range(transport, lse.reshape(1, -1), exchange.all_gatherv(n), group, (1,) * n)
     by_rank = transport.empty(n, own.numel(), like=out)
-    total = _kernels(out).scale_shard(out, lses.view(n, *lse.shape), place, by_rank)
+    total = ops.scale_shard(out, lses.view(n, *lse.shape), place, by_rank)
     summed = in_a_range(transport, by_rank, exchange.reduce_scatterv(n), group, (1,) * n)
     return summed.view(own.shape), total
 
@@ -257,13 +248,12 @@ def a2a(
     """Sends each rank its heads, lse and output in one exchange, and merges the received parts in rank order and
     float32.
     """
-    n, kernels, (tokens, heads, dim) = len(group), _kernels(out), out.shape
+    n, (tokens, heads, dim) = len(group), out.shape
     own_heads(out, group)
-    packed = transport.empty(n, torch_reference.packed_shards(n, tokens, heads, dim, out.dtype)[1], like=out)
-    kernels.pack_shard(out, lse, packed)
+    packed = transport.empty(n, packed_shards(n, tokens, heads, dim, out.dtype)[1], like=out)
+    ops.pack_shard(out, lse, packed)
     came = in_a_range(transport, packed, exchange.all_to_allv(n), group, (1,) * n**2)
-    merged: tuple[Tensor, Tensor] = kernels.merge_packed(came, tokens, heads, dim)
-    return merged
+    return ops.merge_packed(came, tokens, heads, dim)
 
 
 def fused(

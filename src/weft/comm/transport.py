@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels import float8
-from weft.kernels.torch_reference import rms_norm
+from weft.kernels.torch_reference import add_rms_norm
 from weft.place import exchange as named
 from weft.place.cost import Cost, Offer
 from weft.place.edges import legal_edges
@@ -84,11 +84,8 @@ def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
     First the new residual, residual + delta; then its `weft.kernels.torch_reference.rms_norm`. `epilogue.quantised` is
     filled with `weft.kernels.float8.quantise` of the latter.
     """
-    residual = epilogue.residual + delta
-    normed = rms_norm(residual, epilogue.weight, epilogue.eps)
-    if epilogue.quantised is not None:
-        float8.fill(epilogue.quantised, normed)
-    return torch.stack((residual, normed))
+    e = epilogue
+    return torch.stack(add_rms_norm(e.residual, delta, e.weight, e.eps, quantised=e.quantised))
 
 
 class Described(Protocol):

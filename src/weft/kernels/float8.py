@@ -27,6 +27,11 @@ class Fp8Rows(NamedTuple):
     scales: Tensor
     group_size: int
 
+    @property
+    def is_cuda(self) -> bool:
+        """As a tensor's."""
+        return self.values.is_cuda
+
 
 class Fp8Weight(NamedTuple):
     """A quantised weight.

@@ -19,6 +19,11 @@ class SplitKPartials(NamedTuple):
     bias: Tensor | None
     dtype: torch.dtype
 
+    @property
+    def is_cuda(self) -> bool:
+        """As a tensor's."""
+        return self.values.is_cuda
+
     def total(self) -> Tensor:
         """The product, `[T, N]`."""
         total = self.values[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.attention.backend import HeadSplit
 from weft.attention.caches import Caches
 from weft.hidden import Hidden
-from weft.kernels.row_ops import gate_heads
+from weft.kernels.ops import gate_heads
 from weft.kernels.split_k import SplitKPartials
 from weft.kv.cache_spec import PagedKV, Window
 from weft.models.decoder import on_group_rows

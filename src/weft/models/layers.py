@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from weft.hidden import Hidden
 from weft.kernels.float8 import FLOAT8, Fp8Weight
-from weft.kernels.row_ops import embed, rms_norm
+from weft.kernels.ops import embed, rms_norm
 from weft.kernels.split_k import SplitKPartials
 from weft.models.products import product, product_or_partials, unit_of
 from weft.models.source import LessOne, Source, View

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from weft.hidden import Hidden
-from weft.kernels.row_ops import gated
+from weft.kernels.ops import gated
 from weft.models.layers import Builder, ColumnLinear, Layer, Linear, Out, RowLinear
 from weft.models.products import product
 from weft.models.source import Source
@@ -74,5 +74,5 @@ class WholeMLP(Layer):
 
 
 def _score(x: Hidden, score: Linear | None) -> tuple[Tensor, Tensor] | None:
-    """The score, as `weft.kernels.row_ops.gated` takes it."""
+    """The score, as `weft.kernels.ops.gated` takes it."""
     return None if score is None else (x.require_complete(score.path), score.weight)

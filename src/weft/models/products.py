@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from weft.kernels import float8
+from weft.kernels import ops
 from weft.kernels.float8 import Fp8Rows, Fp8Weight
 from weft.kernels.split_k import SplitKPartials
 from weft.models.source import Source
@@ -44,26 +42,13 @@ def product(
 ) -> Tensor:
     """x Wᵀ + bias, into out, or a new tensor of like's dtype where out is None.
 
-    x: `[rows, inputs]`, in FP8 only where the weight is. weight: `[outputs, inputs]`. bias: `[outputs]`. On GPUs Triton
-    kernels compute it in FP8, and for few rows in 2-byte floats; else torch does, in FP8 by the kernels' definition.
+    x: `[rows, inputs]`, in FP8 only where the weight is. weight: `[outputs, inputs]`. bias: `[outputs]`.
     """
     if not isinstance(weight, Fp8Weight):
         assert isinstance(x, Tensor), "rows in FP8 are for products with weights in FP8"
-        if x.is_cuda:
-            from weft.kernels.triton import dense  # GPUs only: a CPU need not have Triton
-
-            if tile := dense.tile_for(x, weight):
-                return dense.linear(x, weight, tile, out, bias)
-        if out is None:
-            return F.linear(x, weight, bias)
-        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+        return ops.linear(x, weight, out, bias)
     out = like.new_empty(like.shape[0], weight.values.shape[0]) if out is None else out
-    if out.is_cuda:
-        from weft.kernels.triton import float8_linear
-
-        float8_linear.linear(x, weight, out)
-    elif out.shape[0]:
-        out.copy_(float8.linear(x, weight))
+    ops.linear_float8(x, weight, out)
     return out if bias is None else out.add_(bias)
 
 
@@ -71,9 +56,6 @@ def product_or_partials(
     x: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, like: Tensor, bias: Tensor | None = None
 ) -> Tensor | SplitKPartials:
     """`product`, or its parts where a GPU computes it in parts, for a next kernel that adds them."""
-    if isinstance(x, Tensor) and x.is_cuda and not isinstance(weight, Fp8Weight):
-        from weft.kernels.triton import dense
-
-        if tile := dense.tile_for(x, weight, added_next=True):
-            return dense.linear_partials(x, weight, tile, bias)
+    if isinstance(x, Tensor) and not isinstance(weight, Fp8Weight):
+        return ops.linear_or_partials(x, weight, bias)
     return product(x, weight, like, None, bias)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from weft.kernels.row_ops import cos_sin
+from weft.kernels.ops import cos_sin
 
 _ALL = frozenset({"rope_type", "type", "rope_theta"})
 _STRETCHED = _ALL | {"factor", "original_max_position_embeddings"}

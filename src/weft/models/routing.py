@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from weft.hidden import Hidden
+from weft.kernels import ops
 from weft.kernels.split_k import SplitKPartials
 from weft.models.layers import Builder, Linear
 from weft.models.model_config import ModelError
@@ -56,22 +56,6 @@ class Routing:
             )
         return self
 
-    def choose(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(weight float32 `[T, k]`, expert int64 `[T, k]`, in no stated order) of logits `[T, E]`; bias: `[E]`."""
-        logits = logits.float()
-        scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
-        ranked = scores if bias is None else scores + bias
-        if self.groups > 1:
-            by_group = ranked.unflatten(-1, (self.groups, -1))
-            best = by_group.topk(self.group_best, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
-            out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, best, False)
-            ranked = by_group.masked_fill(out[..., None], float("-inf")).flatten(1)
-        expert = ranked.topk(self.k, dim=-1).indices
-        weight = scores.gather(-1, expert)
-        if self.renormalise:
-            weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
-        return weight * self.scale, expert
-
 
 class Router(Linear):
     """Scores all experts for each token, and chooses. bias: the name of the experts' biases; empty: the default."""
@@ -87,33 +71,14 @@ class Router(Linear):
             self.bias = b.empty(experts, dtype=torch.float32)
             self.sources["bias"] = [Source(bias or f"{path}.e_score_correction_bias", (experts,), (slice(None),))]
 
-    def logits(self, x: Hidden) -> Tensor:
-        """`[T, E]`, in x's dtype or, where the routing is wide, in float32."""
+    def logits(self, x: Hidden) -> Tensor | SplitKPartials:
+        """`[T, E]`, in x's dtype or, where the routing is wide, in float32; on GPUs perhaps its parts."""
         value = x.require_complete(self.path)
-        if self.routing.wide and value.is_cuda and value.dtype.itemsize == 2 and self.offset is None:
-            return torch.mm(value, self.weight.t(), out_dtype=torch.float32)  # without copies in float32
-        parts = (value, self.weight, self.offset)
-        return F.linear(*((None if part is None else part.float()) for part in parts) if self.routing.wide else parts)
-
-    def unsummed(self, x: Hidden) -> Tensor | SplitKPartials:
-        """The logits of x on a GPU. For few rows they come in parts, which the next kernel adds."""
-        from weft.kernels.triton import dense
-
-        value = x.require_complete(self.path)
-        tile = dense.tile_for(value, self.weight, added_next=True)
-        if tile is None:
-            return self.logits(x)
-        return dense.linear_partials(
-            value, self.weight, tile, self.offset, torch.float32 if self.routing.wide else None
-        )
+        return ops.linear_or_partials(value, self.weight, self.offset, torch.float32 if self.routing.wide else None)
 
     def choose(self, x: Hidden) -> tuple[Tensor, Tensor]:
         """(weight float32 `[T, k]`, expert int32 or int64 `[T, k]`; on GPUs −1 for padding rows)."""
-        if x.value.is_cuda:
-            from weft.kernels.triton import route  # GPUs only: a CPU need not have Triton
-
-            return route.choose(self.unsummed(x), self.routing, live_rows(x), bias=self.bias)
-        return self.routing.choose(self.logits(x), self.bias)
+        return ops.choose(self.logits(x), self.routing, x.live, bias=self.bias)
 
     def beside(self, x: Hidden) -> Tensor:
         """The chosen experts and weights of x as int32 `[T, 2k]`, to travel beside rows (`weft.stream.Beside`)."""
@@ -124,9 +89,3 @@ class Router(Linear):
         """(weight float32, expert int32 `[T, k]`) of rows that have travelled."""
         weight, expert = beside.split(self.routing.k, dim=1)
         return weight.contiguous().view(torch.float32), expert.contiguous()
-
-
-def live_rows(x: Hidden) -> Tensor:
-    """int32 `[1]`: number of rows that are tokens."""
-    rows, device = x.value.shape[0], x.value.device
-    return x.live if x.live is not None else torch.full((1,), rows, dtype=torch.int32, device=device)

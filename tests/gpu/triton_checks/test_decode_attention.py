@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu import definitions
 from weft.kernels.triton import decode_attention as kernels
-from weft.kernels.triton import definitions
 from weft.kernels.triton.splits import order_splits
 
 PAGE = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.kernels.triton import definitions
+from gpu import definitions
 from weft.kernels.triton import delta_step as kernels
 
 NAN = float("nan")

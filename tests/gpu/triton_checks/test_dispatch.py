@@ -15,10 +15,11 @@ from torch import Tensor
 from comm.test_dispatch import CASES, WIDTH, matrices, rows_of
 from comm.test_dispatch import EXPERTS as EIGHT
 from comm.test_dispatch import check as compare
+from gpu import definitions
 from weft.comm.dispatch import Exchanging, on_device
 from weft.comm.reference import ReferenceTransport
 from weft.comm.transport import LiveSizes, Sizes, to_and_from
-from weft.kernels.triton import definitions
+from weft.kernels import ops
 from weft.kernels.triton import moe_permute as kernels
 from weft.models.layers import Builder
 from weft.models.moe import Experts
@@ -168,7 +169,7 @@ def _one_at_a_time(call: Callable[..., Any], lock: threading.Lock) -> Callable[.
     return locked
 
 
-def test_experts_in_float8_take_rows_as_they_arrive(device: torch.device) -> None:
+def test_experts_in_float8_take_rows_as_they_arrive(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the lists of their experts, which are no part of a row; of what lies behind the live ones all is NaN."""
     torch.manual_seed(7)
     rows, live, width = 40, 33, 128
@@ -181,7 +182,8 @@ def test_experts_in_float8_take_rows_as_they_arrive(device: torch.device) -> Non
     came = torch.full((rows, width + 2 * K), torch.nan, device=device)
     came[:live, :width] = torch.randn(live, width, device=device)
     expert, weight = chosen(rows, live, False).to(device), torch.rand(rows, K, device=device)
-    out = layer._sum_on_gpu(came[:, :width], weight, expert)
+    monkeypatch.setattr(ops, "on_gpu", lambda x: True)
+    out = layer._sum_of_chosen(came[:, :width], weight, expert)
     held = EXPERTS // 4
     local = (expert - held).where((expert >= held) & (expert < 2 * held), -1)
     given = (layer.declared("gate_up"), layer.declared("down"))

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from gpu import definitions
 from weft.attention.backend import LatentSplit
 from weft.kernels import float8
 from weft.kernels.split_k import SplitKPartials
 from weft.kernels.torch_reference import gate_heads as gate_heads_of_torch
 from weft.kernels.torch_reference import gated
-from weft.kernels.triton import definitions, gate_heads, rms_norm
+from weft.kernels.triton import gate_heads, rms_norm
 from weft.kernels.triton import norm_rope_cache as kernels
 from weft.models.rotary import RotaryTable
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.kernels.triton import definitions
+from gpu import definitions
 from weft.kernels.triton import sample as kernels
 
 VOCABULARY = 2600

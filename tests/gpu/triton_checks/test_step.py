@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpu import definitions
 from weft.kernels.triton import decode_step as kernels
-from weft.kernels.triton import definitions
 from weft.place.vocabulary import MAX_TOKENS
 
 PAGE = 8

@@ -1,6 +1,6 @@
-"""GPU kernels in Triton, one module each. They need the extra `gpu`.
+"""GPU kernels in Triton, one module each. They need the extra `gpu`. `weft.kernels.ops` lists those that are the GPU's
+form of an op.
 
 All of them can be captured in a CUDA graph: no kernel waits for the host, values that vary from step to step are read
-from device memory, and tiles follow from shapes, which are those of the graph's capacity. `definitions` has the same
-functions in plain torch: tests compare with them, and hosts without Triton run them.
+from device memory, and tiles follow from shapes, which are those of the graph's capacity.
 """

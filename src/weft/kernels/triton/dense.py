@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels import torch_reference
 from weft.kernels.split_k import SplitKPartials
 from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
@@ -274,6 +275,25 @@ def linear_partials(
     values = x.new_empty(_parts_of(width, tile), x.shape[0], outputs, dtype=torch.float32)
     _multiply(x, weight, None, values, tile)
     return SplitKPartials(values, bias, dtype or x.dtype)
+
+
+def linear_of_any_size(x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """`linear` by the tile of its size, or torch's where a library is to be preferred."""
+    tile = tile_for(x, weight)
+    return torch_reference.linear(x, weight, out, bias) if tile is None else linear(x, weight, tile, out, bias)
+
+
+def linear_or_partials(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor | SplitKPartials:
+    """`linear_partials` by the tile of its size, else the whole product. dtype: as there."""
+    if tile := tile_for(x, weight, added_next=True):
+        return linear_partials(x, weight, tile, bias, dtype)
+    if dtype is None:
+        return linear_of_any_size(x, weight, None, bias)
+    if dtype == torch.float32 and x.dtype.itemsize == 2 and bias is None:
+        return torch.mm(x, weight.t(), out_dtype=dtype)  # without copies in float32
+    return torch_reference.linear_or_partials(x, weight, bias, dtype)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -17,15 +17,18 @@ the first product's columns are one group of the second: the kernel quantises it
 
 from __future__ import annotations
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Fp8Rows, Fp8Weight
+from weft.kernels.split_k import SplitKPartials
+from weft.kernels.torch_reference import Rule
 from weft.kernels.triton import float8_linear, fused_experts_float8, overlap
-from weft.kernels.triton.experts_tiles import ExpertsTile, down_tile_of, float8_tiles_of, up_tile_of
+from weft.kernels.triton.experts_tiles import ExpertsTile, down_tile_of, float8_tiles_of, tile_rows_of, up_tile_of
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.kernels.triton.rms_norm import activated
-from weft.kernels.triton.route import Routing, pairs_of
+from weft.kernels.triton.route import Routing, pairs_of, route, sort_pairs
 
 
 @kernel(do_not_specialize=["pairs"])
@@ -193,10 +196,10 @@ def experts(
     rank.
 
     x: `[T, width]` with contiguous rows; with weights in FP8 also its quantised rows.
-    routing: by `route` with `tile_rows_of(T)`.
+    routing: by `route_scored` or `route_chosen`.
     gate_up: `[E, 2 · inner, width]`, gate's rows first. down: `[E, width, inner]`. Contiguous, both in FP8 or neither.
     out: `[T, width]`, zero where no expert is on this rank.
-    limit, alpha: as in `definitions.experts`.
+    limit, alpha: as in `weft.kernels.torch_reference.gated`.
     gate_up_bias, down_bias: `[E, 2 · inner]`, `[E, width]`, added to the products.
     add: the sum is added to the values of out, such as a shared expert's result.
 
@@ -252,6 +255,23 @@ def experts(
         BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
     return _sum(each, routing, out, 0, None, add)
+
+
+def route_scored(
+    logits: Tensor | SplitKPartials, rule: Rule, live: Tensor | None, mine: range, in_float8: bool, bias: Tensor | None
+) -> Routing:
+    """`route` to experts with the numbers `mine`, whose weights are in FP8 or not, in the tiles of `experts`."""
+    rows = (logits.values if isinstance(logits, SplitKPartials) else logits).shape[-2]
+    return route(logits, rule, live, tile_rows_of(rows, in_float8), mine.start, len(mine), bias)
+
+
+def route_chosen(weight: Tensor, expert: Tensor, live: Tensor | None, mine: range, in_float8: bool) -> Routing:
+    """The same of experts that are chosen already, of all there are; −1: none."""
+    here = (expert >= mine.start) & (expert < mine.stop)
+    if live is not None:
+        here &= torch.arange(len(expert), dtype=torch.int32, device=expert.device)[:, None] < live
+    expert = (expert - mine.start).where(here, -1)
+    return sort_pairs(weight, expert, len(mine), tile_rows_of(len(expert), in_float8))
 
 
 def _check(

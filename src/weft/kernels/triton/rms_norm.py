@@ -88,12 +88,13 @@ def rms_norm(
     total: Tensor | None = None,
     quantised: Fp8Rows | None = None,
 ) -> Tensor:
-    """x · weight / √(mean(x²) + eps) over the rows of x `[T, width]`, in float32, rounded once.
+    """x · weight / √(mean(x²) + eps) over the rows of x `[…, width]`, in float32, rounded once.
 
     residual: `[T, width]`; the input is then residual + x, rounded to x's dtype. total: of the same shape and dtype,
         filled with that sum; None: the residual is overwritten with it.
     quantised: contiguous, filled with `float8.quantise` of the result; its group size is a power of two.
     """
+    shape, x = x.shape, x.flatten(0, -2)
     rows, width = x.shape
     if weight.shape != (width,) or (residual is not None and residual.shape != x.shape):
         raise ValueError(f"x is {list(x.shape)}, weight {list(weight.shape)}: they do not match")
@@ -112,16 +113,26 @@ def rms_norm(
             eps, WIDTH=width, ADD=residual is not None, GROUP=group_size, BLOCK=block,
             num_warps=min(16, max(1, block // 512)), **overlap.options(),
         )  # fmt: skip
-    return out
+    return out.view(shape)
+
+
+def add_rms_norm(
+    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, *, quantised: Fp8Rows | None = None
+) -> tuple[Tensor, Tensor]:
+    """`weft.kernels.torch_reference.add_rms_norm`."""
+    total = residual.new_empty(residual.shape)
+    return total, rms_norm(delta, weight, eps, residual, total=total, quantised=quantised)
 
 
 def gated(
     x: Tensor, limit: float | None = None, alpha: float | None = None, score: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """`weft.kernels.torch_reference.gated` in float32, rounded once. Each row of x `[T, 2 · width]` is gate, then up.
+    """`weft.kernels.torch_reference.gated` in float32, rounded once. Each row of x `[…, 2 · width]` is gate, then up.
 
-    score: (rows `[S, inputs]`, weight `[1, inputs]`), where T is a multiple of S: T / S rows share each of them.
+    score: of T rows in all, (rows `[S, inputs]`, weight `[1, inputs]`), where T is a multiple of S: T / S rows share
+        each of them.
     """
+    shape, x = x.shape[:-1], x.flatten(0, -2)
     rows, width = x.shape[0], x.shape[1] // 2
     if x.stride(1) != 1 or x.shape[1] % 2 or (alpha is not None and limit is None):
         raise ValueError(f"x is {list(x.shape)}; rows must be contiguous and of even width, and alpha needs a limit")
@@ -137,4 +148,4 @@ def gated(
             SHARE=rows // len(read), SCORE_WIDTH=inputs, BLOCK=block,
             BLOCK_SCORE=next_power_of_2(max(1, inputs)), num_warps=4, **overlap.options(),
         )  # fmt: skip
-    return out
+    return out.view(*shape, width)

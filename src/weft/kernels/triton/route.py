@@ -8,7 +8,7 @@ them do so, and another kernel first counts each chunk. No place depends on atom
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.split_k import SplitKPartials, as_partials
+from weft.kernels.torch_reference import Rule
 from weft.kernels.triton import overlap
 from weft.kernels.triton.dense import LANGUAGE, load_partials
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
@@ -26,32 +27,6 @@ CHUNKS = 128, 2048
 The minimum is the number of threads: with fewer elements than threads Triton 3.6 counts some twice.
 """
 NO_MODIFIER = tl.constexpr("")
-
-
-class Rule(Protocol):
-    """How k experts of a token are chosen, and their weights.
-
-    score: "softmax" or "sigmoid" of the token's logits. The k experts of the greatest score are chosen (with a bias, of
-    the greatest score + bias).
-    groups: number of groups of consecutive experts. Experts are chosen from the `top_groups` groups with the greatest
-    sum of their `group_best` greatest scores.
-    Weights are scores, divided by their sum where `renormalise` says so, times scale.
-    """
-
-    @property
-    def k(self) -> int: ...
-    @property
-    def score(self) -> str: ...
-    @property
-    def groups(self) -> int: ...
-    @property
-    def top_groups(self) -> int: ...
-    @property
-    def group_best(self) -> int: ...
-    @property
-    def renormalise(self) -> bool: ...
-    @property
-    def scale(self) -> float: ...
 
 
 class Routing(NamedTuple):
@@ -230,15 +205,16 @@ def pairs_of(
 def choose(
     logits: Tensor | SplitKPartials,
     rule: Rule,
-    live: Tensor,
+    live: Tensor | None,
     first: int = 0,
     held: int | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(weight float32 `[T, k]`, expert int32 `[T, k]`), with the arguments of `route`."""
+    """(weight float32 `[T, k]`, expert int32 `[T, k]`), with the arguments of `route`. live: None: all are real."""
     found = as_partials(logits)
     parts, offset = found.values, found.bias
     (count, rows, experts), k = parts.shape, rule.k
+    live = torch.full((1,), rows, dtype=torch.int32, device=parts.device) if live is None else live
     weight = parts.new_empty(rows, k, dtype=torch.float32)
     expert = parts.new_empty(rows, k, dtype=torch.int32)
     groups = rule.groups if rule.top_groups < rule.groups else 1
@@ -261,7 +237,7 @@ def choose(
 def route(
     logits: Tensor | SplitKPartials,
     rule: Rule,
-    live: Tensor,
+    live: Tensor | None,
     tile_rows: int,
     first: int = 0,
     held: int | None = None,

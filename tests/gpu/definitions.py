@@ -1,23 +1,20 @@
-"""Each kernel's definition in plain torch, for any device and without Triton.
+"""Definitions of the Triton kernels in plain torch, for any device: tests and a benchmark compare kernels with them.
 
 Arguments and results are those of the kernel's launcher, which documents them. Arithmetic is in float32, or in float64
-where the inputs are. The code is written to be read: it waits for the host.
+where the inputs are. The code is written to be read: it waits for the host. Kernels that are the GPU's form of an op
+have their definitions in `weft.kernels.torch_reference`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from weft.kernels.float8 import Fp8Rows, Fp8Weight, dequantise, quantise
-from weft.kernels.torch_reference import gated
-
-if TYPE_CHECKING:
-    from weft.kernels.triton.route import Rule
+from weft.kernels.torch_reference import Rule, gated
 
 
 def decode_attention(

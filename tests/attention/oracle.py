@@ -128,9 +128,10 @@ def check(backend: Backend, case: Case, spans: list[tuple[int, int]], tolerance:
     before, tables = case.cache.keys.clone(), case.batch.tables[0]
     assert isinstance(tables, PageTables)
     v = None if isinstance(case.cache.spec, Latent) else case.v
-    backend.plan(case.batch, tables)
-    out, lse = backend(1, case.q, case.k, v, scale=case.scale, lse=True)
-    alone, none = backend(1, case.q, case.k, v, scale=case.scale)
+    plan = backend.plan(case.batch, tables)
+    backend.store(plan, 1, case.k, v)
+    out, lse = backend.attend(plan, 1, case.q, case.scale, True, None, False)
+    alone, none = backend.attend(plan, 1, case.q, case.scale, False, None, False)
     row = sum(rows for rows, _ in spans)
     assert lse is not None and none is None and torch.equal(alone[:row], out[:row])
     check_rows(case, spans, out, lse, tolerance=tolerance)

@@ -49,8 +49,9 @@ def test_prompts_in_tensors_with_room_for_more(spec: PagedKV | Window | Latent) 
 
 def test_no_rows_at_all() -> None:
     backend, batch = SDPA(KVCache(PagedKV(2, 8), 1, 1, 4, torch.float32)), build_batch([], [], 4)
-    backend.plan(batch, batch.tables[0])
-    out, lse = backend(0, torch.empty(0, 4, 8), torch.empty(0, 2, 8), torch.empty(0, 2, 8), scale=1.0, lse=True)
+    plan = backend.plan(batch, batch.tables[0])
+    backend.store(plan, 0, torch.empty(0, 2, 8), torch.empty(0, 2, 8))
+    out, lse = backend.attend(plan, 0, torch.empty(0, 4, 8), 1.0, True, None, False)
     assert out.shape == (0, 4, 8) and lse is not None and lse.shape == (0, 4)
 
 

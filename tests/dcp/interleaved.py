@@ -11,12 +11,13 @@ from support import run_world
 from torch import Tensor
 
 from attention.oracle import NAN, Case, check_rows
-from weft.attention.backend import Backend
+from weft.attention.context_parallel import ContextParallel
 from weft.attention.forward_batch import PageTables
+from weft.attention.sdpa import SDPA
 from weft.comm.reference import ReferenceTransport
 from weft.comm.settler import Settler
 from weft.comm.transport import offer_of
-from weft.dcp.group import ContextGroup, context_group
+from weft.dcp.group import context_group
 from weft.dcp.interleave import Interleave
 from weft.kv.cache import KVCache
 from weft.kv.cache_spec import Latent
@@ -25,7 +26,7 @@ from weft.place.recipes import Merge, Prompt
 from weft.place.settlements import Settlements
 from weft.place.spec import Mesh
 
-Make = Callable[[KVCache, ContextGroup | None], Backend]
+Make = Callable[[KVCache], SDPA]
 
 
 def run_interleaved(
@@ -54,12 +55,13 @@ def run_interleaved(
         assert group is not None
         cache = local_cache(case, interleave, transport.rank)
         before = cache.keys.clone()
-        backend, own = make(cache, group), slice(transport.rank * each, (transport.rank + 1) * each)
-        backend.plan(case.batch, tables)
+        backend, own = ContextParallel(make(cache), group), slice(transport.rank * each, (transport.rank + 1) * each)
+        plan = backend.plan(case.batch, tables)
         v = None if isinstance(case.cache.spec, Latent) else case.v
-        out, lse = backend(1, case.q[:, own], case.k, v, scale=case.scale, lse=True)
+        backend.store(plan, 1, case.k, v)
+        out, lse = backend.attend(plan, 1, case.q[:, own], case.scale, True, None, False)
         assert lse is not None
-        again, none = backend(1, case.q[:, own], case.k, v, scale=case.scale)
+        again, none = backend.attend(plan, 1, case.q[:, own], case.scale, False, None, False)
         assert none is None and torch.equal(again, out), "the same step twice has the same bits"
         rows = check_rows(case, spans, out, lse, own)
         slots = interleave.slots(tables.slots, transport.rank)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.attention.caches import Caches
+from weft.attention.caches import StepCaches
 from weft.attention.forward_batch import Batch
 from weft.hidden import Hidden
 from weft.kv.cache_spec import Latent, Recurrent, Window
@@ -61,7 +61,7 @@ class LatentAttention(Layer):
         self.out = RowLinear(b, f"{path}.out", c.num_heads * VALUE, c.hidden_size, "attn_tp", unit=VALUE)
         self.cache = Latent(width, VALUE)
 
-    def forward(self, x: Hidden, rotary: RotaryTable, caches: Caches) -> Hidden:
+    def forward(self, x: Hidden, rotary: RotaryTable, caches: StepCaches) -> Hidden:
         latent = self.latent(x).require_complete(self.path)[:, None]
 
         def turn(y: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class LinearAttention(Layer):
         heads = self.qkv.sizes[0] // c.head_dim
         self.cache = Recurrent(((heads, self.dim, self.dim), (heads, self.dim)))
 
-    def forward(self, x: Hidden, rotary: RotaryTable, caches: Caches) -> Hidden:
+    def forward(self, x: Hidden, rotary: RotaryTable, caches: StepCaches) -> Hidden:
         def run(qkv: Tensor) -> Tensor:
             q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in qkv.chunk(3, dim=-1))
             out = torch.empty_like(v)
@@ -120,7 +120,7 @@ class WindowAttention(Layer):
         self.out = RowLinear(b, f"{path}.out", c.num_heads * self.dim, c.hidden_size, "attn_tp", unit=self.dim)
         self.cache = Window(WINDOW, self.qkv.sizes[1] // self.dim, self.dim)
 
-    def forward(self, x: Hidden, rotary: RotaryTable, caches: Caches) -> Hidden:
+    def forward(self, x: Hidden, rotary: RotaryTable, caches: StepCaches) -> Hidden:
         def attend(qkv: Tensor) -> Tensor:
             q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in qkv.split(self.qkv.sizes, dim=-1))
             return caches.attend(self, rotary(q), rotary(k), v, scale=0.3)[0].flatten(1)
@@ -148,7 +148,7 @@ class Hybrid(Layer):
         self.norm = RMSNorm(b, "norm", c.hidden_size, c.rms_norm_eps)
         self.head = Linear(b, "head", c.hidden_size, c.vocab_size)
 
-    def forward(self, stream: Any, batch: Batch, caches: Caches) -> Tensor:
+    def forward(self, stream: Any, batch: Batch, caches: StepCaches) -> Tensor:
         hidden = self.embed(batch.tokens)
         rotary = self.rotary(batch.positions, hidden.value.dtype)
         stream.add(hidden)

@@ -93,8 +93,7 @@ class Ranks:
         batch, sampled = self.inputs.batch(shape, counts.live(Rows.GROUP))
         self.compare(wanted, batch, group_rows)
         stream = Stream(ours.runner.planner.plan((shape.rows,)), ours.runner.transports, counts)
-        ours.runner.caches.plan(batch)
-        found = ours.runner.model(stream, batch, ours.runner.caches)[: len(group_rows.sampled_rows)]
+        found = ours.runner.model(stream, batch, ours.runner.caches.plan(batch))[: len(group_rows.sampled_rows)]
         if group_rows.sampled_rows:
             torch.testing.assert_close(found, logits[0], rtol=1e-4, atol=1e-4)
         live, tokens = int(sampled.live), torch.zeros(8, dtype=torch.int32)

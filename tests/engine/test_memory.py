@@ -13,6 +13,7 @@ from support import run_world, small_config
 
 from engine.test_families import CONFIG, PLUGIN
 from weft.attention.caches import Caches, cached_layers
+from weft.dcp.group import ContextGroup
 from weft.engine.config import KV_TOKENS, EngineConfig
 from weft.engine.worker.memory import (
     GIB,
@@ -167,12 +168,21 @@ def test_merged_prompts_are_measured_where_there_may_be_some(
     for name, value in (("memory_allocated", 0), ("max_memory_allocated", 9), ("mem_get_info", (300, 400))):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
 
+    chosen: dict[int, str | None] = {}
+    prefill = ContextGroup.prefill
+
+    def watched(self: ContextGroup, what: Prompt, rows: int) -> str:
+        chosen[self.place] = name = prefill(self, what, rows)
+        return name
+
+    monkeypatch.setattr(ContextGroup, "prefill", watched)
+
     class Runner(ModelRunner):
         def forward(self, batch: Any, counts: tuple[int, ...]) -> Any:
+            chosen[self.rank] = None
             logits = super().forward(batch, counts)
             if self.rank == 0:
-                [(_, backend)] = self.caches.paged
-                seen.append((int(batch.lengths[0]), backend._prefill))
+                seen.append((int(batch.lengths[0]), chosen[0]))
             return logits
 
     def rank_main(transport: Any) -> Memory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ class RotaryTable(Protocol):
     @property
     def interleaved(self) -> bool: ...
 
+    @property
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """cos and sin `[T, dim / 2]`, of each pair of elements that is rotated once."""
+
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
@@ -44,7 +48,7 @@ class NormScale(Protocol):
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
     """How `[T, features]` becomes queries, keys and values: sizes features of each, heads of `dim`, then each head of
-    queries and keys is normalised, where norms are given, and rotated. gathered: as `Backend.__call__`, of the queries.
+    queries and keys is normalised, where norms are given, and rotated. gathered: as `Backend.attend`, of the queries.
     """
 
     sizes: Sequence[int]
@@ -65,7 +69,7 @@ class HeadSplit:
 class LatentSplit:
     """How queries `[T, heads · dim]` and what the cache holds of each token, `[T, width]`, become what latent attention
     takes: of the latter all but the last elements, as many as are rotated, are normalised; those and the last of each
-    head's query are rotated. gathered: as `Backend.__call__`.
+    head's query are rotated. gathered: as `Backend.attend`.
     """
 
     dim: int
@@ -114,54 +118,59 @@ class Absorbed:
 
 
 class Backend(Protocol):
-    """Causal grouped-query attention of a step's rows over a paged cache: `plan` once a step, then a call a layer.
+    """Causal grouped-query attention of a step's rows over a paged cache.
 
-    A backend is made once, with its cache. Inside a CUDA graph `plan` is captured or replayed with the same tensors:
-    it reads nothing back from the device where `Batch.spans` is None.
+    A backend is made once, with its cache. `plan` once a step; then each layer stores its rows and attends. Inside a
+    CUDA graph plans are captured, or replayed with the same tensors: nothing is read back from the device where
+    `Batch.spans` is None. layer: its place in the cache.
     """
 
-    cache: KVCache
+    @property
+    def cache(self) -> KVCache: ...
 
-    def plan(self, batch: Batch, tables: PageTables) -> None:
-        """Prepares what all layers of this step share. tables: those of the cache's group."""
+    def plan(self, batch: Batch, tables: PageTables) -> Any:
+        """What all layers of this step share, an immutable value. tables: those of the cache's group."""
 
-    def __call__(
+    def store(self, plan: Any, layer: int, k: Tensor, v: Tensor | None) -> None:
+        """Stores k and v `[T, kv_heads, D]`; a row whose slot is −1 is not stored.
+
+        v is None for a latent cache, whose k is `[T, 1, width]`.
+        """
+
+    def store_projected(self, plan: Any, layer: int, qkv: Tensor | SplitKPartials, heads: HeadSplit) -> Tensor:
+        """The same from queries, keys and values side by side, `[T, features]` or its parts, which are still to be
+        added up, split, normalised and rotated as `heads` says: what one kernel can do on the way into the cache.
+        Gives the queries.
+        """
+        ...
+
+    def store_latent(
+        self, plan: Any, layer: int, q: Tensor, kv: Tensor, parts: LatentSplit, absorbed: Absorbed
+    ) -> tuple[Tensor, Absorbed]:
+        """The same for a latent cache, from queries `[T, heads · dim]` and `[T, width]`, which are still to be
+        normalised and rotated as `parts` says. q may be overwritten. Gives the queries, and what is left to be
+        absorbed.
+        """
+        ...
+
+    def attend(
         self,
+        plan: Any,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
-        *,
         scale: float,
-        lse: bool = False,
-        absorbed: Absorbed | None = None,
-        gathered: bool = False,
+        lse: bool,
+        absorbed: Absorbed | None,
+        gathered: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Stores k and v `[T, kv_heads, D]`, then attends with q `[T, heads, D]`.
+        """Attends with q `[T, heads, D]`: a row sees its sequence's tokens up to itself, within the cache's window if
+        it has one.
 
-        layer: its place in the cache. v is None for a latent cache, whose k is `[T, 1, width]`. scale: of the scores
-        q·k. A row sees its sequence's tokens up to itself, within the cache's window if it has one; a row whose slot
-        is −1 is not stored. absorbed: of a latent cache, what is still to be done to query and output.
+        scale: of the scores q·k. absorbed: of a latent cache, what is still to be done to query and output.
         gathered: q has the heads of every rank of a dcp group, in rank order; the output has this rank's in any case.
 
         Gives the output `[T, heads, value dim]`, and where `lse` is set also the logarithm, to base e, of the sum of
         exponentials of each row's scaled scores, float32 `[T, heads]`; else None. A row that sees nothing (length 0)
         has output 0 and lse −inf.
-        """
-        ...
-
-    def project(
-        self, layer: int, qkv: Tensor | SplitKPartials, heads: HeadSplit, *, scale: float, lse: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """The same from queries, keys and values side by side, `[T, features]` or its parts, which are still to be
-        added up, split, normalised and rotated as `heads` says: what one kernel can do on the way into the cache.
-        """
-        ...
-
-    def project_latent(
-        self, layer: int, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
-    ) -> Tensor:
-        """The same for a latent cache, from queries `[T, heads · dim]` and `[T, width]`, which are still to be
-        normalised and rotated as `parts` says. q may be overwritten. Gives the output.
         """
         ...

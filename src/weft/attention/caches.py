@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from weft.attention.backend import Absorbed, Backend, HeadSplit, LatentSplit
+from weft.attention.context_parallel import ContextParallel
 from weft.attention.forward_batch import Batch, PageTables, StateSlots
 from weft.attention.sdpa import SDPA
 from weft.dcp.group import ContextGroup
 from weft.kernels.split_k import SplitKPartials
 from weft.kv.cache import KVCache, StateCache
 from weft.kv.cache_spec import CacheGroup, Recurrent, Spec, Window, rule
-
-MakeBackend = Callable[[KVCache, ContextGroup | None], Backend]
 
 
 class Cached(Protocol):
@@ -39,7 +39,7 @@ def cached_layers(model: nn.Module) -> dict[str, Spec]:
 
 
 class Caches:
-    """The caches of a model on a rank: `plan` once a step, then each layer's own call.
+    """The caches of a model on a rank.
 
     layers: as `cached_layers` gives them. groups: what there is of each rule; batches carry tables in their order.
     page_size: tokens of a sequence that an entry of its page tables stands for. backend: makes what attends over a
@@ -54,29 +54,27 @@ class Caches:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        backend: MakeBackend = SDPA,
+        backend: Callable[[KVCache], SDPA] = SDPA,
         group: ContextGroup | None = None,
     ):
-        place = {group.rule: at for at, group in enumerate(groups)}
+        group_of = {group.rule: at for at, group in enumerate(groups)}
         paths: dict[Spec, list[str]] = {}
         for path, spec in layers.items():
             paths.setdefault(spec, []).append(path)
         self.paged: list[tuple[int, Backend]] = []
         self.states: list[tuple[int, StateCache]] = []
-        self._backend_of: dict[str, tuple[Backend, int]] = {}
-        self._states_of: dict[str, tuple[StateCache, int, int]] = {}
+        self.places: dict[str, tuple[int, int]] = {}
+        """Of each layer the number of its cache among the paged ones, or the states, and its place there."""
         for spec, names in paths.items():
-            at = place[rule(spec)]
+            at, kind = group_of[rule(spec)], len(self.states if isinstance(spec, Recurrent) else self.paged)
+            self.places |= {name: (kind, i) for i, name in enumerate(names)}
             if isinstance(spec, Recurrent):
-                states = StateCache(spec, len(names), groups[at].size, device)
-                self.states.append((at, states))
-                self._states_of |= {name: (states, i, at) for i, name in enumerate(names)}
-            else:
-                shards = None if isinstance(spec, Window) else group
-                slots = page_size if shards is None else shards.interleave.page_size
-                attend = backend(KVCache(spec, len(names), groups[at].size, slots, dtype, device), shards)
-                self.paged.append((at, attend))
-                self._backend_of |= {name: (attend, i) for i, name in enumerate(names)}
+                self.states.append((at, StateCache(spec, len(names), groups[at].size, device)))
+                continue
+            shards = None if isinstance(spec, Window) else group
+            slots = page_size if shards is None else shards.interleave.page_size
+            attend = backend(KVCache(spec, len(names), groups[at].size, slots, dtype, device))
+            self.paged.append((at, attend if shards is None else ContextParallel(attend, shards)))
 
     @property
     def bytes(self) -> int:
@@ -86,13 +84,14 @@ class Caches:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())
 
-    def plan(self, batch: Batch) -> None:
-        """Must come before the layers' calls of a step."""
-        self.batch = batch
+    def plan(self, batch: Batch) -> StepCaches:
+        """For the layers' calls of a step."""
+        plans = []
         for at, backend in self.paged:
             tables = batch.tables[at]
             assert isinstance(tables, PageTables)
-            backend.plan(batch, tables)
+            plans.append((backend, backend.plan(batch, tables)))
+        return StepCaches(batch, self, tuple(plans))
 
     def copy(self, pages: Tensor) -> None:
         """Copies pages of whole sequences, each rank what it has of them: all are read first.
@@ -104,35 +103,42 @@ class Caches:
             if not isinstance(cache.spec, Window):
                 cache.copy(*pages.unbind(1))
 
+
+@dataclass(frozen=True, slots=True)
+class StepCaches:
+    """The caches in one step of a batch, as layers reach theirs. plans: of each paged cache its backend, and the plan
+    of the step.
+    """
+
+    batch: Batch
+    caches: Caches
+    plans: tuple[tuple[Backend, Any], ...]
+
     def attend(
-        self,
-        layer: Cached,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None = None,
-        *,
-        scale: float,
-        lse: bool = False,
-        absorbed: Absorbed | None = None,
-        gathered: bool = False,
+        self, layer: Cached, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of a layer over its PagedKV, Window or Latent: see `Backend.__call__`."""
-        backend, at = self._backend_of[layer.path]
-        return backend(at, q, k, v, scale=scale, lse=lse, absorbed=absorbed, gathered=gathered)
+        """Attention of a layer over its PagedKV, Window or Latent: stores k and v, then attends with q, as `Backend`
+        does both.
+        """
+        backend, plan, at = self._of(layer)
+        backend.store(plan, at, k, v)
+        return backend.attend(plan, at, q, scale, lse, None, False)
 
     def project(
         self, layer: Cached, qkv: Tensor | SplitKPartials, heads: HeadSplit, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of a layer over its PagedKV or Window, from what its projection gives: see `Backend.project`."""
-        backend, at = self._backend_of[layer.path]
-        return backend.project(at, qkv, heads, scale=scale, lse=lse)
+        """Attention of a layer over its PagedKV or Window, from what its projection gives."""
+        backend, plan, at = self._of(layer)
+        q = backend.store_projected(plan, at, qkv, heads)
+        return backend.attend(plan, at, q, scale, lse, None, heads.gathered)
 
     def project_latent(
         self, layer: Cached, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
     ) -> Tensor:
-        """Attention of a layer over its Latent, from what its projections give: see `Backend.project_latent`."""
-        backend, at = self._backend_of[layer.path]
-        return backend.project_latent(at, q, kv, parts, scale=scale, absorbed=absorbed)
+        """Attention of a layer over its Latent, from what its projections give. Gives the output."""
+        backend, plan, at = self._of(layer)
+        q, absorbed = backend.store_latent(plan, at, q, kv, parts, absorbed)
+        return backend.attend(plan, at, q, scale, False, absorbed, parts.gathered)[0]
 
     def load(self, layer: Cached, sequences: slice = slice(None)) -> tuple[Tensor, ...]:
         """The states that a Recurrent layer's sequences go on from: float32 `[B, …]`, zeros where one begins."""
@@ -151,8 +157,13 @@ class Caches:
         cache, at, slots = self._state(layer)
         cache.store(at, slots.after[sequences], states)
 
+    def _of(self, layer: Cached) -> tuple[Backend, Any, int]:
+        cache, at = self.caches.places[layer.path]
+        return *self.plans[cache], at
+
     def _state(self, layer: Cached) -> tuple[StateCache, int, StateSlots]:
-        states, at, group = self._states_of[layer.path]
+        cache, at = self.caches.places[layer.path]
+        group, states = self.caches.states[cache]
         slots = self.batch.tables[group]
         assert isinstance(slots, StateSlots)
         return states, at, slots

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.attention.backend import Absorbed, HeadSplit, LatentSplit, RotaryTable
+from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
 from weft.attention.forward_batch import Batch, PageTables
-from weft.attention.sdpa import SDPA
-from weft.dcp.group import ContextGroup
+from weft.attention.sdpa import SDPA, Plan, Prompt, Split
 from weft.kernels.split_k import SplitKPartials
 from weft.kernels.triton.decode_attention import decode_attention, latent_decode_attention, splits_of
 from weft.kernels.triton.norm_rope_cache import latent_rope_cache, norm_rope_cache
@@ -24,118 +24,118 @@ class PagedTriton(SDPA):
     tokens are not sharded, with prompts too.
     """
 
-    _rotary: RotaryTable | None = None
+    def split(self, batch: Batch) -> Split:
+        """Without page tables of their own for decode rows, where all rows are such."""
+        spans = batch.spans
+        if batch.starts is None or (spans is not None and all(rows == 1 for rows, _ in spans)):
+            return Split()
+        return super().split(batch)
 
-    def plan(self, batch: Batch, tables: PageTables) -> None:
+    def plan(self, batch: Batch, tables: PageTables) -> Plan:
         """See `Backend.plan`."""
-        starts, lengths = batch.starts, batch.lengths
-        if starts is None or (batch.spans is not None and all(rows == 1 for rows, _ in batch.spans)):
-            return self._plan_single(tables.pages, self._begin_plan(batch, tables))
-        self._starts, self._limits = starts, (batch.positions + 1).int()
-        if batch.spans is not None:
+        if batch.starts is None or batch.spans is not None:
             return super().plan(batch, tables)
         # Which sequences have one row, only the device knows: they come first, and the others count as empty here.
-        self._begin_plan(batch, tables)
-        self._single, self._singles = slice(len(lengths)), len(lengths)
-        self._prompt_pages, self._prompt_page_size = tables.pages, self.cache.page_size
-        self._plan_single(tables.pages, lengths.where(starts.diff() == 1, 0))
+        decode = self.plan_decode(tables.pages, batch.lengths.where(batch.starts.diff() == 1, 0))
+        return Plan(tables.slots, slice(len(batch.lengths)), decode, self.plan_prompts(batch, tables.pages, ()))
 
-    def _plan_prompts(
-        self, pages: Tensor, prompts: list[tuple[int, int, int, int]], group: ContextGroup | None
-    ) -> None:
-        self._prompt_pages, self._prompt_page_size = pages.contiguous(), self.cache.page_size
-        if group is not None and self._prefill == "merge":
-            self._limits = group.lengths(self._limits)
-        elif group is not None:  # what was gathered has pages of one token
-            where = self._plan_gather(group, pages, prompts)
-            self._prompt_pages = pages.new_zeros(len(pages), max(map(len, where)))
-            for (*_, sequence), slots in zip(prompts, where, strict=True):
-                self._prompt_pages[sequence, : len(slots)] = slots
-            self._prompt_page_size = 1
+    def storable(self, slots: Tensor) -> Tensor:
+        return slots
 
-    def _plan_single(self, pages: Tensor, lengths: Tensor) -> None:
-        self._pages, self._lengths = pages, lengths
+    def plan_decode(self, pages: Tensor, lengths: Tensor) -> Any:
         tokens, (kv_heads, width) = pages.shape[1] * self.cache.page_size, self.cache.values.shape[-2:]
-        self._splits = splits_of(lengths, tokens, self.cache.window, width, kv_heads)
+        return pages, lengths, splits_of(lengths, tokens, self.cache.window, width, kv_heads)
 
-    def project(
-        self, layer: int, qkv: Tensor | SplitKPartials, heads: HeadSplit, *, scale: float, lse: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `Backend.project`."""
-        cos, sin = self._angles(heads.rotary)
-        keys, values = self.cache.of_layer(layer)
+    def plan_prompts(
+        self,
+        batch: Batch,
+        pages: Tensor,
+        prompts: Sequence[Prompt],
+        here: Callable[[Any], Any] = lambda tokens: tokens,
+        gathered: Sequence[Tensor] | None = None,
+    ) -> Any:
+        limits = here(batch.positions + 1).int()
+        if gathered is None:
+            return pages.contiguous(), batch.starts, limits, self.cache.page_size
+        tables = pages.new_zeros(len(pages), max(map(len, gathered)))  # what was gathered has pages of one token
+        for prompt, slots in zip(prompts, gathered, strict=True):
+            tables[prompt.sequence, : len(slots)] = slots
+        return tables, batch.starts, limits, 1
+
+    def store(self, plan: Plan, layer: int, k: Tensor, v: Tensor | None) -> None:
+        """See `Backend.store`."""
+        self.cache.write(layer, self.cache.writable(plan.stored), k, v)
+
+    def store_projected(self, plan: Plan, layer: int, qkv: Tensor | SplitKPartials, heads: HeadSplit) -> Tensor:
+        """See `Backend.store_projected`."""
         q_norm, k_norm = heads.norms or (None, None)
-        q = norm_rope_cache(
+        return norm_rope_cache(
             qkv,
             heads.sizes[0] // heads.dim,
-            cos,
-            sin,
-            self._stored,
-            keys,
-            values,
+            *heads.rotary.halves,
+            plan.stored,
+            *self.cache.of_layer(layer),
             q_weight=None if q_norm is None else q_norm.weight,
             k_weight=None if k_norm is None else k_norm.weight,
             eps=0.0 if q_norm is None else q_norm.eps,
             interleaved=heads.rotary.interleaved,
         )
-        return self._attend(layer, q, scale, lse, None, heads.gathered)
 
-    def _angles(self, rotary: RotaryTable) -> tuple[Tensor, Tensor]:
-        """cos and sin `[T, dim / 2]` of a table that rotates pairs of elements, once for all layers of a step."""
-        if self._rotary is not rotary:
-            self._rotary, half = rotary, rotary.cos.shape[-1] // 2
-            at = slice(0, None, 2) if rotary.interleaved else slice(half)
-            cos, sin = rotary.cos[:, 0, at], rotary.sin[:, 0, at]
-            self._cos_sin = (cos.contiguous(), sin.contiguous()) if rotary.interleaved else (cos, sin)
-        return self._cos_sin
-
-    def project_latent(
-        self, layer: int, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
-    ) -> Tensor:
-        """See `Backend.project_latent`."""
+    def store_latent(
+        self, plan: Plan, layer: int, q: Tensor, kv: Tensor, parts: LatentSplit, absorbed: Absorbed
+    ) -> tuple[Tensor, Absorbed]:
+        """See `Backend.store_latent`."""
         q, rotary, norm = q.unflatten(-1, (-1, parts.dim)), parts.rotary, parts.norm
         table = rotary.cos[:, 0], rotary.sin[:, 0]
         cache, keys = self.cache.keys[layer], absorbed.keys
-        store = partial(latent_rope_cache, q, kv, *table, self._stored, cache, norm.weight, norm.eps)
-        if keys is None or (self._group is not None and not (self._single is None and parts.gathered)):
+        store = partial(latent_rope_cache, q, kv, *table, plan.stored, cache, norm.weight, norm.eps)
+        if keys is None:
             store(interleaved=rotary.interleaved)
-        else:  # both parts of what attends are written side by side, where a concatenation would copy them
-            n, width = keys.shape[1:]
-            whole = q.new_empty(*q.shape[:2], width + parts.dim - n)
-            store(interleaved=rotary.interleaved, q_rotated=whole[..., width:])
-            torch.bmm(q[..., :n].transpose(0, 1), keys, out=whole[..., :width].transpose(0, 1))
-            q, absorbed = whole, Absorbed(None, absorbed.values)
-        return self._attend(layer, q, scale, False, absorbed, parts.gathered)[0]
+            return q, absorbed
+        # Both parts of what attends are written side by side, where a concatenation would copy them.
+        n, width = keys.shape[1:]
+        whole = q.new_empty(*q.shape[:2], width + parts.dim - n)
+        store(interleaved=rotary.interleaved, q_rotated=whole[..., width:])
+        torch.bmm(q[..., :n].transpose(0, 1), keys, out=whole[..., :width].transpose(0, 1))
+        return whole, Absorbed(None, absorbed.values)
 
-    def _attend_prompts(
-        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, sums: Tensor | None
-    ) -> None:
-        where = (self._prompt_pages, self._starts, self._limits, self._prompt_page_size)
-        prefill_attention(q, keys, values, *where, scale, out, window=self.cache.window, lse=sums)
-
-    def _attend(
-        self, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None, gathered: bool
+    def attend(
+        self, plan: Plan, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None, gathered: bool
     ) -> tuple[Tensor, Tensor | None]:
-        single = self._single
-        if self._group is not None or not isinstance(single, slice):
-            return super()._attend(layer, q, scale, lse, absorbed, gathered)
+        """See `Backend.attend`."""
+        if not isinstance(plan.rows, slice):
+            return super().attend(plan, layer, q, scale, lse, absorbed, gathered)
         query = q if absorbed is None else absorbed.query(q)
-        out = q.new_empty(*query.shape[:2], self.cache.values.shape[-1])
-        sums = q.new_empty(query.shape[:2], dtype=torch.float32) if lse else None
+        out, sums = self.unfilled(query, lse)
         # In a graph any sequence may be of one row or of several: rows of the latter are zeros before they are written.
-        if self._singles:
-            self._attend_single(layer, query[single], scale, lse, out[single], None if sums is None else sums[single])
-        self._attend_prompts(query, *self.cache.of_layer(layer), scale, out, sums)
+        if plan.decode is not None:
+            at = plan.rows
+            self.decode(plan.decode, layer, query[at], scale, lse, out[at], None if sums is None else sums[at])
+        self.prompts(plan.prompts, query, *self.cache.of_layer(layer), scale, out, sums)
         return out if absorbed is None else absorbed.output(out), sums
 
-    def _attend_single(
-        self, layer: int, q: Tensor, scale: float, lse: bool, out: Tensor | None = None, sums: Tensor | None = None
+    def decode(
+        self,
+        plan: Any,
+        layer: int,
+        q: Tensor,
+        scale: float,
+        lse: bool,
+        out: Tensor | None = None,
+        sums: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        (keys, values), cache = self.cache.of_layer(layer), self.cache
+        (pages, lengths, splits), cache, (keys, values) = plan, self.cache, self.cache.of_layer(layer)
         if lse and sums is None:
             sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        where = (self._pages, self._lengths, cache.page_size, scale)
-        more: dict[str, Any] = dict(out=out, lse=sums, splits=self._splits)
+        where = (pages, lengths, cache.page_size, scale)
+        more: dict[str, Any] = dict(out=out, lse=sums, splits=splits)
         if isinstance(cache.spec, Latent):
             return latent_decode_attention(q, keys, cache.spec.value_width, *where, **more), sums
         return decode_attention(q, keys, values, *where, window=cache.window, **more), sums
+
+    def prompts(
+        self, plan: Any, q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, sums: Tensor | None
+    ) -> None:
+        pages, starts, limits, page_size = plan
+        where = pages, starts, limits, page_size, scale, out
+        prefill_attention(q, keys, values, *where, window=self.cache.window, lse=sums)

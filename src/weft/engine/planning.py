@@ -50,8 +50,7 @@ def trace(
         group = context_group(Interleave(mesh.dcp, 1, 1), stream.settler)
         caches = Caches(layers, groups, mesh.dcp, dtype, cpu, group=group)
         batch = build_batch([], [], mesh.dcp, [group.rule for group in groups], cpu)
-        caches.plan(batch)
-        model(stream, batch, caches)
+        model(stream, batch, caches.plan(batch))
         stream.settler.found += _head(config, mesh)
         return stream
 

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from weft.attention.backend import HeadSplit
-from weft.attention.caches import Caches
+from weft.attention.caches import StepCaches
 from weft.hidden import Hidden
 from weft.kernels.ops import gate_heads
 from weft.kernels.split_k import SplitKPartials
@@ -97,7 +97,7 @@ class Attention(Layer):
                 HeadNorm(b, f"{path}.{name}", heads.dim, eps, less_one) for name in ("q_norm", "k_norm")
             )
 
-    def forward(self, x: Hidden, rotary: RotaryTable, caches: Caches) -> Hidden:
+    def forward(self, x: Hidden, rotary: RotaryTable, caches: StepCaches) -> Hidden:
         on_group_rows(self.path, x)
         norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
         heads = HeadSplit(self.sizes, self.dim, rotary, norms, self.gathered)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from weft.attention.caches import Caches
+from weft.attention.caches import StepCaches
 from weft.attention.forward_batch import Batch
 from weft.hidden import Hidden
 from weft.models.layers import Builder, Embedding, Head, Layer, RMSNorm
@@ -38,7 +38,7 @@ class DecoderConfig(ModelConfig):
 class DecoderLayer(Layer):
     """Attention on the DP group's tokens, then experts or an MLP on the rows that it `takes`.
 
-    attention: (Hidden, RotaryTable, Caches) → Hidden. mlp: Hidden → Hidden. rope: number of the decoder's rotary
+    attention: (Hidden, RotaryTable, StepCaches) → Hidden. mlp: Hidden → Hidden. rope: number of the decoder's rotary
     embedding for its queries and keys.
     """
 
@@ -50,7 +50,7 @@ class DecoderLayer(Layer):
         self.post_norm = _norm(b, f"{path}.post_attention_layernorm", c)
         self.mlp = mlp
 
-    def forward(self, stream: Stream | TraceStream, rotary: RotaryTable, caches: Caches) -> None:
+    def forward(self, stream: Stream | TraceStream, rotary: RotaryTable, caches: StepCaches) -> None:
         stream.add(self.attention(stream.read(self.input_norm, rows=GROUP), rotary, caches))
         stream.add(self.mlp(stream.read(self.post_norm, rows=self.mlp.takes, beside=self.mlp.beside)))
 
@@ -71,7 +71,7 @@ class Decoder(LanguageModel):
         tied = self.embed if c.tie_embeddings else None
         self.head = Head(b, "lm_head", c.vocab_size, c.hidden_size, c.split_vocabulary, tied)
 
-    def forward(self, stream: Stream | TraceStream, batch: Batch, caches: Caches) -> Tensor:
+    def forward(self, stream: Stream | TraceStream, batch: Batch, caches: StepCaches) -> Tensor:
         hidden = self.embed(batch.tokens)
         tables = [rotary(batch.positions, hidden.value.dtype) for rotary in self.rotaries]
         stream.add(hidden)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weft.attention.backend import Absorbed, LatentSplit
-from weft.attention.caches import Caches
+from weft.attention.caches import StepCaches
 from weft.hidden import Hidden
 from weft.kv.cache_spec import Latent
 from weft.models.decoder import on_group_rows
@@ -99,7 +99,7 @@ class LatentAttention(Layer):
             b, f"{path}.o_proj", c.num_heads * c.value_dim, c.hidden_size, over="attn_tp", unit=c.value_dim
         )
 
-    def forward(self, x: Hidden, rotary: RotaryTable, caches: Caches) -> Hidden:
+    def forward(self, x: Hidden, rotary: RotaryTable, caches: StepCaches) -> Hidden:
         on_group_rows(self.path, x)
         source = self.q_norm(self.q_down(x)) if hasattr(self, "q_down") else x
         kv = self.kv_down(x).require_complete(self.path)

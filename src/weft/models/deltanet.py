@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.attention.caches import Caches
+from weft.attention.caches import StepCaches
 from weft.hidden import Hidden
 from weft.kv.cache_spec import Recurrent
 from weft.models.decoder import on_group_rows
@@ -80,7 +80,7 @@ class GatedDeltaNet(Layer):
         self.out = RowLinear(b, f"{path}.out_proj", values, width, over="attn_tp", unit=heads.value_dim)
         self.cache = Recurrent(((held, heads.key_dim, heads.value_dim), (features, heads.window - 1)))
 
-    def forward(self, x: Hidden, rotary: RotaryTable, caches: Caches) -> Hidden:
+    def forward(self, x: Hidden, rotary: RotaryTable, caches: StepCaches) -> Hidden:
         on_group_rows(self.path, x)
 
         def run(product: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class GatedDeltaNet(Layer):
 
         return self.out(self.project(x).elementwise(run, self.path))
 
-    def _step(self, product: Tensor, sequences: slice, caches: Caches, out: Tensor) -> None:
+    def _step(self, product: Tensor, sequences: slice, caches: StepCaches, out: Tensor) -> None:
         """Fills the output of sequences with one row each, `[B, features]`, and updates their states in place."""
         from weft.kernels.triton.delta_step import delta_step  # GPUs only: a CPU need not have Triton
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,13 +71,22 @@ class Rotary(nn.Module):
         return RotaryTable(cos, sin, self.interleaved)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RotaryTable:
     """cos, sin: `[T, 1, dim]`. interleaved: as `Rope`."""
 
     cos: Tensor
     sin: Tensor
     interleaved: bool = False
+
+    @cached_property
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """cos and sin `[T, dim / 2]`, of each pair of elements that is rotated once: for all layers of a step."""
+        cos, sin = self.cos[:, 0], self.sin[:, 0]
+        if self.interleaved:
+            return cos[:, ::2].contiguous(), sin[:, ::2].contiguous()
+        half = cos.shape[1] // 2
+        return cos[:, :half], sin[:, :half]
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotates the first `dim` elements of x `[T, heads, at least dim]`."""

@@ -78,17 +78,17 @@ class OneAtATime(PagedTriton):
 
     turn = threading.Lock()
 
-    def _plan_single(self, *arguments: Any) -> None:
+    def plan_decode(self, *arguments: Any) -> Any:
         with self.turn:
-            super()._plan_single(*arguments)
+            return super().plan_decode(*arguments)
 
-    def _attend_single(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+    def decode(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         with self.turn:
-            return super()._attend_single(*arguments)
+            return super().decode(*arguments)
 
-    def _attend_prompts(self, *arguments: Any) -> None:
+    def prompts(self, *arguments: Any) -> None:
         with self.turn:
-            super()._attend_prompts(*arguments)
+            super().prompts(*arguments)
 
 
 @pytest.mark.parametrize("spec", [PagedKV(1, 8), Latent(12, 8)], ids=str)
@@ -131,8 +131,9 @@ def test_latent_projections(spans: list[tuple[int, int]], more: int, interleaved
     outs = []
     for case, make in zip(cases, (SDPA, PagedTriton), strict=True):
         backend = make(case.cache)
-        backend.plan(case.batch, case.batch.tables[0])
-        outs.append(backend.project_latent(1, q.clone(), kv, parts, scale=0.3, absorbed=absorbed)[:live])
+        plan = backend.plan(case.batch, case.batch.tables[0])
+        query, left = backend.store_latent(plan, 1, q.clone(), kv, parts, absorbed)
+        outs.append(backend.attend(plan, 1, query, 0.3, False, left, False)[0][:live])
     assert torch.allclose(*outs, rtol=1e-4, atol=1e-5)
     pages = made.cache.num_pages * made.cache.page_size  # behind them torch's backend puts what is stored nowhere
     assert torch.allclose(*(case.cache.keys[:, :pages] for case in cases), rtol=1e-5, atol=1e-6, equal_nan=True)

@@ -125,8 +125,7 @@ class ModelRunner:
         times = self._times if self._walks % self.timing_interval == 0 else None
         rows = StepRows(self.mesh, self.rank, counts)
         stream = Stream(self.planner.plan(counts), self.transports, rows, times, self.settler)
-        self.caches.plan(batch)
-        logits: Tensor = self.model(stream, batch, self.caches)
+        logits: Tensor = self.model(stream, batch, self.caches.plan(batch))
         stream.finish()
         logits = self.full_logits(logits) if full else logits.float()
         self._steps[counts] += 1

@@ -140,8 +140,7 @@ class StepGraphs:
         batch, sampled = self._inputs[shape.prompts].batch(shape, counts.live(Rows.GROUP))
         plan = self._plan((shape.rows,) * self._mesh.attn_dp)
         stream = Stream(plan, self._transports, counts, settler=self._settler)
-        self._caches.plan(batch)
-        logits: Tensor = self._model(stream, batch, self._caches)
+        logits: Tensor = self._model(stream, batch, self._caches.plan(batch))
         stream.finish()
         if shape.prompts:
             logits = self._logits[: shape.sampled].copy_(logits)

@@ -81,9 +81,6 @@ KEPT = {
     "cli/cmd_profile.py": "draw",
     "server/run.py": "listener",  # a listening socket
     "cli/cmd_serve.py": "listener",
-    "attention/forward_batch.py": "whose",  # to be removed
-    "attention/backend.py": "whose",
-    "attention/sdpa.py": "whose",
 }
 """Where such a word is the field's own."""
 PAGES = "docs/*.md", "README.md", "CONTRIBUTING.md"

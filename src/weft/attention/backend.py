@@ -132,9 +132,9 @@ class Backend(Protocol):
         """What all layers of this step share, an immutable value. tables: those of the cache's group."""
 
     def store(self, plan: Any, layer: int, k: Tensor, v: Tensor | None) -> None:
-        """Stores k and v `[T, kv_heads, D]`; a row whose slot is −1 is not stored.
+        """Stores k and v `[T, kv_heads, D]`; a row with slot −1 is not stored.
 
-        v is None for a latent cache, whose k is `[T, 1, width]`.
+        For a latent cache k is `[T, 1, width]`, and v None.
         """
 
     def store_projected(self, plan: Any, layer: int, qkv: Tensor | SplitKPartials, heads: HeadSplit) -> Tensor:

@@ -27,7 +27,7 @@ from weft.place.recipes import Prompt as PromptValue
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Prompts whose tokens are gathered: where those here lie, how many each rank has, the plan over all of them."""
+    """Prompts with gathered tokens: the slots of those on this rank, how many each rank has, the plan over all."""
 
     slots: Tensor
     sizes: tuple[int, ...]
@@ -129,7 +129,7 @@ class ContextParallel:
         absorbed: Absorbed | None,
         gathered: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention whoever holds the tokens. attend: over those here, with the heads of all ranks."""
+        """Attention over the tokens of all ranks. attend: over this rank's, with the heads of all ranks."""
         q = q if gathered else self._group.heads(q)
         out, sums = attend(q if absorbed is None else absorbed.query(q), scale, True)
         assert sums is not None
@@ -163,7 +163,7 @@ class ContextParallel:
         return plan.form[0]
 
     def _tokens(self, form: Gathered, layer: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of prompts' tokens, whoever holds them."""
+        """The keys and values of prompts' tokens on all ranks."""
         keys, values = self.cache.of_layer(layer)
         (_, heads, dim), latent = keys.shape, isinstance(self.cache.spec, Latent)
         here = [kind.index_select(0, form.slots).flatten(1) for kind in ((keys,) if latent else (keys, values))]

@@ -43,7 +43,7 @@ class Batch:
     tables: of each group of the model's caches.
     sample_rows: int64 `[S]`, or a run of the T rows.
     spans: (rows, context) of each sequence, context being its tokens before this step. None where only the tensors
-    know, as inside a CUDA graph, whose tensors have the shape of its capacity: then sequences of one row come first,
+    know, as inside a CUDA graph: its tensors have the shape of its capacity. Then sequences of one row come first,
     and of rows that are no sequence's nothing is stored, and nothing that is computed is read.
     """
 

@@ -29,8 +29,8 @@ class Prompt(NamedTuple):
 class Split:
     """A step's rows by how they attend.
 
-    rows: those of the sequences that have one, which attend in one call; None: all rows. sequences: int64, whose they
-    are, where not all sequences have one row. longest: tokens of the longest of these, where the host knows.
+    rows: those of the sequences that have one, which attend in one call; None: all rows. sequences: int64, the numbers
+    of these sequences, where there are others. longest: tokens of the longest of these, where the host knows.
     prompts: the other sequences.
     """
 
@@ -85,10 +85,10 @@ class SDPA:
         if len(rows) == len(batch.tokens):
             return Split(longest=longest)
         device, at = batch.tokens.device, slice(len(rows))
-        whose = torch.tensor(sequences, dtype=torch.int64, device=device)
+        numbers = torch.tensor(sequences, dtype=torch.int64, device=device)
         if rows != [*range(len(rows))]:  # the engine has them first
-            return Split(torch.tensor(rows, dtype=torch.int64, device=device), whose, longest, tuple(prompts))
-        return Split(at, whose, longest, tuple(prompts))
+            return Split(torch.tensor(rows, dtype=torch.int64, device=device), numbers, longest, tuple(prompts))
+        return Split(at, numbers, longest, tuple(prompts))
 
     def plan(self, batch: Batch, tables: PageTables) -> Plan:
         """See `Backend.plan`."""
@@ -97,7 +97,7 @@ class SDPA:
         return self.plan_rows(split, tables, batch.lengths, prompts)
 
     def plan_rows(self, split: Split, tables: PageTables, lengths: Tensor, prompts: Any = None) -> Plan:
-        """The plan of a step whose sequences have so many tokens here, int32 `[B]`, and whose prompts are planned."""
+        """The plan of a step. lengths: tokens of each sequence on this rank, int32 `[B]`. prompts: their plan."""
         pages, decode = tables.pages, None
         if split.sequences is not None:
             pages, lengths = pages[split.sequences], lengths[split.sequences]

@@ -1,8 +1,8 @@
 """The ops that have a torch form and a Triton form. Where a tensor lies, this module alone asks.
 
-An op takes the arguments of its torch form, whose docstring says what it computes. Where the first of them lies on a
-GPU, the Triton form of the table runs instead, which takes the same: its arithmetic is in float32, and is rounded once,
-where a result is stored.
+An op takes the arguments of its torch form, and that form's docstring says what it computes. Where the first argument
+lies on a GPU, the Triton form of the table runs instead. It takes the same arguments; its arithmetic is in float32, and
+a result is rounded once, when it is stored.
 """
 
 from __future__ import annotations

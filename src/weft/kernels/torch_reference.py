@@ -182,7 +182,9 @@ def choose(
 def route(
     logits: Tensor | SplitKPartials, rule: Rule, live: Tensor | None, mine: range, in_float8: bool, bias: Tensor | None
 ) -> Chosen:
-    """`choose`, for `experts` with the numbers `mine`, whose weights are in FP8 or not; counted from the first."""
+    """`choose` for `experts`. mine: the numbers of this rank's experts; the results count from the first of them.
+    in_float8: whether their weights are in FP8.
+    """
     return route_chosen(*choose(logits, rule, live, bias=bias), live, mine, in_float8)
 
 

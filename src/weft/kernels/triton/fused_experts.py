@@ -260,7 +260,7 @@ def experts(
 def route_scored(
     logits: Tensor | SplitKPartials, rule: Rule, live: Tensor | None, mine: range, in_float8: bool, bias: Tensor | None
 ) -> Routing:
-    """`route` to experts with the numbers `mine`, whose weights are in FP8 or not, in the tiles of `experts`."""
+    """`route` to experts with the numbers `mine`, in the tiles of `experts`. in_float8: weights are in FP8."""
     rows = (logits.values if isinstance(logits, SplitKPartials) else logits).shape[-2]
     return route(logits, rule, live, tile_rows_of(rows, in_float8), mine.start, len(mine), bias)
 

@@ -87,6 +87,7 @@ PUBLISHED = {
     "glm-4.5-air": 106.85,
     "gpt-oss-20b": 20.91,
     "gpt-oss-120b": 116.83,
+    "kimi-k2": 1026.41,
     "llama-3.1-8b": 8.03,
     "llama-3.2-1b": 1.24,
     "mistral-7b-v0.1": 7.24,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -171,6 +172,10 @@ class Gathers:
         return getattr(self._transport, name)
 
 
+STRETCHED = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+KIMI = dict(
+    n_group=1, topk_group=1, rope_parameters=STRETCHED | dict.fromkeys(("beta_fast", "beta_slow", "mscale"), 1.0)
+)
 LITE = dict(q_lora_rank=None, topk_method="greedy", n_group=1, rope_parameters=dict(rope_theta=1e4))
 
 
@@ -180,9 +185,14 @@ LITE = dict(q_lora_rank=None, topk_method="greedy", n_group=1, rope_parameters=d
     [
         pytest.param("deepseek_v2", LITE, id="v2-lite"),  # queries of the hidden state, routing without groups, no YaRN
         pytest.param("deepseek_v3", {}, id="v3"),
+        pytest.param("deepseek_v3", KIMI, id="kimi-k2"),  # saved under its own type
         pytest.param("deepseek_v3", dict(norm_topk_prob=False, rope_interleave=False), id="v3 otherwise"),
     ],
 )
 def test_other_deepseeks(family: str, changes: dict, mesh: Mesh, tmp_path: Path) -> None:
     model, texts = small_model(family, 4, tmp_path, **changes), texts_of(mesh)
+    if changes is KIMI:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "kimi_k2"}))
+        assert config_of(tmp_path).family == "kimi_k2"
     compare(run_world(mesh.world, lambda t: drive(t, tmp_path, mesh, texts)), texts, mesh, model)

@@ -17,6 +17,7 @@ LAYERS = {
     "glm-4.5-air": 46,
     "gpt-oss-20b": 24,
     "gpt-oss-120b": 36,
+    "kimi-k2": 61,
     "llama-3.1-8b": 32,
     "llama-3.2-1b": 16,
     "mistral-7b-v0.1": 32,

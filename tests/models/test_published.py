@@ -94,6 +94,9 @@ PRESETS: dict[str, Index] = {
         "model.layers.3.mlp.gate.e_score_correction_bias": (256,),
         "model.layers.3.mlp.shared_experts.gate_proj.weight": (2048, 7168),
     },
+    "kimi-k2": deepseek(7168, 64, 18432, 2048, 384, 1, 163840)
+    | compressed(7168, 64)
+    | {"model.layers.1.mlp.gate.e_score_correction_bias": (384,)},
     "llama-3.2-1b": {
         "model.embed_tokens.weight": (128256, 2048),
         "model.norm.weight": (2048,),
@@ -131,7 +134,11 @@ def test_the_presets_are_what_is_published(preset: str) -> None:
     found = stored_shapes(preset_dir(preset), num_layers=4)
     assert found.items() >= PRESETS[preset].items()
     with_bias = {name.rpartition(".")[0].rpartition(".")[2] for name in found if "bias" in name}
-    assert with_bias == {"deepseek-v3": {"gate"}, "qwen2.5-7b": {"q_proj", "k_proj", "v_proj"}}.get(preset, set())
+    assert with_bias == {
+        "deepseek-v3": {"gate"},
+        "kimi-k2": {"gate"},
+        "qwen2.5-7b": {"q_proj", "k_proj", "v_proj"},
+    }.get(preset, set())
     assert ("lm_head.weight" in found) == (preset != "llama-3.2-1b")
 
 

@@ -15,7 +15,7 @@ from models import glm, oss, qwen35, stepfun
 from weft.engine.config import EngineConfig
 from weft.engine.startup import check_plans
 from weft.models.model_config import HARMLESS, ModelError
-from weft.models.registry import FAMILIES, load_config, read_config, registry
+from weft.models.registry import FAMILIES, IN_TRANSFORMERS, load_config, read_config, registry
 
 PLUGIN = """
 from __future__ import annotations
@@ -119,7 +119,7 @@ def published(family: str) -> dict[str, Any]:
     """A small config of the family, in the form in which it is published."""
     if family in OWN:
         return OWN[family]()
-    return small_config(family, 2).to_dict()
+    return small_config(IN_TRANSFORMERS.get(family, family), 2).to_dict() | {"model_type": family}
 
 
 OWN = {
@@ -165,7 +165,8 @@ def test_a_field_of_another_family_is_refused_or_understood(family: str) -> None
     """
     values = published(family)
     known, text, refused = read_config(values), values.get("text_config", values), set()
-    aliases = set(getattr(CONFIG_MAPPING[family], "attribute_map", ())) if family in CONFIG_MAPPING else set()
+    theirs = IN_TRANSFORMERS.get(family, family)
+    aliases = set(getattr(CONFIG_MAPPING[theirs], "attribute_map", ())) if theirs in CONFIG_MAPPING else set()
     if "rope_parameters" in text:
         aliases.add("rope_theta")
     seen: list[tuple[str, Any]] = []

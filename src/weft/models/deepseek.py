@@ -41,8 +41,8 @@ class DeepseekConfig(FirstDenseConfig):
 
 
 def read(fields: Fields) -> DeepseekConfig:
-    """Reads a config of DeepSeek-V2, V2-Lite, Coder-V2, V3 or R1. Raises ModelError."""
-    v3 = fields.family == "deepseek_v3"
+    """Reads a config of DeepSeek-V2, V2-Lite, Coder-V2, V3, R1 or Kimi-K2. Raises ModelError."""
+    v3 = fields.family != "deepseek_v2"
     for name in ("attention_bias", "mlp_bias"):
         fields.only(name, False)
     fields.only("moe_layer_freq", 1)

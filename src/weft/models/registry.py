@@ -33,6 +33,7 @@ FAMILIES: Registry = MappingProxyType(
         "mixtral": llama.read,
         "deepseek_v2": deepseek.read,
         "deepseek_v3": deepseek.read,
+        "kimi_k2": deepseek.read,
         "step3p5": step.read,
         "qwen3_5_moe": qwen35.read,
         "gpt_oss": gpt_oss.read,
@@ -42,6 +43,9 @@ FAMILIES: Registry = MappingProxyType(
 
 AS_PUBLISHED = frozenset({"step3p5", "qwen3_5_moe"})
 """Types with a config.json that is read as it is: transformers' class for them silently drops fields."""
+
+IN_TRANSFORMERS: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
+"""Types that transformers knows by another name."""
 
 
 def registry(plugins: Sequence[str] = ()) -> Registry:
@@ -102,9 +106,13 @@ def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> Mod
         raise ModelError(
             f"model type {kind!r} is not supported{near}; supported: {', '.join(families)}; --plugins adds others"
         )
-    if kind in CONFIG_MAPPING and kind not in AS_PUBLISHED:
+    known = IN_TRANSFORMERS.get(kind, kind)
+    if known in CONFIG_MAPPING and kind not in AS_PUBLISHED:
         try:
-            values = CONFIG_MAPPING[kind].from_dict(deepcopy(dict(values))).to_dict()  # it changes its argument
+            filled = CONFIG_MAPPING[known].from_dict(
+                deepcopy(dict(values)) | {"model_type": known}
+            )  # changes its argument
+            values = filled.to_dict() | {"model_type": kind}
         except Exception as error:  # its checks raise errors of many classes; all say that a field is wrong
             raise ModelError(f"not a config of model type {kind!r}: {' '.join(str(error).split())}") from error
     fields = Fields(values)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +50,11 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         BuildError, match=r"^Tesla T4 \(sm_75\) is older than sm_80, which peer memory takes: use NCCL$"
     ):
         cuda_kernels()
+
+
+def test_ranks_without_kernels_and_compiler_end_with_one_line(tmp_path: Path) -> None:
+    environment = os.environ | {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "weft.cli.main", "generate", "--prompt", "x", "--attn-tp", "2"]
+    done = subprocess.run([*command, "--transport", "shm"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "shm.cc does not compile: " in done.stderr and "it needs a C++17 compiler" in done.stderr

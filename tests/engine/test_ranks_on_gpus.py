@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from weft.cli.command import UserError
 from weft.cli.start import start_engine
 from weft.engine import startup
 from weft.engine.config import EngineConfig
+from weft.engine.device import check_float8, check_gpu
 from weft.engine.worker.open_transports import cost_model, open_transports, untuned
 from weft.place.cost import host_table, read_table
 from weft.place.spec import LayoutError
@@ -87,6 +89,19 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LayoutError, match=r"take Triton, which is not installed: pip install 'weft\[gpu\]'"):
         startup.check_packages(TWO)
     startup.check_packages(EngineConfig(device="cpu"))
+
+
+def test_what_a_gpu_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if device.index else (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100" if device.index else "Tesla T4")
+    with pytest.raises(LayoutError, match=r"^Tesla T4 \(sm_75\) is older than sm_80, .*, or --device cpu$"):
+        check_gpu(torch.device("cuda", 0))
+    in_float8 = SimpleNamespace(float8=True, storage=SimpleNamespace(float8_block=(128, 128)))
+    with pytest.raises(LayoutError, match=r"^A100 \(sm_80\) has no products in FP8, which take sm_89: --float8 off$"):
+        check_float8(in_float8, torch.device("cuda", 1))
+    for device in (torch.device("cpu"), torch.device("cuda", 1)):
+        check_gpu(device)
+    check_float8(in_float8, torch.device("cpu"))
 
 
 def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

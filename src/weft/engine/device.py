@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.comm.transport_registry import AUTO, REFERENCE, TransportEntry, automatic, transports
 from weft.engine.config import EngineConfig
+from weft.kernels.build import OLDEST_GPU
 from weft.models.model_config import ModelConfig
 from weft.place.spec import LayoutError
 
@@ -53,13 +54,26 @@ def dtype_of(config: EngineConfig) -> torch.dtype:
     return DTYPES[config.dtype]
 
 
+def check_gpu(device: torch.device) -> None:
+    """Raises LayoutError where a GPU is older than what Weft's kernels are compiled for."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_GPU:
+        raise LayoutError(
+            f"{_name(device)} is older than sm_80, from which on GPUs have products in bfloat16 and Weft has kernels: "
+            "choose others with CUDA_VISIBLE_DEVICES, or --device cpu"
+        )
+
+
+def _name(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+
+
 def check_float8(model: ModelConfig, device: torch.device) -> None:
     """Raises LayoutError where a GPU has no products in FP8, and the model has them."""
     if not (model.float8 and model.storage.float8_block and device.type == "cuda"):
         return
-    if (have := torch.cuda.get_device_capability(device)) < (8, 9):
-        name = torch.cuda.get_device_name(device)
-        raise LayoutError(f"{name} (sm_{have[0]}{have[1]}) has no products in FP8, which take sm_89: --float8 off")
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        raise LayoutError(f"{_name(device)} has no products in FP8, which take sm_89: --float8 off")
 
 
 def enabled_transports(config: EngineConfig) -> tuple[TransportEntry, ...]:

@@ -19,9 +19,11 @@ import zmq
 from transformers.utils import logging as transformers_logging
 
 from weft.engine.config import EngineConfig
+from weft.engine.device import check_gpu, device_of
 from weft.engine.messages import Failure, FromRank, ToRank, decode_to_rank, encode
 from weft.engine.worker.open_transports import bind, cost_model, open_transports
 from weft.engine.worker.worker import Worker, failure
+from weft.kernels.build import BuildError
 from weft.models.model_config import ModelError
 from weft.place.spec import LayoutError
 
@@ -49,6 +51,7 @@ def main(directory: Path, rank: int, parent: int) -> int:
 
     code = 0
     try:
+        check_gpu(device_of(config, rank))
         transports = open_transports(config, rank, directory)
         worker = Worker(config, transports, cost_model(config), send)
         gc.collect()
@@ -56,7 +59,7 @@ def main(directory: Path, rank: int, parent: int) -> int:
         worker.serve(receive, send)
         for transport in transports:
             transport.close()
-    except (LayoutError, ModelError) as error:
+    except (BuildError, LayoutError, ModelError) as error:
         send(Failure(rank, str(error), user=True))
         code = 2
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Every Triton kernel, as its launcher cuts it for real shapes, compiles to machine code of sm_90: no GPU needed.
+"""Every Triton kernel, as its launcher cuts it for real shapes, compiles to machine code of its GPU: no GPU needed.
 
 Tensors are on torch's meta device, and launches are turned into compilations.
 """
@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ triton = pytest.importorskip("triton", reason="needs triton, which the extra gpu
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
+from triton.runtime.errors import OutOfResources  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from weft.kernels.float8 import FLOAT8, Fp8Weight, unfilled  # noqa: E402
@@ -47,10 +48,19 @@ from weft.kernels.triton import decode_step as step  # noqa: E402
 from weft.kernels.triton import float8_linear as float8  # noqa: E402
 from weft.kernels.triton import moe_permute as dispatch  # noqa: E402
 from weft.kernels.triton.experts_tiles import tile_rows_of  # noqa: E402
+from weft.kernels.triton.launch import Gpu  # noqa: E402
 from weft.models.routing import Routing  # noqa: E402
 
-SHARED_BYTES, REGISTERS = 227 << 10, 64 << 10
-"""What a block of sm_90 can have."""
+REGISTERS = 64 << 10
+"""Of a block."""
+GPUS = {
+    90: launch.H200,
+    80: Gpu(108, 163 << 10),
+    89: Gpu(142, 99 << 10),
+    100: Gpu(148, 227 << 10),
+    120: Gpu(188, 99 << 10),
+}
+"""By architecture: H200, A100, L40S, B200, RTX PRO 6000."""
 TOOLS = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin"
 PTX = {
     "HMMA": r"\bmma\.sync\.\S+\.b?f16\.b?f16\b",
@@ -97,28 +107,54 @@ class NoGpu:
     def get_current_stream(self, device: int) -> int:
         return 0
 
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    @property
+    def utils(self) -> NoGpu:
+        return self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        has = GPUS[self.arch]
+        return {"multiprocessor_count": has.multiprocessors, "max_shared_mem": has.shared_bytes}
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.arch, 32)
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Compiled]]:
+def arch() -> int:
+    """Which the kernels are compiled for."""
+    return 90
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, arch: int) -> Iterator[list[Compiled]]:
     """What the launches of the test compile to."""
     found: list[Compiled] = []
     run = JITFunction.run
+    for of_gpu in (launch.gpu, overlap.options):
+        of_gpu.cache_clear()
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         assert all(0 < n < 1 << 16 for n in grid[1:]) and 0 < grid[0] < 1 << 31
         tensors = [isinstance(arg, torch.Tensor) for arg in args]
         assert tensors == sorted(tensors, reverse=True), "a launch's tensors come first (launch.Kernel)"
         kernel = run(self, *args, grid=grid, warmup=True, **options)
+        if kernel.metadata.shared > GPUS[arch].shared_bytes:  # as Triton has it where there is a GPU
+            raise OutOfResources(kernel.metadata.shared, GPUS[arch].shared_bytes, "shared memory")
         found.append(_read(self.fn.__name__, kernel))
         return kernel
 
-    monkeypatch.setattr(driver, "_active", NoGpu())
+    def fitting(self: launch.Kernel, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return partial(self.run_fitting, grid=grid, warmup=False)
+
+    monkeypatch.setattr(driver, "_active", NoGpu(arch))
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(launch.Kernel, "__getitem__", JITFunction.__getitem__)
+    monkeypatch.setattr(launch.Kernel, "__getitem__", fitting)
     yield found
+    for of_gpu in (launch.gpu, overlap.options):
+        of_gpu.cache_clear()
 
 
 def _tool(binary: bytes, *command: str) -> str:
@@ -398,7 +434,6 @@ def test_kernels_compile_for_hopper(
     launch, instructions = case
     launch()
     for kernel in compiled:
-        assert kernel.shared <= SHARED_BYTES, f"{kernel.name}: {kernel.shared} bytes of shared memory"
         assert kernel.registers * kernel.threads <= REGISTERS, f"{kernel.name}: {kernel.registers} registers a thread"
         assert kernel.stack == 0, f"{kernel.name} spills {kernel.stack} bytes of registers"
         waits, form = "griddepcontrol.wait" in kernel.ptx, (kernel.name, bool(early(kernel)))
@@ -408,6 +443,27 @@ def test_kernels_compile_for_hopper(
             taken_apart.add(form)
     for instruction in instructions:
         assert any(re.search(PTX[instruction], kernel.ptx) for kernel in compiled), f"no {instruction}"
+
+
+OTHER_GPUS = [gpu for gpu in GPUS if gpu != 90]
+BY_DAY = {(89, "experts, 1 row"), (80, "attention")}
+"""The first has tiles that would not fit with as many stages as on an H200."""
+
+
+@pytest.mark.parametrize(
+    ("arch", "case"),
+    [
+        pytest.param(gpu, case, marks=[pytest.mark.nightly] * ((gpu, name) not in BY_DAY), id=f"sm_{gpu}, {name}")
+        for gpu in OTHER_GPUS
+        for name, (case, _) in CASES.items()
+        if gpu >= 89 or ("FP8" not in name and "quantised" not in name)  # older ones have no FP8
+    ],
+)
+def test_kernels_compile_for_other_gpus(case: Callable[[], None], compiled: list[Compiled], arch: int) -> None:
+    """What they cut fits the GPU: more shared memory than it has would be OutOfResources."""
+    case()
+    assert compiled and all(kernel.registers * kernel.threads <= REGISTERS for kernel in compiled)
+    assert arch >= 90 or not any(kernel.overlaps for kernel in compiled)
 
 
 @triton.jit

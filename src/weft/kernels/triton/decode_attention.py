@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
-from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, scaled
 from weft.kernels.triton.merge_splits import _merge_splits
 from weft.kernels.triton.splits import FIELDS, Cut, Splits, order_splits
 
@@ -135,13 +135,13 @@ def _attend_splits(
 
 
 def tile_of(head_dim: int, group: int) -> DecodeTile:
-    """The first kernel's tile: by the model's shape alone, so that a row has the same bits at every capacity."""
+    """The first kernel's tile: by the model's shape and the GPU, so that a row has the same bits at every capacity."""
     heads = min(64, max(16, next_power_of_2(group)))
     if head_dim <= 128:
-        return DecodeTile(heads, 32, 4, 3, 132 * 4, True)
+        return DecodeTile(heads, 32, 4, 3, scaled(132 * 4), True)
     if head_dim <= 256:
-        return DecodeTile(min(heads, 32), 32, 4, 3, 132 * 3, False)
-    return DecodeTile(16, 32, 4, 3, 264, False)
+        return DecodeTile(min(heads, 32), 32, 4, 3, scaled(132 * 3), False)
+    return DecodeTile(16, 32, 4, 3, scaled(132 * 2), False)
 
 
 def cut_of(head_dim: int) -> Cut:

@@ -24,14 +24,10 @@ from torch import Tensor
 from weft.kernels import torch_reference
 from weft.kernels.split_k import SplitKPartials
 from weft.kernels.triton import overlap
-from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
+from weft.kernels.triton.launch import cdiv, gpu, kernel, next_power_of_2
 
 MAX_ROWS = 64
 """For products of more rows a library is faster."""
-MULTIPROCESSORS = 132
-"""Of an H100 or H200: tiles were chosen for these."""
-SHARED_BYTES = 227 << 10
-"""Shared memory of a multiprocessor, for all its programs. All programs are to be on the GPU at once."""
 MAX_PARTS = 8
 """Parts of the depth. Their sum reads them all."""
 FEW_OUTPUTS = 512
@@ -193,7 +189,9 @@ def tile_for(x: Tensor, weight: Tensor, added_next: bool = False) -> DenseTile |
 
 
 def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> DenseTile | None:
-    """`tile_for` by sizes alone. The tiles are the fastest on an H200."""
+    """`tile_for` by sizes and the GPU alone. The tiles are the fastest on an H200. All programs are to be on the GPU at
+    once, and those of a multiprocessor share its memory.
+    """
     if rows > MAX_ROWS:
         return None
     if added_next and outputs <= FEW_OUTPUTS:  # there are few tiles, so every block is a part
@@ -211,7 +209,7 @@ def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> De
         parts = cdiv(width, depth)
         tile = DenseTile(columns, parts, block, warps)
         held = 2 * depth * (columns + rows_of_block(rows, tile))
-        if cdiv(outputs, columns) * parts <= SHARED_BYTES // held * MULTIPROCESSORS:
+        if cdiv(outputs, columns) * parts <= gpu().shared_bytes // held * gpu().multiprocessors:
             return tile
     return None
 
@@ -228,7 +226,7 @@ def _whole_depth(rows: int, outputs: int, width: int) -> DenseTile | None:
     for columns in (16, 32, 64):
         tile = DenseTile(columns, 1, block, 8, True)
         held = 2 * depth * (columns + rows_of_block(rows, tile))
-        programs = MULTIPROCESSORS * (2 if held <= 64 << 10 else 1)
+        programs = gpu().multiprocessors * (2 if held <= 64 << 10 else 1)
         if rows <= 16 and held <= (192 if rows <= 8 else 128) << 10 and columns <= outputs <= columns * programs:
             return tile
     return None

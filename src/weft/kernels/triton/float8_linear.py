@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from weft.kernels.float8 import FLOAT8, Fp8Rows, Fp8Weight
 from weft.kernels.triton import overlap
 from weft.kernels.triton.dense import add_partials
-from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, scaled
 from weft.kernels.triton.route import pairs_of
 
 FEW_ROWS = 64
@@ -152,9 +152,9 @@ def tile_of(rows: int, outputs: int, groups: int) -> Fp8Tile:
     """
     block = 16 if rows <= 16 else 32 if rows <= 32 else 64
     blocks = cdiv(rows, block)
-    shallow = rows > 32 and groups <= 16 and blocks * cdiv(outputs, 128) < 128
+    shallow = rows > 32 and groups <= 16 and blocks * cdiv(outputs, 128) < scaled(128)
     columns = 64 if outputs <= 1024 or shallow else 128
-    parts = parts_of(blocks * cdiv(outputs, columns), groups, 128 if rows <= FEW_ROWS else 192)
+    parts = parts_of(blocks * cdiv(outputs, columns), groups, scaled(128 if rows <= FEW_ROWS else 192))
     return Fp8Tile(block, columns, parts, 4, 5 if rows <= FEW_ROWS else 4)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.kernels.float8 import Fp8Rows, Fp8Weight
 from weft.kernels.triton import float8_linear, overlap
 from weft.kernels.triton.experts_tiles import ExpertsTile
-from weft.kernels.triton.launch import cdiv, kernel
+from weft.kernels.triton.launch import cdiv, kernel, scaled
 from weft.kernels.triton.rms_norm import activated
 from weft.kernels.triton.route import Routing
 
@@ -88,7 +88,7 @@ def _parts(x: Fp8Rows, routing: Routing, weight: Fp8Weight, k: int, cut: Experts
     (_, outputs, width), (unit, group_size) = weight.values.shape, weight.unit
     order, tile_expert, tiles = routing.tiles()
     programs, groups, pairs = tiles * cdiv(outputs, cut.columns), cdiv(width, group_size), routing.expert.numel()
-    wanted = cdiv(width, cut.depth) if cut.depth else float8_linear.parts_of(programs, groups, PROGRAMS)
+    wanted = cdiv(width, cut.depth) if cut.depth else float8_linear.parts_of(programs, groups, scaled(PROGRAMS))
     depth = cdiv(groups, wanted)
     out = x.scales.new_empty(cdiv(groups, depth), pairs, outputs)
     float8_linear.multiply[(programs, out.shape[0])](

@@ -7,12 +7,13 @@ arguments again, which takes the host longer than a GPU needs for many of the ke
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import triton
 from triton import knobs
 from triton.runtime.driver import driver
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 
@@ -24,6 +25,33 @@ def cdiv(x: int, y: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n, for n of 1 or more; 0 for 0."""
     return 1 << (n - 1).bit_length() if n else 0
+
+
+class Gpu(NamedTuple):
+    """What tiles are chosen by. shared_bytes: of shared memory that a program may have."""
+
+    multiprocessors: int
+    shared_bytes: int
+
+
+H200 = Gpu(132, 227 << 10)
+"""Tiles were measured on this one."""
+DEFAULT_STAGES = 3
+"""Of Triton's, where a launch does not say num_stages."""
+
+
+@cache
+def gpu() -> Gpu:
+    """The GPU of this process; in the interpreter an H200."""
+    if knobs.runtime.interpret:
+        return H200
+    has = driver.active.utils.get_device_properties(driver.active.get_current_device())
+    return Gpu(has["multiprocessor_count"], has["max_shared_mem"])
+
+
+def scaled(programs: int) -> int:
+    """As many programs for a multiprocessor of this GPU as `programs` are on an H200; one or more."""
+    return max(1, programs * gpu().multiprocessors // H200.multiprocessors)
 
 
 class Kernel(JITFunction):
@@ -62,13 +90,26 @@ class Kernel(JITFunction):
         )
         known = self._known.get(key)
         if known is None:
-            compiled = self.run(*args, grid=grid, warmup=False, **constants)
+            compiled = self.run_fitting(*args, grid=grid, warmup=False, **constants)
             rest = tuple(constants[p.name] for p in self.params[len(args) :])
             self._known[key] = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None), rest
             return
         run, how, rest = known  # launched as JITFunction.run launches it, with no hooks
         stream = driver.active.get_current_stream(device)
         run(*grid, *(1,) * (3 - len(grid)), stream, *how, *addresses, *numbers, *rest)
+
+    def run_fitting(self, *args: Any, **constants: Any) -> Any:
+        """`run`, with fewer stages of the pipeline of loads where the GPU's shared memory does not hold as many.
+
+        The bits do not depend on the stages. Raises OutOfResources where one stage does not fit.
+        """
+        stages = constants.get("num_stages", DEFAULT_STAGES)
+        try:
+            return self.run(*args, **constants)
+        except OutOfResources:
+            if stages == 1:
+                raise
+        return self.run_fitting(*args, **constants | {"num_stages": stages - 1})
 
     def _look(self, args: tuple[Any, ...]) -> None:
         """Finds which arguments are tensors and which are integers: the same in every launch."""

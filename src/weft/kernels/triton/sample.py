@@ -19,11 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
-from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, scaled
 from weft.place.vocabulary import MAX_TOKENS
 
 BLOCK, PROGRAMS = 2048, 1056
-"""(Tokens that a program reads at once, approximate number of programs: eight for each multiprocessor of an H200.)
+"""(Tokens that a program reads at once, approximate number of programs on an H200: eight for each multiprocessor.)
 
 With fewer programs some multiprocessors would idle; many more would take longer to start than to find no work.
 """
@@ -168,7 +168,7 @@ def candidates(
     if first + vocabulary > MAX_TOKENS:
         raise ValueError(f"tokens up to {first + vocabulary} are not all whole in float32")
     blocks = cdiv(vocabulary + first % 4, BLOCK)
-    shares = min(blocks, max(1, PROGRAMS // max(1, rows)))
+    shares = min(blocks, max(1, scaled(PROGRAMS) // max(1, rows)))
     found = temperature.new_empty(rows, shares, 2)
     if not rows:
         return found

@@ -44,7 +44,7 @@ class Host:
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[str]:
         """Starts a command on this host."""
-        inside = ["nsenter", "-t", str(self.pid), "-m", "-u", "-i", "-n", "-p"]
+        inside = ["nsenter", "-t", str(self.pid), "-m", "-u", "-i", "-n", "-p", f"--wd={Path.cwd()}"]
         environ = os.environ | {"TMPDIR": str(self.folder / "tmp")}
         return subprocess.Popen([*inside, *command], env=environ, text=True, **options)
 

@@ -32,6 +32,7 @@ from weft.engine.engine import Engine
 from weft.engine.hosts import addresses, agents, digests, secured
 from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents
+from weft.engine.output.request_output import RequestOutput
 from weft.engine.startup import resolve_defaults
 from weft.models.model_config import ModelError
 
@@ -113,11 +114,22 @@ def test_two_hosts_serve_one_hosts_tokens_and_survive_a_rank_and_a_host(
         assert wait_until(lambda: engine.stats().failures == 1)
         assert tokens() == expected
         assert "rank 3 was killed by signal 9 (node 1," in caplog.text
-        first.kill()
-        assert wait_until(lambda: engine.state == "restarting")
-        assert f"node 1 ({socket.gethostname()}) has not been heard for 5 s" in caplog.text
+        begun, ended = threading.Event(), threading.Event()
+
+        def callback(output: RequestOutput) -> None:  # on the engine's thread: no output ends before the host
+            if not begun.is_set():
+                first.kill()
+                first.join()
+                begun.set()
+            if output.take().finish_reason:
+                ended.set()
+
+        engine.submit(prompts()[0], GREEDY, callback)
+        assert begun.wait(WAIT_S) and wait_until(lambda: engine.state == "restarting")
+        assert f"node 1 ({socket.gethostname()}) has not been heard for 5 s; in" in caplog.text
         with host(cluster, tmp_path / "second") as second:
-            assert tokens() == expected, "requests wait for the host"
+            assert ended.wait(WAIT_S), "requests wait for the host"
+            assert tokens() == expected
             assert engine.stats().failures == 2 and not any(map(alive, before))
             left = ranks_of(second.pid)
             engine.close()
@@ -335,6 +347,8 @@ def test_an_address_that_node_0_cannot_have(cluster: EngineConfig, monkeypatch: 
     monkeypatch.setattr(addresses, "resolve", lambda name, port: "127.0.1.1")
     with pytest.raises(EngineError, match=r"--master-addr a-host is 127\.0\.1\.1 on this host, by its /etc/hosts: no"):
         Agents(replace(cluster, master_addr="a-host"))
+    with pytest.raises(EngineError, match=r"--master-addr a-host is 127\.0\.1\.1 on this host, by its /etc/hosts: no"):
+        HostAgent(replace(cluster, master_addr="a-host", node_rank=1), lambda line: None)
 
 
 def test_interfaces() -> None:

@@ -21,7 +21,7 @@ def resolve(name: str, port: int) -> str:
 
 
 def check_not_loopback(name: str, address: str) -> None:
-    """Raises EngineError where a host's name leads to itself: distributions list it as 127.0.1.1 in /etc/hosts.
+    """Raises EngineError where node 0's name leads to this host itself: /etc/hosts often has it as 127.0.1.1.
 
     A loopback address that is given as such, or as localhost, stays: all hosts are then on this machine.
     """
@@ -29,7 +29,7 @@ def check_not_loopback(name: str, address: str) -> None:
         return
     raise EngineError(
         f"--master-addr {name} is {address} on this host, by its /etc/hosts: no other host reaches that; give the "
-        "address of an interface, or correct the line"
+        "address of an interface of node 0, or correct the line"
     )
 
 

@@ -53,6 +53,7 @@ class HostAgent:
         self.node, self._say = node, say
         key = secured.read_key(config.cluster_key)
         address = addresses.resolve(config.master_addr, config.master_port)
+        addresses.check_not_loopback(config.master_addr, address)
         self._where = f"{config.master_addr}:{config.master_port}"
         interface = config.interface or addresses.interface_to(address, config.master_port)
         addresses.check_interface(interface)

@@ -39,7 +39,7 @@ def test_padding_rows_write_nothing_and_see_nothing(capacity: int, spec: PagedKV
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_prompts_in_tensors_with_room_for_more(spec: PagedKV | Window | Latent) -> None:
+def test_prompts_in_tensors_of_larger_capacity(spec: PagedKV | Window | Latent) -> None:
     for seed, spans in enumerate(([(1, 12), (1, 0), (6, 2), (9, 0)], [(5, 3)], [(1, 7), (1, 2)])):
         rows = sum(n for n, _ in spans)
         for more in (0, 3):

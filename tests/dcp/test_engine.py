@@ -113,7 +113,7 @@ def test_ranks_that_hold_other_heads_are_refused(shapes: Any) -> None:
         config(directory, attn_tp=4, moe_tp=4, dcp=2, dcp_interleave=3)
 
 
-def test_the_embedded_model_answers_the_same() -> None:
+def test_the_embedded_model_gives_the_same_outputs() -> None:
     """Eight ranks, of which two hold each key-value head; pages of 16 tokens stand for 32."""
     asked = word_problems.generate("heldout", 2, seed=5)
     params = SamplingParams(max_tokens=24, temperature=0.0)

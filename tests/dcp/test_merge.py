@@ -174,7 +174,7 @@ def merge_by(transport: Transport, mesh: Mesh, way: str) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("way", ["auto", "ag_rs", "a2a", "fused"])
-def test_a_merger_goes_the_way_that_is_planned(way: str) -> None:
+def test_a_merge_takes_the_planned_recipe(way: str) -> None:
     mesh = Mesh(1, 4, 4, 1, dcp=2)
     run_world(4, lambda t: merge_by(t, mesh, way))
 
@@ -191,7 +191,7 @@ def plan_merge(merge: Merge, ranks: int, tokens: int, offers: list[Offer], recip
     return Settlements(mesh, offers, {Merge: recipe}).cheapest(merge, "dcp", tokens)
 
 
-def test_the_quickest_way_is_planned() -> None:
+def test_the_fastest_recipe_is_planned() -> None:
     merge = Merge(heads=64, dim=128, element_bytes=2)
     quick, wide = offered("quick", ALL, 2.0, 10.0), offered("wide", ALL - {"merge_scatterv"}, 20.0, 1000.0)
     assert plan_merge(merge, 4, 1, [quick, wide]).transport == "quick"
@@ -203,7 +203,7 @@ def test_the_quickest_way_is_planned() -> None:
     assert plan_merge(merge, 4, 2, [quick]).bytes == 2 * 64 * (128 * 2 + 4) * 3 // 4
 
 
-def test_what_has_no_room_goes_in_several_calls_and_what_has_no_way_is_refused() -> None:
+def test_what_exceeds_the_capacity_goes_in_several_calls_and_what_has_no_recipe_is_refused() -> None:
     merge = Merge(64, 128, 2)
     room = merge.bytes(8, 2)
     small, other = offered("small", ALL, 1.0, 10.0, room - 1), offered("other", frozenset({"all_to_allv"}), 9.0, 1.0)
@@ -239,7 +239,7 @@ def test_each_of_several_calls_has_its_own_live_tokens() -> None:
     assert told == [3, 2, 0] and torch.equal(own, out[:, :2]) and torch.equal(total, lse[:, :2])
 
 
-def test_a_way_that_is_asked_for_need_not_have_been_measured() -> None:
+def test_a_recipe_that_is_asked_for_need_not_have_been_measured() -> None:
     measured = {("all_gatherv", 2, 1): ((1.0, 5.0),), ("reduce_scatterv", 2, 1): ((1.0, 5.0),)}
     table = Table("table", measured, ((1.0, 1.0),), ((1.0, 1.0),))
     offer = Offer("peer", ALL, frozenset(), table)

@@ -291,7 +291,7 @@ def test_a_port_that_is_taken() -> None:
     assert code == 2 and "choose another with --host or --port" in err and err.count("\n") == 1
 
 
-def test_plan_shows_what_it_saves_and_by_whose_times() -> None:
+def test_plan_shows_what_it_saves_and_the_source_of_its_times() -> None:
     for arguments, cost in (
         ([], "edges of peer, torchdist/nccl; times by h200x4"),
         (["--layout", "4x4"], "edges of torchdist/nccl; times by h200-nvlink"),

@@ -46,7 +46,7 @@ def test_what_a_newcomer_costs_does_not_grow_with_the_queue(monkeypatch: pytest.
     assert looks[0] <= 4, f"{looks[0]} sequences were looked at for one newcomer"
 
 
-def test_clients_take_turns_and_who_gave_way_comes_first() -> None:
+def test_clients_alternate_and_preempted_requests_come_first() -> None:
     waiting = WaitingQueue()
     for request in range(4):
         waiting.add(sequence(request, "crowd"))
@@ -71,7 +71,7 @@ def test_clients_take_turns_and_who_gave_way_comes_first() -> None:
         waiting.remove(first)
 
 
-def test_of_each_priority_clients_take_turns_and_who_gave_way_comes_first() -> None:
+def test_of_each_priority_clients_alternate_and_preempted_requests_come_first() -> None:
     waiting = WaitingQueue()
     for request, (client, priority) in enumerate([("a", 1), ("a", 0), ("a", 0), ("b", 0), ("b", 1), ("c", -7)]):
         waiting.add(sequence(request, client, priority=priority))

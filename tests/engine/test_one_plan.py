@@ -214,7 +214,7 @@ def test_replayed_steps_give_the_same_tokens(model: Path, monkeypatch: pytest.Mo
     assert found[0] == found[1] and all(found[0])
 
 
-def test_ranks_whose_calls_take_other_rows_differ(model: Path) -> None:
+def test_ranks_with_calls_of_other_rows_differ(model: Path) -> None:
     """One runs more collectives than the other, of the same op by the same transport; so does one with other rows."""
     plan = plan_of(model, Mesh(1, 2, 2, 1, dcp=2))
     [first, *others] = plan.reads

@@ -82,7 +82,7 @@ def test_an_end_by_a_token_is_noticed_a_step_late_and_its_surplus_row_dropped(wo
         engine.check_idle()
 
 
-def test_a_row_and_its_pages_go_to_another_while_a_step_under_way_names_them(world: World) -> None:
+def test_a_row_and_its_pages_go_to_another_while_a_step_in_flight_names_them(world: World) -> None:
     """A request is cancelled while a step with its row runs: the next step gives its only row and pages to another."""
     with world.engine(max_running=1, kv_tokens=16, prefix_cache=False) as engine:
         world.go.clear()
@@ -101,7 +101,7 @@ def test_a_row_and_its_pages_go_to_another_while_a_step_under_way_names_them(wor
         engine.check_idle()
 
 
-def test_a_token_for_a_sequence_that_gave_way_and_came_back_meanwhile_is_dropped() -> None:
+def test_a_token_for_a_sequence_that_was_preempted_and_came_back_meanwhile_is_dropped() -> None:
     """It has no pages of the step that sampled the token: it reads everything again, and samples the same once more."""
     driver = make(ahead=True, num_pages=32)
     sequence = driver.add(1, [1, 2, 3], 4)
@@ -180,7 +180,7 @@ def test_rows_that_need_their_token_sit_out_beside_rows_that_do_not(model_dir: P
         assert [tuple(results[at]) for at in range(6)] == expected and engine.stats().stalls > 0
 
 
-def test_a_row_whose_last_token_never_came_is_found_out(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_its_last_token_is_found_out(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lose_last_tokens(monkeypatch)
     found = "was stepped without a last token"
     with Engine(config(model_dir, max_restarts=0)) as engine, pytest.raises(EngineError, match=found):

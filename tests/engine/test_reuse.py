@@ -50,7 +50,7 @@ def test_a_state_is_kept_at_the_last_border_and_before_the_prompt_is_done() -> N
     assert driver.outputs[2] == expected_output([*PROMPT[:16], 40, 41], 3)
 
 
-def test_who_gave_way_goes_on_from_what_is_cached_but_reports_what_was_at_first() -> None:
+def test_a_preempted_request_goes_on_from_what_is_cached_but_reports_what_was_at_first() -> None:
     """Its own prompt is in the cache by then; the client learns of the tokens that others had computed for it."""
     driver = make(num_pages=12, max_batch_tokens=64, max_running=2)
     driver.add(1, [9] * 20, 16)

@@ -166,7 +166,7 @@ def test_an_output_is_a_prefix_of_the_next_turn() -> None:
     assert sequence.cached == 16  # the last sampled token never ran: 16 of 17 are in the cache
 
 
-def test_when_pages_run_out_the_newest_gives_way_and_comes_back_in_order() -> None:
+def test_when_pages_run_out_the_newest_is_preempted_and_comes_back_in_order() -> None:
     driver = make(num_pages=6, prefix_cache=False)
     for request in (1, 2, 3):
         driver.add(request, [request] * 7, 9)
@@ -182,7 +182,7 @@ def test_when_pages_run_out_the_newest_gives_way_and_comes_back_in_order() -> No
     driver.scheduler.check_idle()
 
 
-def test_who_gave_way_goes_before_those_who_never_ran() -> None:
+def test_preempted_requests_go_before_those_that_never_ran() -> None:
     driver = make(num_pages=6, prefix_cache=False, max_running=3)
     for request in range(6):
         driver.add(request, [request] * 7, 9)
@@ -193,7 +193,7 @@ def test_who_gave_way_goes_before_those_who_never_ran() -> None:
     assert list(driver.outputs) == sorted(driver.outputs)
 
 
-def test_a_lower_priority_number_goes_first_and_gives_way_last() -> None:
+def test_a_lower_priority_number_goes_first_and_is_preempted_last() -> None:
     """Of equal numbers everything is as without; nobody who runs gives way to one who merely waits."""
     driver = make(num_pages=6, prefix_cache=False, max_running=3)
     for request, priority in enumerate((5, -2, 5, 0, -2)):

@@ -25,7 +25,7 @@ def test_ends_the_process(): os._exit(3)
 """
 
 
-def test_each_outcome_is_told(tmp_path: Path) -> None:
+def test_each_outcome_is_reported(tmp_path: Path) -> None:
     (tmp_path / "test_them.py").write_text(CHECKS)
     worker = Worker([tmp_path / "test_them.py"], tmp_path)
 

@@ -73,7 +73,7 @@ def expected() -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_greedy_answers_are_those_of_a_cpu(name: str, graphs: bool, expected: list[tuple[int, ...]]) -> None:
+def test_greedy_outputs_are_those_of_a_cpu(name: str, graphs: bool, expected: list[tuple[int, ...]]) -> None:
     layout = LAYOUTS[name]
     world = layout.get("attn_dp", 1) * layout.get("attn_tp", 1)
     if world > GPUS:

@@ -38,7 +38,7 @@ def test_live_rows_change_from_call_to_call(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("mesh, max_bytes", [(MESHES[0], 600), (MESHES[1], 800), (MESHES[3], 3000)], ids=str)
-def test_what_a_call_has_no_room_for_goes_in_several(mesh: Mesh, max_bytes: int) -> None:
+def test_what_exceeds_a_call_goes_in_several(mesh: Mesh, max_bytes: int) -> None:
     run_emulated(mesh, merge_in_pieces, FEW, max_bytes=max_bytes)
 
 

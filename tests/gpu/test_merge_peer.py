@@ -25,7 +25,7 @@ def test_a_graph_serves_every_number_of_live_rows(mesh: Mesh, tmp_path: Path) ->
     run_gpus(mesh, tmp_path, partial(merge_live_rows, turns=500, again=captured))
 
 
-def test_what_a_call_has_no_room_for_goes_in_several(tmp_path: Path) -> None:
+def test_what_exceeds_a_call_goes_in_several(tmp_path: Path) -> None:
     run_gpus(MESHES[0], tmp_path, merge_in_pieces, max_bytes=600)
 
 

@@ -285,7 +285,7 @@ def ranks_that_cannot_meet(folder: Path) -> None:
     assert not list((folder / "meetings").iterdir())
 
 
-def test_ranks_that_cannot_meet_are_all_told(tmp_path: Path) -> None:
+def test_ranks_that_cannot_meet_all_say_why(tmp_path: Path) -> None:
     (tmp_path / "namespace").symlink_to("pid:[1]")
     (tmp_path / "boot").write_text("another")
     (tmp_path / "meetings").mkdir()

@@ -224,7 +224,7 @@ def test_a_block_that_takes_plain_what_came_in_a_format_is_refused() -> None:
             take()
 
 
-def test_a_rank_whose_rows_travel_in_another_format_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_with_rows_in_another_format_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the engine takes a request."""
     saved("qwen3", tmp_path)
     byte_tokenizer(tmp_path)

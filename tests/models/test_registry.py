@@ -105,7 +105,7 @@ def test_what_a_plugin_does_wrong_is_not_said_of_the_config(homemade: Path, sour
     assert "\n" not in str(error.value) and "cannot be understood" not in str(error.value)
 
 
-def test_a_plugin_whose_model_cannot_be_built_is_named(homemade: Path) -> None:
+def test_a_plugin_with_a_model_that_cannot_be_built_is_named(homemade: Path) -> None:
     broken = PLUGIN.replace("    pass", "    def build(self, b):\n        return self.nothing(b)")
     (homemade / "family.py").write_text(broken)
     config = EngineConfig(model=homemade, plugins=(str(homemade / "family.py"),))

@@ -198,7 +198,7 @@ OWN = [
         "place/experts.py",
         "-(-tokens // self.shared) * ranks * self.sent_row_bytes",
         "-(-tokens // self.shared) * self.sent_row_bytes",
-        (f"{EXPERTS}::test_a_rank_has_room_for_every_row_with_its_list",),
+        (f"{EXPERTS}::test_a_rank_has_the_capacity_for_every_row_with_its_list",),
     ),
     Fault(
         "what experts' rows are to expect goes by the fullest group",
@@ -437,7 +437,7 @@ OWN = [
         "engine/scheduler/waiting_queue.py",
         "            level.clients.move_to_end(sequence.sharing.client)\n",
         "            pass\n",
-        ("tests/engine/test_load.py::test_clients_take_turns_and_who_gave_way_comes_first",),
+        ("tests/engine/test_load.py::test_clients_alternate_and_preempted_requests_come_first",),
     ),
     Fault(
         "the oldest gives way",

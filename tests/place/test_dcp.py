@@ -82,7 +82,7 @@ def test_prompts_take_the_form_that_moves_less() -> None:
     assert context.merges_from(8, Settlements(MESH, [OFFER], {Prompt: "merge"})) == 0
 
 
-def test_a_transport_without_room_is_left_out() -> None:
+def test_a_transport_without_the_capacity_is_left_out() -> None:
     context = ShardedContext(2, [QUERIES], {}, 600, 0)
     small = Offer("small", KINDS, frozenset(), COST, max_bytes=99)
     with pytest.raises(LayoutError, match=r"small offer\(s\) settles queries for 1 rows over dcp=2 .*max_bytes=99"):

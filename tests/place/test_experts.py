@@ -181,7 +181,7 @@ def test_captured_steps_dispatch_by_transports_that_take_counts_on_the_device() 
         Planner(mesh, only, [quick], slices_copy=True).plan((4,) * 4)
 
 
-def test_a_rank_has_room_for_every_row_with_its_list() -> None:
+def test_a_rank_has_the_capacity_for_every_row_with_its_list() -> None:
     """Rows of 256 bytes and lists of 16: a rank may get all 4 × 8 rows, and send its 8 to each of 4."""
     mesh = Mesh(4, 1, 4, 1)
     chain = decoder(mesh, 1)

@@ -178,11 +178,11 @@ def check_settled(settled: Settled, ways: list[Priced]) -> None:
 
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=300, deadline=None)
-def test_no_way_is_cheaper(seed: int) -> None:
+def test_no_recipe_is_cheaper(seed: int) -> None:
     check(a_problem(Random(seed)))
 
 
-def test_the_ways_are_the_recipes_of_the_table() -> None:
+def test_the_options_are_the_recipes_of_the_table() -> None:
     """Tried out from what ranks hold, with no list of recipes; each rank then has its own heads over all keys."""
     for n in (2, 3, 4):
         for wanted in (recipes.attention(n, 2, 3, 2), recipes.queries(n, 2, 3, 2)):

@@ -57,7 +57,7 @@ def test_a_full_queue_says_when_to_come_again(quiet: QuietEngine) -> None:
                 assert response.json()["error"]["code"] == "queue_full"
 
 
-def test_a_request_whose_time_is_over(quiet: QuietEngine) -> None:
+def test_a_request_after_its_deadline(quiet: QuietEngine) -> None:
     def late() -> None:
         quiet.say(output("a"))
         quiet.say(output("", "timeout", "not in time"))

@@ -102,7 +102,7 @@ def test_rows_go_and_come_back(
         torch.testing.assert_close(out, total.to(dtype), rtol=1 / 128 if dtype == torch.bfloat16 else 0, atol=0)
 
 
-def test_places_of_more_rows_than_a_turn(device: torch.device) -> None:
+def test_places_of_more_rows_than_a_block(device: torch.device) -> None:
     torch.manual_seed(5)
     expert = chosen(600, 590, False)
     place, counts = kernels.places(expert.to(device), 4, 2, 1)

@@ -132,7 +132,7 @@ def expected(model: Path) -> list[tuple[int, ...]]:
         return [r.token_ids for r in engine.generate(FEW, PLAIN)]
 
 
-def test_answers_of_replayed_steps(model: Path, captured: list[Shape], expected: list[tuple[int, ...]]) -> None:
+def test_outputs_of_replayed_steps(model: Path, captured: list[Shape], expected: list[tuple[int, ...]]) -> None:
     """Alone and in company, of many lengths, with preemption as pages are few, beside rows that draw at random."""
     with Engine(config(model, kv_tokens=24, max_batch_tokens=8)) as engine:
         assert [r.token_ids for r in generate_together(engine, FEW, PLAIN)] == expected

@@ -28,7 +28,7 @@ def live(count: int, device: torch.device) -> Tensor:
 
 @pytest.mark.parametrize("min_p", [False, True])
 @pytest.mark.parametrize("count", [5, 3, 0])
-def test_draws(min_p: bool, count: int, seed: int, device: torch.device) -> None:
+def test_samples(min_p: bool, count: int, seed: int, device: torch.device) -> None:
     given = inputs(device)
     given[0][count:] = float("nan")
     least = torch.tensor([0.5, 0.0, 0.2, 0.0, 0.9], device=device) if min_p else None
@@ -69,7 +69,7 @@ def test_programs_share_a_row(
     assert torch.allclose(value, wanted[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_row_draws_the_same_in_any_company(device: torch.device) -> None:
+def test_a_row_samples_the_same_in_any_batch(device: torch.device) -> None:
     given = inputs(device)
     _, together = kernels.sample(*given, live(5, device))
     for row in range(5):
@@ -78,7 +78,7 @@ def test_a_row_draws_the_same_in_any_company(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("cut", [1204, 1203, 1025, 1022])
-def test_ranks_that_share_the_vocabulary_draw_what_one_would(cut: int, device: torch.device) -> None:
+def test_ranks_that_share_the_vocabulary_sample_what_one_would(cut: int, device: torch.device) -> None:
     """Wherever the cut is, in the middle of a block or of the four tokens whose noise is made at once."""
     given = inputs(device)
     given[0][3] = float("-inf")  # nothing to draw from: of equal values the lowest token's, of a share its own

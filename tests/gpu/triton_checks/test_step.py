@@ -56,7 +56,7 @@ def test_inputs(
 
 @pytest.mark.parametrize("ranks, shares", [(1, 1), (1, 7), (3, 1), (2, 5)])
 @pytest.mark.parametrize("capacity, count, answers", [(6, 6, 6), (6, 4, 2), (1, 1, 0), (3, 0, 0), (5, 4, 4)])
-def test_draws_go_into_the_state(
+def test_samples_go_into_the_state(
     capacity: int, count: int, answers: int, ranks: int, shares: int, device: torch.device
 ) -> None:
     """Of answers, and of prompts behind them, for which none was drawn before."""

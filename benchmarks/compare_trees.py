@@ -52,8 +52,8 @@ def run(tree: Path, cases: list[tuple[int, str, str, int]], how: dict[str, objec
     )
     found = {}
     for row in json.loads(done.stdout):
-        for carrier, us in row["us"].items():
-            found[f"{row['ranks']} ranks {row['edge']} {row['dtype']} {row['bytes']} {carrier}"] = us
+        for transport, us in row["us"].items():
+            found[f"{row['ranks']} ranks {row['edge']} {row['dtype']} {row['bytes']} {transport}"] = us
     return found
 
 
@@ -85,10 +85,10 @@ def main() -> None:
     script.write_text(RUN)  # a file, since the ranks' processes import it anew
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     try:
-        for turn in range(options.runs):
-            for name in sorted(trees, reverse=bool(turn % 2)):
+        for index in range(options.runs):
+            for name in sorted(trees, reverse=bool(index % 2)):
                 runs[name].append(run(trees[name], cases, how, script))
-            print(f"run {turn + 1} of {options.runs}", file=sys.stderr)
+            print(f"run {index + 1} of {options.runs}", file=sys.stderr)
     finally:
         script.unlink()
     print(f"{'':52}{'before':>10}{'after':>10}{'ratio':>8}{'least':>10}{'least':>10}{'ratio':>8}")

@@ -72,9 +72,9 @@ def rank_main(rank: int, mesh: Mesh, rounds: int, calls: int, directory: str) ->
         for edge, (ours, theirs) in cases(t, mesh, rows).items():
             assert torch.allclose(ours(), theirs(), rtol=1e-4, atol=1e-4), f"{edge}: another result than the peer's"
             times: dict[str, list[float]] = {"weft": [], "gloo": []}
-            for turn in range(rounds):
+            for index in range(rounds):
                 pair = [("weft", ours), ("gloo", theirs)]
-                for name, call in pair[:: 1 if turn % 2 else -1]:  # neither is always first
+                for name, call in pair[:: 1 if index % 2 else -1]:  # neither is always first
                     dist.barrier()
                     began = time.perf_counter()
                     for _ in range(calls):

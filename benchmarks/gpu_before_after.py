@@ -108,8 +108,8 @@ def main() -> int:
             for count in given.rows:
                 case = {"ranks": world, "edge": edge, "dtype": "bf16", "hidden": given.hidden, "rows": count}
                 turns: dict[str, list[float]] = {name: [] for name in versions}
-                for turn in range(given.turns):
-                    for name in sorted(versions, reverse=turn % 2 == 0):
+                for index in range(given.turns):
+                    for name in sorted(versions, reverse=index % 2 == 0):
                         turns[name].append(round(versions[name].us(case), 3))
                 us = {name: statistics.median(found) for name, found in turns.items()}
                 rows.append(case | {"us": us, "turns": turns})

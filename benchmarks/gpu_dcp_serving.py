@@ -45,12 +45,12 @@ from weft.place.settlements import Recipes, Settlements
 def serve(engine: Engine, clients: int, requests: int, prompt: int, answer: int, most_s: float) -> dict[str, Any]:
     """A closed loop: whenever an answer ends, its client asks again, until `requests` were asked."""
     generator = torch.Generator().manual_seed(clients)
-    most_token = min(5000, engine.model_config.vocab_size)
-    prompts = torch.randint(10, most_token, (requests, prompt), generator=generator).tolist()
+    max_token = min(5000, engine.model_config.vocab_size)
+    prompts = torch.randint(10, max_token, (requests, prompt), generator=generator).tolist()
     params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
     first: list[float] = []
-    most = 0
+    limit = 0
 
     def ask() -> None:
         asked = time.perf_counter()
@@ -75,7 +75,7 @@ def serve(engine: Engine, clients: int, requests: int, prompt: int, answer: int,
         try:
             reason = ended.get(timeout=0.1)
         except queue.Empty:
-            most = max(most, engine.stats().running)
+            limit = max(limit, engine.stats().running)
             if time.perf_counter() - began > most_s or not engine.healthy:
                 return {"error": f"not done after {most_s:g} s: {done} of {requests}; {engine.error}"}
             continue
@@ -88,7 +88,7 @@ def serve(engine: Engine, clients: int, requests: int, prompt: int, answer: int,
         "tokens_per_s": round(requests * answer / seconds, 1),
         "ttft_ms": round(statistics.median(first) * 1e3, 1),
         "ttft_p99_ms": round(sorted(first)[int(0.99 * len(first))] * 1e3, 1),
-        "most_running": most,
+        "most_running": limit,
         "preemptions": engine.stats().preemptions - preemptions,
         "seconds": round(seconds, 2),
     }

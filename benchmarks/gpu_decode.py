@@ -48,9 +48,9 @@ from weft.engine.output.results import whole
 from weft.engine.request import SamplingParams
 
 WAIT_S = 120.0
-CARRIERS = ("auto", "peer", "nccl", "nccl_window", "naive")
+TRANSPORTS = ("auto", "peer", "nccl", "nccl_window", "naive")
 Send = Callable[[Any], None]
-Answers = list[list[int]]
+Outputs = list[list[int]]
 
 
 def layout(text: str) -> dict[str, int]:
@@ -60,19 +60,19 @@ def layout(text: str) -> dict[str, int]:
     return {"attn_dp": dp, "attn_tp": tp, "ep": ep, "moe_tp": moe_tp}
 
 
-def answer(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float, list[list[float]], Answers]:
+def reply(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float, list[list[float]], Outputs]:
     """Has prompts of random tokens answered: when that began, when each sequence's tokens came (seconds), and they."""
     generator = torch.Generator().manual_seed(batch)
-    most = min(5000, engine.model_config.vocab_size)
-    prompts = torch.randint(10, most, (batch, context), generator=generator).tolist()
+    limit = min(5000, engine.model_config.vocab_size)
+    prompts = torch.randint(10, limit, (batch, context), generator=generator).tolist()
     times: list[list[float]] = [[] for _ in prompts]
     ended: dict[int, RequestOutput] = {}
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
     def listener(at: int) -> Any:
-        def listen(answer: RequestOutput) -> None:
-            if answer.end is not None:
-                ended[at] = answer
+        def listen(reply: RequestOutput) -> None:
+            if reply.end is not None:
+                ended[at] = reply
             times[at].append(time.perf_counter())
 
         return listen
@@ -87,9 +87,9 @@ def answer(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float
     return began, times, [list(whole(ended[at]).token_ids) for at in range(batch)]
 
 
-def decode(engine: Engine, batch: int, context: int, tokens: int) -> tuple[dict[str, float], Answers]:
+def decode(engine: Engine, batch: int, context: int, tokens: int) -> tuple[dict[str, float], Outputs]:
     """Milliseconds between the tokens of batch sequences, and tokens a second, once all of them answer; the tokens."""
-    _, times, answers = answer(engine, batch, context, tokens)
+    _, times, answers = reply(engine, batch, context, tokens)
     last_start = max(t[0] for t in times)
     gaps = [b - a for t in times for a, b in itertools.pairwise(t) if a > last_start]
     gaps = gaps[len(gaps) // 10 :]
@@ -100,15 +100,15 @@ def decode(engine: Engine, batch: int, context: int, tokens: int) -> tuple[dict[
 
 def prefill(engine: Engine, prompts: int, context: int) -> dict[str, float]:
     """Prompt tokens read a second, from the first prompt's coming until the last one's first token."""
-    began, times, _ = answer(engine, prompts, context, 1)
-    took = max(t[0] for t in times) - began
-    return {"prefill_tokens_s": prompts * context / took}
+    began, times, _ = reply(engine, prompts, context, 1)
+    seconds = max(t[0] for t in times) - began
+    return {"prefill_tokens_s": prompts * context / seconds}
 
 
 def measure(send: Send, args: argparse.Namespace, case: dict[str, Any]) -> None:
     """A case: sends a pair a measurement, its row and the answers; of prompts that were read there are none."""
     began, sizes, carrier = time.perf_counter(), layout(case["layout"]), case["carrier"]
-    most = max([*args.batches, args.prefill, 1])
+    limit = max([*args.batches, args.prefill, 1])
     config = EngineConfig(
         model=preset_dir(args.preset),
         load_format="dummy",
@@ -121,24 +121,24 @@ def measure(send: Send, args: argparse.Namespace, case: dict[str, Any]) -> None:
         split_vocabulary=case["split_vocabulary"],
         cuda_graphs=case["graphs"],
         overlap=not args.no_overlap,
-        max_running=most,
-        max_choices=most,
+        max_running=limit,
+        max_choices=limit,
         max_batch_tokens=8192,
         max_model_len=max(args.context, 64) + args.tokens + 16,
-        kv_tokens=(args.context + args.tokens + 32) * most,
+        kv_tokens=(args.context + args.tokens + 32) * limit,
         prefix_cache=False,
         **sizes,
     )
     with Engine(config) as engine:
         case = case | {"start_s": round(time.perf_counter() - began, 1)}
-        answer(engine, 2 * sizes["attn_dp"], 64, 12)  # warm
-        for turn in range(args.turns):
+        reply(engine, 2 * sizes["attn_dp"], 64, 12)  # warm
+        for index in range(args.turns):
             for batch in args.batches:
                 found, answers = decode(engine, batch, args.context, args.tokens)
-                send((case | {"what": "decode", "batch": batch, "turn": turn} | found, answers))
+                send((case | {"what": "decode", "batch": batch, "turn": index} | found, answers))
             if args.prefill and carrier != "nccl_window":  # which copies every tensor of an eager step twice
                 found = prefill(engine, args.prefill, args.context)
-                send((case | {"what": "prefill", "batch": args.prefill, "turn": turn} | found, None))
+                send((case | {"what": "prefill", "batch": args.prefill, "turn": index} | found, None))
 
 
 def apart(timeout_s: float, work: Callable[..., None], *given: Any) -> Iterator[Any]:
@@ -182,7 +182,7 @@ def _apart(there: Connection, work: Callable[..., None], given: tuple[Any, ...])
     there.close()
 
 
-def same(one: Answers, other: Answers) -> float:
+def same(one: Outputs, other: Outputs) -> float:
     """The share of all tokens that come before the first that differs, of each answer."""
     before = 0
     for x, y in zip(one, other, strict=True):
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--num-layers", type=int, default=None)
     parser.add_argument("--layouts", nargs="+", default=["1x2,2x1"])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64])
-    parser.add_argument("--carriers", nargs="+", default=["auto"], choices=CARRIERS)
+    parser.add_argument("--carriers", nargs="+", default=["auto"], choices=TRANSPORTS)
     parser.add_argument("--moe-exchange", nargs="+", default=["auto"], choices=["auto", "gather", "dispatch"])
     parser.add_argument("--split-vocabulary", nargs="+", default=["off"], choices=["off", "on"])
     parser.add_argument("--context", type=int, default=1024)
@@ -212,7 +212,7 @@ def main() -> None:
     stop_on_sigterm()
     [host] = apart(60.0, lambda send: send(describe_host()))
     rows: list[dict[str, Any]] = []
-    drawn: dict[tuple[Any, ...], dict[str, Answers]] = {}
+    drawn: dict[tuple[Any, ...], dict[str, Outputs]] = {}
     # Carriers in turn, so that one that hangs in every layout costs the others nothing.
     cases = itertools.product(args.carriers, args.layouts, args.moe_exchange, args.split_vocabulary)
     for carrier, shape, experts, split in cases:

@@ -67,13 +67,13 @@ def graph_us(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
         for call in calls:
             call()
     times = []
-    for turn in range(replays + 3):
+    for index in range(replays + 3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        if turn >= 3:
+        if index >= 3:
             times.append(begin.elapsed_time(end) * 1e3 / len(calls))
     return statistics.median(times)
 

@@ -28,7 +28,7 @@ from weft.bench.server_process import ServerProcess
 from weft.bench.streamed_completion import LoadError
 
 SAMPLE_S = 5.0
-MOST_OPEN = 400
+MAX_OPEN = 400
 """Requests that this script has open at once; what would come beyond is counted as not sent."""
 
 
@@ -67,7 +67,7 @@ def measure(served: ServerProcess, options: Options) -> dict[str, Any]:
     print(f"capacity: {capacity:.2f} answers a second; twice that from now on", file=sys.stderr, flush=True)
 
     outcomes: Counter[str] = Counter()
-    lock, room = threading.Lock(), threading.Semaphore(MOST_OPEN)
+    lock, room = threading.Lock(), threading.Semaphore(MAX_OPEN)
 
     def one(at: int) -> None:
         try:
@@ -90,7 +90,7 @@ def measure(served: ServerProcess, options: Options) -> dict[str, Any]:
             outcomes["not sent"] += 1
         if time.monotonic() - start > len(samples) * SAMPLE_S:
             samples.append({"s": round(time.monotonic() - start), "server_mib": round(served.memory_mib(), 1)})
-    for _ in range(MOST_OPEN):  # until all have been answered
+    for _ in range(MAX_OPEN):  # until all have been answered
         room.acquire(timeout=300)
     half = [s["server_mib"] for s in samples[len(samples) // 2 :]]
     fifth = max(1, len(half) // 5)

@@ -68,16 +68,16 @@ class Client:
             if not streams:
                 [choice] = (await response.json())["choices"]
                 return list(choice["logprobs"]["tokens"])
-            answer, found = StreamedCompletion(), []
+            output, found = StreamedCompletion(), []
             async for line in response.content:
-                answer.take(line, time.monotonic())
+                output.take(line, time.monotonic())
                 if line.startswith(b"data: {"):
                     for choice in json.loads(line[6:])["choices"]:
                         found += (choice["logprobs"] or {}).get("tokens", [])
                 if leave_after is not None and len(found) >= leave_after:
                     response.close()
                     return None
-        if not answer.done:
+        if not output.done:
             raise LoadError("the stream ended without [DONE]")
         return found
 
@@ -93,13 +93,13 @@ async def soak(url: str, model: str, options: argparse.Namespace) -> dict[str, A
         began = time.monotonic()
         draw, counts, wrong = random.Random(options.seed), Counter[str](), []
         plan = [(draw.randrange(len(bodies)), draw.random(), draw.random()) for _ in range(options.requests)]
-        room = asyncio.Semaphore(options.clients)
+        capacity = asyncio.Semaphore(options.clients)
 
         async def one(which: int, chance: float, cut: float) -> None:
             body, leave = bodies[which], None
             if chance < options.cancelled and body["max_tokens"] > 1:
                 leave = 1 + int(cut * (body["max_tokens"] - 1))
-            async with room:
+            async with capacity:
                 try:
                     found = await client.ask(body, streams=leave is not None or chance < 0.7, leave_after=leave)
                 except (LoadError, aiohttp.ClientError, TimeoutError, OSError) as error:

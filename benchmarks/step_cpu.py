@@ -80,12 +80,12 @@ class InstantRanks(Executor):
         elif self._steps % ROUND:
             self._steps += 1
         else:  # the clock is a system call, and slow: it is asked twice a round
-            took = time.thread_time() - self._began
+            elapsed = time.thread_time() - self._began
             for _ in range(ROUND):
                 self._replies_to(message)
-            self.own.append((time.thread_time() - self._began - took) / ROUND)
+            self.own.append((time.thread_time() - self._began - elapsed) / ROUND)
             if self._steps:
-                self.rounds.append(took / ROUND)
+                self.rounds.append(elapsed / ROUND)
             self._steps += 1
             self._began = time.thread_time()
             if len(self.rounds) == self._most:

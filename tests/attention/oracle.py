@@ -102,8 +102,8 @@ def roomy(case: Case, rows: int, sequences: int) -> Case:
     batch, tables = case.batch, case.batch.tables[0]
     assert batch.starts is not None and isinstance(tables, PageTables)
 
-    def longer(x: Tensor, room: int, filler: float) -> Tensor:
-        return torch.cat([x, x.new_full((room - len(x), *x.shape[1:]), filler)])
+    def longer(x: Tensor, space: int, filler: float) -> Tensor:
+        return torch.cat([x, x.new_full((space - len(x), *x.shape[1:]), filler)])
 
     pages = torch.cat([tables.pages, tables.pages.new_full((len(tables.pages), 2), 1000)], dim=1)
     return replace(

@@ -112,24 +112,24 @@ def test_what_is_sent_and_what_is_counted(stub: Stub) -> None:
     assert "ignore_eos" not in stub.bodies[0]
 
 
-@pytest.mark.parametrize("most", [1, 3, None])
-def test_as_many_requests_are_open_as_may_be(most: int | None) -> None:
+@pytest.mark.parametrize("limit", [1, 3, None])
+def test_as_many_requests_are_open_as_may_be(limit: int | None) -> None:
     asks = Workload(9, 4, 2).asks(100)
-    open_now, most_open, order = 0, 0, []
+    open_now, max_open, order = 0, 0, []
 
     class Slow:
         async def ask(self, model: str, ask: RequestSpec) -> Outcome:
-            nonlocal open_now, most_open
+            nonlocal open_now, max_open
             order.append(ask)
             open_now += 1
-            most_open = max(most_open, open_now)
+            max_open = max(max_open, open_now)
             for _ in range(50):  # turns of the event loop, in which others could begin
                 await asyncio.sleep(0)
             open_now -= 1
             return Outcome("", (float(asks.index(ask)),), 4, 2)
 
-    outcomes, _ = asyncio.run(run(Slow(), "model", asks, [0.0] * 9, most))  # type: ignore[arg-type]
-    assert most_open == (most or 9) and order == asks
+    outcomes, _ = asyncio.run(run(Slow(), "model", asks, [0.0] * 9, limit))  # type: ignore[arg-type]
+    assert max_open == (limit or 9) and order == asks
     assert [o.times for o in outcomes] == [(float(i),) for i in range(9)]
 
 

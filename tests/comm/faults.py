@@ -289,10 +289,10 @@ def host_memory_waits(folder: Path) -> None:
         memory = HostMemory(Mesh(2, 2, 2, 2), rank, folder / "meet", 240.0)
         os.write(ready, b"x")
         notes = memory.gather_notes(bytes([rank]) * NOTE_BYTES)
-        for turn in range(50):
-            (folder / "seen" / f"{turn} {rank}").touch()
+        for index in range(50):
+            (folder / "seen" / f"{index} {rank}").touch()
             memory.barrier((0, 1, 2, 3))
-            assert all((folder / "seen" / f"{turn} {other}").exists() for other in range(4)), turn
+            assert all((folder / "seen" / f"{index} {other}").exists() for other in range(4)), index
         if rank == 3:
             time.sleep(0.3)  # by then the first two have left
         memory.barrier((0, 1) if rank < 2 else (2, 3))

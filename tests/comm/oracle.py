@@ -96,11 +96,11 @@ def check_calls(
             parts = [draw(calls + 1000, r, n, width, dtype, device) for r, n in zip(group, sizes, strict=True)]
             close(transport.all_gatherv(place(parts[me]), group, sizes), torch.cat(parts), f"all_gatherv, {what}")
             # Rank i sends sizes[(i + j) mod n] rows to rank j.
-            turn = [sizes[i:] + sizes[:i] for i in range(len(group))]
+            number = [sizes[i:] + sizes[:i] for i in range(len(group))]
             sent = [draw(calls + 2000, r, total, width, dtype, device) for r in group]
-            wanted = torch.cat([sent[i].split(turn[i])[me] for i in range(len(group))])
-            received = tuple(turn[i][me] for i in range(len(group)))
-            close(transport.all_to_allv(place(sent[me]), group, turn[me], received), wanted, f"all_to_allv, {what}")
+            wanted = torch.cat([sent[i].split(number[i])[me] for i in range(len(group))])
+            received = tuple(number[i][me] for i in range(len(group)))
+            close(transport.all_to_allv(place(sent[me]), group, number[me], received), wanted, f"all_to_allv, {what}")
             root = group[calls % len(group)]
             close(transport.broadcast(whole[rank], group, root), whole[root], f"broadcast, {what}")
             assert torch.equal(whole[rank], before), f"the input was changed, {what}"

@@ -95,14 +95,14 @@ def test_lazy_views_and_complex_numbers(tmp_path: Path) -> None:
 
 def many_sizes(transport: ShmTransport, mesh: Mesh) -> None:
     """More calls of other sizes than a rank keeps plans of."""
-    for turn in range(3):
+    for index in range(3):
         for rows in range(1, 60):
-            x = torch.full((rows, 2), float(transport.rank + turn))
-            assert (transport.all_reduce(x, WORLD) == 6 + 4 * turn).all()
+            x = torch.full((rows, 2), float(transport.rank + index))
+            assert (transport.all_reduce(x, WORLD) == 6 + 4 * index).all()
             # Its plan is of any size and looked up elsewhere, but forgotten with these, by which the others are.
             gathered = transport.all_gatherv(x, WORLD, (rows,) * 4)
-            assert (gathered.view(4, rows, 2) == torch.arange(4.0)[:, None, None] + turn).all()
-            assert (transport.all_reduce(x, WORLD) == 6 + 4 * turn).all()
+            assert (gathered.view(4, rows, 2) == torch.arange(4.0)[:, None, None] + index).all()
+            assert (transport.all_reduce(x, WORLD) == 6 + 4 * index).all()
             assert len(transport._plans) <= 50
 
 

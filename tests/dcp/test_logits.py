@@ -57,9 +57,9 @@ def test_every_layout_gives_transformers_logits(
     """
     directory, model = saved(family, mesh.world, **changes)
     at, texts = SCATTERED.index(mesh), texts_of(mesh, STEPS)
-    ways, prefills = ("auto", "ag_rs", "a2a", "fused"), ("gather", "merge")
+    recipes, prefills = ("auto", "ag_rs", "a2a", "fused"), ("gather", "merge")
     options: dict[str, Any] = dict(
-        interleave=(PAGE, 1, 2)[at % 3], dcp_exchange=ways[at % 4], dcp_prefill=prefills[at // 4 % 2]
+        interleave=(PAGE, 1, 2)[at % 3], dcp_exchange=recipes[at % 4], dcp_prefill=prefills[at // 4 % 2]
     )
     options["replicate"] = at // 2 % 3 == 1
     compare(run_world(mesh.world, lambda t: drive(t, directory, mesh, texts, STEPS, **options)), texts, mesh, model)

@@ -66,7 +66,7 @@ def test_base_two_is_converted_at_the_seam() -> None:
 # --- every way, on every transport -----------------------------------------------------------------------------------
 
 
-def ways(transport: Transport, ranks: int) -> dict[str, Callable[..., tuple[Tensor, Tensor]]]:
+def options(transport: Transport, ranks: int) -> dict[str, Callable[..., tuple[Tensor, Tensor]]]:
     found: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
         "ag_rs": lambda out, lse, group: ag_rs(transport, out, lse, group),
         "a2a": lambda out, lse, group: a2a(transport, out, lse, group),
@@ -91,7 +91,7 @@ def merge_all(transport: Transport, mesh: Mesh, *args: object) -> dict[str, list
     """Every way on every case: right, the same bits on every run and in any company, the inputs left as they are."""
     group, found = mesh.peers("dcp", transport.rank), {}
     n, me = len(group), group.index(transport.rank)
-    for name, merge in ways(transport, n).items():
+    for name, merge in options(transport, n).items():
         found[name] = []
         for at, shards in enumerate(cases(n)):
             what = f"{name} on {transport.name}, rank {transport.rank} of {group}, case {at}"
@@ -105,8 +105,8 @@ def merge_all(transport: Transport, mesh: Mesh, *args: object) -> dict[str, list
             again = merge(heads_first, lse.t().contiguous().t(), group)
             assert all(map(torch.equal, got, again)), f"another layout in memory, {what}"
             backwards = list(reversed(range(len(out))))
-            turned = merge(out[backwards], lse[backwards], group)
-            assert all(torch.equal(a, b[backwards]) for a, b in zip(got, turned, strict=True)), f"other order, {what}"
+            rotated = merge(out[backwards], lse[backwards], group)
+            assert all(torch.equal(a, b[backwards]) for a, b in zip(got, rotated, strict=True)), f"other order, {what}"
             alone = merge(out[-1:], lse[-1:], group)
             assert all(torch.equal(a[-1:], b) for a, b in zip(got, alone, strict=True)), f"alone, {what}"
     transport.barrier(mesh.peers("world", transport.rank))
@@ -156,27 +156,27 @@ def test_what_cannot_be_merged_is_refused() -> None:
 # --- the choice -----------------------------------------------------------------------------------------------------
 
 
-def merge_by(transport: Transport, mesh: Mesh, way: str) -> tuple[Tensor, Tensor]:
+def merge_by(transport: Transport, mesh: Mesh, option: str) -> tuple[Tensor, Tensor]:
     offer = offer_of(transport, mesh, PRESETS["cpu-shm"])
-    settlements = Settlements(mesh, [offer], {Merge: way})
+    settlements = Settlements(mesh, [offer], {Merge: option})
     merge = partial(Settler(mesh, transport.rank, {transport.name: transport}, settlements).merge, "dcp")
     shards = shards_of([30, 1, 8], mesh.dcp, 2 * mesh.dcp, 16)
     at = transport.rank % mesh.dcp
     got = merge(shards.outs[at], shards.lses[at])
-    check(got, (own(shards.out, mesh.dcp, at), own(shards.lse, mesh.dcp, at)), way)
+    check(got, (own(shards.out, mesh.dcp, at), own(shards.lse, mesh.dcp, at)), option)
     none = merge(shards.outs[at, :0], shards.lses[at, :0])
     assert none[0].shape == (0, 2, 16) and none[1].shape == (0, 2)
     plan = settlements.plan(Merge(2 * mesh.dcp, 16, 4), "dcp", 3)
-    assert plan.recipe.name == (way if way != "auto" else "fused")
+    assert plan.recipe.name == (option if option != "auto" else "fused")
     with pytest.raises(CommError, match="3 heads do not divide over a group of 2 ranks"):
         merge(shards.outs[at, :0, :3], shards.lses[at, :0, :3])
     return got
 
 
-@pytest.mark.parametrize("way", ["auto", "ag_rs", "a2a", "fused"])
-def test_a_merge_takes_the_planned_recipe(way: str) -> None:
+@pytest.mark.parametrize("option", ["auto", "ag_rs", "a2a", "fused"])
+def test_a_merge_takes_the_planned_recipe(option: str) -> None:
     mesh = Mesh(1, 4, 4, 1, dcp=2)
-    run_world(4, lambda t: merge_by(t, mesh, way))
+    run_world(4, lambda t: merge_by(t, mesh, option))
 
 
 ALL = frozenset({"all_gatherv", "reduce_scatterv", "all_to_allv", "merge_scatterv"})
@@ -205,9 +205,12 @@ def test_the_fastest_recipe_is_planned() -> None:
 
 def test_what_exceeds_the_capacity_goes_in_several_calls_and_what_has_no_recipe_is_refused() -> None:
     merge = Merge(64, 128, 2)
-    room = merge.bytes(8, 2)
-    small, other = offered("small", ALL, 1.0, 10.0, room - 1), offered("other", frozenset({"all_to_allv"}), 9.0, 1.0)
-    whole = plan_merge(merge, 2, 8, [offered("large", ALL, 1.0, 10.0, room)], "fused")
+    capacity = merge.bytes(8, 2)
+    small, other = (
+        offered("small", ALL, 1.0, 10.0, capacity - 1),
+        offered("other", frozenset({"all_to_allv"}), 9.0, 1.0),
+    )
+    whole = plan_merge(merge, 2, 8, [offered("large", ALL, 1.0, 10.0, capacity)], "fused")
     parts = plan_merge(merge, 2, 8, [small, other], "fused")
     assert (whole.each, parts.each, parts.bytes) == (8, 7, whole.bytes)
     seven, one = (plan_merge(merge, 2, n, [small], "fused").us for n in (7, 1))
@@ -245,8 +248,8 @@ def test_a_recipe_that_is_asked_for_need_not_have_been_measured() -> None:
     offer = Offer("peer", ALL, frozenset(), table)
     merge = Merge(64, 128, 2)
     assert plan_merge(merge, 2, 1, [offer]).recipe.name == "ag_rs"
-    for way in ("a2a", "fused"):
-        assert plan_merge(merge, 2, 1, [offer], way).recipe.name == way
+    for option in ("a2a", "fused"):
+        assert plan_merge(merge, 2, 1, [offer], option).recipe.name == option
     untimed = Offer("peer", frozenset({"all_to_allv"}), frozenset(), table)
     with pytest.raises(LayoutError, match="there is a2a on peer, none of which weft tune measured here"):
         plan_merge(merge, 2, 1, [untimed])

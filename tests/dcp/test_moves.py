@@ -42,14 +42,14 @@ class Asked(ReferenceTransport):
 
 
 @pytest.mark.parametrize(
-    "way, calls, max_bytes",
+    "recipe, calls, max_bytes",
     [("fused", 2, None), ("ag_rs", 3, None), ("a2a", 2, None), ("fused", 4, 2048), ("replicate", 1, None)],
 )
-def test_of_decode_rows(way: str, calls: int, max_bytes: int | None, tmp_path: Path) -> None:
+def test_of_decode_rows(recipe: str, calls: int, max_bytes: int | None, tmp_path: Path) -> None:
     mesh, counts = Mesh(2, 2, 4, 1, dcp=2), (7, 0)
     small_model("deepseek_v2", 4, tmp_path)
-    model = replace(load_config(tmp_path, registry(())), replicate_queries=way == "replicate")
-    exchange = "fused" if way == "replicate" else way
+    model = replace(load_config(tmp_path, registry(())), replicate_queries=recipe == "replicate")
+    exchange = "fused" if recipe == "replicate" else recipe
 
     def rank_main(transport: ReferenceTransport) -> None:
         asked = Asked(transport, max_bytes)

@@ -65,7 +65,7 @@ def prompts(span: int, vocabulary: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Answers:
+class Outputs:
     """tokens: of each prompt, of the last once more, and of one that begins like it. cached: what of these two was
     found in the cache. preemptions: how often there was no page.
     """
@@ -75,7 +75,7 @@ class Answers:
     preemptions: int
 
 
-def answer(model: Path, span: int, **layout: Any) -> Answers:
+def output(model: Path, span: int, **layout: Any) -> Outputs:
     sizes = dict(page_size=PAGE, max_batch_tokens=56, max_running=6, num_layers=1)
     with Engine(EngineConfig(model=model, executor="thread", **sizes, **layout)) as engine:
         asked = prompts(span, engine.model_config.vocab_size)
@@ -83,18 +83,18 @@ def answer(model: Path, span: int, **layout: Any) -> Answers:
         preemptions = engine.stats().preemptions
         again = [engine.generate([prompt], BRIEF)[0] for prompt in (asked[-1], [*asked[-1][:-4], 7])]
         engine.check_idle()
-    return Answers([r.token_ids for r in found + again], [r.cached_tokens for r in again], preemptions)
+    return Outputs([r.token_ids for r in found + again], [r.cached_tokens for r in again], preemptions)
 
 
 @cache
-def alone(model: Path, span: int) -> Answers:
+def alone(model: Path, span: int) -> Outputs:
     """What one rank answers, with room for all."""
-    return answer(model, span, kv_tokens=32 * PAGE)
+    return output(model, span, kv_tokens=32 * PAGE)
 
 
 def check(model: Path, layout: dict[str, Any]) -> None:
     span, pages = PAGE * layout["dcp"], 3 if layout["attn_dp"] == 1 else 2
-    sharded, expected = answer(model, span, kv_tokens=pages * PAGE, **layout), alone(model, span)
+    sharded, expected = output(model, span, kv_tokens=pages * PAGE, **layout), alone(model, span)
     assert sharded.tokens == expected.tokens
     assert sharded.cached == expected.cached == [span + 8, span + 5], "to the token"
     assert sharded.preemptions > expected.preemptions == 0

@@ -94,8 +94,8 @@ def test_readme_serves(command: str, tmp_path: Path) -> None:
         for line in server.stderr:
             said.append(line)
             if served := re.search(r"serving \S+ on (http://\S+) ", line):
-                with urllib.request.urlopen(f"{served[1]}/health") as answer:
-                    assert json.load(answer) == {"status": "ok"}
+                with urllib.request.urlopen(f"{served[1]}/health") as output:
+                    assert json.load(output) == {"status": "ok"}
                 break
         else:
             pytest.fail(f"not healthy: {said}")
@@ -343,8 +343,8 @@ def test_the_demo(tmp_path: Path) -> None:
     assert max(map(len, done.stdout[done.stdout.index("layout ") :].splitlines())) <= 80
     assert done.returncode == 0, done.stderr
     assert re.search(r"^\d+ collectives instead of \d+, .* a rank instead of", done.stdout, re.MULTILINE)
-    answers = " ".join(line.split("│")[2].strip() for line in done.stdout.splitlines() if line.count("│") == 3)
-    assert "The answer is" in answers, "in the second column, over whose lines a sentence may break"
+    outputs = " ".join(line.split("│")[2].strip() for line in done.stdout.splitlines() if line.count("│") == 3)
+    assert "The answer is" in outputs, "in the second column, over whose lines a sentence may break"
     for text in ("plan:", "naive:", "What ran", "of 3 answers are correct", "has stopped"):
         assert text in done.stdout, text
     assert not left_behind(tmp_path)
@@ -355,8 +355,8 @@ def test_the_demo_takes_dcp(monkeypatch: pytest.MonkeyPatch) -> None:
     `dcp.test_engine` has that layout's ranks answer, as threads.
     """
     command = ["make", "-n", "--no-print-directory", "demo", "ARGS=--dcp 2 --questions 1"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    words = shlex.split(told.stdout.splitlines()[-1])
+    reported = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    words = shlex.split(reported.stdout.splitlines()[-1])
     assert words[1:] == ["demo", "--dcp", "2", "--questions", "1"] and words[0].endswith("/weft")
     started: list[list[str]] = []
 

@@ -214,8 +214,11 @@ def test_a_small_run_of_merges(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     [row] = json.loads(path.read_text())["rows"]
     assert row | {"us": 0} == dict(ranks=2, shape="qwen3-235b", batch=1, dtype="fp32", bytes=64 * 128 * 4, us=0)
-    ways = {"fused shm", *(f"{way} {by}" for way in ("a2a", "ag_rs", "reduce_scatterv") for by in ("shm", "gloo"))}
-    assert set(row["us"]) == ways and min(row["us"].values()) > 0
+    recipes = {
+        "fused shm",
+        *(f"{recipe} {by}" for recipe in ("a2a", "ag_rs", "reduce_scatterv") for by in ("shm", "gloo")),
+    }
+    assert set(row["us"]) == recipes and min(row["us"].values()) > 0
     assert done.stdout.splitlines()[1] == "qwen3-235b: 64 heads × 128, fp32, over 2 ranks: µs a call"
 
 

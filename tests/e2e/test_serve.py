@@ -34,9 +34,9 @@ def streaming(server: ServerProcess) -> Iterator[http.client.HTTPResponse]:
     body = {"prompt": "Tom has", "max_tokens": 480, "ignore_eos": True, "n": 128, "stream": True}
     headers = {"Content-Type": "application/json", "Authorization": f"bearer {KEY}"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    answer = connection.getresponse()
-    assert answer.status == 200 and answer.readline().startswith(b"data: {")
-    yield answer
+    output = connection.getresponse()
+    assert output.status == 200 and output.readline().startswith(b"data: {")
+    yield output
     connection.close()
 
 
@@ -50,7 +50,7 @@ def events(log: str) -> list[str]:
 def test_ctrl_c_twice_while_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal sends it to the server's process group, in which no rank is. Who is impatient sends it twice."""
     monkeypatch.setenv("WEFT_API_KEY", KEY)
-    with serving(tmp_path, "--drain-s", "1000") as server, streaming(server) as answer:
+    with serving(tmp_path, "--drain-s", "1000") as server, streaming(server) as output:
         with http_without_key(server) as refused:
             assert refused.status == 401
         group = os.getpgid(server.process.pid)
@@ -60,7 +60,7 @@ def test_ctrl_c_twice_while_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         while "draining" not in server.get("/health")[1]:  # two signals at once would be one
             pass
         server.process.send_signal(signal.SIGINT)
-        said = [line for line in answer.read().splitlines() if line]
+        said = [line for line in output.read().splitlines() if line]
         assert said[-1] == b"data: [DONE]" and b"shutting down" in said[-2]
         assert server.process.wait(60) == 0
         assert not any(server.left_behind().values())
@@ -77,9 +77,9 @@ def http_without_key(server: ServerProcess) -> Iterator[http.client.HTTPResponse
 
 
 def test_ranks_that_fail_too_often_end_the_server(tmp_path: Path) -> None:
-    with serving(tmp_path, "--max-restarts", "0") as server, streaming(server) as answer:
+    with serving(tmp_path, "--max-restarts", "0") as server, streaming(server) as output:
         os.kill(server.ranks()[0], signal.SIGKILL)
-        said = [line for line in answer.read().splitlines() if line]
+        said = [line for line in output.read().splitlines() if line]
         assert said[-1] == b"data: [DONE]" and b"rank 0 was killed by signal 9" in said[-2]
         assert server.process.wait(60) == 1
         assert not any(server.left_behind().values())

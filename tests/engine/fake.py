@@ -214,9 +214,9 @@ class Driver:
         assert parts.count == scheduled.rows.count
         for s in self.scheduler.running:
             assert s.pending <= 1 or not s.params.depends_on_output, "a token whose sampling needs the one before it"
-            most, size = max(s.prompt_tokens, s.to_run), self.scheduler.caches.page_size
+            limit, size = max(s.prompt_tokens, s.to_run), self.scheduler.caches.page_size
             for rule, table in zip(self.scheduler.caches.rules, s.allocation.tables, strict=True):
-                assert rule.state or len(table) <= -(-most // size), "a page that nothing can ever be written to"
+                assert rule.state or len(table) <= -(-limit // size), "a page that nothing can ever be written to"
         if parts.count:
             self.in_flight.append((scheduled, parts))
         if self.in_flight and not (parts.count and self.ahead and len(self.in_flight) == 1):

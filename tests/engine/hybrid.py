@@ -23,7 +23,7 @@ from weft.models.model_config import Fields, ModelConfig, common_fields
 from weft.models.rotary import Rotary, RotaryTable
 from weft.stream import GROUP, WORLD
 
-VALUE, TURNED, WINDOW = 16, 8, 6
+VALUE, ROTATED, WINDOW = 16, 8, 6
 DECAY = 0.9
 
 
@@ -53,7 +53,7 @@ class LatentAttention(Layer):
 
     def __init__(self, b: Builder, path: str, c: HybridConfig):
         super().__init__(path)
-        width = VALUE + TURNED
+        width = VALUE + ROTATED
         self.q = ColumnLinear(
             b, f"{path}.q", c.hidden_size, [Out(f"{path}.q", c.num_heads * width, unit=width)], "attn_tp"
         )
@@ -68,7 +68,7 @@ class LatentAttention(Layer):
             return torch.cat((y[..., :VALUE], rotary(y[..., VALUE:])), dim=-1)
 
         def attend(q: Tensor) -> Tensor:
-            q = turn(q.unflatten(-1, (-1, VALUE + TURNED)))
+            q = turn(q.unflatten(-1, (-1, VALUE + ROTATED)))
             return caches.attend(self, q, turn(latent), scale=0.3)[0].flatten(1)
 
         return self.out(self.q(x).elementwise(attend, self.path))

@@ -149,7 +149,7 @@ class Client:
         """Queues requests that come in between the same two steps."""
         first = len(self.increments)
         self.prompts |= {first + i: prompt for i, (prompt, _) in enumerate(asked)}
-        how = [SamplingParams(max_tokens=most, temperature=0, ignore_eos=True) for _, most in asked]
+        how = [SamplingParams(max_tokens=limit, temperature=0, ignore_eos=True) for _, limit in asked]
         callbacks = [self.callback_for(first + i) for i in range(len(asked))]
         self.at += self.engine.submit_all([(p, h, on) for (p, _), h, on in zip(asked, how, callbacks, strict=True)])
 

@@ -26,12 +26,12 @@ from weft.place.experts import Forms
 from weft.place.spec import LayoutError, Mesh
 
 PAGE = 4
-MOST, STEPS = 64, 25
+LIMIT, STEPS = 64, 25
 
 
 def engine_config(directory: Path, mesh: Mesh, **changes: Any) -> EngineConfig:
     layout = dict(attn_dp=mesh.attn_dp, attn_tp=mesh.attn_tp, ep=mesh.ep, moe_tp=mesh.moe_tp)
-    return EngineConfig(directory, **layout, max_batch_tokens=MOST, max_running=4, **changes)
+    return EngineConfig(directory, **layout, max_batch_tokens=LIMIT, max_running=4, **changes)
 
 
 def random_steps(transport: ShmTransport, mesh: Mesh, directory: Path, steps: int, experts: Forms = "gather") -> int:
@@ -39,10 +39,10 @@ def random_steps(transport: ShmTransport, mesh: Mesh, directory: Path, steps: in
     torch.set_num_threads(1)
     config = replace(load_config(directory), experts=experts)
     model = load_model(directory, config, mesh, transport.rank, workspace=transport.empty)
-    runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(Rule(), MOST // PAGE)], PAGE)
+    runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(Rule(), LIMIT // PAGE)], PAGE)
     rng = random.Random(3)
     for _ in range(steps):
-        counts = tuple(rng.choice([0, 1, rng.randrange(MOST), MOST]) for _ in range(mesh.attn_dp))
+        counts = tuple(rng.choice([0, 1, rng.randrange(LIMIT), LIMIT]) for _ in range(mesh.attn_dp))
         mine = counts[mesh.group_of(transport.rank)]
         seqs = [SeqRows(mine, 0, [list(range(-(-mine // PAGE)))], True)] if mine else []
         runner.forward(build_batch([5] * mine, seqs, PAGE), counts)

@@ -181,11 +181,11 @@ def test_of_stop_strings_that_one_token_ends_the_first_in_the_text_counts(stops:
     assert stream.push(token) == (" the"[: " the".index(first)], first)
 
 
-@pytest.mark.parametrize("least", [0, 1, 2, 3, 4])
-def test_an_end_counts_from_min_tokens_on(least: int) -> None:
-    """It is one of them: as the least-th token it ends the output, before it does not."""
+@pytest.mark.parametrize("minimum", [0, 1, 2, 3, 4])
+def test_an_end_counts_from_min_tokens_on(minimum: int) -> None:
+    """It is one of them: as token number `minimum` it ends the output, before it does not."""
     output = prepare(
-        PROMPT, SamplingParams(max_tokens=9, min_tokens=least), lambda output: None, 0, 400, TEXT_PROCESSOR
+        PROMPT, SamplingParams(max_tokens=9, min_tokens=minimum), lambda output: None, 0, 400, TEXT_PROCESSOR
     )
     ended = []
     for at in range(4):
@@ -193,7 +193,7 @@ def test_an_end_counts_from_min_tokens_on(least: int) -> None:
         ended.append(output.end is not None)
         if ended[-1]:
             break
-    assert ended == [False] * max(1, least - 1) + [True] * (least <= 4)
+    assert ended == [False] * max(1, minimum - 1) + [True] * (minimum <= 4)
 
 
 @pytest.mark.parametrize("seed", [0, 1 << 16, (1 << 40) + 3, (1 << 61) + 5])

@@ -155,16 +155,19 @@ def test_a_cancel_does_not_wait_behind_newcomers_nor_do_steps(world: World) -> N
 def test_newcomers_do_not_hold_up_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many come, only so many are taken in between two steps."""
     with world.engine(kv_tokens=4096, max_waiting=4096) as engine:
-        turn, taken = 0, []  # how often a step has been scheduled, and had been when each newcomer was given to a group
+        number, taken = (
+            0,
+            [],
+        )  # how often a step has been scheduled, and had been when each newcomer was given to a group
         schedule, add = Scheduler.schedule, Scheduler.add
 
         def counted(scheduler: Scheduler) -> Scheduled:
-            nonlocal turn
-            turn += 1
+            nonlocal number
+            number += 1
             return schedule(scheduler)
 
         def noted(scheduler: Scheduler, newcomer: Sequence) -> None:
-            taken.append(turn)
+            taken.append(number)
             add(scheduler, newcomer)
 
         monkeypatch.setattr(Scheduler, "schedule", counted)

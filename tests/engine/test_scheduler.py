@@ -160,8 +160,8 @@ def test_an_output_is_a_prefix_of_the_next_turn() -> None:
     driver = make(num_pages=64, max_batch_tokens=64)
     driver.add(1, [1, 2, 3], 14)
     driver.finish_all()
-    turn = [1, 2, 3, *driver.outputs[1], 7]
-    sequence = driver.add(2, turn, 1)
+    number = [1, 2, 3, *driver.outputs[1], 7]
+    sequence = driver.add(2, number, 1)
     driver.finish_all()
     assert sequence.cached == 16  # the last sampled token never ran: 16 of 17 are in the cache
 

@@ -57,14 +57,14 @@ def merge_everything(transport: PeerTransport, mesh: Mesh, device: torch.device,
             got = transport.merge_scatterv(out, lse, group)
             check((got[0].cpu(), got[1].cpu()), wanted, what)
             assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(before, (out, lse), strict=True))
-            turned = out.flip(0).transpose(0, 1).contiguous().transpose(0, 1), lse.flip(0).t().contiguous().t()
-            again = transport.merge_scatterv(*turned, group)
+            rotated = out.flip(0).transpose(0, 1).contiguous().transpose(0, 1), lse.flip(0).t().contiguous().t()
+            again = transport.merge_scatterv(*rotated, group)
             assert all(torch.equal(a, b.flip(0)) for a, b in zip(got, again, strict=True)), f"turned, {what}"
             alone = transport.merge_scatterv(out[-1:], lse[-1:], group)
             assert all(torch.equal(a[-1:], b) for a, b in zip(got, alone, strict=True)), f"alone, {what}"
-            for way in (ag_rs, a2a):
-                built = way(transport, out, lse, group)
-                check((built[0].cpu(), built[1].cpu()), wanted, f"{way.__name__}, {what}")
+            for recipe in (ag_rs, a2a):
+                built = recipe(transport, out, lse, group)
+                check((built[0].cpu(), built[1].cpu()), wanted, f"{recipe.__name__}, {what}")
     transport.barrier(transport.world)
 
 
@@ -93,9 +93,9 @@ def merge_live_rows(
 
     run = again(transport, step)
     draw = random.Random(5)  # the same on every rank
-    for turn in range(turns):
+    for step_index in range(turns):
         tokens = draw.choice((0, 1, capacity, draw.randrange(capacity + 1)))
-        shards = shards_of([draw.randrange(40) for _ in range(tokens)], n, heads, dim, torch.bfloat16, seed=turn)
+        shards = shards_of([draw.randrange(40) for _ in range(tokens)], n, heads, dim, torch.bfloat16, seed=step_index)
         out.fill_(math.nan)
         lse.fill_(math.nan)
         if tokens:
@@ -105,7 +105,7 @@ def merge_live_rows(
         transport._synchronize()
         transport.check()
         got = results[0][:tokens].cpu(), results[1][:tokens].cpu()
-        check(got, (own(shards.out, n, me), own(shards.lse, n, me)), f"turn {turn}, {tokens} tokens")
+        check(got, (own(shards.out, n, me), own(shards.lse, n, me)), f"turn {step_index}, {tokens} tokens")
         assert (results[2] == n).all()
 
 
@@ -118,14 +118,14 @@ def merge_in_pieces(transport: PeerTransport, mesh: Mesh, device: torch.device) 
         shards = shards_of([9, 1, 30, 0, 4, 17, n], n, 2 * n, dim, dtype, seed=dim, run=2)
         out, lse = given(shards, me, device)
         wanted = own(shards.out, n, me), own(shards.lse, n, me)
-        for way in ("ag_rs", "a2a", "fused"):
-            settlements = Settlements(mesh, [offer], {Merge: way})
+        for recipe in ("ag_rs", "a2a", "fused"):
+            settlements = Settlements(mesh, [offer], {Merge: recipe})
             merge = partial(Settler(mesh, transport.rank, {transport.name: transport}, settlements).merge, "dcp")
             each = settlements.plan(Merge(2 * n, dim, dtype.itemsize), "dcp", tokens).each
             assert 1 <= each < tokens, "one call takes all"
             got = merge(out, lse)
-            check((got[0].cpu(), got[1].cpu()), wanted, f"{way} of heads of {dim}")
-            for count in range(tokens + 1) if way == "fused" else ():
+            check((got[0].cpu(), got[1].cpu()), wanted, f"{recipe} of heads of {dim}")
+            for count in range(tokens + 1) if recipe == "fused" else ():
                 live = torch.full((1,), count, dtype=torch.int32, device=device)
                 behind = out.clone(), lse.clone()
                 for x in behind:

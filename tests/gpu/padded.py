@@ -58,7 +58,7 @@ def chain_of(mesh: Mesh, plain: bool) -> Chain:
     return Chain(tuple(norms), WIDTH, 4)
 
 
-def drawn(mesh: Mesh, plan: Plan, counts: tuple[int, ...], seed: int) -> list[Tensor]:
+def sampled(mesh: Mesh, plan: Plan, counts: tuple[int, ...], seed: int) -> list[Tensor]:
     """For each read its delta: each rank's term on WORLD rows, small whole numbers, so that sums are exact."""
     generator = torch.Generator().manual_seed(seed)
     shape = (mesh.world, sum(counts), WIDTH)
@@ -120,7 +120,7 @@ def wanted(mesh: Mesh, plan: Plan, counts: tuple[int, ...], seed: int) -> list[l
     """What each rank must read, by the reference transport on the live rows alone."""
 
     def main(reference: Transport) -> list[Got]:
-        whole = drawn(mesh, plan, counts, seed)
+        whole = sampled(mesh, plan, counts, seed)
         deltas = [
             term(mesh, reference.rank, r.read.deltas[0], w, counts) for r, w in zip(plan.reads, whole, strict=True)
         ]
@@ -168,9 +168,9 @@ def check_padded(
         for tensor in given:
             tensor.zero_()
         repeat = again(transport, partial(walk_into, outs, transport, plan, rows, given, norms))
-        for turn, counts in enumerate(COUNTS[mesh.attn_dp]):
-            seed = 100 * number + turn
-            for tensor, r, whole in zip(given, plan.reads, drawn(mesh, plan, counts, seed), strict=True):
+        for index, counts in enumerate(COUNTS[mesh.attn_dp]):
+            seed = 100 * number + index
+            for tensor, r, whole in zip(given, plan.reads, sampled(mesh, plan, counts, seed), strict=True):
                 tensor.fill_(float("nan"))
                 mine = term(mesh, rank, r.read.deltas[0], whole, counts)
                 tensor[: len(mine)].copy_(mine)

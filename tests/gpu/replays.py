@@ -20,7 +20,7 @@ from weft.place.exchange import Exchange, input_rows, parts, result_rows
 from weft.place.spec import Mesh
 
 Step = Callable[[], None]
-MOST, WIDTH, CASES = 6, 72, 61
+LIMIT, WIDTH, CASES = 6, 72, 61
 NORM_ERROR = 0.02
 """Of a normalised element, as a share of the largest: bfloat16 holds eight bits."""
 
@@ -37,7 +37,7 @@ class LiveCall:
     @property
     def capacity(self) -> tuple[int, ...]:
         permutes = self.exchange.direction == "permute"
-        return (MOST,) * (self.exchange.ranks**2 if permutes else self.exchange.segments)
+        return (LIMIT,) * (self.exchange.ranks**2 if permutes else self.exchange.segments)
 
     def counts(self, case: int, rank: int) -> tuple[int, ...]:
         """The live rows, as the rank's device memory holds them: in a permute those that it sends and those it gets."""
@@ -50,11 +50,11 @@ class LiveCall:
     def live(self, case: int) -> tuple[int, ...]:
         """Rows of each segment: none, all there is room for, then any numbers, with an empty one now and then."""
         if case < 2:
-            return tuple(MOST * case for _ in self.capacity)
-        drawn = torch.randint(
-            0, MOST + 1, (len(self.capacity),), generator=self._generator(case, self.group[0])
+            return tuple(LIMIT * case for _ in self.capacity)
+        sampled = torch.randint(
+            0, LIMIT + 1, (len(self.capacity),), generator=self._generator(case, self.group[0])
         ).tolist()
-        return tuple(0 if (case + i) % 5 == 0 else rows for i, rows in enumerate(drawn))
+        return tuple(0 if (case + i) % 5 == 0 else rows for i, rows in enumerate(sampled))
 
     def input(self, case: int, rank: int) -> Tensor:
         """Small whole numbers, so that sums are exact; NaN beyond the live rows."""
@@ -112,14 +112,18 @@ def live_calls(mesh: Mesh, rank: int) -> Iterator[LiveCall]:
 
 
 def replay(
-    transport: PeerTransport, mesh: Mesh, device: torch.device, turns: int, again: Callable[[PeerTransport, Step], Step]
+    transport: PeerTransport,
+    mesh: Mesh,
+    device: torch.device,
+    rounds: int,
+    again: Callable[[PeerTransport, Step], Step],
 ) -> None:
     """All live calls, made again with other counts and contents each time; every time is checked, sums exactly.
 
     again: what makes these calls again, such as a graph of them, replayed.
     """
     rank, calls = transport.rank, list(live_calls(mesh, transport.rank))
-    cases = range(min(turns, CASES))
+    cases = range(min(rounds, CASES))
     lives = [[torch.tensor(c.counts(k, rank), dtype=torch.int32, device=device) for c in calls] for k in cases]
     inputs = [[c.input(k, rank).to(device) for c in calls] for k in cases]
     residuals = [[c.residual(k, rank).to(device) for c in calls] for k in cases]
@@ -136,8 +140,8 @@ def replay(
             out.copy_(transport.exchange(x, call.exchange, call.group, sizes, epilogue))
 
     repeat = again(transport, step)
-    for turn in range(turns):
-        k = turn * 17 % len(cases)
+    for step_index in range(rounds):
+        k = step_index * 17 % len(cases)
         for now, later in ((counts, lives[k]), (xs, inputs[k]), (held, residuals[k])):
             for tensor, given in zip(now, later, strict=True):
                 tensor.copy_(given)
@@ -145,18 +149,18 @@ def replay(
             out.fill_(float("inf"))
         repeat()
         for number, (call, out, want) in enumerate(zip(calls, outs, wanted[k], strict=True)):
-            bad += (wrong(call, out, want) & (bad == 0)) * (turn * 100 + number + 1)
-        if turn % 1000 == 999 or turn == turns - 1:
+            bad += (wrong(call, out, want) & (bad == 0)) * (step_index * 100 + number + 1)
+        if step_index % 1000 == 999 or step_index == rounds - 1:
             transport.check()
             if first := int(bad):
-                turn, number = divmod(first - 1, 100)
-                raise AssertionError(f"rank {rank}, turn {turn}: a wrong result of {calls[number]}")
+                step_index, number = divmod(first - 1, 100)
+                raise AssertionError(f"rank {rank}, turn {step_index}: a wrong result of {calls[number]}")
 
 
 def wrong(call: LiveCall, out: Tensor, want: Tensor) -> Tensor:
     """Whether an element is not what it should be; NaN: no matter what it is."""
     if not call.norm:
         return ((out != want) & ~want.isnan()).any()
-    most = want[1].nan_to_num().abs().amax()
-    off = ~((out[1] - want[1]).abs() <= NORM_ERROR * most) & ~want[1].isnan()
+    limit = want[1].nan_to_num().abs().amax()
+    off = ~((out[1] - want[1]).abs() <= NORM_ERROR * limit) & ~want[1].isnan()
     return ((out[0] != want[0]) & ~want[0].isnan()).any() | off.any()

@@ -87,7 +87,7 @@ def same(transport: PeerTransport, step: Step) -> Step:
 
 @pytest.mark.parametrize(("mesh", "name"), CHANGES, ids=str)
 def test_counts_change_from_call_to_call(mesh: Mesh, name: str) -> None:
-    run_emulated(mesh, partial(replay, turns=6, again=same), TUNINGS[name], max_bytes=1 << 20)
+    run_emulated(mesh, partial(replay, rounds=6, again=same), TUNINGS[name], max_bytes=1 << 20)
 
 
 @pytest.mark.parametrize(("mesh", "name"), CHANGES, ids=str)

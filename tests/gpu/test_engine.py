@@ -50,7 +50,7 @@ PROBLEMS = word_problems.generate("heldout", 12, seed=7)
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0)
 
 
-def answers(device: str, **options: Any) -> list[tuple[int, ...]]:
+def outputs(device: str, **options: Any) -> list[tuple[int, ...]]:
     """The tokens of every problem: all at once, of prompts of several lengths, with ends at several steps."""
     values = dict(max_running=8, kv_tokens=4096, max_model_len=256, max_batch_tokens=512)  # few graphs, to save time
     config = EngineConfig(dtype="float32", device=device, **values | options)
@@ -68,7 +68,7 @@ def answers(device: str, **options: Any) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[tuple[int, ...]]:
-    return answers("cpu")
+    return outputs("cpu")
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
@@ -82,7 +82,7 @@ def test_greedy_outputs_are_those_of_a_cpu(name: str, graphs: bool, expected: li
         pytest.skip("eager steps run in three layouts, to save time")
     if layout.get("moe_exchange") == "dispatch" and untuned(EngineConfig(device="cuda", **layout)):
         pytest.skip("what dispatch takes must be measured first: weft tune --device cuda")
-    assert answers("cuda", cuda_graphs=graphs, **layout) == expected
+    assert outputs("cuda", cuda_graphs=graphs, **layout) == expected
 
 
 @pytest.mark.parametrize("name", ["1x1", "1x2", "1x2 split", "2x1"])
@@ -93,8 +93,8 @@ def test_tokens_are_those_of_steps_one_by_one(name: str) -> None:
         pytest.skip(f"this machine has {GPUS} GPUs")
     seeded = SamplingParams(max_tokens=40, temperature=2.0, min_p=0.02, seed=5, ignore_eos=True)
     hows = [GREEDY, seeded, replace(seeded, top_p=0.9, top_k=30), replace(GREEDY, repetition_penalty=1.2)]
-    draws = random.Random(1)
-    asked = [[draws.randrange(5, 900) for _ in range(draws.randrange(1, 40))] for _ in range(9)]
+    samples = random.Random(1)
+    asked = [[samples.randrange(5, 900) for _ in range(samples.randrange(1, 40))] for _ in range(9)]
     values = dict(dtype="float32", device="cuda", page_size=4, max_model_len=128, **layout)
     found = []
     for changes in (dict(overlap=False), dict(), dict(max_running=3, kv_tokens=160, max_batch_tokens=16)):
@@ -110,11 +110,11 @@ def test_tokens_are_those_of_steps_one_by_one(name: str) -> None:
     assert found[2] == found[0]
 
 
-def long_answers(**options: Any) -> list[tuple[int, ...]]:
+def long_outputs(**options: Any) -> list[tuple[int, ...]]:
     """Of prompts of many lengths, cut into chunks or several in a step, beside answers."""
-    draws = random.Random(2)
+    samples = random.Random(2)
     lengths = [1, 2, 63, 64, 65, 130, 300, 511, 700, 900, 33, 500, 1, 250]
-    asked = [[draws.randrange(5, 900) for _ in range(n)] for n in lengths]
+    asked = [[samples.randrange(5, 900) for _ in range(n)] for n in lengths]
     values = dict(dtype="float32", device="cuda", max_running=6, max_batch_tokens=600)
     with Engine(EngineConfig(**values | options)) as engine:
         found = [result.token_ids for result in engine.generate(asked, replace(GREEDY, max_tokens=20))]
@@ -124,7 +124,7 @@ def long_answers(**options: Any) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def long_expected() -> list[tuple[int, ...]]:
-    return long_answers(cuda_graphs=False)
+    return long_outputs(cuda_graphs=False)
 
 
 @pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
@@ -133,7 +133,7 @@ def test_long_prompts_in_graphs(name: str, long_expected: list[tuple[int, ...]])
     layout = LAYOUTS[name]
     if layout.get("attn_dp", 1) * layout.get("attn_tp", 1) > GPUS:
         pytest.skip(f"this machine has {GPUS} GPUs")
-    assert long_answers(**layout) == long_expected
+    assert long_outputs(**layout) == long_expected
 
 
 def small_latent(directory: Path) -> None:
@@ -288,14 +288,14 @@ def test_no_kernel_is_compiled_while_requests_are_served(
     [scheduler] = make_schedulers(config, worker.groups)
     compiled: list[str] = []
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
-    draws = random.Random(3)
-    lengths = [draws.choice([1, 2, 3, 5, 9, 17, 40, 90, 200]) + draws.randrange(8) for _ in range(120)]
+    samples = random.Random(3)
+    lengths = [samples.choice([1, 2, 3, 5, 9, 17, 40, 90, 200]) + samples.randrange(8) for _ in range(120)]
     arrivals = [1, 1, 1, 2, 5, 1, 40, 1, 1, 3, 12, 1, 30, 1, 1, 19]
     for number in range(2000):
         for _ in range(arrivals[number // 4] if number % 4 == 0 and number // 4 < len(arrivals) else 0):
-            params = SamplingParams(temperature=2.0, min_p=draws.choice([0.0, 0.1]), top_k=draws.choice([0, 0, 9]))
-            prompt = [draws.randrange(1, 250) for _ in range(lengths.pop())]
-            count = draws.randrange(1, 30)
+            params = SamplingParams(temperature=2.0, min_p=samples.choice([0.0, 0.1]), top_k=samples.choice([0, 0, 9]))
+            prompt = [samples.randrange(1, 250) for _ in range(lengths.pop())]
+            count = samples.randrange(1, 30)
             scheduler.add(Sequence(len(lengths), prompt, len(prompt), params, 3, count, frozenset()))
         scheduled = scheduler.schedule()
         if not scheduled.rows.count:

@@ -168,10 +168,10 @@ def test_every_exchange_on_every_layout(library: Any, n: int) -> None:
                 sent, received = (sizes[me * n : me * n + n], sizes[me::n]) if permutes else (sizes, ())
                 lanes.append(lay_out(library, me, exchange, row_units, sent, received, two))
             largest = max(max(len(x) for x in xs), *(x.out for x in lanes)) * UNIT_BYTES
-            room = inbox_bytes(n, largest) // UNIT_BYTES
+            capacity = inbox_bytes(n, largest) // UNIT_BYTES
             for x in lanes:
-                assert max(1, *x.receive) <= room // (2 * n if two else n), f"{exchange}: a lane overruns, {sizes}"
-                assert x.out <= room // 2 or not two, f"{exchange}: sums overrun, {sizes}"
+                assert max(1, *x.receive) <= capacity // (2 * n if two else n), f"{exchange}: a lane overruns, {sizes}"
+                assert x.out <= capacity // 2 or not two, f"{exchange}: sums overrun, {sizes}"
             assert play(lanes, exchange, xs, two) == wanted, f"{exchange}, sizes {sizes}, two shots {two}"
 
 

@@ -42,12 +42,12 @@ def rank_main(rank: int, mesh: Mesh, directory: str, prompts: list[list[int]]) -
     prompt = prompts[mesh.group_of(rank)]
     seqs = [SeqRows(len(prompt), 0, [[1, 0, 2]], True)] if prompt else []
     batch = build_batch(prompt, seqs, 4, device=device)
-    for carrier in (transport, peer):
+    for built in (transport, peer):
         runner = ModelRunner(
-            model, mesh, rank, [carrier], [CacheGroup(Rule(), 4)], page_size=4, costs=costs("h200-nvlink")
+            model, mesh, rank, [built], [CacheGroup(Rule(), 4)], page_size=4, costs=costs("h200-nvlink")
         )
         logits = runner.forward(batch, tuple(len(p) for p in prompts[: mesh.attn_dp]))
-        torch.save(logits.cpu(), f"{directory}/{type(carrier).__name__}-{rank}.pt")
+        torch.save(logits.cpu(), f"{directory}/{type(built).__name__}-{rank}.pt")
     peer.check()
     peer.close()
     transport.close()
@@ -62,9 +62,9 @@ def test_calls_edges_and_logits(mesh: Mesh, tmp_path: Path) -> None:
         prompt = prompts[mesh.group_of(rank)]
         with torch.no_grad():
             wanted = model(torch.tensor([prompt])).logits[0, -1]
-        for carrier in ("TorchDistTransport", "PeerTransport"):
-            got = torch.load(tmp_path / f"{carrier}-{rank}.pt")[0]
-            assert (got - wanted).norm() / wanted.norm() <= 1e-4, carrier  # float32 on both, other kernels
+        for name in ("TorchDistTransport", "PeerTransport"):
+            got = torch.load(tmp_path / f"{name}-{rank}.pt")[0]
+            assert (got - wanted).norm() / wanted.norm() <= 1e-4, name  # float32 on both, other kernels
 
 
 def window_main(rank: int, mesh: Mesh, directory: str) -> None:

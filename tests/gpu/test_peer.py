@@ -23,7 +23,7 @@ from weft.place.spec import Mesh
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 1, reason="needs a GPU; this machine has none")
 MESHES = [Mesh(1, 2, 2, 1), Mesh(3, 1, 3, 1), Mesh(2, 2, 2, 2), Mesh(1, 4, 4, 1), Mesh(4, 2, 8, 1)]
-TURNS = 12_500 if GPUS >= 4 else 1_000
+ROUNDS = 12_500 if GPUS >= 4 else 1_000
 
 
 def rank_main(rank: int, mesh: Mesh, directory: str, options: dict[str, Any], work: Callable[..., None]) -> None:
@@ -59,7 +59,7 @@ def captured(transport: PeerTransport, step: Step) -> Step:
 def replay_all(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
     for tuning in SHOTS.values():
         transport.tuning = tuning
-        replay(transport, mesh, device, TURNS, captured)
+        replay(transport, mesh, device, ROUNDS, captured)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(1, 2, 2, 1), Mesh(2, 2, 2, 2)], ids=str)
@@ -92,11 +92,11 @@ def lose_a_peer(rank: int, mesh: Mesh, directory: str) -> None:
     transport = PeerTransport(mesh, rank, f"{directory}/peer", device, timeout_s=2.0)
     x, group = torch.ones(4, 64, device=device), tuple(range(mesh.world))
     with pytest.raises(PeerLost, match="rank 1"):
-        for turn in range(1 << 30):
+        for index in range(1 << 30):
             transport.all_reduce(x, group)
-            if turn % 10 == 0:
+            if index % 10 == 0:
                 torch.cuda.synchronize()
-            if turn == 30 and rank == 1:
+            if index == 30 and rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
     transport.close()
 

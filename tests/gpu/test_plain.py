@@ -52,7 +52,7 @@ def rank_main(rank: int, directory: str, work: Callable[..., None]) -> None:
 WORKS = {
     "every edge": partial(everything, tunings=SHOTS, large=GPUS > 1),
     "every bit": partial(any_bits, tunings=SHOTS),
-    "graphs": partial(replay, turns=100, again=captured),
+    "graphs": partial(replay, rounds=100, again=captured),
     "merges": partial(merge_everything, large=GPUS > 1),
 }
 

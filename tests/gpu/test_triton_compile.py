@@ -317,10 +317,10 @@ def ends(capacity: int) -> None:
     rows, live, state = empty(capacity, dtype=INT), empty(1, dtype=INT), empty(256, dtype=INT)
     pieces = step.table_pieces([2560, 2, 2560], [False, True, False], torch.device("meta"))
     step.step_in(rows, live, state, state, empty(256, 5122, dtype=INT), live, pieces, 16)
-    told = empty(8, 256, dtype=INT)
+    reported = empty(8, 256, dtype=INT)
     for ranks, shares in ((1, 75), (2, 1)):
-        drawn = empty(ranks, capacity, shares, 2, dtype=FLOAT)
-        step.step_out(rows, live, live, drawn, rows, state, state, state, live, told)
+        sampled = empty(ranks, capacity, shares, 2, dtype=FLOAT)
+        step.step_out(rows, live, live, sampled, rows, state, state, state, live, reported)
 
 
 def begin_layers(rows: int) -> None:

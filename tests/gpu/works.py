@@ -100,11 +100,11 @@ def any_bits(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings
     its place, and of words beside them, in every dtype, by counts of the host and of the device. In between are sums.
     """
     rank = transport.rank
-    for turn, (tuning, group) in enumerate(itertools.product(tunings.values(), groups_of(mesh, rank))):
+    for number, (tuning, group) in enumerate(itertools.product(tunings.values(), groups_of(mesh, rank))):
         transport.tuning, n, me = tuning, len(group), group.index(rank)
         for case, (dtype, width) in enumerate(ANY_BITS):
-            rows = [(turn + case + 3 * r) % 5 * (9 if case % 2 else 1) for r in range(n)]
-            sent = [tricky_bits(sum(rows), width, dtype, 1000 * turn + 10 * case + r) for r in group]
+            rows = [(number + case + 3 * r) % 5 * (9 if case % 2 else 1) for r in range(n)]
+            sent = [tricky_bits(sum(rows), width, dtype, 1000 * number + 10 * case + r) for r in group]
             what = f"rank {rank} of {group}, {rows} rows of {width} {dtype}"
             mine, wanted = sent[me][: rows[me]].to(device), torch.cat([x[:k] for x, k in zip(sent, rows, strict=True)])
             capacity = (max(rows),) * n
@@ -128,8 +128,8 @@ def tricky_bits(rows: int, width: int, dtype: torch.dtype, seed: int) -> torch.T
     generator = torch.Generator().manual_seed(seed)
     size = rows * width * dtype.itemsize
     words = torch.tensor([-1, -2, -1, -2, 0, 0x7FFFFFFF, 255, -256], dtype=torch.int32)
-    drawn = words[torch.randint(0, len(words), (size // 4 + 1,), generator=generator)]
-    return drawn.view(torch.uint8)[:size].view(dtype).view(rows, width)
+    sampled = words[torch.randint(0, len(words), (size // 4 + 1,), generator=generator)]
+    return sampled.view(torch.uint8)[:size].view(dtype).view(rows, width)
 
 
 def same_bits(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:

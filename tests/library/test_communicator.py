@@ -27,7 +27,7 @@ SMALL = 1 << 16
 SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def drawn(seed: int, rank: int, *shape: int, dtype: torch.dtype) -> Tensor:
+def sampled(seed: int, rank: int, *shape: int, dtype: torch.dtype) -> Tensor:
     """A rank's small whole numbers, whose sums are exact in any order; every rank can work them out."""
     x = torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(seed + rank))
     return (x + rank).to(dtype)
@@ -51,8 +51,8 @@ def joined(tensors: list[Tensor], like: Tensor) -> Tensor:
 def check_sums(comm: Communicator, draw: random.Random, counts: list[int]) -> None:
     rank, n, seed = comm.rank, comm.world_size, draw.randrange(1 << 30)
     dtype, width, rows, total = draw.choice(SUMMED), draw.choice((1, 3, 16, 65)), draw.choice((0, 1, 5)), sum(counts)
-    x = drawn(seed, rank, rows, width, dtype=dtype)
-    expected = torch.stack([drawn(seed, r, rows, width, dtype=dtype) for r in range(n)]).sum(0)
+    x = sampled(seed, rank, rows, width, dtype=dtype)
+    expected = torch.stack([sampled(seed, r, rows, width, dtype=dtype) for r in range(n)]).sum(0)
     out = torch.full_like(x, float("nan"))
     assert comm.all_reduce(x, out=out) is out and same_bits(out, expected)
     assert same_bits(comm.all_reduce(x.t()), expected.t().contiguous())
@@ -60,7 +60,7 @@ def check_sums(comm: Communicator, draw: random.Random, counts: list[int]) -> No
     dist.all_reduce(x)
     assert same_bits(x, expected)
 
-    every = [drawn(seed, r, total, width, dtype=dtype) for r in range(n)]
+    every = [sampled(seed, r, total, width, dtype=dtype) for r in range(n)]
     x, summed = every[rank], torch.stack(every).sum(0)
     mine = summed.split(counts)[rank]
     poison(comm)
@@ -103,16 +103,16 @@ def check_mixed(comm: Communicator, draw: random.Random) -> None:
     rank, n, seed = comm.rank, comm.world_size, draw.randrange(1 << 30)
     groups = draw.choice([g for g in range(1, n + 1) if n % g == 0])
     each, counts = n // groups, [draw.randrange(4) for _ in range(groups)]
-    every = [drawn(seed, r, counts[r // each], 8, dtype=torch.bfloat16) for r in range(n)]
+    every = [sampled(seed, r, counts[r // each], 8, dtype=torch.bfloat16) for r in range(n)]
     expected = torch.cat([torch.stack(every[g * each : (g + 1) * each]).sum(0) for g in range(groups)])
     assert same_bits(comm.all_reduce_all_gatherv(every[rank], counts), expected)
-    every = [drawn(seed, r, sum(counts), 8, dtype=torch.bfloat16) for r in range(n)]
+    every = [sampled(seed, r, sum(counts), 8, dtype=torch.bfloat16) for r in range(n)]
     expected = torch.stack(every).sum(0).split(counts)[rank // each]
     assert same_bits(comm.reduce_scatterv_all_reduce(every[rank], counts), expected)
 
     shape = draw.randrange(4), 2 * n
-    outs = [drawn(seed, r, *shape, 16, dtype=torch.float32) for r in range(n)]
-    lses = [drawn(seed + n, r, *shape, dtype=torch.float32) for r in range(n)]
+    outs = [sampled(seed, r, *shape, 16, dtype=torch.float32) for r in range(n)]
+    lses = [sampled(seed + n, r, *shape, dtype=torch.float32) for r in range(n)]
     for lse in lses:
         lse[lse == 1] = -float("inf")  # no keys
     merged, total = softmax_merge(torch.stack(outs).double(), torch.stack(lses).double())
@@ -123,12 +123,12 @@ def check_mixed(comm: Communicator, draw: random.Random) -> None:
         torch.testing.assert_close(given[1] * log, total[:, mine].float(), rtol=1e-5, atol=1e-5)
 
 
-def random_calls(turns: int) -> None:
+def random_calls(rounds: int) -> None:
     """Every rank draws the same counts, from the same seed."""
     with Communicator(max_bytes=SMALL) as comm:
-        draw = random.Random(turns)
-        for turn in range(turns):
-            counts = [draw.choice((0, 0, 1, 2, 7)) for _ in range(comm.world_size)] if turn else [0] * comm.world_size
+        draw = random.Random(rounds)
+        for number in range(rounds):
+            counts = [draw.choice((0, 0, 1, 2, 7)) for _ in range(comm.world_size)] if number else [0] * comm.world_size
             check_sums(comm, draw, counts)
             check_moves(comm, draw, counts)
             check_mixed(comm, draw)

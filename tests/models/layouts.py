@@ -168,8 +168,8 @@ def over(values: dict[str, Any], parts: int) -> dict[str, Any]:
     )
     text = text | {name: size for name, size in sizes.items() if name in text}
     if text.get("n_group", 1) > 1:  # a token's experts are all of the groups that it may go to
-        most = text["n_routed_experts"] // text["n_group"] * text["topk_group"]
-        text |= dict(num_experts_per_tok=min(text["num_experts_per_tok"], most))
+        limit = text["n_routed_experts"] // text["n_group"] * text["topk_group"]
+        text |= dict(num_experts_per_tok=min(text["num_experts_per_tok"], limit))
     if "linear_num_key_heads" in text:
         text |= dict(linear_num_key_heads=parts, layer_types=["linear_attention", "full_attention"])
     elif "attention_other_setting" in text:

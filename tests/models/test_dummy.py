@@ -115,11 +115,11 @@ def test_the_engine_serves_made_up_weights() -> None:
     model = EngineConfig(executor="thread", load_format="dummy", num_layers=2, kv_tokens=256)
     assert replace(model, model=preset_dir("qwen3-30b-a3b")).tokenizer == embedded_model_dir()
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    answers = []
+    outputs = []
     for layout in ({}, {"attn_dp": 2, "attn_tp": 2, "ep": 4}):
         with Engine(replace(model, **layout)) as engine:
-            answers.append([result.token_ids for result in engine.generate([[5, 6, 7], [8]], params)])
-    assert answers[0] == answers[1] and len(set(answers[0][0])) > 1
+            outputs.append([result.token_ids for result in engine.generate([[5, 6, 7], [8]], params)])
+    assert outputs[0] == outputs[1] and len(set(outputs[0][0])) > 1
 
 
 def test_every_preset_is_readable() -> None:

@@ -40,9 +40,9 @@ class Value:
 class Machine:
     """A transport and what it costs: µs a call and a doubling of the group, bytes/µs; the same of local work.
 
-    fused: whether a summing edge takes residual add and norm along. room: bytes of a tensor, if limited; norm_room: of
-    a row that is normalised along; ranks_room, hosts_room: ranks and hosts of a group. network: what the first three
-    are over hosts, where the doublings are those of a host's ranks.
+    fused: whether a summing edge takes residual add and norm along. capacity: bytes of a tensor, if limited;
+    norm_capacity: of a row that is normalised along; max_ranks, max_hosts: ranks and hosts of a group. network: what
+    the first three are over hosts, where the doublings are those of a host's ranks.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Machine:
     bytes_us: float
     local_us: float
     local_bytes_us: float
-    room: int | None = None
-    norm_room: int | None = None
-    ranks_room: int | None = None
-    hosts_room: int | None = None
+    capacity: int | None = None
+    norm_capacity: int | None = None
+    max_ranks: int | None = None
+    max_hosts: int | None = None
     network: tuple[float, float, float] | None = None
 
     def offer(self) -> Offer:
@@ -71,12 +71,14 @@ class Machine:
             Network(self.network[0], self.network[1], self.network[2] / 1e3) if self.network else None,
         )
         fused = frozenset(k for k in self.kinds if "reduce" in k) if self.fused else frozenset()
-        return Offer(self.name, self.kinds, fused, cost, self.room, self.norm_room, self.ranks_room, self.hosts_room)
+        return Offer(
+            self.name, self.kinds, fused, cost, self.capacity, self.norm_capacity, self.max_ranks, self.max_hosts
+        )
 
     def serves(self, ranks: int, hosts: int) -> bool:
         """Whether it carries exchanges of so many ranks on so many hosts."""
-        limits = (ranks, self.ranks_room), (hosts, self.hosts_room)
-        return all(most is None or n <= most for n, most in limits)
+        limits = (ranks, self.max_ranks), (hosts, self.max_hosts)
+        return all(limit is None or n <= limit for n, limit in limits)
 
     def collective(self, ranks: int, hosts: int, received: float) -> float:
         """A collective in which each rank receives so many bytes; infinite over hosts that nothing joins."""
@@ -324,9 +326,9 @@ class Prices:
             return math.inf if finish else self.slice(hop)
         if hop.kind not in by.kinds or (finish and not (by.fused and "reduce" in hop.kind)):
             return math.inf
-        if finish and by.norm_room is not None and self.row_bytes > by.norm_room:
+        if finish and by.norm_capacity is not None and self.row_bytes > by.norm_capacity:
             return math.inf
-        if by.room is not None and max(self.rows(hop.src), self.rows(hop.dst)) * row_bytes > by.room:
+        if by.capacity is not None and max(self.rows(hop.src), self.rows(hop.dst)) * row_bytes > by.capacity:
             return math.inf
         if not by.serves(hop.ranks, hop.hosts):
             return math.inf
@@ -401,7 +403,7 @@ def following(state: State, w: World, prices: Prices, read: Read) -> Iterator[tu
             yield prices.norm(residual, state.added), State(residual, (), residual, fresh=True)
 
 
-def least(mesh: Mesh, chain: Chain, machines: list[Machine], tokens: int, slices_copy: bool) -> float:
+def minimum(mesh: Mesh, chain: Chain, machines: list[Machine], tokens: int, slices_copy: bool) -> float:
     """The least time of all plans; infinite where there is none. Goes through the states in order of their time."""
     w, prices = world(mesh), Prices(mesh, chain, machines, tokens, slices_copy)
     ends: dict[Value | None, float] = {None: 0.0}

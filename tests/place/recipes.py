@@ -229,7 +229,7 @@ def following(ranks: Ranks, wanted: Wanted) -> Iterator[tuple[Taken, Ranks]]:
         yield Taken(kind, max(each), max(tensors)), after
 
 
-def ways(wanted: Wanted) -> list[tuple[Taken, ...]]:
+def options(wanted: Wanted) -> list[tuple[Taken, ...]]:
     """Every sequence of steps that ends in what is wanted, and holds nothing twice on its way."""
     found: list[tuple[Taken, ...]] = []
     begun: list[tuple[tuple[Taken, ...], tuple[Ranks, ...]]] = [((), (wanted.begin,))]
@@ -268,30 +268,34 @@ def priced(mesh: Mesh, group: str, wanted: Wanted, rows: int, machines: list[Mac
     n, hosts = len(groups[0]), max(len({host[r] for r in ranks}) for ranks in groups)
     found = []
     for machine in machines:
-        each = next((r for r in range(rows, 0, -1) if machine.room is None or wanted.limit(r) <= machine.room), 0)
+        each = next(
+            (r for r in range(rows, 0, -1) if machine.capacity is None or wanted.limit(r) <= machine.capacity), 0
+        )
         if not each or not machine.serves(n, hosts):
             continue
         cut = [min(each, rows - begin) for begin in range(0, rows, each)]
-        for way in ways(wanted):
-            kinds = tuple(step.kind for step in way if step.kind)
+        for recipe in options(wanted):
+            kinds = tuple(step.kind for step in recipe if step.kind)
             if not machine.kinds.issuperset(kinds):
                 continue
-            assert machine.room is None or max(step.largest * each for step in way if step.kind) <= machine.room
+            assert (
+                machine.capacity is None or max(step.largest * each for step in recipe if step.kind) <= machine.capacity
+            )
             us = sum(
                 machine.collective(n, hosts, step.bytes * r) if step.kind else machines[0].kernel(step.bytes * r)
                 for r in cut
-                for step in way
+                for step in recipe
             )
             if wanted.relaid:
                 us += machines[0].kernel(2 * rows * n * wanted.size(wanted.begin[0]))
-            calls = tuple((step.kind, step.bytes * r) for r in cut for step in way if step.kind)
+            calls = tuple((step.kind, step.bytes * r) for r in cut for step in recipe if step.kind)
             found.append(Priced(us, kinds, machine.name, calls, each))
     return found
 
 
-def least(found: list[Priced], asked: tuple[str, ...] | None = None) -> float | None:
+def minimum(found: list[Priced], asked: tuple[str, ...] | None = None) -> float | None:
     """The least time of all ways; None where there is none. asked: the collectives of the way to take, which need not
     have been measured.
     """
-    times = [way.us for way in found if (way.kinds == asked if asked else way.us < math.inf)]
+    times = [recipe.us for recipe in found if (recipe.kinds == asked if asked else recipe.us < math.inf)]
     return min(times, default=None)

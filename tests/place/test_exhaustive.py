@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from place.exhaustive import Machine, least, price, world
+from place.exhaustive import Machine, minimum, price, world
 from weft.place import plan as plan_module
 from weft.place.chain import Chain, Read
 from weft.place.cost import AlphaBeta, Offer
@@ -67,10 +67,10 @@ def machines(draw: st.DrawFn, name: str) -> Machine:
         bytes_us=draw(st.floats(1, 1e4)),
         local_us=draw(st.floats(0, 50)),
         local_bytes_us=draw(st.floats(1, 1e4)),
-        room=draw(st.sampled_from([None, None, 64, 256, 1024, 4096])),
-        norm_room=draw(st.sampled_from([None, None, ROW_BYTES, ROW_BYTES - 1])),
-        ranks_room=draw(st.sampled_from([None, None, None, 2])),
-        hosts_room=draw(st.sampled_from([None, None, 1])),
+        capacity=draw(st.sampled_from([None, None, 64, 256, 1024, 4096])),
+        norm_capacity=draw(st.sampled_from([None, None, ROW_BYTES, ROW_BYTES - 1])),
+        max_ranks=draw(st.sampled_from([None, None, None, 2])),
+        max_hosts=draw(st.sampled_from([None, None, 1])),
         network=draw(st.none() | st.tuples(st.floats(0.1, 300), st.floats(0, 50), st.floats(1, 1e4))),
     )
 
@@ -108,7 +108,7 @@ def problems(draw: st.DrawFn, meshes: tuple[Mesh, ...], most_deltas: int = 3) ->
 def check(problem: Problem) -> None:
     """The plan is legal, takes what it says, and nothing takes less; what is refused cannot be."""
     mesh, chain, offered, tokens, slices_copy = problem
-    best = least(mesh, chain, offered, tokens, slices_copy)
+    best = minimum(mesh, chain, offered, tokens, slices_copy)
     planner = Planner(mesh, chain, [m.offer() for m in offered], slices_copy=slices_copy)
     try:
         plan = planner.plan((tokens,) * mesh.attn_dp)
@@ -166,7 +166,7 @@ def check_forms(problem: Problem) -> None:
     for chosen in itertools.product(range(len(chain.forms)), repeat=len(chain.reads)):
         reads = (replace(chain.forms[f][i], deltas=chain.forms[b][i].deltas) for i, f, b in _steps(chosen))
         single.add(Chain(tuple(reads), chain.width, chain.element_bytes))
-    best = min(least(mesh, one, offered, tokens, slices_copy) for one in single)
+    best = min(minimum(mesh, one, offered, tokens, slices_copy) for one in single)
     planner = Planner(mesh, chain, [m.offer() for m in offered], slices_copy=slices_copy)
     try:
         plan = planner.plan((tokens,) * mesh.attn_dp)
@@ -232,11 +232,11 @@ def cheapest_offers_local_steps(m: pytest.MonkeyPatch) -> None:
     m.setattr(Planner, "_local_us", local_us)
 
 
-def room_for_the_result_only(m: pytest.MonkeyPatch) -> None:
+def capacity_for_the_result_only(m: pytest.MonkeyPatch) -> None:
     m.setattr(Planner, "_needed_bytes", lambda self, edge, counts: self._max_bytes(edge.dst, counts))
 
 
-def room_for_the_source_only(m: pytest.MonkeyPatch) -> None:
+def capacity_for_the_source_only(m: pytest.MonkeyPatch) -> None:
     m.setattr(Planner, "_needed_bytes", lambda self, edge, counts: self._max_bytes(edge.src, counts))
 
 
@@ -318,8 +318,8 @@ PLANTED = [
     no_epilogue_priced,
     another_offers_local_steps,
     cheapest_offers_local_steps,
-    room_for_the_result_only,
-    room_for_the_source_only,
+    capacity_for_the_result_only,
+    capacity_for_the_source_only,
     rows_of_any_width_are_normalised,
     adding_is_free,
     bytes_of_the_first_rank,

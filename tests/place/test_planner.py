@@ -251,8 +251,8 @@ def test_the_naive_plan_never_fails(kinds: frozenset[str]) -> None:
     mesh = Mesh(2, 2, 2, 2)
     group, owing = mesh.placement(Rows.GROUP), mesh.placement(Rows.WORLD, "world")
     chain = Chain((Read("a", group, (group,)), Read("b", mesh.placement(Rows.OWN), (owing,))), WIDTH, 8)
-    room = 2 * 4 * 8 * WIDTH
-    planner = Planner(mesh, chain, [Offer("one", kinds, frozenset(), PRESETS["h200-nvlink"], room)])
+    capacity = 2 * 4 * 8 * WIDTH
+    planner = Planner(mesh, chain, [Offer("one", kinds, frozenset(), PRESETS["h200-nvlink"], capacity)])
     assert planner.plan((4, 4)).us < math.inf
     for counts in ((4, 4), (8, 8)):
         naive = planner.naive(counts)
@@ -270,5 +270,5 @@ def test_the_busiest_rank_is_of_the_fullest_or_the_emptiest_group(mesh: Mesh, da
     counts = tuple(data.draw(st.lists(st.integers(0, 50), min_size=mesh.attn_dp, max_size=mesh.attn_dp)))
     planner = Planner(mesh, Chain((), WIDTH, 8), [])
     for edge in (e for found in legal_edges(mesh).values() for e in found):
-        most = max(rows_received(edge, mesh, rank, counts) for rank in range(mesh.world))
-        assert planner.bytes_received(edge, counts) == pytest.approx(most * WIDTH * 8)
+        limit = max(rows_received(edge, mesh, rank, counts) for rank in range(mesh.world))
+        assert planner.bytes_received(edge, counts) == pytest.approx(limit * WIDTH * 8)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support import small_config
 
 from place import recipes
-from place.exhaustive import Machine, least
+from place.exhaustive import Machine, minimum
 from place.recipes import Priced, Wanted, priced
 from place.test_exhaustive import ALL
 from weft.engine.planning import trace
@@ -53,7 +53,7 @@ ON_ONE = tuple(mesh for mesh in MESHES if mesh.hosts == 1)
 
 @dataclass(frozen=True)
 class Problem:
-    """A value on a mesh, in a step of so many rows of each DP group. recipe: to take; `auto`: whichever costs least.
+    """A value on a mesh, in a step of so many rows of each DP group. recipe: to take; `auto`: the cheapest.
 
     heads, dim, element_bytes: of attention on a rank; tokens: of the vocabulary.
     """
@@ -103,13 +103,13 @@ class Problem:
         return of(self.ranks, self.heads, self.dim, self.element_bytes)
 
     @cached_property
-    def ways(self) -> list[Priced]:
+    def options(self) -> list[Priced]:
         rows = 1 if self.what == "best tokens" else self.bucket
         return priced(self.mesh, self.group, self.wanted, rows, list(self.machines))
 
 
 def some_machines(chance: Random) -> tuple[Machine, ...]:
-    """One or two transports, some of which lack a kind, have little room, or do not serve large groups or hosts."""
+    """One or two transports, some of which lack a kind, have little capacity, or do not serve large groups or hosts."""
     found = []
     for name in chance.choice([["one"], ["one", "two"]]):
         network = chance.uniform(0.1, 300), chance.uniform(0, 50), 10 ** chance.uniform(0, 4)
@@ -122,9 +122,9 @@ def some_machines(chance: Random) -> tuple[Machine, ...]:
             bytes_us=10 ** chance.uniform(0, 4),
             local_us=10 ** chance.uniform(-1, 1.5),
             local_bytes_us=10 ** chance.uniform(0, 4),
-            room=chance.choice([None, None, 64, 256, 1024, 4096, 16384]),
-            ranks_room=chance.choice([None, None, None, 2]),
-            hosts_room=chance.choice([None, None, 1]),
+            capacity=chance.choice([None, None, 64, 256, 1024, 4096, 16384]),
+            max_ranks=chance.choice([None, None, None, 2]),
+            max_hosts=chance.choice([None, None, 1]),
             network=chance.choice([None, network, network]),
         )
         found.append(machine)
@@ -154,7 +154,7 @@ def settlements_of(problem: Problem) -> Settlements:
 
 def check(problem: Problem) -> None:
     """The plan is a way that there is, takes what that takes, and none takes less; what is refused cannot be."""
-    best = recipes.least(problem.ways, RECIPES.get(problem.recipe))
+    best = recipes.minimum(problem.options, RECIPES.get(problem.recipe))
     asked = problem.settlement().of(problem.rows if problem.what != "best tokens" else problem.bucket)
     try:
         settled = settlements_of(problem).plan(*asked)
@@ -162,18 +162,20 @@ def check(problem: Problem) -> None:
         assert best is None
         return
     assert best is not None and settled.us == pytest.approx(best)
-    check_settled(settled, problem.ways)
+    check_settled(settled, problem.options)
     assert problem.recipe in ("auto", settled.recipe.name)
 
 
-def check_settled(settled: Settled, ways: list[Priced]) -> None:
+def check_settled(settled: Settled, options: list[Priced]) -> None:
     """Its transport goes such a way, in as many calls of as many bytes, and in the time that it says."""
     kinds = RECIPES.get(settled.recipe.name, ("all_gatherv",))
-    way = next((way for way in ways if (way.kinds, way.transport) == (kinds, settled.transport)), None)
-    assert way is not None, "no such way is legal"
-    assert settled.us == pytest.approx(way.us) and settled.each == way.each
-    assert settled.calls(settled.rows, settled.rows) == list(way.calls)
-    assert settled.bytes == sum(size for _, size in way.calls)
+    option = next(
+        (option for option in options if (option.kinds, option.transport) == (kinds, settled.transport)), None
+    )
+    assert option is not None, "no such way is legal"
+    assert settled.us == pytest.approx(option.us) and settled.each == option.each
+    assert settled.calls(settled.rows, settled.rows) == list(option.calls)
+    assert settled.bytes == sum(size for _, size in option.calls)
 
 
 @given(st.integers(0, 1 << 32))
@@ -186,7 +188,7 @@ def test_the_options_are_the_recipes_of_the_table() -> None:
     """Tried out from what ranks hold, with no list of recipes; each rank then has its own heads over all keys."""
     for n in (2, 3, 4):
         for wanted in (recipes.attention(n, 2, 3, 2), recipes.queries(n, 2, 3, 2)):
-            found = {tuple(step.kind for step in way) for way in recipes.ways(wanted)}
+            found = {tuple(step.kind for step in option) for option in recipes.options(wanted)}
             merges = {
                 ("all_gatherv", None, "reduce_scatterv"),
                 (None, "all_to_allv", None),
@@ -231,34 +233,34 @@ def check_model(model: Model) -> None:
     settles = [tuple(problem.settlement() for at, problem in asked if at == read) for read in (0, 1)]
     reads = (Read("first", group, (group,), settles[0]), Read("norm", group, (owing,), settles[1]))
     chain = Chain(reads, 6, 8)
-    times, ways = [least(mesh, chain, offered, tokens, False)], []
+    times, options = [minimum(mesh, chain, offered, tokens, False)], []
     for _, problem in asked:
-        ways.append(replace(problem, machines=tuple(offered)).ways)
-        best = recipes.least(ways[-1])
+        options.append(replace(problem, machines=tuple(offered)).options)
+        best = recipes.minimum(options[-1])
         times += [math.inf] if best is None else [] if problem.what == "logits" else [best]
     planner = Planner(mesh, chain, [m.offer() for m in offered])
-    check_naive(planner.naive((tokens,) * mesh.attn_dp), asked, ways)
+    check_naive(planner.naive((tokens,) * mesh.attn_dp), asked, options)
     try:
         plan = planner.plan((tokens,) * mesh.attn_dp)
     except (LayoutError, PlacementError):
         assert sum(times) == math.inf
         return
     assert plan.us == pytest.approx(sum(times))
-    for settled, found in zip((s for read in plan.reads for s in read.settled), ways, strict=True):
+    for settled, found in zip((s for read in plan.reads for s in read.settled), options, strict=True):
         check_settled(settled, found)
-        assert settled.us == pytest.approx(recipes.least(found))
+        assert settled.us == pytest.approx(recipes.minimum(found))
     inside = [(site, op.value.what) for site, op in plan.ops() if isinstance(op, Settled)]
     assert inside == [(reads[read].site, problem.what) for read, problem in asked]
 
 
-def check_naive(plan: Plan, asked: list[tuple[int, Problem]], ways: list[list[Priced]]) -> None:
+def check_naive(plan: Plan, asked: list[tuple[int, Problem]], options: list[list[Priced]]) -> None:
     """Attention is merged by ag_rs, all logits are gathered in every step, and what nobody offers takes for ever."""
     times = []
     settled = [each for read in plan.reads for each in read.settlements()]
-    of_every_step = [(problem.what, found) for (_, problem), found in zip(asked, ways, strict=True)]
+    of_every_step = [(problem.what, found) for (_, problem), found in zip(asked, options, strict=True)]
     of_every_step = [(what, found) for what, found in of_every_step if what != "best tokens"]
     for (settlement, each), (what, found) in zip(settled, of_every_step, strict=True):
-        best = recipes.least(found, RECIPES["ag_rs"] if what == "outputs" else ("all_gatherv",))
+        best = recipes.minimum(found, RECIPES["ag_rs"] if what == "outputs" else ("all_gatherv",))
         times.append(math.inf if best is None else best)
         assert (each.value.what, settlement.asked) == (what, False) and each.us == pytest.approx(times[-1])
         assert (each.transport == "nobody") == (best is None) and each.recipe.name in ("ag_rs", "all_gatherv")

@@ -127,6 +127,6 @@ def test_kernels_runs_on_cpus(tmp_path: Path) -> None:
     done = run_script("kernels.py", *asked, "--json", str(report), folder=tmp_path, torchrun=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads(report.read_text())["rows"]
-    carriers = [("all_reduce", "weft"), ("all_reduce+norm", "weft, then a norm"), ("all_reduce+norm", "weft, fused")]
-    assert [(row["op"], row["carrier"]) for row in rows] == carriers
+    transports = [("all_reduce", "weft"), ("all_reduce+norm", "weft, then a norm"), ("all_reduce+norm", "weft, fused")]
+    assert [(row["op"], row["carrier"]) for row in rows] == transports
     assert all(row["us"] > 0 and row["error"] < 4 for row in rows)

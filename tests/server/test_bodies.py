@@ -37,12 +37,12 @@ def counts(value: Any) -> tuple[int, int, int]:
 
 
 @given(JSON, st.integers(0, 8), st.integers(0, 8))
-def test_what_stands_in_strings_separates_no_values(value: Any, most: int, most_containers: int) -> None:
+def test_what_stands_in_strings_separates_no_values(value: Any, limit: int, max_containers: int) -> None:
     commas, containers, members = counts(value)
-    exceeds = commas > most or max(containers, members) > most_containers
+    exceeds = commas > limit or max(containers, members) > max_containers
     for ascii_only in (False, True):
         data = json.dumps(value, ensure_ascii=ascii_only).encode()
-        assert bodies.has_more_values(data, most, most_containers) == exceeds
+        assert bodies.has_more_values(data, limit, max_containers) == exceeds
 
 
 def test_what_is_no_json_is_counted_too() -> None:

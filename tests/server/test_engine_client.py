@@ -62,8 +62,8 @@ def test_a_waiting_request_sets_no_timer(monkeypatch: pytest.MonkeyPatch) -> Non
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("choices, most", [(1, 8192), (16, 16384)])
-def test_what_a_client_does_not_read_is_bounded(choices: int, most: int) -> None:
+@pytest.mark.parametrize("choices, limit", [(1, 8192), (16, 16384)])
+def test_what_a_client_does_not_read_is_bounded(choices: int, limit: int) -> None:
     async def main() -> None:
         engine = QuietEngine()
         state, url = SimpleNamespace(small=True), SimpleNamespace(path="/")
@@ -83,15 +83,15 @@ def test_what_a_client_does_not_read_is_bounded(choices: int, most: int) -> None
 
         engine.say(increment, 0)
         assert (await first)[1].text == "a"
-        for at in range(most):
+        for at in range(limit):
             say(at)
         await asyncio.sleep(0)
-        assert not engine.cancelled and len(unread) == most
+        assert not engine.cancelled and len(unread) == limit
         for at in range(10):
             say(at)
         await asyncio.sleep(0)
         assert engine.cancelled == list(range(choices)) and len(unread) == 10
-        with pytest.raises(ApiError, match=f"{most} increments were not read in time"):
+        with pytest.raises(ApiError, match=f"{limit} increments were not read in time"):
             await anext(stream)
 
     asyncio.run(main())

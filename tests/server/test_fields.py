@@ -116,9 +116,9 @@ def test_long_prompts_are_cut_to_their_end_and_no_more_of_them_is_encoded(
             assert completion.status_code == 200, completion.text
             assert (completion.json().get("count") or completion.json()["usage"]["prompt_tokens"]) == 12
     assert max(map(len, encoded)) < 1000
-    for most in (256, 10**9):
+    for limit in (256, 10**9):
         with served.http() as http:
-            refused = http.post(C, json={"prompt": "a" * 2_000_000, "truncate_prompt_tokens": most})
+            refused = http.post(C, json={"prompt": "a" * 2_000_000, "truncate_prompt_tokens": limit})
         assert refused.json()["error"]["code"] == "context_length_exceeded"
 
 
@@ -233,8 +233,8 @@ def test_choices_and_properties_may_be_many(served: Served) -> None:
 def test_a_prompt_is_scored_as_it_would_be_sampled(served: Served) -> None:
     """What a prompt's tokens get is what they got when they were drawn, however the prompt was cut and cached."""
     ids = served.engine.tokenizer.encode("abc")
-    drawn = ask(served, C, prompt=ids, logprobs=3, allowed_token_ids=served.engine.tokenizer.encode("xyz"), **FIXED)
-    text, table = drawn["choices"][0]["text"], drawn["choices"][0]["logprobs"]
+    sampled = ask(served, C, prompt=ids, logprobs=3, allowed_token_ids=served.engine.tokenizer.encode("xyz"), **FIXED)
+    text, table = sampled["choices"][0]["text"], sampled["choices"][0]["logprobs"]
     for more in ({"max_tokens": 0}, {"max_tokens": 1}, {"max_tokens": 1, "stream": True}):
         body = {"prompt": "abc" + text, "echo": True, "logprobs": 3, "temperature": 0} | more
         with served.http() as http:

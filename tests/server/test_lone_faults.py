@@ -50,18 +50,18 @@ def test_only_its_client_hears_of_it(
         whole = http.post(C, json=TEXT | {"stream": True}).text
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, broken)
-            answer = http.post(path, json=body | {"stream": stream}, headers={"X-Request-Id": "seven"})
-        assert answer.headers["x-request-id"] == "seven"
-        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-        if answer.status_code == 200:
+            reply = http.post(path, json=body | {"stream": stream}, headers={"X-Request-Id": "seven"})
+        assert reply.headers["x-request-id"] == "seven"
+        events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+        if reply.status_code == 200:
             assert stream and fault in ("logprobs", "chat", "responses")
             done = [] if path == R else [events.pop()]
             assert done in ([], ["[DONE]"])
             error = json.loads(events[-1])
             message = error["message"] if path == R else error["error"]["message"]
         else:
-            assert answer.status_code == 500
-            message = answer.json()["error"]["message"]
+            assert reply.status_code == 500
+            message = reply.json()["error"]["message"]
         assert message == "internal error: ZeroDivisionError"
         again = http.post(C, json=TEXT | {"stream": True}).text
     texts = [[json.loads(e[6:])["choices"][0]["text"] for e in t.split("\n\n")[:-2]] for t in (whole, again)]
@@ -88,6 +88,6 @@ def test_an_engine_that_fails_is_another_matter(quiet: QuietEngine) -> None:
                     return ids
 
                 quiet.submit_all = asked  # type: ignore[method-assign]
-                answer = http.post(C, json={"prompt": "a"})
+                reply = http.post(C, json={"prompt": "a"})
                 quiet.submit_all, quiet.state = submit, "serving"  # type: ignore[method-assign]
-                assert answer.status_code == status and answer.json()["error"]["message"] == "why"
+                assert reply.status_code == status and reply.json()["error"]["message"] == "why"

@@ -60,5 +60,5 @@ def is_text(some: bytes) -> bool:
 
 def broken(rest: bytes) -> int:
     """Bytes at the beginning that one replacement character stands for."""
-    most = max(n for n in (1, 2, 3, 4) if len(rest[:n].decode(errors="replace")) == 1)
-    return min(most, len(rest))
+    limit = max(n for n in (1, 2, 3, 4) if len(rest[:n].decode(errors="replace")) == 1)
+    return min(limit, len(rest))

@@ -63,9 +63,9 @@ def test_what_routers_ask(served: Served) -> None:
             assert said["model_path"] == said["tokenizer_path"] == str(served.engine.config.model)
         for name in ("model_info", "get_model_info"):
             assert http.get(name).json()["is_generation"] is True
-        drawn = served.engine.stats().generated_tokens
+        sampled = served.engine.stats().generated_tokens
         assert http.get("/health_generate").status_code == 200
-        assert served.engine.stats().generated_tokens == drawn + 1
+        assert served.engine.stats().generated_tokens == sampled + 1
         assert http.post("/flush_cache").status_code == 200
         [load] = http.get("/get_load").json()
     assert load == {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}

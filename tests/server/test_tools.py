@@ -215,10 +215,10 @@ def test_any_output_is_read_alike_however_it_is_cut(form: ToolFormat) -> None:
     ]
     pieces += ["time", "x", "```json", *whole, *(text[: len(text) // 2] for text in whole)]
     for seed in range(300):
-        drawn = random.Random(seed)
-        completion = "".join(drawn.choices(pieces, k=drawn.randrange(1, 12)))
+        sampled = random.Random(seed)
+        completion = "".join(sampled.choices(pieces, k=sampled.randrange(1, 12)))
         wanted = read_in_pieces(form, [completion])
-        cuts = sorted(drawn.choices(range(len(completion) + 1), k=6))
+        cuts = sorted(sampled.choices(range(len(completion) + 1), k=6))
         cut = [completion[a:b] for a, b in zip([0, *cuts], [*cuts, len(completion)], strict=True)]
         assert read_in_pieces(form, cut) == wanted and read_in_pieces(form, [*completion, ""]) == wanted, (
             seed,

@@ -67,8 +67,8 @@ def test_steps_with_prompts(spec: PagedKV | Window | Latent, device: torch.devic
 def test_steps_with_prompts_in_graphs(spec: PagedKV | Window | Latent, device: torch.device) -> None:
     """Answers, chunks of a row and of several, padding behind; one kind missing, or all; no room to spare."""
     ragged: list[list[tuple[int, int]]] = [[(1, 12), (1, 0), (6, 2), (9, 0)], [(5, 3)], [(1, 7), (1, 2)]]
-    for seed, (spans, room) in enumerate(zip(ragged, ((25, 6), (7, 2), (4, 4)), strict=True)):
-        for rows, sequences in (room, (sum(n for n, _ in spans), len(spans))):
+    for seed, (spans, capacity) in enumerate(zip(ragged, ((25, 6), (7, 2), (4, 4)), strict=True)):
+        for rows, sequences in (capacity, (sum(n for n, _ in spans), len(spans))):
             case = on(device, roomy(make_case(spans, seed=seed, spec=spec), rows, sequences))
             check(PagedTriton(case.cache), case, spans)
 

@@ -54,7 +54,7 @@ def test_rows_go_and_come_back(
     torch.manual_seed(3)
     ranks = len(sizes)
     held, listed = EXPERTS * span // ranks, 8 * K // dtype.itemsize
-    room = sum(rows for rows, _ in sizes)
+    space = sum(rows for rows, _ in sizes)
     nan = {"fill_value": torch.nan, "dtype": dtype, "device": device}
     given, packs = [], []
     for rows, live in sizes:
@@ -74,7 +74,7 @@ def test_rows_go_and_come_back(
     assert torch.equal(sent, torch.stack([g.sum(0) for g in goes]).int())
     back = [torch.full((ranks * rows, width), **nan) for rows, _ in sizes]
     for reader in range(ranks):
-        came = torch.full((room, width + listed), **nan)
+        came = torch.full((space, width + listed), **nan)
         at = 0
         for source, packed in enumerate(packs):
             begin, count = int(sent[source, :reader].sum()), int(sent[source, reader])
@@ -123,7 +123,7 @@ def test_ranks_dispatch_as_on_cpus(
     interpreter = threading.Lock()  # Triton's takes one thread at a time
     for name in ("places", "pack", "lists", "add"):
         monkeypatch.setattr(kernels, name, _one_at_a_time(getattr(kernels, name), interpreter))
-    room = tuple(CASES[case](rank) + rank % 2 for rank in range(mesh.world))
+    space = tuple(CASES[case](rank) + rank % 2 for rank in range(mesh.world))
     world, n = tuple(range(mesh.world)), mesh.world
     permute = all_to_allv(n)
 
@@ -131,7 +131,7 @@ def test_ranks_dispatch_as_on_cpus(
         rank, held = transport.rank, EIGHT // mesh.ep
         mine = range(rank // mesh.moe_tp * held, (rank // mesh.moe_tp + 1) * held)
         x, weight, expert = (t.to(device) for t in rows_of(case, rank, torch.float32))
-        padding = room[rank] - len(x)
+        padding = space[rank] - len(x)
         x = torch.cat((x, x.new_full((padding, WIDTH), torch.nan)))
         weight = torch.cat((weight, weight.new_full((padding, K), torch.nan)))
         expert = torch.cat((expert.int(), expert.new_full((padding, K), -1).int()))
@@ -154,8 +154,8 @@ def test_ranks_dispatch_as_on_cpus(
             arrived.append(rows[(experts >= 0).any(1)].cpu())
             return out
 
-        dispatcher = partial(on_device, Exchanging(mesh, rank, room, carry, transport.empty))
-        found = [dispatcher(x, weight, expert, EIGHT, work).cpu()[: room[rank] - padding] for _ in range(2)]
+        dispatcher = partial(on_device, Exchanging(mesh, rank, space, carry, transport.empty))
+        found = [dispatcher(x, weight, expert, EIGHT, work).cpu()[: space[rank] - padding] for _ in range(2)]
         return [*found, arrived[0]]
 
     compare(run_world(n, rank_main), mesh, case)

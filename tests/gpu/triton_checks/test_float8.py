@@ -80,7 +80,7 @@ LINEAR = {
 }
 
 
-def turned(device: torch.device) -> float:
+def rotated(device: torch.device) -> float:
     """Sums in another order, or of fewer bits, turn the rounding of a few values between the products of experts, by 1
     part in 16 at most."""
     return 6e-3
@@ -182,7 +182,7 @@ def test_experts(case: str, quantised: bool, device: torch.device) -> None:
     wanted = definitions.experts(x.double(), probability, expert, gate_up, down)
     assert (out[(expert < 0).all(-1)] == 0).all()
     if live:
-        assert off(out[:live], wanted[:live]) <= turned(device)
+        assert off(out[:live], wanted[:live]) <= rotated(device)
         wide = [dequantise(w, torch.float64) for w in (gate_up, down)]
         assert off(wanted[:live], definitions.experts(x.double(), probability, expert, *wide)[:live]) > 2e-2
 
@@ -200,7 +200,7 @@ def test_experts_with_limits_and_biases(
     tile = ExpertsTile(64, 128, 4, 2)
     out = fused_experts.experts(x, found, gate_up, down, torch.full_like(x, NAN), tile, tile, limit, alpha, *biases)
     wanted = definitions.experts(x.double(), probability, expert, gate_up, down, limit, alpha, *biases)
-    assert off(out[:live], wanted[:live]) <= turned(device)
+    assert off(out[:live], wanted[:live]) <= rotated(device)
 
 
 def test_experts_refuse(device: torch.device) -> None:

@@ -82,8 +82,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
         traces = graphs._rows.length.any(), (graphs._rows.last_token != -1).any()
         assert not any(traces), "steps of no rows leave no trace"
 
-    def rows_of(transports: Any, mesh: Mesh, *room: Any) -> CapturedRows:
-        return EqualRows(mesh, *room) if mesh.attn_dp > 1 else PaddedRows(mesh, *room)
+    def rows_of(transports: Any, mesh: Mesh, *capacity: Any) -> CapturedRows:
+        return EqualRows(mesh, *capacity) if mesh.attn_dp > 1 else PaddedRows(mesh, *capacity)
 
     monkeypatch.setattr(Repeated, "seen", seen, raising=False)
     monkeypatch.setattr(StepGraphs, "_step", stepped)
@@ -108,7 +108,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
             states[:, :-2] = float("nan")  # what no sequence has left there, and not where every sequence begins
         worker.runner.capture(worker.device_rows, worker.config.max_batch_tokens)
 
-    monkeypatch.setattr(inputs, "prompt_capacities", lambda most: sorted({min(4, most), most}))
+    monkeypatch.setattr(inputs, "prompt_capacities", lambda limit: sorted({min(4, limit), limit}))
     monkeypatch.setattr(runner, "exchange_times", lambda *_: {})  # events and graphs of their own
     monkeypatch.setattr(sampler, "_sample_rows", sampler._sample_on_gpu)
     monkeypatch.setattr(sampler, "_best_of_share", sampler._best_on_gpu)
@@ -116,7 +116,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
     return seen
 
 
-def rows_of_answers(shapes: list[Shape]) -> set[int]:
+def decode_rows_of(shapes: list[Shape]) -> set[int]:
     return {shape.rows for shape in shapes if not shape.prompts}
 
 
@@ -136,7 +136,7 @@ def test_outputs_of_replayed_steps(model: Path, captured: list[Shape], expected:
     """Alone and in company, of many lengths, with preemption as pages are few, beside rows that draw at random."""
     with Engine(config(model, kv_tokens=24, max_batch_tokens=8)) as engine:
         assert [r.token_ids for r in generate_together(engine, FEW, PLAIN)] == expected
-        assert len(rows_of_answers(captured)) > 1 and any(shape.prompts for shape in captured)
+        assert len(decode_rows_of(captured)) > 1 and any(shape.prompts for shape in captured)
         for params in (SEEDED, CUT):
             [alone] = engine.generate(FEW[:1], params)
             crowd = generate_together(engine, FEW, params)
@@ -178,7 +178,7 @@ def test_caches_of_every_kind(family: str, captured: list[Shape], tmp_path: Path
         assert [r.token_ids for r in cold] == [r.token_ids for r in warm] == expected
         assert sum(r.cached_tokens for r in warm) > sum(r.cached_tokens for r in cold)
         assert engine.generate(asked[:1], params)[0].token_ids == expected[0]
-        assert {1, 4} <= rows_of_answers(captured), "of several capacities"
+        assert {1, 4} <= decode_rows_of(captured), "of several capacities"
         assert any(shape.prompts for shape in captured) == (family == "windows and sinks"), "prompts of states are not"
         assert engine.stats().failures == 0
         engine.check_idle()
@@ -187,10 +187,10 @@ def test_caches_of_every_kind(family: str, captured: list[Shape], tmp_path: Path
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets ranks be threads, of which the interpreter takes one at a time."""
-    turn, launch = threading.Lock(), interpreter.GridExecutor.__call__
+    index, launch = threading.Lock(), interpreter.GridExecutor.__call__
 
     def one_at_a_time(*args: Any, **options: Any) -> None:
-        with turn:
+        with index:
             launch(*args, **options)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", one_at_a_time)
@@ -206,7 +206,7 @@ def test_sharded_tokens(captured: list[Shape], tmp_path: Path) -> None:
     assert not captured
     with Engine(config(tmp_path, attn_tp=2, moe_tp=2, dcp=2, dcp_interleave=2)) as engine:
         assert [r.token_ids for r in engine.generate(FEW, PLAIN)] == expected
-        assert len(rows_of_answers(captured)) > 1 and not any(shape.prompts for shape in captured)
+        assert len(decode_rows_of(captured)) > 1 and not any(shape.prompts for shape in captured)
         assert engine.stats().failures == 0
         engine.check_idle()
 
@@ -222,7 +222,7 @@ def test_groups_that_exchange_equal_rows(layout: dict[str, int], captured: list[
     with Engine(config(tmp_path, **layout)) as engine:
         assert [r.token_ids for r in engine.generate(FEW[:3], PLAIN)] == expected
         assert engine.generate(FEW[2:3], PLAIN)[0].token_ids == expected[2]
-        assert {1, 2} <= rows_of_answers(captured) and any(s.prompts for s in captured) and engine.stats().failures == 0
+        assert {1, 2} <= decode_rows_of(captured) and any(s.prompts for s in captured) and engine.stats().failures == 0
         engine.check_idle()
 
 

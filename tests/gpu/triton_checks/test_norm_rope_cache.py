@@ -115,8 +115,8 @@ def test_latent_rope_cache(interleaved: bool, heads: int, seed: int, device: tor
     assert torch.equal(q[:-1, :, : dim - rotary_dim], untouched[:-1])
     assert torch.allclose(cache.double(), wanted_cache, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert cache[[1, 2, 4, 5, 7]].isnan().all() and not cache[[6, 0, 3]].isnan().any()
-    turn = LatentSplit(dim, RotaryTable(*(t[:, None] for t in table), interleaved), Norm(weight, 1e-3))
-    again, key = turn.split(untouched_q := torch.randn(rows, heads * dim, device=device), kv)
+    index = LatentSplit(dim, RotaryTable(*(t[:, None] for t in table), interleaved), Norm(weight, 1e-3))
+    again, key = index.split(untouched_q := torch.randn(rows, heads * dim, device=device), kv)
     kernels.latent_rope_cache(
         untouched_q.unflatten(1, (-1, dim)), kv, *table, slots, cache, weight, 1e-3, interleaved=interleaved
     )

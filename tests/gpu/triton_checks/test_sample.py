@@ -31,9 +31,9 @@ def live(count: int, device: torch.device) -> Tensor:
 def test_samples(min_p: bool, count: int, seed: int, device: torch.device) -> None:
     given = inputs(device)
     given[0][count:] = float("nan")
-    least = torch.tensor([0.5, 0.0, 0.2, 0.0, 0.9], device=device) if min_p else None
-    value, token = kernels.sample(*given, live(count, device), min_p=least)
-    wanted_value, wanted = definitions.sample(*given, count, min_p=least)
+    minimum = torch.tensor([0.5, 0.0, 0.2, 0.0, 0.9], device=device) if min_p else None
+    value, token = kernels.sample(*given, live(count, device), min_p=minimum)
+    wanted_value, wanted = definitions.sample(*given, count, min_p=minimum)
     assert token.tolist() == wanted.tolist()
     assert torch.allclose(value, wanted_value, rtol=1e-4, atol=1e-4)
     assert (token[count:] == -1).all() and (token[:count] >= 0).all()
@@ -50,15 +50,15 @@ def test_programs_share_a_row(
     logits = logits.to(dtype)
     logits[0] = float("-inf")
     logits[3, 1:] = -1.0
-    least = torch.tensor([0.5, 0.0, 0.2, 0.0, 0.9], device=device)
-    given = temperature, seed, least
+    minimum = torch.tensor([0.5, 0.0, 0.2, 0.0, 0.9], device=device)
+    given = temperature, seed, minimum
     table = torch.tensor([6, 2, 0, 3, 8], device=device).int()
     tables = [
         torch.full((9,), fill, dtype=x.dtype, device=device) for x, fill in zip(given, (9.0, 77, 1.0), strict=True)
     ]
     for kept, x in zip(tables, given, strict=True):
         kept[table.long()] = x
-    wanted = definitions.sample(logits, temperature, seed, position, 4, min_p=least)
+    wanted = definitions.sample(logits, temperature, seed, position, 4, min_p=minimum)
     monkeypatch.setattr(kernels, "BLOCK", block)
     monkeypatch.setattr(kernels, "PROGRAMS", programs)
     more = dict(min_p=tables[2], table=table)

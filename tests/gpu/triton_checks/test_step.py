@@ -37,10 +37,10 @@ def test_inputs(
     steps = torch.tensor([2], dtype=torch.int32, device=device)
     wanted = kernels.StepInputs(*definitions.step_in(rows, count, last, length, entries, steps, groups, PAGE))
     assert steps == 3
-    for most in (1024, 2):
-        monkeypatch.setattr(kernels, "ENTRIES", most)
+    for limit in (1024, 2):
+        monkeypatch.setattr(kernels, "ENTRIES", limit)
         pieces = kernels.table_pieces(widths, [state for _, state in groups], device)
-        assert len(pieces.each) == sum(1 if state or most > 5 else 3 for _, state in groups)
+        assert len(pieces.each) == sum(1 if state or limit > 5 else 3 for _, state in groups)
         found = kernels.step_in(rows, live, last, length, entries, steps, pieces, PAGE)
         for name in ("tokens", "positions", "lengths"):
             assert torch.equal(getattr(found, name), getattr(wanted, name)), name
@@ -55,9 +55,9 @@ def test_inputs(
 
 
 @pytest.mark.parametrize("ranks, shares", [(1, 1), (1, 7), (3, 1), (2, 5)])
-@pytest.mark.parametrize("capacity, count, answers", [(6, 6, 6), (6, 4, 2), (1, 1, 0), (3, 0, 0), (5, 4, 4)])
+@pytest.mark.parametrize("capacity, count, outputs", [(6, 6, 6), (6, 4, 2), (1, 1, 0), (3, 0, 0), (5, 4, 4)])
 def test_samples_go_into_the_state(
-    capacity: int, count: int, answers: int, ranks: int, shares: int, device: torch.device
+    capacity: int, count: int, outputs: int, ranks: int, shares: int, device: torch.device
 ) -> None:
     """Of answers, and of prompts behind them, for which none was drawn before."""
     torch.manual_seed(capacity + ranks)
@@ -67,21 +67,21 @@ def test_samples_go_into_the_state(
     rows = torch.randperm(requests, device=device)[:capacity].int()
     rows[count:] = -(1 << 24)
     last[rows[:1].clamp(min=0).long()] = 3
-    last[rows[answers:count].long()] = -1
-    last[rows[1:answers:2].long()] = -1
+    last[rows[outputs:count].long()] = -1
+    last[rows[1:outputs:2].long()] = -1
     lengths = torch.randint(0, 99, (capacity,), device=device).int()
-    live, first = (torch.tensor([n], dtype=torch.int32, device=device) for n in (count, answers))
+    live, first = (torch.tensor([n], dtype=torch.int32, device=device) for n in (count, outputs))
     score = torch.randint(0, 3, (ranks, capacity, shares), device=device).float()  # some are equal
     token = (MAX_TOKENS - 1 - torch.randperm(score.numel(), device=device)).view(score.shape).float()
     score[:, -1] = float("-inf")
-    drawn = torch.stack((score, token), dim=-1)
-    drawn[:, count:] = float("nan")
+    sampled = torch.stack((score, token), dim=-1)
+    sampled[:, count:] = float("nan")
     tokens, steps = torch.full((capacity + 2,), -9).int().to(device), torch.tensor([11]).int().to(device)
     told = torch.full((4, capacity + 1), -9, dtype=torch.int32, pin_memory=device.type == "cuda")
     given = (last, length, tokens, steps, told)
     states = [[x.clone() if x.is_cuda or device.type == "cpu" else x.clone().pin_memory() for x in given] for _ in "ab"]
-    kernels.step_out(rows, live, first, drawn, lengths, *states[0])
-    definitions.step_out(rows, count, answers, drawn, lengths, *states[1])
+    kernels.step_out(rows, live, first, sampled, lengths, *states[0])
+    definitions.step_out(rows, count, outputs, sampled, lengths, *states[1])
     if device.type == "cuda":
         torch.cuda.synchronize()  # for what is written to the host
     for ours, theirs in zip(*states, strict=True):
@@ -89,8 +89,8 @@ def test_samples_go_into_the_state(
     tokens, told = states[0][2], states[0][4]
     assert torch.equal(told[11 % 4, :count], tokens[:count].cpu()) and (told == -9).sum() == told.numel() - count
     assert (tokens[capacity:] == -9).all() and (tokens[count:capacity] == -1).all()
-    drawn_of = tokens[:count] >= 0
-    assert drawn_of[:1].all() and not drawn_of[1:answers:2].any() and drawn_of[answers:].all()
+    sampled_of = tokens[:count] >= 0
+    assert sampled_of[:1].all() and not sampled_of[1:outputs:2].any() and sampled_of[outputs:].all()
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:

@@ -14,7 +14,8 @@ from support import run_world, small_config
 from engine.test_families import CONFIG, PLUGIN
 from weft.attention.caches import Caches, cached_layers
 from weft.dcp.group import ContextGroup
-from weft.engine.config import KV_TOKENS, EngineConfig
+from weft.engine.config import EngineConfig
+from weft.engine.engine_options import KV_TOKENS
 from weft.engine.worker.memory import (
     GIB,
     Memory,

@@ -165,9 +165,9 @@ ROUTER = filled(Router(Builder(MESH, 0, torch.float32, CPU), "gate", 8, 4, Routi
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_takes_complete_rows_alone(name: str, placement: dict[str, str]) -> None:
     layer, x = filled(LAYERS[name](Builder(MESH, 0, torch.float32, CPU))), hidden(8, **placement)
-    ways = {"experts": [lambda: layer(x, ROUTER)], "router": [lambda: layer.logits(x), lambda: layer.choose(x)]}
-    ways["column"] = [lambda: layer(x), lambda: layer.feed(x, torch.tanh, "attention")]
-    for use in ways.get(name, [lambda: layer(x)]):
+    uses = {"experts": [lambda: layer(x, ROUTER)], "router": [lambda: layer.logits(x), lambda: layer.choose(x)]}
+    uses["column"] = [lambda: layer(x), lambda: layer.feed(x, torch.tanh, "attention")]
+    for use in uses.get(name, [lambda: layer(x)]):
         with pytest.raises(PlacementError, match=r"layer.* needs \(GROUP\), but block is \(GROUP, "):
             use()
 

@@ -1,4 +1,4 @@
-"""What every implementation of attention over a paged cache does, whichever library it stands on."""
+"""The interface of attention over a paged cache, for all libraries that implement it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RotaryTable(Protocol):
 
     @property
     def halves(self) -> tuple[Tensor, Tensor]:
-        """cos and sin `[T, dim / 2]`, of each pair of elements that is rotated once."""
+        """cos and sin `[T, dim / 2]`: one for each pair of elements that is rotated."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -47,8 +47,8 @@ class NormScale(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """How `[T, features]` becomes queries, keys and values: sizes features of each, heads of `dim`, then each head of
-    queries and keys is normalised, where norms are given, and rotated. gathered: as `Backend.attend`, of the queries.
+    """How `[T, features]` becomes queries, keys and values: `sizes` features of each, in heads of `dim`. Each head of
+    queries and keys is normalised, where there are norms, and rotated. gathered: as `Backend.attend`, for the queries.
     """
 
     sizes: Sequence[int]
@@ -67,9 +67,10 @@ class HeadSplit:
 
 @dataclass(frozen=True, slots=True)
 class LatentSplit:
-    """How queries `[T, heads · dim]` and what the cache holds of each token, `[T, width]`, become what latent attention
-    takes: of the latter all but the last elements, as many as are rotated, are normalised; those and the last of each
-    head's query are rotated. gathered: as `Backend.attend`.
+    """How queries `[T, heads · dim]` and the cached vectors `[T, width]` become the inputs of latent attention.
+
+    The last elements of a vector, and of each head's query, are rotated; the other elements of a vector are normalised.
+    gathered: as `Backend.attend`.
     """
 
     dim: int
@@ -88,18 +89,18 @@ class LatentSplit:
 
 @dataclass(frozen=True, slots=True)
 class Absorbed:
-    """The projections from a latent vector to heads' keys and values, which stand at the query and at the output.
+    """The projections from a latent vector to heads' keys and values, applied to the query and to the output.
 
-    keys `[heads, n, width]`: a query's first n elements are multiplied by it; None: they are already. values
-    `[heads, value dim, width]`: so is the output. Both are linear in each head, so ranks that hold parts of the tokens
-    exchange what is narrower: queries before and outputs after. There they are those of all heads of a dcp group.
+    keys: `[heads, n, width]`, the factor of a query's first n elements; None: queries are projected already. values:
+    `[heads, value dim, width]`, the factor of the output. Both are linear in each head, so ranks that hold parts of the
+    tokens exchange the narrower side: queries before and outputs after. There they are of all heads of a dcp group.
     """
 
     keys: Tensor | None
     values: Tensor
 
     def part(self, place: int, parts: int) -> Absorbed:
-        """Of the heads of the rank at `place` of so many."""
+        """The heads of the rank at `place` of so many."""
         keys = None if self.keys is None else self.keys.chunk(parts)[place]
         return Absorbed(keys, self.values.chunk(parts)[place])
 
@@ -129,7 +130,7 @@ class Backend(Protocol):
     def cache(self) -> KVCache: ...
 
     def plan(self, batch: Batch, tables: PageTables) -> Any:
-        """What all layers of this step share, an immutable value. tables: those of the cache's group."""
+        """The shared values of all layers of this step, immutable. tables: those of the cache's group."""
 
     def store(self, plan: Any, layer: int, k: Tensor, v: Tensor | None) -> None:
         """Stores k and v `[T, kv_heads, D]`; a row with slot −1 is not stored.
@@ -138,18 +139,18 @@ class Backend(Protocol):
         """
 
     def store_projected(self, plan: Any, layer: int, qkv: Tensor | SplitKPartials, heads: HeadSplit) -> Tensor:
-        """The same from queries, keys and values side by side, `[T, features]` or its parts, which are still to be
-        added up, split, normalised and rotated as `heads` says: what one kernel can do on the way into the cache.
-        Gives the queries.
+        """`store` from queries, keys and values side by side, `[T, features]` or its parts. They are still to be added
+        up, split, normalised and rotated as `heads` says: one kernel can do that together with the write to the cache.
+        Returns the queries.
         """
         ...
 
     def store_latent(
         self, plan: Any, layer: int, q: Tensor, kv: Tensor, parts: LatentSplit, absorbed: Absorbed
     ) -> tuple[Tensor, Absorbed]:
-        """The same for a latent cache, from queries `[T, heads · dim]` and `[T, width]`, which are still to be
-        normalised and rotated as `parts` says. q may be overwritten. Gives the queries, and what is left to be
-        absorbed.
+        """`store` for a latent cache, from queries `[T, heads · dim]` and vectors `[T, width]`, which are still to be
+        normalised and rotated as `parts` says. q may be overwritten. Returns the queries, and the projections that
+        remain to be absorbed.
         """
         ...
 
@@ -166,10 +167,10 @@ class Backend(Protocol):
         """Attends with q `[T, heads, D]`: a row sees its sequence's tokens up to itself, within the cache's window if
         it has one.
 
-        scale: of the scores q·k. absorbed: of a latent cache, what is still to be done to query and output.
-        gathered: q has the heads of every rank of a dcp group, in rank order; the output has this rank's in any case.
+        scale: of the scores q·k. absorbed: for a latent cache, the remaining projections of query and output.
+        gathered: q has the heads of all ranks of a dcp group, in rank order; the output has this rank's in any case.
 
-        Gives the output `[T, heads, value dim]`, and where `lse` is set also the logarithm, to base e, of the sum of
+        Returns the output `[T, heads, value dim]`, and where `lse` is set also the natural logarithm of the sum of
         exponentials of each row's scaled scores, float32 `[T, heads]`; else None. A row that sees nothing (length 0)
         has output 0 and lse −inf.
         """

@@ -1,4 +1,4 @@
-"""All caches of a rank, and how a model's layers reach theirs."""
+"""All caches of a rank, and the layers' access to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.kv.cache_spec import CacheGroup, Recurrent, Spec, Window, rule
 
 
 class Cached(Protocol):
-    """A layer that declares the cache it needs, in its share of a rank."""
+    """A layer that declares the cache of its share on a rank."""
 
     @property
     def path(self) -> str: ...
@@ -41,10 +41,10 @@ def cached_layers(model: nn.Module) -> dict[str, Spec]:
 class Caches:
     """The caches of a model on a rank.
 
-    layers: as `cached_layers` gives them. groups: what there is of each rule; batches carry tables in their order.
-    page_size: tokens of a sequence that an entry of its page tables stands for. backend: makes what attends over a
-    paged cache. group: where the tokens of whole sequences are sharded over ranks; of windows and states every rank
-    has all.
+    layers: as `cached_layers` gives them. groups: the caches of each rule; batches have their tables in the same order.
+    page_size: tokens of a sequence that an entry of its page tables stands for. backend: makes the attention over a
+    paged cache. group: the dcp group, where the tokens of whole sequences are sharded over ranks; each rank has all
+    tokens of windows and all states.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Caches:
         self.paged: list[tuple[int, Backend]] = []
         self.states: list[tuple[int, StateCache]] = []
         self.places: dict[str, tuple[int, int]] = {}
-        """Of each layer the number of its cache among the paged ones, or the states, and its place there."""
+        """For each layer the number of its cache among the paged ones, or the states, and its place there."""
         for spec, names in paths.items():
             at, kind = group_of[rule(spec)], len(self.states if isinstance(spec, Recurrent) else self.paged)
             self.places |= {name: (kind, i) for i, name in enumerate(names)}
@@ -78,14 +78,14 @@ class Caches:
 
     @property
     def bytes(self) -> int:
-        """What they take on this rank."""
+        """Bytes of the caches on this rank."""
         tensors = [t for _, b in self.paged for t in (b.cache.keys, b.cache.values)]
         tensors += [t for _, s in self.states for t in s.states]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())
 
     def plan(self, batch: Batch) -> StepCaches:
-        """For the layers' calls of a step."""
+        """The caches for the layers' calls of a step."""
         plans = []
         for at, backend in self.paged:
             tables = batch.tables[at]
@@ -94,9 +94,9 @@ class Caches:
         return StepCaches(batch, self, tuple(plans))
 
     def copy(self, pages: Tensor) -> None:
-        """Copies pages of whole sequences, each rank what it has of them: all are read first.
+        """Copies pages of whole sequences, each rank its own part of them: all are read first.
 
-        pages: int64 `[N, 2]`, from and to, where the caches are.
+        pages: int64 `[N, 2]`, from and to, on the caches' device.
         """
         for _, backend in self.paged:
             cache = backend.cache
@@ -106,9 +106,7 @@ class Caches:
 
 @dataclass(frozen=True, slots=True)
 class StepCaches:
-    """The caches in one step of a batch, as layers reach theirs. plans: of each paged cache its backend, and the plan
-    of the step.
-    """
+    """The caches in one step of a batch. plans: for each paged cache its backend, and the plan of the step."""
 
     batch: Batch
     caches: Caches
@@ -127,7 +125,7 @@ class StepCaches:
     def project(
         self, layer: Cached, qkv: Tensor | SplitKPartials, heads: HeadSplit, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of a layer over its PagedKV or Window, from what its projection gives."""
+        """Attention of a layer over its PagedKV or Window, from the result of its projection."""
         backend, plan, at = self._of(layer)
         q = backend.store_projected(plan, at, qkv, heads)
         return backend.attend(plan, at, q, scale, lse, None, heads.gathered)
@@ -135,19 +133,19 @@ class StepCaches:
     def project_latent(
         self, layer: Cached, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
     ) -> Tensor:
-        """Attention of a layer over its Latent, from what its projections give. Gives the output."""
+        """Attention of a layer over its Latent, from the results of its projections. Returns the output."""
         backend, plan, at = self._of(layer)
         q, absorbed = backend.store_latent(plan, at, q, kv, parts, absorbed)
         return backend.attend(plan, at, q, scale, False, absorbed, parts.gathered)[0]
 
     def load(self, layer: Cached, sequences: slice = slice(None)) -> tuple[Tensor, ...]:
-        """The states that a Recurrent layer's sequences go on from: float32 `[B, …]`, zeros where one begins."""
+        """The states of a Recurrent layer's sequences before the step: float32 `[B, …]`, zeros where one begins."""
         states, at, slots = self._state(layer)
         return states.load(at, slots.before[sequences])
 
     def states_and_slots(self, layer: Cached) -> tuple[tuple[Tensor, ...], StateSlots]:
-        """All states of a Recurrent layer, float32 `[slots, …]`, and which of them are this step's: for a kernel that
-        reads and writes them where they lie. It writes slots that were handed out, and no others.
+        """All states of a Recurrent layer, float32 `[slots, …]`, and this step's slots: for a kernel that reads and
+        writes them in place. It writes only slots that are allocated.
         """
         cache, at, slots = self._state(layer)
         return tuple(states[at] for states in cache.states), slots

@@ -1,7 +1,7 @@
 """Decode context parallelism around an attention backend: the ranks of a dcp group hold parts of the tokens.
 
-Rows of one a sequence attend with all ranks' heads over the tokens here, and are merged. For the others either the
-tokens are gathered, or they are merged too (`weft.place.recipes.Prompt`).
+In sequences of one row, all ranks' heads attend over each rank's tokens, and the outputs are merged. For the other
+sequences either the tokens are gathered, or outputs are merged, too (`weft.place.recipes.Prompt`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class ShardedPlan:
-    """What the layers of a step share. here: over the tokens of this rank, without prompts, which attend in the form
-    that the first layer found, since it knows how wide queries are: kept in `form`, a plan over the tokens here, or
-    `Gathered`.
+    """The shared values of a step's layers. here: the plan over the tokens of this rank, without prompts. form: how
+    prompts attend, chosen by the first layer, since it knows the width of queries: a plan over the tokens of this rank,
+    or `Gathered`.
     """
 
     batch: Batch
@@ -49,14 +49,14 @@ class ShardedPlan:
 
 
 class ContextParallel:
-    """A `weft.attention.backend.Backend` on one rank of a group, by another on the tokens that lie here."""
+    """A `weft.attention.backend.Backend` on one rank of a group, with another one for the tokens of this rank."""
 
     def __init__(self, local: SDPA, group: ContextGroup):
         self.local, self._group = local, group
 
     @property
     def cache(self) -> KVCache:
-        """Of the tokens that lie here."""
+        """The cache of the tokens of this rank."""
         return self.local.cache
 
     def plan(self, batch: Batch, tables: PageTables) -> ShardedPlan:
@@ -79,7 +79,7 @@ class ContextParallel:
     def store_latent(
         self, plan: ShardedPlan, layer: int, q: Tensor, kv: Tensor, parts: LatentSplit, absorbed: Absorbed
     ) -> tuple[Tensor, Absorbed]:
-        """See `Backend.store_latent`. Queries are absorbed where all ranks' heads are here; others travel before."""
+        """See `Backend.store_latent`. Queries are absorbed where this rank has all heads; others travel before that."""
         if plan.here.rows is None and parts.gathered:
             return self.local.store_latent(plan.here, layer, q, kv, parts, absorbed)
         return self.local.store_latent(plan.here, layer, q, kv, parts, Absorbed(None, absorbed.values))[0], absorbed
@@ -139,7 +139,7 @@ class ContextParallel:
     def _form_of_prompts(
         self, plan: ShardedPlan, q: Tensor, absorbed: Absorbed | None, gathered: bool
     ) -> Plan | Gathered:
-        """How the step's prompts attend, and what that takes. Every rank of the group comes to the same."""
+        """How the step's prompts attend, and the data for it. All ranks of the group choose the same."""
         if plan.form:
             return plan.form[0]
         group, local, (keys, values) = self._group, self.local, (self.cache.keys, self.cache.values)

@@ -1,4 +1,4 @@
-"""One step's rows of one DP group, as tensors: what a model and its caches are given."""
+"""One step's rows of one DP group, as tensors: the input of a model and its caches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class PageTables:
     """Where a group of paged caches keeps a step's B sequences and T rows.
 
-    pages: int32 `[B, W]`, the page table of each sequence; any number where there is no token that is seen.
-    slots: int64 `[T]`, where each row's key and value are stored (page · page_size + offset); −1: nowhere.
+    pages: int32 `[B, W]`, the page table of each sequence; undefined where no row sees the tokens.
+    slots: int64 `[T]`, where each row's key and value are stored (page · page_size + offset); −1: not stored.
     """
 
     pages: Tensor
@@ -23,8 +23,8 @@ class PageTables:
 class StateSlots:
     """Where a group of recurrent states keeps a step's B sequences: int64 `[B]` each.
 
-    before: the slot of the state that a sequence goes on from, −1 where it begins. after: where the state after the
-    step's rows is stored, −1 for a padding sequence.
+    before: the slot of the state before the step's rows, −1 where a sequence begins. after: the slot of the state after
+    them, −1 for a padding sequence.
     """
 
     before: Tensor
@@ -41,10 +41,10 @@ class Batch:
     lengths: int32 `[B]`, the tokens of a sequence up to its last row in this step. 0: a padding sequence. Without
     starts it has one row, which sees nothing and attends to zeros; with them it has none.
     tables: of each group of the model's caches.
-    sample_rows: int64 `[S]`, or a run of the T rows.
-    spans: (rows, context) of each sequence, context being its tokens before this step. None where only the tensors
-    know, as inside a CUDA graph: its tensors have the shape of its capacity. Then sequences of one row come first,
-    and of rows that are no sequence's nothing is stored, and nothing that is computed is read.
+    sample_rows: int64 `[S]`, or a slice of the T rows.
+    spans: (rows, context) of each sequence; context is its tokens before this step. None where only the tensors have
+    them, as inside a CUDA graph: its tensors have the shape of its capacity. Then sequences of one row come first, and
+    rows of no sequence are neither stored nor read.
     """
 
     tokens: Tensor

@@ -1,4 +1,4 @@
-"""Attention over pages on GPUs, by Triton kernels that read pages where they lie."""
+"""Attention over pages on GPUs, by Triton kernels that read pages in place."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from weft.kv.cache_spec import Latent
 
 
 class PagedTriton(SDPA):
-    """A `weft.attention.backend.Backend` on a GPU, which CUDA graphs may capture: with one row a sequence, and where
-    tokens are not sharded, with prompts too.
+    """A `weft.attention.backend.Backend` on a GPU. CUDA graphs may capture it with one row of each sequence, and with
+    prompts, too, where tokens are not sharded.
     """
 
     def split(self, batch: Batch) -> Split:
@@ -35,7 +35,7 @@ class PagedTriton(SDPA):
         """See `Backend.plan`."""
         if batch.starts is None or batch.spans is not None:
             return super().plan(batch, tables)
-        # Which sequences have one row, only the device knows: they come first, and the others count as empty here.
+        # Only the device knows which sequences have one row: they come first, and the others count as empty here.
         decode = self.plan_decode(tables.pages, batch.lengths.where(batch.starts.diff() == 1, 0))
         return Plan(tables.slots, slice(len(batch.lengths)), decode, self.plan_prompts(batch, tables.pages, ()))
 
@@ -92,7 +92,7 @@ class PagedTriton(SDPA):
         if keys is None:
             store(interleaved=rotary.interleaved)
             return q, absorbed
-        # Both parts of what attends are written side by side, where a concatenation would copy them.
+        # Both parts of a query are written side by side; a concatenation would copy them.
         n, width = keys.shape[1:]
         whole = q.new_empty(*q.shape[:2], width + parts.dim - n)
         store(interleaved=rotary.interleaved, q_rotated=whole[..., width:])

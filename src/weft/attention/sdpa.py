@@ -29,8 +29,8 @@ class Prompt(NamedTuple):
 class Split:
     """A step's rows by how they attend.
 
-    rows: those of the sequences that have one, which attend in one call; None: all rows. sequences: int64, the numbers
-    of these sequences, where there are others. longest: tokens of the longest of these, where the host knows.
+    rows: the rows of sequences of one row, which attend in one call; None: all rows. sequences: int64, the numbers of
+    these sequences, where there are others. longest: tokens of the longest of these, where the host knows it.
     prompts: the other sequences.
     """
 
@@ -42,10 +42,10 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the layers of a step share.
+    """The shared values of a step's layers.
 
-    stored: where rows are stored. rows: as in `Split`. decode, prompts: by `plan_decode` and `plan_prompts`, of these
-    rows and of the others; None where there are none.
+    stored: where rows are stored. rows: as in `Split`. decode, prompts: from `plan_decode` and `plan_prompts`, for
+    these rows and for the others; None where there are none.
     """
 
     stored: Tensor
@@ -57,15 +57,15 @@ class Plan:
 class SDPA:
     """A `weft.attention.backend.Backend` that gathers the tokens a row sees and calls torch.
 
-    Sequences of one row are attended in one call, padded to the longest; the others one by one. Backends that stand on
-    other kernels override what plans and attends either.
+    Sequences of one row attend in one call, padded to the longest; the others one by one. Backends with other kernels
+    override the plan and the attention of either.
     """
 
     def __init__(self, cache: KVCache):
         self.cache = cache
 
     def split(self, batch: Batch) -> Split:
-        """Reads the device where only it knows the sequences' rows."""
+        """Reads the device where the host does not know the sequences' rows."""
         spans = batch.spans
         if spans is None:
             if batch.starts is None:
@@ -108,11 +108,11 @@ class SDPA:
         return Plan(self.storable(tables.slots), split.rows, decode, prompts)
 
     def storable(self, slots: Tensor) -> Tensor:
-        """Slots `[T]`, −1 for nowhere, as what stores rows takes them."""
+        """Slots `[T]`, −1 for rows that are not stored, as the store takes them."""
         return self.cache.writable(slots)
 
     def plan_decode(self, pages: Tensor, lengths: Tensor) -> Any:
-        """Of the sequences of one row: their page tables `[B, W]` and lengths `[B]`."""
+        """The plan of sequences of one row: their page tables `[B, W]` and lengths `[B]`."""
         slots, alive = self.slots(pages), lengths[:, None] > 0
         mask = _sees(torch.arange(slots.shape[1], device=slots.device), lengths[:, None] - 1, self.cache.window)
         if len(slots):
@@ -129,10 +129,10 @@ class SDPA:
         here: Callable[[Any], Any] = lambda tokens: tokens,
         gathered: Sequence[Tensor] | None = None,
     ) -> Any:
-        """Of the sequences of several rows, by the page tables of all sequences.
+        """The plan of sequences of several rows, from the page tables of all sequences.
 
-        here: how many of a sequence's first tokens lie here, of an int or a tensor of them. gathered: where the tokens
-        of each prompt lie, if not in its pages.
+        here: the number of a sequence's first tokens that are on this rank, for an int or a tensor. gathered: the slots
+        of each prompt's tokens, if they are not in its pages.
         """
         window, found = self.cache.window, []
         for i, (first, count, context, sequence) in enumerate(prompts):
@@ -192,12 +192,12 @@ class SDPA:
         return out, sums
 
     def unfilled(self, q: Tensor, lse: bool) -> tuple[Tensor, Tensor | None]:
-        """Where the output of attention with q `[T, heads, D]` goes, and log-sum-exps where these are wanted."""
+        """Empty tensors for the output of attention with q `[T, heads, D]`, and for log-sum-exps where requested."""
         sums = q.new_empty(q.shape[:2], dtype=torch.float32) if lse else None
         return q.new_empty(*q.shape[:2], self.cache.values.shape[-1]), sums
 
     def decode(self, plan: Any, layer: int, q: Tensor, scale: float, lse: bool) -> tuple[Tensor, Tensor | None]:
-        """Of the sequences of one row, q `[B, heads, D]`, over the tokens that lie here."""
+        """Attention of sequences of one row, q `[B, heads, D]`, over the tokens of this rank."""
         if not len(q):
             return self.unfilled(q, True)
         slots, mask, alive = plan
@@ -209,8 +209,8 @@ class SDPA:
     def prompts(
         self, plan: Any, q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, sums: Tensor | None
     ) -> None:
-        """Of the sequences of several rows, q `[T, heads, D]`, over keys and values `[slots, …]`: fills their rows of
-        out, and of the log-sum-exps where these are wanted.
+        """Attention of sequences of several rows, q `[T, heads, D]`, over keys and values `[slots, …]`. Fills their
+        rows of out, and of the log-sum-exps where requested.
         """
         for at, slots, mask in plan:
             if not len(slots):  # all lie on other ranks

@@ -93,6 +93,7 @@ PUBLISHED = {
     "mistral-7b-v0.1": 7.24,
     "mixtral-8x7b": 46.70,
     "qwen2.5-7b": 7.62,
+    "qwen3-next-80b-a3b": 79.67,
 }
 
 

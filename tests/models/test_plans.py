@@ -24,6 +24,7 @@ LAYERS = {
     "mixtral-8x7b": 32,
     "qwen2.5-7b": 28,
     "qwen3-30b-a3b": 48,
+    "qwen3-next-80b-a3b": 48,
     "qwen3-235b-a22b": 94,
     "qwen3.5-35b-a3b": 40,
     "qwen3.5-397b-a17b": 60,

@@ -11,7 +11,7 @@ import pytest
 from support import small_config, small_model
 from transformers import CONFIG_MAPPING
 
-from models import glm, oss, qwen35, stepfun
+from models import glm, oss, qwen3_next, qwen35, stepfun
 from weft.engine.config import EngineConfig
 from weft.engine.startup import check_plans
 from weft.models.model_config import HARMLESS, ModelError
@@ -127,6 +127,7 @@ OWN = {
     "qwen3_5_moe": qwen35.small_config,
     "gpt_oss": oss.small_config,
     "glm4_moe": glm.small_config,
+    "qwen3_next": qwen3_next.small_config,
 }
 DRAFTS = {"num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
 WINDOWS = {"sliding_window", "max_window_layers"}  # use_sliding_window, which is refused, would switch them on
@@ -140,6 +141,7 @@ WITHOUT_EFFECT = {
     "gpt_oss": {"initial_context_length"},  # the same as rotary's
     # Of layers without experts, of which there are none; beside layer_types.
     "qwen3_5_moe": {"intermediate_size", "full_attention_interval"},
+    "qwen3_next": {"intermediate_size", "full_attention_interval"},
 }
 """Fields that are read and change nothing, by family; layers that only draft tokens are not run in any."""
 

@@ -16,7 +16,7 @@ from weft.kv.cache_spec import PagedKV, Window
 from weft.models.decoder import on_group_rows
 from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Out, RowLinear
 from weft.models.rotary import RotaryTable
-from weft.models.source import PartOfHeads, Source
+from weft.models.source import PartOfGroups, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Attention(Layer):
                 f"{path}.q_proj",
                 queries,
                 unit=heads.dim,
-                views=(PartOfHeads(0, 2, heads.dim),) if beside else (),
+                views=(PartOfGroups(0, heads.dim, 2 * heads.dim),) if beside else (),
                 shared_by=shared_by,
             ),
             Out(f"{path}.k_proj", values, unit=heads.dim, replicate=True),
@@ -77,7 +77,14 @@ class Attention(Layer):
         if heads.gate == "head":
             outs.append(Out(f"{path}.g_proj", heads.query))
         elif beside:
-            outs.append(Out(f"{path}.q_proj", queries, unit=heads.dim, views=(PartOfHeads(1, 2, heads.dim),)))
+            outs.append(
+                Out(
+                    f"{path}.q_proj",
+                    queries,
+                    unit=heads.dim,
+                    views=(PartOfGroups(heads.dim, heads.dim, 2 * heads.dim),),
+                )
+            )
         self.qkv = ColumnLinear(b, f"{path}.qkv", width, outs, over="attn_tp", bias=heads.bias)
         self.sizes = self.qkv.sizes[:3]
         kv = self.sizes[1] // heads.dim

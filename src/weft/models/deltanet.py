@@ -15,7 +15,7 @@ from weft.kv.cache_spec import Recurrent
 from weft.models.decoder import on_group_rows
 from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Out, RowLinear
 from weft.models.rotary import RotaryTable
-from weft.models.source import Fused, Source
+from weft.models.source import Fused, PartOfGroups, Source
 
 CHUNK, CHUNKS = 64, 16
 """Tokens of a chunk, which solves all their corrections at once; chunks that are prepared at once."""
@@ -26,6 +26,7 @@ class DeltaHeads:
     """The heads of a layer, summed over all ranks. Neighbouring value heads share a key head and its query.
 
     window: tokens that the convolution reads, a row's own included.
+    by_key_head: checkpoints store the projections in two tensors, key head by key head (Qwen3-Next).
     """
 
     key: int
@@ -33,6 +34,7 @@ class DeltaHeads:
     key_dim: int
     value_dim: int
     window: int
+    by_key_head: bool = False
 
 
 class GatedDeltaNet(Layer):
@@ -51,15 +53,7 @@ class GatedDeltaNet(Layer):
         self.heads, self.in_place = heads, b.device.type == "cuda"
         keys, values = heads.key * heads.key_dim, heads.value * heads.value_dim
         fused = [Fused(start, 2 * keys + values) for start in (0, keys, 2 * keys)]
-        name = f"{path}.in_proj_qkv"
-        outs = [
-            Out(name, keys, heads.key_dim, replicate=True, views=(fused[0],)),
-            Out(name, keys, heads.key_dim, replicate=True, views=(fused[1],)),
-            Out(name, values, heads.value_dim, views=(fused[2],)),
-            Out(f"{path}.in_proj_z", values, heads.value_dim),
-            Out(f"{path}.in_proj_b", heads.value),
-            Out(f"{path}.in_proj_a", heads.value),
-        ]
+        outs = _by_key_head(path, heads) if heads.by_key_head else _one_after_another(path, heads, fused)
         self.project = ColumnLinear(b, f"{path}.in_proj", width, outs, over="attn_tp")
         self.sizes, features = self.project.sizes, sum(self.project.sizes[:3])
         self.conv = b.empty(features, 1, heads.window)
@@ -129,6 +123,35 @@ class GatedDeltaNet(Layer):
             seen.append(part)
         out = self.norm(torch.cat(seen, dim=2).transpose(1, 2).to(product.dtype)).flatten(2)
         return (out * F.silu(z.float())).to(product.dtype), state, inputs[..., rows:]
+
+
+def _one_after_another(path: str, heads: DeltaHeads, fused: list[Fused]) -> list[Out]:
+    """The projections to queries, keys, values, the output's gate, the corrections' strength and the decay."""
+    keys, values, name = heads.key * heads.key_dim, heads.value * heads.value_dim, f"{path}.in_proj_qkv"
+    return [
+        Out(name, keys, heads.key_dim, replicate=True, views=(fused[0],)),
+        Out(name, keys, heads.key_dim, replicate=True, views=(fused[1],)),
+        Out(name, values, heads.value_dim, views=(fused[2],)),
+        Out(f"{path}.in_proj_z", values, heads.value_dim),
+        Out(f"{path}.in_proj_b", heads.value),
+        Out(f"{path}.in_proj_a", heads.value),
+    ]
+
+
+def _by_key_head(path: str, heads: DeltaHeads) -> list[Out]:
+    """The same projections."""
+    keys, values, share = heads.key * heads.key_dim, heads.value * heads.value_dim, heads.value // heads.key
+    key, value, (qkvz, ba) = heads.key_dim, share * heads.value_dim, (f"{path}.in_proj_qkvz", f"{path}.in_proj_ba")
+    starts, stride = (0, key, 2 * key, 2 * key + value), 2 * key + 2 * value
+    q, k, v, z = (PartOfGroups(at, size, stride) for at, size in zip(starts, (key, key, value, value), strict=True))
+    return [
+        Out(qkvz, keys, heads.key_dim, replicate=True, views=(q,)),
+        Out(qkvz, keys, heads.key_dim, replicate=True, views=(k,)),
+        Out(qkvz, values, heads.value_dim, views=(v,)),
+        Out(qkvz, values, heads.value_dim, views=(z,)),
+        Out(ba, heads.value, views=(PartOfGroups(0, share, 2 * share),)),
+        Out(ba, heads.value, views=(PartOfGroups(share, share, 2 * share),)),
+    ]
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from weft.models.attention import Attention, HeadNorms, Heads
 from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.deltanet import DeltaHeads, GatedDeltaNet
-from weft.models.expert_sources import ExpertStorage
+from weft.models.expert_sources import ExpertLayout, ExpertStorage
 from weft.models.layers import Builder, Layer
 from weft.models.model_config import Fields, ModelError, common_fields, rope_of
 from weft.models.moe import SparseMoE
@@ -32,6 +32,11 @@ class Qwen35Config(DecoderConfig):
     shared_size: int
     routing: Routing
 
+    @property
+    def expert_layout(self) -> ExpertLayout:
+        """As the two releases have them."""
+        return "fused" if self.storage.float8_block is None else "per_expert"
+
     def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
         mixer: Layer
         if self.kinds[index] == FULL:
@@ -46,8 +51,7 @@ class Qwen35Config(DecoderConfig):
             inner=self.moe_intermediate_size,
             routing=self.routing,
             shared=self.shared_size,
-            # As the two releases have them.
-            stored=ExpertStorage(layout="fused" if self.storage.float8_block is None else "per_expert"),
+            stored=ExpertStorage(layout=self.expert_layout),
         )
         return DecoderLayer(b, path, self, mixer, mlp)
 
@@ -62,6 +66,13 @@ def read(whole: Fields) -> Qwen35Config:
     text = dict(whole.need("text_config")) | {"model_type": whole.family}
     text.setdefault("quantization_config", whole.get("quantization_config"))
     fields = Fields(text)
+    config = read_text(fields, Qwen35Config)
+    fields.finish()
+    return config
+
+
+def read_text(fields: Fields, kind: type[Qwen35Config], by_key_head: bool = False) -> Qwen35Config:
+    """Reads the fields of the text's part. by_key_head: as `DeltaHeads`. Raises ModelError."""
     fields.get("mtp_num_hidden_layers"), fields.get("mtp_use_dedicated_embeddings")  # draft layers, which are not run
     fields.get("intermediate_size")  # of layers without experts, of which there are none
     fields.only("tie_word_embeddings", False)
@@ -84,7 +95,7 @@ def read(whole: Fields) -> Qwen35Config:
         fields, dim, rope=rope_of(parameters, int(dim * part), fields.need("max_position_embeddings"))
     )
     bias, experts = fields.get("attention_bias", False), fields.size("num_experts")
-    config = Qwen35Config(
+    return kind(
         **common,
         kinds=kinds,
         heads=Heads(
@@ -102,11 +113,10 @@ def read(whole: Fields) -> Qwen35Config:
             fields.need("linear_key_head_dim"),
             fields.need("linear_value_head_dim"),
             fields.need("linear_conv_kernel_dim"),
+            by_key_head,
         ),
         num_experts=experts,
         moe_intermediate_size=fields.need("moe_intermediate_size"),
         shared_size=fields.need("shared_expert_intermediate_size"),
         routing=Routing(fields.size("num_experts_per_tok"), renormalise=True).among(experts),
     )
-    fields.finish()
-    return config

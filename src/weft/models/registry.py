@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from weft.models import deepseek, glm, gpt_oss, llama, qwen, qwen35, step
+from weft.models import deepseek, glm, gpt_oss, llama, qwen, qwen3_next, qwen35, step
 from weft.models.directory import no_model
 from weft.models.model_config import Fields, ModelConfig, ModelError, first_line
 from weft.plugins import PluginError, load_plugins
@@ -36,6 +36,7 @@ FAMILIES: Registry = MappingProxyType(
         "kimi_k2": deepseek.read,
         "step3p5": step.read,
         "qwen3_5_moe": qwen35.read,
+        "qwen3_next": qwen3_next.read,
         "gpt_oss": gpt_oss.read,
         "glm4_moe": glm.read,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import ClassVar, Protocol
 
 from torch import Tensor
@@ -81,26 +82,34 @@ class Fused:
 
 
 @dataclass(frozen=True, slots=True)
-class PartOfHeads:
-    """Stored with others head by head: `dim` rows of each of `count` tensors (this is the index-th), then the next
-    head's. Only whole heads can be read.
+class PartOfGroups:
+    """Stored with others group by group: of every `stride` rows, the `size` rows from `start` on. A slice is of whole
+    groups, or lies in one.
     """
 
-    index: int
-    count: int
-    dim: int
+    start: int
+    size: int
+    stride: int
 
     @property
     def unit(self) -> int:
-        return self.dim
+        return gcd(self.start, self.size, self.stride)
 
     def stored(self, shape: Shape, take: Slices) -> tuple[Shape, Slices]:
-        assert take[0].start % self.dim == take[0].stop % self.dim == 0, "a head is cut"
-        rows = slice(take[0].start * self.count, take[0].stop * self.count)
-        return (shape[0] * self.count, *shape[1:]), (rows, *take[1:])
+        rows, (group, offset) = take[0].stop - take[0].start, divmod(take[0].start, self.size)
+        first = group * self.stride
+        if rows < self.size:
+            assert offset + rows <= self.size, "a slice begins in one group and ends in another"
+            first, last = first + self.start + offset, first + self.start + offset + rows
+        else:
+            assert offset == rows % self.size == 0, "a group is cut"
+            last = first + rows // self.size * self.stride
+        return (shape[0] // self.size * self.stride, *shape[1:]), (slice(first, last), *take[1:])
 
     def restore(self, part: Tensor) -> Tensor:
-        return part.unflatten(0, (-1, self.count, self.dim))[:, self.index].flatten(0, 1)
+        if len(part) < self.stride:
+            return part
+        return part.unflatten(0, (-1, self.stride))[:, self.start : self.start + self.size].flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)

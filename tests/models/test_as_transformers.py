@@ -49,6 +49,9 @@ def logits_of(model: Any) -> Callable[[Tensor], Tensor]:
         ("glm4_moe", dict(partial_rotary_factor=None)),  # null rotates whole heads, a missing one half of each
         ("qwen2_moe", dict(num_experts=0, mlp_only_layers=[])),  # an MLP in every layer
         ("qwen3_moe", dict(num_experts=0)),
+        ("llama", dict(attention_bias=True, head_dim=None)),  # a head's size that follows from the width
+        ("mistral", dict(sliding_window=None)),
+        ("mixtral", dict(sliding_window=3)),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -94,6 +97,10 @@ NO_WINDOW = "needs a value for 'sliding_window'"
         ("deepseek_v3", dict(n_group=4), "n_group=4 leaves 1 experts in a group; routing ranks 2"),
         ("qwen2_moe", dict(num_experts_per_tok=5), "num_experts_per_tok=5 cannot be chosen"),
         ("qwen3_moe", dict(num_experts_per_tok=5), "num_experts_per_tok=5 cannot be chosen"),
+        ("mixtral", dict(num_experts_per_tok=5), "num_experts_per_tok=5 cannot be chosen"),
+        ("mistral", dict(sliding_window=0), "sliding_window=0 is not an integer of 1 or more"),
+        ("llama", dict(mlp_bias=True), "mlp_bias=True is not supported"),
+        ("qwen2", dict(use_sliding_window=True), "use_sliding_window=True is not supported"),
         ("step3p5", dict(moe_top_k=17), "num_experts_per_tok=17 cannot be chosen"),
         ("gpt_oss", dict(num_local_experts=2), "num_experts_per_tok=3 cannot be chosen"),
         ("gpt_oss", dict(sliding_window=None), NO_WINDOW),

@@ -60,7 +60,7 @@ def test_of_decode_rows(recipe: str, calls: int, max_bytes: int | None, tmp_path
             [5] * rows, [SeqRows(1, 6 + at, [[2 * at, 2 * at + 1]], 1) for at in range(rows)], 2 * PAGE, [Rule()]
         )
         runner.forward(batch, counts)
-        moves = runner.moves(counts, None)
+        moves = runner.stats.moves(counts, None)
         assert len(moves) == len(asked.calls)
         for (site, what, group, size), (kind, ranks, received) in zip(moves, asked.calls, strict=True):
             assert kind in what
@@ -89,7 +89,7 @@ def test_of_a_split_vocabulary(tmp_path: Path) -> None:
         best = runner.forward(batch, counts, full=False).max(-1)
         assert runner.vocabulary is not None
         runner.vocabulary.best(best.values, best.indices)
-        moves = runner.moves(counts, None)
+        moves = runner.stats.moves(counts, None)
         for (_, what, *_), (kind, *_) in zip(moves, asked.calls, strict=True):
             assert kind in what
         if rows:
@@ -113,14 +113,14 @@ def test_of_dispatched_experts(tmp_path: Path) -> None:
         rows = counts[mesh.group_of(asked.rank)]
         batch = build_batch([5] * rows, [SeqRows(1, 2, [[at]], 1) for at in range(rows)], PAGE, [Rule()])
         runner.forward(batch, counts)
-        moves = runner.moves(counts, None)
+        moves = runner.stats.moves(counts, None)
         assert len(moves) == len(asked.calls)
         for (_, what, *_), (kind, *_) in zip(moves, asked.calls, strict=True):
             assert kind in what
         assert [what for _, what, *_ in moves] == [str(op) for _, op in runner.planner.plan(counts).ops()]
         sent = [what.partition(":")[0] for _, what, *_ in moves if "all_to_allv" in what]
         assert sent == ["counts", "dispatch", "combine"] * (model.num_layers - 1), "the first layer has no experts"
-        report = [stat for stat in runner.report() if "all_to_allv" in stat.step]
+        report = [stat for stat in runner.stats.report() if "all_to_allv" in stat.step]
         assert all(stat.count == model.num_layers - 1 and stat.seconds > 0 for stat in report)
         moved = {what: size for _, what, _, size in moves}
         assert all(stat.bytes == stat.count * moved[stat.step] for stat in report)

@@ -27,7 +27,7 @@ def test_a_graphs_steps_report_the_plan_that_it_holds(tmp_path: Path) -> None:
         return ModelRunner(model, mesh, 0, [transport], [CacheGroup(Rule(), 4)], 4, plan=plan)
 
     eager, other = runner("cheapest"), runner("naive")
-    eager._graph_planner = other.planner
+    eager.stats.graph_planner = other.planner
     counts, shape = (3, 1), Shape(64, 64, False)
     replayed, capacity = eager.plan_checksum(counts, shape), (shape.rows,) * mesh.attn_dp
     assert replayed == other.plan_checksum(capacity)

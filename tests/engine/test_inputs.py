@@ -63,7 +63,7 @@ class Ranks:
 
     def __init__(self, model: Path, **sizes: int):
         values = dict(page_size=4, kv_tokens=160, max_running=6, max_batch_tokens=MAX_ROWS) | sizes
-        self.config = EngineConfig(model, executor="thread", **values)
+        self.config = EngineConfig(model=model, executor="thread", **values)
         self.eager, self.roomy = (
             Worker(self.config, [ReferenceWorld(1).transports()[0]], costs("cpu"), lambda message: None)
             for _ in range(2)

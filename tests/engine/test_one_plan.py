@@ -114,8 +114,8 @@ class Replayed:
     def __init__(self, worker: Worker):
         self._worker, self.token_ring = worker, self
         runner = worker.runner
-        runner._graphs, runner._alone = self, defaultdict(dict)  # type: ignore[assignment]
-        runner._graph_planner = Planner(runner.mesh, runner.planner.chain, runner.planner.offers)
+        runner._graphs, runner.stats.graph_seconds = self, defaultdict(dict)  # type: ignore[assignment]
+        runner.stats.graph_planner = Planner(runner.mesh, runner.planner.chain, runner.planner.offers)
 
     def shape_of(self, groups: Any, counts: tuple[int, ...]) -> Shape:
         return self.shapes[0]
@@ -151,7 +151,7 @@ class Ranks:
 def differ(worker: Worker, what: str, captured: bool) -> None:
     """Has the rank plan, and run, one op otherwise: by another transport, which does the same."""
     runner = worker.runner
-    planner = runner._graph_planner if captured else runner.planner
+    planner = runner.stats.graph_planner if captured else runner.planner
     true = planner.plan
 
     def plan(counts: tuple[int, ...]) -> Plan:
@@ -210,7 +210,9 @@ def test_replayed_steps_give_the_same_tokens(model: Path, monkeypatch: pytest.Mo
             ranks = Ranks(m, captured)
             with Engine(config(model, **LAYOUT)) as engine:
                 found.append([result.token_ids for result in engine.generate(ASKED, GREEDY)])
-            assert all(bool(worker.runner._replays) == captured for worker in ranks.workers.values())
+            assert all(
+                any(rows for _, rows in worker.runner.stats.steps) == captured for worker in ranks.workers.values()
+            )
     assert found[0] == found[1] and all(found[0])
 
 

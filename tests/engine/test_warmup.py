@@ -86,14 +86,14 @@ def test_outputs_are_the_same_behind_them(
 ) -> None:
     directory = recurrent if layout == "recurrent" else model_dir
     values = dict(executor="thread", max_running=5, max_batch_tokens=24, kv_tokens=128, page_size=4)
-    given = EngineConfig(directory, **values, **LAYOUTS.get(layout, dict(attn_tp=2, ep=2)))
+    given = EngineConfig(model=directory, **values, **LAYOUTS.get(layout, dict(attn_tp=2, ep=2)))
     sampled = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
     serve: Callable[..., None] = Worker.serve
     warmed: list[int] = []
 
     def warm_and_serve(worker: Worker, receive: Any, send: Any) -> None:
         worker.warm_up(worker.config.cached_tokens, lambda done, total: warmed.append(total))
-        assert not worker.table.rows and not worker.runner.report()
+        assert not worker.table.rows and not worker.runner.stats.report()
         serve(worker, receive, send)
 
     found = []

@@ -80,7 +80,7 @@ def test_what_runs_is_what_was_planned(tmp_path: Path) -> None:
         n = counts[reference.rank]
         seqs = [SeqRows(n, 0, [[0]], True)] if n else []
         runner.forward(build_batch(list(range(1, n + 1)), seqs, 4), counts)
-        return transport.calls, runner.report(), runner.naive_report()
+        return transport.calls, runner.stats.report(), runner.stats.naive_report()
 
     for rank, (calls, report, naive) in enumerate(run_world(4, main)):
         n = counts[rank]

@@ -270,7 +270,7 @@ def logits(transport: Transport, mesh: Mesh, directory: Path) -> tuple[Tensor, T
                 (h := embed(tokens)) and replace(h, value=h.value.t().contiguous().t())
             )
         out.append(runner.forward(build_batch([3, 4, 5], [SeqRows(3, 0, [[0]], True)], 4), (3,)))
-    return out[0], out[1], " ".join(s.step for s in runner.report())
+    return out[0], out[1], " ".join(s.step for s in runner.stats.report())
 
 
 @pytest.mark.parametrize("transport", ["reference", "shm"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -13,7 +11,7 @@ from torch import Tensor
 from weft.attention.caches import Caches, cached_layers
 from weft.attention.forward_batch import Batch
 from weft.comm.settler import Settler
-from weft.comm.stats import Stats, StepKey, StepStat, StepTimes
+from weft.comm.stats import StepKey
 from weft.comm.step_rows import StepRows, captured_rows
 from weft.comm.transport import Transport, offer_of
 from weft.dcp.group import context_group
@@ -23,6 +21,7 @@ from weft.engine.planning import plan_model, sharded_context
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.exchange_times import exchange_times
 from weft.engine.worker.graph_inputs import DecodeInputs, Inputs, PromptInputs, Shape, captures_prompts
+from weft.engine.worker.run_stats import RunStats
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.kv.cache_spec import CacheGroup
@@ -31,15 +30,11 @@ from weft.place.chain import Counts
 from weft.place.cost import Costs
 from weft.place.cost import costs as load_costs
 from weft.place.dcp import ShardedContext
-from weft.place.plan import Choice, Plan, Planner
+from weft.place.plan import Choice, Planner
 from weft.place.recipes import Merge, Prompt
-from weft.place.settlements import Recipes, Settled, Settlements
-from weft.place.show import fold, plan_text
+from weft.place.settlements import Recipes, Settlements
 from weft.place.spec import Mesh
 from weft.stream import Stream
-
-MAX_COUNTS = 4096
-"""How many different counts are kept before they are added up, so that they take no more memory with every step."""
 
 
 class ModelRunner:
@@ -57,10 +52,8 @@ class ModelRunner:
         plan: cheapest or naive.
 
     Attributes:
-        timing_interval: of so many steps, the collectives of one are timed.
+        stats: what the steps exchanged.
     """
-
-    timing_interval = 16
 
     def __init__(
         self,
@@ -99,13 +92,8 @@ class ModelRunner:
         else:
             self.caches = Caches(layers, groups, sharding.span, weight.dtype, device, group=group)
         self._graphs: StepGraphs | None = None
-        self._graph_planner = self.planner
-        self._stats, self._naive_stats, self._times = Stats(), Stats(), StepTimes(weight.device)
+        self.stats = RunStats(self.planner, self.settler, weight.device)
         self._checksums: dict[tuple[Counts, bool], int] = {}
-        self._steps: Counter[Counts] = Counter()  # walked since the totals were last worked out
-        self._replays: Counter[tuple[Counts, Shape]] = Counter()  # the same of graphs
-        self._alone: dict[Counts, dict[StepKey, float]] = {}  # seconds of the exchanges of graphs, by capacity
-        self._walks = 0
 
     @torch.inference_mode()
     def forward(self, batch: Batch, counts: Counts, full: bool = True) -> Tensor:
@@ -122,21 +110,17 @@ class ModelRunner:
         mine = counts[self.mesh.group_of(self.rank)]
         if len(counts) != self.mesh.attn_dp or len(batch.tokens) != mine:
             raise ValueError(f"{len(batch.tokens)} rows on rank {self.rank}, but the step's counts are {counts}")
-        times = self._times if self._walks % self.timing_interval == 0 else None
         rows = StepRows(self.mesh, self.rank, counts)
-        stream = Stream(self.planner.plan(counts), self.transports, rows, times, self.settler)
+        stream = Stream(self.planner.plan(counts), self.transports, rows, self.stats.times(), self.settler)
         logits: Tensor = self.model(stream, batch, self.caches.plan(batch))
         stream.finish()
         logits = self.full_logits(logits) if full else logits.float()
-        self._steps[counts] += 1
-        self._walks += 1
-        if len(self._steps) == MAX_COUNTS:
-            self._count()
+        self.stats.ran(counts)
         return logits
 
     def plan_checksum(self, counts: Counts, shape: Shape | None = None) -> int:
         """`Plan.checksum` of a step of these counts. shape: of the graph that is replayed for them."""
-        plan = self.planner.plan(counts) if shape is None else self._captured_plan(shape)
+        plan = self.planner.plan(counts) if shape is None else self.stats.graph_plan(shape.rows)
         key = (plan.counts, shape is not None)
         if key not in self._checksums:
             self._checksums[key] = plan.checksum()
@@ -175,16 +159,16 @@ class ModelRunner:
             self.settler,
             self.vocabulary,
         )
-        self._graph_planner = planner
         with self.settler.planned_by(settlements):
             self._graphs.capture(progress)
         self.settler.ran.clear()
-        for capacity in sorted({self._capacity(shape) for shape in self._graphs.shapes}):
-            weight = self.model.embed.weight
-            full = captured_rows(able.values(), self.mesh, self.rank, capacity[0], weight.device)
-            full.fill(capacity)
+        weight, seconds = self.model.embed.weight, dict[int, dict[StepKey, float]]()
+        for graph_rows in sorted({shape.rows for shape in self._graphs.shapes}):
+            full = captured_rows(able.values(), self.mesh, self.rank, graph_rows, weight.device)
+            full.fill(capacity := (graph_rows,) * self.mesh.attn_dp)
             for plan in (planner.plan(capacity), planner.naive(capacity)):
-                self._alone.setdefault(capacity, {}).update(exchange_times(plan, able, full, weight))
+                seconds.setdefault(graph_rows, {}).update(exchange_times(plan, able, full, weight))
+        self.stats.graph_planner, self.stats.graph_seconds = planner, seconds
 
     def check(self) -> None:
         """Raises CommError where a collective that has run met a fault: what was computed with it means nothing."""
@@ -201,7 +185,7 @@ class ModelRunner:
         `full_logits` makes of these logits what `forward` returns; few steps need it, and for few rows.
         """
         assert self._graphs is not None
-        self._replays[counts, shape] += 1
+        self.stats.ran(counts, shape.rows)
         return self._graphs.replay(shape, group_rows, counts)
 
     def sampled_tokens(self, count: int) -> Callable[[], Tensor]:
@@ -214,95 +198,10 @@ class ModelRunner:
         logits = logits.float()
         return logits if self.vocabulary is None else self.vocabulary.gather_logits(logits)
 
-    def moves(self, counts: Counts, shape: Shape | None) -> list[tuple[str, str, str, int]]:
-        """The collectives of a step, in order: the read that each serves, its step, its group's name, and the bytes
-        that the busiest rank receives; where the vocabulary is split, of rows that take their best token, and without
-        a graph, of a step without prompts. shape: of the graph that is replayed, if any.
-        """
-        plan = self.planner.plan(counts) if shape is None else self._captured_plan(shape)
-        received, rows = self.planner.received, counts[self.mesh.group_of(self.rank)]
-        capacity, sampled = (rows, rows) if shape is None else (shape.rows, shape.sampled)
-        found: list[tuple[str, str, str, int]] = []
-        for read in plan.reads:
-            site = read.read.site
-            found += [(site, str(s), s.group, received(s, counts)) for _, s, _ in read.moves()]
-            for settlement, settled in read.settlements():
-                if settlement.asked:
-                    continue
-                for op in settled.ops():
-                    if settlement.packed:
-                        calls = op.calls(min(sampled, 1), 1)
-                        calls = [(kind, moved * sampled // max(plan.counts)) for kind, moved in calls]
-                    else:
-                        calls = [(op.kinds[0], received(op, counts))] if op.by_counts else op.calls(capacity, rows)
-                    names = [(f"{op.call_name(kind)} · {op.transport}", moved) for kind, moved in calls]
-                    found += [(site, name, op.group, moved) for name, moved in names]
-        return found
-
     def merges_from(self, rows: int) -> int | None:
         """The number of cached tokens from which a prompt's next `rows` are merged over dcp; None: never."""
         return None if self._context is None else self._context.merges_from(rows, self.planner.settlements)
 
-    def forget(self) -> None:
-        """Clears all counts."""
-        self._steps.clear()
-        self._replays.clear()
-        self.settler.ran.clear()
-        self._stats, self._naive_stats, self._times = Stats(), Stats(), StepTimes(self.model.embed.weight.device)
-        self._walks = 0
-
-    def report(self) -> list[StepStat]:
-        """What ran since the start, in the order of a step."""
-        self._count()
-        return self._in_order(self._stats.table(self._times))
-
-    def naive_report(self) -> list[StepStat]:
-        """What the naive plan would have moved for the same steps; seconds are those of replayed graphs alone."""
-        self._count()
-        return self._in_order(self._naive_stats.table())
-
-    def _in_order(self, found: list[StepStat]) -> list[StepStat]:
-        order = {fold(read.site): at for at, read in reversed([*enumerate(self.planner.chain.reads)])}
-        return sorted(found, key=lambda stat: order[stat.site])
-
-    def _count(self) -> None:
-        """Adds what was walked to the totals."""
-        for counts, walks in self._steps.items():
-            self._stats.record(self.planner, self.planner.plan(counts), counts, walks)
-            self._naive_stats.record(self.planner, self.planner.naive(counts), counts, walks)
-        self._steps.clear()
-        for (counts, shape), walks in self._replays.items():
-            capacity = self._capacity(shape)
-            alone, planner = self._alone[capacity], self._graph_planner
-            self._stats.record(planner, planner.plan(capacity), counts, walks, alone)
-            self._naive_stats.record(planner, planner.naive(capacity), counts, walks, alone)
-        self._replays.clear()
-        for (site, settled), (calls, moved, seconds, predicted) in self.settler.ran.items():
-            self._stats.add(site, settled, calls, moved, seconds, predicted)
-            self._add_naively(site, settled, calls, moved)
-        self.settler.ran.clear()
-
-    def _add_naively(self, site: str, settled: Settled, calls: int, moved: int) -> None:
-        """What eager steps settled, as the naive plan merges attention; vocabularies as they are."""
-        naive = settled
-        if isinstance(settled.value, Merge) and self.planner.choice != "naive":
-            naive = self.planner.settlements.naive(settled.value, settled.group, settled.rows)
-            moved = round(moved * naive.bytes / settled.bytes) if settled.bytes else calls * naive.bytes
-        us = naive.us if naive.us < math.inf else 0.0
-        self._naive_stats.add(site, naive, calls, moved, 0.0, calls * us / 1e6)
-
     @cached_property
     def _context(self) -> ShardedContext | None:
         return sharded_context(self.model.config, self.mesh, self.model.embed.weight.dtype, self.planner.chain)
-
-    def _capacity(self, shape: Shape) -> Counts:
-        """Rows that a graph has for each DP group."""
-        return (shape.rows,) * self.mesh.attn_dp
-
-    def _captured_plan(self, shape: Shape) -> Plan:
-        return self._graph_planner.plan(self._capacity(shape))
-
-    def plan_text(self, tokens_per_group: int) -> str:
-        """The plan for so many tokens in each DP group, beside the naive one."""
-        counts = (tokens_per_group,) * self.mesh.attn_dp
-        return plan_text(self.planner, counts)

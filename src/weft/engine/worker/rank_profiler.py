@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from weft.engine.messages import Profiled, StartProfile
 from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.model_runner import ModelRunner
+from weft.engine.worker.run_stats import RunStats
 from weft.place.chain import Counts
 
 STEP = "weft step "
@@ -39,7 +40,7 @@ class RankProfiler:
             on_gpu = self._runner.model.embed.weight.device.type == "cuda"
             self._profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu])
             self._profiler.start()
-            self._runner.timing_interval = 1  # so that each exchange has its range
+            self._runner.stats.timing_interval = 1  # so that each exchange has its range
         return self._done
 
     def begin(self, number: int, counts: Counts, shape: Shape | None) -> None:
@@ -68,7 +69,11 @@ class RankProfiler:
             self._profiler.export_chrome_trace(str(file))
             kinds = list({(counts, shape) for _, counts, shape in self._steps})
             steps = [(number, kinds.index((counts, shape))) for number, counts, shape in self._steps]
-            about = {"rank": self._runner.rank, "steps": steps, "moves": [self._runner.moves(*kind) for kind in kinds]}
+            about = {
+                "rank": self._runner.rank,
+                "steps": steps,
+                "moves": [self._runner.stats.moves(*kind) for kind in kinds],
+            }
             file.with_suffix(".steps.json").write_text(json.dumps(about))
             self._profiler = None
         return self._done
@@ -83,7 +88,7 @@ class RankProfiler:
                 torch.cuda.synchronize()
             self._close_range()
             self._profiler.stop()
-            self._runner.timing_interval = type(self._runner).timing_interval
+            self._runner.stats.timing_interval = RunStats.timing_interval
 
     def _close_range(self) -> None:
         if self._range is not None:

@@ -42,6 +42,7 @@ from weft.engine.worker.warmup import warm_steps
 from weft.kv.cache_spec import CacheGroup
 from weft.models.load import dummy_model, load_model
 from weft.place.cost import Costs
+from weft.place.show import plan_text
 
 Send = Callable[[FromRank], None]
 Finish = Callable[[], Result]
@@ -128,7 +129,7 @@ class Worker:
         if self.on_gpu:
             torch.cuda.synchronize(self.table.device)
             self.runner.check()
-        self.runner.forget()
+        self.runner.stats.forget()
         self.table.forget()
 
     @torch.inference_mode()
@@ -198,10 +199,11 @@ class Worker:
                 else:
                     send(finish())
             elif isinstance(message, AskReport):
-                ran, naive = self.runner.report(), self.runner.naive_report()
+                ran, naive = self.runner.stats.report(), self.runner.stats.naive_report()
                 send(Report(tuple(Stat(*astuple(s)) for s in ran), tuple(Stat(*astuple(s)) for s in naive)))
             elif isinstance(message, AskPlan):
-                send(PlanText(self.runner.plan_text(message.tokens)))
+                counts = (message.tokens,) * self.config.mesh.attn_dp
+                send(PlanText(plan_text(self.runner.planner, counts)))
             elif isinstance(message, StartProfile):
                 send(self.profiler.start(message))
             elif isinstance(message, StopProfile):

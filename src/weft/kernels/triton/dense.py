@@ -215,8 +215,8 @@ def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> De
 
 
 def _whole_depth(rows: int, outputs: int, width: int) -> DenseTile | None:
-    """The tile of the fewest columns with which all programs are on the GPU at once; None where registers do not hold
-    it.
+    """The tile of the fewest columns with which all programs are on the GPU at once; None where registers, or
+    the memory that it passes through, do not hold it.
 
     It replaces parts and the kernel that adds them, for so few rows that reading all of x takes less than that kernel.
     """
@@ -227,7 +227,8 @@ def _whole_depth(rows: int, outputs: int, width: int) -> DenseTile | None:
         tile = DenseTile(columns, 1, block, 8, True)
         held = 2 * depth * (columns + rows_of_block(rows, tile))
         programs = gpu().multiprocessors * (2 if held <= 64 << 10 else 1)
-        if rows <= 16 and held <= (192 if rows <= 8 else 128) << 10 and columns <= outputs <= columns * programs:
+        fits = held <= min((192 if rows <= 8 else 128) << 10, gpu().shared_bytes)
+        if rows <= 16 and fits and columns <= outputs <= columns * programs:
             return tile
     return None
 

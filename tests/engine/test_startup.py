@@ -161,3 +161,7 @@ def test_experts_gather_unless_some_step_is_quicker_by_dispatch(
     for experts in ("gather", "dispatch"):
         forced = replace(asked, moe_exchange=experts)
         assert check_plans(forced, read_model(forced)) == forced
+
+
+def test_the_model_is_the_first_option(tmp_path: Path) -> None:
+    assert EngineConfig(tmp_path, attn_tp=2).model == tmp_path

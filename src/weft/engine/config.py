@@ -46,13 +46,26 @@ class QueueFull(EngineError):
 
 
 @dataclass(frozen=True)
-class EngineConfig(
-    ClusterOptions, CommunicationOptions, RankOptions, RequestOptions, CacheOptions, LayoutOptions, ModelOptions
-):
-    """All options of an engine. Raises LayoutError for a layout, ValueError for other values, each in one line."""
+class ModelDirectory:
+    """The one option without a name: dataclasses order fields from the last base on, so that it is the first."""
 
     model: Path = field(default_factory=embedded_model_dir)
     """A directory as Hugging Face publishes them."""
+
+
+@dataclass(frozen=True)
+class EngineConfig(
+    ClusterOptions,
+    CommunicationOptions,
+    RankOptions,
+    RequestOptions,
+    CacheOptions,
+    LayoutOptions,
+    ModelOptions,
+    ModelDirectory,
+):
+    """All options of an engine. Raises LayoutError for a layout, ValueError for other values, each in one line."""
+
     seed: int = 0
     """Seeds of requests that bring none follow from it."""
 

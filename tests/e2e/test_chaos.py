@@ -63,6 +63,8 @@ def another(name: str, kind: Any, default: Any) -> Any:
     if get_origin(kind) is tuple:
         return ("a", "b")
     inside = [k for k in get_args(kind) if k is not type(None)] or [kind]
+    if inside[0] is Path:
+        return Path("x")
     if inside[0] is float:
         return default / 2
     return not default if inside[0] is bool else 4 if inside[0] is int else "x"

@@ -181,8 +181,7 @@ def test_deepspeed_is_loaded_without_the_settings_of_ranks(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("no_ranks")
-def test_a_table_that_is_none(tmp_path: Path) -> None:
-    (tmp_path / "weft").mkdir()
+def test_a_table_that_is_none() -> None:
     cmd_tune.host_table().write_text("{")
     for command in ("bench collectives", "bench dcp", "bench latency"):
         assert "is no table of weft tune" in refused(*command.split())

@@ -118,14 +118,14 @@ def test_calls_over_emulated_peer_memory(world: int) -> None:
 
 
 def test_barriers_wait_as_long_as_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hosts' barriers are over shared memory, with a time-out of their own."""
+    """The hosts' barriers have a time-out of their own."""
     waits: list[float] = []
 
-    def host(mesh: Mesh, rank: int, path: str, *, timeout_s: float) -> Any:
+    def host(mesh: Mesh, rank: int, path: str, timeout_s: float) -> Any:
         waits.append(timeout_s)
-        return SimpleNamespace(all_gatherv=lambda x, group, sizes: x)
+        return SimpleNamespace(gather_notes=lambda note: [note])
 
-    monkeypatch.setattr(peer, "ShmTransport", host)
+    monkeypatch.setattr(peer, "HostMemory", host)
     kernels = SimpleNamespace(export_handle=lambda *_: None, connect=lambda *_: None)
     for timeout_s in (10.0, 600.0):
         rank = SimpleNamespace(rank=0, world=(0,), _handle=1, _kernels=kernels, _timeout_s=timeout_s)

@@ -68,7 +68,13 @@ def ran(done: subprocess.CompletedProcess[str]) -> str:
 
 @pytest.mark.parametrize(
     "ranks, calls, delays, last_phase",
-    [(2, 400_000, 0, 0), (2, 50_000, 1, 0), (4, 50_000, 1, 0), (3, 5_000, 1, LATE)],
+    [
+        (2, 100_000, 0, 0),
+        (2, 50_000, 1, 0),
+        (4, 50_000, 1, 0),
+        (3, 5_000, 1, LATE),
+        pytest.param(2, 400_000, 0, 0, marks=pytest.mark.nightly),
+    ],
 )
 def test_random_calls(ranks: int, calls: int, delays: int, last_phase: int, built: dict[str, Path]) -> None:
     done = run(built["plain"], ranks, calls, 1, delays, 0, last_phase)

@@ -338,6 +338,7 @@ def test_json_is_json() -> None:
     assert [json.loads(line)["prompt"] for line in lines] == ["a", "b"]
 
 
+@pytest.mark.nightly  # by day it runs from an installed wheel: tests/distribution
 def test_the_demo(tmp_path: Path) -> None:
     done = weft("demo", "--questions", "3", temporary=tmp_path)
     assert max(map(len, done.stdout[done.stdout.index("layout ") :].splitlines())) <= 80

@@ -27,7 +27,7 @@ def made_again(transport: PeerTransport, step: Step) -> Step:
     return step
 
 
-@pytest.mark.parametrize("mesh", [*MESHES, Mesh(2, 2, 4, 1)], ids=str)
+@pytest.mark.parametrize("mesh", [*MESHES, pytest.param(Mesh(2, 2, 4, 1), marks=pytest.mark.nightly)], ids=str)
 def test_emulated(mesh: Mesh) -> None:
     run_emulated(mesh, partial(check_padded, again=made_again), SMALL, max_bytes=1 << 16)
 

@@ -108,6 +108,7 @@ def test_tokens_that_differ_end_with_an_error() -> None:
     assert not compared("logprobs", [3, 4], [-1.0, -2.5])["passed"]
 
 
+@pytest.mark.nightly
 def test_kernels_runs_on_cpus(tmp_path: Path) -> None:
     report = tmp_path / "kernels.json"
     asked = (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.cli.findings import Finding
-from weft.engine.config import STORE_PORT, EngineConfig, EngineError
+from weft.engine.config import EngineConfig, EngineError
 from weft.engine.hosts import addresses
 from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents
@@ -35,7 +35,7 @@ def between_hosts(config: EngineConfig) -> Iterator[Finding]:
 
 
 def _as_node_0(config: EngineConfig) -> Iterator[Finding]:
-    store = config.master_port + STORE_PORT
+    store = config.store_port
     try:
         opened = socket.create_server(("", store))
     except OSError as error:
@@ -78,7 +78,7 @@ def _clock(node: int, ahead: float) -> Finding:
 def _as_agent(config: EngineConfig) -> Iterator[Finding]:
     said: list[str] = []
     unreached: list[str] = []
-    store = config.master_port + STORE_PORT
+    store = config.store_port
 
     def say(line: str) -> None:
         said.append(line)

@@ -29,10 +29,6 @@ MAX_CORES = 1 << 16
 """The highest core that `cpu_bind` may name: a typing error must not fill memory."""
 
 
-STORE_PORT = 1
-"""Added to `master_port`: the port of torch.distributed's store. Agents come to `master_port` itself."""
-
-
 class EngineError(RuntimeError):
     """The engine cannot start or go on: one line that names the rank and the cause."""
 

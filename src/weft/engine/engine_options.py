@@ -236,6 +236,11 @@ class ClusterOptions(EngineOptions):
     join_timeout_s: float = 600.0
     """Seconds to wait for hosts that are not there: at the start, and after one was lost."""
 
+    @property
+    def store_port(self) -> int:
+        """The port of torch.distributed's store."""
+        return self.master_port + 1
+
     def check(self) -> None:
         self._above_zero("join_timeout_s")
         if self.node_rank is not None and self.node_rank < 0:

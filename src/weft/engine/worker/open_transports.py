@@ -11,7 +11,7 @@ import torch
 
 from weft.comm.transport import Transport
 from weft.comm.transport_registry import PEER
-from weft.engine.config import STORE_PORT, EngineConfig
+from weft.engine.config import EngineConfig
 from weft.engine.device import device_of, dtype_of, enabled_transports, on_gpus
 from weft.engine.planning import trace
 from weft.engine.worker.arena import (
@@ -92,7 +92,7 @@ class _Opening:
     def store(self) -> tuple[str, int] | None:
         if self.config.mesh.hosts == 1 or not self.config.master_addr:
             return None
-        return self.config.master_addr, self.config.master_port + STORE_PORT
+        return self.config.master_addr, self.config.store_port
 
     @property
     def device(self) -> torch.device:

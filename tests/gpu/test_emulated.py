@@ -31,13 +31,13 @@ TUNINGS = {
 TWO, THREE, FOUR = Mesh(1, 2, 2, 1), Mesh(3, 1, 3, 1), Mesh(2, 2, 2, 2)
 EIGHT = Mesh(4, 2, 8, 1), Mesh(2, 4, 8, 1)
 # Kernels are made for up to 2, 4 and 8 ranks. Three ranks, and in the matrix four, are held in each number of shots,
-# split and not; eight take long: counts that change and calls of full size by day, and the matrix at night, with what
-# four do in one shot, as two and three do.
+# split and not; eight take long: calls of full size by day, and the rest at night, with what four do in one shot, as
+# two and three do.
 SOME = [(THREE, "one shot"), (THREE, "two shots, split")]
 MATRIX = [*((TWO, name) for name in TUNINGS), *SOME, (FOUR, "two shots, split")]
 AT_NIGHT = [(FOUR, "one shot"), (EIGHT[0], "two shots"), (EIGHT[1], "one shot")]
 CHANGES = [*((mesh, name) for mesh in (TWO, FOUR) for name in TUNINGS), *SOME]
-CHANGES += [(EIGHT[0], "two shots")]
+EIGHT_RANKS = [(EIGHT[0], "two shots"), (EIGHT[1], "one shot, split")]
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,9 @@ def test_every_call_edge_and_epilogue(mesh: Mesh, name: str) -> None:
     run_emulated(mesh, partial(everything, tunings=one, large=False), TUNINGS[name], max_bytes=1 << 20)
 
 
-@pytest.mark.parametrize("mesh, name", [(TWO, "one shot"), (THREE, "two shots")], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "name"), [(TWO, "one shot"), pytest.param(THREE, "two shots", marks=pytest.mark.nightly)], ids=str
+)
 def test_the_plain_form_of_gpus_before_hopper(mesh: Mesh, name: str) -> None:
     """As the reference, and what takes Hopper ends the process."""
     one = {name: TUNINGS[name]}
@@ -87,14 +89,16 @@ def same(transport: PeerTransport, step: Step) -> Step:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "name"), [*CHANGES, pytest.param(EIGHT[1], "one shot, split", marks=pytest.mark.nightly)], ids=str
+    ("mesh", "name"), [*CHANGES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in EIGHT_RANKS)], ids=str
 )
 def test_counts_change_from_call_to_call(mesh: Mesh, name: str) -> None:
     run_emulated(mesh, partial(replay, rounds=6, again=same), TUNINGS[name], max_bytes=1 << 20)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "name"), [*CHANGES, pytest.param(EIGHT[1], "one shot, split", marks=pytest.mark.nightly)], ids=str
+    ("mesh", "name"),
+    [*CHANGES, EIGHT_RANKS[0], pytest.param(*EIGHT_RANKS[1], marks=pytest.mark.nightly)],
+    ids=str,
 )
 def test_calls_may_be_as_large_as_max_bytes(mesh: Mesh, name: str) -> None:
     run_emulated(mesh, partial(fill, tunings={name: TUNINGS[name]}), TUNINGS[name], max_bytes=1 << 15)

@@ -16,6 +16,7 @@ from weft.place.plan import Plan, Planner
 from weft.place.spec import LayoutError, Mesh, Placement, Rows, layouts
 
 EIGHT = [replace(m, hosts=hosts) for m in layouts(8) if m.world == 8 for hosts in (2, 4)]
+BY_DAY = EIGHT[::3]  # both numbers of hosts are among them
 H200 = replace(PRESETS["h200-nvlink"], alpha_us=7.0, gb_s=368.0)
 
 
@@ -42,7 +43,9 @@ def kinds(plan: Plan) -> list[str]:
     return [f"{edge.kind} {edge.group}" for _, _, edge in plan.moves()]
 
 
-@pytest.mark.parametrize("mesh", EIGHT, ids=str)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(m, marks=[] if m in BY_DAY else pytest.mark.nightly) for m in EIGHT], ids=str
+)
 def test_every_step_over_hosts_gives_plain_sums(mesh: Mesh) -> None:
     """Each edge, with ragged rows and an empty group; and plans that different networks make cheapest."""
     counts = tuple((5 * g + 3) % 7 if g != 1 else 0 for g in range(mesh.attn_dp))

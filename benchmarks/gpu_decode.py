@@ -15,6 +15,8 @@ much of the answers was the same: of each answer, the part up to the first token
 weights and prompts, so a carrier that gives wrong sums shows. Right ones differ too, the later the less they differ:
 they round sums otherwise, and a token may hang on that.
 
+floor_ms is the least time of a step: the bytes of `weft.bench.step_bytes` at the bandwidth of a kernel that only reads.
+
 Prints a line of JSON a measurement, and writes them all, with the cases that failed. What a step is made of, `weft
 profile` says.
 
@@ -40,8 +42,10 @@ import torch
 
 from weft.assets import preset_dir
 from weft.bench.host import describe_host
+from weft.bench.step_bytes import decode_step_bytes
 from weft.cli.command import stop_on_sigterm
 from weft.engine.config import EngineConfig
+from weft.engine.device import dtype_of
 from weft.engine.engine import Engine
 from weft.engine.output.request_output import RequestOutput
 from weft.engine.output.results import whole
@@ -87,6 +91,17 @@ def reply(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float,
     return began, times, [list(whole(ended[at]).token_ids) for at in range(batch)]
 
 
+def read_bandwidth(device: str) -> float:
+    """Bytes a second at which one GPU reads 4 GiB of its memory; on CPUs, 256 MiB."""
+    whole = torch.ones((1 << 28) if device == "cuda" else (1 << 24), 4, device=device)
+    times = []
+    for _ in range(8):
+        began = time.perf_counter()
+        whole.amax().item()
+        times.append(time.perf_counter() - began)
+    return whole.numel() * 4 / min(times)
+
+
 def decode(engine: Engine, batch: int, context: int, tokens: int) -> tuple[dict[str, float], Outputs]:
     """Milliseconds between the tokens of batch sequences, and tokens a second, once all of them answer; the tokens."""
     _, times, answers = reply(engine, batch, context, tokens)
@@ -110,7 +125,7 @@ def measure(send: Send, args: argparse.Namespace, case: dict[str, Any]) -> None:
     began, sizes, carrier = time.perf_counter(), layout(case["layout"]), case["carrier"]
     limit = max([*args.batches, args.prefill, 1])
     config = EngineConfig(
-        model=preset_dir(args.preset),
+        model=preset_dir(case["preset"]),
         load_format="dummy",
         num_layers=args.num_layers,
         device=args.device,
@@ -129,12 +144,19 @@ def measure(send: Send, args: argparse.Namespace, case: dict[str, Any]) -> None:
         prefix_cache=False,
         **sizes,
     )
+    model, bandwidth = config.read_model(), args.bandwidth
+
+    def floor_ms(batch: int) -> float:
+        size = decode_step_bytes(model, config.mesh, dtype_of(config), batch, args.context)
+        return size / bandwidth * 1e3
+
     with Engine(config) as engine:
         case = case | {"start_s": round(time.perf_counter() - began, 1)}
         reply(engine, 2 * sizes["attn_dp"], 64, 12)  # warm
         for index in range(args.turns):
             for batch in args.batches:
                 found, answers = decode(engine, batch, args.context, args.tokens)
+                found["floor_ms"] = floor_ms(batch)
                 send((case | {"what": "decode", "batch": batch, "turn": index} | found, answers))
             if args.prefill and carrier != "nccl_window":  # which copies every tensor of an eager step twice
                 found = prefill(engine, args.prefill, args.context)
@@ -192,7 +214,7 @@ def same(one: Outputs, other: Outputs) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="qwen3-30b-a3b")
+    parser.add_argument("--presets", nargs="+", default=["qwen3-30b-a3b"])
     parser.add_argument("--num-layers", type=int, default=None)
     parser.add_argument("--layouts", nargs="+", default=["1x2,2x1"])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64])
@@ -210,27 +232,28 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     stop_on_sigterm()
-    [host] = apart(60.0, lambda send: send(describe_host()))
+    [(host, args.bandwidth)] = apart(60.0, lambda send: send((describe_host(), read_bandwidth(args.device))))
     rows: list[dict[str, Any]] = []
     drawn: dict[tuple[Any, ...], dict[str, Outputs]] = {}
     # Carriers in turn, so that one that hangs in every layout costs the others nothing.
-    cases = itertools.product(args.carriers, args.layouts, args.moe_exchange, args.split_vocabulary)
-    for carrier, shape, experts, split in cases:
-        case = {"layout": shape, "carrier": carrier, "moe_exchange": experts, "split_vocabulary": split}
+    cases = itertools.product(args.presets, args.carriers, args.layouts, args.moe_exchange, args.split_vocabulary)
+    for preset, carrier, shape, experts, split in cases:
+        case = {"preset": preset, "layout": shape, "carrier": carrier, "moe_exchange": experts}
+        case["split_vocabulary"] = split
         many = {experts: len(args.moe_exchange) > 1, split: len(args.split_vocabulary) > 1}
         name = " ".join([carrier, *(what for what in many if many[what])])
         case |= {"graphs": not (args.eager or args.device == "cpu"), "context": args.context}
         try:
             for row, answers in apart(args.case_timeout, measure, args, case):
                 if answers is not None:
-                    others = drawn.setdefault((shape, row["batch"]), {})
+                    others = drawn.setdefault((preset, shape, row["batch"]), {})
                     row["equal_tokens"] = {name: round(same(answers, other), 4) for name, other in others.items()}
                     others[name] = answers
                 rows.append(row)
                 print(json.dumps(row), flush=True)
         except (RuntimeError, TimeoutError) as error:  # one that fails must not take the others' figures along
             rows.append(case | {"what": "failed", "error": str(error)})
-            print(f"{shape} {carrier}: {error}", file=sys.stderr, flush=True)
+            print(f"{preset} {shape} {carrier}: {error}", file=sys.stderr, flush=True)
         if args.json:
             head = {"host": host, "arguments": {k: str(v) for k, v in vars(args).items()}}
             args.json.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")

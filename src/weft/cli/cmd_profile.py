@@ -43,6 +43,8 @@ class Command:
     def run(self) -> int:
         """Prints tables. Raises UserError, LayoutError, ModelError, EngineError."""
         from weft.bench.host import describe_host
+        from weft.bench.step_bytes import decode_step_bytes
+        from weft.engine.device import dtype_of
         from weft.profiler.breakdown import MIN_STEPS, SPARE_TOKENS, output_length, run
         from weft.profiler.chart import draw
 
@@ -91,6 +93,9 @@ class Command:
             "batch": self.batch,
             "context": self.context,
             "steps": self.steps,
+            "bytes_a_step": decode_step_bytes(
+                config.read_model(), config.mesh, dtype_of(config), self.batch, self.context
+            ),
         } | found.report
         (self.output / "profile.json").write_text(json.dumps(report, indent=1) + "\n")
         draw(found.ranks, found.figures["step_us"], title, self.output / "profile.png")
@@ -100,10 +105,12 @@ class Command:
 
 def tables(report: dict[str, Any]) -> str:
     """For reading, in 80 columns: all of a step, in the mean over steps and ranks."""
-    cpu, step = report["cpu_us_a_step"], report["step_us"]
+    cpu, step, size = report["cpu_us_a_step"], report["step_us"], report["bytes_a_step"]
+    rate = size / report["unprofiled_step_us"] / 1e3
     ranks = ", ".join(f"{us:,.0f}" for us in cpu["rank"])
     lines = [
         f"a step: {report['unprofiled_step_us']:,.0f} µs, {step:,.0f} µs under the profiler",
+        f"weights and cached tokens: {size / 1e9:,.2f} GB a rank, {rate:,.1f} GB/s",
         f"CPU time of a step: controller {cpu['controller']:,.0f} µs, ranks {ranks} µs",
         f"idle: {report['idle_between']:.1%} between steps, {report['idle_within']:.1%} within",
         "",

@@ -1,0 +1,39 @@
+"""The bytes that a decode step takes from a rank's memory: at the memory's bandwidth, the least time of a step."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.attention.caches import cached_layers
+from weft.kv.cache_spec import Latent, Recurrent, Window
+from weft.models.layers import Embedding, Head, Layer
+from weft.models.load import build_model
+from weft.models.model_config import ModelConfig
+from weft.models.moe import Experts, SparseMoE
+from weft.place.spec import Mesh
+
+
+def decode_step_bytes(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, sequences: int, context: int) -> int:
+    """Bytes that rank 0 reads for a token of each of `sequences` sequences, spread over the DP groups, behind `context`
+    tokens each: every weight once, of the experts those that are expected to be chosen where all are equally likely,
+    the cached tokens, and recurrent states, which are also written. Activations are left out.
+    """
+    model = build_model(config, mesh, 0, dtype, torch.device("meta"))
+    total, mine = 0.0, -(-sequences // mesh.attn_dp)
+    chosen = {id(moe.experts): moe.router.routing.k for moe in model.modules() if isinstance(moe, SparseMoE)}
+    tied = any(isinstance(head, Head) and head.tied for head in model.modules())
+    for layer in model.modules():
+        size = float(sum(w.numel() * w.element_size() for w in layer.parameters(recurse=False)))
+        if isinstance(layer, Experts):
+            size *= 1 - (1 - chosen[id(layer)] / layer.experts) ** sequences
+        if isinstance(layer, Layer) and not (isinstance(layer, Embedding) and not tied):
+            total += size
+    for spec in cached_layers(model).values():
+        if isinstance(spec, Recurrent):
+            total += mine * 2 * 4 * sum(torch.Size(shape).numel() for shape in spec.shapes)
+            continue
+        tokens = min(context, spec.size) if isinstance(spec, Window) else context / mesh.dcp
+        total += (
+            mine * tokens * dtype.itemsize * (spec.width if isinstance(spec, Latent) else 2 * spec.heads * spec.dim)
+        )
+    return round(total)

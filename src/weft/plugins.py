@@ -1,4 +1,4 @@
-"""Modules of others that Weft loads by name: model families and transports that it does not know."""
+"""Modules that Weft loads by name: model families, transports and attention backends that it does not know."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from types import ModuleType
 DEFINES = {
     "FAMILIES": "a dict from model type to the reader of its config",
     "TRANSPORTS": "a tuple of weft.comm.transport_registry.TransportEntry",
+    "ATTENTION_BACKENDS": "a tuple of weft.attention.backend_registry.BackendEntry",
 }
 
 
@@ -21,7 +22,7 @@ class PluginError(ValueError):
 
 
 def load_plugins(names: Sequence[str]) -> Iterator[ModuleType]:
-    """The modules of importable names or of .py files, each of which defines one of DEFINES or both.
+    """The modules of importable names or of .py files, each of which defines one of DEFINES or more.
 
     A plugin runs as it is: name only what you trust. Raises PluginError.
     """

@@ -68,7 +68,7 @@ def check_what_it_tells(served: ServerProcess) -> None:
     """Of its exchanges: what ran, how long that took, and what the naive plan takes in the same graphs."""
     status, text = served.get("/weft/report", 60)
     report = json.loads(text)
-    assert status == 200 and report["ran"] and report["naive"]
+    assert status == 200 and report["ran"] and report["naive"] and report["attention_backend"]
     for plan in (report["ran"], report["naive"]):
         assert all(step["count"] > 0 and step["predicted"] > 0 for step in plan), plan
         assert sum(step["seconds"] for step in plan) > 0, plan

@@ -352,6 +352,7 @@ def test_metrics_health_plan_and_report(served: Served) -> None:
             threading.Event().wait(0.01)
         report = http.get("/weft/report").json()
         families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
+    assert report["attention_backend"] == "torch"
     assert sum(s["count"] for s in report["ran"]) > 0 and sum(s["bytes"] for s in report["naive"]) > 0
 
     def total(name: str, suffix: str = "_total") -> float:

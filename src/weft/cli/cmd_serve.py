@@ -69,7 +69,8 @@ class Command:
         name = self.served_model_name or config.model.resolve().name
         with listener, start_engine(config) as engine:
             host, port = listener.getsockname()[:2]
-            print(f"serving {name} on http://{host}:{port} ({config.mesh}); Ctrl-C stops", file=sys.stderr, flush=True)
+            what = f"{config.mesh}, attention by {engine.config.attention_backend}"
+            print(f"serving {name} on http://{host}:{port} ({what}); Ctrl-C stops", file=sys.stderr, flush=True)
             if products := float8_products(engine.config, engine.model_config):
                 print(products, file=sys.stderr, flush=True)
             if engine.text_processor.says:

@@ -18,6 +18,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from weft.assets import embedded_model_dir, preset_dir
+from weft.attention.backend_registry import ANY_BACKEND, BackendChoice, backends
 from weft.cli.other_engines import hint, renamed
 from weft.cli.several_hosts import with_launcher
 from weft.comm.transport_registry import AUTO, REFERENCE, TransportChoice, TransportName, transports
@@ -118,22 +119,29 @@ def parse(command: type[T], name: str, arguments: list[str]) -> T:
         prog=f"weft {name}",
         args=arguments,
         description=inspect.getdoc(command),
-        registry=_with_transports(arguments),
+        registry=_with_plugins(arguments),
     )
     if starts_engine:
         parsed.engine.check(parsed.model)
     return parsed
 
 
-def _with_transports(arguments: Sequence[str]) -> ConstructorRegistry:
-    """What tyro must know of transports: their names, those of plugins in the arguments too. Raises UserError."""
-    plugins = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    plugins.add_argument("--plugins", nargs="*", default=[])
+def _with_plugins(arguments: Sequence[str]) -> ConstructorRegistry:
+    """What tyro must know of transports and attention backends: their names, those of plugins in the arguments too.
+    Raises UserError.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--plugins", nargs="*", default=[])
+    plugins = parser.parse_known_args(arguments)[0].plugins
     try:
-        known = tuple(transports(plugins.parse_known_args(arguments)[0].plugins))
+        known, attention = tuple(transports(plugins)), tuple(backends(plugins))
     except PluginError as error:
         raise UserError(str(error)) from error
-    names = {TransportName: (*known, REFERENCE.option), TransportChoice: (AUTO, *known)}
+    names: dict[Any, tuple[str, ...]] = {
+        TransportName: (*known, REFERENCE.option),
+        TransportChoice: (AUTO, *known),
+        BackendChoice: (ANY_BACKEND, *attention),
+    }
     found = ConstructorRegistry()
 
     @found.primitive_rule

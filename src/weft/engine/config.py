@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from weft.assets import embedded_model_dir
+from weft.attention.backend_registry import ANY_BACKEND, backends
 from weft.comm.transport_registry import AUTO, transports
 from weft.dcp.interleave import Interleave
 from weft.engine.engine_options import (
@@ -79,6 +80,10 @@ class EngineConfig(
         options = (AUTO, *transports())
         if self.transport not in options and self.transport not in (options := (AUTO, *transports(self.plugins))):
             raise ValueError(f"transport is {self.transport!r}; it must be one of {', '.join(options)}")
+        known = (ANY_BACKEND, *backends())
+        chosen = self.attention_backend
+        if chosen not in known and chosen not in (known := (ANY_BACKEND, *backends(self.plugins))):
+            raise ValueError(f"attention_backend is {chosen!r}; it must be one of {', '.join(known)}")
         self._check_interleave()
 
     def _check_interleave(self) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from weft.attention.backend_registry import ANY_BACKEND, BackendEntry, Needs, backends, default_backend
 from weft.comm.transport_registry import AUTO, REFERENCE, TransportEntry, automatic, transports
 from weft.engine.config import EngineConfig
 from weft.kernels.build import OLDEST_GPU
+from weft.kv.cache_spec import Spec
 from weft.models.model_config import ModelConfig
 from weft.place.spec import LayoutError
 
@@ -88,6 +90,34 @@ def enabled_transports(config: EngineConfig) -> tuple[TransportEntry, ...]:
         return automatic(known, "cuda" if gpus else "cpu", config.ranks_of_host)
     known[config.transport].check(config.mesh)
     return (known[config.transport],)
+
+
+def attention_backend(
+    config: EngineConfig, caches: Callable[[], Sequence[Spec]] = lambda: (), device: torch.device | None = None
+) -> BackendEntry:
+    """The attention backend of the ranks. Raises LayoutError for what it lacks.
+
+    caches: gives those of the model's layers, where they matter. device: the rank's, where it is known.
+    """
+    gpus = on_gpus(config)
+    if (option := config.attention_backend) == ANY_BACKEND:
+        found = default_backend("cuda" if gpus else "cpu")
+    else:
+        found = backends(config.plugins)[option]
+    asked = device is not None and device.type == "cuda"
+    found.check(
+        Needs(
+            device="cuda" if gpus else "cpu",
+            capability=torch.cuda.get_device_capability(device) if asked else None,
+            dtype=str(dtype_of(config)).removeprefix("torch."),
+            caches=caches,
+            page_size=config.page_size,
+            dcp=config.dcp,
+            dcp_prefill=config.dcp_prefill,
+            graphs=gpus and config.cuda_graphs,
+        )
+    )
+    return found
 
 
 def on_device(

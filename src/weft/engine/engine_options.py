@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from weft.attention.backend_registry import ANY_BACKEND, BackendChoice
 from weft.comm.transport_registry import ANY_TRANSPORT, TransportChoice
 from weft.place.experts import Forms
 from weft.place.plan import Choice
@@ -44,7 +45,8 @@ class ModelOptions(EngineOptions):
     """How the model is read, and what plugins add."""
 
     plugins: tuple[str, ...] = ()
-    """Python modules or .py files that add model families or transports; they run, so name only what you trust."""
+    """Python modules or .py files that add model families, transports or attention backends; they run, so name only
+    what you trust."""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto: the directory's safetensors; dummy: made-up weights, to measure a shape. Their text means nothing, and the
     tokenizer is the embedded model's."""
@@ -186,6 +188,9 @@ class RankOptions(EngineOptions):
     cuda_graphs: bool = True
     """Whether steps on GPUs replay captured graphs. Those with prompts of some models never do, nor do those with
     requested logprobs of prompts."""
+    attention_backend: BackendChoice = ANY_BACKEND
+    """The kernels of attention over the cache. triton: Weft's own, on GPUs; torch: plain torch, which gathers the
+    tokens; or a plugin's; auto: triton on GPUs, torch on CPUs."""
     threads: int = 1
     """Threads of each rank's process; more ranks use cores better."""
     cpu_bind: str | None = None

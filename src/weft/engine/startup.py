@@ -9,13 +9,16 @@ from typing import Any
 import jinja2
 import torch
 
+from weft.attention.backend_registry import BackendChoice
+from weft.attention.caches import cached_layers
 from weft.comm.transport import offer_of
 from weft.comm.transport_registry import transports
 from weft.engine.config import EngineConfig
-from weft.engine.device import dtype_of, enabled_transports, on_gpus
+from weft.engine.device import attention_backend, dtype_of, enabled_transports, on_gpus
 from weft.engine.output.text_processor import read_tokenizer
 from weft.engine.planning import plan_model, split_steps
 from weft.engine.worker.open_transports import cost_model
+from weft.kv.cache_spec import Spec
 from weft.models.checkpoint import tensor_files
 from weft.models.load import build_model, float8_says
 from weft.models.model_config import ModelConfig, ModelError, first_line
@@ -65,10 +68,12 @@ def check_packages(config: EngineConfig) -> None:
 
 
 def resolve_defaults(config: EngineConfig) -> EngineConfig:
-    """The configuration with values for what `auto` leaves open: FP8 products, and whether the vocabulary is split.
+    """The configuration with values for what `auto` leaves open: the attention backend, FP8 products, and whether the
+    vocabulary is split.
 
     Experts gather on GPUs; on CPUs `check_plans` decides. Raises ModelError, LayoutError.
     """
+    config = replace(config, attention_backend=BackendChoice(attention_backend(config).option))
     if config.float8 == "auto":
         config = replace(config, float8="on" if on_gpus(config) else "off")
     if config.moe_exchange == "auto" and on_gpus(config):
@@ -111,6 +116,7 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         plugin, path = plugin_line(error, type(model)), config.model / "config.json"
         what = f"{plugin} builds no model from {path}" if plugin else f"no model can be built from {path}"
         raise ModelError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
+    check_attention(config, model)
     rows, dispatches = 1, False
     while True:
         counts = (min(rows, config.max_batch_tokens),) * mesh.attn_dp
@@ -120,6 +126,18 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         if rows >= config.max_batch_tokens:
             return config if dispatches or config.moe_exchange != "auto" else replace(config, moe_exchange="gather")
         rows *= 2
+
+
+def check_attention(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises LayoutError where the attention backend lacks what the model's caches or the options need. What only a GPU
+    can say is checked on the ranks.
+    """
+
+    def caches() -> list[Spec]:
+        shape = build_model(model, config.mesh, 0, dtype_of(config), torch.device("cpu"), shape_only=True)
+        return list(dict.fromkeys(cached_layers(shape).values()))
+
+    attention_backend(config, caches)
 
 
 def float8_products(config: EngineConfig, model: ModelConfig) -> str:

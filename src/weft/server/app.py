@@ -117,7 +117,12 @@ def _step_routes(engine: Engine, options: Options) -> APIRouter:
     @made.get("/weft/report")
     async def report() -> dict[str, Any]:
         ran, naive = await run_in_threadpool(engine.comm_report)
-        return {"ran": [asdict(s) for s in ran], "naive": [asdict(s) for s in naive]}
+        backend = engine.config.attention_backend
+        return {
+            "attention_backend": backend,
+            "ran": [asdict(s) for s in ran],
+            "naive": [asdict(s) for s in naive],
+        }
 
     @made.post("/weft/profile")
     async def profile(steps: int = 20) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from weft.attention.backend_registry import BackendEntry, default_backend
 from weft.attention.caches import Caches, cached_layers
 from weft.attention.forward_batch import Batch
 from weft.comm.settler import Settler
@@ -50,9 +51,11 @@ class ModelRunner:
         dcp_exchange: the recipe by which attention is merged (`weft.place.recipes`).
         dcp_prefill: the recipe by which prompts attend.
         plan: cheapest or naive.
+        attention: the attention backend; None: the default one of the device.
 
     Attributes:
         stats: what the steps exchanged.
+        attention: the attention backend that runs.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class ModelRunner:
         dcp_exchange: str = "auto",
         dcp_prefill: str = "auto",
         plan: Choice = "cheapest",
+        attention: BackendEntry | None = None,
     ):
         config, weight = model.config, model.embed.weight
         self.model, self.mesh, self.rank = model, mesh, rank
@@ -85,12 +89,8 @@ class ModelRunner:
         group = context_group(sharding, self.settler)
         self.rules, self._page_size = [group.rule for group in groups], sharding.span
         layers, device = cached_layers(model), weight.device
-        if device.type == "cuda":
-            from weft.attention.paged_triton import PagedTriton  # a CPU need not have Triton
-
-            self.caches = Caches(layers, groups, sharding.span, weight.dtype, device, PagedTriton, group)
-        else:
-            self.caches = Caches(layers, groups, sharding.span, weight.dtype, device, group=group)
+        self.attention = attention or default_backend(device.type)
+        self.caches = Caches(layers, groups, sharding.span, weight.dtype, device, self.attention.make, group)
         self._graphs: StepGraphs | None = None
         self.stats = RunStats(self.planner, self.settler, weight.device)
         self._checksums: dict[tuple[Counts, bool], int] = {}

@@ -12,7 +12,7 @@ import torch
 from weft.attention.caches import cached_layers
 from weft.comm.transport import CommError, Transport
 from weft.engine.config import EngineConfig
-from weft.engine.device import check_float8, device_of, dtype_of, on_device
+from weft.engine.device import attention_backend, check_float8, device_of, dtype_of, on_device
 from weft.engine.messages import (
     AskPlan,
     AskReport,
@@ -64,6 +64,7 @@ class Worker:
 
         model_config, dtype, empty = config.read_model(), dtype_of(config), transports[0].empty
         device = device_of(config, self.rank)
+        attention = attention_backend(config, device=device)
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:
             torch.cuda.set_device(device)
@@ -88,6 +89,7 @@ class Worker:
                 dcp_exchange=config.dcp_exchange,
                 dcp_prefill=config.dcp_prefill,
                 plan=config.plan,
+                attention=attention,
             )
 
         if self.on_gpu and config.kv_tokens is None:

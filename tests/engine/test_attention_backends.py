@@ -1,0 +1,99 @@
+"""The table of attention backends: one row is all that a backend takes, a plugin's too; what one lacks is refused."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from e2e.here import weft_here
+from weft.assets import preset_dir
+from weft.attention.backend_registry import BACKENDS, TORCH, TRITON, Needs, backends, default_backend
+from weft.attention.sdpa import SDPA
+from weft.engine.config import EngineConfig
+from weft.engine.device import attention_backend
+from weft.engine.engine import Engine
+from weft.engine.request import SamplingParams
+from weft.engine.startup import check_attention, resolve_defaults
+from weft.kv.cache import KVCache
+from weft.kv.cache_spec import PagedKV
+from weft.place.spec import LayoutError
+from weft.plugins import PluginError
+
+TOY = str(Path(__file__).with_name("toy_backend.py"))
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def test_a_plugins_backend_serves(model_dir: Path) -> None:
+    """With the tokens of the default backend, and under its own name."""
+    prompts, found = [[1, 2, 3, 4, 5], [9, 8]], []
+    for options in ({}, {"attention_backend": "toy", "plugins": (TOY,)}):
+        config = EngineConfig(model=model_dir, executor="thread", kv_tokens=512, **options)
+        with Engine(config) as engine:
+            found.append([r.token_ids for r in engine.generate(prompts, GREEDY)])
+            assert engine.config.attention_backend == options.get("attention_backend", "torch")
+    assert found[0] == found[1] and sys.modules[TOY].MADE
+
+
+def test_commands_know_backends_by_their_rows() -> None:
+    code, out, _ = weft_here("serve", "--plugins", TOY, "--help")
+    assert code == 0 and f"{{auto,{','.join(backends())},toy}}" in re.sub(r"\s+", "", out)
+    code, _, err = weft_here("serve", "--attention-backend", "nope")
+    said = re.sub(r"[\s│]+", " ", err)
+    assert code == 2 and "invalid choice 'nope' for argument '--attention-backend'" in said and "triton" in said
+    with pytest.raises(ValueError, match=r"attention_backend is 'toy'; it must be one of auto, triton, torch"):
+        EngineConfig(attention_backend="toy")
+    with pytest.raises(ValueError, match=r"it must be one of auto, .*, toy$"):
+        EngineConfig(attention_backend="nope", plugins=(TOY,))
+
+
+def test_a_backend_that_is_there_already_is_refused(tmp_path: Path) -> None:
+    (plugin := tmp_path / "again.py").write_text(
+        "from dataclasses import replace\nfrom weft.attention.backend_registry import TORCH\n"
+        "ATTENTION_BACKENDS = (replace(TORCH, device='cpu'),)\n"
+    )
+    with pytest.raises(PluginError, match=r"again.py adds attention backend torch, but there is another of this name"):
+        backends([str(plugin)])
+    assert list(backends([TOY, TOY])) == [*backends(), "toy"]
+
+
+def test_auto_is_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_backend("cuda") is TRITON and default_backend("cpu") is TORCH
+    assert resolve_defaults(EngineConfig(device="cpu")).attention_backend == "torch"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert resolve_defaults(EngineConfig()).attention_backend == "triton"
+
+
+def test_what_a_backend_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LayoutError, match=r"^attention_backend triton is of GPUs; leave it out$"):
+        attention_backend(EngineConfig(attention_backend="triton", device="cpu"))
+    shape = {"model": preset_dir("deepseek-v2-lite"), "load_format": "dummy", "device": "cpu"}
+    config = EngineConfig(**shape, attention_backend="toy", plugins=(TOY,))
+    with pytest.raises(LayoutError, match=r"^attention_backend toy has no latent caches: take another$"):
+        check_attention(config, config.read_model())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(LayoutError, match=r"^attention_backend torch reads .* on the host, .*: add --no-cuda-graphs$"):
+        attention_backend(EngineConfig(attention_backend="torch"))
+    assert attention_backend(EngineConfig(attention_backend="torch", cuda_graphs=False)) is TORCH
+
+
+def test_the_defaults_look_at_no_cache() -> None:
+    """So that no start builds the model's shape for them."""
+
+    def caches() -> list[PagedKV]:
+        raise AssertionError
+
+    for device in ("cpu", "cuda"):
+        gpus = device == "cuda"
+        default_backend(device).check(Needs(device, (9, 0) if gpus else None, "bfloat16", caches, 16, 1, "auto", gpus))
+
+
+@pytest.mark.parametrize("entry", BACKENDS, ids=lambda entry: entry.option)
+def test_every_row_names_a_class(entry: object) -> None:
+    if entry is TRITON:
+        pytest.importorskip("triton")
+    cache = KVCache(PagedKV(2, 8), 1, 1, 4, torch.float32)
+    assert isinstance(entry.make(cache), SDPA) and entry.make(cache).cache is cache  # type: ignore[attr-defined]

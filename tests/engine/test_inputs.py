@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from engine.conftest import byte_tokenizer
 from engine.test_hybrids import SIZES
 from gpu import definitions
 from models.oss import small_gpt_oss
+from models.qwen35 import small_qwen35
 from models.stepfun import small_step
-from weft.attention.forward_batch import PageTables
+from weft.attention.forward_batch import PageTables, StateSlots
 from weft.comm.reference import ReferenceWorld
 from weft.comm.step_rows import PaddedRows
 from weft.engine.config import EngineConfig
@@ -27,7 +29,7 @@ from weft.engine.scheduler.scheduler import make_schedulers
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import PromptInputs, Shape, captures_prompts, decode_capacities, prompt_capacities
 from weft.engine.worker.worker import Worker
-from weft.kv.cache_spec import Rule
+from weft.kv.cache_spec import PagedKV, Recurrent, Window
 from weft.place.cost import costs
 from weft.place.spec import Mesh, Rows
 from weft.stream import Stream
@@ -36,6 +38,7 @@ MAX_ROWS, GREEDY = 24, SamplingParams(temperature=0.0)
 MODELS: dict[str, Callable[[Path], Any]] = {
     "windows and sinks": lambda directory: small_gpt_oss(directory, seed=3, **SIZES),
     "windows and all tokens": lambda directory: small_step(directory, seed=3, **SIZES),
+    "gated delta rule": lambda directory: small_qwen35(directory, seed=3, **SIZES),
     "latents": lambda directory: small_model(
         "deepseek_v2", 2, directory, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=2
     ),
@@ -53,8 +56,8 @@ def test_a_graph_is_never_much_larger_than_its_step() -> None:
 
 
 def test_which_prompts_are_captured() -> None:
-    paged, window, state = Rule(), Rule(window=8), Rule(state=True)
-    assert captures_prompts([paged, window], Mesh(2, 2, 4, 1))
+    paged, window, state = PagedKV(1, 8), Window(8, 1, 8), Recurrent(((2, 2),))
+    assert captures_prompts([paged, window, replace(state, by_starts=True)], Mesh(2, 2, 4, 1))
     assert not captures_prompts([paged, state], Mesh()) and not captures_prompts([paged], Mesh(1, 2, 2, 1, dcp=2))
 
 
@@ -70,9 +73,11 @@ class Ranks:
         )
         for _, backend in self.roomy.runner.caches.paged:
             backend.cache.keys.fill_(torch.nan), backend.cache.values.fill_(torch.nan)
+        for states in (states for _, kept in self.roomy.runner.caches.states for states in kept.states):
+            states.fill_(torch.nan)
         self.rows = DeviceRows(self.roomy.table, 40)
         self.rows.entries.fill_(1 << 20)  # a page that was never sent is none
-        self.inputs = PromptInputs(self.rows, self.config.page_size, MAX_ROWS)
+        self.inputs = PromptInputs(self.rows, self.roomy.runner.rules, self.config.page_size, MAX_ROWS)
         self.inputs._copied.fill_(1 << 20)
 
     @torch.inference_mode()
@@ -126,6 +131,11 @@ class Ranks:
         assert torch.equal(at[found.sample_rows[: len(group_rows.sampled_rows)]], wanted.sample_rows)
         assert found.spans is None and len(found.sample_rows) == len(found.lengths)
         for ours, theirs in zip(found.tables, wanted.tables, strict=True):
+            if isinstance(ours, StateSlots):
+                kept = ours.after[: len(order)], theirs.after[order]
+                assert torch.equal(*kept) and torch.equal(ours.before[: len(order)], theirs.before[order])
+                assert (ours.after[len(order) :] == -1).all()
+                continue
             assert isinstance(ours, PageTables) and (ours.slots[live:] == -1).all()
             assert torch.equal(ours.slots[:live], theirs.slots[at])
             width = theirs.pages.shape[1]

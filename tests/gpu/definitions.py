@@ -170,8 +170,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
 
 
-def delta_step(
+def gated_delta(
     product: Tensor,
+    starts: Tensor | None,
     before: Tensor,
     after: Tensor,
     conv: Tensor,
@@ -181,33 +182,38 @@ def delta_step(
     eps: float,
     states: Tensor,
     tails: Tensor,
-) -> Tensor:
-    """`[B, heads · V]`. Updates states and tails."""
+    out: Tensor,
+) -> None:
+    """Fills out, and updates states and tails: token by token."""
     wide = torch.promote_types(product.dtype, torch.float32)
     (_, heads, key_dim, value_dim), features = states.shape, len(conv)
     keys = (features - heads * value_dim) // 2
-    out = torch.zeros(len(product), heads, value_dim, dtype=wide, device=product.device)
-    for row, (at, to) in enumerate(zip(before.tolist(), after.tolist(), strict=True)):
+    firsts = range(len(before) + 1) if starts is None else starts.tolist()
+    for sequence, (at, to) in enumerate(zip(before.tolist(), after.tolist(), strict=True)):
         if to < 0:
+            out[firsts[sequence] : firsts[sequence + 1]] = 0
             continue
-        new, z, b, a = product[row].to(wide).split((features, heads * value_dim, heads, heads))
         tail, state = ((x[at] if at >= 0 else torch.zeros_like(x[0])).to(wide) for x in (tails, states))
-        inputs = torch.cat((tail, new[:, None]), 1)
-        mixed = F.silu((inputs * conv[:, 0].to(wide)).sum(1))
-        q, k, v = (
-            part.unflatten(0, (-1, n))
-            for part, n in zip(mixed.split((keys, keys, heads * value_dim)), (key_dim, key_dim, value_dim), strict=True)
-        )
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-        q, k = (x.repeat_interleave(heads // len(x), 0) for x in (q * key_dim**-0.5, k))
-        state = state * (-decay.to(wide).exp() * F.softplus(a + bias.to(wide))).exp()[:, None, None]
-        correction = b.sigmoid()[:, None] * (v - torch.einsum("hkv,hk->hv", state, k))
-        state = state + k[:, :, None] * correction[:, None]
-        seen = torch.einsum("hkv,hk->hv", state, q)
-        seen = seen * torch.rsqrt(seen.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
-        out[row] = seen * F.silu(z.unflatten(0, (heads, -1)))
-        states[to], tails[to] = state.to(states.dtype), inputs[:, 1:].to(tails.dtype)
-    return out.flatten(1).to(product.dtype)
+        for row in range(firsts[sequence], firsts[sequence + 1]):
+            new, z, b, a = product[row].to(wide).split((features, heads * value_dim, heads, heads))
+            inputs = torch.cat((tail, new[:, None]), 1)
+            mixed = F.silu((inputs * conv[:, 0].to(wide)).sum(1))
+            q, k, v = (
+                part.unflatten(0, (-1, n))
+                for part, n in zip(
+                    mixed.split((keys, keys, heads * value_dim)), (key_dim, key_dim, value_dim), strict=True
+                )
+            )
+            q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+            q, k = (x.repeat_interleave(heads // len(x), 0) for x in (q * key_dim**-0.5, k))
+            state = state * (-decay.to(wide).exp() * F.softplus(a + bias.to(wide))).exp()[:, None, None]
+            correction = b.sigmoid()[:, None] * (v - torch.einsum("hkv,hk->hv", state, k))
+            state = state + k[:, :, None] * correction[:, None]
+            seen = torch.einsum("hkv,hk->hv", state, q)
+            seen = seen * torch.rsqrt(seen.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
+            out[row] = (seen * F.silu(z.unflatten(0, (heads, -1)))).flatten()
+            tail = inputs[:, 1:]
+        states[to], tails[to] = state.to(states.dtype), tail.to(tails.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:

@@ -30,7 +30,7 @@ from weft.kernels.split_k import SplitKPartials  # noqa: E402
 from weft.kernels.torch_reference import packed_shards  # noqa: E402
 from weft.kernels.triton import (  # noqa: E402
     decode_attention,
-    delta_step,
+    delta_chunks,
     dense,
     embed,
     fused_experts,
@@ -331,12 +331,14 @@ def begin_layers(rows: int) -> None:
         embed.cos_sin(tokens, empty(64, dtype=FLOAT), 1.0, torch.bfloat16, interleaved)
 
 
-def delta(rows: int, heads: int, key_heads: int) -> None:
-    features = (2 * key_heads + heads) * 128
-    product, slots, vector = empty(rows, features + heads * 130), empty(rows, dtype=LONG), empty(heads, dtype=FLOAT)
+def delta(rows: int, heads: int, key_heads: int, sequences: int | None = None) -> None:
+    """One row of each sequence; or rows of so many sequences."""
+    features, slots = (2 * key_heads + heads) * 128, empty(sequences or rows, dtype=LONG)
+    product, vector = empty(rows, features + heads * 130), empty(heads, dtype=FLOAT)
     states, tails = empty(256, heads, 128, 128, dtype=FLOAT), empty(256, features, 3, dtype=FLOAT)
     of_layer = (empty(features, 1, 4), vector, vector, empty(128), 1e-6)
-    delta_step.delta_step(product, slots, slots, *of_layer, states, tails, empty(rows, heads * 128))
+    starts = None if sequences is None else empty(sequences + 1, dtype=INT)
+    delta_chunks.gated_delta(product, starts, slots, slots, *of_layer, states, tails, empty(rows, heads * 128))
 
 
 def merge_shards(ranks: int, heads: int, dim: int) -> None:
@@ -406,6 +408,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "gates and sinks of heads": (lambda: gate(64, 64, 64), ()),
     "sample": (lambda: draw(64), ()),
     "gated delta rule": (lambda: delta(64, 32, 8), ()),
+    "gated delta rule, prompts": (lambda: delta(4096, 32, 16, 8), ("HGMMA", "LDGSTS")),
     "embedding and angles": (lambda: begin_layers(64), ()),
     "merge": (lambda: merge_shards(8, 128, 512), ()),
     "dispatch": (lambda: dispatch_rows(64, 8, 7168), ()),

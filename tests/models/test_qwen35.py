@@ -14,8 +14,8 @@ from models.layouts import MESHES, check, check_float8, nearness, stored_shapes
 from models.qwen35 import Qwen35, small_config, small_qwen35
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
+from weft.kernels.delta_rule import delta_rule
 from weft.kv.cache_spec import PagedKV, Recurrent
-from weft.models.deltanet import delta_rule
 from weft.models.layers import Builder
 from weft.models.model_config import ModelError
 from weft.models.registry import load_config, read_config
@@ -124,7 +124,7 @@ def test_the_preset_is_what_is_published() -> None:
     def caches(mesh: Mesh) -> Counter[Any]:
         return Counter(cached_layers(config.build(Builder(mesh, 0, torch.bfloat16, torch.device("meta")))).values())
 
-    assert caches(Mesh(1, 4, 4, 1)) == {PagedKV(1, 256): 10, Recurrent(((8, 128, 128), (2048, 3))): 30}
+    assert caches(Mesh(1, 4, 4, 1)) == {PagedKV(1, 256): 10, Recurrent(((8, 128, 128), (2048, 3)), by_starts=True): 30}
     # Twice as many ranks as key heads: each is held twice, a value head a rank.
     with pytest.raises(LayoutError, match="attn_tp=32"):
         caches(Mesh(1, 32, 32, 1))

@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
-from weft.kernels import float8, torch_reference
+from weft.kernels import delta_rule, float8, torch_reference
 from weft.kernels.float8 import Fp8Rows
 from weft.kernels.split_k import SplitKPartials
 
@@ -57,6 +57,7 @@ quantise = _op(float8.quantise, "float8_linear.quantise")
 linear = _op(torch_reference.linear, "dense.linear_of_any_size")
 linear_or_partials = _op(torch_reference.linear_or_partials, "dense.linear_or_partials")
 linear_float8 = _op(torch_reference.linear_float8, "float8_linear.linear")
+gated_delta = _op(delta_rule.gated_delta, "delta_chunks.gated_delta")
 choose = _op(torch_reference.choose, "route.choose")
 route = _op(torch_reference.route, "fused_experts.route_scored")
 route_chosen = _op(torch_reference.route_chosen, "fused_experts.route_chosen")

@@ -39,9 +39,13 @@ class Recurrent:
     """Float32 tensors of these shapes for each sequence, however long it is (linear attention, convolutions).
 
     A state stands for all tokens up to the last that has run: an earlier one is had only where it was kept.
+
+    by_starts: the layer finds the rows of sequences by `Batch.starts` on the device, without `Batch.spans`. So CUDA
+    graphs may hold its steps with prompts.
     """
 
     shapes: tuple[tuple[int, ...], ...]
+    by_starts: bool = False
 
 
 Spec = PagedKV | Window | Latent | Recurrent

@@ -7,7 +7,7 @@ The last token, length, page tables and state slots of a row are on the device a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -18,7 +18,7 @@ from weft.attention.forward_batch import Batch, PageTables, StateSlots
 from weft.engine.device import fill
 from weft.engine.messages import GroupRows
 from weft.engine.worker.device_rows import DeviceRows
-from weft.kv.cache_spec import Rule
+from weft.kv.cache_spec import Recurrent, Rule, Spec
 from weft.place.spec import Mesh
 
 if TYPE_CHECKING:
@@ -87,13 +87,13 @@ def prompt_capacities(max_rows: int) -> list[int]:
     return sorted({min(c, max_rows) for c in found})
 
 
-def captures_prompts(rules: Sequence[Rule], mesh: Mesh) -> bool:
-    """Whether steps with prompts have graphs.
+def captures_prompts(specs: Iterable[Spec], mesh: Mesh) -> bool:
+    """Whether steps with prompts have graphs. specs: the caches of the model's layers.
 
-    They have none where layers keep recurrent states, as the host loops over prompts, nor where tokens are sharded over
-    dcp, as the exchanges depend on the lengths of prompts.
+    They have none where the host loops over the prompts of layers with recurrent states (`Recurrent.by_starts`), nor
+    where tokens are sharded over dcp, as the exchanges depend on the lengths of prompts.
     """
-    return mesh.dcp == 1 and not any(rule.state for rule in rules)
+    return mesh.dcp == 1 and all(spec.by_starts for spec in specs if isinstance(spec, Recurrent))
 
 
 class DecodeInputs:
@@ -138,16 +138,16 @@ class DecodeInputs:
 
 
 class PromptInputs:
-    """Inputs of steps with prompts, of up to `max_rows` rows in all.
+    """Inputs of steps with prompts, of up to `max_rows` rows in all. rules, page_size: of the caches.
 
     Positions and slots of rows are computed on the device from lengths and tables, by torch's operators: a
     microsecond or two each, beside a step of milliseconds. Sequences of one row come first: sequence i has row i.
     """
 
-    def __init__(self, rows: DeviceRows, page_size: int, max_rows: int):
+    def __init__(self, rows: DeviceRows, rules: Sequence[Rule], page_size: int, max_rows: int):
         max_sequences, device = len(rows.length), rows.length.device
         self.shapes: Sequence[Shape] = [Shape(n, min(n, max_sequences), True) for n in prompt_capacities(max_rows)]
-        self._rows, self._page_size = rows, page_size
+        self._rows, self._rules, self._page_size = rows, rules, page_size
         # Whole units of 16 bytes, so that no other kernels are compiled for these.
         self._capacity = -(-(max_sequences + 1) // 4) * 4
         # Side by side, so that a step has one copy: rows of the table, starts, which sequences sample, how many are
@@ -208,12 +208,18 @@ class PromptInputs:
         positions = (at + (before - starts[:-1]).index_select(0, sequence)).where(real, 0)
         last = state.last_token.index_select(0, row).clamp(min=0)
         tokens = self._tokens[: shape.rows].where(sequence >= self._decode_rows, last).where(real, 0)
-        tables, width, begin = [], state.entries.shape[1], 0
-        for each in state.widths:
+        tables, width, begin = list[PageTables | StateSlots](), state.entries.shape[1], 0
+        for rule, each in zip(self._rules, state.widths, strict=True):
+            table = state.entries[:, begin : begin + each].index_select(0, rows)
+            if rule.state:
+                before_slot, after_slot = table.long().t().contiguous().unbind()
+                tables.append(StateSlots(before_slot, after_slot.where(count > 0, -1)))
+                begin += each
+                continue
             entry = row.long() * width + begin + positions // page_size
             page = state.entries.view(-1).index_select(0, entry).long()
             slots = (page * page_size + positions % page_size).where(real & (page >= 0), -1)
-            tables.append(PageTables(state.entries[:, begin : begin + each].index_select(0, rows), slots))
+            tables.append(PageTables(table, slots))
             begin += each
         state.length.index_add_(0, rows, count)  # of those too that sample nothing yet
         state.steps.add_(1)

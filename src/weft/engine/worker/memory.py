@@ -167,7 +167,7 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
         peaks.append(torch.cuda.max_memory_allocated() - before)
     # Graphs share one pool, as large as the largest needs: with prompts it also attends as a decode step does. Each
     # decode graph keeps its logits; those with prompts share one place for theirs.
-    prompts = captures_prompts(runner.rules, config.mesh)
+    prompts = captures_prompts(specs.values(), config.mesh)
     sampled = sum(decode_capacities(config.max_running)) + config.max_running * prompts
     logits = len(weight) * weight.element_size()  # of a token: the head is split as the embedding is
     graphs = peaks[-1] + max(peaks) * prompts + sampled * logits

@@ -145,8 +145,8 @@ class ModelRunner:
         chain, choice = self.planner.chain, self.planner.choice
         planner = Planner(self.mesh, chain, offers, choice, slices_copy=on_device, settlements=settlements)
         inputs: list[Inputs] = [DecodeInputs(rows, self.rules, self._page_size)]
-        if captures_prompts(self.rules, self.mesh):
-            inputs.append(PromptInputs(rows, self._page_size, max_rows))
+        if captures_prompts(cached_layers(self.model).values(), self.mesh):
+            inputs.append(PromptInputs(rows, self.rules, self._page_size, max_rows))
         self._graphs = StepGraphs(
             self.model,
             self.mesh,

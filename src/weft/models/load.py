@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from weft.kernels.float8 import LARGEST
 from weft.models.checkpoint import Checkpoint
 from weft.models.layers import Builder, Head, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
-from weft.models.model_config import LanguageModel, ModelConfig
+from weft.models.model_config import LanguageModel, ModelConfig, ModelError
 from weft.models.source import Source
 from weft.place.spec import Mesh
 
@@ -112,6 +113,34 @@ def dummy_model(
         if progress:
             progress(done + 1, len(jobs))
     return model
+
+
+@dataclass(frozen=True)
+class DummyTensor:
+    """A whole tensor of a checkpoint, which holds what `dummy_model` makes of it."""
+
+    source: Source
+    ones: bool
+
+    def make(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Its values, of `source.shape`."""
+        whole = torch.ones(self.source.shape, dtype=dtype, device=device)
+        if not self.ones:
+            _make_up(whole, self.source)
+        return whole
+
+
+def dummy_checkpoint(config: ModelConfig) -> list[DummyTensor]:
+    """The tensors of a checkpoint with the weights of `dummy_model`.
+
+    Raises ModelError for a family that stores a tensor in another form than it is used in, or in FP8.
+    """
+    tensors = {}
+    for layer, name, source in _jobs(build_model(config, Mesh(), 0, torch.float32, torch.device("meta"))):
+        if source.views or name in layer.units:
+            raise ModelError(f"no checkpoint is written of {source.name}: it is not stored as it is used")
+        tensors[source.name] = DummyTensor(replace(source, take=()), isinstance(layer, RMSNorm | HeadNorm))
+    return list(tensors.values())
 
 
 def float8_says(model: LanguageModel) -> str:

@@ -63,6 +63,10 @@ class Metrics(Collector):
         for group, (pages, total) in enumerate(zip(s.kv_used, s.kv_total, strict=True)):
             used.add_metric([str(group)], pages / total)
         yield used
+        tokens = GaugeMetricFamily("weft_kv_cache_tokens", "Tokens that the cache holds", labels=["group"])
+        for group in range(len(s.kv_total)):
+            tokens.add_metric([str(group)], self._engine.config.cached_tokens)
+        yield tokens
         for name, text, total in (
             ("weft_prompt_tokens", "Prompt tokens taken in", s.prompt_tokens),
             ("weft_prefix_cached_tokens", "Prompt tokens found in the prefix cache", s.cached_tokens),

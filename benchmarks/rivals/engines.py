@@ -1,0 +1,186 @@
+"""Starts each engine as its documentation says, and knows where it names the size of its cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+TAIL = 25
+"""Lines of a log that are shown where an engine fails."""
+END_S = 30.0
+"""Between the request to end and the end by force."""
+
+
+class EngineFailed(RuntimeError):
+    """An engine did not start: the end of its log."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every engine is started with, under its own names.
+
+    memory: share of each GPU's memory. sequences, tokens: at most at once, and of a step; None: the engine's default.
+    """
+
+    model: Path
+    port: int
+    device: str = "cuda"
+    ranks: int = 1
+    memory: float = 0.9
+    sequences: int | None = None
+    tokens: int | None = None
+
+
+def _option(name: str, value: int | None) -> list[str]:
+    return [] if value is None else [name, str(value)]
+
+
+def _weft(o: Options) -> list[str]:
+    fixed = ["-m", "weft.cli.main", "serve", str(o.model), "--port", str(o.port), "--device", o.device]
+    fixed += ["--attn-tp", str(o.ranks), "--gpu-memory-fraction", str(o.memory)]
+    return fixed + _option("--max-running", o.sequences) + _option("--max-batch-tokens", o.tokens)
+
+
+def _vllm(o: Options) -> list[str]:
+    fixed = ["-m", "vllm.entrypoints.cli.main", "serve", str(o.model), "--port", str(o.port), "--host", "127.0.0.1"]
+    fixed += ["--tensor-parallel-size", str(o.ranks), "--gpu-memory-utilization", str(o.memory)]
+    return fixed + _option("--max-num-seqs", o.sequences) + _option("--max-num-batched-tokens", o.tokens)
+
+
+def _sglang(o: Options) -> list[str]:
+    fixed = ["-m", "sglang.launch_server", "--model-path", str(o.model), "--port", str(o.port)]
+    fixed += ["--tp-size", str(o.ranks), "--mem-fraction-static", str(o.memory)]
+    return fixed + _option("--max-running-requests", o.sequences) + _option("--chunked-prefill-size", o.tokens)
+
+
+def _weft_cache(get: Callable[[str], str]) -> float:
+    return sum(float(found) for found in re.findall(r"^weft_kv_cache_tokens\S* (\S+)$", get("/metrics"), re.MULTILINE))
+
+
+def _vllm_cache(get: Callable[[str], str]) -> float:
+    [labels] = re.findall(r"^vllm:cache_config_info\{(.*)\}", get("/metrics"), re.MULTILINE)
+    fields = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+    return float(fields["num_gpu_blocks"]) * float(fields["block_size"])
+
+
+def _sglang_cache(get: Callable[[str], str]) -> float:
+    return float(json.loads(get("/get_server_info"))["max_total_num_tokens"])
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """command: the arguments of its Python. cache: tokens of its cache, by a function that gets a path of its server.
+    environment: what it is given beside this process's, `{caches}` being a folder of its own.
+    """
+
+    command: Callable[[Options], list[str]]
+    cache: Callable[[Callable[[str], str]], float]
+    environment: Mapping[str, str]
+
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+# Greedy bfloat16 needs neither of the first two, and each would compile for minutes.
+VLLM = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_HOST_IP": "127.0.0.1"}
+VLLM |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": "{caches}/vllm", "TRITON_CACHE_DIR": "{caches}/triton"}
+# Without NVLink multicast, for more ranks than one.
+VLLM |= {"VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+KINDS = {
+    "weft": EngineKind(_weft, _weft_cache, {}),
+    "vllm": EngineKind(_vllm, _vllm_cache, OFFLINE | VLLM),
+    "sglang": EngineKind(_sglang, _sglang_cache, OFFLINE | {"TRITON_CACHE_DIR": "{caches}/triton"}),
+}
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Where an engine is: its Python, its PYTHONPATH (None: this process's), and a folder for what it compiles."""
+
+    python: str
+    path: str | None
+    caches: Path
+
+
+class RunningEngine:
+    """A server of an engine, from its start until `end`. start_s: seconds from its start until it was healthy.
+
+    Raises EngineFailed where it ends or is not healthy within limit_s.
+    """
+
+    def __init__(self, kind: EngineKind, installed: Installation, options: Options, log: Path, limit_s: float):
+        self._kind, self.log = kind, log
+        options = replace(options, port=_free_port())
+        self.command = [installed.python, *kind.command(options)]
+        self.url = f"http://127.0.0.1:{options.port}"
+        caches = str(installed.caches.resolve())
+        environment = dict(os.environ) | {name: v.replace("{caches}", caches) for name, v in kind.environment.items()}
+        if installed.path is not None:
+            environment["PYTHONPATH"] = installed.path
+        began = time.monotonic()
+        with self.log.open("ab") as file:
+            self._process = subprocess.Popen(
+                self.command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                process_group=0,  # so that all its processes can be ended
+            )
+        try:
+            self._wait(began + limit_s)
+        except BaseException:
+            self.end()
+            raise
+        self.start_s = time.monotonic() - began
+
+    def _wait(self, deadline: float) -> None:
+        while True:
+            if (code := self._process.poll()) is not None:
+                raise EngineFailed(f"it ended with {code}:\n{self.tail()}")
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"it was not healthy in time:\n{self.tail()}")
+            try:
+                self.get("/health")
+                return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+
+    def get(self, path: str) -> str:
+        """The body of a path of the server. Raises OSError."""
+        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+            body: bytes = response.read()
+        return body.decode(errors="replace")
+
+    def cache_tokens(self) -> int:
+        """Tokens that its cache holds."""
+        return round(self._kind.cache(self.get))
+
+    def tail(self) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL:])
+
+    def end(self) -> None:
+        """Ends it, and all processes that it started."""
+        self._process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,140 @@
+"""benchmarks/rivals: the checkpoint that engines serve, engines that do not start, the table, and a dry run."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from weft.assets import preset_dir
+from weft.models.load import dummy_model, load_model
+from weft.models.registry import load_config
+from weft.place.spec import Mesh
+
+RIVALS = Path(__file__).parents[2] / "benchmarks" / "rivals"
+SMALL = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+SMALL |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 400}
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The names of a script, which shares code with others of its folder."""
+    monkeypatch.syspath_prepend(RIVALS)
+    yield lambda name: runpy.run_path(str(RIVALS / f"{name}.py"))
+    for name in ("engines", "results", "checkpoint"):
+        sys.modules.pop(name, None)
+
+
+def test_the_checkpoint_holds_the_weights_of_a_dummy_model(script: Any, tmp_path: Path) -> None:
+    source, folder = tmp_path / "source", tmp_path / "written"
+    source.mkdir()
+    fields = json.loads((preset_dir("qwen3-30b-a3b") / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(fields | SMALL))
+    names = script("checkpoint")
+    names["write_checkpoint"].__globals__["FILE_BYTES"] = 50_000  # several files
+    assert names["write_checkpoint"](folder, source, 2) == sum(
+        p.numel() * 2 for p in dummy_model(load_config(source, num_layers=2), Mesh(), 0).parameters()
+    )
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    config = load_config(folder)
+    assert config.num_layers == 2
+    loaded = load_model(folder, config, Mesh(), 0, torch.bfloat16)
+    made = dummy_model(load_config(source, num_layers=2), Mesh(), 0, torch.bfloat16)
+    for (name, weight), other in zip(loaded.named_parameters(), made.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == 400 and tokenizer.decode([300, 399]) == " 300 399"
+
+
+def test_the_fatbins_of_a_library_keep_what_hopper_runs(script: Any) -> None:
+    import struct
+
+    def code(kind: int, arch: int) -> bytes:
+        return struct.pack("<HHIQIIHHI", kind, 0, 64, 16, 0, 0, 0, 0, arch).ljust(64, b"\0") + bytes([arch] * 16)
+
+    def fatbin(*entries: tuple[int, int]) -> bytes:
+        body = b"".join(code(*entry) for entry in entries)
+        return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+    elf, ptx = 2, 1
+    section = fatbin((elf, 80), (elf, 90), (ptx, 90)) + fatbin((elf, 120), (ptx, 80), (ptx, 100)) + bytes(16)
+    names = b"\0.nv_fatbin\0"
+    header = bytearray(64)
+    struct.pack_into("<Q", header, 0x28, 64 + len(section) + len(names))
+    struct.pack_into("<HHH", header, 0x3A, 64, 2, 1)
+    sections = struct.pack("<IIQQQQIIQQ", 1, 0, 0, 0, 64, len(section), 0, 0, 0, 0)
+    sections += struct.pack("<IIQQQQIIQQ", 0, 0, 0, 0, 64 + len(section), len(names), 0, 0, 0, 0)
+    library = bytes(header) + section + names + sections
+    trimmed = bytes(script("bundle")["trim"](bytearray(library)))
+    kept = {arch: bytes([arch] * 16) in trimmed[64 : 64 + len(section)] for arch in (80, 90, 100, 120)}
+    assert len(trimmed) == len(library) and kept == {80: True, 90: True, 100: False, 120: False}
+    assert trimmed.count(bytes([90] * 16)) == 1 and trimmed.count(bytes([80] * 16)) == 1  # PTX 90, machine code 80
+
+
+def test_an_engine_that_does_not_start_shows_the_end_of_its_log(script: Any, tmp_path: Path) -> None:
+    names = script("engines")
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no GPU here; exit 3\n")
+    broken.chmod(0o755)
+    options, installed = names["Options"](tmp_path, 0), names["Installation"](str(broken), None, tmp_path)
+    for kind in names["KINDS"].values():
+        with pytest.raises(names["EngineFailed"], match="ended with 3:\nno GPU here"):
+            names["RunningEngine"](kind, installed, options, tmp_path / "log", 60.0)
+
+
+def test_where_engines_name_the_size_of_their_cache(script: Any) -> None:
+    said = {
+        "weft": 'weft_kv_cache_tokens{group="0"} 96.0\nweft_kv_cache_tokens{group="1"} 96.0\n',
+        "vllm": 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="12"} 1.0\n',
+        "sglang": '{"max_total_num_tokens": 192, "status": "ready"}',
+    }
+    kinds = script("engines")["KINDS"]
+    assert {name: kind.cache(lambda path, name=name: said[name]) for name, kind in kinds.items()} == dict.fromkeys(
+        said, 192
+    )
+
+
+def test_the_table_has_means_over_rounds_and_what_is_better(script: Any, tmp_path: Path) -> None:
+    names = script("results")
+    results = names["Results"](tmp_path, {"host": {}}, ["weft", "vllm", "sglang"])
+    results.add_start({"engine": "weft", "start_s": 31.0, "cache_tokens": 65536})
+    results.add_start({"engine": "sglang", "error": "it ended with 1:\nno such module"})
+    keys = [figure.key for figure in names["FIGURES"]]
+    point = {"clients": 16, "input": 1024, "output": 128}
+    for engine, scale in (("weft", 1.0), ("vllm", 2.0), ("vllm", 4.0), ("weft", 2.0)):
+        results.add({"engine": engine} | point | dict.fromkeys(keys, 10.0 * scale))
+    results.add({"engine": "vllm", "error": "1 request failed"} | point)
+    text = (tmp_path / "table.txt").read_text()
+    lines = [line.split() for line in text.splitlines()]
+    assert "weft: 31 s to start, 65,536 tokens in the cache" in text and "sglang: did not start: it ended" in text
+    assert ["weft", "16", "1024", "128", *["15.0"] * 6] in lines and [
+        "vllm",
+        "16",
+        "1024",
+        "128",
+        *["30.0"] * 6,
+    ] in lines
+    assert ["weft", "/", "best", "other", "16", "1024", "128", *["0.50"] * 6] in lines
+    found = json.loads((tmp_path / "compare.json").read_text())
+    assert len(found["rows"]) == 5 and len(found["starts"]) == 2 and found["host"] == {}
+
+
+@pytest.mark.nightly
+def test_a_dry_run(tmp_path: Path) -> None:
+    """Two servers of the embedded model: both rounds, in alternating order, and nothing is left running."""
+    command = [sys.executable, str(RIVALS / "compare.py"), "--dry-run", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "compare.json").read_text())
+    order = [(row["engine"], row["round"]) for row in found["rows"]]
+    assert order == [("weft", 0), ("weft-2", 0), ("weft-2", 1), ("weft", 1)] * 2
+    assert all(row["failed"] == 0 and row["completed"] == (2, 8)[i // 4] for i, row in enumerate(found["rows"]))
+    assert all(start["cache_tokens"] == 65536 for start in found["starts"]) and "weft / best other" in done.stdout

@@ -66,7 +66,7 @@ test-mutants: setup
 
 # Reads a few hundred KiB of each wheel, where the package index gives parts of files.
 plugin-contracts: setup
-	@$(BIN)/python tests/plugins/contracts.py $(ARGS)
+	@PYTHONPATH=tests $(BIN)/python tests/plugins/contracts.py $(ARGS)
 
 lint: setup
 	@$(BIN)/ruff check

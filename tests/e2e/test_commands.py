@@ -272,7 +272,7 @@ def test_the_bar_moves_while_ranks_start(monkeypatch: pytest.MonkeyPatch) -> Non
         totals.append(bar.tasks[task].total)
         parts.append(completed / total)
 
-    def engine(config: EngineConfig, progress: Callable[[str, float], None]) -> str:
+    def engine(config: EngineConfig, progress: Callable[[str, float], None], kv_events: None) -> str:
         for part in (0.0, 0.5, 1.0):
             progress("loading weights", part)
         return "an engine"

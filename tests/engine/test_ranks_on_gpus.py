@@ -73,7 +73,7 @@ def test_the_first_start_measures_once(monkeypatch: pytest.MonkeyPatch, capsys: 
             yield "price", {"transport": name} | row
 
     monkeypatch.setattr(cmd_tune, "run_ranks", run_ranks)
-    monkeypatch.setattr("weft.engine.engine.Engine", lambda config, progress: config)
+    monkeypatch.setattr("weft.engine.engine.Engine", lambda config, progress, kv_events: config)
     for _ in range(2):
         assert start_engine(TWO) is TWO
     assert asked == [(2, ["peer", "nccl"])]

@@ -1,4 +1,5 @@
-"""What the plug-ins use of the engines, as the engines' sources have it; nothing of an engine is imported.
+"""What the plug-ins use of the engines, and how vLLM decodes KV events, as the engines' sources have it; nothing of an
+engine is imported, but for vLLM's module of events, which is run alone.
 
 `make plugin-contracts` fetches the sources out of the wheels, of which it reads only the files in question, compares
 them with the plug-ins, and writes what it found to contracts/ENGINE-VERSION.json, which `make test` compares.
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from plugins import vllm_events
 
 HERE = Path(__file__).parent
 PLUGINS = HERE.parents[1] / "plugins"
@@ -137,6 +140,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
             same_as=MERGE,
         ),
         need("vllm.v1.attention.ops.dcp:mask_dcp_empty_shards_", takes="lse seq_lens query_start_loc", since="0.30.0"),
+        *(need(f"{vllm_events.MODULE}:{name}") for name in vllm_events.CLASSES),
     ),
     "sglang": (
         need("sglang.srt.plugins:GENERAL_PLUGINS_GROUP", value="'sglang.srt.plugins'"),
@@ -236,6 +240,9 @@ def describe(node: ast.AST, mentions: Sequence[str] = ()) -> dict[str, Any]:
             found["value"] = ast.unparse(returned[0])
     elif isinstance(node, ast.ClassDef):
         found["bases"] = [ast.unparse(base) for base in node.bases]
+        fields = [ast.unparse(each) for each in node.body if isinstance(each, ast.AnnAssign)]
+        keywords = [f"{each.arg}={ast.unparse(each.value)}" for each in node.keywords]
+        found |= {name: value for name, value in (("fields", fields), ("keywords", keywords)) if value}
     elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
         found["value"] = ast.unparse(node.value)
     if mentions:
@@ -424,8 +431,10 @@ def main() -> None:
             if options.folder is None:
                 fetch(engine, version, folder)
             found = extract(folder, NEEDS[engine])
-        wrong = problems(NEEDS[engine], found, version)
-        print(f"{name}: {len(found)} symbols, " + ("as the plug-in takes them" if not wrong else "; ".join(wrong)))
+            events = vllm_events.source_file(folder)
+            wrong = vllm_events.problems(vllm_events.load(events.read_text())) if engine == "vllm" else []
+        wrong += problems(NEEDS[engine], found, version)
+        print(f"{name}: {len(found)} symbols, " + ("as Weft takes them" if not wrong else "; ".join(wrong)))
         failed |= bool(wrong)
         if not wrong:
             stored(engine, version).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")

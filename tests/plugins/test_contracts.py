@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from plugins import contracts
+from plugins import contracts, vllm_events
 from plugins.contracts import ENGINES, NEEDS, Need, extract, numbers, problems, stored, versions
 
 KNOWN = [(engine, version) for engine in ENGINES for version in versions(engine)]
@@ -40,6 +40,21 @@ def test_the_stand_in_has_what_tests_call(engine: str) -> None:
     for name, it in stand_in.items():
         if "parameters" in it and not name.endswith("__init__"):
             assert it["parameters"] == real[name]["parameters"], name
+
+
+@pytest.mark.parametrize("version", versions("vllm"))
+def test_vllms_decoder_reads_kv_events(version: str) -> None:
+    """By the fields that each version has; `make plugin-contracts` runs vLLM's own source."""
+    found = found_in("vllm", version)
+    assert vllm_events.problems(vllm_events.load(vllm_events.source_of(found))) == []
+    name = f"{vllm_events.MODULE}:BlockStored"
+    for changed, problem in (
+        (["key: int", *found[name]["fields"]], "missing required field `key`"),
+        ([each for each in found[name]["fields"] if "group_idx" not in each], "BlockStored.group_idx is read as None"),
+        ([each.replace("token_ids", "tokens") for each in found[name]["fields"]], "missing required field `tokens`"),
+    ):
+        source = vllm_events.source_of({**found, name: {**found[name], "fields": changed}})
+        assert problem in str(vllm_events.problems(vllm_events.load(source)))
 
 
 def altered(it: dict[str, Any], each: Need) -> Iterator[dict[str, Any]]:

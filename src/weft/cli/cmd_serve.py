@@ -41,10 +41,15 @@ class Command:
     """Of the log on stderr."""
     served_model_name: str | None = None
     """The model's name for clients; left out, its directory's name."""
+    kv_events_config: str | None = None
+    """Publishes what the prefix caches store and remove, for routers; JSON as vLLM takes it, such as
+    '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "kv"}'. Whoever
+    reaches these ports reads all prompts."""
 
     def run(self) -> int:
         """Serves. Raises UserError, LayoutError, ModelError, EngineError."""
         from weft.engine.config import EngineError
+        from weft.engine.controller.event_publisher import KvEventsConfig
         from weft.engine.startup import float8_products
         from weft.server import app, log, run
         from weft.server.engine_client import EngineClient
@@ -53,6 +58,7 @@ class Command:
         options = replace(self.http, api_key=self._key(), profile_dir=self._profile_folder())
         try:
             options.check()
+            kv_events = None if self.kv_events_config is None else KvEventsConfig.parse(self.kv_events_config)
         except ValueError as error:
             raise UserError(str(error)) from error
         if self.served_model_name == "":
@@ -67,12 +73,14 @@ class Command:
             raise UserError(str(error)) from error
         stop_on_sigterm()  # also while the ranks still load
         name = self.served_model_name or config.model.resolve().name
-        with listener, start_engine(config) as engine:
+        with listener, start_engine(config, kv_events) as engine:
             host, port = listener.getsockname()[:2]
             what = f"{config.mesh}, attention by {engine.config.attention_backend}"
             print(f"serving {name} on http://{host}:{port} ({what}); Ctrl-C stops", file=sys.stderr, flush=True)
             if products := float8_products(engine.config, engine.model_config):
                 print(products, file=sys.stderr, flush=True)
+            if engine.kv_events is not None:
+                print(f"KV events: {engine.kv_events}", file=sys.stderr, flush=True)
             if engine.text_processor.says:
                 print(f"generation_config.json: {engine.text_processor.says}", file=sys.stderr, flush=True)
             log.configure(self.log_format)

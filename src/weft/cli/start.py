@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 
-def start_engine(config: Any) -> Any:
-    """A started engine, with a progress bar on stderr while it loads."""
+def start_engine(config: Any, kv_events: Any = None) -> Any:
+    """A started engine, with a progress bar on stderr while it loads. kv_events: as `Engine` takes it."""
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from transformers.utils import logging as transformers_logging
 
@@ -28,4 +28,8 @@ def start_engine(config: Any) -> Any:
     with progress_bar(*columns) as bar:
         # Without a total the bar swings, so that it moves while processes start, of which nothing can be counted.
         task = bar.add_task(f"starting {config.mesh.world} rank(s)", total=None)
-        return Engine(config, lambda what, part: bar.update(task, description=what, completed=part, total=1.0))
+
+        def progress(what: str, part: float) -> None:
+            bar.update(task, description=what, completed=part, total=1.0)
+
+        return Engine(config, progress, kv_events)

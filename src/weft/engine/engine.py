@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from weft.comm.stats import StepStat
 from weft.engine.config import EngineConfig, EngineError, QueueFull
+from weft.engine.controller.event_publisher import EventPublisher, KvEventsConfig, open_publisher
 from weft.engine.controller.executor import Executor
 from weft.engine.controller.fault_window import FaultWindow, one_line
 from weft.engine.controller.rank_executors import make_executor
@@ -43,16 +44,24 @@ NEWCOMERS_PER_STEP = 64
 class Engine:
     """Serves a model on all ranks of a layout. Thread-safe; a context manager.
 
-    progress(what, fraction): while it starts. Raises ModelError, LayoutError or EngineError, each in one line.
+    progress(what, fraction): while it starts. kv_events: where what prefix caches store and remove is published; left
+    out, it is not recorded. Raises ModelError, LayoutError or EngineError, each in one line.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[str, float], None] | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[str, float], None] | None = None,
+        kv_events: KvEventsConfig | None = None,
+    ):
         self.config = config = resolve_defaults(config)
         self.error: str | None = None
         self._phase: EngineState = "starting"
         self._faults = FaultWindow(config.max_restarts, config.restart_window_s, backoff_s=config.restart_backoff_s)
+        self.kv_events: EventPublisher | None = None
         self._executor: Executor = make_executor(config)
         try:
+            self.kv_events = open_publisher(kv_events, config)
             self.model_config = read_model(config)
             self._executor.prepare()
             eos, vocabulary = self.model_config.eos_token_ids, self.model_config.vocab_size
@@ -63,9 +72,11 @@ class Engine:
             self._executor.start(progress)
         except BaseException:
             self._executor.close(grace_s=0)
+            if self.kv_events:
+                self.kv_events.close()
             raise
         self.config = self._executor.config
-        self._schedulers = make_schedulers(config, self._executor.groups)
+        self._schedulers = self._make_schedulers()
         self._in_flight: deque[list[Scheduled]] = deque()  # steps that were sent; their tokens have not come
         self._ids, self._seeds = itertools.count(1), random.Random(config.seed)
         self._requests = RequestQueue(config.max_waiting + config.max_running * config.attn_dp)
@@ -221,6 +232,8 @@ class Engine:
         self._requests.put(partial(setattr, self, "_stopping", True))
         self._thread.join()
         self._executor.close()
+        if self.kv_events:
+            self.kv_events.close()
         return left
 
     def close(self) -> None:
@@ -258,6 +271,8 @@ class Engine:
                     self._take_in()
                     if (self._outputs or self._in_flight) and not self._stopping:
                         self._step()
+                    if self.kv_events:
+                        self.kv_events.publish()
                 except Exception as error:
                     self._restart(error)
         except Exception as error:
@@ -279,7 +294,7 @@ class Engine:
             log.error("%s; in %g s ranks start anew, %d requests wait", one_line(error), pause, len(self._outputs))
             self._phase, began = "restarting", time.monotonic()
             # All ranks: the others may wait in a collective that never ends, or hold a device that has faulted.
-            self._schedulers = make_schedulers(self.config, self._executor.groups)
+            self._schedulers = self._make_schedulers()
             self._in_flight.clear()
             for output in sorted(self._outputs, key=lambda a: a.sequence.admitted is None):
                 output.sequence.forget_pages()
@@ -325,6 +340,12 @@ class Engine:
             for output in self._requests.newcomers(NEWCOMERS_PER_STEP):
                 self._outputs.end(output, reason, why)
         self._ended.set()
+
+    def _make_schedulers(self) -> list[Scheduler]:
+        """Schedulers with empty caches."""
+        if self.kv_events:
+            self.kv_events.publish_cleared()
+        return make_schedulers(self.config, self._executor.groups, self.kv_events.recorded if self.kv_events else ())
 
     def _place(self, output: RequestOutput) -> None:
         output.scheduler = self._choose_group(output.sequence)

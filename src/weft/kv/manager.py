@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.kv.cache_events import CacheEvents
 from weft.kv.cache_spec import CacheGroup
 from weft.kv.pages import PagePool
 from weft.kv.prefix import ABSENT, Match, PrefixTree
@@ -33,13 +34,22 @@ class CacheAllocation:
 
 
 class CacheManager:
-    """The pages and slots of one DP group. groups: what there is; prefix_cache: whether equal prefixes are reused."""
+    """The pages and slots of one DP group. groups: what there is; prefix_cache: whether equal prefixes are reused;
+    events: record what the prefix cache stores and removes."""
 
-    def __init__(self, groups: Sequence[CacheGroup], page_size: int, *, prefix_cache: bool = True):
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        page_size: int,
+        *,
+        prefix_cache: bool = True,
+        events: CacheEvents | None = None,
+    ):
         self.groups, self.page_size = tuple(groups), page_size
         self.rules = [group.rule for group in groups]
         self.pools = [PagePool(group.size) for group in groups]
-        self.tree = PrefixTree(self.rules, self.pools, page_size) if prefix_cache else None
+        self.tree = PrefixTree(self.rules, self.pools, page_size, events) if prefix_cache else None
+        self._events = events
         self._states = [g for g, rule in enumerate(self.rules) if rule.state]
         self._paged = [g for g, rule in enumerate(self.rules) if not rule.state]
         self.frees_on_advance = any(rule.state or rule.window is not None for rule in self.rules)
@@ -184,6 +194,8 @@ class CacheManager:
         for group, each in enumerate(self.pools if self.tree else []):
             assert self.tree is not None
             self.tree.evict(group, each.total)
+        if self._events and self.tree and not self.tree.nodes:
+            self._events.cleared()
 
     def _border(self, tokens: int) -> int:
         return (tokens - 1) // self.page_size * self.page_size

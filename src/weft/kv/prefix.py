@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from weft.kv.cache_events import CacheEvents, page_hash, salt_hash
 from weft.kv.cache_spec import Rule
 from weft.kv.pages import PagePool
 
@@ -43,6 +44,8 @@ class _Node:
     used: int = 0
     salt: str = ""
     """Of a root; the nodes below are of the same."""
+    hash: int = 0
+    """Of a full page and all before it, where events are recorded."""
 
 
 class Match(NamedTuple):
@@ -58,10 +61,13 @@ class Match(NamedTuple):
 
 
 class PrefixTree:
-    """The cached prefixes of one DP group. rules, pools: of each cache group."""
+    """The cached prefixes of one DP group. rules, pools: of each cache group. events: record what it stores and
+    removes, where anybody wants to know."""
 
-    def __init__(self, rules: Sequence[Rule], pools: Sequence[PagePool], page_size: int):
-        self._rules, self._pools, self._page_size = rules, pools, page_size
+    def __init__(
+        self, rules: Sequence[Rule], pools: Sequence[PagePool], page_size: int, events: CacheEvents | None = None
+    ):
+        self._rules, self._pools, self._page_size, self._events = rules, pools, page_size, events
         self._whole = [g for g, r in enumerate(rules) if not r.state and r.window is None]
         self._tails = [g for g in range(len(rules)) if g not in self._whole]
         self._reach = {g: _reach(rules[g], page_size) for g in self._tails}
@@ -151,9 +157,19 @@ class PrefixTree:
                     self._pools[group].hold([page])
                     child.held[group] = page
                     self.held[group] += 1
+                    if self._events and len(key) == self._page_size:
+                        self._note_stored(self._events, group, child)
             node = child
         self._touch(path)
         self._prune(node)
+
+    def _note_stored(self, events: CacheEvents, group: int, node: _Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        if parent.parent is None:
+            events.stored(group, self._rules[group], node.hash, None, node.key, parent.salt)
+        else:
+            events.stored(group, self._rules[group], node.hash, parent.hash, node.key, "")
 
     def _add(self, node: _Node, key: tuple[int, ...]) -> _Node:
         """A new child, in the place of one that it goes on from; or the child that goes on from it, if there is one."""
@@ -171,6 +187,8 @@ class PrefixTree:
         self.nodes += 1
         if node.parent is None:
             self._roots[node.salt] = node
+        if self._events and len(key) == self._page_size:
+            child.hash = page_hash(node.hash if node.parent else salt_hash(node.salt), key)
         return child
 
     def _entry(self, group: int, at: int, tokens: Sequence[int], table: Sequence[int]) -> int:
@@ -227,6 +245,8 @@ class PrefixTree:
         self.held[group] -= 1
         if group in self._kept:
             self._kept[group].pop(node)
+        if self._events and len(node.key) == self._page_size:
+            self._events.removed(group, node.hash)
 
     def _remove(self, node: _Node) -> _Node:
         """Takes a leaf out; gives its parent."""

@@ -78,6 +78,11 @@ class Metrics(Collector):
             ("weft_restarts", "Failures of ranks, after which they were started anew", s.failures),
         ):
             yield CounterMetricFamily(name, text, value=total)
+        if (events := self._engine.kv_events) is not None:
+            yield CounterMetricFamily("weft_kv_event_batches", "Batches of KV events", value=events.published)
+            yield CounterMetricFamily(
+                "weft_kv_event_batches_lost", "Those that found the queue full", value=events.lost
+            )
         yield from self._communication()
 
     def _communication(self) -> Iterator[Metric]:

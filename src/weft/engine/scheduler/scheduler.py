@@ -33,6 +33,7 @@ from weft.engine.messages import Adjust, Chunk, Entry, GroupRows, Join, Logprobs
 from weft.engine.request import Sequence
 from weft.engine.scheduler.sampling_rows import adjust, sampling, scoring
 from weft.engine.scheduler.waiting_queue import WaitingQueue
+from weft.kv.cache_events import CacheEvents
 from weft.kv.cache_spec import CacheGroup
 from weft.kv.manager import CacheAllocation, CacheManager
 
@@ -326,13 +327,14 @@ class Scheduler:
         sequence.forget_pages()
 
 
-def make_schedulers(config: EngineConfig, groups: Seq[CacheGroup]) -> list[Scheduler]:
-    """One for each DP group, empty. groups: of the model's caches."""
+def make_schedulers(config: EngineConfig, groups: Seq[CacheGroup], events: Seq[CacheEvents] = ()) -> list[Scheduler]:
+    """One for each DP group, empty. groups: of the model's caches. events: the record of each DP group, if any."""
+    records: Seq[CacheEvents | None] = events or [None] * config.attn_dp
     return [
         Scheduler(
-            CacheManager(groups, config.interleave.span, prefix_cache=config.prefix_cache),
+            CacheManager(groups, config.interleave.span, prefix_cache=config.prefix_cache, events=record),
             max_batch_tokens=config.max_batch_tokens,
             max_running=config.max_running,
         )
-        for _ in range(config.attn_dp)
+        for record in records
     ]

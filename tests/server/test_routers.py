@@ -69,3 +69,19 @@ def test_what_routers_ask(served: Served) -> None:
         assert http.post("/flush_cache").status_code == 200
         [load] = http.get("/get_load").json()
     assert load == {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}
+
+
+def test_the_tokens_of_a_request_are_those_that_it_runs_with(served: Served) -> None:
+    """`vllm-router --policy kv_aware` asks for them, to compare them with what each server has cached."""
+    with served.http() as http:
+        for path in (C, H):
+            rendered = http.post(f"{path}/render", json=ASKED[path] | {"cache_salt": "s"})
+            assert rendered.status_code == 200, rendered.text
+            [found] = rendered.json() if path == C else [rendered.json()]
+            ran = http.post(path, json=ASKED[path] | {"return_token_ids": True}).json()
+            prompt = ran["choices"][0]["prompt_token_ids"] if path == C else ran["prompt_token_ids"]
+            assert found["token_ids"] == prompt and (found["model"], found["cache_salt"]) == ("small", "s")
+            for wrong, status in (({"model": "other"}, 404), ({"suffix": "x"} if path == C else {"n": 999}, 400)):
+                assert http.post(f"{path}/render", json=ASKED[path] | wrong).status_code == status
+        two = http.post(f"{C}/render", json={"prompt": [[1, 2], [3]]}).json()
+    assert [each["token_ids"] for each in two] == [[1, 2], [3]]

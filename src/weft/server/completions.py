@@ -119,6 +119,11 @@ class Service:
         wanted = render.Wanted(job.params.logprobs, job.params.prompt_logprobs, body.return_token_ids)
         return [job.prompt], job.params, render.Chat(self.engine.text_processor, job.prompt, wanted, job.parsers)
 
+    def prompts_of(self, body: CompletionRequest | ChatRequest) -> list[list[int]]:
+        """The tokens of a request's prompts. ApiError for what would not be served."""
+        self._check(body)
+        return [self.prompts.of_chat(body)] if isinstance(body, ChatRequest) else self.prompts.of_completion(body)
+
     def chat_job(self, body: ChatRequest) -> ChatJob:
         """The engine's part of a chat. ApiError 400."""
         text = self.prompts.chat_text(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -11,7 +12,7 @@ from weft import __version__
 from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest
 from weft.server.completions import Service
-from weft.server.protocol import DetokenizeRequest, TokenizeRequest
+from weft.server.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.server.wire import json_response
 
 
@@ -37,6 +38,21 @@ def router(service: Service) -> APIRouter:
     def text_of(body: DetokenizeRequest) -> Response:
         body.refuse_unsupported()
         return json_response({"prompt": prompts.text(body.tokens)})
+
+    def rendered(body: CompletionRequest | ChatRequest) -> Response:
+        named: dict[str, Any] = {"model": service.model_name, "cache_salt": body.cache_salt or None}
+        found = [{"request_id": uuid.uuid4().hex, "token_ids": each} | named for each in service.prompts_of(body)]
+        return json_response(found[0] if isinstance(body, ChatRequest) else found)
+
+    # Routers that know which tokens each server has cached ask these for the tokens of a request.
+
+    @made.post("/v1/completions/render", response_model=None)
+    async def render_completion(body: CompletionRequest, request: Request) -> Response:
+        return await work_on(request, rendered, body)
+
+    @made.post("/v1/chat/completions/render", response_model=None)
+    async def render_chat(body: ChatRequest, request: Request) -> Response:
+        return await work_on(request, rendered, body)
 
     # One body or the other: a chat has messages, a text a prompt.
 

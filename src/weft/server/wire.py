@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 encode = msgspec.json.Encoder().encode
 
 
-def json_response(body: dict[str, Any]) -> Response:
+def json_response(body: dict[str, Any] | list[dict[str, Any]]) -> Response:
     """Status 200, and this body."""
     return Response(encode(body), media_type="application/json")
 

@@ -33,7 +33,7 @@ from weft.kv.cache_spec import CacheGroup, Latent, PagedKV, Recurrent, Rule, Spe
 from weft.models.load import build_model, dummy_model
 from weft.place.recipes import Prompt
 from weft.place.settlements import Settlements
-from weft.place.spec import LayoutError
+from weft.place.spec import LayoutError, Mesh
 
 SPECS: dict[str, Spec] = {
     "a": PagedKV(2, 8),
@@ -96,10 +96,10 @@ def test_the_minimum_over_ranks_counts() -> None:
     pages = [70_000, 12_345_678, 69_999]
 
     def rank_main(transport: Any) -> int:
-        return min_over_ranks(transport, 3, torch.device("cpu"))(pages[transport.rank])
+        return min_over_ranks([transport], Mesh(1, 3, 3, 1), torch.device("cpu"))(pages[transport.rank])
 
     assert run_world(3, rank_main) == [69_999] * 3
-    assert run_world(1, lambda t: min_over_ranks(t, 1, torch.device("cpu"))(5)) == [5]
+    assert run_world(1, lambda t: min_over_ranks([t], Mesh(), torch.device("cpu"))(5)) == [5]
 
 
 def test_steps_are_measured_with_a_cache_that_just_holds_them(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,15 @@ from e2e.here import weft_here
 from weft.cli import cmd_tune
 from weft.cli.command import UserError
 from weft.cli.start import start_engine
+from weft.comm.transport import offer_of
+from weft.comm.transport_registry import NCCL, PEER
 from weft.engine import startup
 from weft.engine.config import EngineConfig
-from weft.engine.device import check_float8, check_gpu
+from weft.engine.device import check_float8, check_gpu, device_of, enabled_transports
+from weft.engine.hosts import digests
+from weft.engine.planning import plan_model
 from weft.engine.worker.open_transports import cost_model, open_transports, untuned
-from weft.place.cost import host_table, read_table
+from weft.place.cost import INFINIBAND, host_table, read_table
 from weft.place.spec import LayoutError
 
 TWO = EngineConfig(attn_tp=2, moe_tp=2)
@@ -53,6 +58,36 @@ def test_a_host_is_measured_where_no_table_says_what_is_asked() -> None:
         dict(attn_tp=8, moe_tp=8),
     ):
         assert not untuned(EngineConfig(**dict(attn_tp=2, moe_tp=2) | changes)), changes
+
+
+def test_gpus_of_several_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Peer inside a host, NCCL across, by the usual network of GPUs; with one on each host, NCCL alone."""
+    over = EngineConfig(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, nnodes=2, dtype="float32")
+    monkeypatch.setattr(startup, "find_spec", lambda name: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert enabled_transports(over) == (PEER, NCCL)
+    assert [device_of(over, rank).index for rank in range(4)] == [0, 1, 0, 1]
+    assert cost_model(over).of(NCCL.name, 4).collective_us("all_reduce", 2, 0.0, hosts=2) == INFINIBAND.us
+    model = over.read_model()
+    assert startup.check_plans(startup.resolve_defaults(over), model).moe_exchange == "gather"
+    offers = [offer_of(entry, over.mesh, cost_model(over).of(entry.name, 4)) for entry in (PEER, NCCL)]
+    plan = plan_model(model, over.mesh, torch.float32, offers).plan((1, 1))
+    used = {(step.transport, over.mesh.hosts_of(edge.group)) for _, step, edge in plan.moves()}
+    assert used == {(PEER.name, 1), (NCCL.name, 2)}
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one < 2 > other)
+    with pytest.raises(LayoutError, match="experts by dispatch on GPUs are of one host"):
+        startup.check_plans(replace(over, moe_exchange="dispatch"), model)
+    apart = EngineConfig(attn_tp=2, moe_tp=2, nnodes=2)
+    assert enabled_transports(apart) == (NCCL,) and not untuned(apart), "no GPU has a neighbour on its host"
+
+
+def test_hosts_say_which_gpus_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: ["H200", "H200", "H100"][gpu])
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    four = EngineConfig(attn_tp=4, moe_tp=4, nnodes=2)
+    found = [digests.facts(config) for config in (four, replace(four, nnodes=1, attn_tp=3, moe_tp=3))]
+    assert [f["devices"] for f in found] == ["2 × H200", "2 × H200 + 1 × H100"] and found[0]["nccl"] == "2.28.9"
+    assert digests.facts(replace(four, device="cpu"))["devices"] == "CPUs"
 
 
 def test_the_tables_of_cpus_and_gpus_are_two() -> None:

@@ -97,6 +97,16 @@ def test_auto_takes_those_of_the_device_that_serve_so_many() -> None:
         enabled_transports(many)
 
 
+def test_over_hosts_one_of_the_transports_crosses_them() -> None:
+    two_of_two = dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, nnodes=2)
+    assert enabled_transports(EngineConfig(device="cpu", **two_of_two)) == (SHM, GLOO)
+    four_of_one = EngineConfig(device="cpu", **two_of_two | dict(nnodes=4))
+    assert enabled_transports(four_of_one) == (GLOO,), "no rank shares memory with another"
+    alone = "shm serves the ranks of one host, and this layout is on 2: leave --transport out, or take gloo$"
+    with pytest.raises(LayoutError, match=alone):
+        enabled_transports(EngineConfig(device="cpu", transport="shm", **two_of_two))
+
+
 def test_windows_of_nccl_are_a_plugin_of_benchmarks() -> None:
     known = transports(["weft.bench.nccl_window"])
     assert known["nccl_window"].name == NCCL.name and not known["nccl_window"].auto

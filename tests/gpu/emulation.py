@@ -36,7 +36,7 @@ def emulated_kernels() -> Any:
 
 
 class Threads:
-    """The hosts' side of a world of threads."""
+    """The hosts' side of a world of threads, of one host or more."""
 
     def __init__(self, world: int):
         self.handles: dict[int, int] = {}
@@ -62,7 +62,7 @@ class EmulatedTransport(PeerTransport):
     def _connect(self, mesh: Mesh, path: Path | str) -> Threads:
         self._threads.handles[self.rank] = self._handle
         self._threads.meeting.wait(WAIT_S)
-        self._kernels.connect_here(self._handle, [self._threads.handles[r] for r in range(mesh.world)])
+        self._kernels.connect_here(self._handle, [self._threads.handles[r] for r in self.on_host])
         return self._threads
 
     def _load(self) -> Any:

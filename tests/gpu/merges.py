@@ -65,7 +65,7 @@ def merge_everything(transport: PeerTransport, mesh: Mesh, device: torch.device,
             for recipe in (ag_rs, a2a):
                 built = recipe(transport, out, lse, group)
                 check((built[0].cpu(), built[1].cpu()), wanted, f"{recipe.__name__}, {what}")
-    transport.barrier(transport.world)
+    transport.barrier(transport.on_host)
 
 
 def merge_live_rows(

@@ -14,7 +14,7 @@ from gpu.replays import Step, replay
 from gpu.works import SHOTS, any_bits, everything, fill, refuse, wait_in_vain
 from weft.comm.peer import PeerTransport
 from weft.comm.peer_launch import NEVER, SPLITS, PeerTuning
-from weft.comm.transport import Epilogue, finish
+from weft.comm.transport import CommError, Epilogue, finish
 from weft.place.spec import Mesh
 
 
@@ -116,6 +116,25 @@ def test_a_wait_in_vain_ends() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     run_emulated(FOUR, refuse, TUNINGS["one shot"])
+
+
+def inside_hosts(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
+    rank = transport.rank
+    groups = [group for group in mesh.groups_on_host(rank) if len(group) > 1]
+    for group in groups:
+        assert {mesh.host_of(r) for r in group} == {mesh.host_of(rank)}
+        mine, everyone = torch.full((1, 8), float(rank)), torch.tensor(group, dtype=torch.float32)
+        assert torch.equal(transport.all_gatherv(mine, group, (1,) * len(group))[:, 0], everyone)
+        assert torch.equal(transport.all_reduce(mine, group), everyone.sum().expand(1, 8))
+    assert groups and mesh.peers("host", rank) in groups
+    with pytest.raises(CommError, match="is no group of the layout inside this host"):
+        transport.all_reduce(torch.ones(2, 8), mesh.peers("world", rank))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(4, 1, 4, 1, hosts=2), Mesh(3, 2, 2, 3, hosts=2)], ids=str)
+def test_each_host_has_memory_of_its_own(mesh: Mesh) -> None:
+    """Hosts that have every other rank; and groups of which one alone crosses hosts, so that none is of peer."""
+    run_emulated(mesh, inside_hosts, TUNINGS["one shot"], max_bytes=1 << 16)
 
 
 def norm_about_one(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:

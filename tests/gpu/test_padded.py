@@ -90,6 +90,11 @@ def test_groups_exchange_equal_rows_over_a_transport_that_takes_no_counts() -> N
         assert (own, group, world) == (2, counts[1], 8), "all but the group's own are computed whole"
     with pytest.raises(ValueError, match="do not fit a capacity"):
         rows.fill((5, 0))
+    over_hosts = Mesh(2, 2, 4, 1, hosts=2)
+    rows = captured_rows([transport], over_hosts, 3, 4, cpu)
+    rows.fill((3, 1))
+    live = {kind.name: int(rows.live(kind)) for kind in over_hosts.row_kinds}
+    assert live == {"OWN": 2, "attn_dp rows": 4, "GROUP": 1, "WORLD": 8}
     alone = captured_rows([transport], Mesh(1, 2, 1, 2), 1, 4, cpu)
     alone.fill((3,))
     live = [int(alone.live(kind)) for kind in NAMED_ROWS]

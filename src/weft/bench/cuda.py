@@ -249,7 +249,7 @@ def _peer_graph(name: str, case: Case, here: World, tuning: PeerTuning, given: _
     ragged = case.edge.endswith("ragged")
     live = LiveSizes(case.capacity, torch.tensor(case.sizes, dtype=torch.int32, device=here.device))
     sizes = live if ragged else case.segments
-    calls = [partial(here.peer.exchange, x, case.exchange, here.peer.world, sizes, given.norm) for x in given.xs]
+    calls = [partial(here.peer.exchange, x, case.exchange, here.peer.on_host, sizes, given.norm) for x in given.xs]
     _check(case, name, calls[0](), given)
     return capture(calls, case.calls)
 

@@ -115,7 +115,7 @@ def check(name: str, got: object, case: Case, rank: int, device: torch.device) -
 def measure_gpus(rank: int, directory: Path, report: Report, cases: Sequence[Case]) -> None:
     """A rank's part on GPUs; rank 0 reports a Timing for each case."""
     here = World.open(rank, cases[0].ranks, directory, 2 * max(case.bytes for case in cases))
-    group = here.peer.world
+    group = here.peer.on_host
     for case in cases:
         parts = [given(case, rank + 100 * i, here.device) for i in range(INPUTS)]
         by_name: dict[str, list[Call]] = {}

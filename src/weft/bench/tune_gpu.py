@@ -127,7 +127,7 @@ def _find_tuning(here: World) -> PeerTuning:
 def _price_locals(here: World, sizes: list[int]) -> dict[str, list[tuple[int, float]]]:
     """What a rank's own steps cost, as points (bytes touched, µs): local kernels, and epilogues."""
     points: dict[str, list[tuple[int, float]]] = {"local": [], "epilogue": []}
-    group = here.peer.world
+    group = here.peer.on_host
     for size in sizes:
         rows = max(1, size // ROW_BYTES)
         a, b = (torch.ones(rows, WIDTH, dtype=DTYPES[DTYPE], device=here.device) for _ in range(2))

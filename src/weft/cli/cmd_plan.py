@@ -15,7 +15,16 @@ from transformers.utils import logging as transformers_logging
 from weft.cli.command import ModelDir, model_dir
 from weft.comm import peer
 from weft.comm.transport import offer_of
-from weft.comm.transport_registry import NCCL, PEER, REFERENCE, TransportEntry, TransportName, automatic, transports
+from weft.comm.transport_registry import (
+    NCCL,
+    PEER,
+    REFERENCE,
+    TransportEntry,
+    TransportName,
+    automatic,
+    check_serves,
+    transports,
+)
 from weft.engine.planning import plan_model, sharded_context, split_steps
 from weft.models.load import build_model, float8_says
 from weft.models.registry import load_config, registry
@@ -103,8 +112,7 @@ class Command:
         known = transports(self.plugins)
         named = {**known, REFERENCE.option: REFERENCE}
         entries = tuple(named[option] for option in self.transport) or automatic(known, "cuda", on_host)
-        for entry in entries:
-            entry.check(mesh)
+        check_serves(entries, mesh)
         model = costs(self._cost(entries, on_host))
         entries = tuple(replace(e, max_bytes=self.max_bytes) if e is PEER else e for e in entries)
         offers = [offer_of(entry, mesh, model.of(entry.name, mesh.world)) for entry in entries]

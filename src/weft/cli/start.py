@@ -17,7 +17,7 @@ def start_engine(config: Any, kv_events: Any = None) -> Any:
     if untuned(config):
         from weft.cli.cmd_tune import tune_first
 
-        tune_first(config.mesh.world)
+        tune_first(config.ranks_of_host)
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     columns = (
         TextColumn("{task.description}"),

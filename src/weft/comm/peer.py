@@ -1,5 +1,8 @@
 """Peer memory: GPUs of one host, on Weft's own CUDA kernels over NVLink (`weft/kernels/csrc/cuda`).
 
+Where the mesh has several hosts, it serves the groups inside a host, and the kernels number a host's ranks by their
+place on it.
+
 Each exchange is one kernel with no barrier: data is stored directly in the readers' memory and is its own flag. Small
 sums take one shot, larger ones two (`weft.comm.peer_launch`). Calls are queued on torch's current stream and can be
 captured in a CUDA graph; with row counts in device memory, one graph serves all counts up to the tensors' size.
@@ -118,9 +121,9 @@ def check_peer_access(world: int, rank: int) -> None:
 
 
 class PeerTransport(NamedCalls):
-    """One GPU of a host; see `weft.comm.transport.Transport` for the results of each method.
+    """One of the GPUs of the ranks `on_host`; see `weft.comm.transport.Transport` for the results of each method.
 
-    path: where the ranks' processes meet (`weft.comm.host_memory`). device: of this rank.
+    path: where the processes of a host's ranks meet (`weft.comm.host_memory`). device: of this rank.
     max_bytes: of the larger of a call's input and result, for any split of rows over ranks. Building the transport
         allocates a little more than twice as much for each rank of each group that this rank is in.
     timeout_s: of a kernel's wait. After it the kernel ends, and `check`, or the next call, raises PeerLost or
@@ -143,10 +146,10 @@ class PeerTransport(NamedCalls):
         timeout_s: float = 10.0,
         tuning: PeerTuning | None = None,
     ):
-        if mesh.world > MAX_RANKS:
-            raise CommError(f"peer takes at most {MAX_RANKS} ranks, not {mesh.world}")
-        self.rank, self.device, self.world = rank, device, tuple(range(mesh.world))
-        groups = [g for g in mesh.groups if rank in g]  # equally many on all ranks, in the same order
+        self.rank, self.device, self.on_host = rank, device, mesh.peers("host", rank)
+        if len(self.on_host) > MAX_RANKS:
+            raise CommError(f"peer takes at most {MAX_RANKS} ranks of a host, not {len(self.on_host)}")
+        groups = mesh.groups_on_host(rank)
         self._ids = {g: i for i, g in reversed([*enumerate(groups)])}
         self._timeout_s = timeout_s
         self._calls: dict[tuple[object, ...], tuple[Request, int]] = {}
@@ -155,11 +158,12 @@ class PeerTransport(NamedCalls):
             raise CommError(f"the compiled kernels do not match: they say {theirs!r}, this module {ours!r}")
         with self._on_device():
             inboxes = [inbox_bytes(len(g), max_bytes) for g in groups]
-            self._handle = self._kernels.create(rank, [list(g) for g in groups], inboxes, int(timeout_s * 1e9))
+            places = [[self.on_host.index(r) for r in g] for g in groups]
+            self._handle = self._kernels.create(self.on_host.index(rank), places, inboxes, int(timeout_s * 1e9))
             self.tuning = tuning or PeerTuning()
             self._host = self._connect(mesh, path)
         self.max_bytes = max_bytes
-        self._host.barrier(self.world)
+        self._host.barrier(self.on_host)
 
     @property
     def tuning(self) -> PeerTuning:
@@ -184,7 +188,7 @@ class PeerTransport(NamedCalls):
         torch.cuda.synchronize(self.device)
 
     def _connect(self, mesh: Mesh, path: Path | str) -> Host:
-        """Maps all ranks' memory into this process; returns the hosts' own connection."""
+        """Maps the memory of the host's ranks into this process; returns the hosts' own connection."""
         host = HostMemory(mesh, self.rank, path, max(120.0, self._timeout_s))
         mine = torch.empty(NOTE_BYTES, dtype=torch.uint8)
         self._kernels.export_handle(self._handle, mine)
@@ -200,7 +204,7 @@ class PeerTransport(NamedCalls):
         if self._handle:
             self._synchronize()
             with suppress(CommError):
-                self._host.barrier(self.world)
+                self._host.barrier(self.on_host)
                 self._kernels.destroy(self._handle)
             self._host.close()
         self._handle = 0
@@ -288,7 +292,7 @@ class PeerTransport(NamedCalls):
         two_shot = shared and spared_by_two_shot(exchange, segment) > self._tuning.one_shot_bytes
         launch = launch_of(self._tuning, largest, two_shot, rows if epilogue is not None else 0, row_bytes)
         request = Request(
-            group=self._ids[group],
+            group=self._id(group),
             direction=DIRECTIONS.index(direction),
             segments=exchange.segments,
             span=exchange.span,
@@ -331,7 +335,7 @@ class PeerTransport(NamedCalls):
         own = out.new_empty(tokens, heads // len(group), dim), lse.new_empty(tokens, heads // len(group))
         blocks, threads = merge_launch(self._tuning, own[0].nbytes)
         request = MergeRequest(
-            group=self._ids[group],
+            group=self._id(group),
             x=out.data_ptr(),
             x_token=out.stride(0) * size,
             x_head=out.stride(1) * size,
@@ -356,6 +360,14 @@ class PeerTransport(NamedCalls):
             raise CommError(f"rank {self.rank}: {error}") from error
         return own
 
+    def _id(self, group: Ranks) -> int:
+        """The group's number in the kernels."""
+        if group not in self._ids:
+            raise CommError(
+                f"rank {self.rank}: {group} is no group of the layout inside this host; there are {list(self._ids)}"
+            )
+        return self._ids[group]
+
     def barrier(self, group: Ranks) -> None:
         self._synchronize()
         self._host.barrier(group)
@@ -377,9 +389,10 @@ class PeerTransport(NamedCalls):
 
 def open_transport(rank: Opening) -> PeerTransport:
     """Transport peer: the `open` of its row in the table. Raises LayoutError."""
-    check_peer_access(rank.mesh.world, rank.rank)
+    on_host = rank.mesh.peers("host", rank.rank)
+    check_peer_access(len(on_host), on_host.index(rank.rank))
     tuning = rank.tuning("peer_tuning", PeerTuning)
-    path = rank.directory / "peer"
+    path = rank.directory / f"peer-{rank.mesh.host_of(rank.rank)}"
     return PeerTransport(rank.mesh, rank.rank, path, rank.device, max_bytes=rank.max_bytes(), tuning=tuning)
 
 

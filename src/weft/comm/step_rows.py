@@ -175,12 +175,11 @@ class EqualRows(StepRows):
         super().__init__(mesh, rank, (capacity,) * mesh.attn_dp)
         self.idle = False
         self._of_group = torch.zeros(1, dtype=torch.int32, device=device)
-        group = mesh.row_range(Rows.GROUP, rank, self.capacity)
         self._live = {
             rows: self._of_group
-            if mesh.row_range(rows, rank, self.capacity) == group
+            if mesh.rows(rows) == mesh.rows(Rows.GROUP)
             else torch.full((1,), self.capacity_of(rows), dtype=torch.int32, device=device)
-            for rows in NAMED_ROWS
+            for rows in dict.fromkeys((*NAMED_ROWS, *mesh.row_kinds))
         }
         self._filled: int | None = None
 

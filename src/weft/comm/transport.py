@@ -176,6 +176,11 @@ class Transport(Described, Protocol):
         ...
 
 
+def serves_all(transport: Described, mesh: Mesh) -> bool:
+    """Whether its groups may cross the hosts of a mesh."""
+    return transport.max_hosts is None or mesh.hosts <= transport.max_hosts
+
+
 class NamedCalls:
     """A base class of transports: the properties of its row in the table, and each exchange as a method of its name."""
 

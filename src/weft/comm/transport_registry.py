@@ -131,6 +131,18 @@ class TransportEntry:
             )
 
 
+def check_serves(entries: Sequence[TransportEntry], mesh: Mesh) -> None:
+    """Raises LayoutError where these transports together do not serve all ranks of a layout."""
+    for entry in entries:
+        entry.check(mesh)
+    if all(entry.max_hosts is not None and entry.max_hosts < mesh.hosts for entry in entries):
+        across = [e.option for e in TRANSPORTS if e.max_hosts is None and e.device == entries[0].device]
+        raise LayoutError(
+            f"{' and '.join(e.option for e in entries)} serves the ranks of one host, and this layout is on "
+            f"{mesh.hosts}: leave --transport out{''.join(f', or take {option}' for option in across)}"
+        )
+
+
 def offers_all(exchange: Exchange, epilogue: bool = False) -> bool:
     """The offers of a transport that has all exchanges: epilogues of sums, and merges of whole heads."""
     if exchange.combine == "softmax_merge":

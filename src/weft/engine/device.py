@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.attention.backend_registry import ANY_BACKEND, BackendEntry, Needs, backends, default_backend
-from weft.comm.transport_registry import AUTO, REFERENCE, TransportEntry, automatic, transports
+from weft.comm.transport_registry import AUTO, REFERENCE, TransportEntry, automatic, check_serves, transports
 from weft.engine.config import EngineConfig
 from weft.kernels.build import OLDEST_GPU
 from weft.kv.cache_spec import Spec
@@ -38,10 +38,7 @@ def on_gpus(config: EngineConfig) -> bool:
         )
     if asked and on_cpus:
         raise LayoutError(f"transport {config.transport} is of CPUs; leave it out, or take device cpu")
-    gpus = have >= world and not on_cpus
-    if gpus and config.mesh.hosts > 1:
-        raise LayoutError("ranks on GPUs of several hosts are not served yet; take device cpu")
-    return gpus
+    return have >= world and not on_cpus
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:
@@ -80,15 +77,17 @@ def check_float8(model: ModelConfig, device: torch.device) -> None:
 
 def enabled_transports(config: EngineConfig) -> tuple[TransportEntry, ...]:
     """The transports among which the ranks' plans choose; the first is where activations live. Raises LayoutError where
-    one that is named does not serve so many ranks.
+    one that is named does not serve so many ranks or hosts.
     """
     gpus, world = on_gpus(config), config.mesh.world
     if config.executor == "thread" or (gpus and world == 1):  # nothing is exchanged
         return (REFERENCE,)
     known = transports(config.plugins)
     if config.transport == AUTO:
-        return automatic(known, "cuda" if gpus else "cpu", config.ranks_of_host)
-    known[config.transport].check(config.mesh)
+        found = automatic(known, "cuda" if gpus else "cpu", config.ranks_of_host)
+        alone = config.mesh.hosts > 1 and config.ranks_of_host == 1  # no rank has a neighbour on its host
+        return tuple(entry for entry in found if not alone or entry.max_hosts is None)
+    check_serves([known[config.transport]], config.mesh)
     return (known[config.transport],)
 
 

@@ -97,6 +97,8 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """
     check_packages(config)
     counting = [option for option, entry in transports(config.plugins).items() if entry.takes_live_sizes]
+    if config.moe_exchange == "dispatch" and on_gpus(config) and config.mesh.hosts > 1:
+        raise LayoutError("experts by dispatch on GPUs are of one host: leave --moe-exchange out")
     if config.moe_exchange == "dispatch" and on_gpus(config) and config.transport not in counting:
         raise LayoutError(
             "experts by dispatch on GPUs count rows on the device: "

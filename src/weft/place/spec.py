@@ -226,10 +226,20 @@ class Mesh:
         }
 
     @cached_property
+    def _group_names(self) -> tuple[str, ...]:
+        return (*GROUP_NAMES[:5], *(["dcp"] if self.dcp > 1 else []), *self.communicating)
+
+    @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """All groups that may communicate, each once, the world first. With dcp = 1 there are none of dcp."""
-        names = [*GROUP_NAMES[:5], *(["dcp"] if self.dcp > 1 else []), *self.communicating]
-        return tuple(dict.fromkeys(self.peers(name, rank) for name in names for rank in range(self.world)))
+        return tuple(dict.fromkeys(self.peers(name, rank) for name in self._group_names for rank in range(self.world)))
+
+    def groups_on_host(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The groups that this rank is in, of names whose groups each lie on one host: equally many on all ranks, in
+        the same order.
+        """
+        names = (name for name in self._group_names if self.hosts_of(name) == 1)
+        return tuple(dict.fromkeys(self.peers(name, rank) for name in names))
 
     @cached_property
     def _canonical(self) -> dict[str, str | None]:

@@ -218,7 +218,11 @@ def test_sharded_tokens(captured: list[Shape], tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ranks")
-@pytest.mark.parametrize("layout", [dict(attn_dp=2, ep=2), dict(attn_dp=2, attn_tp=2, ep=4)], ids=["2x1", "2x2"])
+@pytest.mark.parametrize(
+    "layout",
+    [dict(attn_dp=2, ep=2), dict(attn_dp=2, attn_tp=2, ep=4), dict(attn_dp=2, attn_tp=2, ep=4, nnodes=2)],
+    ids=["2x1", "2x2", "2x2 over hosts"],
+)
 def test_groups_that_exchange_equal_rows(layout: dict[str, int], captured: list[Shape], tmp_path: Path) -> None:
     """By a transport that takes no counts on the device: groups with other numbers of rows, and with none."""
     small_model("qwen3_moe", 4, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=1)

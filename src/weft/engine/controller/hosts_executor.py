@@ -14,10 +14,12 @@ from weft.engine.config import EngineConfig
 from weft.engine.controller.executor import LOAD_TIMEOUT_S
 from weft.engine.controller.process_executor import ProcessExecutor
 from weft.engine.controller.rank_processes import POLL_S, RankProcesses
+from weft.engine.device import on_gpus
 from weft.engine.hosts import addresses
 from weft.engine.hosts.agents import SILENT_S, Agents
 from weft.engine.messages import Failure, FromRank, Stop, ToRank, decode_from_rank, encode
-from weft.engine.worker.open_transports import table_file
+from weft.engine.worker.open_transports import cost_model, table_file
+from weft.place.cost import GPU_COSTS
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +57,8 @@ class HostsExecutor(ProcessExecutor):
         self._starts += 1
         config, table = replace(self.config, interface=self._interface), _table(self.config)
         if table is None and config.cost == "auto":
-            config = replace(config, cost="cpu")  # no host may take a table of its own
+            # No host may take a table of its own.
+            config = replace(config, cost=GPU_COSTS if on_gpus(config) else "cpu")
         self._agents.start(config, table, self._starts)
         self._local.launch(config, self._starts)
         self._poller = zmq.Poller()
@@ -126,4 +129,5 @@ class HostsExecutor(ProcessExecutor):
 
 def _table(config: EngineConfig) -> str | None:
     """The text of the cost table by which the ranks plan; None where it is one that every host has by its name."""
-    return None if (path := table_file(config)) is None else path.read_text()
+    path = table_file(config)
+    return None if path is None or cost_model(config).name != str(path) else path.read_text()

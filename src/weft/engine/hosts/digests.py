@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 import weft
 from weft.engine.config import EngineConfig
+from weft.engine.device import on_gpus
 from weft.models.checkpoint import tensor_files
 
 BLOCK = 64 << 10
@@ -25,6 +27,8 @@ ADVICE = {
     "weft": "install the same on every host",
     "torch": "install the same on every host",
     "python": "install the same on every host",
+    "nccl": "install the same on every host",
+    "devices": "give every host the same GPUs, or all --device cpu",
     "config.json": "copy the same model directory to every host",
     "tokenizer": "copy the same model directory to every host",
     "weights": "copy the same model directory to every host",
@@ -35,6 +39,9 @@ def facts(config: EngineConfig) -> dict[str, str]:
     """Of this host, by what they are called in errors. Raises ModelError where the weights are not there."""
     python = ".".join(platform.python_version_tuple()[:2])
     found = {"weft": f"{weft.__version__} ({_source()})", "torch": str(torch.__version__), "python": python}
+    if on_gpus(config):
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    found["devices"] = _devices(config)
     found["config.json"] = _of_files([config.model / "config.json"])
     found["tokenizer"] = _of_files(sorted(config.tokenizer.glob("tokenizer*")))
     if config.load_format == "auto":
@@ -70,6 +77,14 @@ def difference(
 def of_this_host(config: EngineConfig) -> dict[str, Any]:
     """The options that a host keeps when node 0's are taken for all others."""
     return {f.name: getattr(config, f.name) for f in fields(config) if f.name in OF_A_HOST}
+
+
+def _devices(config: EngineConfig) -> str:
+    """The kinds of GPUs that the ranks of this host take, or that they take none: other kinds compute other bits."""
+    if not on_gpus(config):
+        return "CPUs"
+    names = Counter(torch.cuda.get_device_name(gpu) for gpu in range(config.ranks_of_host))
+    return " + ".join(f"{count} × {name}" for name, count in names.items())
 
 
 def _of_files(paths: list[Path]) -> str:

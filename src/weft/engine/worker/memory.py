@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.attention.forward_batch import Batch
-from weft.comm.transport import Transport
+from weft.comm.transport import Transport, serves_all
 from weft.engine.config import EngineConfig
 from weft.engine.worker.build_batch import SeqRows, build_batch
 from weft.engine.worker.graph_inputs import captures_prompts, decode_capacities
@@ -211,8 +211,12 @@ def sized(
     return found
 
 
-def min_over_ranks(transport: Transport, world: int, device: torch.device) -> Callable[[int], int]:
-    """A function that gives the minimum over ranks of their numbers, up to MAX_PAGES. Collective."""
+def min_over_ranks(transports: Sequence[Transport], mesh: Mesh, device: torch.device) -> Callable[[int], int]:
+    """A function that gives the minimum over ranks of their numbers, up to MAX_PAGES, by the first of the transports
+    that serves all ranks. Collective.
+    """
+    world = mesh.world
+    transport = next(t for t in transports if serves_all(t, mesh))
 
     def agree(mine: int) -> int:
         if world == 1:

@@ -14,7 +14,7 @@ from weft.attention.forward_batch import Batch
 from weft.comm.settler import Settler
 from weft.comm.stats import StepKey
 from weft.comm.step_rows import StepRows, captured_rows
-from weft.comm.transport import Transport, offer_of
+from weft.comm.transport import Transport, offer_of, serves_all
 from weft.dcp.group import context_group
 from weft.dcp.interleave import Interleave
 from weft.engine.messages import GroupRows, Planned
@@ -137,8 +137,9 @@ class ModelRunner:
         """Captures graphs of decode steps for up to as many rows as the table has, and where `captures_prompts` says
         so, graphs of steps with prompts for up to `max_rows`. Collective; on GPUs only. progress(done, total).
         """
-        # Plans of graphs hold only what reads counts on the device, where there is such a transport.
-        able = {name: t for name, t in self.transports.items() if t.takes_live_sizes} or self.transports
+        # Plans of graphs hold only what reads counts on the device, where such a transport serves all ranks.
+        counting = {name: t for name, t in self.transports.items() if t.takes_live_sizes}
+        able = counting if any(serves_all(t, self.mesh) for t in counting.values()) else self.transports
         offers = [offer for offer in self.planner.offers if offer.transport in able]
         on_device = all(t.takes_live_sizes for t in able.values())  # and so where the rows of a group begin
         settlements = Settlements(self.mesh, offers, self.planner.settlements.recipes, on_device)

@@ -25,6 +25,7 @@ from weft.engine.worker.arena import (
 from weft.place.chain import bucket
 from weft.place.cost import (
     ETHERNET,
+    INFINIBAND,
     Costs,
     costs,
     host_costs,
@@ -49,7 +50,7 @@ def cost_model(config: EngineConfig) -> Costs:
         found = costs("cpu")
     else:
         found = host_costs(on_gpus(config), [entry.name for entry in enabled_transports(config)])
-    return found if config.mesh.hosts == 1 else over_network(found, ETHERNET)
+    return found if config.mesh.hosts == 1 else over_network(found, INFINIBAND if on_gpus(config) else ETHERNET)
 
 
 def untuned(config: EngineConfig) -> bool:

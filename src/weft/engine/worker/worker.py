@@ -96,7 +96,7 @@ class Worker:
             send(Progress(self.rank, 0, 1, "measuring memory"))
             memory, agree = (
                 measure(make, specs, config, model_config),
-                min_over_ranks(transports[0], self.mesh.world, device),
+                min_over_ranks(transports, self.mesh, device),
             )
             config = self.config = sized(config, specs, memory, dtype.itemsize, agree)
         elif self.on_gpu:

@@ -226,8 +226,8 @@ class Mesh:
         }
 
     @cached_property
-    def _group_names(self) -> tuple[str, ...]:
-        return (*GROUP_NAMES[:5], *(["dcp"] if self.dcp > 1 else []), *self.communicating)
+    def _group_names(self) -> list[str]:
+        return [*GROUP_NAMES[:5], *(["dcp"] if self.dcp > 1 else []), *self.communicating]
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -235,9 +235,7 @@ class Mesh:
         return tuple(dict.fromkeys(self.peers(name, rank) for name in self._group_names for rank in range(self.world)))
 
     def groups_on_host(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """The groups that this rank is in, of names whose groups each lie on one host: equally many on all ranks, in
-        the same order.
-        """
+        """The groups of a rank by names that never cross hosts: equally many on all ranks, in the same order."""
         names = (name for name in self._group_names if self.hosts_of(name) == 1)
         return tuple(dict.fromkeys(self.peers(name, rank) for name in names))
 

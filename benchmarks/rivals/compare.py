@@ -106,7 +106,10 @@ class Comparison:
     def together(self) -> None:
         """All engines at once. Raises OutOfTime."""
         with ExitStack() as stack:
-            running = {label: engine for label in self._engines if (engine := self._start(label, stack))}
+            running: dict[str, RunningEngine] = {}
+            for label in self._engines:
+                if engine := self._start(label, stack, before=len(running)):
+                    running[label] = engine
             for at in range(len(self._points)):
                 for number in range(self._rounds):
                     for label in self._in_turn(number):
@@ -121,11 +124,12 @@ class Comparison:
             raise OutOfTime
         return left
 
-    def _start(self, label: str, stack: ExitStack) -> RunningEngine | None:
+    def _start(self, label: str, stack: ExitStack, before: int = 0) -> RunningEngine | None:
         kind, installed = self._engines[label]
+        options = replace(self._options, before=before * self._options.memory)
         limit_s = min(self._start_limit_s, self._left_s())
         try:
-            engine = RunningEngine(KINDS[kind], installed, self._options, self._out / f"{label}.log", limit_s)
+            engine = RunningEngine(KINDS[kind], installed, options, self._out / f"{label}.log", limit_s)
         except EngineFailed as error:
             print(f"{label}: {error}", file=sys.stderr, flush=True)
             self._results.add_start({"engine": label, "error": str(error)})

@@ -30,7 +30,8 @@ class EngineFailed(RuntimeError):
 class Options:
     """What every engine is started with, under its own names.
 
-    memory: share of each GPU's memory. sequences, tokens: at most at once, and of a step; None: the engine's default.
+    memory: share of each GPU's memory. before: what engines that run already have of it. sequences, tokens: at most at
+    once, and of a step; None: the engine's default.
     """
 
     model: Path
@@ -38,6 +39,7 @@ class Options:
     device: str = "cuda"
     ranks: int = 1
     memory: float = 0.9
+    before: float = 0.0
     sequences: int | None = None
     tokens: int | None = None
 
@@ -48,7 +50,7 @@ def _option(name: str, value: int | None) -> list[str]:
 
 def _weft(o: Options) -> list[str]:
     fixed = ["-m", "weft.cli.main", "serve", str(o.model), "--port", str(o.port), "--device", o.device]
-    fixed += ["--attn-tp", str(o.ranks), "--gpu-memory-fraction", str(o.memory)]
+    fixed += ["--attn-tp", str(o.ranks), "--gpu-memory-fraction", str(o.before + o.memory)]  # counts that of others
     return fixed + _option("--max-running", o.sequences) + _option("--max-batch-tokens", o.tokens)
 
 
@@ -120,7 +122,7 @@ class RunningEngine:
     def __init__(self, kind: EngineKind, installed: Installation, options: Options, log: Path, limit_s: float):
         self._kind, self.log = kind, log
         options = replace(options, port=_free_port())
-        self.command = [installed.python, *kind.command(options)]
+        self.command = [installed.python, "-P", *kind.command(options)]  # -P: folders here are no modules
         self.url = f"http://127.0.0.1:{options.port}"
         caches = str(installed.caches.resolve())
         environment = dict(os.environ) | {name: v.replace("{caches}", caches) for name, v in kind.environment.items()}

@@ -15,6 +15,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -49,6 +51,7 @@ MODELS = {
     "qwen2": Qwen2ForCausalLM,
     "mistral": MistralForCausalLM,
     "mixtral": MixtralForCausalLM,
+    "minimax_m2": MiniMaxM2ForCausalLM,
 }
 FAMILIES = ("qwen2_moe", "qwen3_moe", "qwen3", "deepseek_v2")
 """Those that every test of layouts runs; DeepSeek-V3 differs from V2 in its router alone."""
@@ -116,6 +119,12 @@ def small_config(family: str, parts: int, **changes: Any) -> Any:
     if family == "mixtral":
         routed = dict(num_local_experts=moe["num_experts"], num_experts_per_tok=2)
         return MixtralConfig(**shape | routed | dict(head_dim=8) | changes)
+    if family == "minimax_m2":
+        routed = dict(num_local_experts=moe["num_experts"], num_experts_per_tok=2)
+        published = dict(attn_type_list=[1, 1, 1], qk_norm_type="per_layer", rotary_dim=4, scoring_func="sigmoid")
+        published |= dict.fromkeys(("use_mtp", "use_qk_norm", "use_routing_bias"), True)
+        published |= dict(shared_intermediate_size=0, num_mtp_modules=3, mtp_transformer_layers=1, bos_token_id=0)
+        return MiniMaxM2Config(**shape | routed | published | dict(head_dim=8, rope_theta=1e4) | changes)
     if family == "qwen2_moe":
         shape["hidden_size"] = 8 * parts
         return Qwen2MoeConfig(**shape | moe | {"shared_expert_intermediate_size": 8 * parts} | changes)
@@ -142,6 +151,17 @@ def small_config(family: str, parts: int, **changes: Any) -> Any:
             return DeepseekV3Config(**shape | latent | routed | heads | {"rope_parameters": rope} | changes)
         return DeepseekV2Config(**shape | latent | routed | heads | {"rope_parameters": rope} | changes)
     return Qwen3Config(**shape | {"head_dim": 8, "tie_word_embeddings": True} | changes)
+
+
+def converted(model: T, dtype: torch.dtype) -> T:
+    """A model of transformers with its weights in another dtype; rotary's frequencies stay in float32, as in a model
+    that transformers loads in that dtype.
+    """
+    assert isinstance(model, torch.nn.Module)
+    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        if "inv_freq" not in name:
+            weight.data = weight.data.to(dtype)
+    return model
 
 
 def small_model(family: str, parts: int, directory: Path, seed: int = 0, **changes: Any) -> Any:

@@ -32,6 +32,8 @@ LATENT, ONE_HEAD, TWO_HEADS = (
 )
 CASES = [(*LATENT, mesh) for mesh in SCATTERED] + [(*ONE_HEAD, mesh) for mesh in SPLITS]
 CASES += [(*TWO_HEADS, mesh) for mesh in (Mesh(1, 4, 2, 2, 2), Mesh(1, 8, 4, 2, 2), Mesh(1, 8, 2, 4, 4))]
+# Norms over the heads of all ranks, of which some hold the same keys; in the second layout the same queries, too.
+CASES += [("minimax_m2", dict(num_key_value_heads=2), mesh) for mesh in (Mesh(1, 4, 2, 2, 2), Mesh(2, 4, 2, 4, 2))]
 
 
 @pytest.fixture(scope="module")

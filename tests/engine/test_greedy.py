@@ -26,6 +26,7 @@ from weft.engine.engine import Engine
         ("qwen2", ("2x2",)),
         ("mistral", ("1x4",)),  # a window in every layer
         ("mixtral", ("2x2",)),
+        ("minimax_m2", ("1x4",)),  # norms over the heads of all ranks
     ],
 )
 def test_greedy_tokens_are_transformers(family: str, layouts: tuple[str, ...], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import small_model
+from support import converted, small_model
 from torch import Tensor
 
 from models.glm import small_glm
@@ -174,13 +174,13 @@ def errors_in_bfloat16(family: str, directory: Path, device: str) -> tuple[torch
     """How far logits in bfloat16 are from transformers' in float32, relatively, of each token of 16 prompts: (ours,
     transformers'), both on the device. Prompts are read but for their last tokens, which are then decoded.
     """
-    theirs = BFLOAT16[family](directory).bfloat16()
+    theirs = converted(BFLOAT16[family](directory), torch.bfloat16)
     theirs.save_pretrained(directory)
     texts = torch.randint(1, 512, (16, 24), generator=torch.Generator().manual_seed(7))
     many, length = texts.shape
     with torch.no_grad():
         rounded = theirs.to(device)(texts.to(device)).logits.double().cpu()
-        truth = theirs.cpu().float()(texts).logits.double()
+        truth = converted(theirs.cpu(), torch.float32)(texts).logits.double()
     model = load_model(directory, load_config(directory), Mesh(), 0, torch.bfloat16, device)
     [paged] = dict.fromkeys(map(rule, cached_layers(model).values()))
     pages = -(-length // PAGE)

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 from safetensors.torch import save_file
-from support import EVERY, run_world
+from support import EVERY, converted, run_world
 from torch import Tensor
 
 from weft.assets import preset_dir
@@ -187,8 +187,6 @@ def over(values: dict[str, Any], parts: int) -> dict[str, Any]:
 class Published(Protocol):
     """A model of transformers' that knows the names of the published index."""
 
-    def bfloat16(self) -> Any: ...
-    def float(self) -> Any: ...
     def published(self) -> dict[str, Tensor]: ...
     def __call__(self, tokens: Tensor) -> Tensor: ...
 
@@ -199,14 +197,14 @@ def nearness(model: Published, config: dict[str, Any], directory: Path) -> tuple
     Of 32 prompts' tokens, those up to which both chose the experts that float32 chooses: others are far off, on either
     side, wherever rounding decided.
     """
-    small = model.bfloat16()
+    small = converted(model, torch.bfloat16)
     save_file({name: tensor.clone() for name, tensor in small.published().items()}, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))
     texts = torch.randint(1, 61, (32, 6), generator=torch.Generator().manual_seed(1))
     ours, our_choice = logits_of(directory, texts)
     with torch.no_grad():
         theirs, their_choice = watched(small, texts)
-        truth, right = watched(small.float(), texts)
+        truth, right = watched(converted(small, torch.float32), texts)
     alike = ((our_choice == right) & (their_choice == right)).all(-1).all(0)  # in every layer
     same = alike.int().cummin(-1).values.bool()
     assert same.sum() >= 24, f"only {same.sum()} of {same.numel()} tokens have the same experts: too few to compare"

@@ -51,6 +51,13 @@ def deepseek() -> dict[str, Any]:
     return found
 
 
+def minimax() -> dict[str, Any]:
+    found: dict[str, Any] = small_config(
+        "minimax_m2", 4, hidden_size=256, intermediate_size=256, head_dim=32, rotary_dim=16
+    ).to_dict()
+    return found
+
+
 def step() -> dict[str, Any]:
     other = dict(attention_type=stepfun.SLIDING, num_attention_heads=16, num_attention_groups=2, head_dim=32)
     return stepfun.small_config(**WIDE, share_expert_dim=256, head_dim=32, attention_other_setting=other)
@@ -67,6 +74,7 @@ FAMILIES: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
     "qwen3_moe": (partial(qwen3, "qwen3_moe"), ["lm_head", "model.layers.1.self_attn.o_proj"]),
     "qwen3": (partial(qwen3, "qwen3"), ["lm_head"]),
     "deepseek_v3": (deepseek, []),
+    "minimax_m2": (minimax, ["gate", "e_score_correction_bias", "lm_head"]),
     "step": (step, ["lm_head", "g_proj"]),
     "qwen3.5": (qwen3_5, ["lm_head", "in_proj_a", "in_proj_b"]),
 }
@@ -89,9 +97,10 @@ def saved(family: str, directory: Path, block: int = 128) -> Path:
         if source.name in tensors:
             continue
         values = torch.randn(shape, generator=generator) / (shape[-1] ** 0.5 if len(shape) > 1 else 4)
-        if "norm" in source.name and family in ("qwen3_moe", "qwen3", "deepseek_v3"):
+        if "norm" in source.name and family in ("qwen3_moe", "qwen3", "deepseek_v3", "minimax_m2"):
             values += 1
-        if config.storage.in_float8(source.name) and "_proj" in source.name and len(shape) > 1:
+        product = "_proj" in source.name or ".experts." in source.name
+        if config.storage.in_float8(source.name) and product and len(shape) > 1:
             blocks = (*shape[:-2], *(-(-n // block) for n in shape[-2:]))
             scales = (torch.rand(blocks, generator=generator) + 0.5) / 300
             wide = scales.bfloat16().float().repeat_interleave(block, -2).repeat_interleave(block, -1)

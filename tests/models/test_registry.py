@@ -122,7 +122,13 @@ def published(family: str) -> dict[str, Any]:
     return small_config(IN_TRANSFORMERS.get(family, family), 2).to_dict() | {"model_type": family}
 
 
+def minimax() -> dict[str, Any]:
+    values = small_config("minimax_m2", 2).to_dict()
+    return values | {"rope_theta": values.pop("rope_parameters")["rope_theta"]}
+
+
 OWN = {
+    "minimax_m2": minimax,
     "step3p5": stepfun.small_config,
     "qwen3_5_moe": qwen35.small_config,
     "gpt_oss": oss.small_config,
@@ -130,6 +136,7 @@ OWN = {
     "qwen3_next": qwen3_next.small_config,
 }
 DRAFTS = {"num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
+DRAFTS |= {"use_mtp", "num_mtp_modules", "mtp_transformer_layers"}
 WINDOWS = {"sliding_window", "max_window_layers"}  # use_sliding_window, which is refused, would switch them on
 WITHOUT_EFFECT = {
     "deepseek_v2": {"head_dim"},  # that of rotary, whatever is given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from math import inf
 from typing import Protocol
@@ -36,6 +37,33 @@ def add_rms_norm(
     """(residual + delta, its `rms_norm`), `[rows, width]` each; both are new."""
     total = residual + delta
     return total, rms_norm(total, weight, eps, quantised=quantised)
+
+
+def sums_of_squares(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Of two parts of a row: its first sizes[0] features and the next sizes[1]. x: `[T, features]`. float32 or float64
+    `[T, 2]`.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.stack([part.square().sum(-1) for part in wide[:, : sum(sizes)].split(list(sizes), dim=-1)], dim=-1)
+
+
+def norm_by_squares(
+    x: Tensor, squares: Tensor, weight: Tensor, sizes: Sequence[int], features: Sequence[int], eps: float
+) -> Tensor:
+    """`rms_norm` of two parts of a row, which are split over ranks; in place.
+
+    x: `[T, features]`: of this rank, sizes[0] features of the first part and sizes[1] of the second, then others.
+    squares: `[ranks, T, 2]`, of each rank's features (`sums_of_squares`). weight: `[sum(sizes)]`, of x's dtype.
+    features: of the whole parts. Where all ranks together have more, neighbours have the same, and the first counts.
+    """
+    begin, ranks = 0, len(squares)
+    for part, (size, whole) in enumerate(zip(sizes, features, strict=True)):
+        at, copies = slice(begin, begin + size), ranks * size // whole
+        wide = x[:, at].to(squares.dtype)
+        normed = wide * torch.rsqrt(squares[::copies, :, part].sum(0)[:, None] / whole + eps)
+        x[:, at] = weight[at] * normed.to(x.dtype)
+        begin += size
+    return x
 
 
 def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:

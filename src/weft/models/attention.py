@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,21 +11,23 @@ from torch import Tensor
 from weft.attention.backend import HeadSplit
 from weft.attention.caches import StepCaches
 from weft.hidden import Hidden
-from weft.kernels.ops import gate_heads
+from weft.kernels.ops import gate_heads, norm_by_squares, sums_of_squares
 from weft.kernels.split_k import SplitKPartials
 from weft.kv.cache_spec import PagedKV, Window
 from weft.models.decoder import on_group_rows
 from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Out, RowLinear
 from weft.models.rotary import RotaryTable
 from weft.models.source import PartOfGroups, Source
+from weft.place.recipes import Gather
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Norms of queries and keys, head by head. less_one: as `RMSNorm`."""
+    """Norms of queries and keys, head by head; whole: of all heads together. less_one: as `RMSNorm`, head by head only."""
 
     eps: float
     less_one: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,42 @@ class Heads:
     output_bias: bool = False
     gate: Literal["head", "element"] | None = None
     sinks: bool = False
+
+
+SQUARES = Gather("sums of squares", 8)
+"""Of a row's queries and keys, float32."""
+
+
+class WholeNorms(Layer):
+    """RMSNorm of all query heads together, and of all key heads, where heads are split over attn_tp.
+
+    The mean of squares is over the heads of all ranks: they gather their sums of squares (`weft.place.recipes`). Of
+    neighbouring ranks that hold the same heads, the first one's counts.
+
+    outs: the outputs of the projection that are queries and keys.
+    """
+
+    def __init__(self, b: Builder, path: str, outs: Sequence[Out], eps: float):
+        super().__init__(path)
+        self.eps, self.ranks = eps, b.mesh.size("attn_tp")
+        shares = [b.share(o.name, o.features, "attn_tp", o.unit, o.replicate, o.shared_by) for o in outs]
+        self.sizes = tuple(share.stop - share.start for share in shares)
+        self.features = tuple(out.features for out in outs)
+        self.weight = b.empty(sum(self.sizes))
+        self.sources["weight"], start = [], 0
+        for name, out, share, size in zip(("q_norm", "k_norm"), outs, shares, self.sizes, strict=True):
+            at = (slice(start, start + size),)
+            self.sources["weight"].append(Source(f"{path}.{name}.weight", (out.features,), (share,), at))
+            start += size
+
+    def forward(self, qkv: Tensor, x: Hidden) -> Tensor:
+        """Normalises queries and keys `[T, features]` in place. x: what they were projected from."""
+        squares = sums_of_squares(qkv, self.sizes)
+        if self.ranks > 1:
+            assert x.settler is not None
+            squares = x.settler.gather(SQUARES, "attn_tp", squares, (len(qkv),) * self.ranks)
+        of_ranks = squares.view(self.ranks, len(qkv), 2)
+        return norm_by_squares(qkv, of_ranks, self.weight, self.sizes, self.features, self.eps)
 
 
 class Attention(Layer):
@@ -97,8 +136,10 @@ class Attention(Layer):
             share = b.share(f"{path} (heads)", heads.query, "attn_tp")
             self.sinks = b.empty(share.stop - share.start)
             self.sources["sinks"] = [Source(f"{path}.sinks", (heads.query,), (share,))]
-        self.q_norm = self.k_norm = None
-        if heads.norms is not None:
+        self.q_norm = self.k_norm = self.whole_norms = None
+        if heads.norms is not None and heads.norms.whole:
+            self.whole_norms = WholeNorms(b, path, outs[:2], heads.norms.eps)
+        elif heads.norms is not None:
             eps, less_one = heads.norms.eps, heads.norms.less_one
             self.q_norm, self.k_norm = (
                 HeadNorm(b, f"{path}.{name}", heads.dim, eps, less_one) for name in ("q_norm", "k_norm")
@@ -110,6 +151,8 @@ class Attention(Layer):
         heads = HeadSplit(self.sizes, self.dim, rotary, norms, self.gathered)
 
         def attend(qkv: Tensor | SplitKPartials, gate: Tensor | None = None) -> Tensor:
+            if self.whole_norms is not None:
+                qkv = self.whole_norms(qkv.total() if isinstance(qkv, SplitKPartials) else qkv, x)
             out, lse = caches.project(self, qkv, heads, scale=self.scale, lse=self.sinks is not None)
             if gate is not None or self.sinks is not None:
                 out = gate_heads(out, gate, lse, self.sinks)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from weft.kernels.float8 import LARGEST
+from weft.models.attention import WholeNorms
 from weft.models.checkpoint import Checkpoint
 from weft.models.layers import Builder, Head, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
 from weft.models.model_config import LanguageModel, ModelConfig, ModelError
@@ -103,7 +104,7 @@ def dummy_model(
     jobs = list(_jobs(model))
     for done, (layer, name, source) in enumerate(jobs):
         part = layer.get_parameter(name).data[source.at]
-        if isinstance(layer, RMSNorm | HeadNorm):
+        if isinstance(layer, RMSNorm | HeadNorm | WholeNorms):
             part.fill_(1.0)
         elif name in layer.units:
             _make_up(part, source, LARGEST)

@@ -210,9 +210,10 @@ def _storage(fields: Fields) -> Storage:
         return Storage()
     if rest == {"quant_method": "mxfp4"}:
         return Storage(mxfp4=True)
-    block = rest.pop("weight_block_size", ())
-    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    if len(block) != 2 or any(fp8.get(name) != value for name, value in rest.items()) or "quant_method" not in rest:
+    block, given_fmt = rest.pop("weight_block_size", ()), rest.pop("fmt", "e4m3")
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    understood = given_fmt in ("e4m3", "float8_e4m3fn") and all(fp8.get(name) == value for name, value in rest.items())
+    if len(block) != 2 or not understood or "quant_method" not in rest:
         raise ModelError(
             f"quantization_config {given} is not supported; supported: quant_method mxfp4, or fp8 with fmt e4m3, a "
             "weight_block_size and dynamic activations"

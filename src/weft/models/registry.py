@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from weft.models import deepseek, glm, gpt_oss, llama, qwen, qwen3_next, qwen35, step
+from weft.models import deepseek, glm, gpt_oss, llama, minimax, qwen, qwen3_next, qwen35, step
 from weft.models.directory import no_model
 from weft.models.model_config import Fields, ModelConfig, ModelError, first_line
 from weft.plugins import PluginError, load_plugins
@@ -39,6 +39,7 @@ FAMILIES: Registry = MappingProxyType(
         "qwen3_next": qwen3_next.read,
         "gpt_oss": gpt_oss.read,
         "glm4_moe": glm.read,
+        "minimax_m2": minimax.read,
     }
 )
 

@@ -1,0 +1,65 @@
+"""MiniMax-M2 and its successors up to M2.7: grouped-query attention with norms over all heads, and experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.models.attention import Attention, HeadNorms, Heads
+from weft.models.decoder import DecoderConfig, DecoderLayer
+from weft.models.expert_sources import ExpertStorage
+from weft.models.layers import Builder
+from weft.models.model_config import Fields, ModelError, common_fields, rope_of
+from weft.models.moe import SparseMoE
+from weft.models.routing import Routing
+
+
+@dataclass(frozen=True)
+class MiniMaxConfig(DecoderConfig):
+    """Widths in elements. heads: of every layer. intermediate_size: inner features of each expert."""
+
+    heads: Heads
+    intermediate_size: int
+    num_experts: int
+    routing: Routing
+
+    def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
+        mlp = SparseMoE(
+            b,
+            f"{path}.block_sparse_moe",
+            self.hidden_size,
+            experts=self.num_experts,
+            inner=self.intermediate_size,
+            routing=self.routing,
+            stored=ExpertStorage(bias="e_score_correction_bias", layout="per_expert_w123"),
+        )
+        return DecoderLayer(b, path, self, Attention(b, f"{path}.self_attn", self.hidden_size, self.heads), mlp)
+
+
+def read(fields: Fields) -> MiniMaxConfig:
+    """Raises ModelError."""
+    for name in ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"):
+        fields.get(name)  # of draft layers, which are not run
+    if set(kinds := fields.get("attn_type_list", ())) - {1}:
+        raise ModelError(f"attn_type_list={kinds} is not supported for {fields.family!r}; supported: 1, full attention")
+    fields.only("shared_intermediate_size", 0)
+    fields.only("scoring_func", "sigmoid")
+    fields.only("qk_norm_type", "per_layer")
+    for name in ("use_qk_norm", "use_routing_bias"):
+        fields.only(name, True)
+    dim = fields.size("head_dim")
+    parameters = dict(fields.need("rope_parameters"))
+    part = parameters.pop("partial_rotary_factor", 1.0)  # transformers fills it in from rotary_dim
+    rotated = int(dim * part)
+    if fields.get("rotary_dim", rotated) != rotated:
+        raise ModelError(f"rotary_dim and partial_rotary_factor={part} differ for heads of {dim} elements")
+    common = common_fields(fields, dim, rope=rope_of(parameters, rotated, fields.size("max_position_embeddings")))
+    experts = fields.size("num_local_experts")
+    return MiniMaxConfig(
+        **common,
+        heads=Heads(common["num_heads"], common["num_kv_heads"], dim, HeadNorms(common["rms_norm_eps"], whole=True)),
+        intermediate_size=fields.size("intermediate_size"),
+        num_experts=experts,
+        routing=Routing(
+            fields.size("num_experts_per_tok"), score="sigmoid", bias=True, renormalise=True, wide=True
+        ).among(experts),
+    )

@@ -93,7 +93,7 @@ def logits(name: str, device: str, float8: bool = False) -> torch.Tensor:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["step-3.5-flash", "gpt-oss-20b", "qwen3.5-35b-a3b"])
+@pytest.mark.parametrize("name", ["step-3.5-flash", "gpt-oss-20b", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b"])
 def test_logits_are_those_of_a_cpu(name: str) -> None:
     wanted, found = logits(name, "cpu"), logits(name, "cuda")
     error = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
@@ -143,8 +143,8 @@ def _off(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["deepseek-v3", "step-3.5-flash"])
-def test_products_in_float8_are_their_definitions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name, dense", [("deepseek-v3", 4), ("minimax-m2", 2), ("step-3.5-flash", 4)])
+def test_products_in_float8_are_their_definitions(name: str, dense: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each alone, on the rows that the model gives it: logits of two correct implementations are far apart.
 
     A value that is rounded to FP8 the other way is off by up to 1 part in 8, and so turns the rounding of others in the
@@ -154,12 +154,13 @@ def test_products_in_float8_are_their_definitions(name: str, monkeypatch: pytest
     products = Products(monkeypatch)
     found = logits(name, "cuda", float8=True)
     assert found.isfinite().all()
-    assert len(products.dense) >= 3 * 4 * 4 and max(products.dense) <= 1e-3, products.dense  # four a layer, and steps
+    assert len(products.dense) >= 3 * 4 * dense and max(products.dense) <= 1e-3, products.dense  # of layers and steps
     assert len(products.experts) >= 3 and max(products.experts) <= 1.5e-2, products.experts
 
 
 WIDER = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=512)
 WIDER |= dict(intermediate_size=256, moe_intermediate_size=128)
+DENSE = {name: size for name, size in WIDER.items() if name != "moe_intermediate_size"}
 LATENT = dict(q_lora_rank=96, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 LATENT |= dict(num_key_value_heads=8)
 LATENT |= {name: size for name, size in WIDER.items() if name not in ("head_dim", "num_key_value_heads")}
@@ -167,6 +168,11 @@ BFLOAT16 = {
     "qwen3_moe": lambda directory: small_model("qwen3_moe", 8, directory, **WIDER),
     "deepseek_v2": lambda directory: small_model("deepseek_v2", 8, directory, **LATENT),
     "glm4_moe": lambda directory: small_glm(directory, **WIDER).whole,
+    "llama": lambda directory: small_model("llama", 8, directory, **DENSE),
+    "qwen2": lambda directory: small_model("qwen2", 8, directory, **{n: s for n, s in DENSE.items() if n != "head_dim"}),
+    "mistral": lambda directory: small_model("mistral", 8, directory, **DENSE),
+    "mixtral": lambda directory: small_model("mixtral", 8, directory, **DENSE),
+    "minimax_m2": lambda directory: small_model("minimax_m2", 8, directory, **DENSE, rotary_dim=32),
 }
 
 

@@ -43,6 +43,7 @@ from weft.kernels.triton import (  # noqa: E402
     rms_norm,
     route,
     sample,
+    split_norm,
 )
 from weft.kernels.triton import decode_step as step  # noqa: E402
 from weft.kernels.triton import float8_linear as float8  # noqa: E402
@@ -296,6 +297,13 @@ def norm_and_rotate(rows: int) -> None:
     )
 
 
+def norm_over_ranks(rows: int, ranks: int) -> None:
+    qkv, sizes = empty(rows, 8192 // ranks), (6144 // ranks, 1024 // ranks)
+    split_norm.sums_of_squares(qkv, sizes)
+    squares = empty(ranks, rows, 2, dtype=FLOAT)
+    split_norm.norm_by_squares(qkv, squares, empty(sum(sizes)), sizes, (6144, 1024), 1e-6)
+
+
 def norm_latents(rows: int, heads: int) -> None:
     angle, slots, weight = empty(rows, 64), empty(rows, dtype=LONG), empty(512)
     norm_rope_cache.latent_rope_cache(
@@ -396,6 +404,8 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "product, 64 rows, deep": (lambda: multiply(64, 1024, 4096), ("HGMMA",)),
     "parts of a deep product": (lambda: parts_of(64, 256, 7168), ("HGMMA",)),
     "norm, rotary, cache": (lambda: norm_and_rotate(64), ()),
+    "norms over all heads, one rank": (lambda: norm_over_ranks(64, 1), ()),
+    "norms over all heads, four ranks": (lambda: norm_over_ranks(64, 4), ()),
     "norm, rotary, cache, many rows": (lambda: norm_and_rotate(4096), ()),
     "latents, rotary, cache": (lambda: norm_latents(64, 128), ()),
     "routes, 1 row": (lambda: route_rows(1), ("HGMMA",)),

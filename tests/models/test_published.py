@@ -117,6 +117,19 @@ PRESETS: dict[str, Index] = {
         "model.layers.0.self_attn.k_proj.weight": (1024, 4096),
         "model.layers.3.mlp.up_proj.weight": (14336, 4096),
     },
+    "minimax-m2": {
+        "model.embed_tokens.weight": (200064, 3072),
+        "lm_head.weight": (200064, 3072),
+        "model.layers.0.self_attn.q_proj.weight": (6144, 3072),
+        "model.layers.0.self_attn.k_proj.weight": (1024, 3072),
+        "model.layers.0.self_attn.o_proj.weight": (3072, 6144),
+        "model.layers.0.self_attn.q_norm.weight": (6144,),
+        "model.layers.3.self_attn.k_norm.weight": (1024,),
+        "model.layers.0.block_sparse_moe.gate.weight": (256, 3072),
+        "model.layers.0.block_sparse_moe.e_score_correction_bias": (256,),
+        "model.layers.3.block_sparse_moe.experts.255.w1.weight": (1536, 3072),
+        "model.layers.3.block_sparse_moe.experts.0.w2.weight": (3072, 1536),
+    },
     "mixtral-8x7b": {
         "lm_head.weight": (32000, 4096),
         "model.layers.0.self_attn.v_proj.weight": (1024, 4096),
@@ -137,6 +150,7 @@ def test_the_presets_are_what_is_published(preset: str) -> None:
     assert with_bias == {
         "deepseek-v3": {"gate"},
         "kimi-k2": {"gate"},
+        "minimax-m2": {"block_sparse_moe"},
         "qwen2.5-7b": {"q_proj", "k_proj", "v_proj"},
     }.get(preset, set())
     assert ("lm_head.weight" in found) == (preset != "llama-3.2-1b")

@@ -12,8 +12,8 @@
 | Prompt | tokens that prompts see, parts of them on each rank | own heads' outputs over all | gather | a Gather of the tokens | a Kernel: copy before |
 | | | | merge | a Gather of queries and a Merge of outputs | nothing |
 
-Queries of a dcp group, cached tokens that prompts see, logits and best tokens of a split vocabulary (an argmax over
-the ranks) are gathers.
+Queries of a dcp group, cached tokens that prompts see, sums of squares of heads that are normalised together, logits
+and best tokens of a split vocabulary (an argmax over the ranks) are gathers.
 """  # noqa: E501
 
 from __future__ import annotations

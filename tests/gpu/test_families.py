@@ -169,7 +169,9 @@ BFLOAT16 = {
     "deepseek_v2": lambda directory: small_model("deepseek_v2", 8, directory, **LATENT),
     "glm4_moe": lambda directory: small_glm(directory, **WIDER).whole,
     "llama": lambda directory: small_model("llama", 8, directory, **DENSE),
-    "qwen2": lambda directory: small_model("qwen2", 8, directory, **{n: s for n, s in DENSE.items() if n != "head_dim"}),
+    "qwen2": lambda directory: small_model(
+        "qwen2", 8, directory, **{n: s for n, s in DENSE.items() if n != "head_dim"}
+    ),
     "mistral": lambda directory: small_model("mistral", 8, directory, **DENSE),
     "mixtral": lambda directory: small_model("mixtral", 8, directory, **DENSE),
     "minimax_m2": lambda directory: small_model("minimax_m2", 8, directory, **DENSE, rotary_dim=32),

@@ -30,19 +30,22 @@ def forward(transport: Transport, mesh: Mesh, directory: Path, prompts: torch.Te
     torch.set_num_threads(1)
     model = load_model(directory, load_config(directory), mesh, transport.rank, torch.bfloat16)
     [paged] = dict.fromkeys(map(rule, cached_layers(model).values()))
-    runner = ModelRunner(model, mesh, transport.rank, [transport], [CacheGroup(paged, PROMPTS * PAGES)], LENGTH // PAGES)
+    groups, page = [CacheGroup(paged, PROMPTS * PAGES)], LENGTH // PAGES
+    runner = ModelRunner(model, mesh, transport.rank, [transport], groups, page)
     for begin, end in ((0, LENGTH - 3), (LENGTH - 3, LENGTH)):
         seqs = [SeqRows(end - begin, begin, [range(i * PAGES, (i + 1) * PAGES)], True) for i in range(PROMPTS)]
-        batch = build_batch(prompts[:, begin:end].flatten().tolist(), seqs, LENGTH // PAGES, [paged])
+        batch = build_batch(prompts[:, begin:end].flatten().tolist(), seqs, page, [paged])
         logits = runner.forward(batch, (PROMPTS * (end - begin),) * mesh.attn_dp)
     return logits
 
 
-NIGHTLY = [pytest.param(family, marks=pytest.mark.nightly) for family in sorted(MODELS.keys() - {*FAMILIES, "minimax_m2"})]
-"""Families whose arithmetic others have, too."""
+BY_DAY = *FAMILIES, "minimax_m2"
+"""The arithmetic of the others is in these."""
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "minimax_m2", *NIGHTLY])
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.nightly] * (family not in BY_DAY)) for family in MODELS]
+)
 def test_as_near_to_the_truth_as_transformers(family: str, tmp_path: Path) -> None:
     model = converted(small_model(family, 4, tmp_path), torch.bfloat16)
     model.save_pretrained(tmp_path)

@@ -23,7 +23,7 @@ from weft.place.recipes import Gather
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Norms of queries and keys, head by head; whole: of all heads together. less_one: as `RMSNorm`, head by head only."""
+    """Norms of queries and keys, head by head. less_one: as `RMSNorm`. whole: of all heads together, not less_one."""
 
     eps: float
     less_one: bool = False

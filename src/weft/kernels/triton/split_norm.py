@@ -1,4 +1,4 @@
-"""RMSNorms of two parts of a row, each of which is split over ranks: sums of squares, and the norm from those of all."""
+"""RMSNorms of two parts of a row that are split over ranks: sums of squares, and the norms from those of all ranks."""
 
 from __future__ import annotations
 

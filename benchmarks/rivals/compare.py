@@ -22,11 +22,13 @@ import argparse
 import asyncio
 import itertools
 import json
+import multiprocessing
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,15 +38,16 @@ from engines import KINDS, EngineFailed, Installation, Options, RunningEngine
 from results import Results
 from weft.assets import embedded_model_dir
 from weft.bench.serving import Outcome, RequestSpec, Server, Workload, run, summary
-from weft.bench.streamed_completion import LoadError
 from weft.cli.command import stop_on_sigterm
 
 POINTS = ["1x1024x128x8", "16x1024x128x48", "64x1024x128x128", "256x1024x128x256"]
 POINTS += ["1x8192x16x4", "16x8192x16x16", "64x8192x16x64", "256x8192x16x256"]
-DRY_POINTS = ["1x32x8x2", "4x64x4x8"]
+DRY_POINTS = ["1x32x8x2", "40x64x4x40"]
 MAX_TOKEN = 100_000
 """Token ids are below: vocabularies end in special ones."""
 WARM_CLIENTS, WARM_TOKENS = 32, 4
+PROCESSES, CLIENTS_OF_PROCESS = 4, 32
+"""Of the load: one process takes about 10,000 tokens a second in, and would slow an engine that is quicker."""
 
 
 class OutOfTime(Exception):
@@ -71,6 +74,23 @@ class Point:
         return Workload(self.requests, self.input_tokens, self.output_tokens, seed=seed).asks(vocabulary)
 
 
+def load(
+    url: str, model: str, prompts: list[RequestSpec], clients: int, limit_s: float
+) -> tuple[float, float, list[Outcome]]:
+    """Sends requests as so many clients. Gives when it began and ended, on a clock of all processes, and the outcomes.
+
+    Raises TimeoutError.
+    """
+
+    async def serve() -> tuple[float, float, list[Outcome]]:
+        async with Server(url, extra={"temperature": 0.0, "ignore_eos": True}) as server:
+            began = time.perf_counter()
+            outcomes, seconds = await run(server, model, prompts, [0.0] * len(prompts), clients)
+            return began, began + seconds, outcomes
+
+    return asyncio.run(asyncio.wait_for(serve(), limit_s))
+
+
 class Comparison:
     """Engines by label, each with its kind and where it is installed. Loads them with the points, in rounds.
 
@@ -92,6 +112,7 @@ class Comparison:
         self._engines, self._options, self._points, self._rounds = engines, options, points, rounds
         self._vocabulary, self._results, self._out = vocabulary, results, out
         self._start_limit_s, self._deadline = start_limit_s, deadline
+        self._pool = ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn"))
 
     def one_after_the_other(self) -> None:
         """An engine at a time. Raises OutOfTime."""
@@ -137,10 +158,11 @@ class Comparison:
         stack.callback(engine.end)
         about = {"start_s": engine.start_s, "cache_tokens": engine.cache_tokens(), "command": engine.command}
         self._results.add_start({"engine": label} | about)
-        longest = {point.input_tokens: point for point in self._points}
-        for point in longest.values():
-            warm = replace(point, clients=WARM_CLIENTS, output_tokens=WARM_TOKENS, requests=WARM_CLIENTS)
-            asyncio.run(self._load(engine, warm, warm.prompts(self._vocabulary, -1 - point.input_tokens)))
+        for length in dict.fromkeys(point.input_tokens for point in self._points):
+            warm = Point(WARM_CLIENTS, length, WARM_TOKENS, WARM_CLIENTS)
+            outcomes, _ = self._load(engine, warm, warm.prompts(self._vocabulary, -length))
+            if error := next((outcome.error for outcome in outcomes if outcome.error), None):
+                print(f"{label}: {error}\n{engine.tail()}", file=sys.stderr, flush=True)
         return engine
 
     def _measure(self, label: str, engine: RunningEngine, at: int, number: int) -> None:
@@ -148,26 +170,24 @@ class Comparison:
         row = {"engine": label, "round": number, "clients": point.clients, "input": point.input_tokens}
         row |= {"output": point.output_tokens}
         prompts = point.prompts(self._vocabulary, number * len(self._points) + at)
-        try:
-            outcomes, seconds = asyncio.run(asyncio.wait_for(self._load(engine, point, prompts), self._left_s()))
-        except TimeoutError:
-            self._results.add(row | {"error": "the time limit ended it"})
-            raise OutOfTime from None
-        except LoadError as error:
-            self._results.add(row | {"error": str(error)})
-            print(f"{label}: {error}\n{engine.tail()}", file=sys.stderr, flush=True)
-            return
+        outcomes, seconds = self._load(engine, point, prompts)
         found = row | summary(outcomes, seconds)
         if errors := [outcome.error for outcome in outcomes if outcome.error]:
             found["error"] = f"{len(errors)} requests failed: {errors[0]}"
             print(f"{label}: {found['error']}\n{engine.tail()}", file=sys.stderr, flush=True)
         self._results.add(found)
 
-    @staticmethod
-    async def _load(engine: RunningEngine, point: Point, prompts: list[RequestSpec]) -> tuple[list[Outcome], float]:
-        async with Server(engine.url, extra={"temperature": 0.0, "ignore_eos": True}) as server:
-            [model, *_] = await server.models()
-            return await run(server, model, prompts, [0.0] * len(prompts), point.clients)
+    def _load(self, engine: RunningEngine, point: Point, prompts: list[RequestSpec]) -> tuple[list[Outcome], float]:
+        """The outcomes, and seconds from the first request to the last output. Raises OutOfTime."""
+        count = min(PROCESSES, -(-point.clients // CLIENTS_OF_PROCESS))
+        clients = [point.clients // count + (i < point.clients % count) for i in range(count)]
+        shares = [prompts[i::count] for i in range(count)]
+        args = [engine.url] * count, [engine.model] * count, shares, clients, [self._left_s()] * count
+        try:
+            began, ended, outcomes = zip(*self._pool.map(load, *args), strict=True)
+        except TimeoutError:
+            raise OutOfTime from None
+        return list(itertools.chain(*outcomes)), max(ended) - min(began)
 
 
 def arguments() -> argparse.Namespace:

@@ -114,7 +114,9 @@ class Installation:
 
 
 class RunningEngine:
-    """A server of an engine, from its start until `end`. start_s: seconds from its start until it was healthy.
+    """A server of an engine, from its start until `end`.
+
+    start_s: seconds from its start until it was healthy. model: its name for clients.
 
     Raises EngineFailed where it ends or is not healthy within limit_s.
     """
@@ -144,6 +146,7 @@ class RunningEngine:
             self.end()
             raise
         self.start_s = time.monotonic() - began
+        self.model: str = json.loads(self.get("/v1/models"))["data"][0]["id"]
 
     def _wait(self, deadline: float) -> None:
         while True:

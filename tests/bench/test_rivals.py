@@ -136,5 +136,5 @@ def test_a_dry_run(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "compare.json").read_text())
     order = [(row["engine"], row["round"]) for row in found["rows"]]
     assert order == [("weft", 0), ("weft-2", 0), ("weft-2", 1), ("weft", 1)] * 2
-    assert all(row["failed"] == 0 and row["completed"] == (2, 8)[i // 4] for i, row in enumerate(found["rows"]))
+    assert all(row["failed"] == 0 and row["completed"] == (2, 40)[i // 4] for i, row in enumerate(found["rows"]))
     assert all(start["cache_tokens"] == 65536 for start in found["starts"]) and "weft / best other" in done.stdout

@@ -142,13 +142,13 @@ def test_two_hosts_serve_one_hosts_tokens_and_survive_a_rank_and_a_host(
 
 
 @contextmanager
-def agent_thread(config: EngineConfig) -> Iterator[list[str]]:
-    """An agent in this process, without ranks; gives the lines that it says, the last one its error."""
+def agent_thread(config: EngineConfig, node: int = 1) -> Iterator[list[str]]:
+    """An agent in this process; gives the lines that it says, the last one its error."""
     said: list[str] = []
 
     def main() -> None:
         try:
-            HostAgent(replace(config, node_rank=1), said.append).run()
+            HostAgent(replace(config, node_rank=node), said.append).run()
         except (EngineError, ModelError) as error:
             said.append(str(error))
 
@@ -215,6 +215,23 @@ def test_a_second_host_of_the_same_number_is_refused_while_the_first_is_there(cl
         assert not node0.missing and node0.gone() is None
         node0.close()
     assert first[-1] == "node 1: node 0 has ended"
+
+
+def test_an_agent_that_was_given_up_ends_so_that_it_can_be_started_again(
+    cluster: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped for longer than it may be silent, and its connection is still there."""
+    node0 = Agents(cluster)
+    with agent_thread(cluster) as said:
+        hear(node0, lambda: len(said) == 2)
+        with monkeypatch.context() as patched:
+            patched.setattr(agents, "SILENT_S", -1.0)
+            assert "has not been heard" in (node0.gone() or "") and node0.missing == [1]
+        hear(node0, lambda: len(said) == 3)
+        assert said[2] == "this host was not heard for 5 s, and node 0 has given it up; start it again"
+        with agent_thread(cluster):
+            hear(node0, lambda: not node0.missing)
+            node0.close()
 
 
 def test_an_agent_with_another_key_is_not_heard_and_says_so(cluster: EngineConfig, tmp_path: Path) -> None:

@@ -139,7 +139,10 @@ class Agents:
             self._take_in(identity, message)
             return None
         agent = next((a for a in self._agents.values() if a.identity == identity), None)
-        if agent is None:  # one that was given up, or refused
+        if agent is None:  # it was refused, or given up, which it cannot know where its connection has outlived that
+            if not isinstance(message, Left):
+                why = f"this host was not heard for {SILENT_S:g} s, and node 0 has given it up; start it again"
+                self.socket.send_multipart([identity, encode(Refused(why))])
             return None
         agent.heard = time.monotonic()
         if (candidate := self._candidates.pop(agent.join.node, None)) is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config, stop_on_sigterm
+from weft.cli.several_hosts import run_agent
 from weft.cli.start import start_engine
 from weft.place.show import columns, size_text
 
@@ -26,6 +27,8 @@ class Command:
     Examples:
       weft profile --attn-dp 2 --batch 4 --context 64
       weft profile --preset qwen3-30b-a3b --load-format dummy --attn-tp 2 --ep 2 --moe-tp 1 --device cuda --batch 16
+
+    With --nnodes, start the same command on every host; node 0 prints and writes for the ranks of all.
     """
 
     model: ModelDir = None
@@ -61,8 +64,6 @@ class Command:
             max_batch_tokens=max(rows, self.batch),
             prefix_cache=False,
         )
-        if config.mesh.hosts > 1:
-            raise UserError("profile writes the traces of one host's ranks; leave --nnodes out")
         positions = config.read_model().max_position
         if self.context + tokens > positions:
             left = positions - tokens
@@ -77,6 +78,9 @@ class Command:
             kv_tokens=self.batch * (self.context + tokens + 16),
             max_model_len=self.context + tokens,
         )
+        if config.node_rank:
+            stop_on_sigterm()
+            return run_agent(config)
         try:
             self.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:

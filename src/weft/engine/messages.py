@@ -152,10 +152,10 @@ class AskPlan(Struct, frozen=True, tag=True):
 
 
 class StartProfile(Struct, frozen=True, tag=True):
-    """To every rank: profile the next `steps` steps. folder: where torch's profiler writes; empty: it does not run."""
+    """To every rank: profile the next `steps` steps. traced: by torch's profiler, too."""
 
     steps: int
-    folder: str
+    traced: bool
 
 
 class StopProfile(Struct, frozen=True, tag=True):
@@ -278,6 +278,8 @@ class Profiled(Struct, frozen=True, tag=True):
         seconds: from the start of the first to the end of the last.
         thread_cpu_s: CPU time of the thread that runs steps.
         process_cpu_s: CPU time of all threads of the rank's process.
+        trace: of torch's profiler, as gzipped JSON; empty where it did not run.
+        about: as JSON, the steps of the trace and what they exchange.
     """
 
     rank: int
@@ -285,6 +287,8 @@ class Profiled(Struct, frozen=True, tag=True):
     seconds: float
     thread_cpu_s: float
     process_cpu_s: float
+    trace: bytes = b""
+    about: str = ""
 
 
 class Failure(Struct, frozen=True, tag=True):

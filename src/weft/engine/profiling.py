@@ -37,6 +37,7 @@ class Window:
         controller_cpu_s: CPU time of the engine's thread.
         rank_cpu_s: of each rank's thread that runs steps.
         process_cpu_s: of all threads of each rank's process.
+        ranks: what each rank says of it, in order.
     """
 
     steps: int
@@ -44,20 +45,20 @@ class Window:
     controller_cpu_s: float
     rank_cpu_s: tuple[float, ...]
     process_cpu_s: tuple[float, ...]
+    ranks: tuple[Profiled, ...]
 
 
-def watch(engine: Engine, steps: int, folder: Path | None = None) -> Window:
+def watch(engine: Engine, steps: int, *, traced: bool = False) -> Window:
     """Profiles the next steps of an engine; running requests must fill them. The caller's thread waits.
 
-    folder: for the trace of each rank, by torch's profiler; without one only CPU time is counted. Raises NotWatched
-        where
+    traced: with a trace of each rank by torch's profiler; without, only CPU time is counted. Raises NotWatched where
     too few steps follow, and EngineError.
     """
     if engine.config.executor == "thread":
         raise NotWatched("ranks that are threads have no CPU times of their own; profile them as processes")
 
     def begin(executor: Executor) -> tuple[int, float]:
-        executor.ask_all(StartProfile(steps, "" if folder is None else str(folder)), "the profilers")
+        executor.ask_all(StartProfile(steps, traced), "the profilers")
         return engine.stats().steps, time.thread_time()
 
     def end(executor: Executor) -> tuple[int, float, list[Profiled]]:
@@ -80,6 +81,7 @@ def watch(engine: Engine, steps: int, folder: Path | None = None) -> Window:
         (cpu_after - cpu_before) * steps / (last - first),
         tuple(rank.thread_cpu_s for rank in found),
         tuple(rank.process_cpu_s for rank in found),
+        tuple(found),
     )
 
 

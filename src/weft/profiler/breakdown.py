@@ -8,6 +8,7 @@ is the same one on every rank, so that its waiting is known: what passes on a ra
 from __future__ import annotations
 
 import bisect
+import gzip
 import json
 import re
 import statistics
@@ -288,18 +289,15 @@ def watch_now(engine: Engine, steps: int, folder: Path) -> Found:
     NotWatched where the requests end before the steps are over, and EngineError.
     """
     window = watch(engine, steps)
-    watch(engine, steps + SKIPPED, folder)
+    profiled = watch(engine, steps + SKIPPED, traced=True).ranks
     mesh = engine.config.mesh
-    files = [folder / f"rank-{rank}.json" for rank in range(mesh.world)]
-    traces = [json.loads(file.read_text()) for file in files]
-    abouts = [json.loads(file.with_suffix(".steps.json").read_text()) for file in files]
+    traces = [json.loads(gzip.decompress(rank.trace)) for rank in profiled]
+    abouts = [json.loads(rank.about) for rank in profiled]
     ranks = [read_rank(trace, about, mesh) for trace, about in zip(traces, abouts, strict=True)]
     on_gpu = any(e.get("cat") == "kernel" for e in traces[0]["traceEvents"])
-    shifts = clock_shifts(ranks) if on_gpu else [0.0] * mesh.world  # CPUs of a host have one clock
+    one_clock = not on_gpu and mesh.hosts == 1  # that of a host's CPUs
+    shifts = [0.0] * mesh.world if one_clock else clock_shifts(ranks)
     merge_traces(traces, shifts, folder / "trace.json.gz")
-    for file in files:
-        file.unlink()
-        file.with_suffix(".steps.json").unlink()
     ranks = with_waiting(ranks, shifts)
     return Found(window, summarise(ranks), ranks)
 

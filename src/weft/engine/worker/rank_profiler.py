@@ -5,10 +5,13 @@ Every rank sees the same steps in the same order, so all begin a window at the s
 
 from __future__ import annotations
 
+import gzip
 import json
+import tempfile
 import time
 from pathlib import Path
 
+import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -33,10 +36,10 @@ class RankProfiler:
 
     def start(self, message: StartProfile) -> Profiled:
         """Watches the steps to come; the profiler runs when this returns, so that no step waits for its start."""
-        self._wanted, self._folder = message.steps, Path(message.folder) if message.folder else None
+        self._wanted = message.steps
         self._steps: list[tuple[int, Counts, Shape | None]] = []
         self._done = Profiled(self._runner.rank, 0, 0.0, 0.0, 0.0)
-        if self._folder is not None:
+        if message.traced:
             on_gpu = self._runner.model.embed.weight.device.type == "cuda"
             self._profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu])
             self._profiler.start()
@@ -61,12 +64,14 @@ class RankProfiler:
             self._range.__enter__()
 
     def stop(self) -> Profiled:
-        """Ends the window, if it has not ended, and writes what the profiler saw."""
+        """Ends the window, if it has not ended, and adds what the profiler saw."""
         if self._wanted:
             self._end()
-        if self._profiler is not None and self._folder is not None:
-            file = self._folder / f"rank-{self._runner.rank}.json"
-            self._profiler.export_chrome_trace(str(file))
+        if self._profiler is not None:
+            with tempfile.TemporaryDirectory(prefix="weft-profile-") as folder:
+                file = Path(folder) / "trace.json"
+                self._profiler.export_chrome_trace(str(file))
+                trace = gzip.compress(file.read_bytes(), compresslevel=3)
             kinds = list({(counts, shape) for _, counts, shape in self._steps})
             steps = [(number, kinds.index((counts, shape))) for number, counts, shape in self._steps]
             about = {
@@ -74,15 +79,15 @@ class RankProfiler:
                 "steps": steps,
                 "moves": [self._runner.stats.moves(*kind) for kind in kinds],
             }
-            file.with_suffix(".steps.json").write_text(json.dumps(about))
             self._profiler = None
+            return msgspec.structs.replace(self._done, trace=trace, about=json.dumps(about))
         return self._done
 
     def _end(self) -> None:
         self._wanted = 0
         if self._steps:
-            elapsed = [now - then for now, then in zip(self._clocks(), self._began, strict=True)]
-            self._done = Profiled(self._runner.rank, len(self._steps), *elapsed)
+            wall, thread, process = (now - then for now, then in zip(self._clocks(), self._began, strict=True))
+            self._done = Profiled(self._runner.rank, len(self._steps), wall, thread, process)
         if self._profiler is not None:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()

@@ -12,24 +12,32 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from weft.bench.chaos import Chaos
 from weft.bench.chaos_clients import ask, questions
+from weft.bench.chaos_one_host import OneHostChaos
 from weft.bench.streamed_completion import LoadError
 from weft.cli import cmd_serve
 from weft.cli.command import EngineArguments, parse
 from weft.cli.main import main
 
 
-def test_nothing_is_lost_hangs_or_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_lost_hangs_or_stays_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shorter = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(seconds / 4))
-    monkeypatch.setattr("weft.bench.chaos.time", shorter)
-    kinds = len(Chaos(None, 2, random.Random(0)).faults)  # type: ignore[arg-type]
+    monkeypatch.setattr("weft.bench.faults.time", shorter)
+    monkeypatch.setattr("weft.bench.chaos_one_host.time", shorter)
+    nobody: Any = None
+    kinds = len(OneHostChaos(nobody, nobody, 2, random.Random(0), set()).faults)
     report = tmp_path / "report.json"
     options = ["--attn-tp", "2", "--clients", "2", "--tokens", "24"]
-    code = main(["chaos", *options, "--faults", str(kinds), "--json", str(report)])
-    found = json.loads(report.read_text())
+    # The factor: tests order events, and do not time them.
+    code = main(["chaos", *options, "--faults", str(kinds), "--bound-factor", "60", "--json", str(report)])
+    found, lines = json.loads(report.read_text()), capsys.readouterr().out.splitlines()
     assert code == 0 and found["passed"], json.dumps(found, indent=1)
-    assert set(found["faults"].values()) == {1} and found["restarts"] >= 1  # several kills may fall into one
+    assert {row["count"] for row in found["faults"].values()} == {1} and len(found["faults"]) == kinds
+    assert found["restarts"] >= 1, "several kills may fall into one"
+    assert [line.split("  ")[0] for line in lines[1 : kinds + 1]] == sorted(found["faults"])
+    assert lines[kinds + 2].startswith("requests: ") and lines[-1] == "passed"
     assert found["requests"]["completed"] > 0 and not found["requests"]["lost"]
 
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from e2e.here import weft_here
 from engine.conftest import WAIT_S
+from weft.bench.chaos_hosts import HostsChaos, KeptAgent
 from weft.bench.hosts_rig import Host, arguments, joined_hosts, started_by
+from weft.bench.server_process import ServerError
+from weft.cli.main import main
 
 WEFT = (sys.executable, "-m", "weft.cli.main")
 LAYOUT = ("--attn-dp", "2", "--attn-tp", "2", "--device", "cpu", "--kv-tokens", "2048")
@@ -69,6 +77,69 @@ def test_a_host_has_processes_memory_files_and_a_network_of_its_own(hosts: tuple
         socket.create_connection(where, 0.5)
 
 
+def test_an_agent_is_kept_and_a_host_that_was_switched_off_comes_back(hosts: tuple[Host, ...], tmp_path: Path) -> None:
+    """Chaos's own parts, with a shell in place of an agent."""
+    log = tmp_path / "log"
+    agent = KeptAgent(hosts[1], ["sh", "-c", "echo begun; sleep 1000"], log)
+    heard = threading.Event()
+    health: Any = SimpleNamespace(serving=True, heard=lambda *_: heard.wait(WAIT_S))
+    chaos = HostsChaos(cast(Any, None), health, hosts, [agent], {}, random.Random(0))
+
+    def begun(times: int) -> Callable[[], bool]:
+        return lambda: log.exists() and log.read_text() == "begun\n" * times
+
+    wait_for(begun(1))
+    wait_for(lambda: chaos.kill_agent() is not None)
+    wait_for(begun(2))
+    wait_for(lambda: chaos.stop_agent(0.2, 0.3) is not None)
+    wait_for(lambda: chaos.kill_agent() is not None)  # nobody waits for one that is stopped
+    wait_for(begun(3))
+    (hosts[1].temporary / "left").touch()
+    off = threading.Thread(target=chaos.lose_host)
+    off.start()
+    wait_for(lambda: not hosts[1].processes())
+    assert begun(3)() and agent.pid is None, "it is not started while the host is off"
+    with hosts[0].network(), pytest.raises(OSError):
+        socket.create_connection((hosts[1].address, 1), 0.5)
+    heard.set()
+    off.join()
+    wait_for(begun(4))
+    assert not hosts[1].left_behind()["files"]
+    hosts[1].run("touch", "/dev/shm/segment")
+    with pytest.raises(ServerError, match="segments are left of processes that were killed: segment"):
+        chaos.lose_host()
+    hosts[1].run("rm", "/dev/shm/segment")
+    agent.let_end()
+    hosts[1].kill_all()
+    assert agent.end(WAIT_S) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "said, code, refused", [("other weights", 1, True), ("other weights", 0, False), ("", 1, False)]
+)
+def test_a_process_that_is_not_refused_is_seen(hosts: tuple[Host, ...], said: str, code: int, refused: bool) -> None:
+    chaos = HostsChaos(*([cast(Any, None)] * 2), hosts, [], {}, random.Random(0))
+    command = ["sh", "-c", f"echo waiting for node 0; echo {said}; exit {code}"]
+    if refused:
+        moment = chaos.be_refused(command, "has|other .*")
+        assert moment.heard is not None and moment.heard >= moment.at
+    else:
+        with pytest.raises(ServerError, match=f"a process that must be refused ended with {code}: {said}"):
+            chaos.be_refused(command, "has|other .*")
+
+
+@pytest.mark.nightly
+def test_chaos_over_two_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each kind of fault once; `weft chaos --hosts 2 --faults 60` is the long form."""
+    kinds = 16
+    asked = ["--hosts", "2", "--faults", str(kinds), "--bound-factor", "60", "--json", str(tmp_path / "report.json")]
+    code = main(["chaos", *asked, "--clients", "2", "--tokens", "24"])
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert code == 0 and found["passed"], json.dumps(found, indent=1)
+    assert {row["count"] for row in found["faults"].values()} == {1} and len(found["faults"]) == kinds
+    assert found["exit_codes"] == {"node 0": 0, "node 1": 0} and found["requests"]["completed"] > 0
+
+
 def wait_for(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not holds():
@@ -116,3 +187,18 @@ def test_tokens_are_one_hosts_and_a_cut_link_is_survived(hosts: tuple[Host, ...]
     assert node0.wait(WAIT_S) == 0 and again.wait(WAIT_S) == 0
     assert "node 0 at 10.77.0.1:29600 is gone; so are the ranks of this host" in (tmp_path / "agent").read_text()
     assert "node 1 (rig1) has not been heard for 5 s" in (tmp_path / "node0").read_text()
+
+
+@pytest.mark.nightly
+def test_a_profile_has_the_ranks_of_both_hosts(hosts: tuple[Host, ...], key: Path, tmp_path: Path) -> None:
+    small = ("--attn-dp", "2", "--attn-tp", "2", "--device", "cpu", "--batch", "4", "--context", "20", "--steps", "3")
+    watched = ("profile", *small, "--output", str(tmp_path / "found"))
+    both = [host.start(*WEFT, *watched, *arguments(host, key), stdout=subprocess.PIPE) for host in hosts]
+    said = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0] and "collectives of a step" in said[0] and not said[1]
+    found = json.loads((tmp_path / "found" / "profile.json").read_text())
+    assert len(found["cpu_us_a_step"]["rank"]) == 4
+    assert any("torchdist/gloo" in row["what"] for row in found["collectives"])
+    with gzip.open(tmp_path / "found" / "trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    assert {e["pid"] for e in events if e["name"].startswith("weft step")} == {0, 1, 2, 3}

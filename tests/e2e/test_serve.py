@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.bench.server_process import ServerProcess
+from weft.bench.server_process import ServerProcess, forker_of
 
 KEY = "a key that no command line shows"
 
@@ -54,7 +54,7 @@ def test_ctrl_c_twice_while_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with http_without_key(server) as refused:
             assert refused.status == 401
         group = os.getpgid(server.process.pid)
-        for pid in (server.forker(), *server.ranks().values()):
+        for pid in (forker_of(server.pid), *server.ranks().values()):
             assert pid is not None and os.getpgid(pid) != group
         server.process.send_signal(signal.SIGINT)
         while "draining" not in server.get("/health")[1]:  # two signals at once would be one

@@ -63,14 +63,16 @@ def test_commands_refuse_it_in_one_line(tmp_path: Path) -> None:
     (key := tmp_path / "key").write_text("short")
     both = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--cluster-key", str(key))
     two = ("--attn-tp", "2", "--device", "cpu")
-    for command in (("serve",), ("generate", "--prompt", "x"), ("eval",)):
+    for command in (("serve",), ("generate", "--prompt", "x"), ("eval",), ("profile",)):
         code, _, err = weft_here(*command, *two, *both, "--node-rank", "1")
         assert code == 1 and err.startswith(f"weft: --cluster-key {key} has fewer than 16 bytes"), err
     code, _, err = weft_here("serve", *two, *both, "--node-rank", "2")
     assert (code, err) == (2, "weft: node_rank 2 is none of 2 host(s): they are 0 to 1\n")
     code, _, err = weft_here("generate", "--prompt", "x", *both, "--node-rank", "1")
     assert (code, err) == (2, "weft: hosts=2 does not divide the 1 ranks; nearest that do: 1\n")
-    code, _, err = weft_here("profile", *two, *both, "--node-rank", "0")
-    assert (code, err) == (2, "weft: profile writes the traces of one host's ranks; leave --nnodes out\n")
+    code, _, err = weft_here("chaos", *two, *both, "--node-rank", "0")
+    assert (code, err) == (2, "weft: chaos makes its hosts on this machine: give --hosts in place of --nnodes\n")
+    code, _, err = weft_here("chaos", *two, "--hosts", "3")
+    assert (code, err) == (2, "weft: hosts=3 does not divide the 2 ranks; nearest that do: 2\n")
     code, _, err = weft_here("doctor", "--nnodes", "2", "--node-rank", "0")
     assert code == 2 and err.startswith("weft: --nnodes 2 takes --master-addr"), err

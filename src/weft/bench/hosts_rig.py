@@ -23,9 +23,9 @@ from typing import Any
 CLONE_NEWNET = 0x40000000
 SETUP = """
 mount -t tmpfs tmpfs /dev/shm && mount --bind {folder}/hosts /etc/hosts && hostname {name} && ip link set lo up &&
-{{ sleep infinity & echo ready; wait; }}
+{{ exec 3<&0; cat <&3 >/dev/null & echo ready; wait; }}
 """
-"""The shell stays as the first process: it reaps those that lost their parents."""
+"""The shell stays as the first process: it reaps those that lost their parents, and ends with who has made the host."""
 
 
 class Host:
@@ -41,7 +41,8 @@ class Host:
         spaces = ["--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
         setup = SETUP.format(folder=folder, name=self.name)
         command = ["unshare", *spaces, "sh", "-c", setup]
-        self._first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        pipe = subprocess.PIPE
+        self._first = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         assert self._first.stdout is not None and self._first.stderr is not None
         if self._first.stdout.readline() != "ready\n":
             raise PermissionError(f"no namespaces here: {self._first.stderr.read().strip()}")
@@ -86,8 +87,11 @@ class Host:
         found: dict[int, str] = {}
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             with suppress(OSError):  # it has ended meanwhile
-                dead = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-                if not dead and pid not in self._own and os.readlink(f"/proc/{pid}/ns/pid") == self._space:
+                if (
+                    _state(pid) not in "ZX"
+                    and pid not in self._own
+                    and os.readlink(f"/proc/{pid}/ns/pid") == self._space
+                ):
                     found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
         return found
 
@@ -164,6 +168,24 @@ def started_by(process: subprocess.Popen[str]) -> int:
             return int(found[0])
         time.sleep(0.01)
     raise ProcessLookupError(f"{process.args!r} ended with {process.returncode}")
+
+
+def stopped(process: subprocess.Popen[str], seconds: float) -> bool:
+    """Stops what nsenter has started for so long; False where it has ended."""
+    with suppress(OSError):
+        os.kill(started_by(process), signal.SIGSTOP)
+        deadline = time.monotonic() + seconds
+        # nsenter stops with its child, and lets it go on when it goes on itself.
+        while process.poll() is None and (_state(process.pid) != "T" or time.monotonic() < deadline):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGCONT)
+        return process.poll() is None
+    return False
+
+
+def _state(pid: int) -> str:
+    """As ps gives it. Raises OSError where there is no such process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _enter(network: int) -> None:

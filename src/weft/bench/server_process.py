@@ -10,8 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from weft.bench.hosts_rig import Host, started_by
+
+SERVE = (sys.executable, "-m", "weft.cli.main", "serve")
 START_S = 600.0
 
 
@@ -20,19 +24,25 @@ class ServerError(RuntimeError):
 
 
 class ServerProcess:
-    """A server in `folder`: its log there, its temporary files in a folder of its own there."""
+    """A server in `folder`: its log there, its temporary files in a folder of its own there.
 
-    def __init__(self, folder: Path, arguments: Sequence[str]):
-        self.log, self.temporary = folder / "serve.log", folder / "tmp"
-        self.temporary.mkdir()
+    host: of the rig, which it runs on; this thread must be in that one's network, and the folder has the log alone.
+    """
+
+    def __init__(self, folder: Path, arguments: Sequence[str], host: Host | None = None):
+        self.log = folder / "serve.log"
+        self.temporary = folder / "tmp" if host is None else host.temporary
+        self.temporary.mkdir(exist_ok=True)
+        command = [*SERVE, *arguments, "--port", "0"]
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "weft.cli.main", "serve", *arguments, "--port", "0"],
-                env=os.environ | {"TMPDIR": str(self.temporary)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            if host is None:
+                environ = os.environ | {"TMPDIR": str(self.temporary)}
+                self.process = subprocess.Popen(
+                    command, env=environ, text=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
+            else:
+                self.process = host.start(*command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self.pid = self.process.pid if host is None else started_by(self.process)
         self.seen: set[tuple[int, str]] = set()
         self.name, self.port = self._wait_for_address()
 
@@ -47,23 +57,11 @@ class ServerProcess:
         raise ServerError(f"weft serve did not start: {lines[-1]}")
 
     def ranks(self) -> dict[int, int]:
-        """Process id of each rank that lives, by rank; notes every process of the server on the way."""
-        found = {}
-        for child in _children(self.process.pid):
-            self._see(child)
-            for pid in _children(child):
+        """Process id of each of its own host's ranks that lives, by rank; notes every process on the way."""
+        for child in children(self.pid):
+            for pid in (child, *children(child)):
                 self._see(pid)
-                try:
-                    log = os.readlink(f"/proc/{pid}/fd/1")
-                except OSError:
-                    continue
-                if named := re.search(r"rank-(\d+)\.log", log):
-                    found[int(named[1])] = pid
-        return found
-
-    def forker(self) -> int | None:
-        """Process id of the one that forks the ranks."""
-        return next(iter(_children(self.process.pid)), None)
+        return ranks_of(self.pid)
 
     def get(self, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
         """Status and body. Raises OSError, http.client.HTTPException."""
@@ -97,16 +95,16 @@ class ServerProcess:
 
     def descriptors(self) -> int:
         """Files and sockets that the server's process holds open."""
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
 
     def memory_mib(self) -> float:
         """Resident memory of the server's process."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
     def end(self, timeout_s: float) -> int | None:
         """SIGTERM; the exit code, or None where it had to be killed."""
         self.ranks()
-        self.process.send_signal(signal.SIGTERM)
+        os.kill(self.pid, signal.SIGTERM)
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -115,7 +113,8 @@ class ServerProcess:
 
     def kill(self) -> None:
         """Ends it at once."""
-        self.process.kill()
+        if self.process.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
         self.process.wait()
 
     def left_behind(self, wait_s: float = 10.0) -> dict[str, list[str]]:
@@ -140,7 +139,22 @@ def segments() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
-def _children(pid: int) -> list[int]:
+def forker_of(pid: int) -> int | None:
+    """Process id of the one that forks the ranks of a server or an agent; None where there is none."""
+    return next(iter(children(pid)), None)
+
+
+def ranks_of(pid: int) -> dict[int, int]:
+    """Process id of each rank of a server's or an agent's host that lives, by rank. pid: of the server or agent."""
+    found = {}
+    for forked in (forked for forker in children(pid) for forked in children(forker)):
+        with suppress(OSError):  # it has ended meanwhile
+            if named := re.search(r"rank-(\d+)\.log", os.readlink(f"/proc/{forked}/fd/1")):
+                found[int(named[1])] = forked
+    return found
+
+
+def children(pid: int) -> list[int]:
     """Child processes, whichever of its threads started them."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())

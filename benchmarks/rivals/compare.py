@@ -258,7 +258,7 @@ def main() -> None:
     }
     share = args.memory / (len(engines) if args.together else 1)
     own = (None, None) if args.defaults else (args.sequences, args.tokens)
-    options = Options(model, 0, args.device, args.ranks, share, *own)
+    options = Options(model, 0, args.device, args.ranks, share, sequences=own[0], tokens=own[1])
     host = json.loads(
         apart("-c", "import json; from weft.bench.host import describe_host as d; print(json.dumps(d()))")
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from weft.engine.controller.event_publisher import END, EventPublisher, KvEvents
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams, Sharing
 from weft.engine.scheduler.scheduler import Scheduler
+from weft.engine.worker.worker import Worker
 from weft.kv import cache_events
 from weft.kv.cache_events import (
     AllBlocksCleared,
@@ -298,6 +300,34 @@ def test_an_engine_publishes_what_its_groups_store(model_dir: Path) -> None:
         assert last.events == [AllBlocksCleared()]
     with pytest.raises(EngineError, match="--kv-events-config is of the prefix cache"):
         Engine(EngineConfig(model_dir, executor="thread", prefix_cache=False), kv_events=events)
+
+
+def test_ranks_that_start_anew_have_nothing_cached(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, failed = Worker.step, threading.Event()
+
+    def fail_once(worker: Worker, message: Any) -> Any:
+        if message.number == 4 and not failed.is_set():
+            failed.set()
+            raise RuntimeError("a fault of this test")
+        return step(worker, message)
+
+    monkeypatch.setattr(Worker, "step", fail_once)
+    path = f"ipc://{model_dir}/restart"
+    events = KvEventsConfig(endpoint=path, replay_endpoint=f"{path}-replay")
+    config = EngineConfig(model_dir, executor="thread", kv_tokens=64, page_size=4, restart_backoff_s=0)
+    with Engine(config, kv_events=events) as engine:
+        engine.generate([[1] * 9], SamplingParams(max_tokens=6, ignore_eos=True))
+        assert engine.stats().failures == 1 and engine.kv_events is not None
+        engine._ask(lambda: None)
+        decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+        batches = [decode(payload).events for payload in replayed(engine.kv_events).values()]
+        assert batches[0] == [AllBlocksCleared()] and [AllBlocksCleared()] in batches[2:]
+        subscriber = Subscriber(4)
+        for batch in batches:
+            subscriber.take(batch)
+        tree = engine._schedulers[0].caches.tree
+        assert tree is not None and subscriber.blocks
+        subscriber.check(tree)
 
 
 def test_nothing_is_recorded_for_nobody(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

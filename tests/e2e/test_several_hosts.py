@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,20 @@ def test_launchers_fill_in_what_is_left_out(environ: dict[str, str], capsys: pyt
     assert not capsys.readouterr().err
 
 
+@pytest.mark.nightly
+def test_what_torchrun_sets() -> None:
+    """Two hosts of torchrun itself, each with one process, which says what it understands."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    say = "import os; from weft.cli.several_hosts import launcher; print(launcher(os.environ))"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--no-python", sys.executable, "-c", say]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = sorted(process.communicate(timeout=300)[0].strip() for process in both)
+    for node, text in enumerate(said):
+        assert re.fullmatch(rf"Launcher\(name='torchrun', nnodes=2, node={node}, master='[^']+'\)", text), text
+
+
 def test_one_host_needs_nothing() -> None:
     assert place({}) == (1, None, None)
     assert place(SRUN | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}) == (1, None, None)
@@ -39,6 +57,7 @@ def test_one_host_needs_nothing() -> None:
 
 def test_the_first_of_slurms_hosts() -> None:
     lists = {"gpu[03-05,9],login": "gpu03", "a,b": "a", "n7": "n7", "r1-n[12]-ib,x": "r1-n12-ib", "": None}
+    lists |= {"rack[1-2]n[7,9]": "rack1n7", "a[001-128]": "a001", "a[1,3-4]b[2-3]c,d": "a1b2c", "n[5]": "n5"}
     assert {nodes: first_host(nodes) for nodes in lists} == lists
 
 
@@ -51,6 +70,12 @@ def test_the_first_of_slurms_hosts() -> None:
         (dict(), TORCHRUN, "--cluster-key FILE, .* or --nnodes 1 for one host without the others that torchrun has"),
         (dict(master_addr="a"), {}, "--master-addr is of several hosts: add --nnodes"),
         (dict(), TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, "torchrun started 4 processes .* --nproc-per-node 1"),
+        (dict(cluster_key=KEY), {k: v for k, v in LWS.items() if "INDEX" not in k}, "--nnodes 2 takes --node-rank: 0 "),
+        (
+            dict(cluster_key=KEY),
+            {k: v for k, v in SRUN.items() if "NODEID" not in k},
+            "--nnodes 2 takes --node-rank: 0 ",
+        ),
         (dict(), SRUN | {"SLURM_STEP_NUM_TASKS": "8"}, "srun started 8 tasks on 2 hosts; .* --ntasks-per-node 1"),
     ],
 )

@@ -11,11 +11,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Launcher:
-    """What a launcher's environment says. name: of the launcher. master: where node 0 is."""
+    """What a launcher's environment says. name: of the launcher. node: None where it does not say which host this is.
+    master: where node 0 is."""
 
     name: str
     nnodes: int
-    node: int
+    node: int | None
     master: str | None
 
 
@@ -65,21 +66,25 @@ def launcher(environ: Mapping[str, str]) -> Launcher | None:
         master = environ.get("MASTER_ADDR")
         return Launcher("torchrun", int(environ["GROUP_WORLD_SIZE"]), int(environ["GROUP_RANK"]), master)
     if "LWS_GROUP_SIZE" in environ:
-        nnodes, node = int(environ["LWS_GROUP_SIZE"]), int(environ.get("LWS_WORKER_INDEX", "0"))
-        return Launcher("LeaderWorkerSet", nnodes, node, environ.get("LWS_LEADER_ADDRESS"))
+        node = _number(environ, "LWS_WORKER_INDEX")  # LeaderWorkerSet before 0.5 sets none
+        return Launcher("LeaderWorkerSet", int(environ["LWS_GROUP_SIZE"]), node, environ.get("LWS_LEADER_ADDRESS"))
     if "SLURM_STEP_NUM_NODES" in environ:
         nnodes, tasks = int(environ["SLURM_STEP_NUM_NODES"]), int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
         if tasks > nnodes > 1:
             raise ValueError(f"srun started {tasks} tasks on {nnodes} hosts; Weft starts ranks: --ntasks-per-node 1")
         first = first_host(environ.get("SLURM_STEP_NODELIST", ""))
-        return Launcher("srun", nnodes, int(environ.get("SLURM_NODEID", "0")), first)
+        return Launcher("srun", nnodes, _number(environ, "SLURM_NODEID"), first)
     return None
 
 
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    return int(environ[name]) if name in environ else None
+
+
 def first_host(nodes: str) -> str | None:
-    """The first of SLURM's list of hosts: `gpu[03-05,9],login` is gpu03."""
-    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
-    return "".join(part or "" for part in found.groups()) if found else None
+    """The first of SLURM's list of hosts: `gpu[03-05,9],login` is gpu03, `rack[1-2]n[7,9]` is rack1n7."""
+    found = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", found[0]) if found else None
 
 
 def run_agent(config: Any) -> int:

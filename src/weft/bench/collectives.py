@@ -22,6 +22,7 @@ from torch import Tensor
 from weft.bench.baselines import DeepSpeed, Gloo
 from weft.bench.ranks import Report, all_cores
 from weft.comm.shm import ShmTransport, ShmTuning
+from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Epilogue, finish
 from weft.place.spec import Mesh
 
@@ -165,7 +166,7 @@ def _case(shm: ShmTransport, patient: ShmTransport, mesh: Mesh, others: list[Glo
 
 
 def time_phases(
-    shm: ShmTransport,
+    shm: ShmTransport | TorchDistTransport,
     group: tuple[int, ...],
     x: Tensor,
     fresh: Tensor,
@@ -174,7 +175,7 @@ def time_phases(
 ) -> list[list[float]]:
     """Seconds of each phase, call by call; all ranks make the same number of calls, as rank 0's clock says.
 
-    shm: its barrier precedes each phase.
+    shm: its barrier precedes each phase; over hosts that of torchdist.
     """
     times: list[list[float]] = [[] for _ in phases]
     calls, warm = MIN_CALLS, True

@@ -6,8 +6,9 @@ import os
 import queue
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,21 @@ import torch
 import torch.multiprocessing as mp
 
 from weft.comm.transport import CommError
-from weft.place.spec import LayoutError
+from weft.place.spec import LayoutError, Mesh
 
 Report = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Here:
+    """What a rank of several hosts needs of its own. interface: on the way to node 0. store: host and port at which
+    rank 0 serves torch.distributed's.
+    """
+
+    mesh: Mesh
+    interface: str
+    store: tuple[str, int]
+    plugins: tuple[str, ...]
 
 
 @contextmanager
@@ -31,23 +44,24 @@ def all_cores() -> Iterator[None]:
         os.sched_setaffinity(0, mine)
 
 
-def run_ranks(world: int, work: Callable[..., None], *args: Any) -> Iterator[Any]:
+def run_ranks(world: int | Sequence[int], work: Callable[..., None], *args: Any) -> Iterator[Any]:
     """Runs `work(rank, directory, report, *args)` in a process a rank; yields what any rank reports, in order.
 
-    Each process keeps to one thread and one core. directory: where the ranks can meet. Raises CommError with the first
-    rank's error; the others are stopped.
+    world: the number of ranks, or which of them are on this host. Each process keeps to one thread and one core.
+    directory: where the ranks can meet. Raises CommError with the first rank's error; the others are stopped.
     """
+    ranks = range(world) if isinstance(world, int) else world
     context = mp.get_context("spawn")
     reports = context.Queue()
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as directory:
         processes = [
-            context.Process(target=_main, args=(rank, Path(directory), reports, work, args), daemon=True)
-            for rank in range(world)
+            context.Process(target=_main, args=(rank, place, Path(directory), reports, work, args), daemon=True)
+            for place, rank in enumerate(ranks)
         ]
         for process in processes:
             process.start()
         try:
-            left = world
+            left = len(ranks)
             while left:
                 try:
                     kind, what = reports.get(timeout=1)
@@ -68,9 +82,11 @@ def run_ranks(world: int, work: Callable[..., None], *args: Any) -> Iterator[Any
                 process.join()
 
 
-def _main(rank: int, directory: Path, reports: Any, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _main(
+    rank: int, place: int, directory: Path, reports: Any, work: Callable[..., None], args: tuple[Any, ...]
+) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.sched_setaffinity(0, {cores[place % len(cores)]})
     torch.set_num_threads(1)
     try:
         work(rank, directory, lambda what: reports.put(("report", what)), *args)

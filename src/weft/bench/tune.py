@@ -19,6 +19,7 @@ from weft.bench.collectives import mesh_of, time_phases
 from weft.bench.ranks import Report, all_cores
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.step_rows import StepRows
+from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Epilogue, Ranks, Transport
 from weft.comm.transport_registry import SHM, transports
 from weft.place.edges import Edge, legal_edges, rows_received
@@ -110,27 +111,29 @@ def find_sizes(rank: int, directory: Path, report: Report, world: int) -> None:
 def edges_to_price(
     mesh: Mesh, sizes: list[int], row_bytes: int
 ) -> Iterator[tuple[Edge, tuple[int, ...], dict[str, str | float]]]:
-    """An edge of each kind and number of ranks at each size in bytes, with the counts that make it so large and the
-    table's row but for its time.
+    """An edge of each kind, number of ranks and number of hosts at each size in bytes, with the counts that make it so
+    large and the table's row but for its time.
     """
-    edges: dict[tuple[str, int], Edge] = {}
+    edges: dict[tuple[str, int, int], Edge] = {}
     for edge in (e for found in legal_edges(mesh).values() for e in found if e.moves):
-        edges.setdefault((edge.kind, mesh.size(edge.group)), edge)
-    for (kind, ranks), edge in edges.items():
+        edges.setdefault((edge.kind, mesh.size(edge.group), mesh.hosts_of(edge.group)), edge)
+    for (kind, ranks, hosts), edge in edges.items():
         for size in sizes:
             counts = (max(1, size // row_bytes // mesh.attn_dp),) * mesh.attn_dp
             moved = max(rows_received(edge, mesh, r, counts) for r in range(mesh.world)) * row_bytes
-            yield edge, counts, {"kind": kind, "ranks": ranks, "world": mesh.world, "bytes": moved}
+            yield edge, counts, _row(kind, ranks, mesh, hosts) | {"bytes": moved}
 
 
 def merges_to_price(
     mesh: Mesh, rank: int, sizes: list[int], like: Tensor
 ) -> Iterator[tuple[Exchange, Tensor, Callable[[Transport, Tensor], object], dict[str, str | float]]]:
-    """What merging attention over shards takes beside edges: each exchange, over a group of each size, at each size in
-    bytes, with an input, the call, and the table's row but for its time. like: gives dtype and device.
+    """What merging attention over shards takes beside edges: each exchange, over a group of each size and number of
+    hosts, at each size in bytes, with an input, the call, and the table's row but for its time. like: gives dtype and
+    device.
     """
-    groups = {len(group): group for group in mesh.groups if rank in group and len(group) > 1}
-    for ranks, group in groups.items():
+    found = [group for group in mesh.groups if rank in group and len(group) > 1]
+    groups = {(len(group), len({mesh.host_of(r) for r in group})): group for group in found}
+    for (ranks, hosts), group in groups.items():
         for size in sizes:
             tokens = max(1, size // (ranks * HEAD * like.element_size()))
             out = like.new_ones(tokens, ranks, HEAD)
@@ -146,8 +149,14 @@ def merges_to_price(
                 (merge_scatterv(ranks), out, merge, out.nbytes + lse.nbytes),
                 (all_to_allv(ranks), out.view(ranks, -1), permute, out.nbytes),
             ):
-                row: dict[str, str | float] = {"kind": exchange.kind, "ranks": ranks, "world": mesh.world}
+                row = _row(exchange.kind, ranks, mesh, hosts)
                 yield exchange, x, call, row | {"bytes": moved * (ranks - 1) / ranks}
+
+
+def _row(kind: str, ranks: int, mesh: Mesh, hosts: int) -> dict[str, str | float]:
+    """The beginning of a table's row: of a mesh of one host it names no hosts."""
+    row: dict[str, str | float] = {"kind": kind, "ranks": ranks, "world": mesh.world}
+    return row if mesh.hosts == 1 else row | {"hosts": hosts}
 
 
 def price(
@@ -175,7 +184,7 @@ def price(
     def measure(
         transport: Transport, fresh: Tensor, call: Callable[[Tensor], object], row: dict[str, str | float]
     ) -> None:
-        us = _call_us(shm if transport is shm else patient, transport, fresh, call, group)
+        us = call_us(shm if transport is shm else patient, transport, fresh, call, group)
         if rank == 0:
             report({"transport": transport.name} | row | {"us": round(us, 2)})
 
@@ -193,18 +202,20 @@ def price(
         transport.close()
 
 
-def _call_us(
-    meeting: ShmTransport,
+def call_us(
+    meeting: ShmTransport | TorchDistTransport,
     transport: Transport,
     fresh: Tensor,
     call: Callable[[Tensor], object],
     group: tuple[int, ...],
 ) -> float:
-    """µs of a call with a tensor like fresh, where the transport reads it fastest."""
+    """µs of a call with a tensor like fresh, where the transport reads it fastest: the median, of the slowest rank of
+    a group. meeting: by which the group meets before each call.
+    """
     x = transport.empty(*fresh.shape, like=fresh)
     times: list[float] = []
     for _ in range(ROUNDS):
-        with nullcontext() if transport is meeting else all_cores():
+        with nullcontext() if transport.name == SHM.name else all_cores():
             times += time_phases(meeting, group, x, fresh, [partial(call, x)], BUDGET_S)[0]
     median = torch.tensor([[statistics.median(times) * 1e6]]).double()
     return float(meeting.all_gatherv(median, group, (1,) * len(group)).max())

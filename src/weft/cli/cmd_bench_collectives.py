@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
 from weft.bench import collectives as cpu
+from weft.bench import collectives_hosts as over
 from weft.bench import cuda as gpu
 from weft.bench.baselines import build_deepspeed
 from weft.bench.gpu_baselines import INSTALL_FLASHINFER, has_flashinfer
 from weft.bench.host import results_text
 from weft.bench.ranks import run_ranks
-from weft.cli.command import UserError, check_writable, stop_on_sigterm
+from weft.cli.command import UNNAMED, UserError, check_writable, stop_on_sigterm
 from weft.cli.progress import progress_bar
+from weft.cli.several_hosts import config_over_hosts
 from weft.comm.peer_launch import PeerTuning
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import SHM_RANKS
+from weft.engine.engine_options import ClusterOptions
 from weft.place.cost import host_table, read_tuning
 
 OURS = ("shm", "peer")
@@ -39,17 +43,22 @@ class Command:
     is what reading, adding and writing the same bytes takes with no protocol. GPU figures are the median over replays
     of a CUDA graph of 20 calls. Compare ratios: hosts are noisy.
 
+    With --nnodes, started on each host with its --node-rank and the same --ranks, it times what plans over hosts
+    exchange, shm inside a host and gloo across, beside flat collectives of gloo, and beside what the cost model says.
+
     Examples:
       weft bench collectives                                        everything on CPUs: some minutes
       weft bench collectives --ranks 2 --sizes 1K 64K 1M --edges all_reduce
       weft bench collectives --baselines gloo deepspeed --json results.json
       weft bench collectives --device cuda --hidden 7168 --rows 1 64 1024 --json gpu.json
+      weft bench collectives --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --cluster-key FILE --sizes 64K 4M
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the ranks are: processes on this machine's cores, or one on each of its GPUs."""
     ranks: tuple[int, ...] = ()
-    """Numbers of ranks; left out, 2 and 4, or all GPUs. With four or more, the mixed edges are measured too."""
+    """Numbers of ranks; left out, 2 and 4, or all GPUs. With four or more, the mixed edges are measured too. With
+    --nnodes: one number, of ranks on each host; left out, 2."""
     sizes: tuple[str, ...] = ("1K", "4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M")
     """Bytes of the exchange, on CPUs."""
     hidden: tuple[int, ...] = (4096, 7168)
@@ -66,12 +75,23 @@ class Command:
     must be installed. Left out, all but deepspeed, and FlashInfer's where they are installed."""
     json: Path | None = None
     """Write the figures, and what they were measured on, to this file."""
+    cost: str = "auto"
+    """With --nnodes: the cost model that plans and predicts, as the engine's --cost."""
+    nnodes: int | None = None
+    """Hosts to measure together; left out, what torchrun, srun or LeaderWorkerSet say, else 1."""
+    cluster: Annotated[ClusterOptions, UNNAMED] = field(default_factory=ClusterOptions)
 
     def run(self) -> int:
-        """Prints a table; writes JSON where asked. Raises UserError."""
+        """Prints a table; writes JSON where asked. Raises UserError, EngineError."""
         if self.json is not None:
             check_writable(self.json, "--json")
+        try:
+            hosts = config_over_hosts(self.nnodes, self.cluster, attn_tp=max(self.ranks or (2,)), cost=self.cost)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         stop_on_sigterm()
+        if hosts is not None:
+            return self._over_hosts(hosts)
         work = self._on_gpus() if self.device == "cuda" else self._on_cpus()
         timings: list[Any] = []
         try:
@@ -91,6 +111,29 @@ class Command:
             if self.json is not None and timings:  # also what an interrupted run has found so far
                 what = f"weft bench collectives --device {self.device}"
                 self.json.write_text(results_text(what, (t.row() for t in timings)))
+        return 0
+
+    def _over_hosts(self, config: Any) -> int:
+        from weft.bench.hosts import over_hosts
+
+        if self.device == "cuda" or self.baselines or len(self.ranks) > 1:
+            raise UserError(
+                "--nnodes times ranks on CPUs, as many on each host: one number with --ranks, no --baselines"
+            )
+        exchanges = self._edges(over.EXCHANGES)
+        cases = [(exchange, parse_size(size)) for exchange in exchanges for size in self.sizes]
+        timings: list[over.Timing] = []
+        with progress_bar() as bar:
+            task = bar.add_task(f"{config.mesh.world} ranks on {config.mesh.hosts} hosts", total=2 * len(cases))
+            say = partial(print, file=sys.stderr, flush=True)
+            for timing in over_hosts(config, "collectives", lambda: over.described(config, cases), say):
+                timings.append(timing)
+                bar.advance(task)
+                if len(timings) % 2 == 0:
+                    print(over.line(*timings[-2:]), flush=True)
+        if self.json is not None and timings:
+            what = f"weft bench collectives --nnodes {config.mesh.hosts}"
+            self.json.write_text(results_text(what, (t.row() for t in timings)))
         return 0
 
     def _on_cpus(self) -> Iterator[Work]:

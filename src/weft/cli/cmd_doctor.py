@@ -19,7 +19,7 @@ from typing import Annotated
 from weft import __version__
 from weft.cli.command import UNNAMED, ModelDir, UserError, model_dir
 from weft.cli.findings import Finding
-from weft.cli.several_hosts import with_launcher
+from weft.cli.several_hosts import config_over_hosts
 from weft.engine.engine_options import ClusterOptions
 from weft.kernels.build import BUILT, nvcc
 
@@ -60,17 +60,14 @@ class Command:
 
     def _between_hosts(self) -> Iterator[Finding]:
         try:
-            self.cluster.check()
-            options = with_launcher({"nnodes": self.nnodes} | vars(self.cluster), os.environ)
-            if options["nnodes"] == 1:
-                return iter(())
-            from weft.cli.host_findings import between_hosts
-            from weft.engine.config import EngineConfig
-
-            ranks, model = options["nnodes"], model_dir(self.model, None)
-            return between_hosts(EngineConfig(model=model, attn_dp=ranks, device="cpu", **options))
+            config = config_over_hosts(self.nnodes, self.cluster, model=model_dir(self.model, None))
         except ValueError as error:
             raise UserError(str(error)) from error
+        if config is None:
+            return iter(())
+        from weft.cli.host_findings import between_hosts
+
+        return between_hosts(config)
 
 
 def examine() -> Iterator[Finding]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from weft.engine.engine_options import ClusterOptions
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,20 @@ def with_launcher(options: dict[str, Any], environ: Mapping[str, str]) -> dict[s
     if said is not None:
         print(f"weft: node {node} of {nnodes}, node 0 at {master}, by {said.name}'s environment", file=sys.stderr)
     return options | dict(zip(names, (nnodes, node, master), strict=True))
+
+
+def config_over_hosts(nnodes: int | None, cluster: ClusterOptions, **options: Any) -> Any:
+    """The EngineConfig of a command that measures or examines several hosts, with a DP group on each; None on one host.
+
+    options: of the engine, in place of its defaults. Raises ValueError, also where these are wrong.
+    """
+    cluster.check()
+    found = with_launcher({"nnodes": nnodes} | vars(cluster), os.environ)
+    if found["nnodes"] == 1:
+        return None
+    from weft.engine.config import EngineConfig
+
+    return EngineConfig(attn_dp=found["nnodes"], device="cpu", **options, **found)
 
 
 def launcher(environ: Mapping[str, str]) -> Launcher | None:

@@ -242,12 +242,19 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
 
 
-def host_table(gpus: bool = False) -> Path:
+def host_table(gpus: bool = False, hosts: int = 1) -> Path:
     """Where `weft tune` writes this host's table unless it is given another path, and where the engine looks for it.
 
-    gpus: the one of ranks on GPUs, which also lists other times of local kernels.
+    gpus: the one of ranks on GPUs, which also lists other times of local kernels. hosts: the one of ranks on so many,
+    of which this is the first.
     """
-    return cache_folder() / f"tune-{socket.gethostname()}{'-gpu' * gpus}.json"
+    over = f"-{hosts}-hosts" if hosts > 1 else ""
+    return cache_folder() / f"tune-{socket.gethostname()}{'-gpu' * gpus}{over}.json"
+
+
+def find_host_table(gpus: bool, hosts: int = 1) -> Path | None:
+    """The table of so many hosts where there is one, else this host's own; None where there is neither."""
+    return next((path for path in (host_table(gpus, hosts), host_table(gpus)) if path.is_file()), None)
 
 
 INFINIBAND = Network(us=20.0, hop_us=5.0, gb_s=46.0)
@@ -290,11 +297,11 @@ def costs(name: str) -> Costs:
     return Costs(name, {"*": {0: PRESETS[name]}})
 
 
-def host_costs(gpus: bool, transports: Iterable[str]) -> Costs:
-    """This host's table, where it has one and, on GPUs, times of these transports in it; else the cost model of hosts
-    like it. Raises LayoutError.
+def host_costs(gpus: bool, transports: Iterable[str], hosts: int = 1) -> Costs:
+    """The table of so many hosts, or else this host's, where there is one and, on GPUs, times of these transports in
+    it; else the cost model of hosts like it. Raises LayoutError.
     """
-    if (table := host_table(gpus)).is_file():
+    if (table := find_host_table(gpus, hosts)) is not None:
         found = costs(str(table))
         if not gpus or all(name in found.by_transport for name in transports):
             return found

@@ -15,7 +15,7 @@ from weft.engine.controller.executor import LOAD_TIMEOUT_S
 from weft.engine.controller.process_executor import ProcessExecutor
 from weft.engine.controller.rank_processes import POLL_S, RankProcesses
 from weft.engine.device import on_gpus
-from weft.engine.hosts import addresses
+from weft.engine.hosts import addresses, digests
 from weft.engine.hosts.agents import SILENT_S, Agents
 from weft.engine.messages import Failure, FromRank, Stop, ToRank, decode_from_rank, encode
 from weft.engine.worker.open_transports import cost_model, table_file
@@ -59,7 +59,7 @@ class HostsExecutor(ProcessExecutor):
         if table is None and config.cost == "auto":
             # No host may take a table of its own.
             config = replace(config, cost=GPU_COSTS if on_gpus(config) else "cpu")
-        self._agents.start(config, table, self._starts)
+        self._agents.start(digests.plain(config), table, self._starts)
         self._local.launch(config, self._starts)
         self._poller = zmq.Poller()
         for source in (self._local.inbox, self._agents.socket):

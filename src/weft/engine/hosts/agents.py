@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import zmq
@@ -116,10 +117,10 @@ class Agents:
                 self._bury()
         self._lost = None
 
-    def start(self, config: EngineConfig, table: str | None, number: int) -> None:
-        """Has every agent start its ranks."""
+    def start(self, config: dict[str, Any], table: str | None, number: int) -> None:
+        """Has every agent start its ranks. config: of an engine, in JSON's types (`digests.plain`)."""
         self._number, self._ended = number, []
-        message = encode(Start(number, digests.plain(config), table))
+        message = encode(Start(number, config, table))
         for agent in self._agents.values():
             self._send(agent, message)
 

@@ -28,6 +28,7 @@ from weft.place.cost import (
     INFINIBAND,
     Costs,
     costs,
+    find_host_table,
     host_costs,
     host_table,
     over_network,
@@ -49,7 +50,8 @@ def cost_model(config: EngineConfig) -> Costs:
     elif config.executor == "thread":
         found = costs("cpu")
     else:
-        found = host_costs(on_gpus(config), [entry.name for entry in enabled_transports(config)])
+        names = [entry.name for entry in enabled_transports(config)]
+        found = host_costs(on_gpus(config), names, config.mesh.hosts)
     return found if config.mesh.hosts == 1 else over_network(found, INFINIBAND if on_gpus(config) else ETHERNET)
 
 
@@ -137,5 +139,5 @@ def bind(config: EngineConfig, rank: int) -> None:
 def table_file(config: EngineConfig) -> Path | None:
     """The cost table that a configuration names, or this host's; None where it plans by a preset."""
     if config.cost == "auto":
-        return table if (table := host_table(on_gpus(config))).is_file() else None
+        return find_host_table(on_gpus(config), config.mesh.hosts)
     return Path(config.cost) if config.cost.endswith(".json") else None

@@ -1,0 +1,94 @@
+"""Measures what exchanges cost inside hosts and across them, with ranks on CPUs: what plans over hosts go by."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.bench.ranks import Here, Report, all_cores
+from weft.bench.tune import DTYPE, ROW_BYTES, WIDTH, Opening, call_us, edges_to_price, merges_to_price
+from weft.comm.shm import ShmTransport, ShmTuning
+from weft.comm.step_rows import StepRows
+from weft.comm.torchdist import TorchDistTransport
+from weft.comm.transport import Transport
+from weft.comm.transport_registry import GLOO, TransportEntry, transports
+from weft.place.spec import Mesh
+
+SIZES = [1 << p for p in range(12, 23, 2)]
+"""Bytes; beyond them, times over a network grow as they do."""
+
+
+def mesh_of(hosts: int, on_host: int) -> Mesh:
+    """The layout with the groups to measure: inside a host, one rank of each, and all."""
+    return Mesh(hosts, on_host, hosts, on_host, hosts=hosts)
+
+
+def entries_of(options: Iterable[str], mesh: Mesh, plugins: Iterable[str] = ()) -> list[TransportEntry]:
+    """The rows of these options that serve some group of a mesh."""
+    known = transports(tuple(plugins))
+    alone = mesh.world == mesh.hosts
+    return [known[o] for o in options if known[o].max_hosts is None or not alone]
+
+
+def count(mesh: Mesh, options: Iterable[str], sizes: list[int], plugins: Iterable[str] = ()) -> int:
+    """Number of times that `price` reports."""
+    entries = entries_of(options, mesh, plugins)
+    edges = [(edge.exchange, row) for edge, _, row in edges_to_price(mesh, sizes, ROW_BYTES)]
+    merges = [(exchange, row) for exchange, _, _, row in merges_to_price(mesh, 0, sizes, torch.empty(0, dtype=DTYPE))]
+    return sum(
+        bool(exchange and entry.offers(exchange) and _serves(entry, row))
+        for exchange, row in edges + merges
+        for entry in entries
+    )
+
+
+def _serves(by: TransportEntry | Transport, row: dict[str, Any]) -> bool:
+    return by.max_hosts is None or row["hosts"] <= by.max_hosts
+
+
+def price(rank: int, directory: Path, report: Report, here: Here, said: dict[str, Any]) -> None:
+    """A rank's part. Rank 0 reports a row for each time: transport, kind, ranks, world, hosts, bytes, us.
+
+    said: options of the table of transports, sizes in bytes, and the tuning of shm.
+    """
+    mesh, sizes, tuning = here.mesh, said["sizes"], ShmTuning(**said["tuning"])
+    device = torch.device("cpu")
+    opening = Opening(mesh, rank, directory, device, max(sizes), {"shm_tuning": tuning}, store=here.store)
+    with all_cores():  # gloo's threads must not wait for this one
+        meeting = GLOO.open(opening)
+    assert isinstance(meeting, TorchDistTransport)
+    opened: list[Transport] = []
+    for entry in entries_of(said["options"], mesh, here.plugins):
+        opened.append(meeting if entry is GLOO else entry.open(opening))
+    on_host = mesh.peers("host", rank)
+    beside = next((t for t in opened if isinstance(t, ShmTransport)), None)
+    gc.disable()
+
+    def measure(transport: Transport, fresh: torch.Tensor, call: Any, row: dict[str, Any]) -> None:
+        if row["hosts"] == 1 and beside is not None:  # its ranks meet without the network
+            us = call_us(beside, transport, fresh, call, on_host)
+        else:
+            us = call_us(meeting, transport, fresh, call, mesh.groups[0])
+        slowest = meeting.all_gatherv(torch.tensor([[us]]).double(), mesh.groups[0], (1,) * mesh.world).max()
+        if rank == 0:
+            report({"transport": transport.name} | row | {"us": round(float(slowest), 2)})
+
+    for edge, counts, row in edges_to_price(mesh, sizes, ROW_BYTES):
+        for transport in (t for t in opened if edge.exchange and t.offers(edge.exchange) and _serves(t, row)):
+            fresh = torch.ones(mesh.row_count(edge.src.rows, rank, counts), WIDTH, dtype=DTYPE)
+            carry = StepRows(mesh, rank, counts).carry
+            measure(transport, fresh, lambda x, e=edge, t=transport, c=carry: c(e, x, t), row)
+        gc.collect()
+    for exchange, fresh, call, row in merges_to_price(mesh, rank, sizes, torch.empty(0, dtype=DTYPE)):
+        for transport in (t for t in opened if t.offers(exchange) and _serves(t, row)):
+            measure(transport, fresh, partial(call, transport), row)
+        gc.collect()
+    for transport in opened:
+        transport.close()
+    if meeting not in opened:
+        meeting.close()

@@ -53,6 +53,8 @@ def test_a_graph_is_never_much_larger_than_its_step() -> None:
         capacity = next(n for n in prompt_capacities(5000) if n >= rows)
         assert (capacity - rows) / capacity < 0.25
     assert decode_capacities(6) == [1, 2, 4, 6] and decode_capacities(150)[-3:] == [64, 128, 150]
+    assert decode_capacities(64) == [1, 2, 4, 8, 16, 32, 64] and decode_capacities(300)[-3:] == [192, 256, 300]
+    assert decode_capacities(1024)[6:] == [64, 128, 192, 256, 384, 512, 768, 1024]
 
 
 def test_which_prompts_are_captured() -> None:

@@ -351,6 +351,9 @@ def test_metrics_health_plan_and_report(served: Served) -> None:
         while not served.engine.last_comm_report()[0]:  # it is told once the engine has been idle for a while
             threading.Event().wait(0.01)
         report = http.get("/weft/report").json()
+        limits = served.engine.config
+        assert report["max_running"] == limits.batch_sequences and report["max_batch_tokens"] == limits.batch_tokens
+        assert report["kv_tokens"] == limits.cached_tokens
         families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
     assert report["attention_backend"] == "torch"
     assert sum(s["count"] for s in report["ran"]) > 0 and sum(s["bytes"] for s in report["naive"]) > 0

@@ -70,6 +70,9 @@ def test_what_vllm_counts_otherwise(served: Served, families: dict[str, Metric])
     stats = served.engine.stats()
     assert config.value == 1 and int(config.labels["num_gpu_blocks"]) == sum(stats.kv_total)
     assert config.labels["block_size"] == "4" and config.labels["model_name"] == "small"
+    limits = served.engine.config
+    assert values(families["weft_max_running"]) == {(): limits.batch_sequences}
+    assert values(families["weft_max_batch_tokens"]) == {(): limits.batch_tokens}
     held = values(families["weft_kv_cache_tokens"])
     assert set(held) == {("0",), ("1",)} and sum(held.values()) == 4 * sum(stats.kv_total)
 

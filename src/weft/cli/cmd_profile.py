@@ -51,7 +51,7 @@ class Command:
         from weft.profiler.breakdown import MIN_STEPS, SPARE_TOKENS, output_length, run
         from weft.profiler.chart import draw
 
-        rows = self.engine.requests.max_batch_tokens
+        rows = self.engine.requests.batch_tokens
         for name in ("batch", "context", "steps"):
             minimum = MIN_STEPS if name == "steps" else 1
             if getattr(self, name) < minimum:

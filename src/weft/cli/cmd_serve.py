@@ -77,6 +77,11 @@ class Command:
             host, port = listener.getsockname()[:2]
             what = f"{config.mesh}, attention by {engine.config.attention_backend}"
             print(f"serving {name} on http://{host}:{port} ({what}); Ctrl-C stops", file=sys.stderr, flush=True)
+            limits = (
+                f"{engine.config.batch_sequences:,} sequences at once, {engine.config.batch_tokens:,} tokens a step"
+            )
+            cached = f"{engine.config.cached_tokens:,} tokens in the cache"
+            print(f"of a DP group at most: {limits}, {cached}", file=sys.stderr, flush=True)
             if products := float8_products(engine.config, engine.model_config):
                 print(products, file=sys.stderr, flush=True)
             if engine.kv_events is not None:

@@ -79,7 +79,7 @@ class Engine:
         self._schedulers = self._make_schedulers()
         self._in_flight: deque[list[Scheduled]] = deque()  # steps that were sent; their tokens have not come
         self._ids, self._seeds = itertools.count(1), random.Random(config.seed)
-        self._requests = RequestQueue(config.max_waiting + config.max_running * config.attn_dp)
+        self._requests = RequestQueue(config.max_waiting + config.batch_sequences * config.attn_dp)
         self._number = threading.Lock()  # requests are numbered in the order in which they are handed over
         self._outputs = OutputProcessor(self._requests)
         self._steps = 0

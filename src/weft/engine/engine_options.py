@@ -20,6 +20,8 @@ from weft.place.spec import Mesh
 
 KV_TOKENS = 65536
 """The default of kv_tokens on CPUs."""
+BATCH_TOKENS, BATCH_SEQUENCES = 2048, 64
+"""The defaults of max_batch_tokens and max_running, where `weft.engine.batch_limits` has chosen no others."""
 
 
 class EngineOptions:
@@ -148,10 +150,11 @@ class CacheOptions(EngineOptions):
 class RequestOptions(EngineOptions):
     """How many requests there may be, how long they may be, and how they are batched."""
 
-    max_batch_tokens: int = 2048
-    """Rows of one step of a DP group; longer prompts are cut into chunks."""
-    max_running: int = 64
-    """Sequences of a DP group that run at once."""
+    max_batch_tokens: int | None = None
+    """Rows of one step of a DP group; longer prompts are cut into chunks; left out, 2048, and 8192 on GPUs with 12 GiB
+    or more beside the weights."""
+    max_running: int | None = None
+    """Sequences of a DP group that run at once; left out, 64, and on GPUs up to 1024, by the memory for their cache."""
     max_waiting: int = 1024
     """Requests that may wait for a place, of all DP groups together; more are refused, over HTTP with 429 and a time to
     retry after."""
@@ -169,11 +172,23 @@ class RequestOptions(EngineOptions):
             raise ValueError(
                 f"max_model_len is {self.max_model_len}; it must be 2 or more: a prompt and a completion of one token"
             )
-        if self.max_batch_tokens < self.max_running:
+        if self.batch_tokens < self.batch_sequences:
             raise ValueError(
                 f"max_batch_tokens={self.max_batch_tokens} is less than max_running={self.max_running}: "
                 "every running sequence needs a row in each step"
             )
+
+    @property
+    def batch_tokens(self) -> int:
+        """max_batch_tokens, or what it is where it is left out."""
+        if self.max_batch_tokens is None:
+            return max(BATCH_TOKENS, self.max_running or 0)
+        return self.max_batch_tokens
+
+    @property
+    def batch_sequences(self) -> int:
+        """max_running, or what it is where it is left out."""
+        return min(BATCH_SEQUENCES, self.batch_tokens) if self.max_running is None else self.max_running
 
 
 @dataclass(frozen=True)

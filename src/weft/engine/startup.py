@@ -13,6 +13,7 @@ from weft.attention.backend_registry import BackendChoice
 from weft.attention.caches import cached_layers
 from weft.comm.transport import offer_of
 from weft.comm.transport_registry import transports
+from weft.engine.batch_limits import with_batch_limits
 from weft.engine.config import EngineConfig
 from weft.engine.device import attention_backend, dtype_of, enabled_transports, on_gpus
 from weft.engine.output.text_processor import read_tokenizer
@@ -68,8 +69,8 @@ def check_packages(config: EngineConfig) -> None:
 
 
 def resolve_defaults(config: EngineConfig) -> EngineConfig:
-    """The configuration with values for what `auto` leaves open: the attention backend, FP8 products, and whether the
-    vocabulary is split.
+    """The configuration with values for what `auto` leaves open: the attention backend, FP8 products, whether the
+    vocabulary is split; and on GPUs sequences and rows of a step.
 
     Experts gather on GPUs; on CPUs `check_plans` decides. Raises ModelError, LayoutError.
     """
@@ -78,14 +79,16 @@ def resolve_defaults(config: EngineConfig) -> EngineConfig:
         config = replace(config, float8="on" if on_gpus(config) else "off")
     if config.moe_exchange == "auto" and on_gpus(config):
         config = replace(config, moe_exchange="gather")
-    if config.split_vocabulary != "auto":
-        return config
-    if not on_gpus(config):
-        return replace(config, split_vocabulary="off")
-    model, rows = read_model(config), [1, config.max_running]
+    if config.split_vocabulary == "auto":
+        config = replace(config, split_vocabulary="on" if on_gpus(config) and _split_pays(config) else "off")
+    return with_batch_limits(config)
+
+
+def _split_pays(config: EngineConfig) -> bool:
+    """Whether decode steps of one sequence are predicted to be quicker, and those of many."""
+    model, rows = read_model(config), [1, config.batch_sequences]
     steps = split_steps(model, config.mesh, dtype_of(config), _offers(config), rows)
-    pays = bool(steps) and all(step.saved_us > 0 for step in steps)
-    return replace(config, split_vocabulary="on" if pays else "off")
+    return bool(steps) and all(step.saved_us > 0 for step in steps)
 
 
 def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -121,11 +124,11 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     check_attention(config, model)
     rows, dispatches = 1, False
     while True:
-        counts = (min(rows, config.max_batch_tokens),) * mesh.attn_dp
+        counts = (min(rows, config.batch_tokens),) * mesh.attn_dp
         settled = (settled for read in planner.plan(counts).reads for settled in read.settled)
         dispatches |= any(isinstance(each.value, Dispatch) for each in settled)
         planner.naive(counts)
-        if rows >= config.max_batch_tokens:
+        if rows >= config.batch_tokens:
             return config if dispatches or config.moe_exchange != "auto" else replace(config, moe_exchange="gather")
         rows *= 2
 

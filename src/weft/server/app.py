@@ -117,9 +117,12 @@ def _step_routes(engine: Engine, options: Options) -> APIRouter:
     @made.get("/weft/report")
     async def report() -> dict[str, Any]:
         ran, naive = await run_in_threadpool(engine.comm_report)
-        backend = engine.config.attention_backend
+        config = engine.config
         return {
-            "attention_backend": backend,
+            "attention_backend": config.attention_backend,
+            "max_running": config.batch_sequences,
+            "max_batch_tokens": config.batch_tokens,
+            "kv_tokens": config.cached_tokens,
             "ran": [asdict(s) for s in ran],
             "naive": [asdict(s) for s in naive],
         }

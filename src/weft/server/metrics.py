@@ -52,11 +52,13 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """What the engine knows now. It waits for nothing: a step may hang."""
-        s = self._engine.stats()
+        s, config = self._engine.stats(), self._engine.config
         for name, text, value in (
             ("weft_requests_running", "Requests in a batch", s.running),
             ("weft_requests_waiting", "Requests in the queue", s.waiting),
             ("weft_healthy", "1 while requests are served", float(self._engine.healthy)),
+            ("weft_max_running", "Sequences of a DP group that run at once, at most", config.batch_sequences),
+            ("weft_max_batch_tokens", "Rows of one step of a DP group, at most", config.batch_tokens),
         ):
             yield GaugeMetricFamily(name, text, value=value)
         used = GaugeMetricFamily("weft_kv_cache_used_ratio", "Share of the cache that sequences hold", labels=["group"])
@@ -65,7 +67,7 @@ class Metrics(Collector):
         yield used
         tokens = GaugeMetricFamily("weft_kv_cache_tokens", "Tokens that the cache holds", labels=["group"])
         for group in range(len(s.kv_total)):
-            tokens.add_metric([str(group)], self._engine.config.cached_tokens)
+            tokens.add_metric([str(group)], config.cached_tokens)
         yield tokens
         for name, text, total in (
             ("weft_prompt_tokens", "Prompt tokens taken in", s.prompt_tokens),

@@ -25,7 +25,7 @@ def router(service: Service) -> APIRouter:
             "tokenizer_path": str(config.tokenizer.resolve()),
             "version": __version__,
             "dp_size": 1,  # the engine itself distributes requests over its data-parallel groups
-            "max_running_requests": config.max_running * config.attn_dp,
+            "max_running_requests": config.batch_sequences * config.attn_dp,
             "max_total_num_tokens": config.cached_tokens * config.attn_dp,
         }
 

@@ -105,7 +105,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
         worker.device_rows.entries.fill_(1 << 20)  # a page, or a slot, that was never told is none
         for states in (states for _, kept in worker.runner.caches.states for states in kept.states):
             states[:, :-2] = float("nan")  # what no sequence has left there, and not where every sequence begins
-        worker.runner.capture(worker.device_rows, worker.config.max_batch_tokens)
+        worker.runner.capture(worker.device_rows, worker.config.batch_tokens)
 
     monkeypatch.setattr(inputs, "prompt_capacities", lambda limit: sorted({min(4, limit), limit}))
     monkeypatch.setattr(runner, "exchange_times", lambda *_: {})  # events and graphs of their own

@@ -333,8 +333,8 @@ def make_schedulers(config: EngineConfig, groups: Seq[CacheGroup], events: Seq[C
     return [
         Scheduler(
             CacheManager(groups, config.interleave.span, prefix_cache=config.prefix_cache, events=record),
-            max_batch_tokens=config.max_batch_tokens,
-            max_running=config.max_running,
+            max_batch_tokens=config.batch_tokens,
+            max_running=config.batch_sequences,
         )
         for record in records
     ]

@@ -62,8 +62,8 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     ledger = Ledger()
     chain = trace(model, config.mesh, dtype, ledger.empty)
     deltas = max(ledger.peak, *(len(read.deltas) for form in chain.forms for read in form))
-    rows, sent = sum(bucket((config.max_batch_tokens,) * config.attn_dp)), sent_bytes(config, chain)
-    merged = merged_bytes(chain, config.mesh, config.max_running)
+    rows, sent = sum(bucket((config.batch_tokens,) * config.attn_dp)), sent_bytes(config, chain)
+    merged = merged_bytes(chain, config.mesh, config.batch_sequences)
     value = max(rows * chain.width * chain.element_bytes, merged, gathered_logits(config, model), sent)
     return ArenaNeed(blocks=4 + deltas + (4 if merged else 0) + (4 if sent else 0), block_bytes=2 * value)
 
@@ -76,7 +76,7 @@ def merged_bytes(chain: Chain, mesh: Mesh, rows: int) -> int:
 
 def sent_bytes(config: EngineConfig, chain: Chain) -> int:
     """Bytes that a rank sends to experts at most: its rows, with their lists, to every rank; 0 where none go."""
-    tokens, settled = max(bucket((config.max_batch_tokens,))), (s for f in chain.forms for r in f for s in r.settles)
+    tokens, settled = max(bucket((config.batch_tokens,))), (s for f in chain.forms for r in f for s in r.settles)
     sent = {settlement.value for settlement in settled if isinstance(settlement.value, Dispatch)}
     return max((value.bytes(tokens, config.mesh.world) for value in sent), default=0)
 
@@ -91,11 +91,11 @@ def check_memory(config: EngineConfig, need: ArenaNeed, available: int) -> None:
     total = config.ranks_of_host * need.bytes
     if total <= available:
         return
-    fits = config.max_batch_tokens * available // total
+    fits = config.batch_tokens * available // total
     fits = 1 << (fits.bit_length() - 1) if fits else 0  # plans are made for powers of two
-    advice = f"max_batch_tokens={fits}" + (f" with max_running={fits}" if fits < config.max_running else "")
+    advice = f"max_batch_tokens={fits}" + (f" with max_running={fits}" if fits < config.batch_sequences else "")
     raise LayoutError(
-        f"steps of {config.max_batch_tokens} tokens a group take up to {-(-total >> 20)} MiB of shared memory on "
+        f"steps of {config.batch_tokens} tokens a group take up to {-(-total >> 20)} MiB of shared memory on "
         f"{config.ranks_of_host} ranks, but {available >> 20} MiB are free here; "
         + (f"{advice} would fit" if fits else "no max_batch_tokens would fit")
     )

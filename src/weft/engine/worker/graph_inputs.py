@@ -71,9 +71,13 @@ class Inputs(Protocol):
 
 
 def decode_capacities(max_rows: int) -> list[int]:
-    """Capacities of graphs of decode rows: powers of two to 64, then steps of 64, the last being `max_rows`."""
-    small = [1 << i for i in range(7)]
-    return sorted({min(c, max_rows) for c in [*small, *range(128, max_rows + 64, 64)]})
+    """Capacities of graphs of decode rows: powers of two to 64, then every 64 to 256, then two for each doubling; the
+    last is `max_rows`. Each keeps logits of its rows, and takes as long to capture as any.
+    """
+    found = [*(1 << i for i in range(7)), 128, 192, 256]
+    while found[-1] < max_rows:
+        found += [found[-1] * 3 // 2, found[-1] * 2]
+    return sorted({min(c, max_rows) for c in found})
 
 
 def prompt_capacities(max_rows: int) -> list[int]:

@@ -22,7 +22,7 @@ from weft.engine.worker.graph_inputs import captures_prompts, decode_capacities
 from weft.engine.worker.model_runner import ModelRunner
 from weft.kv.cache_spec import CacheGroup, Latent, Recurrent, Rule, Spec, Window, cache_groups, rule
 from weft.models.load import build_model
-from weft.models.model_config import ModelConfig
+from weft.models.model_config import LanguageModel, ModelConfig
 from weft.place.exchange import all_gatherv
 from weft.place.spec import LayoutError, Mesh
 
@@ -73,16 +73,20 @@ def groups_of(specs: Mapping[str, Spec], config: EngineConfig, pages: int | None
         specs.values(),
         page_size=config.interleave.span,
         kv_tokens=config.cached_tokens if pages is None else pages * config.interleave.span,
-        max_running=config.max_running,
-        max_batch_tokens=config.max_batch_tokens,
+        max_running=config.batch_sequences,
+        max_batch_tokens=config.batch_tokens,
         prefix_cache=config.prefix_cache,
     )
 
 
 def weight_bytes(model: ModelConfig, mesh: Mesh, rank: int, dtype: torch.dtype) -> int:
     """Bytes of a rank's weights."""
-    weights = build_model(model, mesh, rank, dtype, torch.device("meta")).parameters()
-    return sum(w.numel() * w.element_size() for w in weights)
+    return parameter_bytes(build_model(model, mesh, rank, dtype, torch.device("meta")))
+
+
+def parameter_bytes(model: LanguageModel) -> int:
+    """Bytes of a model's weights, which need not be there."""
+    return sum(w.numel() * w.element_size() for w in model.parameters())
 
 
 def check_weights(model: ModelConfig, config: EngineConfig, rank: int, dtype: torch.dtype, free: int) -> None:
@@ -114,10 +118,10 @@ def large_steps(config: EngineConfig, model: ModelConfig) -> list[list[int]]:
     """Rows of each sequence in the largest steps: one long prompt; many prompts that end, with their logits;
     and one decode row of every sequence.
     """
-    longest = min(config.max_batch_tokens, max_sequence_tokens(config, model))
-    each, more = divmod(config.max_batch_tokens, config.max_running)
-    spread = [min(longest, each + (i < more)) for i in range(config.max_running)]
-    return [[longest], spread, [1] * config.max_running]
+    longest = min(config.batch_tokens, max_sequence_tokens(config, model))
+    each, more = divmod(config.batch_tokens, config.batch_sequences)
+    spread = [min(longest, each + (i < more)) for i in range(config.batch_sequences)]
+    return [[longest], spread, [1] * config.batch_sequences]
 
 
 def step_of(
@@ -168,7 +172,7 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
     # Graphs share one pool, as large as the largest needs: with prompts it also attends as a decode step does. Each
     # decode graph keeps its logits; those with prompts share one place for theirs.
     prompts = captures_prompts(specs.values(), config.mesh)
-    sampled = sum(decode_capacities(config.max_running)) + config.max_running * prompts
+    sampled = sum(decode_capacities(config.batch_sequences)) + config.batch_sequences * prompts
     logits = len(weight) * weight.element_size()  # of a token: the head is split as the embedding is
     graphs = peaks[-1] + max(peaks) * prompts + sampled * logits
     del runner, batch

@@ -121,12 +121,12 @@ def _largest(config: EngineConfig) -> int:
     """Bytes of the largest tensor that a step exchanges between GPUs."""
     # Plans are made for counts rounded up to a power of two.
     mesh, model, dtype = config.mesh, config.read_model(), dtype_of(config)
-    rows = sum(bucket((config.max_batch_tokens,) * mesh.attn_dp))
+    rows = sum(bucket((config.batch_tokens,) * mesh.attn_dp))
     largest = max(rows * model.hidden_size * dtype.itemsize, gathered_logits(config, model))
     if mesh.dcp == 1 and config.moe_exchange != "dispatch":
         return largest
     chain = trace(model, mesh, dtype)
-    decoded = min(config.max_running, config.max_batch_tokens)  # a step's decode rows are merged in one call
+    decoded = min(config.batch_sequences, config.batch_tokens)  # a step's decode rows are merged in one call
     return max(largest, merged_bytes(chain, mesh, decoded), sent_bytes(config, chain))
 
 

@@ -41,18 +41,18 @@ def warm_steps(
             other step; None: never.
     """
     world, steps = config.attn_dp, []
-    for number, rows in enumerate(sizes(config.max_batch_tokens * world)):
+    for number, rows in enumerate(sizes(config.batch_tokens * world)):
         odd = number % 2 == 1
         sampling = Sampling(1.0, 1.0, 0, 1, min_p=0.1 if odd or not split else 0.0)
         made = []
         for group in range(world):
             make = _Rows(config, groups, sampling, [], [], [])
             count = rows // world + (group < rows % world)
-            decode_rows = min(count // 2, max(0, config.max_running - -(-count // longest)))
+            decode_rows = min(count // 2, max(0, config.batch_sequences - -(-count // longest)))
             for _ in range(decode_rows):
                 make.output(min(1, longest - 1))
             left = count - decode_rows
-            while left and len(make.joins) < config.max_running:
+            while left and len(make.joins) < config.batch_sequences:
                 prompt = min(left, longest)
                 merged = (merges_from(prompt) or 0) if odd else 0
                 make.prompt(prompt, merged if merged + prompt <= longest else 0, odd or not decode_rows)

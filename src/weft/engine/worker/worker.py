@@ -105,7 +105,7 @@ class Worker:
         self.groups = groups_of(specs, config)
         self.runner = make(self.groups)
         self.profiler = RankProfiler(self.runner)
-        self.table = RowTable(config.max_running, self.runner.rules, config.interleave.span, device)
+        self.table = RowTable(config.batch_sequences, self.runner.rules, config.interleave.span, device)
         self.device_rows: DeviceRows | None = None
         tokens = min(config.max_model_len or model_config.max_position, config.cached_tokens)
         if self.on_gpu:
@@ -116,7 +116,7 @@ class Worker:
     def capture(self, longest: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Captures the graphs of steps. Collective. longest: tokens of a sequence."""
         self.device_rows = DeviceRows(self.table, -(-longest // self.config.interleave.span))
-        self.runner.capture(self.device_rows, self.config.max_batch_tokens, progress)
+        self.runner.capture(self.device_rows, self.config.batch_tokens, progress)
 
     def warm_up(self, longest: int, progress: Callable[[int, int], None]) -> None:
         """Runs the steps of `warm_steps` eagerly, before graphs are captured, and forgets them. Collective.
@@ -186,7 +186,7 @@ class Worker:
 
     def serve(self, receive: Callable[[], ToRank], send: Send) -> None:
         """Carries out the controller's messages until Stop. send: is called on two threads."""
-        send(Ready(self.rank, self.groups, self.runner.planned(self.config.max_batch_tokens)))
+        send(Ready(self.rank, self.groups, self.runner.planned(self.config.batch_tokens)))
         begun: queue.SimpleQueue[Finish | None] = queue.SimpleQueue()
         # While a GPU runs a step, one thread waits for its tokens, and the other for the next step.
         sender = threading.Thread(target=self._send_results, args=(begun, send), daemon=True)

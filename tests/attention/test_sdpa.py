@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attention.oracle import NAN, check, make_case, padded, roomy
+from weft.attention import sdpa
+from weft.attention.backend import Absorbed
 from weft.attention.sdpa import SDPA
 from weft.engine.worker.build_batch import SeqRows, build_batch
 from weft.kv.cache import KVCache, StateCache
@@ -72,3 +76,29 @@ def test_states_begin_at_zero_and_padding_sequences_keep_none() -> None:
     for states, kept in zip(loaded, cache.states, strict=True):
         assert states.flatten(1).amax(1).tolist() == [0, 1, 1, 0] == states.flatten(1).amin(1).tolist()
         assert kept[1, 1].isnan().all() and kept[0, :3].isnan().all()
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 4])
+def test_expanded_prompts_are_absorbed_ones(heads_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks and behind cached tokens; where an absorbed form is chosen, it is by operations: few rows, many tokens.
+    An expanded prompt reads neither absorbed projection."""
+    spans, spec = [(1, 12), (9, 0), (1, 0), (6, 5), (2, 0), (2, 30)], Latent(28, 24, (6, 5))
+    plain, case = (make_case(spans, seed=3, spec=Latent(28, 24)), make_case(spans, seed=3, spec=spec))
+    torch.manual_seed(0)
+    up, q = torch.randn(4, 11, 24) / 5, torch.randn(len(case.batch.tokens), 4, 10)
+    absorbed = Absorbed(*up.split([6, 5], dim=1))
+    monkeypatch.setattr(sdpa, "MAX_ELEMENTS", heads_at_once * 11 * 11)
+    outs = []
+    for each, projections in ((plain, absorbed), (case, replace(absorbed, up=up))):
+        backend = SDPA(each.cache)
+        plan = backend.plan(each.batch, each.batch.tables[0])
+        backend.store(plan, 1, each.k, None)
+        outs.append(backend.attend(plan, 1, q, 0.3, False, projections, False)[0])
+    assert torch.allclose(*outs, rtol=1e-5, atol=1e-5)
+    unread = torch.full_like(up, NAN)
+    backend = SDPA(case.cache)
+    plan = backend.plan(case.batch, case.batch.tables[0])
+    found, _ = backend.attend(plan, 1, q, 0.3, False, Absorbed(unread[:, :6], unread[:, 6:], up), False)
+    rows = torch.repeat_interleave(torch.tensor([n for n, _ in spans]))
+    by_sequence = [bool(found[rows == at].isfinite().all()) for at in range(len(spans))]
+    assert by_sequence == [False, True, False, True, True, False]

@@ -35,6 +35,7 @@ from weft.kernels.triton import (  # noqa: E402
     embed,
     fused_experts,
     gate_heads,
+    latent_prompts,
     launch,
     merge,
     norm_rope_cache,
@@ -220,6 +221,31 @@ def attend_prompts(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
     )
 
 
+def expand_prompts(heads: int) -> None:
+    """The absorbed part of such a step, too."""
+    rows, page_table, starts, limits = 2048, empty(16, 2048, dtype=INT), empty(17, dtype=INT), empty(2048, dtype=INT)
+    latents, up, bases = empty(100_000, 1, 576), empty(heads, 256, 512), empty(16, dtype=INT)
+    expanded, whole, plain = empty(65536, heads, 256), empty(rows, heads, 576), empty(rows, heads, 192)
+    latent_prompts.expand_latents(latents, page_table, bases, bases, empty(1, dtype=INT), 16, up, expanded)
+    where = page_table, starts, limits
+    prefill_attention.expanded_prefill_attention(
+        plain[..., :128],
+        whole[..., 512:],
+        expanded,
+        latents[..., 512:],
+        *where,
+        bases,
+        16,
+        0.1,
+        empty(rows, heads, 128),
+    )
+    out = empty(rows, heads, 512)
+    prefill_attention.prefill_attention(whole, latents, latents[..., :512], *where, 16, 0.1, out, bases=bases)
+    wanted = empty(rows, dtype=torch.bool)
+    latent_prompts.project_heads(plain[..., :128], up[:, :128], wanted, whole[..., :512])
+    latent_prompts.project_heads(out, up[:, 128:].transpose(1, 2), wanted, empty(rows, heads, 128))
+
+
 def parts_of(rows: int, outputs: int, width: int, bias: torch.Tensor | None = None) -> torch.Tensor | SplitKPartials:
     """A product that comes in parts, where it does."""
     x, weight = empty(rows, width), empty(outputs, width)
@@ -381,6 +407,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "prompts": (lambda: attend_prompts(16, 2, 128, 128), ("HGMMA", "LDGSTS")),
     "prompts, wide heads": (lambda: attend_prompts(16, 2, 256, 256), ("HGMMA", "LDGSTS")),
     "prompts, latents": (lambda: attend_prompts(128, 1, 576, 512), ("HGMMA",)),
+    "prompts, expanded latents": (lambda: expand_prompts(16), ("HGMMA", "LDGSTS")),
     "experts, 1 row": (lambda: mix_experts(1), ("HMMA", "LDGSTS")),
     "experts in float32": (lambda: mix_experts(1, 128, 384, dtype=FLOAT), ("LDGSTS",)),
     "experts in float32, 256 rows": (lambda: mix_experts(256, 8, 384, 512, dtype=FLOAT), ("LDGSTS",)),

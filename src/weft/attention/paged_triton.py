@@ -4,19 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
+from weft.attention.expansion import MAX_ELEMENTS, Expansion, plan_expansion
 from weft.attention.forward_batch import Batch, PageTables
 from weft.attention.sdpa import SDPA, Plan, Prompt, Split
 from weft.kernels.split_k import SplitKPartials
 from weft.kernels.triton.decode_attention import decode_attention, latent_decode_attention, splits_of
+from weft.kernels.triton.latent_prompts import expand_latents, project_heads
 from weft.kernels.triton.norm_rope_cache import latent_rope_cache, norm_rope_cache
-from weft.kernels.triton.prefill_attention import prefill_attention
+from weft.kernels.triton.prefill_attention import expanded_prefill_attention, prefill_attention
 from weft.kv.cache_spec import Latent
+
+
+class Prompts(NamedTuple):
+    """Sequences of several rows, as `prefill_attention` takes them. expansion: of those that attend to keys and values
+    expanded from latent vectors."""
+
+    pages: Tensor
+    starts: Tensor
+    limits: Tensor
+    page_size: int
+    expansion: Expansion | None = None
+
+
+def _all(tokens: Any) -> Any:
+    return tokens
 
 
 class PagedTriton(SDPA):
@@ -51,16 +68,20 @@ class PagedTriton(SDPA):
         batch: Batch,
         pages: Tensor,
         prompts: Sequence[Prompt],
-        here: Callable[[Any], Any] = lambda tokens: tokens,
+        here: Callable[[Any], Any] = _all,
         gathered: Sequence[Tensor] | None = None,
-    ) -> Any:
-        limits = here(batch.positions + 1).int()
+    ) -> Prompts:
+        assert batch.starts is not None
+        limits, spec, expansion = here(batch.positions + 1).int(), self.cache.spec, None
         if gathered is None:
-            return pages.contiguous(), batch.starts, limits, self.cache.page_size
+            if isinstance(spec, Latent) and spec.expanded is not None and here is _all and len(pages):
+                longest = pages.shape[1] * self.cache.page_size
+                expansion = plan_expansion(spec, batch.starts, batch.lengths, len(limits), longest)
+            return Prompts(pages.contiguous(), batch.starts, limits, self.cache.page_size, expansion)
         tables = pages.new_zeros(len(pages), max(map(len, gathered)))  # what was gathered has pages of one token
         for prompt, slots in zip(prompts, gathered, strict=True):
             tables[prompt.sequence, : len(slots)] = slots
-        return tables, batch.starts, limits, 1
+        return Prompts(tables, batch.starts, limits, 1)
 
     def store(self, plan: Plan, layer: int, k: Tensor, v: Tensor | None) -> None:
         """See `Backend.store`."""
@@ -96,6 +117,9 @@ class PagedTriton(SDPA):
         n, width = keys.shape[1:]
         whole = q.new_empty(*q.shape[:2], width + parts.dim - n)
         store(interleaved=rotary.interleaved, q_rotated=whole[..., width:])
+        if isinstance(plan.prompts, Prompts) and plan.prompts.expansion is not None and absorbed.up is not None:
+            project_heads(q[..., :n], keys, plan.prompts.expansion.absorbed, whole[..., :width])
+            return whole, Absorbed(None, absorbed.values, absorbed.up, q[..., :n])
         torch.bmm(q[..., :n].transpose(0, 1), keys, out=whole[..., :width].transpose(0, 1))
         return whole, Absorbed(None, absorbed.values)
 
@@ -103,16 +127,52 @@ class PagedTriton(SDPA):
         self, plan: Plan, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None, gathered: bool
     ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.attend`."""
-        if not isinstance(plan.rows, slice):
+        if plan.rows is None:
             return super().attend(plan, layer, q, scale, lse, absorbed, gathered)
         query = q if absorbed is None else absorbed.query(q)
         out, sums = self.unfilled(query, lse)
         # In a graph any sequence may be of one row or of several: rows of the latter are zeros before they are written.
-        if plan.decode is not None:
-            at = plan.rows
+        if plan.decode is not None and isinstance(at := plan.rows, slice):
             self.decode(plan.decode, layer, query[at], scale, lse, out[at], None if sums is None else sums[at])
+        elif plan.decode is not None:
+            out[at], total = self.decode(plan.decode, layer, query[at], scale, lse)
+            if sums is not None and total is not None:
+                sums[at] = total
         self.prompts(plan.prompts, query, *self.cache.of_layer(layer), scale, out, sums)
-        return out if absorbed is None else absorbed.output(out), sums
+        if absorbed is None or absorbed.plain is None or absorbed.up is None:
+            return out if absorbed is None else absorbed.output(out), sums
+        assert not lse, "the log-sum-exps of expanded prompts are not computed"
+        seen = out.new_empty(*out.shape[:2], absorbed.values.shape[1])
+        project_heads(out, absorbed.values.transpose(1, 2), plan.prompts.expansion.absorbed, seen)
+        self._expand(plan.prompts, layer, absorbed.plain, query, absorbed.up, scale, seen)
+        return seen, sums
+
+    def _expand(
+        self, prompts: Prompts, layer: int, plain: Tensor, q: Tensor, up: Tensor, scale: float, out: Tensor
+    ) -> None:
+        """Fills the rows of prompts that attend with keys and values of heads."""
+        expansion, latents, (heads, width, rank) = prompts.expansion, self.cache.keys[layer], up.shape
+        assert expansion is not None
+        places, tokens = expansion.places, (expansion.lengths, expansion.live, prompts.page_size)
+        group = max(1, min(heads, MAX_ELEMENTS // (places * width)))
+        memory = out.new_empty(places * group * width)
+        for i in range(0, heads, group):
+            of = slice(i, min(heads, i + group))
+            expanded = memory[: places * (of.stop - i) * width].view(places, -1, width)
+            expand_latents(latents, prompts.pages, expansion.bases, *tokens, up[of], expanded)
+            expanded_prefill_attention(
+                plain[:, of],
+                q[:, of, rank:],
+                expanded,
+                latents[..., rank:],
+                prompts.pages,
+                prompts.starts,
+                prompts.limits,
+                expansion.bases,
+                prompts.page_size,
+                scale,
+                out[:, of],
+            )
 
     def decode(
         self,
@@ -136,6 +196,6 @@ class PagedTriton(SDPA):
     def prompts(
         self, plan: Any, q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, sums: Tensor | None
     ) -> None:
-        pages, starts, limits, page_size = plan
-        where = pages, starts, limits, page_size, scale, out
-        prefill_attention(q, keys, values, *where, window=self.cache.window, lse=sums)
+        pages, starts, limits, page_size, expansion = plan
+        where, bases = (pages, starts, limits, page_size, scale, out), None if expansion is None else expansion.bases
+        prefill_attention(q, keys, values, *where, window=self.cache.window, lse=sums, bases=bases)

@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
 from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
+from weft.attention.expansion import MAX_ELEMENTS, pays
 from weft.attention.forward_batch import Batch, PageTables
 from weft.kernels.split_k import SplitKPartials
 from weft.kv.cache import KVCache
+from weft.kv.cache_spec import Latent
 
 
 class Prompt(NamedTuple):
@@ -180,16 +183,41 @@ class SDPA:
 
         if plan.rows is None:
             return decode(q)
-        query = q if absorbed is None else absorbed.query(q)
+        spec, prompts, tokens = self.cache.spec, plan.prompts, self.cache.of_layer(layer)
+        expanded = []
+        if isinstance(spec, Latent) and spec.expanded is not None and absorbed is not None and not lse:
+            expanded = [prompt for prompt in prompts if pays(spec, *prompt[2].shape)]
+            prompts = [prompt for prompt in prompts if not pays(spec, *prompt[2].shape)]
+        query = q if absorbed is None or not prompts else absorbed.query(q)
         out, sums = self.unfilled(query, lse)
-        self.prompts(plan.prompts, query, *self.cache.of_layer(layer), scale, out, sums)
+        self.prompts(prompts, query, *tokens, scale, out, sums)
         if absorbed is not None:
-            out = absorbed.output(out)
+            out = absorbed.output(out) if prompts else q.new_empty(*q.shape[:2], absorbed.values.shape[1])
+            for at, slots, mask in expanded:
+                out[at] = self._expanded(q[at], tokens[0], slots, mask, scale, absorbed)
         if plan.decode is not None:
             out[plan.rows], total = decode(q[plan.rows])
             if sums is not None and total is not None:
                 sums[plan.rows] = total
         return out, sums
+
+    def _expanded(
+        self, q: Tensor, latents: Tensor, slots: Tensor, mask: Tensor, scale: float, absorbed: Absorbed
+    ) -> Tensor:
+        """Attention of a prompt, q `[rows, heads, n + rotary]`, with keys and values of heads: `[rows, heads, value
+        dim]`."""
+        assert absorbed.up is not None
+        width, n = self.cache.values.shape[-1], absorbed.up.shape[1] - absorbed.values.shape[1]
+        latent, rotated = _rows(latents, slots).tensor_split([width], dim=-1)
+        out = q.new_empty(*q.shape[:2], absorbed.values.shape[1])
+        heads = max(1, MAX_ELEMENTS // (len(slots) * absorbed.up.shape[1]))
+        for i in range(0, q.shape[1], heads):
+            up = absorbed.up[i : i + heads]
+            both = F.linear(latent[:, 0], up.flatten(0, 1)).unflatten(1, up.shape[:2])
+            own, values = both.tensor_split([n], dim=-1)
+            keys = torch.cat((own, rotated.expand(-1, len(up), -1)), dim=-1)
+            out[:, i : i + heads] = _attend(q[None, :, i : i + heads], keys[None], values[None], mask, scale)[0]
+        return out
 
     def unfilled(self, q: Tensor, lse: bool) -> tuple[Tensor, Tensor | None]:
         """Empty tensors for the output of attention with q `[T, heads, D]`, and for log-sum-exps where requested."""

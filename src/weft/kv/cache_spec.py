@@ -28,10 +28,14 @@ class Latent:
     """One vector of `width` for every token, all heads' key; its first `value_width` elements are all heads' value.
 
     Multi-head latent attention with its projections absorbed (DeepSeek-V2, arXiv 2405.04434).
+
+    expanded: (elements of a head's own part of a key, elements of a head's value) where prompts may be computed with
+    keys and values of heads, expanded from the vectors; None: all rows attend to the vectors.
     """
 
     width: int
     value_width: int
+    expanded: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,8 +74,8 @@ class LatentAttention(Layer):
     """Attention with one latent vector and one rotated key for each cached token, whole on all ranks, for all heads.
 
     Heads are split over attn_tp. The projections from the latent vector to keys and values are absorbed into the
-    query and the output: q·(U c) = (Uᵀ q)·c, so cached vectors are never expanded. The ranks of a dcp group hold the
-    projections of all its heads.
+    query and the output: q·(U c) = (Uᵀ q)·c. For prompts of many rows cached vectors are expanded instead, where that
+    takes fewer operations (`weft.attention.expansion`). The ranks of a dcp group hold the projections of all its heads.
     """
 
     def __init__(self, b: Builder, path: str, c: DeepseekConfig):
@@ -94,7 +94,7 @@ class LatentAttention(Layer):
         share = b.share(f"{path} (heads)", ups, "attn_tp", unit=sum(self.up_dims), shared_by=b.mesh.dcp)
         self.kv_up = b.empty(share.stop - share.start, c.kv_rank)
         self.sources["kv_up"] = [Source(f"{path}.kv_b_proj.weight", (ups, c.kv_rank), (share,))]
-        self.cache = Latent(c.kv_rank + c.rope_dim, c.kv_rank)
+        self.cache = Latent(c.kv_rank + c.rope_dim, c.kv_rank, (c.nope_dim, c.value_dim))
         self.out = RowLinear(
             b, f"{path}.o_proj", c.num_heads * c.value_dim, c.hidden_size, over="attn_tp", unit=c.value_dim
         )
@@ -104,7 +104,9 @@ class LatentAttention(Layer):
         source = self.q_norm(self.q_down(x)) if hasattr(self, "q_down") else x
         kv = self.kv_down(x).require_complete(self.path)
         parts = LatentSplit(self.dim, rotary, self.kv_norm, self.gathered)
-        absorbed = Absorbed(*self.kv_up.unflatten(0, (-1, sum(self.up_dims))).split(self.up_dims, dim=1))
+        up = self.kv_up.unflatten(0, (-1, sum(self.up_dims)))
+        keys, values = up.split(self.up_dims, dim=1)
+        absorbed = Absorbed(keys, values, up)
 
         def attend(q: Tensor) -> Tensor:
             return caches.project_latent(self, q, kv, parts, scale=self.scale, absorbed=absorbed).flatten(1)

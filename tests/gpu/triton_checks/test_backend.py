@@ -13,7 +13,9 @@ from torch import Tensor
 
 from attention.oracle import Case, check, make_case, padded, roomy
 from dcp.interleaved import run_interleaved
+from weft.attention import paged_triton
 from weft.attention.backend import Absorbed, LatentSplit
+from weft.attention.expansion import ALIGNMENT, pays
 from weft.attention.paged_triton import PagedTriton
 from weft.attention.sdpa import SDPA
 from weft.dcp.interleave import Interleave
@@ -106,13 +108,31 @@ def test_sharded_tokens(spec: PagedKV | Latent, device: torch.device) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
     "spans, more",
-    [(DECODE, 0), ([(1, 12), (6, 2), (1, 0)], 0), ([(1, 12), (1, 0), (6, 2)], 0), ([(1, 12), (1, 0), (6, 2)], 3)],
-    ids=["decode", "prompts", "answers first", "graph"],
+    [
+        (DECODE, 0),
+        ([(1, 12), (6, 2), (1, 0)], 0),
+        ([(1, 12), (1, 0), (6, 2)], 0),
+        ([(1, 12), (1, 0), (6, 2)], 3),
+        ([(1, 12), (6, 2), (1, 0), (2, 30), (9, 0)], 0),
+        ([(1, 12), (1, 0), (6, 2), (2, 30), (9, 0)], 3),
+        ([(4, 0), (2, 0)], 1),
+    ],
+    ids=["decode", "prompts", "answers first", "graph", "prompts of both forms", "graph of both forms", "no answers"],
 )
-def test_latent_projections(spans: list[tuple[int, int]], more: int, interleaved: bool, device: torch.device) -> None:
-    """Norm, rotary, the cache's write and attention, from the projections: as torch's backend has them."""
-    rotary_dim, latent, heads, nope = 4, 8, 4, 6
+@pytest.mark.parametrize("expanded", [False, True])
+def test_latent_projections(
+    spans: list[tuple[int, int]],
+    more: int,
+    interleaved: bool,
+    expanded: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Norm, rotary, the cache's write and attention, from the projections: as torch's backend has them, which never
+    expands. expanded: prompts may be, two heads at a time."""
+    rotary_dim, latent, heads, nope, value = 4, 24, 4, 6, 5
     made = make_case(spans, seed=3, spec=Latent(latent + rotary_dim, latent))
+    monkeypatch.setattr(paged_triton, "MAX_ELEMENTS", 2 * len(spans) * ALIGNMENT * (nope + value))
     live = len(made.batch.tokens)
     rows = live + 2 * more
     roomier = roomy(made, rows, len(spans) + more) if more else made
@@ -126,7 +146,12 @@ def test_latent_projections(spans: list[tuple[int, int]], more: int, interleaved
         nope + rotary_dim, RotaryTable(angle.cos().to(device), angle.sin().to(device), interleaved), norm
     )
     norm.to(device)
-    absorbed = Absorbed(torch.randn(heads, nope, latent).to(device), torch.randn(heads, 5, latent).to(device))
+    up = torch.randn(heads, nope + value, latent).to(device)
+    absorbed = Absorbed(*up.split([nope, value], dim=1), up=up)
+    if expanded:
+        spec = replace(made.cache.spec, expanded=(nope, value))
+        assert all(pays(spec, n, n + context) == (n > 2 or context == 0) for n, context in spans if n > 1)
+        cases[1].cache.spec = spec
     q, kv = torch.randn(rows, heads * parts.dim).to(device), torch.randn(rows, latent + rotary_dim).to(device)
     outs = []
     for case, make in zip(cases, (SDPA, PagedTriton), strict=True):

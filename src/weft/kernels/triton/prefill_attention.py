@@ -8,6 +8,7 @@ cut into chunks. A program finds its block and its sequence on the device.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import triton.language as tl
@@ -26,13 +27,22 @@ class PrefillTile(NamedTuple):
     stages: int
 
 
+class Which(IntEnum):
+    """The sequences that a launch attends for, of those of several rows: all, or by whether they have a base."""
+
+    ALL = 0
+    EXPANDED = 1
+    OTHERS = 2
+
+
 @kernel(do_not_specialize=["sequences", "pages_row"])
 def _attend(
-    q, keys, values, pages, starts, limits, out, lse, sequences, scale_log2, q_row, q_head, k_slot, k_head, v_slot,
-    v_head, pages_row, out_row, out_head,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, LATENT: tl.constexpr,
-    LSE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr, LN2: tl.constexpr,
+    q, q_rest, keys, k_rest, values, pages, starts, limits, bases, out, lse, sequences, scale_log2, q_row, q_head,
+    q_rest_row, q_rest_head, k_slot, k_head, rest_slot, rest_head, v_slot, v_head, pages_row, out_row, out_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, REST: tl.constexpr,
+    LATENT: tl.constexpr, LSE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, WHICH: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, LN2: tl.constexpr,
 ):  # fmt: skip
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
@@ -40,6 +50,9 @@ def _attend(
     first_row = tl.load(starts + index, mask=index < sequences, other=0)
     count = tl.load(starts + index + 1, mask=index < sequences, other=0) - first_row
     blocks = tl.where(count > 1, tl.cdiv(count, BLOCK_T), 0)
+    if WHICH > 0:
+        expanded = tl.load(bases + index, mask=index < sequences, other=-1) >= 0
+        blocks = tl.where(expanded == (WHICH == 1), blocks, 0)
     blocks_before = tl.cumsum(blocks, 0)  # the sequence's own included
     # The last blocks of a prompt see the largest number of tokens, so they begin first.
     item = tl.sum(blocks, 0) - 1 - tl.program_id(1)
@@ -67,27 +80,36 @@ def _attend(
     main = tl.load(q_at + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
     rest = main
     if REST > 0:
-        rest = tl.load(q_at + D + r[None, :], mask=real[:, None] & (r < REST)[None, :], other=0.0)
+        rest_at = q_rest + row.to(tl.int64)[:, None] * q_rest_row + head[:, None] * q_rest_head
+        rest = tl.load(rest_at + r[None, :], mask=real[:, None] & (r < REST)[None, :], other=0.0)
+    base = 0
+    if WHICH == 1:
+        base = tl.load(bases + sequence).to(tl.int64)
     row_pages = pages + sequence.to(tl.int64) * pages_row
     k_at = keys + kv_head * k_head
     v_at = values + kv_head * v_head
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    e = tl.arange(0, BLOCK_V)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for first in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):
         token = first + tl.arange(0, BLOCK_N)
         there = (token >= begin) & (token < end)
         page = tl.load(row_pages + token // PAGE, mask=there, other=0)
         slot = page.to(tl.int64) * PAGE + token % PAGE
-        inside = there[:, None] & (d < D)[None, :]
-        v = tl.load(v_at + slot[:, None] * v_slot + d[None, :], mask=inside, other=0.0)
-        k = v if LATENT else tl.load(k_at + slot[:, None] * k_slot + d[None, :], mask=inside, other=0.0)
+        kept = base + token if WHICH == 1 else slot
+        v = tl.load(v_at + kept[:, None] * v_slot + e[None, :], mask=there[:, None] & (e < V)[None, :], other=0.0)
+        k = v
+        if not LATENT:
+            k = tl.load(k_at + kept[:, None] * k_slot + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
         score = tl.dot(main, tl.trans(k), input_precision="ieee")
         if REST > 0:
-            k_rest = tl.load(
-                k_at + slot[:, None] * k_slot + D + r[None, :], mask=there[:, None] & (r < REST)[None, :], other=0.0
+            more = tl.load(
+                k_rest + slot[:, None] * rest_slot + kv_head * rest_head + r[None, :],
+                mask=there[:, None] & (r < REST)[None, :],
+                other=0.0,
             )
-            score = tl.dot(rest, tl.trans(k_rest), score, input_precision="ieee")
+            score = tl.dot(rest, tl.trans(more), score, input_precision="ieee")
         seen = token[None, :] < limit[:, None]
         if WINDOW > 0:
             seen = seen & (token[None, :] >= limit[:, None] - WINDOW)
@@ -101,8 +123,8 @@ def _attend(
         top = new_top
     saw = total > 0
     acc = tl.where(saw[:, None], acc / tl.where(saw, total, 1.0)[:, None], 0.0)
-    to = out + row.to(tl.int64)[:, None] * out_row + head[:, None] * out_head + d[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
+    to = out + row.to(tl.int64)[:, None] * out_row + head[:, None] * out_head + e[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & (e < V)[None, :])
     if LSE:
         found = tl.where(saw, (top + tl.log2(tl.where(saw, total, 1.0))) * LN2, float("-inf"))
         tl.store(lse + row.to(tl.int64) * HEADS + head, found, mask=real)
@@ -132,6 +154,7 @@ def prefill_attention(
     *,
     window: int | None = None,
     lse: Tensor | None = None,
+    bases: Tensor | None = None,
     tile: PrefillTile | None = None,
 ) -> None:
     """softmax(scale · q Kᵀ) V of each row of the sequences that have two rows or more. Other rows of out do not change.
@@ -143,6 +166,7 @@ def prefill_attention(
     pages: int32 `[B, max_pages]`. starts: int32 `[B + 1]`: sequence i has rows starts[i] … starts[i + 1] − 1.
     limits: int32 `[T]`: a row sees the first `limit` tokens of its sequence. Limits do not fall from row to row of it.
     window: a row sees only the last `window` of these tokens.
+    bases: int32 `[B]`: sequences with a base of 0 or more are left to `expanded_prefill_attention`.
     out: `[T, heads, value_dim]`. lse: float32 `[T, heads]`, filled with the natural log-sum-exp of the scaled scores.
 
     Last dimensions are contiguous. A row of limit 0 gets output 0 and lse −inf. Raises ValueError where shapes or
@@ -155,21 +179,84 @@ def prefill_attention(
         raise ValueError(f"q is {list(q.shape)}, keys {list(keys.shape)}, out {list(out.shape)}, limits {len(limits)}")
     if not q.dtype == keys.dtype == values.dtype:
         raise ValueError(f"q is {q.dtype}, keys {keys.dtype}, values {values.dtype}; they must be alike")
-    if not all(t.stride(-1) == 1 for t in (q, keys, values, pages, out)):
-        raise ValueError("the last dimensions of q, keys, values, pages and out must be contiguous")
+    tile = tile_of(d, q.element_size()) if tile is None else tile
+    queries, where = (q[..., :d], q[..., d:]), (pages, starts, limits)
+    which, places = (Which.ALL, starts) if bases is None else (Which.OTHERS, bases)
+    both = keys[..., :d], keys[..., d:]
+    _launch(queries, *both, values, where, places, page_size, scale, out, which, tile, latent, window, lse)
+
+
+def expanded_prefill_attention(
+    q: Tensor,
+    q_rotated: Tensor,
+    expanded: Tensor,
+    rotated: Tensor,
+    pages: Tensor,
+    starts: Tensor,
+    limits: Tensor,
+    bases: Tensor,
+    page_size: int,
+    scale: float,
+    out: Tensor,
+    *,
+    tile: PrefillTile | None = None,
+) -> None:
+    """The same where each head has keys and values of its own, which were expanded from latent vectors, for the
+    sequences of two rows or more that have a base.
+
+    q: `[T, heads, n]`; q_rotated: `[T, heads, rotary_dim]`, whose product with the rotated key adds to the score.
+    expanded: `[N, heads, n + value_dim]`, key and value of each token side by side, by `expand_latents`: token t of a
+        sequence lies at base + t.
+    rotated: `[slots, 1, rotary_dim]`, the keys that all heads share, in pages.
+    bases: int32 `[B]`; −1: none. The other arguments are those of `prefill_attention`.
+    """
+    (rows, heads, n), d, rest = q.shape, out.shape[2], rotated.shape[2]
+    if expanded.shape[1:] != (heads, n + d) or q_rotated.shape != (rows, heads, rest) or out.shape[:2] != (rows, heads):
+        shapes = ", ".join(str(list(t.shape)) for t in (q, q_rotated, expanded, rotated, out))
+        raise ValueError(f"q, q_rotated, expanded, rotated, out are {shapes}")
+    if len({t.dtype for t in (q, q_rotated, expanded, rotated)}) > 1 or bases.shape[0] != starts.shape[0] - 1:
+        raise ValueError("queries, keys and values must be of one dtype, and each sequence must have a base, or −1")
+    tile = tile_of(max(n, d), q.element_size()) if tile is None else tile
+    keys, values = expanded[..., :n], expanded[..., n:]
+    queries, where = (q, q_rotated), (pages, starts, limits)
+    _launch(queries, keys, rotated, values, where, bases, page_size, scale, out, Which.EXPANDED, tile)
+
+
+def _launch(
+    queries: tuple[Tensor, Tensor],
+    keys: Tensor,
+    k_rest: Tensor,
+    values: Tensor,
+    where: tuple[Tensor, Tensor, Tensor],
+    bases: Tensor,
+    page_size: int,
+    scale: float,
+    out: Tensor,
+    which: Which,
+    tile: PrefillTile,
+    latent: bool = False,
+    window: int | None = None,
+    lse: Tensor | None = None,
+) -> None:
+    """queries, keys: their first elements, and the rest. where: pages, starts and limits."""
+    (q, q_rest), (pages, starts, limits) = queries, where
+    if not all(t.stride(-1) == 1 for t in (q, keys, values, q_rest, k_rest, pages, out)):
+        raise ValueError("the last dimensions of queries, keys, values, pages and out must be contiguous")
+    (rows, heads, dim), (_, kv_heads, d), rest = q.shape, values.shape, k_rest.shape[2]
     sequences = starts.shape[0] - 1
     if not rows:
         return
-    tile = tile_of(d, q.element_size()) if tile is None else tile
     group = heads // kv_heads
     block_g = min(tile.queries, next_power_of_2(group))
     blocks = cdiv(rows, tile.queries // block_g) + sequences
     _attend[(kv_heads * cdiv(group, block_g), blocks)](
-        q, keys, values, pages, starts, limits, out, limits if lse is None else lse, sequences, scale * LOG2E,
-        q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), pages.stride(0),
-        out.stride(0), out.stride(1),
-        HEADS=heads, GROUP=group, D=d, REST=dim - d, LATENT=latent, LSE=lse is not None, PAGE=page_size,
-        WINDOW=window or 0, BLOCK_B=max(16, next_power_of_2(sequences)), BLOCK_G=block_g, BLOCK_M=tile.queries,
-        BLOCK_N=tile.tokens, BLOCK_D=max(16, next_power_of_2(d)),
-        BLOCK_REST=max(16, next_power_of_2(dim - d)), LN2=LN2, num_warps=tile.warps, num_stages=tile.stages,
+        q, q_rest, keys, k_rest, values, pages, starts, limits, bases, out, limits if lse is None else lse, sequences,
+        scale * LOG2E, q.stride(0), q.stride(1), q_rest.stride(0), q_rest.stride(1), keys.stride(0), keys.stride(1),
+        k_rest.stride(0), k_rest.stride(1) if k_rest.shape[1] > 1 else 0, values.stride(0), values.stride(1),
+        pages.stride(0), out.stride(0), out.stride(1),
+        HEADS=heads, GROUP=group, D=dim, V=d, REST=rest, LATENT=latent, LSE=lse is not None, PAGE=page_size,
+        WINDOW=window or 0, WHICH=int(which), BLOCK_B=max(16, next_power_of_2(sequences)), BLOCK_G=block_g,
+        BLOCK_M=tile.queries, BLOCK_N=tile.tokens, BLOCK_D=max(16, next_power_of_2(dim)),
+        BLOCK_V=max(16, next_power_of_2(d)), BLOCK_REST=max(16, next_power_of_2(rest)), LN2=LN2,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

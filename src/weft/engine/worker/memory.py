@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from weft.attention.expansion import MAX_ELEMENTS
 from weft.attention.forward_batch import Batch
 from weft.comm.transport import Transport, serves_all
 from weft.engine.config import EngineConfig
@@ -174,12 +175,15 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
     prompts = captures_prompts(specs.values(), config.mesh)
     sampled = sum(decode_capacities(config.batch_sequences)) + config.batch_sequences * prompts
     logits = len(weight) * weight.element_size()  # of a token: the head is split as the embedding is
-    graphs = peaks[-1] + max(peaks) * prompts + sampled * logits
+    # Prompts are measured on top of few cached tokens, and more may be expanded.
+    expands = config.dcp == 1 and any(isinstance(spec, Latent) and spec.expanded for spec in specs.values())
+    largest = max(peaks) + MAX_ELEMENTS * weight.element_size() * expands
+    graphs = peaks[-1] + largest * prompts + sampled * logits
     del runner, batch
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    return Memory(total, free, max(peaks), graphs if config.cuda_graphs else 0)
+    return Memory(total, free, largest, graphs if config.cuda_graphs else 0)
 
 
 def sized(

@@ -94,7 +94,7 @@ class Absorbed:
     keys: `[heads, n, width]`, the factor of a query's first n elements; None: queries are projected already. values:
     `[heads, value dim, width]`, the factor of the output. Both are linear in each head, so ranks that hold parts of the
     tokens exchange the narrower side: queries before and outputs after. There they are of all heads of a dcp group.
-    up: both side by side, `[heads, n + value dim, width]`, for prompts whose tokens are expanded. plain: `[T, heads,
+    up: both side by side, `[heads, n + value dim, width]`, for prompts with expanded tokens. plain: `[T, heads,
     n]`, the first elements of queries before the projection; given where only those of rows that attend absorbed are
     projected.
     """

@@ -50,7 +50,7 @@ def pays(spec: Latent, rows: Number, length: Number) -> Number:
 def plan_expansion(spec: Latent, starts: Tensor, lengths: Tensor, rows: int, longest: int) -> Expansion:
     """The expansion of a step, without waiting for the device.
 
-    starts, lengths: as in `Batch`. rows: of the step. longest: tokens that a sequence's page table has room for.
+    starts, lengths: as in `Batch`. rows: of the step. longest: capacity of a sequence's page table, in tokens.
     """
     sequences = len(lengths)
     places = min(MAX_TOKENS, sequences * -(-longest // ALIGNMENT) * ALIGNMENT)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -35,6 +36,25 @@ class Which(IntEnum):
     OTHERS = 2
 
 
+@triton.jit
+def _block_of(
+    starts, bases, sequences, place, WHICH: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr
+):  # fmt: skip
+    """(number of a block of queries, below 0 where there is none; its sequence; its number in the sequence)."""
+    index = tl.arange(0, BLOCK_B)
+    first_row = tl.load(starts + index, mask=index < sequences, other=0)
+    count = tl.load(starts + index + 1, mask=index < sequences, other=0) - first_row
+    blocks = tl.where(count > 1, tl.cdiv(count, BLOCK_T), 0)
+    if WHICH > 0:
+        expanded = tl.load(bases + index, mask=index < sequences, other=-1) >= 0
+        blocks = tl.where(expanded == (WHICH == 1), blocks, 0)
+    blocks_before = tl.cumsum(blocks, 0)  # the sequence's own included
+    # The last blocks of a prompt see the largest number of tokens, so they begin first.
+    item = tl.sum(blocks, 0) - 1 - place
+    sequence = tl.sum((blocks_before <= item).to(tl.int32), 0)
+    return item, sequence, item - tl.sum(tl.where(index < sequence, blocks, 0), 0)
+
+
 @kernel(do_not_specialize=["sequences", "pages_row"])
 def _attend(
     q, q_rest, keys, k_rest, values, pages, starts, limits, bases, out, lse, sequences, scale_log2, q_row, q_head,
@@ -46,20 +66,9 @@ def _attend(
 ):  # fmt: skip
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
-    index = tl.arange(0, BLOCK_B)
-    first_row = tl.load(starts + index, mask=index < sequences, other=0)
-    count = tl.load(starts + index + 1, mask=index < sequences, other=0) - first_row
-    blocks = tl.where(count > 1, tl.cdiv(count, BLOCK_T), 0)
-    if WHICH > 0:
-        expanded = tl.load(bases + index, mask=index < sequences, other=-1) >= 0
-        blocks = tl.where(expanded == (WHICH == 1), blocks, 0)
-    blocks_before = tl.cumsum(blocks, 0)  # the sequence's own included
-    # The last blocks of a prompt see the largest number of tokens, so they begin first.
-    item = tl.sum(blocks, 0) - 1 - tl.program_id(1)
+    item, sequence, block = _block_of(starts, bases, sequences, tl.program_id(1), WHICH, BLOCK_B, BLOCK_T)
     if item < 0:
         return
-    sequence = tl.sum((blocks_before <= item).to(tl.int32), 0)
-    block = item - tl.sum(tl.where(index < sequence, blocks, 0), 0)
     start = tl.load(starts + sequence)
     last = tl.load(starts + sequence + 1) - 1
     m = tl.arange(0, BLOCK_M)
@@ -80,14 +89,15 @@ def _attend(
     main = tl.load(q_at + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
     rest = main
     if REST > 0:
-        rest_at = q_rest + row.to(tl.int64)[:, None] * q_rest_row + head[:, None] * q_rest_head
-        rest = tl.load(rest_at + r[None, :], mask=real[:, None] & (r < REST)[None, :], other=0.0)
+        q_at = q_rest + row.to(tl.int64)[:, None] * q_rest_row + head[:, None] * q_rest_head
+        rest = tl.load(q_at + r[None, :], mask=real[:, None] & (r < REST)[None, :], other=0.0)
     base = 0
     if WHICH == 1:
         base = tl.load(bases + sequence).to(tl.int64)
     row_pages = pages + sequence.to(tl.int64) * pages_row
     k_at = keys + kv_head * k_head
     v_at = values + kv_head * v_head
+    rest_at = k_rest + kv_head * rest_head + r[None, :]
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     e = tl.arange(0, BLOCK_V)
@@ -104,11 +114,7 @@ def _attend(
             k = tl.load(k_at + kept[:, None] * k_slot + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
         score = tl.dot(main, tl.trans(k), input_precision="ieee")
         if REST > 0:
-            more = tl.load(
-                k_rest + slot[:, None] * rest_slot + kv_head * rest_head + r[None, :],
-                mask=there[:, None] & (r < REST)[None, :],
-                other=0.0,
-            )
+            more = tl.load(rest_at + slot[:, None] * rest_slot, mask=there[:, None] & (r < REST)[None, :], other=0.0)
             score = tl.dot(rest, tl.trans(more), score, input_precision="ieee")
         seen = token[None, :] < limit[:, None]
         if WINDOW > 0:
@@ -204,7 +210,7 @@ def expanded_prefill_attention(
     """The same where each head has keys and values of its own, which were expanded from latent vectors, for the
     sequences of two rows or more that have a base.
 
-    q: `[T, heads, n]`; q_rotated: `[T, heads, rotary_dim]`, whose product with the rotated key adds to the score.
+    q: `[T, heads, n]`; q_rotated: `[T, heads, rotary_dim]`; its product with the rotated key adds to the score.
     expanded: `[N, heads, n + value_dim]`, key and value of each token side by side, by `expand_latents`: token t of a
         sequence lies at base + t.
     rotated: `[slots, 1, rotary_dim]`, the keys that all heads share, in pages.

@@ -228,7 +228,7 @@ def tile_of(value_dim: int, element_size: int) -> ChunkTile:
     """A tile by the model's shape alone, so that a row has the same bits in every step."""
     if element_size > 2:
         return ChunkTile(16, min(32, max(16, next_power_of_2(value_dim))), 4, 1)
-    return ChunkTile(64, min(32, max(16, next_power_of_2(value_dim))), 4, 2)
+    return ChunkTile(64, min(32, max(16, next_power_of_2(value_dim))), 4, 3)
 
 
 def gated_delta(

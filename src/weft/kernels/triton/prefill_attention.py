@@ -144,7 +144,7 @@ def tile_of(head_dim: int, element_size: int) -> PrefillTile:
         return PrefillTile(128, 64, 8, 3)
     if head_dim <= 256:
         return PrefillTile(64, 64, 8, 2)
-    return PrefillTile(64, 16, 8, 2)
+    return PrefillTile(64, 32, 8, 2)
 
 
 def prefill_attention(

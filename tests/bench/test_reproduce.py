@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,6 +72,49 @@ def test_the_table_and_the_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     [row] = [line for line in table if line.startswith("tokens/s")]
     assert row.split("ours")[1].split() == ["100", "→", "120", "(1.20)", "50.00", "75.00", "1.50"]
     assert [each["times_better"] for each in json.loads(last)["rows"]] == [1.5, 1.0]
+
+
+def check_all(names: list[str], directory: Path, *options: str) -> None:
+    """Runs seeds on CPU ranks by the command, and checks every table's columns and every line of JSON."""
+    code, out, error = weft_here("reproduce", *options, "--small", "--json", str(directory / "all.json"))
+    assert code == 0, error
+    lines = [json.loads(line) for line in (directory / "all.json").read_text().splitlines()]
+    assert [line["seed"] for line in lines] == names
+    tables = [block for block in out.split("\n\n") if block.lstrip().startswith("pull request")]
+    assert len(tables) == len(names)
+    for line, table in zip(lines, tables, strict=True):
+        seed = SEEDS[line["seed"]]
+        head, *rows = table.splitlines()
+        assert re.split(r"\s{2,}", head.strip()) == ["pull request", "compared with", "Weft", "times better"]
+        assert len(rows) == len(line["rows"]) == len(seed.small.rows)
+        for row, of_table, wanted in zip(line["rows"], rows, seed.small.rows, strict=True):
+            before, after = (line["figures"][row[which]][row["load"]][row["metric"]] for which in ("before", "after"))
+            assert before > 0 and after > 0 and row["times_better"] > 0, row
+            assert of_table.startswith(f"{row['metric']}, ") and f"{wanted.before} → {wanted.after}" in of_table
+            times = better(wanted.metric, before, after)
+            assert of_table.split()[-3:] == [f"{before:,.2f}", f"{after:,.2f}", f"{times:.2f}"]
+        assert line["figures"].keys() == line["variants"].keys() and line["rounds"] == 1
+        assert all(f"  here: {each}" in out for each in line["differs"])
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A seed as it is but for its load, of which `test_all_of_them` runs the whole."""
+    seed = SEEDS["cpu-shm"]
+    monkeypatch.setitem(SEEDS, "cpu-shm", replace(seed, small=replace(seed.small, loads=[Load(1, 40, 3, 1)])))
+    check_all(["cpu-shm"], tmp_path, "cpu-shm")
+
+
+@pytest.mark.nightly
+def test_all_of_them(tmp_path: Path) -> None:
+    """What does not depend on how busy the machine is follows from the plans and the size of the cache."""
+    check_all(list(SEEDS), tmp_path, "all")
+    ratios = {
+        (line["seed"], row["metric"]): row["times_better"]
+        for line in map(json.loads, (tmp_path / "all.json").read_text().splitlines())
+        for row in line["rows"]
+    }
+    assert ratios["reduce-scatterv", "MiB a step"] > 1 and ratios["deferred", "MiB a step"] >= 1
+    assert ratios["dcp", "sequences at once"] > 1
 
 
 def test_too_few_gpus_are_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

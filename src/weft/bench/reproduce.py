@@ -46,8 +46,8 @@ class Measured:
 
 
 def better(metric: Metric, before: float, after: float) -> float:
-    """How many times better `after` is: more tokens, or less time, or fewer calls."""
-    return after / before if metric == "tokens/s" else before / after
+    """How many times better `after` is: more tokens or sequences, or less time, or fewer calls."""
+    return after / before if metric in ("tokens/s", "sequences at once") else before / after
 
 
 def measure(
@@ -75,7 +75,7 @@ def measure(
 
 def run_load(engine: Engine, load: Load) -> Figures:
     """A load's figures: tokens that were read and written a second, medians of the times to the first token and between
-    tokens, and what a step exchanges. Raises TimeoutError, RuntimeError."""
+    tokens, the most sequences that ran at once, and what a step exchanges. Raises TimeoutError, RuntimeError."""
     generator = random.Random(load.requests * load.input)
     vocabulary = min(5000, engine.model_config.vocab_size)
     events: queue.SimpleQueue[tuple[int, float, bool]] = queue.SimpleQueue()
@@ -92,11 +92,12 @@ def run_load(engine: Engine, load: Load) -> Figures:
         engine.submit(prompt, params, callback)
 
     steps, (calls, received) = engine.stats().steps, _exchanged(engine)
-    submitted, ended, start = 0, 0, time.perf_counter()
+    submitted, ended, running, start = 0, 0, 0, time.perf_counter()
     while ended < load.requests:
         while submitted < load.requests and submitted - ended < load.concurrency:
             submit(submitted)
             submitted += 1
+        running = max(running, engine.stats().running)
         try:
             number, at, last = events.get(timeout=WAIT_S)
         except queue.Empty:
@@ -112,6 +113,7 @@ def run_load(engine: Engine, load: Load) -> Figures:
         "tokens/s": load.requests * (load.input + load.output) / seconds,
         "first token, ms": 1e3 * statistics.median(times[0] - began[n] for n, times in came.items()),
         "next token, ms": 1e3 * statistics.median(gaps or [0.0]),
+        "sequences at once": running,
         "collectives a step": (all_calls - calls) / steps,
         "MiB a step": (all_received - received) / steps / 2**20,
     }

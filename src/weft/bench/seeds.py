@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 
-Metric = Literal["tokens/s", "first token, ms", "next token, ms", "collectives a step", "MiB a step"]
-"""MiB: that the busiest rank receives (`weft.comm.stats.StepStat`)."""
+Metric = Literal[
+    "tokens/s", "first token, ms", "next token, ms", "sequences at once", "collectives a step", "MiB a step"
+]
+"""sequences at once: the most that had their tokens in the cache. MiB: that the busiest rank receives
+(`weft.comm.stats.StepStat`)."""
 Options = Mapping[str, Any]
 """Of `weft.engine.config.EngineConfig`."""
 
@@ -71,6 +75,8 @@ class Seed:
 
 
 EMBEDDED = "the embedded model (4 layers, 8 experts) in place of the pull request's; CPU ranks in place of GPUs"
+DEEPSPEED = "DeepSpeed's all-reduce is no transport of the engine; weft bench collectives times it"
+DEEPSPEED += "" if find_spec("deepspeed") else "; it is not installed here"
 SHM, GLOO, PEER, NCCL = ({"transport": name} for name in ("shm", "gloo", "peer", "nccl"))
 NAIVE = {"plan": "naive"}
 
@@ -94,6 +100,7 @@ def _compared(metric: Metric, load: int, names: Sequence[str], quoted: tuple[flo
 def _reduce_scatterv(model: str | None, four: dict[str, Options], load: Load, differs: Sequence[str]) -> Setup:
     rows = [
         *_compared("tokens/s", 0, list(four), (53_006, 57_115)),
+        Row("collectives a step", 0, "all-reduce and slice, Weft's transport", "planned, Weft's transport"),
         Row("MiB a step", 0, "all-reduce and slice, Weft's transport", "planned, Weft's transport"),
     ]
     return Setup(model, {}, four, [load], rows, differs)
@@ -126,6 +133,7 @@ def _deferred(model: str | None, layout: Options, load: Load, differs: Sequence[
     variants: dict[str, Options] = {before: {**NAIVE, **layout}, after: layout}
     rows = [
         Row("tokens/s", 0, before, after, (46_000, 56_000)),
+        Row("collectives a step", 0, before, after),
         Row("MiB a step", 0, before, after),
     ]
     return Setup(model, {}, variants, [load], rows, differs)
@@ -145,7 +153,7 @@ def _cpu_shm(model: str | None, changed: Options, load: Load, differs: Sequence[
         Row("first token, ms", 0, before, after, (1.0, 0.75)),
         Row("next token, ms", 0, before, after, (1.0, 0.63)),
     ]
-    return Setup(model, changed, variants, [load], rows, differs)
+    return Setup(model, changed, variants, [load], rows, [*differs, DEEPSPEED])
 
 
 def _dcp(changed: Options, layout: Options, ranks: int, cache: Options, loads: list[Load], differs: list[str]) -> Setup:
@@ -159,6 +167,10 @@ def _dcp(changed: Options, layout: Options, ranks: int, cache: Options, loads: l
         for at in range(len(loads))
         for name in others
     ]
+    last, by = len(loads) - 1, "dcp, ag_rs"
+    rows += [Row("first token, ms", at, first, by, (239_577, 28_734) if at == last else None) for at in (0, last)]
+    rows += [Row("next token, ms", at, first, by) for at in (0, last)]
+    rows.append(Row("sequences at once", last, first, by))
     return Setup("deepseek-v2", changed, variants, loads, rows, differs)
 
 
@@ -248,8 +260,8 @@ SEEDS = {
             dict(attn_tp=2, ep=2, moe_tp=1, **SHM),
             2,
             dict(kv_tokens=640, max_running=16),
-            [Load(2, 64, 48, 1), Load(16, 64, 48, 16)],
-            [LATENTS, "64 tokens in, 48 out, 1 and 16 at once; the cache holds 5 such requests without dcp"],
+            [Load(1, 64, 32, 1), Load(16, 64, 32, 16)],
+            [LATENTS, "64 tokens in, 32 out, 1 and 16 at once; the cache holds 6 such requests without dcp"],
         ),
         _large_dcp,
     ),

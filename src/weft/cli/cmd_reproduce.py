@@ -28,7 +28,7 @@ class Command:
     and how many times better that is), and one line of JSON. Every variant is a fresh engine; rounds alternate.
 
     Examples:
-      weft reproduce cpu-shm --small             two CPU ranks, within a minute or two
+      weft reproduce cpu-shm --small             two CPU ranks, within a minute
       weft reproduce all --small --json all.json
       weft reproduce reduce-scatterv             on all GPUs of this host, made-up weights, as many layers as fit
     """
@@ -37,8 +37,8 @@ class Command:
     """Which pull request, or all."""
     small: bool = False
     """On CPU ranks, with small models and loads; without it on all GPUs of this host."""
-    rounds: int = 2
-    """How often each variant is measured; figures are medians."""
+    rounds: int | None = None
+    """How often each variant is measured; figures are medians. Left out, 2, with --small 1."""
     num_layers: int | None = None
     """Layers of the model; left out, as many as fit a GPU."""
     json: Path | None = None
@@ -46,8 +46,9 @@ class Command:
 
     def run(self) -> int:
         """Prints tables. Raises UserError, LayoutError, EngineError."""
-        if self.rounds < 1:
-            raise UserError(f"rounds is {self.rounds}; it must be 1 or more")
+        rounds = self.rounds if self.rounds is not None else 1 if self.small else 2
+        if rounds < 1:
+            raise UserError(f"rounds is {rounds}; it must be 1 or more")
         if self.json is not None:
             check_writable(self.json, "--json")
         names = list(SEEDS) if self.seed == "all" else [self.seed]
@@ -59,10 +60,10 @@ class Command:
         for name in names:
             seed, on_gpus = SEEDS[name], not self.small and name != "cpu-shm"
             setup = seed.small if self.small else seed.large(gpus)
-            measured, layers = self._measure(name, setup, "cuda" if on_gpus else "cpu")
+            measured, layers = self._measure(name, setup, rounds, "cuda" if on_gpus else "cpu")
             differs = [*setup.differs, *([] if layers is None else [f"{layers} layers"])]
             print(text(name, seed, setup, differs, measured))
-            lines.append(json.dumps(line(name, seed, setup, differs, measured, self.rounds)))
+            lines.append(json.dumps(line(name, seed, setup, differs, measured, rounds)))
             print(lines[-1], flush=True)
             if self.json is not None:
                 self.json.write_text("\n".join(lines) + "\n")
@@ -76,12 +77,10 @@ class Command:
                 f"{name} takes {seed.min_ranks} GPUs or more, and CUDA sees {gpus} here; --small runs on CPUs"
             )
 
-    def _measure(self, name: str, setup: Setup, device: str) -> tuple[Measured, int | None]:
+    def _measure(self, name: str, setup: Setup, rounds: int, device: str) -> tuple[Measured, int | None]:
         with progress_bar() as bar, tempfile.TemporaryDirectory(prefix="weft-") as folder:
-            task = bar.add_task(name, total=self.rounds * len(setup.variants))
-            return measure(
-                setup, Path(folder) / "model", self.rounds, self.num_layers, device, lambda: bar.advance(task)
-            )
+            task = bar.add_task(name, total=rounds * len(setup.variants))
+            return measure(setup, Path(folder) / "model", rounds, self.num_layers, device, lambda: bar.advance(task))
 
 
 def text(name: str, seed: Seed, setup: Setup, differs: list[str], measured: Measured) -> str:

@@ -73,6 +73,15 @@ def test_the_nearest_family_is_named(kind: str, nearest: str) -> None:
         read_config({"model_type": kind})
 
 
+@pytest.mark.parametrize(
+    "kind, architecture, nearest",
+    [("aquila", "LlamaForCausalLM", "llama"), ("k9", "DeepseekV3ForCausalLM", "deepseek_v3")],
+)
+def test_the_family_of_the_nearest_architecture_is_named(kind: str, architecture: str, nearest: str) -> None:
+    with pytest.raises(ModelError, match=rf"\(nearest by its architecture {architecture}: '{nearest}'\); supported"):
+        read_config({"model_type": kind, "architectures": [architecture]})
+
+
 def test_no_family_is_named_where_none_is_near() -> None:
     with pytest.raises(ModelError, match=r"^model type 'bert' is not supported; supported: qwen2_moe, .*--plugins"):
         read_config({"model_type": "bert"})

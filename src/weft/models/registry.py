@@ -104,7 +104,7 @@ def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> Mod
         raise ModelError("config.json has no model_type, which names the family")
     kind = str(values["model_type"])
     if kind not in families:
-        near = "".join(f" (nearest by name: {name!r})" for name in get_close_matches(kind, families, n=1))
+        near = _nearest(kind, values, families)
         raise ModelError(
             f"model type {kind!r} is not supported{near}; supported: {', '.join(families)}; --plugins adds others"
         )
@@ -123,6 +123,17 @@ def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> Mod
         raise TypeError(f"the reader of model type {kind!r} gives a {type(config).__name__}, not a ModelConfig")
     fields.finish()
     return config
+
+
+def _nearest(kind: str, values: Mapping[str, Any], families: Registry) -> str:
+    """The family that is nearest by the name of the model type, or else by that of the architecture, in brackets."""
+    for name in get_close_matches(kind, families, n=1):
+        return f" (nearest by name: {name!r})"
+    plain = {family.replace("_", ""): family for family in families}
+    for architecture in values.get("architectures") or ():
+        for name in get_close_matches(str(architecture).lower().partition("for")[0], plain, n=1):
+            return f" (nearest by its architecture {architecture}: {plain[name]!r})"
+    return ""
 
 
 def plugin_line(error: Exception, at: Any) -> str | None:

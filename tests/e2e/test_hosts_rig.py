@@ -190,6 +190,34 @@ def test_tokens_are_one_hosts_and_a_cut_link_is_survived(hosts: tuple[Host, ...]
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    "count, layout",
+    [
+        (4, "--attn-dp 4 --ep 4"),
+        (4, "--attn-tp 4 --ep 2 --split-vocabulary on --moe-exchange dispatch"),
+        (2, "--attn-tp 4 --ep 4 --split-vocabulary on --moe-exchange dispatch"),
+    ],
+)
+def test_tokens_of_more_hosts_are_one_hosts(key: Path, count: int, layout: str) -> None:
+    """`engine/test_agents_greedy.py` has all layouts, on hosts that share more."""
+    asked = ("generate", "--prompt", PROMPT, "--max-tokens", "16", "--json", "--device", "cpu", "--kv-tokens", "2048")
+    code, out, err = weft_here(*asked)
+    assert code == 0, err
+    try:
+        with joined_hosts(count) as made:
+            started = [
+                host.start(*WEFT, *asked, *layout.split(), *arguments(host, key, count), stdout=subprocess.PIPE)
+                for host in made
+            ]
+            said = [process.communicate()[0] for process in started]
+            assert [process.returncode for process in started] == [0] * count
+            assert json.loads(said[0])["text"] == json.loads(out)["text"] and not any(said[1:])
+            assert not any(any(host.left_behind().values()) for host in made)
+    except PermissionError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.nightly
 def test_a_profile_has_the_ranks_of_both_hosts(hosts: tuple[Host, ...], key: Path, tmp_path: Path) -> None:
     small = ("--attn-dp", "2", "--attn-tp", "2", "--device", "cpu", "--batch", "4", "--context", "20", "--steps", "3")
     watched = ("profile", *small, "--output", str(tmp_path / "found"))

@@ -84,6 +84,13 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], environ: dict[str, s
         place(environ, **options)
 
 
+def test_chaos_says_where_hosts_may_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.bench.hosts_rig.shutil.which", lambda name: None)
+    code, _, err = weft_here("chaos", "--hosts", "2")
+    missing = "no namespaces here: the programs unshare, nsenter, mount, ip are missing"
+    assert (code, err) == (2, f"weft: --hosts makes hosts of namespaces, as root with CAP_SYS_ADMIN: {missing}\n")
+
+
 def test_commands_refuse_it_in_one_line(tmp_path: Path) -> None:
     (key := tmp_path / "key").write_text("short")
     both = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--cluster-key", str(key))

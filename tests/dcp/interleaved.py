@@ -37,6 +37,7 @@ def run_interleaved(
     recipe: Literal["ag_rs", "a2a", "fused"] = "fused",
     max_bytes: int | None = None,
     prefill: Literal["gather", "merge"] = "gather",
+    tolerance: float = 1e-5,
 ) -> list[tuple[Tensor, Tensor]]:
     """Runs a step of a case whose pages hold `interleave.span` tokens on every rank, with its heads and tokens alone.
 
@@ -63,7 +64,7 @@ def run_interleaved(
         assert lse is not None
         again, none = backend.attend(plan, 1, case.q[:, own], case.scale, False, None, False)
         assert none is None and torch.equal(again, out), "the same step twice has the same bits"
-        rows = check_rows(case, spans, out, lse, own)
+        rows = check_rows(case, spans, out, lse, own, tolerance)
         slots = interleave.slots(tables.slots, transport.rank)
         mine, new = slots[:rows] >= 0, slots[slots >= 0].long()
         assert torch.equal(cache.keys[1, new], case.k[:rows][mine])
@@ -80,7 +81,7 @@ def run_interleaved(
 def local_cache(case: Case, interleave: Interleave, place: int) -> KVCache:
     """What the rank at `place` holds of the case's cache before the step; NaN where that is no token."""
     whole = case.cache
-    cache = KVCache(whole.spec, 2, whole.num_pages, interleave.page_size, torch.float32, whole.keys.device)
+    cache = KVCache(whole.spec, 2, whole.num_pages, interleave.page_size, whole.keys.dtype, whole.keys.device)
     cache.keys.fill_(NAN)
     cache.values.fill_(NAN)
     slots = interleave.slots(torch.arange(whole.num_pages * interleave.span, device=whole.keys.device), place)

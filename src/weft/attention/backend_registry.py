@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from weft.kv.cache_spec import Spec
+from weft.kv.cache_spec import Latent, Recurrent, Spec
 from weft.place.spec import LayoutError
 from weft.plugins import PluginError, load_plugins
 
@@ -21,6 +23,13 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 """The option that takes the default backend of the ranks' device."""
+
+
+FA3_LIBRARIES = (
+    ("vllm", "vllm_flash_attn/_vllm_fa3_C.abi3.so", "_vllm_fa3_C"),
+    ("sgl_kernel", "flash_ops.abi3.so", "sgl_kernel"),
+)
+"""Packages with FlashAttention 3: the file in each, and the namespace of its operators."""
 
 
 class BackendChoice(str):
@@ -89,9 +98,64 @@ def _torch_lacks(needs: Needs) -> str | None:
     return None
 
 
+def fa3_library() -> tuple[str, Path] | None:
+    """The operators' namespace and the file of FlashAttention 3, as an installed package has it; None without one."""
+    for package, file, namespace in FA3_LIBRARIES:
+        found = find_spec(package)
+        for folder in (found and found.submodule_search_locations) or ():
+            if (path := Path(folder) / file).is_file():
+                return namespace, path
+    return None
+
+
+def _fa3_lacks(needs: Needs) -> str | None:
+    if needs.capability is not None and needs.capability[0] != 9:
+        return f"takes a GPU of sm_90, and this one is sm_{''.join(map(str, needs.capability))}; leave it out"
+    if fa3_library() is None:
+        return (
+            "comes with vLLM and with sglang-kernel, and neither is installed here: pip install vllm, or leave it out"
+        )
+    if needs.dtype != "bfloat16":
+        return f"computes in bfloat16, not in {needs.dtype}: add --dtype bfloat16"
+    for spec in needs.caches():
+        if isinstance(spec, Latent):
+            rest = spec.width - spec.value_width
+            if not (256 <= spec.value_width <= 512 and 8 <= rest <= 64) or spec.value_width % 8 or rest % 8:
+                return f"has no latent vectors of {spec.value_width} + {rest} elements, but 256 to 512 + up to 64"
+        elif not isinstance(spec, Recurrent) and (spec.dim > 256 or spec.dim % 8):
+            return f"has no heads of {spec.dim} elements, but multiples of 8 up to 256"
+    return _merge_lacks(needs)
+
+
+def _merge_lacks(needs: Needs) -> str | None:
+    if needs.dcp > 1 and needs.dcp_prefill != "gather":
+        return "does not merge prompts over dcp: add --dcp-prefill gather"
+    return None
+
+
+def _flashinfer_lacks(needs: Needs) -> str | None:
+    if find_spec("flashinfer") is None:
+        return "takes FlashInfer, which is not installed: pip install flashinfer-python, or leave it out"
+    if needs.graphs:
+        return "plans each step on the host, which CUDA graphs cannot: add --no-cuda-graphs"
+    if needs.dtype != "bfloat16":
+        return f"computes in bfloat16, not in {needs.dtype}: add --dtype bfloat16"
+    for spec in needs.caches():
+        if isinstance(spec, Latent):
+            if (parts := (spec.value_width, spec.width - spec.value_width)) != (512, 64):
+                return f"has no latent vectors of {parts[0]} + {parts[1]} elements, but of 512 + 64"
+        elif not isinstance(spec, Recurrent) and spec.dim not in (64, 128, 256):
+            return f"has no heads of {spec.dim} elements, but of 64, 128 and 256"
+    return _merge_lacks(needs)
+
+
 TORCH = BackendEntry("torch", "any", _maker("weft.attention.sdpa", "SDPA"), _torch_lacks)
 TRITON = BackendEntry("triton", "cuda", _maker("weft.attention.paged_triton", "PagedTriton"))
-BACKENDS = (TRITON, TORCH)
+FA3 = BackendEntry("fa3", "cuda", _maker("weft.attention.fa3", "FlashAttention3"), _fa3_lacks)
+FLASHINFER = BackendEntry(
+    "flashinfer", "cuda", _maker("weft.attention.paged_flashinfer", "FlashInfer"), _flashinfer_lacks
+)
+BACKENDS = (TRITON, FA3, FLASHINFER, TORCH)
 
 
 def backends(plugins: Sequence[str] = ()) -> dict[str, BackendEntry]:

@@ -1,0 +1,219 @@
+"""Every attention backend against the definition of attention, in bfloat16: ragged rows, rows that see nothing,
+windows, latents, tokens sharded over dcp, log-sum-exps. Sinks follow from the latter (`gate_heads`).
+
+On a GPU with the packages installed; on CPUs FlashAttention 3 and FlashInfer are stand-ins (`fakes.py`), which hold the
+calls against the real signatures.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from attention.oracle import Case, check, make_case, padded, roomy
+from dcp.interleaved import run_interleaved
+from gpu.triton_checks import fakes
+from gpu.triton_checks.test_backend import on
+from gpu.triton_checks.worker import INTERPRETED
+from weft.attention import fa3, paged_flashinfer
+from weft.attention.backend_registry import BACKENDS, FA3, FLASHINFER, TORCH, TRITON, BackendEntry, fa3_library
+from weft.attention.sdpa import SDPA
+from weft.dcp.interleave import Interleave
+from weft.kv.cache import KVCache
+from weft.kv.cache_spec import Latent, PagedKV, Window
+
+Spec = PagedKV | Window | Latent
+TOLERANCE = 1e-2
+"""Of a row's norm: outputs are rounded to bfloat16, and so are the weights of values."""
+SPECS = [PagedKV(2, 128), PagedKV(1, 64), Window(40, 2, 128), Latent(576, 512)]
+DECODE = [(1, 7), (1, 0), (1, 150), (1, 63), (1, 16)]
+MIXED = [[(1, 90), (1, 0), (36, 20), (9, 0)], [(1, 12), (6, 2), (1, 40)], [(70, 3)]]
+
+
+@cache
+def fake_library() -> fakes.FlashAttention3Library:
+    """Operators are registered once in a process."""
+    return fakes.FlashAttention3Library()
+
+
+@pytest.fixture(params=[entry for entry in BACKENDS if not (INTERPRETED and entry is TRITON)], ids=lambda e: e.option)
+def entry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> BackendEntry:
+    """The backends; on CPUs without Triton's own: its interpreter is slow for such heads, and other checks hold it."""
+    entry = request.param
+    assert isinstance(entry, BackendEntry)
+    if entry is FA3 and INTERPRETED:
+        calls(entry, monkeypatch)
+    elif entry is FA3 and (fa3_library() is None or torch.cuda.get_device_capability()[0] != 9):
+        pytest.skip("takes a Hopper GPU, and vLLM or sglang-kernel")
+    elif entry is FLASHINFER and INTERPRETED:
+        calls(entry, monkeypatch)
+    elif entry is FLASHINFER:
+        pytest.importorskip("flashinfer")
+    return entry
+
+
+def calls(entry: BackendEntry, monkeypatch: pytest.MonkeyPatch) -> fakes.Calls:
+    """Puts the stand-in in place of the package; gives the calls that it gets."""
+    if entry is FA3:
+        library = fake_library()
+        library.calls.clear()
+        ops = torch.ops._vllm_fa3_C
+        found = fa3.Operators(fa3.by_keyword(ops.fwd), fa3.by_keyword(ops.get_scheduler_metadata))
+        monkeypatch.setattr(fa3, "operators", lambda: found)
+        return library.calls
+    monkeypatch.setattr(paged_flashinfer, "WORKSPACE_BYTES", 16)
+    noted = fakes.Calls()
+    monkeypatch.setitem(sys.modules, "flashinfer", fakes.flashinfer(noted))
+    return noted
+
+
+def case_of(spans: list[tuple[int, int]], spec: Spec, seed: int, page: int = 16) -> Case:
+    """In bfloat16, with finite numbers where no token lies: these kernels multiply them by 0. So do an engine's pages,
+    which hold zeros or older tokens.
+    """
+    case = make_case(spans, seed=seed, page=page, heads=8, spec=spec)
+    cache = case.cache
+    cache.keys = cache.keys.nan_to_num(9.0).bfloat16()
+    latent = isinstance(spec, Latent)
+    cache.values = cache.keys[..., : spec.value_width] if latent else cache.values.nan_to_num(-9.0).bfloat16()
+    keys, values = ([x.bfloat16() for x in kind] for kind in (case.keys, case.values))
+    rows = {name: getattr(case, name).bfloat16() for name in ("q", "k", "v")}
+    return replace(case, keys=keys, values=values, scale=0.1, **rows)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spans", [DECODE, [(1, 129)]], ids=["ragged", "batch 1"])
+def test_decode(entry: BackendEntry, spans: list[tuple[int, int]], spec: Spec, device: torch.device) -> None:
+    case = on(device, case_of(spans, spec, seed=1))
+    check(entry.make(case.cache), case, spans, TOLERANCE)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_padding_rows(entry: BackendEntry, spec: Spec, device: torch.device) -> None:
+    """Rows that see nothing have output 0 and log-sum-exp −inf, also among long ones."""
+    case = on(device, padded(case_of(DECODE, spec, seed=2), 9))
+    check(entry.make(case.cache), case, DECODE, TOLERANCE)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_steps_with_prompts(entry: BackendEntry, spec: Spec, device: torch.device) -> None:
+    for seed, spans in enumerate(MIXED):
+        case = on(device, case_of(spans, spec, seed=seed))
+        check(entry.make(case.cache), case, spans, TOLERANCE)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_steps_with_prompts_in_graphs(entry: BackendEntry, spec: Spec, device: torch.device) -> None:
+    if entry is FLASHINFER:
+        pytest.skip("is refused with CUDA graphs")
+    for seed, spans in enumerate([MIXED[0], MIXED[2], [(1, 7), (1, 2)]]):
+        rows = sum(n for n, _ in spans)
+        case = on(device, roomy(case_of(spans, spec, seed=seed), rows + 5, len(spans) + 2))
+        check(entry.make(case.cache), case, spans, TOLERANCE)
+
+
+@pytest.mark.parametrize("spec", [PagedKV(1, 128), Latent(576, 512)], ids=str)
+def test_tokens_over_dcp(entry: BackendEntry, spec: PagedKV | Latent, device: torch.device) -> None:
+    """Ranks that hold nothing of a row; prompts gather their tokens, as pages of one token."""
+    interleave = Interleave(2, 16, 16)
+    make: Callable[[KVCache], SDPA] = entry.make
+    case = on(device, case_of(DECODE, spec, seed=4, page=interleave.span))
+    run_interleaved(make, case, DECODE, interleave, tolerance=2 * TOLERANCE)
+    spans = [(1, 12), (40, 20), (1, 0)]
+    case = on(device, case_of(spans, spec, seed=3, page=interleave.span))
+    run_interleaved(make, case, spans, interleave, tolerance=2 * TOLERANCE)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="takes a GPU")
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_one_graph_serves_all_lengths(entry: BackendEntry, spec: Spec, device: torch.device) -> None:
+    """A captured decode step reads lengths and tables when it is replayed."""
+    if entry in (FLASHINFER, TORCH):
+        pytest.skip("is refused with CUDA graphs")
+    cases = [on(device, padded(case_of(spans, spec, seed=5), 6)) for spans in (DECODE, [(1, 2), (1, 400), (1, 31)])]
+    short, long = sorted(cases, key=lambda case: case.batch.tables[0].pages.shape[1])
+    width = long.batch.tables[0].pages.shape[1]
+    backend, fixed = entry.make(long.cache), long.batch.tables[0]
+    q, scale = long.q.nan_to_num(0.0), long.scale
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        plan = backend.plan(long.batch, fixed)
+        return tuple(backend.attend(plan, layer, q, scale, True, None, False) for layer in (0, 1))[1]
+
+    backend.store(backend.plan(long.batch, fixed), 1, long.k, None if isinstance(spec, Latent) else long.v)
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+    lengths = long.batch.lengths.clone()
+    for shorter in (lengths, lengths - 2 * (lengths > 2).int(), lengths * 0):
+        long.batch.lengths.copy_(shorter)
+        graph.replay()
+        expected, sums = step()
+        assert torch.equal(out, expected) and torch.equal(lse, sums) and short is not long and width > 1
+        empty = shorter == 0
+        assert not out[empty].any() and bool((lse[empty] == -torch.inf).all()) and bool(lse[~empty].isfinite().all())
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of the stand-ins")
+def test_what_flash_attention_3_is_asked_for(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    noted = calls(FA3, monkeypatch)
+    spans = [(1, 90), (1, 0), (36, 20), (9, 0)]
+    case = roomy(case_of(spans, PagedKV(2, 128), seed=0), 60, 6)
+    backend = FA3.make(case.cache)
+    plan = backend.plan(case.batch, case.batch.tables[0])  # type: ignore[arg-type]
+    for layer in (0, 1):
+        backend.attend(plan, layer, case.q, 0.1, True, None, False)
+    assert len(noted.of("get_scheduler_metadata")) == 1, "once a step, for all layers"
+    decode, prompts = noted.of("fwd")[2:]
+    assert decode["scheduler_metadata"] is not None and prompts["scheduler_metadata"] is None
+    assert decode["seqused_k"].tolist() == [91, 1, 0, 0, 0, 0] and prompts["seqused_q"].tolist() == [0, 0, 36, 9, 0, 0]
+    assert decode["num_splits"] == 66 and prompts["num_splits"] == 0 and prompts["max_seqlen_q"] == 60
+    many = FA3.make(KVCache(PagedKV(1, 128), 1, 1, 16, torch.bfloat16))
+    rows = fa3.DecodeRows(torch.zeros(256, 1, dtype=torch.int32), torch.zeros(256, dtype=torch.int32), {})
+    many.decode(rows, 0, torch.zeros(256, 64, 128, dtype=torch.bfloat16), 1.0, False)
+    assert noted.of("fwd")[-1]["num_splits"] == 32, "all splits together stay within SPLIT_BYTES"
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of the stand-ins")
+def test_what_flashinfer_is_asked_for(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    noted = calls(FLASHINFER, monkeypatch)
+    spans = [(1, 90), (1, 0), (36, 20), (9, 0)]
+    case = case_of(spans, PagedKV(2, 128), seed=0)
+    backend = FLASHINFER.make(case.cache)
+    for _ in range(2):
+        plan = backend.plan(case.batch, case.batch.tables[0])  # type: ignore[arg-type]
+        for layer in (0, 1):
+            backend.attend(plan, layer, case.q, 0.1, True, None, False)
+    for kind in ("Decode", "Prefill"):
+        names = [name for name, _ in noted if name.startswith(f"Batch{kind}WithPagedKVCacheWrapper")]
+        step = [name.replace("__init__", "plan") for name in names[1:4]]
+        assert [name.rpartition(".")[2] for name in step] == ["plan", "run", "run"], "planned once a step"
+        assert names.count(names[0]) == 1 and len(names) == 7
+    planned = noted.of("BatchPrefillWithPagedKVCacheWrapper.plan")[0]
+    assert planned["qo_indptr"].tolist() == [0, 36, 45] and planned["causal"]
+    assert noted.of("BatchDecodeWithPagedKVCacheWrapper.plan")[0]["last_page_len"].tolist() == [11, 1]
+
+
+@pytest.mark.parametrize("name", fakes.SIGNATURES)
+def test_stand_ins_have_the_signatures_of_the_package(name: str) -> None:
+    package = pytest.importorskip("flashinfer")
+    if package.__version__ != "0.6.13":
+        pytest.skip(f"flashinfer is {package.__version__}")
+    import inspect
+
+    modules = {"BatchDecode": "decode", "BatchPrefill": "prefill", "BatchMLA": "mla"}
+    module = next(module for prefix, module in modules.items() if name.startswith(prefix))
+    kind = getattr(importlib.import_module(f"flashinfer.{module}"), name)
+    for method, text in fakes.SIGNATURES[name].items():
+        scope: dict[str, object] = {}
+        exec(f"def f({text}): pass", scope)
+        names = list(inspect.signature(scope["f"]).parameters)  # type: ignore[arg-type]
+        assert list(inspect.signature(getattr(kind, method)).parameters) == names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -33,3 +34,21 @@ def test_cpu_time_of_a_step() -> None:
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout)
     assert line["sequences"] == 1 and line["controller_us"] > 0 and line["rank_us"] > 0
+
+
+def test_attention_backends_dry_run(tmp_path: Path) -> None:
+    """What a backend lacks is said in its words; what runs is held against the definition before it is timed."""
+    script, out = next(script for script in SCRIPTS if script.stem == "attention_backends"), tmp_path / "found.json"
+    done = subprocess.run(
+        [sys.executable, str(script), "--small", "--backends", "fa3", "torch", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert {row["backend"] for row in found["rows"]} == {"torch"} and len(found["rows"]) == 6
+    assert all(row["error"] < 1e-2 and row["us"] > 0 and row["plan_us"] > 0 for row in found["rows"])
+    assert found["left_out"]["fa3, MLA 4"] == "attention_backend fa3 is of GPUs; leave it out"
+    assert found["host"]["torch"] and done.stdout.count("| GQA 8/1 |") == 3

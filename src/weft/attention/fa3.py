@@ -48,7 +48,8 @@ class Operators(NamedTuple):
 
 def by_keyword(operator: Any) -> Callable[..., Any]:
     """An operator with arguments by keyword; those that are not given are as in NEUTRAL, None or their default."""
-    arguments = operator.default._schema.arguments
+    operator = operator.default
+    arguments = operator._schema.arguments
     neutral = {a.name: NEUTRAL.get(a.name, a.default_value) for a in arguments}
     keyword = {a.name for a in arguments if a.kwarg_only}
 

@@ -20,6 +20,7 @@ from engine.test_hybrids import SIZES
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
 from models.stepfun import small_step
+from weft.attention.backend_registry import fa3_library
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.messages import GroupRows, Step
@@ -108,6 +109,31 @@ def test_tokens_are_those_of_steps_one_by_one(name: str) -> None:
             engine.check_idle()
     assert found[1] == found[0]
     assert found[2] == found[0]
+
+
+def solved(backend: str, **options: Any) -> int:
+    """How many of 40 word problems the embedded model solves in bfloat16."""
+    problems = word_problems.generate("heldout", 40, seed=9)
+    values = dict(dtype="bfloat16", device="cuda", kv_tokens=8192, max_model_len=256, max_running=16)
+    with Engine(EngineConfig(attention_backend=backend, **values | options)) as engine:
+        asked = [
+            engine.tokenizer.apply_chat_template(
+                word_problems.prompt(p.question), add_generation_prompt=True, return_dict=False
+            )
+            for p in problems
+        ]
+        texts = [result.text for result in engine.generate(asked, GREEDY)]
+        assert engine.config.attention_backend == backend and engine.stats().failures == 0
+    return sum(word_problems.extract(text) == p.answer for text, p in zip(texts, problems, strict=True))
+
+
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_word_problems_by_flash_attention_3(graphs: bool) -> None:
+    """As many as with Triton's kernels, but for one: in bfloat16 bits differ, and seldom a token."""
+    if fa3_library() is None or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("takes a Hopper GPU, and vLLM or sglang-kernel")
+    assert abs(solved("fa3", cuda_graphs=graphs) - solved("triton", cuda_graphs=graphs)) <= 1
 
 
 def long_outputs(**options: Any) -> list[tuple[int, ...]]:

@@ -115,7 +115,8 @@ class FlashAttention3(PagedTriton):
         # The table refuses merged prompts over dcp, for which `here` counts a rank's tokens.
         starts, rows = batch.starts, len(batch.tokens)
         assert starts is not None
-        pages, _, _, page_size = super().plan_prompts(batch, pages, prompts, here, gathered)
+        page_size = self.cache.page_size if gathered is None else 1
+        pages = pages if gathered is None else self.gathered_pages(pages, prompts, gathered)
         count = starts.diff()
         used = count.where(count > 1, 0)
         at = torch.arange(rows, dtype=starts.dtype, device=starts.device)

@@ -78,10 +78,14 @@ class PagedTriton(SDPA):
                 longest = pages.shape[1] * self.cache.page_size
                 expansion = plan_expansion(spec, batch.starts, batch.lengths, len(limits), longest)
             return Prompts(pages.contiguous(), batch.starts, limits, self.cache.page_size, expansion)
-        tables = pages.new_zeros(len(pages), max(map(len, gathered)))  # what was gathered has pages of one token
+        return Prompts(self.gathered_pages(pages, prompts, gathered), batch.starts, limits, 1)
+
+    def gathered_pages(self, pages: Tensor, prompts: Sequence[Prompt], gathered: Sequence[Tensor]) -> Tensor:
+        """Page tables of what was gathered, which has pages of one token; as for `plan_prompts`."""
+        tables = pages.new_zeros(len(pages), max(map(len, gathered)))
         for prompt, slots in zip(prompts, gathered, strict=True):
             tables[prompt.sequence, : len(slots)] = slots
-        return Prompts(tables, batch.starts, limits, 1)
+        return tables
 
     def store(self, plan: Plan, layer: int, k: Tensor, v: Tensor | None) -> None:
         """See `Backend.store`."""

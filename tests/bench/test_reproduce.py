@@ -113,7 +113,7 @@ def test_all_of_them(tmp_path: Path) -> None:
         for line in map(json.loads, (tmp_path / "all.json").read_text().splitlines())
         for row in line["rows"]
     }
-    assert ratios["reduce-scatterv", "MiB a step"] > 1 and ratios["deferred", "MiB a step"] >= 1
+    assert ratios["reduce-scatterv", "MiB a step"] > 1
     assert ratios["dcp", "sequences at once"] > 1
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -67,6 +69,12 @@ class Qwen3Next(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of one sequence, `[tokens, vocabulary]`."""
         return self.whole(input_ids=tokens[None], use_cache=False).logits[0]
+
+    def published(self) -> dict[str, Tensor]:
+        """The weights as transformers saves them, which is by the names of the published index."""
+        with TemporaryDirectory() as directory:
+            self.whole.save_pretrained(directory)
+            return load_file(Path(directory) / "model.safetensors")
 
 
 def small_qwen3_next(directory: Path, seed: int = 0, **changes: Any) -> Qwen3Next:

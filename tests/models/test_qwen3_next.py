@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from models.layouts import check, check_float8, in_two_steps, stored_shapes
+from models.layouts import check, check_float8, in_two_steps, nearness, stored_shapes
 from models.qwen3_next import Qwen3Next, small_config, small_qwen3_next
 from models.test_logits import splits
 from weft.assets import preset_dir
@@ -39,6 +39,13 @@ def test_other_numbers_of_heads(mesh: Mesh, tmp_path: Path) -> None:
     experts = dict(num_experts=6, moe_intermediate_size=12, attention_bias=False, linear_conv_kernel_dim=5)
     model = small_qwen3_next(tmp_path, **heads, **experts)
     check(tmp_path, mesh, model, 61, steps=in_two_steps)
+
+
+@pytest.mark.nightly
+def test_bfloat16_is_as_near_to_the_truth_as_transformers(tmp_path: Path) -> None:
+    """By day Qwen3.5's, of the same layers."""
+    ours, theirs = nearness(Qwen3Next(small_config(), 1), small_config(), tmp_path)
+    assert ours <= 1.25 * theirs
 
 
 def test_every_published_tensor_is_read_and_no_other(saved: tuple[Path, Qwen3Next]) -> None:

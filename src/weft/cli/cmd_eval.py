@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config, stop_on_sigterm
+from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, WithRay, engine_config, stop_on_sigterm
+from weft.cli.ray_hosts import agents
 from weft.cli.several_hosts import run_agent
 from weft.cli.start import start_engine
 
@@ -29,6 +30,7 @@ class Command:
     model: ModelDir = None
     """A Hugging Face model directory; left out, the embedded model."""
     engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
+    ray: WithRay = False
     questions: int = 200
     """How many problems."""
     seed: int = 0
@@ -45,13 +47,13 @@ class Command:
 
         if self.questions < 1:
             raise UserError(f"questions is {self.questions}; it must be 1 or more")
-        config = engine_config(self.model, self.engine, max_waiting=self.questions)
+        config = engine_config(self.model, self.engine, ray=self.ray, max_waiting=self.questions)
         if config.node_rank:
             stop_on_sigterm()
             return run_agent(config)
         problems = word_problems.generate("heldout", self.questions, self.seed)
         params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
-        with start_engine(config) as engine:
+        with agents(config, self.ray), start_engine(config) as engine:
             began = time.perf_counter()
             outputs = self._complete(engine, [word_problems.prompt(p.question) for p in problems], params)
             seconds = time.perf_counter() - began

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config, stop_on_sigterm
+from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, WithRay, engine_config, stop_on_sigterm
+from weft.cli.ray_hosts import agents
 from weft.cli.several_hosts import run_agent
 from weft.cli.start import start_engine
 
@@ -30,6 +31,7 @@ class Command:
     model: ModelDir = None
     """A Hugging Face model directory; left out, the embedded model."""
     engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
+    ray: WithRay = False
     chat: bool = False
     """Put each prompt into the model's chat template, as a user's message."""
     max_tokens: int = 128
@@ -49,7 +51,7 @@ class Command:
         """Generates. Raises UserError, LayoutError, ModelError, EngineError."""
         from weft.engine.request import SamplingParams
 
-        config = engine_config(self.model, self.engine)
+        config = engine_config(self.model, self.engine, ray=self.ray)
         if config.node_rank:
             stop_on_sigterm()
             return run_agent(config)
@@ -63,7 +65,7 @@ class Command:
             )
         except ValueError as error:
             raise UserError(str(error)) from error
-        with start_engine(config) as engine:
+        with agents(config, self.ray), start_engine(config) as engine:
             prompts = [self._tokens(engine.tokenizer, text) for text in self.prompt]
             try:
                 if self.json:

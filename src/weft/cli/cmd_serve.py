@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config, stop_on_sigterm
+from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, WithRay, engine_config, stop_on_sigterm
+from weft.cli.ray_hosts import agents
 from weft.cli.several_hosts import run_agent
 from weft.cli.start import start_engine
 from weft.server.options import Options
@@ -32,6 +33,7 @@ class Command:
     model: ModelDir = None
     """A Hugging Face model directory; left out, the embedded model."""
     engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
+    ray: WithRay = False
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
     port: int = 8000
@@ -63,7 +65,7 @@ class Command:
             raise UserError(str(error)) from error
         if self.served_model_name == "":
             raise UserError("served_model_name is empty; give one, or leave it out")
-        config = engine_config(self.model, self.engine)
+        config = engine_config(self.model, self.engine, ray=self.ray)
         if config.node_rank:
             stop_on_sigterm()
             return run_agent(config)
@@ -73,7 +75,7 @@ class Command:
             raise UserError(str(error)) from error
         stop_on_sigterm()  # also while the ranks still load
         name = self.served_model_name or config.model.resolve().name
-        with listener, start_engine(config, kv_events) as engine:
+        with listener, agents(config, self.ray), start_engine(config, kv_events) as engine:
             host, port = listener.getsockname()[:2]
             what = f"{config.mesh}, attention by {engine.config.attention_backend}"
             print(f"serving {name} on http://{host}:{port} ({what}); Ctrl-C stops", file=sys.stderr, flush=True)

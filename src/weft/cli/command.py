@@ -20,6 +20,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from weft.assets import embedded_model_dir, preset_dir
 from weft.attention.backend_registry import ANY_BACKEND, BackendChoice, backends
 from weft.cli.other_engines import hint, renamed
+from weft.cli.ray_hosts import node_0
 from weft.cli.several_hosts import with_launcher
 from weft.comm.transport_registry import AUTO, REFERENCE, TransportChoice, TransportName, transports
 from weft.engine.engine_options import (
@@ -59,6 +60,13 @@ EXTRAS = {"serve": "serve", "demo": "demo", "bench serving": "bench", "profile":
 
 UNNAMED = tyro.conf.arg(name="")
 """Of options that stand in a group of their own in the help, and have no prefix."""
+WithRay = Annotated[
+    bool,
+    tyro.conf.arg(
+        help="With --nnodes 2 or more: starts the agents of the other hosts on this host's Ray cluster (extra ray). "
+        "Nothing is to be started there by hand."
+    ),
+]
 ModelDir = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_DIR]")]
 
 
@@ -193,12 +201,13 @@ def model_dir(model: Path | None, preset: str | None) -> Path:
         raise UserError(str(error)) from error
 
 
-def engine_config(model: Path | None, engine: EngineArguments, **options: Any) -> Any:
+def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = False, **options: Any) -> Any:
     """The EngineConfig of a command's options; `options` are the command's own. Raises UserError, LayoutError."""
     from weft.engine.config import EngineConfig
 
     try:
-        values = with_launcher(engine.values() | options, os.environ)
+        given = engine.values() | options
+        values = with_launcher(node_0(given) if ray else given, os.environ)
         return EngineConfig(model=model_dir(model, engine.preset), **values)
     except ValueError as error:
         raise UserError(str(error)) from error

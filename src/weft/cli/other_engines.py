@@ -11,6 +11,7 @@ NAMES = {
     "--dcp": "decode-context-parallel-size dcp-size",
     "--moe-exchange": "all2all-backend moe-a2a-backend",
     "--master-addr, with --master-port": "dist-init-addr data-parallel-address",
+    "--ray, with --nnodes": "distributed-executor-backend",
     "--max-model-len": "context-length",
     "--max-running": "max-num-seqs max-running-requests",
     "--max-waiting": "max-queued-requests",

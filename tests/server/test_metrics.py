@@ -47,6 +47,11 @@ def values(family: Metric, suffix: str = "", **labels: str) -> dict[tuple[str, .
         ("time_per_output_token_seconds", "inter_token_latency_seconds"),
         ("e2e_request_latency_seconds", "request_seconds"),
         ("request_queue_time_seconds", "request_queue_seconds"),
+        ("prompt_tokens_cached", "prefix_cached_tokens"),
+        ("request_prefill_time_seconds", "request_prefill_seconds"),
+        ("request_decode_time_seconds", "request_decode_seconds"),
+        ("request_prompt_tokens", "request_prompt_tokens"),
+        ("request_generation_tokens", "request_generated_tokens"),
     ],
 )
 def test_both_names_have_the_same_values(families: dict[str, Metric], theirs: str, ours: str) -> None:
@@ -54,6 +59,22 @@ def test_both_names_have_the_same_values(families: dict[str, Metric], theirs: st
     assert found.type == own.type and own.samples
     for suffix in ("", "_total", "_bucket", "_count", "_sum"):
         assert values(found, suffix, model_name="small") == values(own, suffix)
+
+
+def test_parts_of_a_request(served: Served, families: dict[str, Metric]) -> None:
+    """Of one request: its tokens, and times that add up to at most the whole."""
+    names = ("request_prompt_tokens", "request_generated_tokens", "request_prefill_seconds", "request_decode_seconds")
+    names += ("request_seconds", "request_queue_seconds")
+    before = [values(families[f"weft_{name}"], "_sum")[()] for name in names]
+    count = values(families["weft_request_prompt_tokens"], "_count")[()]
+    served.client().completions.create(model="small", prompt="metrics", max_tokens=4, extra_body={"ignore_eos": True})
+    with served.http() as http:
+        after = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
+    grown = [values(after[f"weft_{name}"], "_sum")[()] - was for name, was in zip(names, before, strict=True)]
+    prompt, generated, prefill, decode, whole, queued = grown
+    assert values(after["weft_request_prompt_tokens"], "_count")[()] == count + 1
+    assert (prompt, generated) == (len("metrics"), 4)
+    assert prefill > 0 and decode > 0 and queued + prefill + decode <= whole + 1e-6
 
 
 def test_what_vllm_counts_otherwise(served: Served, families: dict[str, Metric]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from weft.engine.engine import Engine
 from weft.server.vllm_metrics import WithVllmNames
 
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -24,13 +25,19 @@ class Metrics(Collector):
         self._between = self._histogram("weft_inter_token_latency_seconds", "Between tokens of an output")
         self._queue = self._histogram("weft_request_queue_seconds", "From the request to its place in the batch")
         self._whole = self._histogram("weft_request_seconds", "From the request to its last token")
+        self._prefill = self._histogram(
+            "weft_request_prefill_seconds", "From the place in the batch to the first token"
+        )
+        self._decode = self._histogram("weft_request_decode_seconds", "From the first token to the last")
+        self._prompts = self._histogram("weft_request_prompt_tokens", "Prompt tokens of a request", TOKENS)
+        self._generated = self._histogram("weft_request_generated_tokens", "Tokens sampled for a request", TOKENS)
         self._requests = Counter(
             "weft_requests", "Requests that have ended, by outcome", labelnames=["outcome"], registry=self.registry
         )
         self.registry.register(self)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=SECONDS, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: Sequence[float] = SECONDS) -> Histogram:
+        return Histogram(name, text, buckets=buckets, registry=self.registry)
 
     def token(self, begun: bool, seconds: float) -> None:
         """A token has come, so long after the one before it, or after the request where it is the first."""
@@ -41,6 +48,13 @@ class Metrics(Collector):
         self._requests.labels(outcome).inc()
         self._whole.observe(seconds)
         self._queue.observe(queued)
+
+    def tokens(self, prompt: int, generated: int, prefill: float, decode: float) -> None:
+        """A request that has ended had so many tokens, and its parts took so many seconds."""
+        self._prompts.observe(prompt)
+        self._generated.observe(generated)
+        self._prefill.observe(prefill)
+        self._decode.observe(decode)
 
     def refused(self, outcome: str) -> None:
         """A request has ended before it reached the engine: its times mean nothing."""

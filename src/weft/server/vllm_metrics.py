@@ -18,12 +18,17 @@ NAMES = {
     "vllm:generation_tokens": "weft_generated_tokens",
     "vllm:prefix_cache_queries": "weft_prompt_tokens",
     "vllm:prefix_cache_hits": "weft_prefix_cached_tokens",
+    "vllm:prompt_tokens_cached": "weft_prefix_cached_tokens",
     "vllm:request_success": "weft_requests",
     "vllm:time_to_first_token_seconds": "weft_time_to_first_token_seconds",
     "vllm:inter_token_latency_seconds": "weft_inter_token_latency_seconds",
     "vllm:time_per_output_token_seconds": "weft_inter_token_latency_seconds",  # its older name
     "vllm:e2e_request_latency_seconds": "weft_request_seconds",
     "vllm:request_queue_time_seconds": "weft_request_queue_seconds",
+    "vllm:request_prefill_time_seconds": "weft_request_prefill_seconds",
+    "vllm:request_decode_time_seconds": "weft_request_decode_seconds",
+    "vllm:request_prompt_tokens": "weft_request_prompt_tokens",
+    "vllm:request_generation_tokens": "weft_request_generated_tokens",
 }
 """vLLM's name of a family: ours. All have the label `model_name`."""
 REASONS = {"stop": "stop", "length": "length", "error": "error"}

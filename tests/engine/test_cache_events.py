@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import zmq
 
+from e2e.here import weft_here
 from engine.conftest import WAIT_S
 from engine.fake import VOCABULARY, Driver
 from engine.test_scheduler import SPECS, WHOLE, random_prompt
@@ -39,6 +40,7 @@ from weft.kv.cache_events import (
 from weft.kv.cache_spec import Rule, Spec, cache_groups
 from weft.kv.manager import CacheManager
 from weft.kv.prefix import ABSENT, PrefixTree
+from weft.server.metrics import Metrics
 
 
 @dataclass
@@ -254,6 +256,11 @@ def test_what_cannot_be_is_refused_in_one_line(text: str, problem: str) -> None:
     assert str(raised.value).startswith("--kv-events-config") and "\n" not in str(raised.value)
 
 
+def test_the_command_refuses_it_before_anything_starts() -> None:
+    code, _, err = weft_here("serve", "--kv-events-config", '{"port": 1}')
+    assert code == 2 and err.startswith("weft: --kv-events-config") and err.count("\n") == 1
+
+
 def test_the_option_says_whether_anything_is_published() -> None:
     on = ("{}", '{"enable_kv_cache_events": true}', '{"publisher": "zmq"}')
     off = ('{"enable_kv_cache_events": false, "publisher": "zmq"}', '{"publisher": "null"}')
@@ -294,6 +301,9 @@ def test_an_engine_publishes_what_its_groups_store(model_dir: Path) -> None:
             assert tree is not None
             subscriber.check(tree)
             assert subscriber.blocks
+        counted = Metrics(engine).text("small").decode()
+        assert f"weft_kv_event_batches_total {float(sum(map(len, batches.values())))}\n" in counted
+        assert "weft_kv_event_batches_lost_total 0.0\n" in counted
         engine.reset_cache()
         engine._ask(lambda: None)
         last = decode(list(replayed(engine.kv_events).values())[-1])

@@ -23,8 +23,8 @@ from typing import Any
 from weft.assets import embedded_model_dir
 
 MISSING = "--ray takes the package ray on every host: pip install 'weft[ray]'"
-LEAVE_S = 10.0
-"""For agents to end after node 0 has left."""
+LEAVE_S, FAILED_S = 10.0, 1.0
+"""For agents to end after node 0 has left, and where it has failed, perhaps before they were heard."""
 AGAIN_S = 1.0
 
 
@@ -88,7 +88,8 @@ class RayHosts:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._closing = True
-        self._ray.wait(list(self._runs), num_returns=len(self._runs), timeout=LEAVE_S)
+        timeout_s = LEAVE_S if kind is None else FAILED_S
+        self._ray.wait(list(self._runs), num_returns=len(self._runs), timeout=timeout_s)
         for agent in self._agents:
             self._ray.kill(agent)
         self._ray.shutdown()

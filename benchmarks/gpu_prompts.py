@@ -3,6 +3,7 @@
     python benchmarks/gpu_prompts.py --out benchmarks/results/gpu_prompts.json
 
 - Gated delta rule: the chunked Triton kernels against plain torch, of Qwen3.5-35B-A3B's heads; and chunks' tiles.
+- Attention of queries in groups: tiles, of Qwen3-30B-A3B's heads.
 - Latent attention: prompts with expanded keys and values against absorbed projections, of DeepSeek-V2-Lite's heads; and
   tiles.
 
@@ -48,6 +49,9 @@ CHUNK_TILES = [ChunkTile(64, v, w, s) for v, w, s in ((16, 4, 2), (32, 4, 1), (3
 CHUNK_TILES += [ChunkTile(64, v, w, s) for v, w, s in ((64, 4, 2), (64, 8, 2), (128, 8, 2))]
 EXPANDED_TILES = [PrefillTile(*t) for t in ((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3))]
 EXPANDED_TILES += [PrefillTile(*t) for t in ((128, 32, 8, 3), (64, 128, 4, 2), (128, 64, 4, 2))]
+GROUPED_TILES = [PrefillTile(*t) for t in ((128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3))]
+GROUPED_TILES += [PrefillTile(*t) for t in ((64, 128, 4, 2), (128, 64, 8, 4), (256, 64, 8, 3), (128, 32, 4, 4))]
+GROUPED_CASES = ((1, 8192, 0), (4, 2048, 0), (16, 512, 0), (1, 2048, 6144))
 ABSORBED_TILES = [PrefillTile(*t) for t in ((64, 16, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1), (128, 32, 8, 1))]
 
 
@@ -142,6 +146,38 @@ def latent_batch(b: Bench, sequences: int, rows: int, context: int) -> tuple[Bat
     return build_batch([0] * sequences * rows, seqs, PAGE, device=b.device), sequences * pages
 
 
+def time_queries_in_groups(b: Bench, sequences: int, rows: int, context: int) -> None:
+    """A layer's attention of 32 query and 4 key-value heads of 128, over pages; and over tokens that lie in a row."""
+    heads, kv_heads, dim = (4, 2, 16) if b.dry else (32, 4, 128)
+    batch, pages = latent_batch(b, sequences, rows, context)
+    table = batch.tables[0]
+    assert isinstance(table, PageTables) and batch.starts is not None
+    tokens, total = -(-(rows + context) // PAGE) * PAGE, len(batch.tokens)
+    keys, values = b.normal(pages * PAGE, kv_heads, dim), b.normal(pages * PAGE, kv_heads, dim)
+    q, out, found = b.normal(total, heads, dim), b.normal(total, heads, dim), b.normal(total, heads, dim)
+    where = table.pages, batch.starts, (batch.positions + 1).int()
+    flops = sequences * sum(range(context + 1, context + rows + 1)) * heads * 4 * dim
+    slots = (table.pages.long()[:, :, None] * PAGE + torch.arange(PAGE, device=b.device)).flatten()
+    in_a_row = keys[slots], values[slots]
+    bases = torch.arange(0, sequences * tokens, tokens, dtype=torch.int32, device=b.device)
+    scale = dim**-0.5
+    for tile in GROUPED_TILES:
+
+        def paged(tile: PrefillTile = tile) -> None:
+            prefill_attention.prefill_attention(q, keys, values, *where, PAGE, scale, out, tile=tile)
+
+        def together(tile: PrefillTile = tile) -> None:
+            (k, v), which, queries = in_a_row, prefill_attention.Which.EXPANDED, (q, q[..., dim:])
+            prefill_attention._launch(queries, k, k[..., dim:], v, where, bases, PAGE, scale, found, which, tile)
+
+        us, other = b.graph_us(paged), b.graph_us(together)
+        case = f"{sequences} x {rows} behind {context} {tuple(tile)}"
+        speed = dict(tflops=flops / us / 1e6, in_a_row_us=other, in_a_row_tflops=flops / other / 1e6)
+        b.add(what="grouped", case=case, us=us, **speed, error=error(found, out.double()))
+    copy = b.graph_us(lambda: (keys.index_select(0, slots), values.index_select(0, slots)))
+    b.add(what="copy of pages", case=f"{sequences} x {rows} behind {context}", us=copy)
+
+
 def time_latent(b: Bench, sequences: int, rows: int, context: int, tiles: bool) -> None:
     """A layer's attention from the projections' results to the heads' outputs."""
     heads = 2 if b.dry else LATENT_HEADS
@@ -228,14 +264,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the JSON here, too")
     parser.add_argument("--dry-run", action="store_true", help="each case once in the interpreter, in small sizes")
     parser.add_argument("--tiles", action="store_true", help="also other tiles, of some cases")
+    parser.add_argument("--grouped", action="store_true", help="attention of queries in groups alone")
     args = parser.parse_args()
     torch.manual_seed(0)
     b = Bench(args.dry_run)
     if not b.dry:
         time_delta(b, 1, 64, False)  # what is compiled and opened once
         b.rows.clear()
-    for sequences, rows in [(2, 70)] if b.dry else DELTA_CASES:
+    for sequences, rows in () if args.grouped else [(2, 70)] if b.dry else DELTA_CASES:
         time_delta(b, sequences, rows, args.tiles and (b.dry or (sequences, rows) in ((1, 8192), (4, 2048), (1, 512))))
+    for sequences, rows, context in [(2, 40, 8)] if b.dry else GROUPED_CASES:
+        time_queries_in_groups(b, sequences, rows, context)
+    if args.grouped:
+        return
     for sequences, rows, context in [(2, 40, 2)] if b.dry else LATENT_CASES:
         tiles = args.tiles and (b.dry or (sequences, rows, context) in ((1, 8192, 0), (1, 2048, 6144)))
         time_latent(b, sequences, rows, context, tiles)

@@ -213,8 +213,13 @@ def attend_to_latents(heads: int) -> None:
 
 
 def attend_prompts(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
-    keys, out, limits = empty(100_000, kv_heads, dim), empty(2048, heads, value_dim), empty(2048, dtype=INT)
-    values = empty(100_000, kv_heads, dim) if dim == value_dim else keys[..., :value_dim]
+    # Side by side: tensors of no memory of their own would all begin at 0, as latent keys and values do.
+    keys, values = empty(2, 100_000, kv_heads, dim)
+    values, out, limits = (
+        values if dim == value_dim else keys[..., :value_dim],
+        empty(2048, heads, value_dim),
+        empty(2048, dtype=INT),
+    )
     page_table, starts = empty(16, 2048, dtype=INT), empty(17, dtype=INT)
     prefill_attention.prefill_attention(
         empty(2048, heads, dim), keys, values, page_table, starts, limits, 16, 0.1, out, window=None

@@ -55,6 +55,50 @@ def _block_of(
     return item, sequence, item - tl.sum(tl.where(index < sequence, blocks, 0), 0)
 
 
+@triton.jit
+def _load(at, there, width: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of `width` elements. there: of each row, where MASKED."""
+    if MASKED:
+        return tl.load(at, mask=there[:, None] & (tl.arange(0, BLOCK) < width)[None, :], other=0.0)
+    if width < BLOCK:
+        return tl.load(at, mask=(tl.arange(0, BLOCK) < width)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def _see(
+    first, top, total, acc, main, rest, limit, begin, end, row_pages, base, k_at, rest_at, v_at, scale_log2, k_slot,
+    rest_slot, v_slot, D: tl.constexpr, V: tl.constexpr, REST: tl.constexpr, LATENT: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, WHICH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_REST: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """(greatest scores, sums, output) after a block of tokens. MASKED: some rows may not see some of them."""
+    token = first + tl.arange(0, BLOCK_N)
+    there = (token >= begin) & (token < end)
+    page = tl.load(row_pages + token // PAGE, mask=there, other=0) if MASKED else tl.load(row_pages + token // PAGE)
+    slot = page.to(tl.int64) * PAGE + token % PAGE
+    kept = base + token if WHICH == 1 else slot
+    v = _load(v_at + kept[:, None] * v_slot + tl.arange(0, BLOCK_V)[None, :], there, V, BLOCK_V, MASKED)
+    k = v
+    if not LATENT:
+        k = _load(k_at + kept[:, None] * k_slot + tl.arange(0, BLOCK_D)[None, :], there, D, BLOCK_D, MASKED)
+    score = tl.dot(main, tl.trans(k), input_precision="ieee")
+    if REST > 0:
+        more = _load(rest_at + slot[:, None] * rest_slot, there, REST, BLOCK_REST, MASKED)
+        score = tl.dot(rest, tl.trans(more), score, input_precision="ieee")
+    if MASKED:
+        seen = token[None, :] < limit[:, None]
+        if WINDOW > 0:
+            seen = seen & (token[None, :] >= limit[:, None] - WINDOW)
+        score = tl.where(seen, score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1) * scale_log2)
+    finite = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top  # -inf minus -inf would be NaN
+    keep = tl.exp2(top - finite)  # exactly 1 where a row sees nothing of these tokens
+    p = tl.exp2(score * scale_log2 - finite[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+    return new_top, total * keep + tl.sum(p, 1), acc
+
+
 @kernel(do_not_specialize=["sequences", "pages_row"])
 def _attend(
     q, q_rest, keys, k_rest, values, pages, starts, limits, bases, out, lse, sequences, scale_log2, q_row, q_head,
@@ -102,31 +146,22 @@ def _attend(
     total = tl.zeros([BLOCK_M], tl.float32)
     e = tl.arange(0, BLOCK_V)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    for first in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):
-        token = first + tl.arange(0, BLOCK_N)
-        there = (token >= begin) & (token < end)
-        page = tl.load(row_pages + token // PAGE, mask=there, other=0)
-        slot = page.to(tl.int64) * PAGE + token % PAGE
-        kept = base + token if WHICH == 1 else slot
-        v = tl.load(v_at + kept[:, None] * v_slot + e[None, :], mask=there[:, None] & (e < V)[None, :], other=0.0)
-        k = v
-        if not LATENT:
-            k = tl.load(k_at + kept[:, None] * k_slot + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
-        score = tl.dot(main, tl.trans(k), input_precision="ieee")
-        if REST > 0:
-            more = tl.load(rest_at + slot[:, None] * rest_slot, mask=there[:, None] & (r < REST)[None, :], other=0.0)
-            score = tl.dot(rest, tl.trans(more), score, input_precision="ieee")
-        seen = token[None, :] < limit[:, None]
-        if WINDOW > 0:
-            seen = seen & (token[None, :] >= limit[:, None] - WINDOW)
-        score = tl.where(seen, score * scale_log2, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        finite = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf minus -inf would be NaN
-        keep = tl.exp2(top - finite)  # exactly 1 where a row sees nothing of these tokens
-        p = tl.exp2(score - finite[:, None])
-        total = total * keep + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
-        top = new_top
+    # Blocks that every row sees whole need no mask. (Wide values leave no registers for a second loop.)
+    whole = 0
+    if WINDOW == 0 and not LATENT:
+        whole = lowest // BLOCK_N * BLOCK_N
+        for first in range(0, whole, BLOCK_N):
+            top, total, acc = _see(
+                first, top, total, acc, main, rest, limit, begin, end, row_pages, base, k_at, rest_at, v_at, scale_log2,
+                k_slot, rest_slot, v_slot, D, V, REST, LATENT, PAGE, WINDOW, WHICH, BLOCK_N, BLOCK_D, BLOCK_V,
+                BLOCK_REST, False,
+            )  # fmt: skip
+    for first in range(tl.maximum(whole, begin // BLOCK_N * BLOCK_N), end, BLOCK_N):
+        top, total, acc = _see(
+            first, top, total, acc, main, rest, limit, begin, end, row_pages, base, k_at, rest_at, v_at, scale_log2,
+            k_slot, rest_slot, v_slot, D, V, REST, LATENT, PAGE, WINDOW, WHICH, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_REST,
+            True,
+        )  # fmt: skip
     saw = total > 0
     acc = tl.where(saw[:, None], acc / tl.where(saw, total, 1.0)[:, None], 0.0)
     to = out + row.to(tl.int64)[:, None] * out_row + head[:, None] * out_head + e[None, :]
@@ -141,10 +176,10 @@ def tile_of(head_dim: int, element_size: int) -> PrefillTile:
     if element_size > 2:
         return PrefillTile(32, 16, 4, 1)
     if head_dim <= 128:
-        return PrefillTile(128, 64, 8, 3)
+        return PrefillTile(128, 128, 8, 2)
     if head_dim <= 256:
         return PrefillTile(64, 64, 8, 2)
-    return PrefillTile(64, 32, 8, 2)
+    return PrefillTile(64, 16, 8, 2)
 
 
 def prefill_attention(

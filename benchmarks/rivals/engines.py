@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment
 TAIL = 25
 """Lines of a log that are shown where an engine fails."""
 END_S = 30.0
@@ -162,7 +163,7 @@ class RunningEngine:
 
     def get(self, path: str) -> str:
         """The body of a path of the server. Raises OSError."""
-        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+        with LOCAL.open(self.url + path, timeout=10) as response:
             body: bytes = response.read()
         return body.decode(errors="replace")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,51 @@ def test_the_table_has_means_over_rounds_and_what_is_better(script: Any, tmp_pat
     assert ["weft", "/", "best", "other", "16", "1024", "128", *["0.50"] * 6] in lines
     found = json.loads((tmp_path / "compare.json").read_text())
     assert len(found["rows"]) == 5 and len(found["starts"]) == 2 and found["host"] == {}
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_rounds_alternate_and_no_engine_starts_in_vain(script: Any, together: bool) -> None:
+    names, done = script("compare"), []
+
+    class Noted(names["Comparison"]):  # type: ignore[misc]
+        def _start(self, label: str, stack: ExitStack, before: int = 0) -> str | None:
+            done.append(f"start {label} {before}")
+            stack.callback(done.append, f"end {label}")
+            return None if label == "c" else label
+
+        def _measure(self, label: str, engine: str, at: int, number: int) -> None:
+            assert engine == label
+            done.append(f"{label}{at}.{number}")
+
+    options = names["Options"](Path(), 0)
+    compared = Noted(dict.fromkeys("abc"), options, [None] * 2, 2, 0, None, Path(), 0.0, 0.0)
+    if together:
+        compared.together()
+        starts, ends = ["start a 0", "start b 1", "start c 2"], ["end c", "end b", "end a"]
+        assert done == [*starts, "a0.0", "b0.0", "b0.1", "a0.1", "a1.0", "b1.0", "b1.1", "a1.1", *ends]
+    else:
+        compared.one_after_the_other()
+        wanted = [["start a 0", "a0.0", "a1.0", "end a"], ["start b 0", "b0.0", "b1.0", "end b"]]
+        wanted += [
+            ["start c 0", "end c"],
+            ["start b 0", "b0.1", "b1.1", "end b"],
+            ["start a 0", "a0.1", "a1.1", "end a"],
+        ]
+        assert done == list(itertools.chain(*wanted))
+
+
+def test_the_limit_of_time_ends_a_load_and_keeps_what_there_is(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = script("compare")
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    arguments = ["--model", str(tmp_path), "--out", str(tmp_path / "out"), "--limit-s", "0", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
+    monkeypatch.setitem(names["main"].__globals__, "stop_on_sigterm", lambda: None)
+    monkeypatch.setitem(names["main"].__globals__, "apart", lambda *command: "{}")
+    with pytest.raises(SystemExit) as ended:
+        names["main"]()
+    assert not ended.value.code and "ended after 0 s" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

@@ -28,9 +28,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from multiprocessing.pool import Pool
 from pathlib import Path
 
 from engines import KINDS, EngineFailed, Installation, Options, RunningEngine
@@ -45,7 +45,8 @@ POINTS += ["1x8192x16x4", "16x8192x16x16", "64x8192x16x64", "256x8192x16x256"]
 DRY_POINTS = ["1x32x8x2", "40x64x4x40"]
 MAX_TOKEN = 100_000
 """Token ids are below: vocabularies end in special ones."""
-WARM_CLIENTS, WARM_TOKENS = 32, 4
+WARM_INPUT, WARM_OUTPUT = 1 << 17, 8
+"""Tokens before a point is measured: of all prompts at most, and of an output."""
 PROCESSES, CLIENTS_OF_PROCESS = 4, 32
 """Of the load: one process takes about 10,000 tokens a second in, and would slow an engine that is quicker."""
 
@@ -94,7 +95,7 @@ def load(
 class Comparison:
     """Engines by label, each with its kind and where it is installed. Loads them with the points, in rounds.
 
-    vocabulary: token ids of prompts are below. limit_s: for everything.
+    vocabulary: token ids of prompts are below. deadline: of everything, on time.monotonic. pool: processes of clients.
     """
 
     def __init__(
@@ -108,11 +109,12 @@ class Comparison:
         out: Path,
         start_limit_s: float,
         deadline: float,
+        pool: Pool | None = None,
     ):
         self._engines, self._options, self._points, self._rounds = engines, options, points, rounds
         self._vocabulary, self._results, self._out = vocabulary, results, out
         self._start_limit_s, self._deadline = start_limit_s, deadline
-        self._pool = ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn"))
+        self._pool = pool
 
     def one_after_the_other(self) -> None:
         """An engine at a time. Raises OutOfTime."""
@@ -158,9 +160,10 @@ class Comparison:
         stack.callback(engine.end)
         about = {"start_s": engine.start_s, "cache_tokens": engine.cache_tokens(), "command": engine.command}
         self._results.add_start({"engine": label} | about)
-        for length in dict.fromkeys(point.input_tokens for point in self._points):
-            warm = Point(WARM_CLIENTS, length, WARM_TOKENS, WARM_CLIENTS)
-            outcomes, _ = self._load(engine, warm, warm.prompts(self._vocabulary, -length))
+        for at, point in enumerate(self._points):  # what is compiled or loaded at the first use
+            clients = min(point.clients, -(-WARM_INPUT // point.input_tokens))
+            warm = Point(clients, point.input_tokens, WARM_OUTPUT, clients)
+            outcomes, _ = self._load(engine, warm, warm.prompts(self._vocabulary, -1 - at))
             if error := next((outcome.error for outcome in outcomes if outcome.error), None):
                 print(f"{label}: {error}\n{engine.tail()}", file=sys.stderr, flush=True)
         return engine
@@ -179,12 +182,13 @@ class Comparison:
 
     def _load(self, engine: RunningEngine, point: Point, prompts: list[RequestSpec]) -> tuple[list[Outcome], float]:
         """The outcomes, and seconds from the first request to the last output. Raises OutOfTime."""
+        assert self._pool is not None
         count = min(PROCESSES, -(-point.clients // CLIENTS_OF_PROCESS))
         clients = [point.clients // count + (i < point.clients % count) for i in range(count)]
         shares = [prompts[i::count] for i in range(count)]
         args = [engine.url] * count, [engine.model] * count, shares, clients, [self._left_s()] * count
         try:
-            began, ended, outcomes = zip(*self._pool.map(load, *args), strict=True)
+            began, ended, outcomes = zip(*self._pool.starmap(load, zip(*args, strict=True), chunksize=1), strict=True)
         except TimeoutError:
             raise OutOfTime from None
         return list(itertools.chain(*outcomes)), max(ended) - min(began)
@@ -266,12 +270,14 @@ def main() -> None:
     about = {"host": host, "arguments": {name: str(value) for name, value in vars(args).items()}}
     vocabulary = min(json.loads((model / "config.json").read_text())["vocab_size"], MAX_TOKEN)
     results = Results(args.out, about, labels)
-    limits = args.start_limit_s, deadline
-    compared = Comparison(engines, options, args.points, args.rounds, vocabulary, results, args.out, *limits)
-    try:
-        (compared.together if args.together else compared.one_after_the_other)()
-    except OutOfTime:
-        print(f"ended after {args.limit_s:g} s", file=sys.stderr)
+    # All processes of clients are up before an engine is: one that came later would spread the load of a point.
+    with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
+        limits = args.start_limit_s, deadline, pool
+        compared = Comparison(engines, options, args.points, args.rounds, vocabulary, results, args.out, *limits)
+        try:
+            (compared.together if args.together else compared.one_after_the_other)()
+        except OutOfTime:
+            print(f"ended after {args.limit_s:g} s", file=sys.stderr)
     print(results.table())
     sys.exit(any("error" in row for row in (*results.starts, *results.rows)))
 

@@ -8,8 +8,9 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,6 +161,16 @@ def test_rounds_alternate_and_no_engine_starts_in_vain(script: Any, together: bo
         assert done == list(itertools.chain(*wanted))
 
 
+def without_processes(names: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The globals of compare.py, for a run of `main` that starts none."""
+    found = names["main"].__globals__
+    context = SimpleNamespace(Pool=lambda count: nullcontext())
+    monkeypatch.setitem(found, "multiprocessing", SimpleNamespace(get_context=lambda method: context))
+    monkeypatch.setitem(found, "stop_on_sigterm", lambda: None)
+    monkeypatch.setitem(found, "apart", lambda *command: "{}")
+    return found
+
+
 def test_the_limit_of_time_ends_a_load_and_keeps_what_there_is(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,11 +178,45 @@ def test_the_limit_of_time_ends_a_load_and_keeps_what_there_is(
     (tmp_path / "config.json").write_text('{"vocab_size": 100}')
     arguments = ["--model", str(tmp_path), "--out", str(tmp_path / "out"), "--limit-s", "0", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
-    monkeypatch.setitem(names["main"].__globals__, "stop_on_sigterm", lambda: None)
-    monkeypatch.setitem(names["main"].__globals__, "apart", lambda *command: "{}")
+    without_processes(names, monkeypatch)
     with pytest.raises(SystemExit) as ended:
         names["main"]()
     assert not ended.value.code and "ended after 0 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "extra, weft, vllm",
+    [
+        (
+            [],
+            "--gpu-memory-fraction 0.9 --max-running 256 --max-batch-tokens 8192",
+            "--gpu-memory-utilization 0.9 --max-num-seqs 256 --max-num-batched-tokens 8192",
+        ),
+        (["--defaults"], "--gpu-memory-fraction 0.9", "--gpu-memory-utilization 0.9"),
+        (
+            ["--together", "--memory", "0.8", "--sequences", "7", "--tokens", "70"],
+            "--gpu-memory-fraction 0.4 --max-running 7 --max-batch-tokens 70",
+            "--gpu-memory-utilization 0.4 --max-num-seqs 7 --max-num-batched-tokens 70",
+        ),
+    ],
+)
+def test_the_commands_that_engines_start_with(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: list[str], weft: str, vllm: str
+) -> None:
+    names, asked = script("compare"), []
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--model", str(tmp_path), "--out", str(tmp_path / "out"), *extra])
+    found = without_processes(names, monkeypatch)
+
+    def started(kind: Any, installed: Any, options: Any, log: Path, limit_s: float) -> None:
+        asked.append(" ".join(kind.command(options)))
+        raise found["EngineFailed"]("it ended with 1")
+
+    monkeypatch.setitem(found, "RunningEngine", started)
+    with pytest.raises(SystemExit) as ended:
+        names["main"]()
+    assert ended.value.code and len(asked) >= 2
+    assert asked[0].endswith(weft) and asked[1].endswith(vllm)
 
 
 @pytest.mark.nightly

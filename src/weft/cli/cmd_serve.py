@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -79,11 +80,9 @@ class Command:
             host, port = listener.getsockname()[:2]
             what = f"{config.mesh}, attention by {engine.config.attention_backend}"
             print(f"serving {name} on http://{host}:{port} ({what}); Ctrl-C stops", file=sys.stderr, flush=True)
-            limits = (
-                f"{engine.config.batch_sequences:,} sequences at once, {engine.config.batch_tokens:,} tokens a step"
-            )
-            cached = f"{engine.config.cached_tokens:,} tokens in the cache"
-            print(f"of a DP group at most: {limits}, {cached}", file=sys.stderr, flush=True)
+            limits = engine.config
+            sizes = f"{limits.batch_sequences:,} sequences, {limits.batch_tokens:,} tokens a step"
+            print(f"a DP group: {sizes}, {limits.cached_tokens:,} tokens in the cache", file=sys.stderr, flush=True)
             if products := float8_products(engine.config, engine.model_config):
                 print(products, file=sys.stderr, flush=True)
             if engine.kv_events is not None:
@@ -99,6 +98,8 @@ class Command:
                 server.stop()
 
             threading.Thread(target=leave_with_engine, daemon=True).start()
+            gc.collect()
+            gc.freeze()  # a collection that looked through all that is here would stop every stream for 0.3 s
             server.run(sockets=[listener])
             if engine.error is not None:
                 raise EngineError(engine.error)

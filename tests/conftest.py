@@ -66,6 +66,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+class ForkServerOfThreads(ForkServer):
+    """One that engines and agents of several threads may use."""
+
+    def __init__(self, directory: Path):
+        self._lock = threading.RLock()
+        super().__init__(directory)
+
+    def request(self, directory: Path, rank: int) -> None:
+        with self._lock:
+            super().request(directory, rank)
+
+    def _read(self, timeout_s: float) -> None:
+        with self._lock:
+            super()._read(timeout_s)
+
+
 class SharedForkServer:
     """Stands in for ForkServer: one process that has imported torch forks the ranks of every engine of these tests.
 
@@ -76,7 +92,7 @@ class SharedForkServer:
 
     def __init__(self, directory: Path):
         if self.shared is None or not self.shared.alive:
-            type(self).shared = ForkServer(Path(tempfile.mkdtemp(prefix="weft-tests-")))
+            type(self).shared = ForkServerOfThreads(Path(tempfile.mkdtemp(prefix="weft-tests-")))
         self._asked: set[int] = set()
 
     @property

@@ -5,8 +5,6 @@ The hosts are one machine's; their agents are threads, and each has its ranks as
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,6 @@ from support import small_model
 from engine.conftest import WAIT_S, byte_tokenizer, greedy_outputs
 from engine.test_agents import agent_thread, free_port
 from engine.test_engine import GREEDY, config, prompts
-from weft.engine.controller import rank_processes
-from weft.engine.controller.fork_client import ForkServer
 from weft.engine.engine import Engine
 from weft.engine.startup import resolve_defaults
 from weft.place.spec import Mesh, layouts
@@ -41,32 +37,6 @@ DAILY = [
     (Mesh(4, 1, 1, 4), "split", 4),
 ]
 CASES = [(mesh, form, hosts) for mesh in LAYOUTS for form in FORMS for hosts in (2, 4)]
-
-
-class ForkServerOfThreads(ForkServer):
-    """One that the controller and agents of one process share."""
-
-    def __init__(self, directory: Path):
-        self._lock = threading.RLock()
-        super().__init__(directory)
-
-    def request(self, directory: Path, rank: int) -> None:
-        with self._lock:
-            super().request(directory, rank)
-
-    def _read(self, timeout_s: float) -> None:
-        with self._lock:
-            super()._read(timeout_s)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fork_server_of_threads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    of_tests: Any = rank_processes.ForkServer
-    with pytest.MonkeyPatch.context() as patched:
-        shared = ForkServerOfThreads(tmp_path_factory.mktemp("forks"))
-        patched.setattr(of_tests, "shared", shared)
-        yield
-        shared.close()
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,13 @@ import pytest
 
 from engine import cluster_fuzzer
 from engine.test_agents import agent_thread, cluster
-from engine.test_agents_greedy import fork_server_of_threads
 from engine.test_engine import GREEDY, expected, prompts
 from engine.test_faults import wait_until
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.hosts import agents, secured
 
-__all__ = ["cluster", "expected", "fork_server_of_threads"]
+__all__ = ["cluster", "expected"]
 
 
 @pytest.mark.parametrize("frames", [300, pytest.param(100_000, marks=pytest.mark.nightly)])

@@ -13,7 +13,13 @@ from weft.engine.engine import Engine
 __all__ = ["expected"]
 
 
-@pytest.mark.parametrize("layout, nnodes", [("2x2", 2), ("1x4", 2), ("4x1", 4)])
+OF_AGENTS = pytest.mark.nightly
+"""Their like run by day through agents, in `test_agents_greedy.py`."""
+
+
+@pytest.mark.parametrize(
+    "layout, nnodes", [("2x2", 2), pytest.param("1x4", 2, marks=OF_AGENTS), pytest.param("4x1", 4, marks=OF_AGENTS)]
+)
 def test_greedy_tokens_are_one_hosts(model_dir: Path, expected: Any, layout: str, nnodes: int) -> None:
     with Engine(config(model_dir, executor="process", nnodes=nnodes, device="cpu", **LAYOUTS[layout])) as engine:
         outputs = [result.token_ids for result in engine.generate(prompts(), GREEDY)]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from e2e.here import weft_here
 from weft.assets import preset_dir
+from weft.attention import backend_registry
 from weft.attention.backend_registry import BACKENDS, TORCH, TRITON, Needs, backends, default_backend
 from weft.attention.sdpa import SDPA
 from weft.engine.config import EngineConfig
@@ -19,7 +22,7 @@ from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
 from weft.engine.startup import check_attention, resolve_defaults
 from weft.kv.cache import KVCache
-from weft.kv.cache_spec import PagedKV
+from weft.kv.cache_spec import Latent, PagedKV, Window
 from weft.place.spec import LayoutError
 from weft.plugins import PluginError
 
@@ -40,11 +43,13 @@ def test_a_plugins_backend_serves(model_dir: Path) -> None:
 
 def test_commands_know_backends_by_their_rows() -> None:
     code, out, _ = weft_here("serve", "--plugins", TOY, "--help")
-    assert code == 0 and f"{{auto,{','.join(backends())},toy}}" in re.sub(r"\s+", "", out)
+    assert code == 0 and f"{{auto,{','.join(backends())},toy}}" in re.sub(r"[\s│]+", "", out)
     code, _, err = weft_here("serve", "--attention-backend", "nope")
     said = re.sub(r"[\s│]+", " ", err)
     assert code == 2 and "invalid choice 'nope' for argument '--attention-backend'" in said and "triton" in said
-    with pytest.raises(ValueError, match=r"attention_backend is 'toy'; it must be one of auto, triton, torch"):
+    with pytest.raises(
+        ValueError, match=r"attention_backend is 'toy'; it must be one of auto, triton, fa3, .*, torch$"
+    ):
         EngineConfig(attention_backend="toy")
     with pytest.raises(ValueError, match=r"it must be one of auto, .*, toy$"):
         EngineConfig(attention_backend="nope", plugins=(TOY,))
@@ -60,11 +65,76 @@ def test_a_backend_that_is_there_already_is_refused(tmp_path: Path) -> None:
     assert list(backends([TOY, TOY])) == [*backends(), "toy"]
 
 
-def test_auto_is_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_what_the_device_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert default_backend("cuda") is TRITON and default_backend("cpu") is TORCH
     assert resolve_defaults(EngineConfig(device="cpu")).attention_backend == "torch"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert resolve_defaults(EngineConfig()).attention_backend == "triton"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(backend_registry, "find_spec", lambda name: None)
+    capability = (9, 0)
+    assert attention_backend(EngineConfig()).option == "triton"
+    with_library(monkeypatch, tmp_path)
+    assert attention_backend(EngineConfig()).option == "fa3+triton"
+    assert attention_backend(EngineConfig(dtype="float32")).option == "triton"
+    dcp = {"attn_tp": 8, "dcp": 2}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert attention_backend(EngineConfig(**dcp)).option == "triton"
+    assert attention_backend(EngineConfig(**dcp, dcp_prefill="gather")).option == "fa3+triton"
+    capability = (10, 0)
+    assert attention_backend(EngineConfig()).option == "triton"
+
+
+def with_library(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A vLLM is found whose FlashAttention 3 is an empty file."""
+    (library := folder / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so").parent.mkdir(exist_ok=True)
+    library.touch()
+    found = SimpleNamespace(submodule_search_locations=[str(folder)])
+    monkeypatch.setattr(backend_registry, "find_spec", lambda name: found if name == "vllm" else None)
+
+
+FA3_NEEDS = Needs("cuda", (9, 0), "bfloat16", lambda: [PagedKV(2, 128), Latent(576, 512)], 16, 1, "auto", True)
+
+
+@pytest.mark.parametrize("option", ["fa3", "fa3+triton"])
+def test_what_flash_attention_3_lacks(option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    entry = backends()[option]
+    monkeypatch.setattr(backend_registry, "find_spec", lambda name: None)
+    with pytest.raises(
+        LayoutError, match=rf"^attention_backend {re.escape(option)} comes with vLLM and .*: pip install"
+    ):
+        entry.check(FA3_NEEDS)
+    with_library(monkeypatch, tmp_path)
+    entry.check(FA3_NEEDS)
+    entry.check(replace(FA3_NEEDS, dcp=2, dcp_prefill="gather"))
+    for change, why in (
+        ({"capability": (8, 0)}, "takes a GPU of sm_90, and this one is sm_80; leave it out"),
+        ({"dtype": "float32"}, "computes in bfloat16, not in float32: add --dtype bfloat16"),
+        ({"caches": lambda: [Latent(40, 32)]}, r"has no latent vectors of 32 \+ 8 elements, .*"),
+        ({"caches": lambda: [Window(4, 2, 512)]}, "has no heads of 512 elements, .*"),
+        ({"dcp": 2}, "does not merge prompts over dcp: add --dcp-prefill gather"),
+    ):
+        with pytest.raises(LayoutError, match=rf"^attention_backend {re.escape(option)} {why}$"):
+            entry.check(replace(FA3_NEEDS, **change))
+
+
+def test_what_flashinfer_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry, needs = backends()["flashinfer"], replace(FA3_NEEDS, graphs=False)
+    monkeypatch.setattr(backend_registry, "find_spec", lambda name: None)
+    with pytest.raises(
+        LayoutError, match=r"^attention_backend flashinfer takes FlashInfer, which is not installed: pip"
+    ):
+        entry.check(needs)
+    monkeypatch.setattr(backend_registry, "find_spec", lambda name: name)
+    entry.check(needs)
+    for change, why in (
+        ({"graphs": True}, "plans each step on the host, which CUDA graphs cannot: add --no-cuda-graphs"),
+        ({"dtype": "float32"}, "computes in bfloat16, .*"),
+        ({"caches": lambda: [Latent(320, 256)]}, r"has no latent vectors of 256 \+ 64 elements, but of 512 \+ 64"),
+        ({"caches": lambda: [PagedKV(2, 96)]}, "has no heads of 96 elements, but of 64, 128 and 256"),
+        ({"dcp": 2}, "does not merge prompts over dcp: add --dcp-prefill gather"),
+    ):
+        with pytest.raises(LayoutError, match=rf"^attention_backend flashinfer {why}$"):
+            entry.check(replace(needs, **change))
 
 
 def test_what_a_backend_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,12 +73,15 @@ class BackendEntry:
     make: Callable[[KVCache], SDPA]
     lacks: Callable[[Needs], str | None] = lambda needs: None
 
+    def refusal(self, needs: Needs) -> str | None:
+        """What the backend lacks, in words that follow its name; None where it lacks nothing."""
+        if self.device not in (needs.device, "any"):
+            return f"is of {'GPUs' if self.device == 'cuda' else 'CPUs'}; leave it out"
+        return self.lacks(needs)
+
     def check(self, needs: Needs) -> None:
         """Raises LayoutError, in one line, where the backend lacks something."""
-        found: str | None = f"is of {'GPUs' if self.device == 'cuda' else 'CPUs'}; leave it out"
-        if self.device in (needs.device, "any"):
-            found = self.lacks(needs)
-        if found is not None:
+        if (found := self.refusal(needs)) is not None:
             raise LayoutError(f"attention_backend {self.option} {found}")
 
 
@@ -152,10 +155,13 @@ def _flashinfer_lacks(needs: Needs) -> str | None:
 TORCH = BackendEntry("torch", "any", _maker("weft.attention.sdpa", "SDPA"), _torch_lacks)
 TRITON = BackendEntry("triton", "cuda", _maker("weft.attention.paged_triton", "PagedTriton"))
 FA3 = BackendEntry("fa3", "cuda", _maker("weft.attention.fa3", "FlashAttention3"), _fa3_lacks)
+MIXED = BackendEntry("fa3+triton", "cuda", _maker("weft.attention.fa3", "TheQuickerOfEach"), _fa3_lacks)
+"""Each kind of rows by what is quicker: prompts over keys and values, and decode rows over latents, by FlashAttention
+3; decode rows over keys and values, and prompts over latents, by Triton."""
 FLASHINFER = BackendEntry(
     "flashinfer", "cuda", _maker("weft.attention.paged_flashinfer", "FlashInfer"), _flashinfer_lacks
 )
-BACKENDS = (TRITON, FA3, FLASHINFER, TORCH)
+BACKENDS = (TRITON, FA3, MIXED, FLASHINFER, TORCH)
 
 
 def backends(plugins: Sequence[str] = ()) -> dict[str, BackendEntry]:
@@ -171,5 +177,12 @@ def backends(plugins: Sequence[str] = ()) -> dict[str, BackendEntry]:
 
 
 def default_backend(device: str) -> BackendEntry:
-    """What AUTO stands for on cpu or cuda."""
+    """The default of a device, cpu or cuda, that needs no other package."""
     return TRITON if device == "cuda" else TORCH
+
+
+def automatic_backend(needs: Needs) -> BackendEntry:
+    """What AUTO stands for: the quickest that lacks nothing."""
+    if needs.device == "cuda" and needs.capability is not None and MIXED.refusal(needs) is None:
+        return MIXED
+    return default_backend(needs.device)

@@ -210,3 +210,29 @@ class FlashAttention3(PagedTriton):
             return dict(q=q, k=k, v=v)
         width = values.shape[-1]
         return dict(q=q[..., width:], q_v=q[..., :width], k=k[..., width:], v=v)
+
+
+class TheQuickerOfEach(FlashAttention3):
+    """A `weft.attention.backend.Backend` as FlashAttention3. Its kernels take prompts over keys and values, and decode
+    rows over latents; those of PagedTriton take the others, as they are quicker.
+    """
+
+    def plan_decode(self, pages: Tensor, lengths: Tensor) -> Any:
+        return self._decodes.plan_decode(self, pages, lengths)
+
+    def plan_prompts(self, *step: Any, **more: Any) -> Any:
+        return self._prompts.plan_prompts(self, *step, **more)
+
+    def decode(self, *rows: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
+        return self._decodes.decode(self, *rows, **more)
+
+    def prompts(self, *rows: Any, **more: Any) -> None:
+        self._prompts.prompts(self, *rows, **more)
+
+    @property
+    def _decodes(self) -> type[PagedTriton]:
+        return FlashAttention3 if isinstance(self.cache.spec, Latent) else PagedTriton
+
+    @property
+    def _prompts(self) -> type[PagedTriton]:
+        return PagedTriton if isinstance(self.cache.spec, Latent) else FlashAttention3

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from weft.attention.backend_registry import ANY_BACKEND, BackendEntry, Needs, backends, default_backend
+from weft.attention.backend_registry import ANY_BACKEND, BackendEntry, Needs, automatic_backend, backends, fa3_library
 from weft.comm.transport_registry import AUTO, REFERENCE, TransportEntry, automatic, check_serves, transports
 from weft.engine.config import EngineConfig
 from weft.kernels.build import OLDEST_GPU
@@ -98,24 +98,22 @@ def attention_backend(
 
     caches: gives those of the model's layers, where they matter. device: the rank's, where it is known.
     """
-    gpus = on_gpus(config)
-    if (option := config.attention_backend) == ANY_BACKEND:
-        found = default_backend("cuda" if gpus else "cpu")
-    else:
-        found = backends(config.plugins)[option]
+    gpus, option = on_gpus(config), config.attention_backend
+    if device is None and gpus and option == ANY_BACKEND and fa3_library() is not None:
+        device = torch.device("cuda", 0)
     asked = device is not None and device.type == "cuda"
-    found.check(
-        Needs(
-            device="cuda" if gpus else "cpu",
-            capability=torch.cuda.get_device_capability(device) if asked else None,
-            dtype=str(dtype_of(config)).removeprefix("torch."),
-            caches=caches,
-            page_size=config.page_size,
-            dcp=config.dcp,
-            dcp_prefill=config.dcp_prefill,
-            graphs=gpus and config.cuda_graphs,
-        )
+    needs = Needs(
+        device="cuda" if gpus else "cpu",
+        capability=torch.cuda.get_device_capability(device) if asked else None,
+        dtype=str(dtype_of(config)).removeprefix("torch."),
+        caches=caches,
+        page_size=config.page_size,
+        dcp=config.dcp,
+        dcp_prefill=config.dcp_prefill,
+        graphs=gpus and config.cuda_graphs,
     )
+    found = automatic_backend(needs) if option == ANY_BACKEND else backends(config.plugins)[option]
+    found.check(needs)
     return found
 
 

@@ -204,9 +204,10 @@ class RankOptions(EngineOptions):
     """Whether steps on GPUs replay captured graphs. Those with prompts of some models never do, nor do those with
     requested logprobs of prompts."""
     attention_backend: BackendChoice = ANY_BACKEND
-    """The kernels of attention over the cache. triton: Weft's own, on GPUs; fa3: FlashAttention 3, from an
-    installed vLLM or sglang-kernel, on Hopper GPUs; flashinfer: FlashInfer's, where installed, without CUDA graphs;
-    torch: plain torch, which gathers the tokens; or a plugin's; auto: triton on GPUs, torch on CPUs."""
+    """The kernels of attention over the cache. triton: Weft's own, on GPUs; fa3: FlashAttention 3, from an installed
+    vLLM or sglang-kernel, on Hopper GPUs; fa3+triton: of these two the quicker for each kind of rows; flashinfer:
+    FlashInfer's, where installed, without CUDA graphs; torch: plain torch, which gathers the tokens; or a plugin's;
+    auto: fa3+triton where fa3 can run, else triton on GPUs, torch on CPUs."""
     threads: int = 1
     """Threads of each rank's process; more ranks use cores better."""
     cpu_bind: str | None = None

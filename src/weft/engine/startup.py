@@ -74,7 +74,8 @@ def resolve_defaults(config: EngineConfig) -> EngineConfig:
 
     Experts gather on GPUs; on CPUs `check_plans` decides. Raises ModelError, LayoutError.
     """
-    config = replace(config, attention_backend=BackendChoice(attention_backend(config).option))
+    backend = attention_backend(config, lambda: declared_caches(config, read_model(config)))
+    config = replace(config, attention_backend=BackendChoice(backend.option))
     if config.float8 == "auto":
         config = replace(config, float8="on" if on_gpus(config) else "off")
     if config.moe_exchange == "auto" and on_gpus(config):
@@ -137,12 +138,13 @@ def check_attention(config: EngineConfig, model: ModelConfig) -> None:
     """Raises LayoutError where the attention backend lacks what the model's caches or the options need. What only a GPU
     can say is checked on the ranks.
     """
+    attention_backend(config, lambda: declared_caches(config, model))
 
-    def caches() -> list[Spec]:
-        shape = build_model(model, config.mesh, 0, dtype_of(config), torch.device("cpu"), shape_only=True)
-        return list(dict.fromkeys(cached_layers(shape).values()))
 
-    attention_backend(config, caches)
+def declared_caches(config: EngineConfig, model: ModelConfig) -> list[Spec]:
+    """The caches of rank 0's layers, each once, from the model's shape."""
+    shape = build_model(model, config.mesh, 0, dtype_of(config), torch.device("cpu"), shape_only=True)
+    return list(dict.fromkeys(cached_layers(shape).values()))
 
 
 def float8_products(config: EngineConfig, model: ModelConfig) -> str:

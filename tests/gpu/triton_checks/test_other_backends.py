@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ from gpu.triton_checks import fakes
 from gpu.triton_checks.test_backend import on
 from gpu.triton_checks.worker import INTERPRETED
 from weft.attention import fa3, paged_flashinfer
-from weft.attention.backend_registry import BACKENDS, FA3, FLASHINFER, TORCH, BackendEntry, fa3_library
+from weft.attention.backend_registry import BACKENDS, FA3, FLASHINFER, MIXED, TORCH, BackendEntry, fa3_library
 from weft.attention.forward_batch import PageTables
+from weft.attention.paged_triton import PagedTriton
 from weft.attention.sdpa import SDPA
 from weft.dcp.interleave import Interleave
 from weft.kv.cache import KVCache
@@ -35,7 +37,7 @@ TOLERANCE = 1e-2
 """Of a row's norm: outputs are rounded to bfloat16, and so are the weights of values."""
 SPECS = [PagedKV(2, 128), PagedKV(1, 64), Window(40, 2, 128), Latent(576, 512)]
 DECODE = [(1, 7), (1, 0), (1, 150), (1, 63), (1, 16)]
-MIXED = [[(1, 90), (1, 0), (36, 20), (9, 0)], [(1, 12), (6, 2), (1, 40)], [(70, 3)]]
+STEPS = [[(1, 90), (1, 0), (36, 20), (9, 0)], [(1, 12), (6, 2), (1, 40)], [(70, 3)]]
 
 
 @cache
@@ -49,9 +51,9 @@ def entry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ba
     """The backends; on CPUs the stand-ins, as other checks hold torch's and Triton's there."""
     entry = request.param
     assert isinstance(entry, BackendEntry)
-    if entry is FA3 and INTERPRETED:
+    if entry in (FA3, MIXED) and INTERPRETED:
         calls(entry, monkeypatch)
-    elif entry is FA3 and (fa3_library() is None or torch.cuda.get_device_capability()[0] != 9):
+    elif entry in (FA3, MIXED) and (fa3_library() is None or torch.cuda.get_device_capability()[0] != 9):
         pytest.skip("takes a Hopper GPU, and vLLM or sglang-kernel")
     elif entry is FLASHINFER and INTERPRETED:
         calls(entry, monkeypatch)
@@ -62,7 +64,7 @@ def entry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ba
 
 def calls(entry: BackendEntry, monkeypatch: pytest.MonkeyPatch) -> fakes.Calls:
     """Puts the stand-in in place of the package; gives the calls that it gets."""
-    if entry is FA3:
+    if entry in (FA3, MIXED):
         library = fake_library()
         library.calls.clear()
         ops = torch.ops._vllm_fa3_C
@@ -105,7 +107,7 @@ def test_padding_rows(entry: BackendEntry, spec: Spec, device: torch.device) -> 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_steps_with_prompts(entry: BackendEntry, spec: Spec, device: torch.device) -> None:
-    for seed, spans in enumerate(MIXED):
+    for seed, spans in enumerate(STEPS):
         case = on(device, case_of(spans, spec, seed=seed))
         check(entry.make(case.cache), case, spans, TOLERANCE)
 
@@ -114,7 +116,7 @@ def test_steps_with_prompts(entry: BackendEntry, spec: Spec, device: torch.devic
 def test_steps_with_prompts_in_graphs(entry: BackendEntry, spec: Spec, device: torch.device) -> None:
     if entry is FLASHINFER:
         pytest.skip("is refused with CUDA graphs")
-    for seed, spans in enumerate([MIXED[0], MIXED[2], [(1, 7), (1, 2)]]):
+    for seed, spans in enumerate([STEPS[0], STEPS[2], [(1, 7), (1, 2)]]):
         rows = sum(n for n, _ in spans)
         case = on(device, roomy(case_of(spans, spec, seed=seed), rows + 5, len(spans) + 2))
         check(entry.make(case.cache), case, spans, TOLERANCE)
@@ -217,3 +219,26 @@ def test_stand_ins_have_the_signatures_of_the_package(name: str) -> None:
         exec(f"def f({text}): pass", scope)
         names = list(inspect.signature(scope["f"]).parameters)  # type: ignore[arg-type]
         assert list(inspect.signature(getattr(kind, method)).parameters) == names
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of the stand-ins")
+@pytest.mark.parametrize("spec", [PagedKV(2, 64), Latent(320, 256)], ids=str)
+def test_each_kind_of_rows_by_what_is_quicker(
+    spec: PagedKV | Latent, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Prompts of keys and values and decode rows of latents by FlashAttention 3, the others by Triton's kernels."""
+    noted, spans, by_triton = calls(MIXED, monkeypatch), [(1, 5), (1, 0), (7, 3)], list[str]()
+
+    def decode(self: PagedTriton, *given: Any) -> tuple[Tensor, None]:  # the interpreter has no products in bfloat16
+        by_triton.append("decode")
+        return given[-2], None
+
+    monkeypatch.setattr(PagedTriton, "decode", decode)
+    monkeypatch.setattr(PagedTriton, "prompts", lambda *given: by_triton.append("prompts"))
+    case = case_of(spans, spec, seed=0)
+    backend, tables = MIXED.make(case.cache), case.batch.tables[0]
+    assert isinstance(tables, PageTables)
+    backend.attend(backend.plan(case.batch, tables), 1, case.q, case.scale, False, None, False)
+    packed = [call["cu_seqlens_q"] is not None for call in noted.of("fwd")]
+    latent = isinstance(spec, Latent)
+    assert by_triton == ["prompts" if latent else "decode"] and packed == [not latent]

@@ -129,6 +129,7 @@ def test_a_process_that_is_not_refused_is_seen(hosts: tuple[Host, ...], said: st
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 def test_chaos_over_two_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each kind of fault once; `weft chaos --hosts 2 --faults 60` is the long form."""
     kinds = 16

@@ -100,6 +100,10 @@ def test_commands_refuse_it_in_one_line(tmp_path: Path) -> None:
         assert code == 1 and err.startswith(f"weft: --cluster-key {key} has fewer than 16 bytes"), err
     code, _, err = weft_here("serve", *two, *both, "--node-rank", "2")
     assert (code, err) == (2, "weft: node_rank 2 is none of 2 host(s): they are 0 to 1\n")
+    key.write_text("long enough for a secret")
+    soon = (*both, "--node-rank", "1", "--join-timeout-s", "1")
+    code, _, err = weft_here("serve", "--attn-tp", "4", "--dcp", "2", *soon)
+    assert code == 2 and err.startswith("weft: dcp=2: the ranks of a dcp group must hold the same key-value heads"), err
     code, _, err = weft_here("generate", "--prompt", "x", *both, "--node-rank", "1")
     assert (code, err) == (2, "weft: hosts=2 does not divide the 1 ranks; nearest that do: 1\n")
     code, _, err = weft_here("chaos", *two, *both, "--node-rank", "0")

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.engine.engine_options import ClusterOptions
@@ -109,8 +109,11 @@ def run_agent(config: Any) -> int:
     from transformers.utils import logging as transformers_logging
 
     from weft.engine.hosts.agent import HostAgent
-    from weft.engine.startup import resolve_defaults
+    from weft.engine.startup import check_plans, read_model, resolve_defaults
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    HostAgent(resolve_defaults(config), lambda line: print(line, file=sys.stderr, flush=True)).run()
+    config = resolve_defaults(config)
+    # Node 0 refuses what cannot be and ends, and a host that comes later would wait for it. All plan by its cost table.
+    check_plans(replace(config, cost="auto"), read_model(config))
+    HostAgent(config, lambda line: print(line, file=sys.stderr, flush=True)).run()
     return 0

@@ -17,7 +17,7 @@ SCRIPTS = [script for script in SCRIPTS if "__main__" in script.read_text()]  # 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_help(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    if script.stem in ("gpu_kernels", "gpu_prompts"):
+    if script.stem in ("gpu_kernels", "gpu_prompts", "attention_backends"):
         pytest.importorskip("triton")
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
     monkeypatch.syspath_prepend(script.parent)  # as Python does for a script; some share code
@@ -38,6 +38,7 @@ def test_cpu_time_of_a_step() -> None:
 
 def test_attention_backends_dry_run(tmp_path: Path) -> None:
     """What a backend lacks is said in its words; what runs is held against the definition before it is timed."""
+    pytest.importorskip("triton")
     script, out = next(script for script in SCRIPTS if script.stem == "attention_backends"), tmp_path / "found.json"
     done = subprocess.run(
         [sys.executable, str(script), "--small", "--backends", "fa3", "torch", "--out", str(out)],

@@ -77,11 +77,11 @@ def calls(entry: BackendEntry, monkeypatch: pytest.MonkeyPatch) -> fakes.Calls:
     return noted
 
 
-def case_of(spans: list[tuple[int, int]], spec: Spec, seed: int, page: int = 16) -> Case:
+def case_of(spans: list[tuple[int, int]], spec: Spec, seed: int, page: int = 16, heads: int = 8) -> Case:
     """In bfloat16, with finite numbers where no token lies: these kernels multiply them by 0. So do an engine's pages,
     which hold zeros or older tokens.
     """
-    case = make_case(spans, seed=seed, page=page, heads=8, spec=spec)
+    case = make_case(spans, seed=seed, page=page, heads=heads, spec=spec)
     cache = case.cache
     cache.keys = cache.keys.nan_to_num(9.0).bfloat16()
     latent = isinstance(spec, Latent)
@@ -96,6 +96,12 @@ def case_of(spans: list[tuple[int, int]], spec: Spec, seed: int, page: int = 16)
 def test_decode(entry: BackendEntry, spans: list[tuple[int, int]], spec: Spec, device: torch.device) -> None:
     case = on(device, case_of(spans, spec, seed=1))
     check(entry.make(case.cache), case, spans, TOLERANCE)
+
+
+def test_many_heads_share_a_vector(entry: BackendEntry, device: torch.device) -> None:
+    """More than a block of a kernel has."""
+    case = on(device, case_of([(1, 70), (1, 300)], Latent(576, 512), seed=1, heads=96))
+    check(entry.make(case.cache), case, [(1, 70), (1, 300)], TOLERANCE)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
-from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, scaled
+from weft.kernels.triton.launch import cdiv, gpu, kernel, next_power_of_2, scaled
 from weft.kernels.triton.merge_splits import _merge_splits
 from weft.kernels.triton.splits import FIELDS, Cut, Splits, order_splits
 
@@ -134,13 +134,16 @@ def _attend_splits(
             _store_split(part, part_lse, at, d, in_group, top, total, acc, GROUP, D)
 
 
-def tile_of(head_dim: int, group: int) -> DecodeTile:
+def tile_of(head_dim: int, group: int, element_size: int = 2) -> DecodeTile:
     """The first kernel's tile: by the model's shape and the GPU, so that a row has the same bits at every capacity."""
     heads = min(64, max(16, next_power_of_2(group)))
     if head_dim <= 128:
         return DecodeTile(heads, 32, 4, 3, scaled(132 * 4), True)
     if head_dim <= 256:
         return DecodeTile(min(heads, 32), 32, 4, 3, scaled(132 * 3), False)
+    if group > 32 and element_size == 2 and gpu().shared_bytes >= 200 << 10:
+        # Each block of heads reads a row's latent vectors again: few large ones, in products of 64 rows.
+        return DecodeTile(64, 32, 8, 3, scaled(132), False)
     return DecodeTile(16, 32, 4, 3, scaled(132 * 2), False)
 
 
@@ -253,7 +256,7 @@ def _launch(
     if not rows:
         return out
     group = heads // kv_heads
-    tile = tile_of(d, group) if tile is None else tile
+    tile = tile_of(d, group, q.element_size()) if tile is None else tile
     blocks = kv_heads * cdiv(group, tile.heads)
     if splits is None:
         splits = splits_of(lengths, pages.shape[1] * page_size, window, d, blocks, tile)

@@ -257,7 +257,8 @@ def expanded_prefill_attention(
         raise ValueError(f"q, q_rotated, expanded, rotated, out are {shapes}")
     if len({t.dtype for t in (q, q_rotated, expanded, rotated)}) > 1 or bases.shape[0] != starts.shape[0] - 1:
         raise ValueError("queries, keys and values must be of one dtype, and each sequence must have a base, or −1")
-    tile = tile_of(max(n, d), q.element_size()) if tile is None else tile
+    if tile is None:  # wider than `tile_of` takes them to be: GPUs with less shared memory hold one stage of this
+        tile = PrefillTile(64, 64, 4, 3) if q.element_size() == 2 else tile_of(max(n, d), q.element_size())
     keys, values = expanded[..., :n], expanded[..., n:]
     queries, where = (q, q_rotated), (pages, starts, limits)
     _launch(queries, keys, rotated, values, where, bases, page_size, scale, out, Which.EXPANDED, tile)

@@ -128,12 +128,14 @@ def solved(backend: str, **options: Any) -> int:
 
 
 @pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-def test_word_problems_by_flash_attention_3(graphs: bool) -> None:
+@pytest.mark.parametrize(
+    ("backend", "graphs"), [("fa3", True), ("fa3", False), ("fa3+triton", True)], ids=["graphs", "eager", "mixed"]
+)
+def test_word_problems_by_flash_attention_3(backend: str, graphs: bool) -> None:
     """As many as with Triton's kernels, but for one: in bfloat16 bits differ, and seldom a token."""
     if fa3_library() is None or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("takes a Hopper GPU, and vLLM or sglang-kernel")
-    assert abs(solved("fa3", cuda_graphs=graphs) - solved("triton", cuda_graphs=graphs)) <= 1
+    assert abs(solved(backend, cuda_graphs=graphs) - solved("triton", cuda_graphs=graphs)) <= 1
 
 
 def long_outputs(**options: Any) -> list[tuple[int, ...]]:
